@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?= --ctx 64
+# kernels are written in Triton, which takes a gigabyte, and which a CPU needs only to test them
+GPU := $(wildcard /dev/nvidiactl /dev/dxg)
+PROGRAM := .$(if $(GPU),[triton])
 # half of the time that tests take
 KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model tests/infer tests/export
 # what is slow and rarely tells what the others do not
@@ -14,38 +17,42 @@ train: $(VENV)/installed
 	$(BIN)/arb train $(ARGS)
 
 # two processes of one thread each: the interpreted kernels use one core, whatever there is
-test: $(VENV)/installed lint
+test: $(VENV)/with-tests lint
 	$(MAKE) --no-print-directory -j2 test-kernels test-rest
 
-test-all: $(VENV)/installed lint
+test-all: $(VENV)/with-tests lint
 	$(MAKE) --no-print-directory -j2 TESTS= test-kernels test-rest
 
-test-kernels: $(VENV)/installed
+test-kernels: $(VENV)/with-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(TESTS) $(KERNEL_TESTS)
 
-test-rest: $(VENV)/installed
+test-rest: $(VENV)/with-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(TESTS) tests \
 		$(addprefix --ignore=,$(KERNEL_TESTS))
 
 # a selection of tests, as CPUs with fewer instructions run them
-test-portable: $(VENV)/installed
+test-portable: $(VENV)/with-tests
 	OMP_NUM_THREADS=1 $(BIN)/python tests/portable.py
 
 # measures; `make figures` then writes what it found into the documents
-bench: $(VENV)/installed
+bench: $(VENV)/with-tests
 	$(BIN)/python -m benchmarks
 
-figures: $(VENV)/installed
+figures: $(VENV)/with-tests
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.plots
 
-lint: $(VENV)/installed
+lint: $(VENV)/with-tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[test,plot]'
+	$(BIN)/python -m pip install --quiet --editable '$(PROGRAM)'
+	touch $@
+
+$(VENV)/with-tests: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[test,plot,triton]'
 	touch $@
 
 clean:

@@ -20,7 +20,7 @@ from hashlib import sha256, shake_256
 from itertools import accumulate
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbcli.errors import ArbError
 from arbcli.plain_text import plain_file
@@ -97,19 +97,34 @@ class Text:
         return self._begins[-1]
 
     @property
+    def source(self) -> "Text":
+        """The same text as bytes, which it is unless it is one of tokens."""
+        return self
+
+    @property
+    def symbol_bytes(self) -> float:
+        """Bytes for each symbol, on average."""
+        return 1.0
+
+    @property
+    def pieces(self) -> list[tuple[Path, int, int]]:
+        """List the files that hold any of the text, and which of their bytes."""
+        return list(self._pieces)
+
+    @property
     def num_files(self) -> int:
-        """Count the files that hold any of the text."""
-        return len(self._pieces)
+        """Count these files."""
+        return len(self.pieces)
 
     @property
     def sizes(self) -> list[int]:
         """List the bytes that each of these files gives to the text."""
-        return [piece.stop - piece.start for piece in self._pieces]
+        return [stop - start for _, start, stop in self.pieces]
 
     @property
     def files(self) -> list[Path]:
         """List these files."""
-        return [piece.path for piece in self._pieces]
+        return [path for path, _, _ in self.pieces]
 
     def times(self) -> dict[Path, tuple[int, int]]:
         """Return size and time of the last change of each file; a file that is gone has neither."""
@@ -238,7 +253,7 @@ def batch(
         device: where the batch goes.
 
     Returns:
-        Inputs and targets, (B, T) int64 in 0..255, contiguous; targets are one byte further on.
+        Inputs and targets, (B, T) int64, contiguous; targets are one byte, or token, further on.
 
     Raises:
         ArbError: a file has vanished or become shorter.
@@ -271,6 +286,8 @@ def evaluation_batches(
 def entropy(text: Text) -> float:
     """Measure the order-0 entropy in nats per byte: -sum over bytes b of p(b) ln p(b).
 
+    Of a text of tokens it is that of its bytes.
+
     Of a text above 256 MiB it reads 256 blocks of 1 MiB, evenly spaced from the first to the last.
     """
     import torch
@@ -289,8 +306,9 @@ def digest(text: Text) -> str:
     Of a mixture the sizes and weights of the texts come between.
 
     Of a text above 256 MiB it reads what `entropy` reads: a change between these blocks that
-    leaves every size as it was is not seen.
+    leaves every size as it was is not seen. A text of tokens has the digest of its bytes.
     """
+    text = text.source
     hasher = sha256(" ".join(map(str, text.sizes)).encode() + b"\n")
     if isinstance(text, Mixture):
         parts = [(len(part), weight) for part, weight in zip(text.texts, text.weights, strict=True)]
@@ -301,6 +319,7 @@ def digest(text: Text) -> str:
 
 
 def _blocks(text: Text) -> Iterator[bytes]:
+    text = text.source
     starts = range(0, len(text), BLOCK_BYTES)
     if len(starts) > MAX_BLOCKS:
         last = len(text) - BLOCK_BYTES
@@ -320,6 +339,8 @@ class Texts:
     """A few words for people: what was named, and its number of files."""
     split: str | None = None
     """How several files were split: by `files`, or `within` each; None if there was no choice."""
+    tokenizer: Any = None
+    """The `arbcli.tokens.Tokenizer` that made tokens of them; None if they are bytes."""
 
 
 def open_texts(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from arbcli.environment import no_cuda_device
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import check_backend, default_backend
 
@@ -58,9 +59,7 @@ def resolve_device(name: str | None) -> torch.device:
             f"there is no GPU of Apple for `{name}`", hint="use `--device cpu`, or leave it out"
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ArbError(
-            f"there is no CUDA device for `{name}`", hint="use `--device cpu`, or leave it out"
-        )
+        raise no_cuda_device(name)
     return device
 
 

@@ -1,7 +1,10 @@
 """Environment variables: those that libraries read when they are loaded, and numbers for arb."""
 
+import ctypes
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from arbcli.errors import ArbError
 
@@ -52,6 +55,24 @@ def interpret_kernels_without_gpu(device: str | None) -> None:
 
     if not torch.cuda.is_available() or (device or "").startswith("cpu"):
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def no_cuda_device(name: str) -> ArbError:
+    """Make the error of a device that is not there."""
+    return ArbError(
+        f"there is no CUDA device for `{name}`", hint="use `--device cpu`, or leave it out"
+    )
+
+
+def may_have_gpu() -> bool:
+    """Tell quickly whether torch might find a GPU: on Linux there is the driver of one."""
+    if sys.platform != "linux":
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()  # of an AMD GPU, which torch calls `cuda` too
+    return True
 
 
 def number_in(environment: Mapping[str, str], name: str, least: int, most: int = 2**31 - 1) -> int:

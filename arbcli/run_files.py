@@ -8,6 +8,8 @@ from arbcli.reading import read_json
 
 CONFIG = "config.json"
 """File of what a run computes, of its text, and of the versions that began it."""
+COMPANIONS = "hugging_face"
+"""Folder in a run with the files that came with an imported model, and go along when it leaves."""
 RUNS = Path("runs")
 """Where runs are kept unless another place is named."""
 _FILE_NAME = re.compile(r"step-([0-9]{6,})\.safetensors")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.export.qwen3 import shape_of
+from arbcli.imports.dense import shape_of
 from arbcli.infer.generation import Sampling
 from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.update.random_bits import stream_keys

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.export.qwen3 import shape_of
+from arbcli.imports.dense import shape_of
 from arbcli.infer.generation import Sampling
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.update.random_bits import stream_keys

@@ -32,7 +32,14 @@ class Llama:
         """Continue a prompt by the likeliest bytes."""
         return bytes(token["id"] for token in self._complete(prompt, length, n_probs=1))
 
-    def _complete(self, prompt: bytes, length: int, **options) -> list[dict]:
+    def scores(self, prompt: str | list[int]) -> Tensor:
+        """Compute the log-probabilities of all tokens after a text or ids, (V,) float64."""
+        choices = self._complete(prompt, 1, n_probs=2**17, logit_bias=[[ord("a"), 1e4]])
+        found = {entry["id"]: entry["logprob"] for entry in choices[0]["top_logprobs"]}
+        return torch.tensor([found[index] for index in range(len(found))], dtype=torch.float64)
+
+    def _complete(self, prompt: bytes | str | list[int], length: int, **options) -> list[dict]:
         how = {"max_tokens": length, "temperature": 0, "cache_prompt": False, **options}
-        answer = self._server.handle_completions({"prompt": list(prompt), **how})
+        given = prompt if isinstance(prompt, str) else list(prompt)
+        answer = self._server.handle_completions({"prompt": given, **how})
         return answer["choices"][0]["logprobs"]["content"]

@@ -31,6 +31,7 @@ KEYS = {
     "cpu_step": ("preset", "kind", "compute"),
     "cpu_text": ("preset", "digits", "task", "program", "threads", "level"),
     "exports": ("model", "program", "type"),
+    "imports": ("kind", "rule", "scale_type"),
     "hnet": ("preset", "kind"),
     "long": ("preset", "kind"),
     "long_quality": ("kind", "seconds", "batch", "seed"),

@@ -432,6 +432,25 @@ def exports(runs: Runs) -> str:
     return markdown(head, rows) + source(runs)
 
 
+def imports(runs: Runs) -> str:
+    """Compare models that were read in with Transformers."""
+    head = ["model", "rule", "group", "float twin from Transformers", "weights off by"]
+    rows = [
+        [
+            row["kind"],
+            f"`{row['rule']}`",
+            row["scale_type"],
+            f"{row['from_float']:.1e}",
+            f"{row['relative_error']:.2%}",
+            f"{row['divergence']:.2e}",
+            f"{row['of_q8_0']:.2e}",
+        ]
+        for row in rows_of(runs)
+        if "divergence" in row
+    ]
+    return markdown([*head, "KL", "KL of Q8_0"], rows) + source(runs)
+
+
 def bits_of_many(runs: Runs) -> str:
     """Compare states after the same steps on several GPUs and on one."""
     found = _of_part(runs, "bits")
@@ -747,6 +766,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "products": ("products", products),
     "generation": ("generation", generation),
     "exports": ("exports", exports),
+    "imports": ("imports", imports),
     "several-texts": ("several_texts", several),
     "kv-cache": ("kv_cache", caches),
     "hnet": ("hnet", chunked),

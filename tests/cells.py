@@ -1,5 +1,6 @@
 """A small model for every mixer with every channel mixer, on streams, around chunks and on them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, product
 from typing import NamedTuple
@@ -82,6 +83,14 @@ class Cell(NamedTuple):
         return ModelConfig(ctx=14, stages=(outer, replace(main, blocks=(last,))), **gains)
 
 
+def wide(config: ModelConfig) -> ModelConfig:
+    """Give the outer stage of a cell a width that kernels of a row read."""
+    if not config.outer:
+        return config
+    outer, main = config.stages
+    return replace(config, stages=(replace(outer, dim=16), main))
+
+
 def without(config: ModelConfig, part: str) -> ModelConfig:
     """Leave the `mixer` or the `channel` out of all blocks, and blocks that have nothing else."""
 
@@ -109,27 +118,38 @@ def pairs(cell: Cell) -> set:
     return set(combinations(enumerate(cell), 2))
 
 
-def covering(cells: list[Cell]) -> list[Cell]:
-    """Choose cells that have all pairs of choices among them, those with most new ones first."""
-    left, chosen = set().union(*map(pairs, cells)), []
+def singles(cell: Cell) -> set:
+    """List the choices of a cell one by one."""
+    return set(enumerate(cell))
+
+
+def covering(cells: list[Cell], of: Callable[[Cell], set]) -> list[Cell]:
+    """Choose cells that have all choices among them, those with most new ones first.
+
+    Args:
+        of: lists what must be among them: `pairs` of choices, or `singles`.
+    """
+    left, chosen = set().union(*map(of, cells)), []
     while left:
-        chosen.append(max(cells, key=lambda cell: len(left & pairs(cell))))
-        left -= pairs(chosen[-1])
+        chosen.append(max(cells, key=lambda cell: len(left & of(cell))))
+        left -= of(chosen[-1])
     return chosen
 
 
-QUICK = covering(CELLS)
+QUICK = covering(CELLS, pairs)
+FEW = covering(CELLS, singles)
+"""Every part in one cell at least, where a cell takes seconds."""
 
 
-def each_cell(cells: list[Cell] = CELLS) -> pytest.MarkDecorator:
-    """Run a test for every cell; those beside the cover are slow."""
+def each_cell(cells: list[Cell] = CELLS, quick: list[Cell] = QUICK) -> pytest.MarkDecorator:
+    """Run a test for every cell; those beside the `quick` ones are slow."""
     return pytest.mark.parametrize(
         "cell",
         [
             pytest.param(
                 cell,
                 id="-".join(map(str, cell)),
-                marks=() if cell in QUICK else pytest.mark.slow,
+                marks=() if cell in quick else pytest.mark.slow,
             )
             for cell in cells
         ],

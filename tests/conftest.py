@@ -35,6 +35,17 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call():
+    """Skip what needs Triton where it is not installed."""
+    from arbcli.kernels.runtime._triton import TritonMissing
+
+    try:
+        return (yield)
+    except TritonMissing as missing:
+        pytest.skip(str(missing))
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -3,6 +3,7 @@
 Every process is forked from one that has loaded everything, so that a hundred take minutes.
 """
 
+import json
 import os
 import random
 import signal
@@ -16,13 +17,33 @@ import torch
 from arbcli import cli
 from arbcli.run_files import checkpoints
 from arbcli.train import run as run_module
+from arbcli.train.record import METRICS
 
 STEPS = 120
-SIZES = ["--dim", "16", "--layers", "1", "--heads", "1", "--ffn", "16", "--ctx", "8"]
-OPTIONS = [*SIZES, "--batch", "2", "--steps", str(STEPS), "--save-every", "7", "--device", "cpu"]
+PLAN = (
+    f"--batch 2 --steps {STEPS} --save-every 7 --eval-every 5 --keep-best --log-every 3"
+    " --accum 2 --wire int12 --device cpu"
+)
+GRAPH = (
+    "--preset arb-tiny --dim 16 --layers 1 --heads 1 --ffn 16 --latent 8 --rotary 4"
+    " --ngram-rows 50 --ngram-dim 4 --key-dim 4 --codes 4,4 --code-dim 8 --knowledge 8,4"
+    " --knowledge-dim 4 --knowledge-heads 1 --experts 2 --expert-dim 8 --expert-ffn 8 --gate-dim 4"
+    " --adapter-rank 2 --edges 8,2 --head-ffn 8 --memory-rows 32 --max-moe-iters 2 --moe --graph"
+    " --memgram"
+)
+MODELS = {
+    "dense": "--dim 16 --layers 1 --heads 1 --ffn 16 --ctx 8",
+    "graph": f"{GRAPH} --ctx 8",
+    "chunks": "--preset hnet-tiny --dim 16 --layers 1 --heads 1 --ffn 16 --ctx 12 --outer-dim 16"
+    " --outer-layers 1 --outer-heads 1 --outer-ffn 16 --chunk-length 2 --window 4",
+    "compressed": "--attention compressed --dim 16 --layers 2 --heads 2 --ffn 16 --ctx 12"
+    " --kv-heads 1 --window 5 --ratios 3,6 --indexed-ratio 3 --top-k 2 --index-heads 1"
+    " --index-width 8",
+}
+"""Options of a small model of each kind."""
+TIMINGS = ("seconds", "bytes_per_second", "seconds_left", "mfu", "peak_bytes")
+"""Fields of a record that differ from run to run."""
 KILLS_OF_A_RUN = 5
-LONGEST_LIFE = 2.0
-"""Seconds; a run that is left alone takes somewhat longer."""
 SIGNALS = (signal.SIGKILL,) * 5 + (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 OUTPUTS = ("kept", "pipe", "full", "closed")
 
@@ -61,49 +82,75 @@ def start(words: list[str], how: str, log: Path) -> int:
         os._exit(99)
 
 
-def go_on(run: Path, text: Path, draw: random.Random, log: Path) -> int:
+def go_on(run: Path, text: Path, options: str, how: str, log: Path) -> int:
     """Start a run, or resume it, and return the id of its process."""
     begun = (run / "config.json").exists()
-    words = ["--resume", str(run)] if begun else ["--data", str(text), *OPTIONS, "--out", str(run)]
-    how = draw.choice(OUTPUTS)
+    new = ["--data", str(text), *options.split(), "--out", str(run)]
+    words = ["--resume", str(run)] if begun else new
+    if "--gpus" in options and begun:
+        words += ["--gpus", options.partition("--gpus ")[2]]
     if how == "pipe":
         words.append("--json")
     return start(["train", *words], how, log)
 
 
-def kill_runs(folder: Path, kills: int, seed: int) -> dict[str, int]:
-    """Kill runs so many times in all, let each end at last, and count their last files by digest.
+def records(run: Path) -> list[dict]:
+    """Read the records of a run, without what differs from run to run."""
+    lines = (json.loads(line) for line in (run / METRICS).read_text().splitlines())
+    return [{key: v for key, v in line.items() if key not in TIMINGS} for line in lines]
+
+
+def contents(run: Path, *, with_records: bool) -> str:
+    """Hash the last and the best checkpoint of a run, and its records.
 
     Raises:
-        AssertionError: a run that was left alone did not end well.
+        AssertionError: the run has not ended, or has no best checkpoint.
+    """
+    newest, (best,) = checkpoints(run)[0], run.glob("best-*.safetensors")
+    assert newest.name == f"step-{STEPS:06d}.safetensors", newest
+    digest = sha256(newest.read_bytes() + best.name.encode() + best.read_bytes())
+    digest.update(json.dumps(records(run)).encode() if with_records else b"")
+    return digest.hexdigest()
+
+
+def kill_runs(folder: Path, kills: int, seed: int, options: str) -> None:
+    """Kill runs so many times in all, let each end at last, and compare all with one left alone.
+
+    A run that is only ever killed by SIGKILL has its records too; one that was asked to stop
+    recorded that.
+
+    Raises:
+        AssertionError: a run ends otherwise.
     """
     torch.set_num_threads(1)  # threads do not survive a fork
     run_module.SAMPLE_BYTES = 1
     text = folder / "text.txt"
     text.write_bytes(b"ternary weights learn to read, and to be killed. " * 200)
-    draw, digests, killed, number = random.Random(seed), {}, 0, 0
-    while killed < kills:
-        number += 1
+    draw, killed, number, seconds = random.Random(seed), 0, 0, 0.0
+    while killed < kills or not number:
         run, log, of_run = folder / f"run{number}", folder / f"log{number}", 0
+        signals = SIGNALS if number % 2 == 0 else (signal.SIGKILL,)
         while True:
-            pid, left_alone = go_on(run, text, draw, log), of_run == KILLS_OF_A_RUN
+            left_alone = number == 0 or of_run == KILLS_OF_A_RUN
+            how, began = draw.choice(OUTPUTS), time.monotonic()
+            pid = go_on(run, text, options, how, log)
             if not left_alone:
-                time.sleep(draw.uniform(0, LONGEST_LIFE))
-                os.kill(pid, draw.choice(SIGNALS))
+                time.sleep(draw.uniform(0, seconds))
+                os.kill(pid, draw.choice(signals))
                 of_run += 1
             _, status = os.waitpid(pid, 0)
             if left_alone:
                 assert os.waitstatus_to_exitcode(status) == 0, (run, status, log.read_text())
                 break
+        seconds = seconds or time.monotonic() - began
         killed += of_run
-        newest = checkpoints(run)[0]
-        assert newest.name == f"step-{STEPS:06d}.safetensors", newest
-        digest = sha256(newest.read_bytes()).hexdigest()
-        digests[digest] = digests.get(digest, 0) + 1
-    return digests
+        for with_records in (False, number % 2 == 1):
+            wanted = contents(folder / "run0", with_records=with_records)
+            assert contents(run, with_records=with_records) == wanted, run
+        number += 1
+    sys.stdout.write(f"{killed} kills of {number - 1} runs\n")
 
 
 if __name__ == "__main__":
-    found = kill_runs(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-    sys.stdout.write(f"{found}\n")
-    sys.exit(len(found) != 1)
+    place, kills, seed, name, *more = sys.argv[1:]
+    kill_runs(Path(place), int(kills), int(seed), " ".join([MODELS[name], PLAN, *more]))

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from arbcli.verify.compile_ahead import Launch, recorded_launches, type_of
+from arbcli.verify.variants import Launch, recorded_launches, type_of
 
 SLACK = 16
 """Bytes around a tensor that may be read: words are whole where rows begin at any byte."""

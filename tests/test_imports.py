@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from arbcli.environment import may_have_gpu
+
 PACKAGE = Path(__file__).parents[1] / "arbcli"
 RANK = {
     "errors": 0,
@@ -21,6 +23,7 @@ RANK = {
     "run_files": 2,
     "kernels": 2,
     "data": 3,
+    "tokens": 4,
     "directions": 3,
     "rules": 4,
     "config": 5,
@@ -28,15 +31,16 @@ RANK = {
     "model": 6,
     "checkpoint": 6,
     "infer": 7,
-    "train": 8,
-    "export": 9,
-    "loggers": 9,
-    "inspect": 10,
-    "verify": 11,
-    "commands": 12,
-    "cli": 13,
-    "__main__": 14,
-    "__init__": 14,
+    "imports": 8,
+    "train": 9,
+    "export": 10,
+    "loggers": 10,
+    "inspect": 11,
+    "verify": 12,
+    "commands": 13,
+    "cli": 14,
+    "__main__": 15,
+    "__init__": 15,
 }
 
 
@@ -84,13 +88,19 @@ def test_package_trains_without_triton_and_loads_no_compiler():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "from arbcli.device import deterministic\n"
+        "from arbcli.kernels.runtime.backend import default_backend\n"
+        "from arbcli.infer.generation import Sampling, continue_text\n"
         "from arbcli.train.configure import new_config\n"
         "from arbcli.data import open_texts\n"
         "from arbcli.train.trainer import Trainer\n"
         "config = new_config(dim=32, layers=1, heads=2, ffn=48, ctx=16, device='cpu')\n"
         "texts = open_texts(None, None, seed=0, context=16)\n"
         "with deterministic():\n"
-        "    assert float(Trainer(config, texts).train_step()) < 8\n"
+        "    trainer = Trainer(config, texts)\n"
+        "    assert float(trainer.train_step()) < 8\n"
+        "    assert trainer.evaluate() < 8\n"
+        "    backend = default_backend(trainer.device)\n"
+        "    assert continue_text(trainer.model, '', b'a', 4, Sampling(), backend=backend).text\n"
         "assert 'torch._inductor' not in sys.modules, 'takes two seconds'\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -106,8 +116,13 @@ REFUSED = [
     "evaluate --checkpoint setup --data nowhere", "export nowhere --to gguf", "check nowhere",
     "inspect nowhere", "inspect setup --diff nowhere", "audit-memory --budget x",
     "audit-memory --dim 33", "count-params --dim 33", "probe-loss --dim 33",
-    "probe-loss --checkpoint nowhere", "probe-loss --data nowhere",
+    "probe-loss --checkpoint nowhere", "probe-loss --data nowhere", "verify-kernels nonsense",
 ]  # fmt: skip
+if not may_have_gpu():
+    REFUSED += [
+        f"{words} --device cuda"
+        for words in ("train", "generate", "audit-memory", "probe-loss", "verify-kernels")
+    ]
 
 
 def test_options_and_paths_are_refused_without_torch(tmp_path):

@@ -1,4 +1,4 @@
-"""A run that is killed a hundred times, with its output broken, ends in the same file."""
+"""Runs that are killed two hundred times, with their output broken, end in the same files."""
 
 import os
 import subprocess
@@ -12,9 +12,15 @@ SHAPE = "--dim 16 --layers 1 --heads 1 --ffn 16 --ctx 8 --batch 2 --steps 12 --d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [100])
-def test_killed_runs_all_end_in_one_file(kills, tmp_path):
-    command = [sys.executable, str(SCRIPT), str(tmp_path), str(kills), "0"]
+@pytest.mark.parametrize(
+    ("kills", "model"),
+    [
+        (100, "dense"), (30, "graph"), (30, "chunks"), (30, "compressed"),
+        (10, "dense --gpus 2"),
+    ],
+)  # fmt: skip
+def test_killed_runs_end_with_the_files_of_one_that_was_not(kills, model, tmp_path):
+    command = [sys.executable, str(SCRIPT), str(tmp_path), str(kills), "0", *model.split()]
     path = {"PYTHONPATH": str(SCRIPT.parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -36,6 +36,7 @@ from planting import (
 from arbcli import checkpoint
 from arbcli.config.site import SCALE_TYPES
 from arbcli.errors import ArbError
+from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.parts.edges import Edges
 from arbcli.model.parts.hyper_connection import HyperConnection
@@ -47,9 +48,12 @@ from arbcli.verify.parity import RAGGED, Subject
 from arbcli.verify.sample import is_long
 from arbcli.verify.strength import PLANTED
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="compiled kernels refuse globals that change"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="compiled kernels refuse globals that change"
+    ),
+    pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"),
+]
 CPU = torch.device("cpu")
 ATTENTION = "functional.scaled_dot_product_attention"
 
@@ -564,6 +568,14 @@ FAULTS = [
     kernel(
         "gradient", "gradient of the target forgotten", "cross_entropy_backward",
         rewrite("tl.exp(x) / t - h", "tl.exp(x) / t"),
+    ),
+    kernel(
+        "too far", "target of another chunk taken for the last symbol", "add_symbols",
+        rewrite("(o == t) & i", "(o == tl.minimum(t, N - 1)) & i"),
+    ),
+    kernel(
+        "gradient", "gradient of the target forgotten in chunks", "grade_symbols",
+        rewrite("tl.exp(x - tl.load(t + m)) - h", "tl.exp(x - tl.load(t + m))"),
     ),
     kernel(
         "position", "every head turned like its position's neighbour", "rotary_norm",

@@ -20,6 +20,7 @@ from arbcli.config.site import SCALE_TYPES
 from arbcli.config.training import COMPUTES, train_config
 from arbcli.data import check_named
 from arbcli.directions import DIRECTIONS
+from arbcli.environment import may_have_gpu, no_cuda_device
 from arbcli.errors import ArbError
 from arbcli.output import note
 from arbcli.rules import DIGITS, RULES, VOTES_FIXES
@@ -182,10 +183,20 @@ def _check_preset(name: str | None) -> str | None:
     return name
 
 
-def _check_device(name: str | None) -> str | None:
-    """Refuse a name before torch is imported; whether there is such a device is told later."""
+def _check_device_name(name: str | None) -> str | None:
     if name is not None and not re.fullmatch(r"cpu|mps|cuda(:[0-9]{1,3})?", name):
         raise ArbError(f"no device is named `{name}`", hint="use `cpu`, `cuda`, or `mps` on a Mac")
+    return name
+
+
+def check_device(name: str | None) -> str | None:
+    """Refuse a device before torch is imported, as far as that can be told without it.
+
+    Raises:
+        ArbError: no device has this name, or there is no driver of a GPU.
+    """
+    if (_check_device_name(name) or "").startswith("cuda") and not may_have_gpu():
+        raise no_cuda_device(name)
     return name
 
 
@@ -247,12 +258,16 @@ Recompute = Annotated[
     bool | None,
     typer.Option("--recompute", help="Compute activations again in the backward: less memory."),
 ]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        metavar="cpu|cuda|mps", help="[default: cuda if there is one]", callback=_check_device
-    ),
-]
+
+
+def _device(callback: Callable[[str | None], str | None]) -> Any:
+    about = {"metavar": "cpu|cuda|mps", "help": "[default: cuda if there is one]"}
+    return Annotated[str | None, typer.Option(**about, callback=callback)]
+
+
+Device = _device(check_device)
+PredictedDevice = _device(_check_device_name)
+"""One that need not be here."""
 Seed = Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="[default: 0]")]
 Checkpoint = Annotated[
     Path,
@@ -272,6 +287,12 @@ Data = Annotated[
 Field = Annotated[
     str | None,
     typer.Option(metavar="FIELD", help="Field of .jsonl or .parquet files that has the text."),
+]
+Tokens = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer", metavar="FILE", help="A tokenizer.json: read tokens, and not bytes."
+    ),
 ]
 Val = Annotated[
     list[str] | None,

@@ -8,6 +8,7 @@ from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from arbcli.commands._time_left import TimeLeft
+from arbcli.config.model import VOCABULARY
 from arbcli.output import LiveLine, OutputError, bytes_text, emit_json, note, note_text
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class RunDisplay:
         self._figures: list[str] = []
         """Of the last record."""
         self._estimate: Timer | None = None
+        self.symbols, self.symbol_bytes = VOCABULARY, 1.0
 
     def __enter__(self) -> "RunDisplay":
         self.line.__enter__()
@@ -65,12 +67,19 @@ class RunDisplay:
         self.steps, self.keeps_lines = config.steps, config.log_every is not None
         self.is_saved = run is not None
         model = config.model
+        self.symbols = model.vocabulary
         kind = f"{model.rule}" if model.weights == "ternary" else model.weights
         number, (parameters, buffers) = trainer.num_weights, trainer.num_floats
         ternary = number if model.weights == "ternary" else 0
         note(f"run     {run or 'none: with `--no-save` nothing is saved'}")
         note(f"text    {text['description']}: {text['train_bytes']:,} bytes to train on,")
         note(f"        {text['val_bytes']:,} held out, order-0 entropy {text['entropy']:.3f} nats")
+        if text.get("tokenizer"):
+            train, self.symbol_bytes = trainer.texts.train, trainer.texts.val.symbol_bytes
+            note(
+                f"        as {len(train):,} tokens of {train.symbol_bytes:.2f} bytes to train on,"
+                f" of a vocabulary of {model.vocabulary:,}"
+            )
         note(f"model   {number:,} {kind} weights, {model.scale_type}, ctx {model.ctx}")
         note(
             f"        float parameters {parameters:,}, float buffers {buffers:,},"
@@ -152,6 +161,12 @@ class RunDisplay:
         if record.sample is not None:
             self.line.show(f"\nsample at step {record.step}\n{record.sample}\n", keep=True)
 
+    def _uniform(self) -> str:
+        """Say what a model that knows nothing has."""
+        nats = math.log(self.symbols) / self.symbol_bytes
+        of_token = "" if self.symbol_bytes == 1 else f" over {self.symbol_bytes:.2f} bytes a token"
+        return f"{nats:.4f} nats is uniform, ln {self.symbols}{of_token}"
+
     def _emit(self, value: dict[str, Any]) -> None:
         """Print an object if objects are wanted, as long as somebody reads them."""
         if not self.as_json:
@@ -188,7 +203,7 @@ class RunDisplay:
                 bits = report.bits_per_byte
                 note(f"held-out loss  {report.val_loss:.4f} nats = {bits:.4f} bits a byte")
             note(f"               {report.entropy:.4f} nats is the text's order-0 entropy,")
-            note(f"               {math.log(256):.4f} nats is uniform, ln 256")
+            note(f"               {self._uniform()}")
             note(f"time           {_clock(report.seconds)}")
         why = NOT_SAVED if report.run is None else "a float twin is measured, not kept"
         note(f"checkpoint     {report.checkpoint or f'none: {why}'}")
@@ -223,6 +238,8 @@ def _figures(record: "Record") -> list[str]:
     if record.val_loss is not None:
         shown.append(f"held-out {record.val_loss:.4f}")
     shown += [f"loss {record.loss:.3f} nats", f"{record.bits_per_byte:.3f} bits"]
+    if record.token_loss is not None:
+        shown.append(f"{record.token_loss:.3f} nats a token")
     if record.bytes_per_second is not None:
         shown.append(f"{record.bytes_per_second:,.0f} bytes/s")
     shown.append(f"{bytes_text(record.state_bytes)} state, {bytes_text(record.peak_bytes)} peak")

@@ -14,10 +14,11 @@ from arbcli.commands._options import (
     Backend,
     Batch,
     Compute,
-    Device,
     Json,
+    PredictedDevice,
     Recompute,
     Seed,
+    check_device,
     check_settings,
     given_options,
     takes_model,
@@ -72,7 +73,7 @@ def audit_memory(
     floats: Annotated[
         bool, typer.Option("--floats", help="List every float tensor of the first step.")
     ] = False,
-    device: Device = None,
+    device: PredictedDevice = None,
     backend: Backend = None,
     seed: Seed = None,
     as_json: Json = False,
@@ -95,6 +96,8 @@ def audit_memory(
             start_processes(ranks)
     if budget is not None:
         budget_bytes(budget)  # refuses what is none, before torch is imported
+    else:
+        check_device(device)
     given = given_options(
         **model,
         batch=batch,

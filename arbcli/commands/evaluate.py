@@ -107,6 +107,7 @@ def _table(report: "EvaluateReport") -> Table:
         ["text", report.text],
         ["nats a byte", f"{report.nats_per_byte:.4f}"],
         ["bits a byte", f"{report.bits_per_byte:.4f}"],
+        *_of_tokens(report),
         ["bytes", f"{report.bytes:,}"],
         ["order-0 entropy, nats", f"{report.entropy:.4f}"],
         ["compression ratio", f"{report.compression_ratio:.3f}"],
@@ -120,3 +121,9 @@ def _table(report: "EvaluateReport") -> Table:
                 [f"at positions {part.first:,} to {part.last:,}", f"{part.nats_per_byte:.4f}"]
             )
     return table(f"Loss of a whole text: {report.device}, backend {report.backend}", ["", ""], rows)
+
+
+def _of_tokens(report: "EvaluateReport") -> list[list[str]]:
+    if report.tokens is None:
+        return []
+    return [["nats a token", f"{report.nats_per_token:.4f}"], ["tokens", f"{report.tokens:,}"]]

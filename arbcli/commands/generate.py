@@ -59,16 +59,14 @@ def generate(
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=64, help="How many texts of --prompts at once. [default: 16 where it can]"
-        ),
+        typer.Option(min=1, max=64, help="How many texts of --prompts at once. [default: 16]"),
     ] = None,
-    length: Annotated[int, typer.Option(min=1, max=2**24, help="Bytes to make.")] = 512,
+    length: Annotated[int, typer.Option(min=1, max=2**24, help="Bytes, or tokens, to make.")] = 512,
     temperature: Annotated[
         float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
     ] = 0.8,
     top_k: Annotated[
-        int, typer.Option(min=1, max=256, help="Sample from the k likeliest bytes.")
+        int, typer.Option(min=1, max=2**20, help="Sample from the k likeliest bytes, or tokens.")
     ] = 256,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus (top-p) sampling.")] = 1.0,
     seed: Seed = None,
@@ -151,11 +149,12 @@ def generate(
         emit_json(asdict(report) | ({"chunk_depths": depths} if chunks else {}))
     elif chunks:
         write_chunks(bytes(made), depths)
+    made_of = "bytes" if model.tokenizer is None else "tokens"
     rate, cache = f"{report.bytes_per_second:,.0f}", f"{report.cache_bytes:,}"
     note("")
     note(
-        f"{length} bytes, {rate} bytes/s on {place}, backend {backend}, cache of {cache} bytes in"
-        f" {report.kv}"
+        f"{length} {made_of}, {rate} bytes/s on {place}, backend {backend}, cache of {cache} bytes"
+        f" in {report.kv}"
     )
 
 

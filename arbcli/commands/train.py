@@ -18,6 +18,7 @@ from arbcli.commands._options import (
     Json,
     Recompute,
     Seed,
+    Tokens,
     Val,
     check_settings,
     find_run,
@@ -54,6 +55,7 @@ def train(
     data: Data = None,
     val: Val = None,
     field: Field = None,
+    tokenizer: Tokens = None,
     steps: Annotated[int | None, typer.Option(min=1, help="How many. [default: 400]")] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0.01, help="Train as many steps as fit, not --steps.")
@@ -196,6 +198,7 @@ def train(
         data=data,
         val=val,
         field=field,
+        tokenizer=tokenizer,
         steps=steps,
         batch=batch,
         accum=accum,
@@ -284,6 +287,7 @@ def train(
     ) as display:
         display.wait("loading")
         from arbcli.infer.load import read_saved, saved_config
+        from arbcli.infer.tokens import FILE, saved_tokenizer
         from arbcli.inspect import plots, room  # torch takes seconds, so not for `arb --help`
         from arbcli.train.configure import new_config
         from arbcli.train.run import Observers, resume_run, start_run
@@ -300,7 +304,9 @@ def train(
             initial = None
             if init_from is not None:
                 initial = read_saved(init_from, display.noted)
-                given["preset"] = saved_config(initial.checkpoint)
+                given["preset"] = saved = saved_config(initial.checkpoint)
+                if saved_tokenizer(*initial, saved):
+                    given.setdefault("tokenizer", str(initial.path.with_name(FILE)))
             config = new_config(**given | place)
             hint = f"{room.HINT}, or `--force` to try it"
             report = start_run(

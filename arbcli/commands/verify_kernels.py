@@ -14,6 +14,7 @@ from arbcli.commands._outputs import check_folder
 from arbcli.commands._verify_tables import emit_gates, ledger_tables
 from arbcli.environment import interpret_kernels_without_gpu
 from arbcli.errors import ArbError
+from arbcli.kernels.names import check_kernel_names
 from arbcli.output import LiveLine, emit, note
 from arbcli.signals import Interrupted, exit_code
 
@@ -77,6 +78,7 @@ def verify_kernels(
         raise ArbError(
             "`--tscale-type` and `--all-tscale-types` exclude each other", hint="give one of them"
         )
+    check_kernel_names(names or ())
     if ledger is not None:
         check_folder(ledger, "--ledger")
     with _stopped_before_any(), LiveLine() as line:

@@ -14,13 +14,13 @@ from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
 from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.parts.memories import MemoriesConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.site import SCALE_TYPES, Site
+from arbcli.config.site import NORM_EPS, SCALE_TYPES, Site
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
 from arbcli.rules import DIGITS, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
 
 VOCABULARY = 256
-"""Every byte is a symbol."""
+"""Symbols of a model that reads bytes."""
 WEIGHTS = ("ternary", "float", "ste")
 STREAMS = (1, 2, 4, 8)
 MOST_BLOCKS = 1024
@@ -28,6 +28,10 @@ MOST_BLOCKS = 1024
 MOST_OUTER_STAGES = 8
 MOST = 2**20
 """Of a width, or a context."""
+MOST_EPS = 0.01
+"""Of `norm_eps`."""
+EPS_KINDS = ("attention", "mlp")
+"""Parts whose norms have any `norm_eps`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,10 @@ class StageConfig:
     """Width of the stream."""
     streams: int = 1
     """Residual streams, one of `STREAMS`; several are mixed by hyper-connections."""
+    contribution: float = 1.0
+    """A factor, above 0 and at most 1, of what each part of a block adds to the stream."""
+    bound: float | None = None
+    """The largest root-mean-square of a stream behind a block: more is scaled down; None is any."""
     blocks: Blocks = ()
     """Of the innermost stage."""
     before: Blocks = ()
@@ -98,6 +106,16 @@ class StageConfig:
         check_at_least("dim", self.dim)
         check_at_most("dim", self.dim, MOST)
         check_choice("streams", self.streams, STREAMS)
+        if not 0 < self.contribution <= 1:
+            raise ArbError(
+                f"`contribution` is {self.contribution}",
+                hint="use a number above 0 and at most 1",
+                fields=("contribution",),
+            )
+        if self.bound is not None and not self.bound > 0:
+            raise ArbError(
+                f"`bound` is {self.bound}", hint="use a number above 0", fields=("bound",)
+            )
         for name in ("blocks", "before", "after"):
             check_at_most("layers", len(getattr(self, name)), MOST_BLOCKS)
         if self.chunking and (self.blocks or self.memories or self.router):
@@ -124,6 +142,11 @@ class StageConfig:
             )
 
     @property
+    def adds_plainly(self) -> bool:
+        """Whether parts add to the stream without a factor, and without a bound behind them."""
+        return self.contribution == 1 and self.bound is None
+
+    @property
     def lists(self) -> tuple[Blocks, ...]:
         """The lists of blocks that there are."""
         return (self.before, self.after) if self.chunking else (self.blocks,)
@@ -131,10 +154,10 @@ class StageConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A language model over bytes, and how its weights are stored."""
+    """A language model over bytes or tokens, and how its weights are stored."""
 
     ctx: int
-    """Context in bytes that the model is trained on."""
+    """Context in symbols, which are bytes or tokens, that the model is trained on."""
     stages: tuple[StageConfig, ...]
     """The outermost first; all but the last have `chunking`."""
     beside: tuple[PartConfig, ...] = ()
@@ -157,6 +180,12 @@ class ModelConfig:
     norm_gain: bool = False
     """Whether the norms before parts and before the head have gains that are trained; else they
     only divide by the root-mean-square."""
+    vocabulary: int = VOCABULARY
+    """Number of symbols: 256 is every byte, and another number is the tokens of a tokenizer."""
+    norm_eps: float = NORM_EPS
+    """What norms add to the mean of squares; another number than 1e-6 needs gains in all norms."""
+    tied: bool = False
+    """Whether the head multiplies by the weight of the embedding."""
 
     def __post_init__(self) -> None:
         """Check types, sizes, names, and that each part fits where it stands.
@@ -167,6 +196,8 @@ class ModelConfig:
         check_fields(self)
         check_at_least("ctx", self.ctx)
         check_at_most("ctx", self.ctx, MOST)
+        check_at_least("vocabulary", self.vocabulary, 2)
+        check_at_most("vocabulary", self.vocabulary, MOST)
         self._check_storage()
         for part in self.beside:
             check_choice("beside", part.kind, BESIDE)
@@ -204,8 +235,12 @@ class ModelConfig:
             )
         for site, part in self.sited_parts():
             part.check_at(site)
+        if self.norm_eps != NORM_EPS:
+            self._check_norm_eps()
         if self.weights != "ternary":
             self._check_twin()
+        if self.vocabulary != VOCABULARY:
+            self._check_tokens()
 
     def _check_storage(self) -> None:
         check_choice("scale_type", self.scale_type, SCALE_TYPES)
@@ -240,6 +275,26 @@ class ModelConfig:
                 fields=("votes_fixes", "rule"),
             )
 
+    def _check_norm_eps(self) -> None:
+        """Check that no norm is one of those whose kernels know `NORM_EPS` alone."""
+        if not 0 < self.norm_eps <= MOST_EPS:
+            raise ArbError(
+                f"`norm_eps` is {self.norm_eps}",
+                hint=f"use more than 0, and at most {MOST_EPS}",
+                fields=("norm_eps",),
+            )
+        parts = [part for _, part in self.sited_parts()]
+        plain = self.main.streams == 1 and not self.outer and not self.head
+        gained = self.norm_gain and plain and all(part.kind in EPS_KINDS for part in parts)
+        unit = any(getattr(part, "query_key_norm", None) == "unit" for part in parts)
+        if not gained or unit or any(part.sub_norm for part in parts):
+            raise ArbError(
+                f"`norm_eps` is {self.norm_eps}, and a norm without gains has {NORM_EPS}",
+                hint="use `norm_gain`, attention and MLPs without `sub_norm`, and `query_key_norm`"
+                " of `gain` or `none`",
+                fields=("norm_eps",),
+            )
+
     def _check_twin(self) -> None:
         parts = [part for _, part in self.sited_parts() if not part.has_twin]
         if parts or self.main.router:
@@ -248,6 +303,18 @@ class ModelConfig:
                 f"`weights` is `{self.weights}`, and `{name}` has no float twin",
                 hint="use a preset of dense blocks, such as `base`, for twins",
                 fields=("weights",),
+            )
+
+    def _check_tokens(self) -> None:
+        spaces = any(stage.chunking.boundaries == "space" for stage in self.outer)
+        kinds = [part.kind for _, part in self.sited_parts() if part.reads_text]
+        kinds += [part.kind for part in self.beside]
+        if spaces or kinds:
+            name = kinds[0] if kinds else "boundaries=space"
+            raise ArbError(
+                f"`vocabulary` is {self.vocabulary:,}, and `{name}` reads bytes",
+                hint=f"leave it out, or use the vocabulary of bytes, {VOCABULARY}",
+                fields=("vocabulary",),
             )
 
     @property
@@ -277,7 +344,7 @@ class ModelConfig:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Positions of each stage in a window of `ctx` bytes."""
+        """Positions of each stage in a window of `ctx` symbols."""
         found = [self.ctx]
         for stage in self.outer:
             found.append(stage.chunking.slots(found[-1]))
@@ -314,6 +381,7 @@ class ModelConfig:
             direction=self.direction,
             weights=self.weights,
             norm_gain=self.norm_gain,
+            norm_eps=self.norm_eps,
         )
 
     def blocks(self) -> Iterator[tuple[Site, BlockConfig]]:
@@ -347,7 +415,7 @@ class ModelConfig:
         found = sum(of(index) for index in range(len(self.stages)))
         site = self.site()
         ends = [part.products(site, self.ctx) for part in (*self.beside, self.head) if part]
-        return found + self.ctx * (sum(ends) + VOCABULARY * site.dim)
+        return found + self.ctx * (sum(ends) + self.vocabulary * site.dim)
 
     def _stage_products(self, index: int, lengths: tuple[float, ...]) -> float:
         stage, positions = self.stages[index], lengths[index]

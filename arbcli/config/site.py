@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 SCALE_TYPES = {f"T{size}": size for size in (4, 6, 8, 16, 32, 64, 96, 128)}
 """Scale type to group size: the number of weights of a row that share one scale."""
+NORM_EPS = 1e-6
+"""Added to a mean of squares before its root is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,8 @@ class Site:
     weights: str = "ternary"
     norm_gain: bool = False
     """Whether norms before parts have gains that are trained."""
+    norm_eps: float = NORM_EPS
+    """Of these norms, and of those of queries and keys with gains."""
 
     @property
     def group_size(self) -> int:

@@ -54,6 +54,8 @@ class TrainConfig:
     """Held-out text; none splits it off the data."""
     field: str | None = None
     """Which field of files of records has the text."""
+    tokenizer: str | None = None
+    """A `tokenizer.json` that makes tokens of the text; None is bytes."""
     steps: int = 400
     batch: int = 16
     """Windows of a micro-batch."""
@@ -272,6 +274,8 @@ def train_config(
     given.setdefault("lr", default_lr(model, optimizer))
     texts = {name: tuple(map(str, given.pop(name, ()))) for name in ("data", "val")}
     given["scale_losses"] = tuple(given.pop("scale_losses", ()))
+    if given.get("tokenizer") is not None:
+        given["tokenizer"] = str(given["tokenizer"])
     place = {"device": device, "backend": backend, "compute": compute}
     return TrainConfig(model=model, optimizer=optimizer, **texts, **place, **given)
 

@@ -109,6 +109,9 @@ Q2_0 = BlockType("Q2_0", 42, 64, 18, 1, _pack_quarters, _unpack_quarters)
 Q8_0 = BlockType("Q8_0", 8, 32, 34, 127, _pack_bytes, _unpack_bytes)
 TYPES = {kind.name.lower(): kind for kind in (F32, F16, BF16, Q8_0, Q4_0, Q2_0)}
 """By the names that `--type` takes."""
+LEAST_NORMAL = 2.0**-14
+"""Scales below it lose digits in fp16. Those of Q8_0 may: a weight is off by 127 * 2**-25 at most,
+3.8e-6, where the largest of its group is below 0.008."""
 BY_NUMBER = {kind.number: kind for kind in TYPES.values()}
 
 
@@ -134,7 +137,8 @@ def encode_digits(
 ) -> Tensor:
     """Write digits and the scales of their groups as blocks, (N, bytes) uint8.
 
-    The scale of a block without any weight but 0 is written as 0.
+    The scale of a block without any weight but 0 is written as 0; those of Q8_0 are rounded where
+    they are below `LEAST_NORMAL`.
 
     Args:
         name: of the tensor, for an error.
@@ -165,7 +169,10 @@ def encode_digits(
     words = digits.view(torch.int64).unflatten(1, (-1, kind.block // 8))  # eight at once
     used = words.ne(0).any(dim=2)
     of_blocks = torch.where(used, of_blocks, 0.0)
-    if not torch.equal(of_blocks.to(torch.float16).to(torch.float32), of_blocks):
+    held = of_blocks.to(torch.float16).to(torch.float32)
+    if kind is Q8_0:
+        held = torch.where(of_blocks < LEAST_NORMAL, of_blocks, held)
+    if not torch.equal(held, of_blocks):
         raise _not_held(name, kind)
     return kind.encode(digits, of_blocks)
 

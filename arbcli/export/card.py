@@ -4,8 +4,9 @@ import math
 from contextlib import suppress
 from pathlib import Path
 
+from arbcli.config.model import VOCABULARY
 from arbcli.errors import ArbError
-from arbcli.export.qwen3 import shape_of
+from arbcli.imports.dense import shape_of
 from arbcli.infer.load import Weights
 from arbcli.reading import read_json
 from arbcli.run_files import CONFIG
@@ -31,11 +32,14 @@ def model_card(weights: Weights, name: str) -> str:
     number = sum(tensor.num_weights for tensor in weights.model.weights().values())
     of = "-1, 0 or +1" if config.digits == "trit" else "an integer of one byte"
     keys = "" if shape.kv_heads == shape.heads else f" on {shape.kv_heads} of keys"
+    of_bytes = shape.vocabulary == VOCABULARY
     rows = {
         "weights": f"{number:,}, each {of} times a scale of {config.group_size}",
         "shape": f"{shape.layers} blocks of width {shape.dim}, {shape.heads} heads{keys},"
-        f" MLP {shape.ffn}, context {shape.ctx} bytes",
-        "tokens": "the 256 bytes; byte 0 ends a text",
+        f" MLP {shape.ffn}, context {shape.ctx} {'bytes' if of_bytes else 'tokens'}",
+        "tokens": "the 256 bytes; byte 0 ends a text"
+        if of_bytes
+        else f"{shape.vocabulary:,}, of `tokenizer.json`",
         "norms before the output projections": "yes" if shape.sub_norms else "no",
         "update rule": config.rule,
         "steps": f"{checkpoint.step:,}",
@@ -47,8 +51,9 @@ def model_card(weights: Weights, name: str) -> str:
     use = USE.format(trust=", trust_remote_code=True" if shape.sub_norms else "")
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [arb, ternary]\n"
-        f"---\n\n# {name}\n\nA language model over bytes, trained by `arb` with packed trits and"
-        f" int8 as its whole state.\n\n| | |\n|---|---|\n{table}\n{use}"
+        f"---\n\n# {name}\n\nA language model over {'bytes' if of_bytes else 'tokens'}, trained"
+        " by `arb` with packed trits and int8 as its whole state.\n\n"
+        f"| | |\n|---|---|\n{table}\n{use}"
     )
 
 

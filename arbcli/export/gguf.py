@@ -1,5 +1,11 @@
-"""GGUF, for llama.cpp and what is built on it: dense blocks without sub-norms, as Qwen3."""
+"""GGUF, for llama.cpp and what is built on it: dense blocks without sub-norms.
 
+llama.cpp turns the numbers 2 i and 2 i + 1 of a head of a Llama or a Mistral as a pair, and those
+of other models as ours are, i and i + d / 2. So rows of queries and keys of the former go in the
+order 0, d / 2, 1, d / 2 + 1 and so on. Angles scaled as Llama 3's are have a tensor of divisors.
+"""
+
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +15,7 @@ from torch import Tensor
 
 from arbcli.checkpoint import write_file
 from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.errors import ArbError
 from arbcli.export.block_types import (
     BF16,
@@ -28,19 +35,35 @@ from arbcli.export.gguf_file import (
     STRING,
     UINT32,
     Entry,
+    GGUFFile,
     write_gguf,
 )
-from arbcli.export.qwen3 import Part, Source, check_attention, read, shape_of, sources
+from arbcli.export.gguf_tokens import NORMAL, token_keys
+from arbcli.imports.companions import companions_of, tokenizer_of
+from arbcli.imports.dense import (
+    ARCHITECTURES,
+    Architecture,
+    Part,
+    Source,
+    check_attention,
+    read,
+    shape_of,
+    sources,
+)
 from arbcli.infer.load import Weights
 from arbcli.kernels.codec.decode_digits import digits_torch
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
-from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.layers.rotary import rotary_rates
+from arbcli.reading import read_json
+from arbcli.run_files import CONFIG
+from arbcli.tokens import FILE
 
 END = 0
 """The byte that ends a text: no text has it, and whoever generates stops there."""
-NORMAL_TOKEN = 1
+TURNED = re.compile(r"\.attn_[qk]\.")
+"""In the names of matrices and biases whose results turn by angles."""
 OF_GROUP_SIZE = {32: Q4_0, 96: Q4_0, 64: Q2_0, 128: Q2_0}
 """The smallest type that holds trits, by the weights that share a scale; for others BF16."""
 
@@ -63,17 +86,94 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
     """
     model = weights.model
     check_model(model)
+    companions = companions_of(weights.path.parent, model.config)
+    tokenizer = tokenizer_of(weights)
+    architecture = architecture_of(model.config, companions)
+    check_architecture(model.config, architecture)
+    if tokenizer:
+        tokens = token_keys(tokenizer, companions, model.config)
+    elif model.config.vocabulary == VOCABULARY:
+        tokens = _byte_tokens()
+    else:
+        raise ArbError(
+            f"`{weights.path.parent}` has no `{FILE}`, and GGUF holds a tokenizer",
+            hint="put that of the model there, or use `--to hf`",
+        )
     chosen = TYPES[kind] if kind else smallest_type(model.config)
     every = list(sources(model))
     entries = [_entry(part, chosen) for source in every for part in source.parts]
-    keys = _keys(model.config, name, weights)
+    keys = _keys(model.config, name, weights, architecture) | tokens
+    divisors = _divisors(model.config)
+    if divisors is not None:
+        entries.append(Entry("rope_freqs.weight", tuple(divisors.shape), F32))
 
     def parts() -> Iterator[Tensor]:
         for source in every:
-            yield from _encoded(source, chosen)
+            yield from _encoded(source, chosen, _order(source, model.config, architecture))
+        if divisors is not None:
+            yield encode_numbers("rope_freqs.weight", divisors, F32)
 
     write_file(path, lambda file: write_gguf(file, keys, entries, parts()))
     return chosen
+
+
+def architecture_of(config: ModelConfig, companions: Path | None) -> Architecture:
+    """Find the architecture that a model came as, or else one that computes the same."""
+    if companions is None:
+        return shape_of(config).architecture
+    return ARCHITECTURES[read_json(companions / CONFIG, {})["model_type"]]
+
+
+def check_architecture(config: ModelConfig, architecture: Architecture) -> None:
+    """Refuse what llama.cpp does not compute for an architecture.
+
+    Raises:
+        ArbError: it is refused.
+    """
+    shape = shape_of(config)
+    scaling = shape.rotary.scaling
+    found = {
+        f"positions scaled as by `{scaling}`": scaling == "yarn"
+        or (scaling == "llama3" and architecture.gguf != "llama"),
+        "biases": architecture.gguf == "qwen3" and shape.bias,
+    }
+    for what, there in found.items():
+        if there:
+            raise ArbError(
+                f"llama.cpp's {architecture.gguf} has no {what}",
+                hint="use `--to hf` or `--to safetensors`",
+            )
+
+
+def _divisors(config: ModelConfig) -> Tensor | None:
+    """Find what the angle of each pair is divided by, (d / 2,) float32; None is 1 or the same."""
+    rotary, width = shape_of(config).rotary, shape_of(config).head_width
+    if rotary.scaling != "llama3":
+        return None
+    plain = rotary_rates(width, RotaryConfig(base=rotary.base))
+    return (plain / rotary_rates(width, rotary)).to(torch.float32)
+
+
+def in_our_order(file: GGUFFile, name: str) -> Tensor:
+    """Read a tensor of a file, float32, its rows as ours are."""
+    weight, kind = file.tensor(name), file.keys.get("general.architecture")
+    width = file.keys.get(f"{kind}.attention.key_length")
+    turned = any(known.gguf == kind and known.interleaved for known in ARCHITECTURES.values())
+    if not (turned and TURNED.search(name) and width and len(weight) % width == 0):
+        return weight
+    return weight.unflatten(0, (-1, width // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _order(source: Source, config: ModelConfig, architecture: Architecture) -> dict[str, Tensor]:
+    """Find the order of rows of each part that is written in another one, int64 by its name."""
+    if not architecture.interleaved:
+        return {}
+    width, found = shape_of(config).head_width, {}
+    for part in source.parts:
+        if TURNED.search(part.gguf):
+            rows = torch.arange(part.shape[0]).view(-1, 2, width // 2)
+            found[part.gguf] = rows.transpose(1, 2).flatten()
+    return found
 
 
 def smallest_type(config: ModelConfig) -> BlockType:
@@ -83,7 +183,7 @@ def smallest_type(config: ModelConfig) -> BlockType:
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Refuse what Qwen3 has no place for.
+    """Refuse what no architecture has a place for.
 
     Raises:
         ArbError: it is refused.
@@ -106,18 +206,21 @@ def _entry(part: Part, kind: BlockType) -> Entry:
     return Entry(part.gguf, part.shape, kind if len(part.shape) == 2 else F32)
 
 
-def _encoded(source: Source, kind: BlockType) -> Iterator[Tensor]:
-    """Write the parts of a tensor as the bytes of a type; those of a norm are float32."""
+def _encoded(source: Source, kind: BlockType, orders: dict[str, Tensor]) -> Iterator[Tensor]:
+    """Write the parts of a tensor as the bytes of a type; those of a vector are float32."""
+    every = slice(None)
     is_matrix = len(source.parts[0].shape) == 2
     if not is_matrix or kind.dtype is not None:
         for part, weight in read(source):
+            weight = weight[orders.get(part.gguf, every)]
             yield encode_numbers(part.gguf, weight, kind if is_matrix else F32)
         return
     packed = source.tensor.packed
     digits, scales = integers(packed), scales_torch(packed.exponent, packed.fraction) / packed.unit
     for part in source.parts:
-        rows = part.rows
-        yield encode_digits(part.gguf, digits[rows], scales[rows], packed.group_size, kind)
+        order = orders.get(part.gguf, every)
+        of_part = digits[part.rows][order], scales[part.rows][order]
+        yield encode_digits(part.gguf, *of_part, packed.group_size, kind)
 
 
 def integers(packed: Packed) -> Tensor:
@@ -127,11 +230,14 @@ def integers(packed: Packed) -> Tensor:
     return (digits_torch(packed, torch.float32) * packed.unit).to(torch.int8)
 
 
-def _keys(config: ModelConfig, name: str, weights: Weights) -> dict[str, tuple[int, Any]]:
+def _keys(
+    config: ModelConfig, name: str, weights: Weights, architecture: Architecture
+) -> dict[str, tuple[int, Any]]:
     """Say what a reader has to know of the model, and where it comes from."""
     shape = shape_of(config)
+    windows = [window for window in shape.windows if window]
     ours = {
-        "context_length": (UINT32, config.ctx),
+        "context_length": (UINT32, min((config.ctx, *windows))),
         "embedding_length": (UINT32, shape.dim),
         "block_count": (UINT32, shape.layers),
         "feed_forward_length": (UINT32, shape.ffn),
@@ -139,26 +245,37 @@ def _keys(config: ModelConfig, name: str, weights: Weights) -> dict[str, tuple[i
         "attention.head_count_kv": (UINT32, shape.kv_heads),
         "attention.key_length": (UINT32, shape.head_width),
         "attention.value_length": (UINT32, shape.head_width),
-        "attention.layer_norm_rms_epsilon": (FLOAT32, NORM_EPS),
-        "rope.freq_base": (FLOAT32, shape.rotary_base),
-        "vocab_size": (UINT32, VOCABULARY),
+        "attention.layer_norm_rms_epsilon": (FLOAT32, shape.norm_eps),
+        "rope.freq_base": (FLOAT32, shape.rotary.base),
+        "vocab_size": (UINT32, shape.vocabulary),
     }
+    if architecture.interleaved:
+        ours["rope.dimension_count"] = (UINT32, shape.head_width)
+    if shape.rotary.scaling == "linear":
+        ours["rope.scaling.type"] = (STRING, "linear")
+        ours["rope.scaling.factor"] = (FLOAT32, shape.rotary.factor)
     return {
-        "general.architecture": (STRING, "qwen3"),
+        "general.architecture": (STRING, architecture.gguf),
         "general.name": (STRING, name),
         "general.quantization_version": (UINT32, 2),
-        **{f"qwen3.{key}": value for key, value in ours.items()},
+        **{f"{architecture.gguf}.{key}": value for key, value in ours.items()},
+        "arb.step": (UINT32, weights.checkpoint.step),
+        "arb.origin": (STRING, weights.origin),
+    }
+
+
+def _byte_tokens() -> dict[str, tuple[int, Any]]:
+    """Say that tokens are the 256 bytes."""
+    return {
         "tokenizer.ggml.model": (STRING, "gpt2"),
         "tokenizer.ggml.pre": (STRING, "gpt-2"),
         "tokenizer.ggml.tokens": (STRING, byte_symbols()),
-        "tokenizer.ggml.token_type": (INT32, [NORMAL_TOKEN] * VOCABULARY),
+        "tokenizer.ggml.token_type": (INT32, [NORMAL] * VOCABULARY),
         "tokenizer.ggml.merges": (STRING, []),
         "tokenizer.ggml.bos_token_id": (UINT32, END),
         "tokenizer.ggml.eos_token_id": (UINT32, END),
         "tokenizer.ggml.add_bos_token": (BOOL, False),
         "tokenizer.ggml.add_eos_token": (BOOL, False),
-        "arb.step": (UINT32, weights.checkpoint.step),
-        "arb.origin": (STRING, weights.origin),
     }
 
 

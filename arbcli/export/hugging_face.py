@@ -11,31 +11,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.checkpoint import LARGEST_HEADER, write_file, write_json, write_text
-from arbcli.config.model import VOCABULARY, BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.checkpoint import write_file, write_json, write_text
+from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.errors import ArbError
-from arbcli.export.block_types import BF16, F32, BlockType, encode_numbers
+from arbcli.export.block_types import BF16, F16, F32, BlockType, encode_numbers
 from arbcli.export.card import model_card
 from arbcli.export.gguf import END, byte_symbols
 from arbcli.export.gguf_file import Entry
-from arbcli.export.qwen3 import Part, check_attention, read, shape_of, sources
+from arbcli.imports.companions import (
+    GENERATION,
+    companions_of,
+    copy_companions,
+    read_companion,
+    tokenizer_of,
+    write_companion,
+)
+from arbcli.imports.config_json import read_config, rope_parameters
+from arbcli.imports.dense import check_attention, read, shape_of, sources
+from arbcli.imports.folder import WEIGHTS, WeightFolder, check_tensors
 from arbcli.infer.load import Weights
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers.norm import NORM_EPS
-from arbcli.reading import check_schema, open_regular, parse_json, read_json
+from arbcli.reading import read_json
+from arbcli.run_files import CONFIG
+from arbcli.tokens import FILE as TOKENIZER
 
 CODE = Path(__file__).with_name("modeling_arb.py")
 """What Transformers runs for a model with sub-norms."""
 TYPES = {"bf16": BF16, "f32": F32}
 """By the names that `--type` takes; bf16 holds every weight."""
-SHAPE = dict.fromkeys(
-    ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
-     "sliding_window"), int,
-)  # fmt: skip
-"""Fields of a configuration that are read."""
-ENTRY = {"dtype": str, "shape": list[int], "data_offsets": list[int]}
-"""Of a tensor in the header of weights."""
+NUMBERS = TYPES | {"f16": F16}
+"""What weights of a folder may be."""
+HINT = "name a folder of `arb export`, or of a model that `arb import` reads"
 _DTYPES = {"BF16": "bfloat16", "F32": "float32"}
 
 
@@ -54,18 +60,21 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> B
     Raises:
         ArbError: Transformers has no place for the model, or a file cannot be written.
     """
-    check_attention(weights.model.config)
-    if shape_of(weights.model.config) is None:
+    config = weights.model.config
+    check_attention(config)
+    if shape_of(config) is None:
         raise ArbError(
             "Transformers has no model that is more than dense blocks and attention",
             hint="use `--to safetensors`, which arb reads",
         )
+    companions = companions_of(weights.path.parent, config)
+    tokenizer_of(weights)
     chosen = TYPES[kind or "bf16"]
     part = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(part, ignore_errors=True)  # a killed process left it
     try:
         part.mkdir()
-        _write_files(part, weights, name, chosen)
+        _write_files(part, weights, name, chosen, companions)
         os.replace(part, path)
     except OSError as error:
         raise ArbError(
@@ -76,13 +85,32 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> B
     return chosen
 
 
-def _write_files(folder: Path, weights: Weights, name: str, kind: BlockType) -> None:
+def _write_files(
+    folder: Path, weights: Weights, name: str, kind: BlockType, companions: Path | None
+) -> None:
     config = weights.model.config
-    ends = {"eos_token_id": END, "pad_token_id": END}
-    write_file(folder / ModelFolder.WEIGHTS, lambda file: _write_weights(file, weights, kind))
-    write_json(folder / ModelFolder.CONFIG, _config(config, kind) | ends | _about(weights))
-    write_json(folder / "generation_config.json", ends)
-    write_json(folder / "tokenizer.json", _tokenizer())
+    write_file(folder / WEIGHTS, lambda file: _write_weights(file, weights, kind))
+    if companions is None:
+        _write_companions(folder, config, kind)
+    else:
+        copy_companions(companions, folder)
+    if tokenizer := tokenizer_of(weights):
+        write_companion(folder / TOKENIZER, read_companion(tokenizer))
+    elif config.vocabulary == VOCABULARY:
+        write_json(folder / TOKENIZER, _tokenizer())
+    about = {"arb.step": weights.checkpoint.step, "arb.origin": weights.origin}
+    written = read_json(folder / CONFIG, {})
+    written.pop("torch_dtype", None)  # the name of an earlier Transformers
+    write_json(folder / CONFIG, written | about | {"dtype": _DTYPES[kind.name]})
+    write_text(folder / "README.md", model_card(weights, name))
+
+
+def _write_companions(folder: Path, config: ModelConfig, kind: BlockType) -> None:
+    """Write what a model that was not imported brings along."""
+    of_bytes = config.vocabulary == VOCABULARY
+    ends = {"eos_token_id": END, "pad_token_id": END} if of_bytes else {}
+    write_json(folder / CONFIG, _config(config, kind) | ends)
+    write_json(folder / GENERATION, ends)
     write_json(
         folder / "tokenizer_config.json",
         {
@@ -91,7 +119,6 @@ def _write_files(folder: Path, weights: Weights, name: str, kind: BlockType) -> 
             "clean_up_tokenization_spaces": False,
         },
     )
-    write_text(folder / "README.md", model_card(weights, name))
     if shape_of(config).sub_norms:
         write_text(folder / CODE.name, CODE.read_text())
 
@@ -117,12 +144,19 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType) -> N
 
 
 def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
-    """Say what Transformers has to know; every layer attends to the last `ctx` bytes, as ours."""
+    """Say what Transformers has to know; where it can, layers attend to `ctx` bytes, as ours."""
     shape = shape_of(config)
+    architecture = shape.architecture
+    rope = rope_parameters(shape.rotary)
+    windows = [min(window or config.ctx, config.ctx) for window in shape.windows]
+    if len(set(windows)) > 1:
+        raise ArbError(
+            "the blocks have windows of several lengths, which Transformers has not",
+            hint="use `--to safetensors`, which arb reads",
+        )
     values = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "attention_bias": False,
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
         "attention_dropout": 0.0,
         "dtype": _DTYPES[kind.name],
         "head_dim": shape.head_width,
@@ -130,21 +164,33 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
         "hidden_size": shape.dim,
         "initializer_range": 0.02,
         "intermediate_size": shape.ffn,
-        "layer_types": ["sliding_attention"] * shape.layers,
         "max_position_embeddings": config.ctx,
-        "max_window_layers": 0,
         "num_attention_heads": shape.heads,
         "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,
-        "rms_norm_eps": NORM_EPS,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rotary_base},
-        "rope_theta": shape.rotary_base,
-        "sliding_window": config.ctx,
-        "tie_word_embeddings": False,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_parameters": rope,
+        "rope_theta": shape.rotary.base,
+        "tie_word_embeddings": shape.tied,
         "use_cache": True,
-        "use_sliding_window": True,
-        "vocab_size": VOCABULARY,
+        "vocab_size": shape.vocabulary,
     }
+    if architecture.model_type == "llama":
+        if windows[0] < config.ctx:
+            raise ArbError(
+                "Llama, which has all biases, has no window",
+                hint="use `--to safetensors`, which arb reads",
+            )
+    else:
+        values["sliding_window"] = windows[0]
+    if architecture.model_type in ("qwen2", "qwen3"):
+        values |= {
+            "layer_types": ["sliding_attention"] * shape.layers,
+            "max_window_layers": 0,
+            "use_sliding_window": True,
+        }
+    if architecture.model_type in ("llama", "qwen3"):
+        values["attention_bias"] = shape.bias
     if shape.sub_norms:
         module = CODE.stem
         values |= {
@@ -158,90 +204,35 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
     return values
 
 
-def _about(weights: Weights) -> dict[str, Any]:
-    return {"arb.step": weights.checkpoint.step, "arb.origin": weights.origin}
-
-
 class ModelFolder:
     """A folder that is read; its tensors have the names of GGUF.
 
     Raises:
-        ArbError: it is none that `arb export` writes, or a file is damaged.
+        ArbError: it is of no dense model, or a file is damaged.
     """
 
-    CONFIG, WEIGHTS = "config.json", "model.safetensors"
-
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.keys: dict[str, Any] = {}
+        self.keys: dict[str, Any] = read_json(path / CONFIG, {}, HINT)
         """What is said of the model."""
+        try:
+            config = read_config(self.keys, f"`{path / CONFIG}`")
+            self._folder = WeightFolder(path)
+            with torch.device("meta"):
+                model = LanguageModel(config)
+            check_tensors(self._folder, model)
+        except ArbError as error:
+            raise ArbError(f"`{path}`: refused: {error}", hint=error.hint) from None
+        parts = [part for source in sources(model) for part in source.parts]
+        self._names = {part.gguf: part.hugging_face for part in parts}
         self.entries: dict[str, Entry] = {}
         """The tensors by name."""
-        self._begins: dict[str, int] = {}
-        try:
-            self.keys = read_json(path / self.CONFIG, SHAPE, "name a folder of `arb export`")
-            self._read_header()
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._refused(f"it is none of `arb export`: {error}") from None
+        for part in parts:
+            kind = NUMBERS[self._folder.tensors[part.hugging_face].dtype.lower()]
+            self.entries[part.gguf] = Entry(part.gguf, part.shape, kind)
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor: float32."""
-        entry = self.entries[name]
-        data = bytearray(entry.num_bytes)
-        with open_regular(self.path / self.WEIGHTS) as file:
-            file.seek(self._begins[name])
-            file.readinto(data)
-        numbers = torch.frombuffer(data, dtype=entry.kind.dtype)
-        return numbers.view(entry.shape).to(torch.float32)
-
-    def _read_header(self) -> None:
-        with open_regular(self.path / self.WEIGHTS) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if 8 + length > size:
-                raise self._refused("its weights are truncated")
-            if length > LARGEST_HEADER:
-                raise self._refused(f"the header of its weights has {length:,} bytes")
-            header = parse_json(file.read(length))
-        where = f"the header of `{self.path / self.WEIGHTS}`"
-        check_schema(header, {}, where, "name a folder of `arb export`")
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            check_schema(entry, ENTRY, f"`{name}` in {where}", "name a folder of `arb export`")
-        if not 1 <= self.keys["num_hidden_layers"] <= len(header):
-            raise self._refused("it has no layers, or more layers than tensors")
-        parts = self._parts()
-        shapes = {name: entry["shape"] for name, entry in header.items()}
-        if {name: list(part.shape) for name, part in parts.items()} != shapes:
-            raise self._refused("its weights are not those that its configuration names")
-        for theirs, entry in header.items():
-            name, (begin, end) = parts[theirs].gguf, entry["data_offsets"]
-            kind = TYPES[entry["dtype"].lower()]
-            self.entries[name] = Entry(name, tuple(entry["shape"]), kind)
-            self._begins[name] = 8 + length + begin
-            fits = begin >= 0 and 8 + length + end <= size
-            if not fits or self.entries[name].num_bytes != end - begin:
-                raise self._refused("its weights are truncated, or were altered")
-
-    def _parts(self) -> dict[str, Part]:
-        """List the tensors that the configuration asks for, by what they are called here."""
-        says = self.keys
-        mixer = AttentionConfig(
-            heads=says["num_attention_heads"],
-            kv_heads=says["num_key_value_heads"],
-            head_width=says["head_dim"],
-            sub_norm="auto_map" in says,
-        )
-        channel = MLPConfig(width=says["intermediate_size"], sub_norm=mixer.sub_norm)
-        blocks = (BlockConfig(mixer=mixer, channel=channel),) * says["num_hidden_layers"]
-        stage = StageConfig(dim=says["hidden_size"], blocks=blocks)
-        config = ModelConfig(ctx=says["sliding_window"], stages=(stage,))
-        with torch.device("meta"):
-            every = sources(LanguageModel(config))
-        return {part.hugging_face: part for source in every for part in source.parts}
-
-    def _refused(self, why: str) -> ArbError:
-        return ArbError(f"`{self.path}`: refused: {why}", hint="name a folder of `arb export`")
+        return self._folder.read(self._names[name])
 
 
 def _tokenizer() -> dict[str, Any]:

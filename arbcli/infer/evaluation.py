@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from arbcli.data import Text, entropy
 from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
+from arbcli.infer.tokens import check_vocabulary
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
+from arbcli.tokens import tokenised
 
 NEAR = 1024
 """Positions of the first part that losses are told of; each further one is as long as all before
@@ -47,6 +48,9 @@ class EvaluateReport:
     """Of the text, of which all but the first are predicted."""
     nats_per_byte: float
     bits_per_byte: float
+    tokens: int | None
+    """Of the text, which are predicted then; None of a model of bytes."""
+    nats_per_token: float | None
     entropy: float
     """Order-0 entropy of the text, nats a byte."""
     compression_ratio: float
@@ -95,14 +99,14 @@ def mean_loss(
     progress: Callable[[int, float], None] = lambda *_: None,
     sums: Tensor | None = None,
 ) -> float:
-    """Average the loss over all bytes of a text but the first, in nats a byte.
+    """Average the loss over all symbols of a text but the first, in nats a symbol.
 
     Args:
         model: any `LanguageModel`.
-        text: at least 2 bytes.
-        stride: from one window of `config.ctx` bytes to the next; 1 to `config.ctx`.
+        text: at least 2 symbols, which the model reads.
+        stride: from one window of `config.ctx` symbols to the next; 1 to `config.ctx`.
         batch: windows at once.
-        progress: is told after every batch how many bytes were predicted, and their mean loss.
+        progress: is told after every batch how many symbols were predicted, and their mean loss.
         sums: (T,) float64, to which all losses of each position are added, T being `config.ctx`,
             or one less than the bytes of the text if these are fewer.
     """
@@ -112,8 +116,7 @@ def mean_loss(
     while part := list(itertools.islice(plan, batch)):
         starts, counted = zip(*part, strict=True)
         ids = text.window_batch(starts, length + 1).to(model.device).long()  # (B, T + 1)
-        logits = model(ids[:, :-1]).float()
-        losses = functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none")  # (B, T)
+        losses = model.position_losses(ids[:, :-1], ids[:, 1:])  # (B, T)
         is_counted = index >= length - torch.tensor(counted, device=model.device)[:, None]
         total += float(torch.where(is_counted, losses, 0).sum(dtype=torch.float64))
         if sums is not None:
@@ -123,8 +126,8 @@ def mean_loss(
     return total / done
 
 
-def _by_position(sums: Tensor, count: int) -> tuple[OfPositions, ...]:
-    """Average the losses of parts of `count` windows, of which the sums are given."""
+def _by_position(sums: Tensor, count: float) -> tuple[OfPositions, ...]:
+    """Divide the sums of losses of parts by `count`: windows, times the bytes of a symbol."""
     found, first = [], 0
     while first < len(sums):
         end = min(len(sums), max(NEAR, 2 * first))
@@ -151,7 +154,7 @@ def evaluate(
     Args:
         model: any `LanguageModel`.
         checkpoint: its name, for the report.
-        text: what to predict.
+        text: what to predict; a model of tokens reads it as its tokenizer has it.
         description: of the text, for the report.
         stride: from one window to the next; None is half a window.
         batch: windows at once.
@@ -171,6 +174,9 @@ def evaluate(
             f"`--stride` is {stride}, and a window has {context} bytes",
             hint=f"use 1 to {context}: the smaller, the more context a byte has, and the slower",
         )
+    check_vocabulary(model.config, model.tokenizer, "")
+    if model.tokenizer is not None and text.source is text:
+        text = tokenised(text, model.tokenizer)
     if len(text) < 2:
         raise ArbError("a text of one byte has none to predict", hint="name a longer text")
     started = time.perf_counter()
@@ -182,31 +188,41 @@ def evaluate(
     ):
         kept_in = model.kept_in
         length = min(context, len(text) - 1)
+        each, last = text.symbol_bytes, len(text) - 1
+
+        def told(done: int, loss: float) -> None:
+            progress(round(done * each), round(last * each), loss / each)
+
         sums = torch.zeros(length, dtype=torch.float64, device=model.device)
         nats = mean_loss(
             model,
             text,
             stride=stride,
             batch=batch,
-            progress=lambda done, loss: progress(done, len(text) - 1, loss),
+            progress=told,
             sums=sums,
         )
     seconds = time.perf_counter() - started
+    of_token, nats = nats, nats / text.symbol_bytes
     bits = nats / math.log(2)
+    count = sum(1 for _ in windows(len(text), context, stride)) * text.symbol_bytes
+    size, of_tokens = len(text.source), model.tokenizer is not None
     return EvaluateReport(
         checkpoint=checkpoint,
         text=description,
-        bytes=len(text),
+        bytes=size,
         nats_per_byte=nats,
         bits_per_byte=bits,
+        tokens=len(text) if of_tokens else None,
+        nats_per_token=of_token if of_tokens else None,
         entropy=entropy(text),
-        compression_ratio=8 * len(text) / (8 + bits * (len(text) - 1)),
+        compression_ratio=8 * size / (8 + bits * (size - 1)),
         context=context,
         stride=stride,
         seconds=seconds,
-        bytes_per_second=len(text) / seconds,
+        bytes_per_second=size / seconds,
         kv=kept_in,
-        by_position=_by_position(sums, sum(1 for _ in windows(len(text), context, stride))),
+        by_position=_by_position(sums, count),
         device=str(model.device),
         backend=backend,
     )

@@ -9,17 +9,18 @@ each phase of a step, and the host waits to know which of them to run.
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from arbcli.config.model import VOCABULARY
+from arbcli.config.model import MOST, VOCABULARY
 from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.infer.step_graph import StepGraph
+from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import default_backend, use_backend
@@ -38,12 +39,12 @@ OUT_OF_MEMORY = "close what else uses the GPU, or use `--device cpu`"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next byte is chosen from its logits."""
+    """How the next byte, or token, is chosen from its logits."""
 
     temperature: float = 0.8
     """Divides the logits; 0 always takes the likeliest byte."""
     top_k: int = VOCABULARY
-    """Choose among so many of the likeliest bytes."""
+    """Choose among so many of the likeliest symbols; all of them if there are fewer."""
     top_p: float = 1.0
     """Then among the likeliest ones that together have at least this share."""
     seed: int = 0
@@ -58,7 +59,7 @@ class Sampling:
         heat = self.temperature
         for option, value, fits, hint in (
             ("temperature", heat, heat == 0 or 1e-6 <= heat <= 1e6, "0, or 1e-6 to 1e6"),
-            ("top-k", self.top_k, 1 <= self.top_k <= VOCABULARY, f"1 to {VOCABULARY}"),
+            ("top-k", self.top_k, 1 <= self.top_k <= MOST, f"1 to {MOST:,}"),
             ("top-p", self.top_p, 0 < self.top_p <= 1, "a number above 0 and at most 1"),
             ("seed", self.seed, 0 <= self.seed < 2**31, f"0 to {2**31 - 1}"),
         ):
@@ -105,7 +106,9 @@ class Decoder:
         self.backend = backend or default_backend(device)
         self.length = 0
         """Bytes of the text so far."""
-        self._text = torch.zeros(positions, dtype=torch.uint8, device=device)
+        of_bytes = model.config.vocabulary <= VOCABULARY
+        dtype = torch.uint8 if of_bytes else torch.int32
+        self._text = torch.zeros(positions, dtype=dtype, device=device)
         self._byte = torch.zeros(1, 1, dtype=torch.int64, device=device)  # the last one
         seed = torch.tensor(self.sampling.seed, dtype=torch.int32, device=device)
         self._key = stream_keys(seed, torch.full_like(seed, stream), 1, 1)[0, 0]
@@ -119,30 +122,30 @@ class Decoder:
             self._record()
 
     @torch.no_grad()
-    def read(self, prompt: bytes) -> None:
-        """Add bytes to the text, all at once or in chunks of the window.
+    def read(self, prompt: Sequence[int]) -> None:
+        """Add bytes, or tokens, to the text, all at once or in chunks of the window.
 
         Raises:
-            ArbError: there is no byte.
+            ArbError: there is none.
             ValueError: the text cannot have so many.
         """
         if not prompt:
             raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
         if self.length + len(prompt) > len(self._text):
             raise ValueError(f"no room for {len(prompt)} bytes after {self.length}")
-        ids = torch.tensor(list(prompt), device=self.device)
+        ids = torch.frombuffer(bytearray(prompt), dtype=torch.uint8).to(self.device)
         self._text[self.length : self.length + len(ids)] = ids
         if self.length:
-            ids = torch.cat([self._byte[0], ids])
+            ids = torch.cat([self._byte[0].to(torch.uint8), ids])
         with use_backend(self.backend):
             for start in range(0, len(ids) - 1, self.cache.window):
                 stop = min(start + self.cache.window, len(ids) - 1)
-                self.model(ids[None, start:stop], self.cache)
+                self.model(ids[None, start:stop].long(), self.cache)
         self._byte.copy_(ids[-1])  # the next step reads it
         self.length += len(prompt)
 
-    def stream(self, length: int) -> Iterator[bytes]:
-        """Make `length` bytes more, and yield them some at a time, while later ones are made.
+    def stream(self, length: int) -> Iterator[Sequence[int]]:
+        """Make `length` symbols more, and yield them some at a time, while later ones are made.
 
         Raises:
             ValueError: the text cannot have so many, or nothing was read.
@@ -150,7 +153,7 @@ class Decoder:
         if not 0 < self.length <= len(self._text) - length:
             raise ValueError(f"no room for {length} bytes after {self.length}")
         together = FETCHED_STEPS if self.device.type == "cuda" else 1
-        fetched: deque[Callable[[], bytes]] = deque()
+        fetched: deque[Callable[[], Sequence[int]]] = deque()
         end = self.length + length
         while self.length < end:
             begin = self.length
@@ -231,24 +234,28 @@ class Decoder:
                 self.recorded = True
         self.cache.reset()
 
-    def _fetch(self, begin: int) -> Callable[[], bytes]:
+    def _fetch(self, begin: int) -> Callable[[], Sequence[int]]:
         """Copy the text from `begin` on to the host; the function returned waits for it."""
         return copied_to_host(self._text[begin : self.length])
 
 
-def copied_to_host(made: Tensor) -> Callable[[], bytes]:
-    """Copy bytes, (N,) uint8, as they are now; the function returned waits until they are there."""
+def copied_to_host(made: Tensor) -> Callable[[], Sequence[int]]:
+    """Copy symbols, (N,), as they are now; the function returned waits until they are there.
+
+    What it gives are `bytes` where the dtype is uint8.
+    """
+    kind = bytes if made.dtype == torch.uint8 else list
     if made.device.type == "cpu":
-        copied = bytes(made.tolist())
+        copied = kind(made.tolist())
         return lambda: copied
-    on_host = torch.empty(made.shape, dtype=torch.uint8, pin_memory=True)
+    on_host = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
     on_host.copy_(made, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
 
-    def wait() -> bytes:
+    def wait() -> Sequence[int]:
         arrived.synchronize()
-        return bytes(on_host.tolist())
+        return kind(on_host.tolist())
 
     return wait
 
@@ -277,8 +284,8 @@ def generate(
 
     Args:
         model: any `LanguageModel`; every byte sees the `config.ctx` - 1 before it.
-        prompt: at least one byte.
-        length: bytes to make.
+        prompt: at least one byte; a model of tokens reads them as its tokenizer has it.
+        length: bytes, or tokens, to make.
         sampling: how they are chosen.
         backend: what runs the kernels; None is the device's own.
         kv: what keys and values are kept in: see `LanguageModel.keeping`.
@@ -291,10 +298,11 @@ def generate(
     """
     room = spare_bytes(model.device)
     with explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
+        symbols = symbols_of(model, prompt)
         with model.keeping(kv):
-            decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
-        decoder.read(prompt)
-        yield from decoder.stream(length)
+            decoder = Decoder(model, len(symbols) + length, sampling, backend=backend)
+        decoder.read(symbols)
+        yield from bytes_of(model, symbols, decoder.stream(length))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +315,7 @@ class GenerateReport:
     text: str
     """What follows the prompt."""
     length: int
-    """Bytes of it."""
+    """Bytes of it, or tokens of a model that makes those."""
     bytes_per_second: float
     """Once the prompt was read and a step was captured."""
     seed: int
@@ -339,7 +347,7 @@ def continue_text(
         model: any `LanguageModel`.
         checkpoint: its name, for the report.
         prompt: at least one byte.
-        length: bytes to make.
+        length: bytes, or tokens, to make.
         sampling: how they are chosen.
         backend: what runs the kernels.
         kv: what keys and values are kept in: see `LanguageModel.keeping`.
@@ -351,14 +359,15 @@ def continue_text(
     made = bytearray()
     room = spare_bytes(model.device)
     with deterministic(), explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
+        symbols = symbols_of(model, prompt)
         with model.keeping(kv):
-            decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
+            decoder = Decoder(model, len(symbols) + length, sampling, backend=backend)
             kept_in = model.kept_in
-        decoder.read(prompt)
+        decoder.read(symbols)
         if decoder.device.type == "cuda":
             torch.cuda.synchronize(decoder.device)
         started = time.perf_counter()
-        for part in decoder.stream(length):
+        for part in bytes_of(model, symbols, decoder.stream(length)):
             made += part
             on_bytes(part)
         seconds = time.perf_counter() - started
@@ -367,7 +376,7 @@ def continue_text(
         prompt=prompt.decode(errors="replace"),
         text=made.decode(errors="replace"),
         length=length,
-        bytes_per_second=length / seconds,
+        bytes_per_second=len(made) / seconds,
         **dataclasses.asdict(sampling),
         kv=kept_in,
         cache_bytes=decoder.cache.nbytes,

@@ -17,6 +17,7 @@ from arbcli.config.model import Blocks, ModelConfig, StageConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.device import COMPUTE, check_room, default_compute, resolve_device
 from arbcli.errors import ArbError
+from arbcli.infer.tokens import saved_tokenizer
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.output import printable
@@ -82,6 +83,7 @@ def load_named_model(
     dtype = COMPUTE[compute or _trained_in(name, checkpoint, place)]
     model = empty_model(checkpoint, place, dtype)
     model.load_state_dict(checkpoint.tensors)
+    model.tokenizer = saved_tokenizer(name, checkpoint, model.config)
     return model, str(name)
 
 

@@ -1,9 +1,10 @@
 """Several texts from a model at once: what a text is does not depend on the others.
 
-Each step makes one byte of every text that goes on, with weights that are read once for all. A text
-that is done gives its place to the next prompt, which is read by itself, as if it were alone. The
-kernels of a step give each text the bits that it would have beside any others, at any number of
-them. Models without such kernels make one text after another.
+Each step makes one byte of every text that goes on. A text that is done gives its place to the next
+prompt, which is read by itself, as if it were alone. A step gives each text the bits that it would
+have beside any others, at any number of them: its kernels promise that of a row, and what has no
+such kernels is computed for one text after another, within the same step. Texts of tokens are made
+one by one: a step chooses bytes.
 """
 
 import time
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from arbcli.config.model import VOCABULARY
 from arbcli.device import check_room, deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.infer.generation import (
@@ -24,6 +26,7 @@ from arbcli.infer.generation import (
     Sampling,
     copied_to_host,
 )
+from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.overlap import overlapping
@@ -71,23 +74,16 @@ class Request:
         return stream_keys(seed, stream, 1, 1)[0, 0].to(device)
 
 
-def check_at_once(model: LanguageModel, batch: int | None) -> int:
+def check_at_once(batch: int | None) -> int:
     """Choose how many texts a step makes; None is what is usual.
 
     Raises:
-        ArbError: the model has no kernels for so many.
+        ArbError: a step makes no such number.
     """
-    most = MOST_AT_ONCE if model.makes_several else 1
     if batch is None:
-        return min(most, USUALLY_AT_ONCE)
-    if batch > most and most == 1:
-        raise ArbError(
-            "this model makes one text after another here",
-            hint="leave `--batch` out; kernels for several are for dense models on a GPU, in bf16,"
-            " with groups of a multiple of 32 weights that are trits alone",
-        )
-    if not 1 <= batch <= most:
-        raise ArbError(f"`--batch` is {batch}", hint=f"use 1 to {most}")
+        return USUALLY_AT_ONCE
+    if not 1 <= batch <= MOST_AT_ONCE:
+        raise ArbError(f"`--batch` is {batch}", hint=f"use 1 to {MOST_AT_ONCE}")
     return batch
 
 
@@ -100,7 +96,7 @@ class SeveralDecoder:
     """A model, a cache for several texts, and what they have so far.
 
     Args:
-        model: that `makes_several`, inside `model.prepared_weights()`.
+        model: any `LanguageModel`, inside `model.prepared_weights()`.
         texts: how many are made at once.
         positions: bytes that the longest of them can have.
         backend: what runs the kernels; None is the device's own.
@@ -209,42 +205,35 @@ def generate_several(
     Args:
         model: any `LanguageModel`.
         requests: what to make.
-        batch: texts at once; None is as many as is usual for the model. It changes no text.
+        batch: texts at once, 1 to 64; None is as many as is usual. It changes no text.
         backend: what runs the kernels; None is the device's own.
-        kv: what keys and values are kept in: see `LanguageModel.keeping`; other than None, texts
-            are made one after another.
+        kv: what keys and values are kept in: see `LanguageModel.keeping`.
 
     Yields:
         The index of a request, and the bytes that follow its prompt, in the order in which they
         are done.
 
     Raises:
-        ArbError: the model cannot make so many at once, or memory is not enough.
+        ArbError: no step makes so many, the model keeps nothing so, or memory is not enough.
     """
-    backend = backend or default_backend(model.device)
-    weights = model.prepared_weights(spare_bytes(model.device))
-    with explained_out_of_memory(OUT_OF_MEMORY), weights, use_backend(backend):
-        several = kv is None and model.makes_several
-        if kv is not None and batch not in (None, 1):
-            raise ArbError(
-                "with `--kv` texts are made one after another", hint="leave `--batch` out"
-            )
-        batch = check_at_once(model, batch if kv is None else None)
-        if several:
-            yield from _together(model, requests, batch, backend)
-        else:
-            yield from _one_by_one(model, requests, backend, kv)
-
-
-def _together(
-    model: LanguageModel, requests: Sequence[Request], batch: int, backend: str
-) -> Iterator[tuple[int, bytes]]:
+    backend, batch = backend or default_backend(model.device), check_at_once(batch)
     if not requests:
         return
-    positions = max(request.positions for request in requests)
-    decoder = SeveralDecoder(model, min(batch, len(requests)), positions, backend=backend)
-    waiting = deque(enumerate(requests))
-    free = list(range(min(batch, len(requests))))
+    positions, places = max(each.positions for each in requests), min(batch, len(requests))
+    weights = model.prepared_weights(spare_bytes(model.device))
+    with explained_out_of_memory(OUT_OF_MEMORY), weights, use_backend(backend):
+        if model.config.vocabulary != VOCABULARY:
+            yield from _one_by_one(model, requests, backend, kv)
+            return
+        with model.keeping(kv):
+            decoder = SeveralDecoder(model, places, positions, backend=backend)
+        yield from _in_places(decoder, places, requests)
+
+
+def _in_places(
+    decoder: SeveralDecoder, places: int, requests: Sequence[Request]
+) -> Iterator[tuple[int, bytes]]:
+    waiting, free = deque(enumerate(requests)), list(range(places))
     left: dict[int, int] = {}  # bytes that a place still makes
     made: dict[int, int] = {}  # which request a place has
     ended: list[tuple[int, Callable[[], bytes]]] = []
@@ -268,11 +257,12 @@ def _one_by_one(
     model: LanguageModel, requests: Sequence[Request], backend: str, kv: str | None
 ) -> Iterator[tuple[int, bytes]]:
     for index, request in enumerate(requests):
-        about = (request.positions, request.sampling)
+        symbols = symbols_of(model, request.prompt)
+        positions, stream = len(symbols) + request.length, request.stream
         with model.keeping(kv):
-            decoder = Decoder(model, *about, backend=backend, stream=request.stream)
-        decoder.read(request.prompt)
-        yield index, b"".join(decoder.stream(request.length))
+            decoder = Decoder(model, positions, request.sampling, backend=backend, stream=stream)
+        decoder.read(symbols)
+        yield index, b"".join(bytes_of(model, symbols, decoder.stream(request.length)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,7 +316,7 @@ def continue_several(
         on_text: is given each text as soon as it and all before it are done.
 
     Raises:
-        ArbError: the model cannot make so many at once, or memory is not enough.
+        ArbError: no step makes so many, the model keeps nothing so, or memory is not enough.
     """
     started, done, told = time.perf_counter(), {}, 0
     with deterministic():
@@ -335,13 +325,11 @@ def continue_several(
             while told in done:
                 on_text(_report(told, requests[told], done.pop(told)))
                 told += 1
-    with use_backend(backend):
-        batch = check_at_once(model, batch) if kv is None else 1
     return SeveralReport(
         texts=len(requests),
         length=sum(request.length for request in requests),
         seconds=time.perf_counter() - started,
-        batch=min(batch, len(requests)),
+        batch=min(check_at_once(batch), len(requests)),
         device=str(model.device),
         backend=backend,
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import ModelConfig, StageConfig
 from arbcli.config.model_file import given_fields
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
         if name == "stages":
             for index, stage in enumerate(module):
                 path, own = f"stages.{index}", config.stages[index]
-                about = {"dim": own.dim, "streams": own.streams}
+                about = _stream(own)
                 about |= {"boundaries": own.chunking.boundaries, "length": own.chunking.length}
                 yield _part(path, [stage], kind="stage", shape=_words(about))
                 for child, part in stage.named_children():
@@ -64,11 +64,21 @@ def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
                         yield from _blocks(f"{path}.{child}", part, blocks)
         elif name == "blocks":
             main = config.main
-            shape = _words({"dim": main.dim, "streams": main.streams})
+            shape = _words(_stream(main))
             yield _part(name, [module], kind="stage", shape=shape)
             yield from _blocks(name, module, main.blocks)
+        elif name == "head" and config.tied:
+            yield _part(name, [module], kind=name, shape="that of the embedding")
         else:
             yield _part(name, [module], config=of_name.get(name))
+
+
+def _stream(stage: StageConfig) -> dict[str, Any]:
+    """List the fields of a stage's stream, those that say more than the default."""
+    about: dict[str, Any] = {"dim": stage.dim, "streams": stage.streams}
+    if stage.contribution != 1:
+        about["contribution"] = stage.contribution
+    return about | ({} if stage.bound is None else {"bound": stage.bound})
 
 
 def _configs(config: ModelConfig) -> dict[str, Any]:

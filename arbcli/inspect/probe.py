@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.checkpoint import Checkpoint
-from arbcli.config.model import VOCABULARY
-from arbcli.config.training import TrainConfig, train_config_from
+from arbcli.config.training import TrainConfig
 from arbcli.data import entropy, evaluation_batches
 from arbcli.device import (
     deterministic,
@@ -45,12 +44,14 @@ from arbcli.model.packed import TernaryTensor
 from arbcli.model.parts.experts import Experts
 from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.rules.base import STEP_OF_RADIX
-from arbcli.train.directory import open_run_texts, read_facts
+from arbcli.train.directory import open_run_texts, read_facts, run_config
 from arbcli.train.trainer import Trainer
 
 BINS = 16
 SAMPLE_BYTES = 400
 """Of the held-out text whose chunks are shown."""
+MOST_LOGITS = 2**28
+"""That are looked at, of a model whose steps make none; but a window always is."""
 ROUNDING = 1e-3
 """Movement of a logit, over the root-mean-square of all, that rounding alone may cause."""
 
@@ -105,7 +106,7 @@ def open_saved(
     """
     run = path if path.is_dir() else path.parent
     checkpoint = read_saved(path, note).checkpoint
-    config = train_config_from(read_facts(run))
+    config = run_config(run, read_facts(run))
     place = resolve_device(device)
     if "data" in given:
         given.setdefault("val", ())
@@ -123,8 +124,11 @@ def examine(
     config, device, context = trainer.config, trainer.device, trainer.config.model.ctx
     weights = trainer.model.weights().items()
     tallies = [_Tally(name, weight) for name, weight in weights if not weight.frozen]
+    windows = config.batch
+    if trainer.model.scores_in_chunks:
+        windows = min(windows, max(1, MOST_LOGITS // (context * config.model.vocabulary)))
     (held_out,) = evaluation_batches(
-        trainer.texts.val, num_batches=1, batch_size=config.batch, context=context, device=device
+        trainer.texts.val, num_batches=1, batch_size=windows, context=context, device=device
     )
     starts = [0, *(2**bit for bit in range((context - 1).bit_length()))]
     peak = 0
@@ -154,8 +158,8 @@ def examine(
         config=dataclasses.asdict(config),
         text=trainer.texts.description,
         num_weights=trainer.num_weights,
-        uniform_loss=math.log(VOCABULARY),
-        text_entropy=entropy(trainer.texts.val),
+        uniform_loss=math.log(config.model.vocabulary),
+        text_entropy=entropy(trainer.texts.val) * trainer.texts.val.symbol_bytes,
         position_starts=tuple(starts),
         readings=tuple(readings),
         tensors=tuple(tally.report() for tally in tallies),
@@ -431,8 +435,8 @@ def _count_acausal(model: LanguageModel, ids: Tensor) -> tuple[int, tuple[int, .
     batch, length = ids.shape
     rows = torch.arange(batch, device=ids.device)
     positions = ((rows + 1) * length // batch - 1).clamp_(min=0)
-    changed = ids.clone()
-    changed[rows, positions] = (ids[rows, positions] + VOCABULARY // 2) % VOCABULARY
+    changed, symbols = ids.clone(), model.config.vocabulary
+    changed[rows, positions] = (ids[rows, positions] + symbols // 2) % symbols
     rounds = any(isinstance(part, Experts) for part in model.modules())
     earlier = torch.arange(length, device=ids.device) < positions[:, None]
 

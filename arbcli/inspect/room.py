@@ -7,10 +7,11 @@ once and refuses no run that fits; `arb audit-memory --budget` predicts the whol
 
 import torch
 
-from arbcli.config.model import VOCABULARY
+from arbcli.config.model import ModelConfig
 from arbcli.config.training import TrainConfig
 from arbcli.device import COMPUTE, check_room, free_bytes
 from arbcli.inspect.memory import predict
+from arbcli.model.layers.symbols import MOST_AT_ONCE, in_chunks
 
 HINT = "use a smaller `--batch`, `--ctx` or `--preset`"
 BATCH_BYTES = 2 * 8
@@ -22,12 +23,19 @@ def least_bytes(config: TrainConfig) -> int:
     model, state = config.model, predict(config.model)
     ternary = model.weights == "ternary"
     positions = config.batch * model.ctx
-    width = _saved_width(config) + 2 * VOCABULARY  # logits and their gradient
+    width = _saved_width(config) + _logits_width(model)
     return (
         (state.total.state_bytes if ternary else state.adamw_bytes)
         + positions * config.accum * BATCH_BYTES
         + positions * width * COMPUTE[config.compute].itemsize
     )
+
+
+def _logits_width(model: ModelConfig) -> int:
+    """Count the logits of each position that are there at once, and their gradients."""
+    if model.weights == "ternary" and in_chunks(model.vocabulary):
+        return model.vocabulary // -(-model.vocabulary // MOST_AT_ONCE)  # the same memory has both
+    return 2 * model.vocabulary
 
 
 def _saved_width(config: TrainConfig) -> int:

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from arbcli.checkpoint import Checkpoint
 from arbcli.errors import ArbError
+from arbcli.export.gguf import in_our_order
 from arbcli.export.gguf_file import MAGIC, GGUFFile
 from arbcli.export.hugging_face import ModelFolder
-from arbcli.export.qwen3 import shape_of, sources
+from arbcli.imports.dense import shape_of, sources
+from arbcli.imports.folder import INDEX, WEIGHTS
 from arbcli.infer.load import empty_model, is_export, read_saved
 from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.kernels.codec.packing import unpack_trits
@@ -194,8 +197,9 @@ class Plain(Saved):
 
     def weights(self) -> Decoders:
         """List the matrices."""
+        read = partial(in_our_order, self.file) if self.kind == "gguf" else self.file.tensor
         return {
-            entry.name: lambda name=entry.name: self.file.tensor(name)
+            entry.name: partial(read, entry.name)
             for entry in self.file.entries.values()
             if len(entry.shape) == 2
         }
@@ -231,7 +235,7 @@ def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
     """
     if not path.exists():
         raise ArbError(f"there is no `{path}`", hint="name a run, a checkpoint or an export")
-    if path.is_dir() and (path / ModelFolder.WEIGHTS).exists():
+    if path.is_dir() and any((path / name).exists() for name in (WEIGHTS, INDEX)):
         return Plain(path, "hf", ModelFolder(path))
     if path.is_dir():
         saved = Packed(*read_saved(path, note))

@@ -50,6 +50,11 @@ class Storages(TorchDispatchMode):
         self.device = device
         self._alive: dict[int, weakref.ref] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch's compiler out: to tell it to leave this alone is to import it, for 2 s."""
+        return False
+
     def __enter__(self) -> "Storages":
         self.find(count=False)
         return super().__enter__()

@@ -144,9 +144,9 @@ class ProbeReport:
     text: str
     num_weights: int
     uniform_loss: float
-    """ln 256."""
+    """Of a symbol: ln 256 of bytes."""
     text_entropy: float
-    """Order-0 entropy of the held-out text, nats a byte."""
+    """Order-0 entropy of the bytes of the held-out text, nats a symbol, as losses are."""
     position_starts: tuple[int, ...]
     """First position of every bucket; the last one ends with the context."""
     readings: tuple[Reading, ...]

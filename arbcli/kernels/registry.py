@@ -45,6 +45,7 @@ from arbcli.kernels.norm.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWA
 from arbcli.kernels.output.choose_byte import CHOOSE_BYTE
 from arbcli.kernels.output.choose_bytes import CHOOSE_BYTES
 from arbcli.kernels.output.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD
+from arbcli.kernels.output.symbol_losses import ADD_SYMBOLS, GRADE_SYMBOLS
 from arbcli.kernels.rows.expert_combine import EXPERT_COMBINE, EXPERT_COMBINE_BACKWARD
 from arbcli.kernels.rows.table_rows import GATHER_ROWS, SCATTER_ROWS
 from arbcli.kernels.rows.ternary_embedding import EMBEDDING_GRAD, EMBEDDING_ROWS
@@ -125,6 +126,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     CHOOSE_BYTES,
     CROSS_ENTROPY,
     CROSS_ENTROPY_BACKWARD,
+    ADD_SYMBOLS,
+    GRADE_SYMBOLS,
     EMBEDDING_ROWS,
     EMBEDDING_GRAD,
     WEIGHTED_ROWS,

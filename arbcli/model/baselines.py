@@ -13,7 +13,7 @@ from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
 from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
 from arbcli.kernels.streams.mix_streams import mix_streams_torch
-from arbcli.model.initial import projection_std
+from arbcli.model.initial import head_std, projection_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import NORM_EPS, clamp_halves
 from arbcli.model.layers.rotary import rotary_table, rotate
@@ -106,9 +106,10 @@ class FloatEmbedding(nn.Module):
     """Look up rows of a float or straight-through table."""
 
     def __init__(
-        self, num_embeddings: int, dim: int, site: Site, *, area: str, std: float = 1.0
+        self, num_embeddings: int, dim: int, site: Site, *, area: str, tied: bool = False
     ) -> None:
         super().__init__()
+        std = head_std(dim) if tied else 1.0
         self.weight = FloatWeight(num_embeddings, dim, site, std=std)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -180,11 +181,12 @@ class FloatGainedRMSNorm(FloatVector):
 
     def __init__(self, dim: int, site: Site) -> None:
         super().__init__([1.0] * dim, site, area="norms")
+        self.eps = site.norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of (..., D), in float32."""
         gain = super().forward()
-        return functional.rms_norm(x.float(), gain.shape, gain, eps=NORM_EPS).to(x.dtype)
+        return functional.rms_norm(x.float(), gain.shape, gain, eps=self.eps).to(x.dtype)
 
 
 class FloatGate(FloatRMSNorm):

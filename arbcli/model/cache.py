@@ -84,7 +84,7 @@ class _Markable:
 
 
 class Cache(_Markable):
-    """The states of one text, allocated once.
+    """The states of one text, or of several, allocated once.
 
     Args:
         model: that reads the text.
@@ -92,6 +92,8 @@ class Cache(_Markable):
         stored: float8_e4m3fn or int8, to keep keys and values in eight bits; None is the dtype of
             activations.
         mixed: whether numbers of keys that turn stay in the dtype of activations.
+        texts: B, how many have steps that are computed together; None is one text by itself.
+        device: where it is; None is the model's.
     """
 
     def __init__(
@@ -101,9 +103,11 @@ class Cache(_Markable):
         *,
         stored: torch.dtype | None = None,
         mixed: bool = False,
+        texts: int | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        slots = model.config.slots
-        about = (model.compute_dtype, model.device, stored, None, mixed)
+        device = device or model.device
+        slots, about = model.config.slots, (model.compute_dtype, device, stored, texts, mixed)
         self.positions = positions
         self.stages = [
             stage.new_state(positions, ctx, *about)
@@ -111,9 +115,9 @@ class Cache(_Markable):
         ]
         self.main = model.blocks.new_track(positions, slots[-1], *about)
         self.history: Tensor | None = None
-        """(1, `HISTORY`) int64, the last bytes, where a part reads them."""
+        """(B, `HISTORY`) int64, the last bytes, where a part reads them; B is 1 of one text."""
         if model.config.beside or model.config.reads_text:
-            self.history = torch.full((1, HISTORY), -1, dtype=torch.int64, device=model.device)
+            self.history = torch.full((texts or 1, HISTORY), -1, dtype=torch.int64, device=device)
         clocks = [track.clock for track in self.tracks]
         self.window = min(clock.window for clock in clocks)
         """Bytes that can be read at once, at most."""
@@ -161,29 +165,34 @@ class Cache(_Markable):
         """Remember the last bytes of a text, where a part reads them.
 
         Args:
-            ids: (1, T) int64, the bytes that are read inside.
+            ids: (B, T) int64, the bytes that are read inside; B is 1 of one text.
 
         Yields:
-            (1, history + T) int64: the bytes with those before them, negative where there are none.
+            (B, history + T) int64: the bytes with those before them, negative where there are none.
         """
         self._save(ids.shape[1])
         if self.history is None:
             yield ids
             return
         # the first byte of a text forgets those of a text before it, as captured steps start anew
-        before = torch.where(self.position == 0, -1, self.history)
+        before = torch.where(self.position.view(-1, 1) == 0, -1, self.history)
         text = torch.cat((before, ids), dim=1)
         yield text
-        self.history.copy_(text[:, ids.shape[1] :])
+        self.history.copy_(self._kept_of(text[:, ids.shape[1] :]))
+
+    def _kept_of(self, history: Tensor) -> Tensor:
+        return history
 
 
-class SeveralCache(_Markable):
+class SeveralCache(Cache):
     """The states of several texts, whose steps are computed together.
 
     Args:
-        model: that `makes_several`.
+        model: that reads the texts.
         texts: B, how many.
         positions: bytes that the longest text can have.
+        stored: as of `Cache`.
+        mixed: likewise.
         device: where it is; None is the model's.
     """
 
@@ -192,47 +201,38 @@ class SeveralCache(_Markable):
         model: "LanguageModel",
         texts: int,
         positions: int,
+        *,
+        stored: torch.dtype | None = None,
+        mixed: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        about = (model.compute_dtype, device or model.device, None, texts)
-        self.main = model.blocks.new_track(positions, model.config.ctx, *about)
-        self.positions, self.window = positions, self.main.clock.window
+        about = {"stored": stored, "mixed": mixed, "texts": texts, "device": device}
+        super().__init__(model, positions, **about)
+        inside = [*(stage.clock for stage in self.stages[1:]), self.main.clock]
+        for stage, clock in zip(self.stages, inside, strict=False):
+            stage.inner = clock
         self.texts = [OneOfSeveral(self, index) for index in range(texts)]
         """The cache of each text, to read its prompt by itself."""
 
     @property
-    def position(self) -> Tensor:
-        """Bytes read of each text, (B,) int32."""
-        return self.main.position
-
-    @property
     def going_on(self) -> Tensor:
         """(B,) int32: 1 where a step reads one byte more of a text, 0 where it leaves it alone."""
-        return self.main.clock.going_on
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the states and a mark take."""
-        return self.main.nbytes + self._mark_bytes
-
-    def _new_marks(self, positions: int) -> Iterator[Mark]:
-        yield self.main.mark(positions)
-
-    def reset(self) -> None:
-        """Begin new texts."""
-        self.main.reset()
+        return self.tracks[0].clock.going_on
 
     @contextmanager
     def reading(self, ids: Tensor) -> Iterator[Tensor]:
-        """Let a byte more of each text that goes on be read.
+        """Let a byte more of each text that goes on be read: see `Cache.reading`.
 
         Raises:
             ValueError: more than one byte.
         """
         if ids.shape[1] != 1:
             raise ValueError(f"several texts are read one byte at a time, got {ids.shape[1]}")
-        self._save(1)
-        yield ids
+        with super().reading(ids) as text:
+            yield text
+
+    def _kept_of(self, history: Tensor) -> Tensor:
+        return torch.where(self.going_on[:, None] > 0, history, self.history)
 
 
 class OneOfSeveral(Cache):
@@ -240,4 +240,6 @@ class OneOfSeveral(Cache):
 
     def __init__(self, whole: SeveralCache, index: int) -> None:
         self.positions, self.window = whole.positions, whole.window
-        self.stages, self.history, self.main = [], None, whole.main.of(index)
+        self.stages = [stage.each[index] for stage in whole.stages]
+        self.main = whole.main.each[index]
+        self.history = None if whole.history is None else whole.history[index : index + 1]

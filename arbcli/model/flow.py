@@ -1,10 +1,28 @@
 """Values that pass through the blocks of a model: the stream, and inputs besides."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from arbcli.model.parts.ngrams import ngram_keys
+
+
+def rows_of(x: Tensor) -> list[Tensor]:
+    """Split (B, ...) into B tensors of (1, ...).
+
+    Each has memory of its own: how a kernel adds up may depend on where its input begins.
+    """
+    return [row.clone() for row in x.split(1)]
+
+
+def each_text(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Compute something of a position of each text by itself, (B, 1, ...).
+
+    So the bits of a text do not depend on the others, whatever kernels `run` has.
+    """
+    return run(x) if len(x) == 1 else torch.cat([run(row) for row in rows_of(x)])
 
 
 class Flow(NamedTuple):
@@ -46,6 +64,11 @@ class Reading(NamedTuple):
     def valid(self) -> Tensor | None:
         """(B, T) bool, which slots hold a position; None is all of them."""
         return None if self.places is None else self.places >= 0
+
+    def of(self, text: int) -> "Reading":
+        """Take what is read of one of several texts."""
+        places, grams = (None if part is None else part[text : text + 1] for part in self)
+        return Reading(places, grams)
 
     def at(self, first: Tensor) -> "Reading":
         """Re-base to chunks that begin at these positions, (B, C) int64, -1 for an empty slot."""

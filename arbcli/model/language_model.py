@@ -14,19 +14,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.config.model import ModelConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.attention.eight_bits import FORMATS
 from arbcli.kernels.matmul.arranged import fits_arranged
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
-from arbcli.model.flow import Flow, Reading
+from arbcli.model.flow import Flow, Reading, each_text, rows_of
 from arbcli.model.layers.gained_norm import GainedRMSNorm
-from arbcli.model.layers.kinds import byte_head, layers_for, stream_norm
+from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.layers.symbols import in_chunks
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.packed import StateModule, TernaryTensor
 from arbcli.model.parts.base import CachedAttention
@@ -54,7 +56,7 @@ class Phase(NamedTuple):
     depth: int
     """It runs if the phases before it have led so deep; the first ones, of depth 0, always do."""
     run: Callable[[], Tensor | None]
-    """Do it; that of the last phase returns the logits, (1, 1, 256)."""
+    """Do it; that of the last phase returns the logits, (1, 1, V)."""
     leads_deeper: Callable[[], Tensor] | None = None
     """Afterwards, a tensor of one bool: whether phases that are one deeper run; None is no."""
     handle: Tensor | None = None
@@ -63,7 +65,7 @@ class Phase(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """A language model over bytes.
+    """A language model over bytes or tokens.
 
     Args:
         config: its parts, and how its weights are stored.
@@ -86,7 +88,7 @@ class LanguageModel(nn.Module):
         parts = layers_for(outermost)
         self.cross_entropy = parts.cross_entropy
         # the order of modules is that of first values and of random bits: it never changes
-        self.embedding = parts.embedding(VOCABULARY, outermost.dim, outermost, area="embedding")
+        self.embedding = symbol_embedding(config)
         beside = {BESIDE[type(part)][0]: part for part in config.beside}
         for name, kind in BESIDE.values():
             part = beside.get(name)
@@ -96,7 +98,8 @@ class LanguageModel(nn.Module):
         else:
             self.stages = ()
         grouped = not config.outer and memories is None
-        self.blocks = Stack(main.blocks, site, main.streams, grouped=grouped)
+        stream = (main.streams, main.contribution, main.bound)
+        self.blocks = Stack(main.blocks, site, *stream, grouped=grouped)
         books = memories.codebooks if memories else {}
         for name in ("codebook", "knowledge"):
             setattr(self, name, Codebook(books[name], site, name) if name in books else None)
@@ -109,37 +112,44 @@ class LanguageModel(nn.Module):
             self.byte_norm = stream_norm(outermost)
             self.byte_mlp = MLP(config.head, outermost, area="head")
         self.norm = stream_norm(outermost)
-        self.head = byte_head(outermost)
+        self.head = symbol_head(config, self.embedding)
         self._counts: Tensor | None = None
 
     def forward(self, ids: Tensor, cache: Cache | SeveralCache | None = None) -> Tensor:
-        """Compute (B, T, 256) logits, in `compute_dtype`, from (B, T) int64 bytes.
+        """Compute (B, T, V) logits, in `compute_dtype`, from (B, T) int64 bytes or tokens.
 
-        With a cache B is 1: the bytes follow on those that it has seen, and are added to it. With
-        one of several texts T is 1, and a byte of each is read.
+        With a cache B is 1: they follow on those that it has seen, and are added to it. With one of
+        several texts T is 1, and a byte of each is read; what a text gives does not depend on the
+        others.
         """
         if cache is None:
             return self._logits(self._whole(ids, []))
         if cache.is_marked and not cache.reads_at_once and ids.shape[1] > 1:
             return torch.cat([self(part, cache) for part in ids.split(1, dim=1)], dim=1)
+        if self.stages and isinstance(cache, SeveralCache):  # almost every time some chunk begins
+            return [phase.run() for phase in self.step_phases(ids, cache)][-1]
         with cache.reading(ids) as text:
-            x, reading = self._embed(text, ids.shape[1])
+            x, reading = self._embed_after(text, ids.shape[1])
             if self.stages:
                 return self._logits(self._follow(0, x, ids, reading, cache))
             fused = self._fuses(x)
             with cache.main.clock.reading(ids.shape[1]):
                 flow = self._inside(x, reading, cache.main, fused=fused)
-            return self._fused_logits(flow.x) if fused else self._logits(flow)
+            if fused:
+                return self._fused_logits(flow.x)
+            if len(x) > 1:
+                return each_text(lambda row: self._logits(Flow(row)), flow.whole())
+            return self._logits(flow)
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Average the cross-entropy, in nats a byte, over (B, T) int64 inputs and targets."""
+        """Average the cross-entropy, in nats a symbol, over (B, T) int64 inputs and targets."""
         return self.losses(ids, targets)["text"]
 
     def losses(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Compute the parts of the loss that a step minimises, each times its `LOSS_WEIGHTS`.
 
         Returns:
-            Float32 scalars by name: `text`, the cross-entropy in nats a byte; `ponder`, see
+            Float32 scalars by name: `text`, the cross-entropy in nats a symbol; `ponder`, see
             `Iterated.ponder_cost`; `ratio`, the sum over the stages that learn where chunks begin;
             `indexer`, the mean over the blocks with an indexer.
         """
@@ -155,8 +165,28 @@ class LanguageModel(nn.Module):
         return losses | ({"ratio": sum(ratios)} if ratios else {})
 
     def _text_loss(self, flow: Flow, targets: Tensor) -> Tensor:
+        if self.scores_in_chunks:
+            return self._score(flow, targets).mean()
         logits = self._logits(flow)
         return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @property
+    def scores_in_chunks(self) -> bool:
+        """Whether losses are computed a chunk of symbols at a time, and logits never are."""
+        return self.config.weights == "ternary" and in_chunks(self.config.vocabulary)
+
+    def _score(self, flow: Flow, targets: Tensor) -> Tensor:
+        x = flow.whole()
+        if self.config.head:
+            x = x + self.byte_mlp(x, self.byte_norm).added
+        return self.head.losses(x, targets, self.norm)
+
+    def position_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Compute the cross-entropy of each of (B, T) int64 targets: (B, T) float32, in nats."""
+        if self.scores_in_chunks:
+            return self._score(self._whole(ids, []), targets)
+        logits = self(ids).float()
+        return functional.cross_entropy(logits.mT, targets, reduction="none")
 
     def _embed(self, text: Tensor, length: int) -> tuple[Tensor, Reading]:
         """Look up the last bytes of (B, history + T), and what is added to them."""
@@ -165,6 +195,13 @@ class LanguageModel(nn.Module):
             part = getattr(self, name)
             if part is not None:
                 x = x + part(text, length, self.compute_dtype)
+        return x, Reading.of_text(text, length) if self.config.reads_text else Reading()
+
+    def _embed_after(self, text: Tensor, length: int) -> tuple[Tensor, Reading]:
+        """Do the same after a past; texts of several know nothing of each other."""
+        if len(text) == 1 or not self.config.beside:
+            return self._embed(text, length)
+        x = each_text(lambda row: self._embed(row, length)[0], text)
         return x, Reading.of_text(text, length) if self.config.reads_text else Reading()
 
     def _whole(self, ids: Tensor, seen: list[Chunked]) -> Flow:
@@ -206,11 +243,13 @@ class LanguageModel(nn.Module):
             flow = run(x, slice(None))
         else:
             x = run(x, slice(0, memories.place)).whole()
-            x, losses = self._remember(x, taps, reading)
+            remember = self._remember_each if track and track.each else self._remember
+            x, losses = remember(x, taps, reading)
             flow = run(x, slice(memories.place, None))
             flow = flow._replace(losses=flow.losses | losses)
         if self.router:
-            flow = Flow(self.router([flow.whole(), *taps]), None, flow.losses)
+            route = self._route_each if track and track.each else self.router
+            flow = Flow(route([flow.whole(), *taps]), None, flow.losses)
         return flow
 
     def _remember(
@@ -229,6 +268,23 @@ class LanguageModel(nn.Module):
         ponder = {"ponder": [iterated.ponder_cost()]} if torch.is_grad_enabled() else {}
         return iterated.x, ponder
 
+    def _remember_each(
+        self, x: Tensor, taps: list[Tensor], reading: Reading
+    ) -> tuple[Tensor, dict[str, list[Tensor]]]:
+        """Do the same for a position of each of several texts, one after another."""
+        found = []
+        for text, row in enumerate(rows_of(x)):
+            own: list[Tensor] = []
+            found.append((self._remember(row, own, reading.of(text))[0], *own))
+        x, *books = (torch.cat(parts) for parts in zip(*found, strict=True))
+        taps += books
+        return x, {}
+
+    def _route_each(self, streams: list[Tensor]) -> Tensor:
+        """Weigh streams of a position of each of several texts, one after another."""
+        rows = zip(*map(rows_of, streams), strict=True)
+        return torch.cat([self.router([*row]) for row in rows])
+
     def _logits(self, flow: Flow) -> Tensor:
         """Compute logits of what the stages give."""
         if self.config.head:
@@ -244,7 +300,7 @@ class LanguageModel(nn.Module):
             if self.byte_mlp.steps_fused:
                 x = self.byte_mlp.step(x)
             else:
-                x = self.byte_mlp(x, self.byte_norm).whole()
+                x = each_text(lambda row: self.byte_mlp(row, self.byte_norm).whole(), x)
         return self.head.fused(x, normalise=True)
 
     def boundaries(self, ids: Tensor) -> list[Tensor]:
@@ -262,8 +318,8 @@ class LanguageModel(nn.Module):
         A byte that begins no chunk needs but the outer stages.
 
         Args:
-            ids: (1, 1) int64, read anew in every step.
-            cache: of `new_cache`; read and written in place.
+            ids: (1, 1) int64, read anew in every step; (B, 1) of several texts.
+            cache: of `new_cache`, or `new_several_cache`; read and written in place.
         """
         last, about = len(self.stages), {}
         if not last:
@@ -272,7 +328,7 @@ class LanguageModel(nn.Module):
         def down(index: int) -> None:
             if index == 0:
                 with cache.reading(ids) as text:
-                    x, about["reading"] = self._embed(text, 1)
+                    x, about["reading"] = self._embed_after(text, 1)
                 about["fused"] = self._fuses(x)
             else:
                 x = self.stages[index - 1].step_inward(cache.stages[index - 1], fused=fused())
@@ -294,7 +350,9 @@ class LanguageModel(nn.Module):
             if index:  # stages count their positions themselves
                 before = cache.stages[index - 1]
                 return self.stages[index - 1].step_outward(x, before, None, fused=fused())
-            return self._fused_logits(x) if fused() else self._logits(Flow(x))
+            if fused():
+                return self._fused_logits(x)
+            return each_text(lambda row: self._logits(Flow(row)), x)
 
         phases = []
         for index, past in enumerate(cache.stages):
@@ -322,7 +380,7 @@ class LanguageModel(nn.Module):
         """
         fits = self.weights_are_prepared and fits_arranged(x, self.config.site().group_size)
         stages = self.config.stages  # kernels of a row read eight numbers at once
-        plain = all(stage.streams == 1 and stage.dim % 8 == 0 for stage in stages)
+        plain = all(stage.dim % 8 == 0 and stage.adds_plainly for stage in stages)
         return fits and plain and self.plain_norms and self.fits_bytes
 
     def new_cache(self, positions: int) -> Cache:
@@ -333,21 +391,8 @@ class LanguageModel(nn.Module):
         self, texts: int, positions: int, device: torch.device | None = None
     ) -> SeveralCache:
         """Make a cache for several texts of at most `positions` bytes each."""
-        return SeveralCache(self, texts, positions, device)
-
-    @property
-    def makes_several(self) -> bool:
-        """Whether steps of several texts are computed together, each with the bits it has alone."""
-        config = self.config
-        site, outside = config.site(), (config.stages[:-1], config.beside, config.head)
-        if any(outside) or config.main.memories or config.main.router or config.main.streams > 1:
-            return False
-        x = torch.empty(2, 1, site.dim, dtype=self.compute_dtype, device=self.device)
-        if not fits_arranged(x, site.group_size) or not self.plain_norms:
-            return False
-        parts = [branch.part for block in self.blocks for branch in block.branches]
-        fits = all(part.steps_several and part.steps_fused for part in parts)
-        return fits and config.weights == "ternary" and not self.head.weight.rule.reads_all
+        about = {"stored": self.stored, "mixed": self.mixed, "device": device}
+        return SeveralCache(self, texts, positions, **about)
 
     def stacks(self) -> list[Stack]:
         """List the lists of blocks, the outermost first."""
@@ -418,6 +463,8 @@ class LanguageModel(nn.Module):
         """Whether what each weight of its linear layers is made of is within a byte."""
         return all(matrix.rule.fits_a_byte for matrix in self._matrices())
 
+    tokenizer: Any = None
+    """The `arbcli.tokens.Tokenizer` of the symbols; None if these are bytes, or it is not known."""
     weights_are_prepared = False
     """Whether this is inside `prepared_weights`."""
 

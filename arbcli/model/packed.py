@@ -178,7 +178,26 @@ class TernaryTensor(StateModule):
         """View the state of one of the matrices."""
         if self.matrices == 1:
             return self.state
-        return {name: part.chunk(self.matrices)[index] for name, part in self.state.items()}
+        rows = self.rows_of(range(index, index + 1))
+        return {
+            name: part.chunk(self.matrices)[index] if name == "column_statistic" else part[rows]
+            for name, part in self.state.items()
+        }
+
+    @property
+    def matrix_rows(self) -> int:
+        """Rows of each of the matrices; the last one has what is left."""
+        return -(-self.out_features // self.matrices)
+
+    def rows_of(self, matrices: range) -> slice:
+        """Find the rows of some of the matrices."""
+        start, stop = matrices.start * self.matrix_rows, matrices.stop * self.matrix_rows
+        return slice(start, min(stop, self.out_features))
+
+    by_rows = False
+    """Whether a gradient is that of some of its rows."""
+    always_has_gradients = False
+    """Whether each of several matrices has a gradient in every micro-batch."""
 
     def gradient_ranges(self) -> list[range]:
         """List which of the matrices have their gradients formed together, in their order."""

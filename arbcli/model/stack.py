@@ -1,5 +1,6 @@
 """Blocks, and lists of them on one stream."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,9 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from arbcli.config.model import BlockConfig, Blocks
 from arbcli.config.site import Site
-from arbcli.model.flow import Flow, Reading
+from arbcli.model.flow import Flow, Reading, each_text, rows_of
 from arbcli.model.layers.kinds import stream_norm
 from arbcli.model.layers.linear import decode_in_groups
+from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.streamed import recompute_contexts
 from arbcli.model.layers.streams import average_streams, spread_streams
 from arbcli.model.parts.base import Part
@@ -41,10 +43,21 @@ class Block(nn.Module):
         site: where it stands.
         streams: number of residual streams.
         first: number of its first branch in the list of blocks; branches read streams in turns.
+        contribution: a factor of what a branch adds.
+        bound: the largest root-mean-square of a stream behind the block; None is any.
     """
 
-    def __init__(self, config: BlockConfig, site: Site, streams: int = 1, first: int = 0) -> None:
+    def __init__(
+        self,
+        config: BlockConfig,
+        site: Site,
+        streams: int = 1,
+        first: int = 0,
+        contribution: float = 1.0,
+        bound: float | None = None,
+    ) -> None:
         super().__init__()
+        self.contribution, self.bound = contribution, bound
         parts = [build_part(part, site) for part in config.parts]
         norms, connections = [], []
         for part in parts:
@@ -84,25 +97,45 @@ class Block(nn.Module):
             flow = branch.part(x, branch.norm, added, reading, state)
             for name, parts in flow.losses.items():
                 losses.setdefault(name, []).extend(parts)
-            return flow
+            if self.contribution == 1:
+                return flow
+            return flow._replace(added=self.contribution * flow.added)
 
         for branch in self.branches:
             if branch.connection is None:
                 x, added, _ = apply(branch, x, added)
             else:
                 x = branch.connection(x, lambda h, branch=branch: apply(branch, h).added)
-        if whole and added is not None:
+        if (whole or self.bound is not None) and added is not None:
             x, added = x + added, None
-        return Flow(x, added, losses)
+        return Flow(x if self.bound is None else bounded(x, self.bound), added, losses)
 
     def step(self, x: Tensor, state: State | None, reading: Reading | None = None) -> Tensor:
         """Add to positions of a text, or one of several: by kernels where parts have any."""
-        for part, norm, _ in self.branches:
+
+        def apply(branch: Branch, x: Tensor, *, whole: bool) -> Tensor:
+            part, norm, _ = branch
             fits = x.shape[1] == 1 or part.steps_along
             if fits and part.steps_fused and getattr(state, "fuses", True):
-                x = part.step(x, state)
+                return part.step(x, state, whole=whole)
+            if len(x) == 1:
+                added = part(x, norm, None, reading, state).added
+            elif part.steps_texts:
+                added = part.step_texts(x, norm, reading)
             else:
-                x = part(x, norm, None, reading, state).whole()
+                rows = [
+                    part(row, norm, None, reading.of(text), state and state.each[text]).added
+                    for text, row in enumerate(rows_of(x))
+                ]
+                added = torch.cat(rows)
+            return x + added if whole else added
+
+        for branch in self.branches:
+            if branch.connection is None:
+                x = apply(branch, x, whole=True)
+            else:
+                add = partial(apply, branch, whole=False)
+                x = branch.connection(x, add, fused=True)
         return x
 
     def new_state(self, clock: Clock) -> State | None:
@@ -114,6 +147,12 @@ class Block(nn.Module):
         """List the linear layers in the order of a forward; None if a part decodes its own."""
         found = [branch.part.linears() for branch in self.branches]
         return [layer for layers in found for layer in layers] if all(found) else None
+
+
+def bounded(x: Tensor, most: float) -> Tensor:
+    """Scale vectors (..., D) down whose root-mean-square is above `most`, in float32."""
+    inverse = torch.rsqrt(x.float().square().mean(dim=-1, keepdim=True) + NORM_EPS)
+    return (x * (most * inverse).clamp(max=1)).to(x.dtype)
 
 
 def is_compiled(block: Block) -> bool:
@@ -128,15 +167,24 @@ class Stack(nn.ModuleList):
         blocks: configurations.
         site: where they stand.
         streams: number of residual streams.
+        contribution: a factor of what a branch of a block adds.
+        bound: the largest root-mean-square of a stream behind a block; None is any.
         grouped: whether small matrices are decoded several at a time, if the blocks are equal.
     """
 
     def __init__(
-        self, blocks: Blocks, site: Site, streams: int = 1, *, grouped: bool = False
+        self,
+        blocks: Blocks,
+        site: Site,
+        streams: int = 1,
+        contribution: float = 1.0,
+        bound: float | None = None,
+        *,
+        grouped: bool = False,
     ) -> None:
         first, made = 0, []
         for config in blocks:
-            made.append(Block(config, site, streams, first))
+            made.append(Block(config, site, streams, first, contribution, bound))
             first += len(config.parts)
         super().__init__(made)
         self.streams, self.float_twin = streams, site.weights != "ternary"
@@ -158,13 +206,18 @@ class Stack(nn.ModuleList):
         Args:
             x: the stream.
             reading: what is read besides.
-            track: states of the text before, inside of `clock.reading`.
+            track: states of the text before, inside of `clock.reading`. Those of several texts take
+                a position of each, one text after another.
             recompute: whether a backward computes what is inside a block again.
             some: which blocks.
 
         Returns:
             The stream, (B, T, D), and what is still to be added to it.
         """
+        if track and track.each:
+            texts = enumerate(zip(rows_of(x), track.each, strict=True))
+            rows = [self(row, reading.of(text), own, some=some) for text, (row, own) in texts]
+            return Flow(torch.cat([flow.whole() for flow in rows]))
         if self.streams > 1:
             x = spread_streams(x, self.streams)
             if is_compiled(self[0]):  # for strides of its own it would be compiled once more
@@ -190,9 +243,11 @@ class Stack(nn.ModuleList):
         self, x: Tensor, track: Track, reading: Reading | None = None, some: slice = slice(None)
     ) -> Tensor:
         """Pass positions of a text, or one of several, through blocks: see `Block.step`."""
+        if self.streams > 1:
+            x = spread_streams(x, self.streams)
         for block, state in zip([*self][some], track.blocks[some], strict=True):
             x = block.step(x, state, reading)
-        return x
+        return each_text(average_streams, x) if self.streams > 1 else x
 
     def new_track(self, *about: Any) -> Track:
         """Make the states of a text, of the arguments of a `Clock`."""

@@ -4,6 +4,7 @@ The equations are those of `arbcli.model.parts.chunking`.
 """
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from arbcli.kernels.chunks.route_position import route_position_, take_chunk_
 from arbcli.kernels.chunks.smooth_chunks import smooth_chunks
 from arbcli.kernels.chunks.spread_chunks import spread_chunks
 from arbcli.kernels.runtime.conditions import has_conditions
-from arbcli.model.flow import Flow, Reading, project
+from arbcli.model.flow import Flow, Reading, each_text, project
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.mark import Written
@@ -33,7 +34,7 @@ from arbcli.model.parts.chunking import (
     take_chunks,
 )
 from arbcli.model.stack import Stack
-from arbcli.model.state import Track
+from arbcli.model.state import Clock, State, Track
 
 
 class Chunked(NamedTuple):
@@ -62,13 +63,14 @@ class Stage(nn.Module):
         site = config.site(index, len(own.before))
         inner = config.site(index + 1)
         parts, about = layers_for(site), {"area": "chunking"}
-        self.encoder = Stack(own.before, site, own.streams)
+        stream = (own.streams, own.contribution, own.bound)
+        self.encoder = Stack(own.before, site, *stream)
         self.router = BoundaryRouter(site) if own.chunking.boundaries == "learned" else None
         self.inward = parts.linear(inner.dim, site.dim, site, **about)
         self.outward_norm = parts.norm(inner.dim, inner)
         self.outward = parts.linear(site.dim, inner.dim, site, **about)
         self.residual = parts.linear(site.dim, site.dim, site, spread=0.0, **about)
-        self.decoder = Stack(own.after, config.site(index, len(own.after)), own.streams)
+        self.decoder = Stack(own.after, config.site(index, len(own.after)), *stream)
 
     def forward(
         self,
@@ -176,7 +178,7 @@ class Stage(nn.Module):
         if not fused:
             normal = norm(x, NORM_EPS)
             layers = (query_key, self.residual) if query_key else (self.residual,)
-            rows = torch.cat([layer(normal) for layer in layers], dim=-1)
+            rows = torch.cat([each_text(layer, normal) for layer in layers], dim=-1)
         elif query_key:
             rows = query_key.fused(x, normalise=True, beside=self.residual, early=False)
         else:
@@ -187,7 +189,7 @@ class Stage(nn.Module):
         """Lead a position that begins a chunk to the inner network."""
         if fused:
             return self.inward.fused(past.x, normalise=True)
-        return self.inward(norm(past.x, NORM_EPS))
+        return each_text(self.inward, norm(past.x, NORM_EPS))
 
     def step_outward(
         self, x: Tensor, past: "StageState", counted: Tensor | None, *, fused: bool
@@ -195,7 +197,7 @@ class Stage(nn.Module):
         """Lead out what the inner network gives for it, and take its chunk for the last one.
 
         Args:
-            x: (1, 1, D) of the inner network.
+            x: (B, 1, D) of the inner network.
             past: of this stage.
             counted: the inner network's position, to be counted; None if it counts itself.
             fused: whether products do what is around them.
@@ -203,16 +205,19 @@ class Stage(nn.Module):
         if fused:
             z = self.outward.fused(x, normalise=True, early=False)
         else:
-            z = self.outward(x, self.outward_norm)
+            z = each_text(lambda row: self.outward(row, self.outward_norm), x)
         past.take(z, counted)
 
     def step_up(self, reading: Reading, past: "StageState", *, fused: bool) -> Tensor:
         """Decode the position that `step_down` was given last."""
-        return pass_one(self.decoder, past.y, past.decoder, reading, fused=fused)
+        x = pass_one(self.decoder, past.y, past.decoder, reading, fused=fused)
+        if past.encoder.each:  # a mark reads it: of one text the next step sets it
+            past.decoder.clock.count()
+        return x
 
 
 def pass_one(stack: Stack, x: Tensor, track: Track, reading: Reading, *, fused: bool) -> Tensor:
-    """Pass one position through blocks after their past; it is counted elsewhere."""
+    """Pass one position of each text through blocks after their past; it is counted elsewhere."""
     with track.clock.reading_uncounted():
         if fused:
             return stack.step(x, track, reading)
@@ -227,7 +232,7 @@ def _together(*losses: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
     return found
 
 
-class StageState:
+class StageState(State):
     """The state of a stage, and the output of its encoder that the decoder reads.
 
     Args:
@@ -236,8 +241,11 @@ class StageState:
         decoder: likewise.
     """
 
+    by_text = ("last", "mean", "byte")
+
     x: Tensor
-    """(1, T, D), the new positions, encoded; normalised if there are several."""
+    """(1, T, D), the new positions, encoded; normalised if there are several. Of several texts it
+    is one of each, (B, 1, D), here as below."""
     residual: Tensor
     """(1, T, D), what of them goes past the inner network."""
     p: Tensor
@@ -245,22 +253,34 @@ class StageState:
     begins: Tensor
     """(1, T) bool, whether they do."""
     y: Tensor
-    """(1, 1, D), what the decoder is given of a single one."""
+    """(B, 1, D), what the decoder is given of a single one of each text."""
+    inner: Clock
+    """Of several texts: that of the stage inside, which is told whose positions begin chunks."""
 
     def __init__(self, stage: Stage, encoder: Track, decoder: Track) -> None:
+        super().__init__(encoder.clock)
         self.chunking, self.encoder, self.decoder = stage.chunking, encoder, decoder
         clock, dim = encoder.clock, stage.config.stages[stage.index].dim
-        self.last = torch.zeros(2, dim, dtype=clock.dtype, device=clock.device)
+        decoder.clock.going_on = clock.going_on
+        self.last = clock.zeros(2, dim)
         """The position before the new ones, encoded and normalised, and what is projected of it
         for the position behind it."""
-        self.mean = torch.zeros(dim, dtype=torch.float32, device=clock.device)
+        self.mean = clock.zeros(dim, dtype=torch.float32)
         """The last chunk, smoothed."""
-        self.byte = torch.zeros(1, 1, dtype=torch.int64, device=clock.device)
+        self.byte = clock.zeros(1, 1, dtype=torch.int64)
         """The last byte."""
-        conditional = has_conditions(clock.device)
+        conditional = has_conditions(clock.device) and clock.texts is None
         self.handle = torch.zeros_like(self.byte) if conditional else None
         """That of a conditional node, which is told whether a single position begins a chunk."""
         self._means: Tensor | None = None
+
+    @cached_property
+    def each(self) -> list["StageState"]:
+        """The state of each of several texts, in the same tensors."""
+        states = super().each
+        for own, encoder, decoder in zip(states, self.encoder.each, self.decoder.each, strict=True):
+            own.encoder, own.decoder = encoder, decoder
+        return states
 
     @property
     def nbytes(self) -> int:
@@ -279,19 +299,25 @@ class StageState:
         yield from map(Written, (self.mean, read))
 
     def begin(self, x: Tensor, rows: Tensor, ids: Tensor) -> None:
-        """Route a single position: see `route_position_`."""
-        about = (self.mean, self.last.view(-1), self.byte, ids)
+        """Route a single position of each text: see `route_position_`."""
+        texts, clock = self.clock.position.shape, self.clock
+        vectors = (part.view(*texts, -1) for part in (x, rows, self.mean, self.last))
         places = (self.encoder.position, self.decoder.position, self.chunking.length)
         self.p, self.begins, y = route_position_(
-            self.chunking.boundaries, x.view(-1), rows.view(-1), *about, *places, NORM_EPS,
-            self.handle,
+            self.chunking.boundaries, *vectors, self.byte, ids.contiguous(), *places, NORM_EPS,
+            self.handle, clock.going_on,
         )  # fmt: skip
-        self.x, self.residual, self.y = x, rows[..., -x.shape[-1] :], y.view(x.shape)
+        self.x, self.y = x, y.view(x.shape)
+        self.residual = rows[..., -x.shape[-1] :].contiguous()
+        if texts:
+            self.inner.going_on.copy_(self.begins[:, 0])
 
     def take(self, z: Tensor, counted: Tensor | None) -> None:
-        """Take a single new chunk: see `take_chunk_`."""
-        vectors = (part.view(-1) for part in (self.residual, self.mean, self.y))
-        take_chunk_(z.view(-1), self.p, *vectors, counted)
+        """Take a single new chunk of each text: see `take_chunk_`."""
+        texts = self.clock.position.shape
+        z, residual, y = (part.view(*texts, -1) for part in (z, self.residual, self.y))
+        begins = self.inner.going_on if texts else None
+        take_chunk_(z, self.p, residual, self.mean, y, counted, begins)
 
     def route(self, x: Tensor, query_key: Tensor, places: Tensor) -> Routed:
         """Compare new positions (1, T, D) with those before them; `places` is where they are."""

@@ -5,9 +5,11 @@ inside. A state belongs to a clock, which counts the positions that its list of 
 encoder, the decoder and the network inside of a stage that makes chunks each have one of their own.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from arbcli.kernels.attention.eight_bits import (
     quantise_entries,
     round_entries,
 )
+from arbcli.model.flow import rows_of
 from arbcli.model.mark import Mark, Written
 
 
@@ -50,11 +53,11 @@ class Clock:
         self.mixed = mixed and stored is not None
         self.positions, self.ctx, self.dtype, self.device = positions, ctx, dtype, device
         self.stored, self.texts = stored, texts
-        shape = () if texts is None else (texts,)
-        self.position = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.position = self.zeros(dtype=torch.int32)
         """Positions read; a step reads it on the device, and nobody waits for it."""
-        self.going_on = torch.zeros(shape, dtype=torch.int32, device=device)
-        """Of several texts: 1 where a step reads a position, 0 where it leaves the text alone."""
+        self.going_on = None if texts is None else self.zeros(dtype=torch.int32)
+        """(B,) int32 of several texts: 1 where a step reads a position, 0 where it leaves the text
+        alone; None where every position counts."""
         self.window = positions
         """Positions that can be read at once, at most."""
         self.length, self.start = 0, 0
@@ -62,6 +65,11 @@ class Clock:
         """
         self._kept: dict[Any, Any] = {}
         self._here: dict[Any, Any] = {}
+
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Make a tensor of a state, of `dtype` or that of activations; texts come first."""
+        shape = shape if self.texts is None else (self.texts, *shape)
+        return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
 
     def limit(self, window: int) -> None:
         """Let no more positions be read at once."""
@@ -92,6 +100,10 @@ class Clock:
                 raise ValueError(f"no room for {length} bytes at {self.start} of {self.positions}")
         with self.reading_uncounted(length):
             yield
+        self.count(length)
+
+    def count(self, length: int = 1) -> None:
+        """Count positions; of several texts one position of each that goes on."""
         if self.texts is None:
             count_on_(self.position, length)
         else:
@@ -101,10 +113,15 @@ class Clock:
     def reading_uncounted(self, length: int = 1) -> Iterator[None]:
         """Let states read `length` positions that are counted elsewhere."""
         self.length = length
+        for text, clock in enumerate(self.each):
+            clock.length, clock.going_on = length, self.going_on[text]
         try:
             yield
         finally:
-            self._here.clear()
+            for clock in (self, *self.each):
+                clock._here.clear()
+            for clock in self.each:
+                clock.going_on = None
 
     @property
     def places(self) -> Tensor:
@@ -114,15 +131,23 @@ class Clock:
             lambda: self.position + torch.arange(self.length, device=self.device),
         )
 
-    def of(self, text: int) -> "Clock":
-        """Make the clock of one of several texts, which counts in the same tensor."""
-        clock = Clock(self.positions, self.ctx, self.dtype, self.device)
-        clock.position, clock.window = self.position[text], self.window
-        return clock
+    @cached_property
+    def each(self) -> list["Clock"]:
+        """The clock of each of several texts, which counts in the same tensor."""
+        clocks = []
+        for text in range(self.texts or 0):
+            about = (self.dtype, self.device, self.stored, None, self.mixed)
+            clock = Clock(self.positions, self.ctx, *about)
+            clock.position, clock.window = self.position[text], self.window
+            clocks.append(clock)
+        return clocks
 
 
 class State:
-    """The state of a part for a text; a subclass has the tensors."""
+    """The state of a part for a text, or for several; a subclass has the tensors."""
+
+    by_text: ClassVar[tuple[str, ...]] = ()
+    """Names of the attributes that have a dimension for several texts, in front."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -138,38 +163,69 @@ class State:
     def reset(self) -> None:
         """Begin a new text; what only its own positions are read from need not change."""
 
-    def of(self, text: int, clock: Clock) -> "State":
-        """Make the state of one of several texts, in the same tensors."""
-        raise NotImplementedError
+    @cached_property
+    def each(self) -> list[Self]:
+        """The state of each of several texts, in the same tensors."""
+        states = []
+        for text, clock in enumerate(self.clock.each):
+            own = copy.copy(self)
+            own.__dict__.pop("each", None)
+            own.clock = clock
+            for name in self.by_text:
+                part = getattr(self, name)
+                setattr(own, name, None if part is None else part[text])
+            states.append(own)
+        return states
+
+    def each_text(self, run: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+        """Compute something of a position of each text by itself.
+
+        Args:
+            run: what to compute, of the state of a text and its rows.
+            rows: (B, ...) tensors, of which `run` is given (1, ...).
+
+        Returns:
+            The results, one behind the other; without several texts, what `run` gives.
+        """
+        if self.clock.texts is None:
+            return run(self, *rows)
+        parts = zip(self.each, *map(rows_of, rows), strict=True)
+        return torch.cat([run(*own) for own in parts])
 
 
 class Rows:
     """Vectors in slots, (n, G, d), in a dtype or in eight bits with an exponent each.
 
+    Those of several texts have a dimension for them in front.
+
     Args:
-        shape: n, G and d.
         clock: of the list of blocks, which says what they are kept in.
+        slots: n.
+        heads: G.
+        width: d.
         turned: numbers of a vector that turn, which stay in the dtype where the clock is `mixed`.
     """
 
-    def __init__(self, shape: tuple[int, int, int], clock: Clock, turned: int = 0) -> None:
-        slots, heads, width = shape
-        self.dtype, stored, device = clock.dtype, clock.stored, clock.device
-        self.beside = turned if clock.mixed else 0
-        """Numbers that stay beside the codes."""
-        eight = stored is not None and self.beside < width
-        others = (slots, heads, width - self.beside if eight else width)
-        self.codes = torch.zeros(others, dtype=stored if eight else self.dtype, device=device)
-        self.exponents = self.turned = None
-        if eight:
-            self.exponents = torch.zeros(others[:2], dtype=torch.int8, device=device)
-        if eight and self.beside:
-            about = {"dtype": self.dtype, "device": device}
-            self.turned = torch.zeros(slots, heads, self.beside, **about)
+    def __init__(self, clock: Clock, slots: int, heads: int, width: int, turned: int = 0) -> None:
+        self.dtype, self.beside = clock.dtype, turned if clock.mixed else 0
+        eight = clock.stored is not None and self.beside < width
+        others = width - self.beside if eight else width
+        self.codes = clock.zeros(slots, heads, others, dtype=clock.stored if eight else None)
+        self.exponents = clock.zeros(slots, heads, dtype=torch.int8) if eight else None
+        self.turned = clock.zeros(slots, heads, self.beside) if eight and self.beside else None
+        """(n, G, turned), what stays beside the codes."""
 
     def __len__(self) -> int:
         """Count the slots."""
-        return len(self.codes)
+        return self.codes.shape[-3]
+
+    def __getitem__(self, text: int) -> "Rows":
+        """Take those of one of several texts, in the same tensors."""
+        own = copy.copy(self)
+        for name in ("codes", "exponents", "turned"):
+            part = getattr(self, name)
+            setattr(own, name, None if part is None else part[text])
+        return own
 
     def written(self, number: Callable[[Tensor], Tensor]) -> Iterator[Written]:
         """List the tensors, where a position writes a row of some number."""
@@ -247,7 +303,10 @@ class Track:
         written = [part for state in self.blocks if state for part in state.written()]
         return Mark(self.clock.position, [*written, *beside], positions)
 
-    def of(self, text: int) -> "Track":
-        """Make the track of one of several texts, in the same tensors."""
-        clock = self.clock.of(text)
-        return Track(clock, [state and state.of(text, clock) for state in self.blocks])
+    @cached_property
+    def each(self) -> list["Track"]:
+        """The track of each of several texts, in the same tensors."""
+        return [
+            Track(clock, [state and state.each[text] for state in self.blocks])
+            for text, clock in enumerate(self.clock.each)
+        ]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from arbcli.checkpoint import Accept, Checkpoint, DamagedError, load_checkpoint
-from arbcli.config.training import TrainConfig, train_config_from
+from arbcli.config.training import TrainConfig
 from arbcli.errors import ArbError
 from arbcli.run_files import CONFIG, best_checkpoints, checkpoints, step_of
-from arbcli.train.directory import open_texts_again, read_facts, run_of
+from arbcli.train.directory import open_texts_again, read_facts, run_config, run_of
 from arbcli.train.recent import FIELD
 from arbcli.train.record import METRICS, read_all_records
 from arbcli.train.run import (
@@ -76,7 +76,7 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
     facts, config, stops = None, None, None
     try:
         facts = read_facts(run)
-        config = train_config_from(facts)
+        config = run_config(run, facts)
         began = f"{config.steps:,} steps, begun {facts['started'][:19]}"
         findings.append(Finding(name=CONFIG, state="ok", detail=began))
     except ArbError as error:
@@ -148,7 +148,7 @@ def _check_text(facts: dict[str, Any], config: TrainConfig) -> Finding:
         return Finding(name="text", state="refused", detail=str(error))
     if digest != facts["text"]["digest"]:
         return Finding(name="text", state="refused", detail="it is not the one of the run")
-    size = f"{len(texts.train):,} + {len(texts.val):,} bytes"
+    size = f"{len(texts.train.source):,} + {len(texts.val.source):,} bytes"
     return Finding(name="text", state="ok", detail=f"{texts.description}, {size}")
 
 

@@ -1,10 +1,13 @@
 """The configuration of a run on this machine."""
 
+import dataclasses
 from typing import Any
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.config.training import TrainConfig, train_config
 from arbcli.device import check_compute, default_compute, resolve_backend, resolve_device
+from arbcli.infer.tokens import check_vocabulary
+from arbcli.tokens import Tokenizer
 
 
 def new_config(
@@ -31,4 +34,14 @@ def new_config(
     compute = compute or default_compute(place)
     check_compute(compute, place)
     backend = resolve_backend(backend, place)
-    return train_config(preset, device=str(place), backend=backend, compute=compute, **given)
+    config = train_config(preset, device=str(place), backend=backend, compute=compute, **given)
+    return config if config.tokenizer is None else _of_tokens(config)
+
+
+def _of_tokens(config: TrainConfig) -> TrainConfig:
+    """Give the model of a run the vocabulary of its tokenizer, unless it has one of its own."""
+    model, tokenizer = config.model, Tokenizer.read(config.tokenizer)
+    if model.vocabulary == VOCABULARY:
+        model = dataclasses.replace(model, vocabulary=tokenizer.size)
+    check_vocabulary(model, tokenizer, config.tokenizer)
+    return dataclasses.replace(config, model=model)

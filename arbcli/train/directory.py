@@ -1,5 +1,6 @@
 """The directory of a run: its name, its `config.json`, and which one was last."""
 
+import dataclasses
 import json
 import os
 import platform
@@ -22,12 +23,14 @@ from arbcli.config.presets import config_from_dict
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data import Text, Texts, entropy, open_texts
 from arbcli.errors import ArbError
+from arbcli.infer.tokens import check_digest, check_vocabulary
 from arbcli.reading import read_json
 from arbcli.run_files import CONFIG, RUNS
+from arbcli.tokens import FILE, Tokenizer, tokenised
 from arbcli.train.schedule import fade_stage
 from arbcli.train.trainer import text_digest
 
-DATA = {"seed": "seed", "text": "digest", "wire": "wire"}
+DATA = {"seed": "seed", "text": "digest", "tokenizer": "tokenizer", "wire": "wire"}
 """What every checkpoint tells besides its model, and what its `data` calls that."""
 MOST_NAMED = 3
 """Fields that an error lists."""
@@ -103,6 +106,7 @@ FACTS = {
     "text.paths.data": list[str],
     "text.paths.val": list[str],
     "text.split": str | None,
+    "text.tokenizer": str | None,
     "text.train_bytes": int,
     "text.val_bytes": int,
     "threads": int | None,
@@ -152,6 +156,7 @@ def check_same_run(
     made_with |= {name: checkpoint.data.get(key) for name, key in DATA.items()}
     wanted = json.loads(json.dumps(asdict(config.model)))
     wanted |= {"seed": config.seed, "text": facts["text"]["digest"], "wire": config.wire}
+    wanted |= {"tokenizer": facts["text"].get("tokenizer")}
     settings = checkpoint.data.get("settings", {})  # absent from one of an earlier version
     if not isinstance(settings, dict):
         settings = {"settings": settings}
@@ -231,7 +236,37 @@ def open_run_texts(
         "field": config.field,
         "split": split,
     }
-    return open_texts(data, val, **about)
+    texts = open_texts(data, val, **about)
+    tokenizer = None if config.tokenizer is None else Tokenizer.read(config.tokenizer)
+    check_vocabulary(config.model, tokenizer, str(config.tokenizer))
+    return texts if tokenizer is None else _of_tokens(texts, tokenizer, config.model.ctx)
+
+
+def _of_tokens(texts: Texts, tokenizer: Tokenizer, context: int) -> Texts:
+    train, val = (tokenised(text, tokenizer) for text in (texts.train, texts.val))
+    for text, role in ((train, "training"), (val, "validation")):
+        if not text.windows(context + 1):
+            raise ArbError(
+                f"a context of {context:,} needs a {role} text of {context + 1:,} tokens or more,"
+                f" and this one has {len(text):,}",
+                hint="choose a smaller `--ctx`, or name more text with `--data` and `--val`",
+            )
+    return dataclasses.replace(texts, train=train, val=val, tokenizer=tokenizer)
+
+
+def run_config(run: Path, facts: dict[str, Any]) -> TrainConfig:
+    """Rebuild the configuration of a run, whose tokenizer is the one in its directory.
+
+    Raises:
+        ArbError: it was written by a version with other settings, or damaged, or the tokenizer is
+            missing or another.
+    """
+    config = train_config_from(facts)
+    if config.tokenizer is None:
+        return config
+    path = run / FILE
+    check_digest(Tokenizer.read(path), facts["text"].get("tokenizer"), path)
+    return dataclasses.replace(config, tokenizer=str(path))
 
 
 def run_of(path: Path) -> Path:
@@ -248,8 +283,10 @@ def held_out_text(run: Path) -> tuple[Text, str]:
     Raises:
         ArbError: it is not there any more, or another.
     """
+    if not (run / CONFIG).exists():
+        raise ArbError(f"`{run}` has no text of its own", hint="name one with `--data`")
     facts = read_facts(run)
-    texts = open_texts_again(facts, train_config_from(facts))
+    texts = open_texts_again(facts, run_config(run, facts))
     check_same_text(run, facts, text_digest(texts), "name another with `--data`")
     return texts.val, f"held out of {texts.description}"
 
@@ -284,8 +321,9 @@ def run_facts(run: Path | None, config: TrainConfig, texts: Texts) -> dict[str, 
             "digest": text_digest(texts),
             "entropy": entropy(texts.val),
             "paths": {name: _absolute(getattr(config, name)) for name in ("data", "val")},
-            "train_bytes": len(texts.train),
-            "val_bytes": len(texts.val),
+            "tokenizer": texts.tokenizer and texts.tokenizer.digest,
+            "train_bytes": len(texts.train.source),
+            "val_bytes": len(texts.val.source),
         },
         "threads": torch.get_num_threads(),
         "number": None if run is None else next_number(run.parent),

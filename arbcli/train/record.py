@@ -29,6 +29,10 @@ class Record:
     """The same in bits."""
     val_loss: float | None
     """Nats a byte of held-out text, where it was evaluated."""
+    token_loss: float | None
+    """`loss` in nats a token; None of a model of bytes."""
+    token_val_loss: float | None
+    """`val_loss` in nats a token."""
     lr: float
     """Learning rate of the last step."""
     bytes_seen: int

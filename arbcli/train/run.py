@@ -22,6 +22,7 @@ from arbcli.checkpoint import (
     run_lock,
     save_checkpoint,
     set_aside,
+    write_file,
     write_json,
 )
 from arbcli.config.initial import check_initial
@@ -39,11 +40,14 @@ from arbcli.device import (
     resolve_device,
 )
 from arbcli.errors import ArbError
+from arbcli.imports.companions import copy_companions
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import SavedModel, check_saved, check_trainable, saved_config
+from arbcli.infer.tokens import DIGEST, check_digest, symbols_of
 from arbcli.kernels.runtime.compiling import counted_compiling
 from arbcli.model.operations import step_operations
 from arbcli.run_files import (
+    COMPANIONS,
     CONFIG,
     best_checkpoints,
     check_free,
@@ -52,6 +56,7 @@ from arbcli.run_files import (
     step_of,
 )
 from arbcli.signals import RememberedSignal
+from arbcli.tokens import FILE
 from arbcli.train.directory import (
     THREADS_OF_A_CPU,
     check_same_run,
@@ -62,6 +67,7 @@ from arbcli.train.directory import (
     open_run_texts,
     open_texts_again,
     read_facts,
+    run_config,
     run_facts,
 )
 from arbcli.train.parallel.group import Group, joined, own_device
@@ -103,6 +109,8 @@ TIMED_BATCHES = 4
 """Of an evaluation, that are timed."""
 SAMPLE_BYTES = 256
 PROMPT = b"\n"
+PROMPT_BYTES = 16
+"""Of the held-out text, where a tokenizer makes nothing of `PROMPT`."""
 
 
 class Observer:
@@ -210,6 +218,9 @@ def start_run(
         observer = observer if group.first else Observer()
         check_shares(config, group.size)
         texts = open_run_texts(config)
+        if initial is not None and texts.tokenizer:
+            trained_with = initial.checkpoint.data.get(DIGEST)
+            check_digest(texts.tokenizer, trained_with, Path(config.tokenizer))
         initial_digest = initial and initial.checkpoint.digest
         _compare_settings(
             config, texts, group, minutes=minutes, init_from=initial_digest, save=save
@@ -236,8 +247,12 @@ def start_run(
                 trainer.take_weights(initial.checkpoint)
                 facts["init_from"] = os.path.abspath(initial.path)
                 facts["init_digest"] = initial.checkpoint.digest
+                if group.first and save:
+                    copy_companions(initial.path.parent / COMPANIONS, run / COMPANIONS)
                 del initial  # it may be large
             if group.first and save:
+                if texts.tokenizer:
+                    write_file(run / FILE, lambda file: file.write(texts.tokenizer.content))
                 write_json(run / CONFIG, facts)
             return _run(trainer, run, facts, observer, profile)
 
@@ -269,7 +284,7 @@ def resume_run(
         raise ArbError(f"there is no run at `{path}`", hint="name a run directory or a checkpoint")
     run = path if path.is_dir() else path.parent
     facts = read_facts(run)
-    config = train_config_from(facts)
+    config = run_config(run, facts)
     place = own_device(resolve_device(device or config.device))
     backend = resolve_backend(backend or (None if device else config.backend), place)
     check_compute(config.compute, place)
@@ -605,7 +620,7 @@ class _Loop:
         resumed: Resumed | None,
     ) -> None:
         self.trainer, self.run_path, self.facts, self.observer = trainer, run, facts, observer
-        self.config, self.group = trainer.config, trainer.group
+        self.config, self.group, self.texts = trainer.config, trainer.group, trainer.texts
         self.stopped_by: signals.Signals | None = None
         """The signal that ended the run; of several processes one of them has received it."""
         self._old = False
@@ -723,7 +738,7 @@ class _Loop:
             loss = float(self.last_loss)
         self.first_step = FirstStep(
             step=trainer.step,
-            loss=loss,
+            loss=loss / self.texts.train.symbol_bytes,
             seconds=time.perf_counter() - started,
             kernels_compiled=compiling.compiled,
             kernels_loaded=compiling.loaded,
@@ -776,9 +791,11 @@ class _Loop:
 
     def _sample(self) -> str:
         model, config = self.trainer.model, self.config
-        sampling = Sampling(seed=config.seed)
+        sampling, prompt = Sampling(seed=config.seed), PROMPT
+        if not symbols_of(model, prompt):  # a tokenizer may drop it
+            prompt = self.texts.val.source.read(0, PROMPT_BYTES)
         with self._not_timed():
-            text = generate(model, PROMPT, SAMPLE_BYTES, sampling, backend=config.backend)
+            text = generate(model, prompt, SAMPLE_BYTES, sampling, backend=config.backend)
             return b"".join(text).decode(errors="replace")
 
     @contextmanager
@@ -845,7 +862,7 @@ class _Loop:
 
     def _evaluate(self) -> float:
         with self._not_timed():
-            return self.trainer.evaluate()
+            return self.trainer.evaluate() / self.texts.val.symbol_bytes
 
     def _parts_and_gauges(self) -> tuple[dict[str, float], dict[str, float]]:
         """Read the other parts of the last step's loss, and the gauges of the model after it."""
@@ -856,19 +873,28 @@ class _Loop:
         parts = {k: float(v) for k, v in trainer.loss_parts.items() if k != "text"}
         return parts, trainer.model.gauges()
 
+    def _of_tokens(self, loss: float, val_loss: float | None) -> dict[str, float | None]:
+        """Turn nats a byte into nats a token; of bytes there are none."""
+        train, val = self.texts.train.symbol_bytes, self.texts.val.symbol_bytes
+        if self.texts.tokenizer is None:
+            return {"token_loss": None, "token_val_loss": None}
+        of_val = None if val_loss is None else val_loss * val
+        return {"token_loss": loss * train, "token_val_loss": of_val}
+
     def _record(self, val_loss: float | None, sample: str | None = None) -> None:
         trainer, config = self.trainer, self.config
         steps = self.recent.last(trainer.step - self.recorded_step)  # waits for the GPU
         now, loss = time.perf_counter(), math.nan  # of steps that a checkpoint tells nothing of
         flip_share, nonfinite = None, 0
         if steps:
-            loss = sum(step.loss for step in steps) / len(steps)
+            loss = sum(step.loss for step in steps) / len(steps) / self.texts.train.symbol_bytes
         if steps and trainer.updater:
             flips = sum(step.flips for step in steps)
             flip_share = flips / len(steps) / trainer.updater.num_weights
         if trainer.updater:
             nonfinite = trainer.updater.counters()["nonfinite_steps"]
-        step_bytes = config.batch * config.accum * config.model.ctx
+        positions = config.batch * config.accum * config.model.ctx
+        step_bytes = round(positions * self.texts.train.symbol_bytes)
         mfu, seconds = None, None
         if self.timed_steps:
             seconds = max(now - self.last_record - self.paused, 1e-9) / self.timed_steps
@@ -883,6 +909,7 @@ class _Loop:
             loss=loss,
             bits_per_byte=loss / math.log(2),
             val_loss=val_loss,
+            **self._of_tokens(loss, val_loss),
             lr=learning_rate(config, trainer.step - 1),
             bytes_seen=trainer.step * step_bytes,
             seconds=self.resumed.seconds + now - self.started,

@@ -12,7 +12,8 @@ MOST_FILES = 1000
 
 def text_warnings(texts: Texts) -> list[str]:
     """Say whether texts have files that are no text, and whether both are of one kind."""
-    found = [file for text in (texts.train, texts.val) for file in _binary_files(text)]
+    both = texts.train.source, texts.val.source
+    found = [file for text in both for file in _binary_files(text)]
     warnings = []
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -20,7 +21,7 @@ def text_warnings(texts: Texts) -> list[str]:
             f"warning: `{found[0]}`{more} have bytes of 0, as no text has: leave them out, unless"
             " they are meant"
         )
-    train, val = (entropy(text) for text in (texts.train, texts.val))
+    train, val = map(entropy, both)
     if abs(train - val) > FAR_NATS:
         warnings.append(
             f"warning: the held-out text is of another kind than the training text: its order-0"

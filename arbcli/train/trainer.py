@@ -13,6 +13,7 @@ from arbcli.data import Texts, batch, digest, evaluation_batches
 from arbcli.device import COMPUTE, tell_compiler
 from arbcli.errors import ArbError
 from arbcli.infer.load import check_trainable
+from arbcli.infer.tokens import DIGEST
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.merged import TABLES
 from arbcli.model.build import build_model
@@ -116,6 +117,7 @@ class Trainer:
                 fp8=config.compute == "fp8",
                 nvfp4=config.compute == "nvfp4",
             )
+        self.model.tokenizer = texts.tokenizer
         capture = compiled = capture and config.backend == "triton"
         self.step = 0
         self.between_steps = True
@@ -206,7 +208,7 @@ class Trainer:
             reached: is told of each stage that ends, see `TrainingStep`; not of a replayed step's.
 
         Returns:
-            The loss before it, a float32 scalar tensor in nats a byte; reading it waits for a GPU.
+            The loss before it, a float32 scalar in nats a symbol; reading it waits for a GPU.
         """
         self._load_batches()
         if self.shared and not self._measured:
@@ -303,7 +305,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, num_batches: int = EVAL_BATCHES) -> float:
-        """Average the loss over fixed batches of the held-out text, in nats a byte.
+        """Average the loss over fixed batches of the held-out text, in nats a symbol.
 
         Processes share them where they can be dealt out evenly.
         """
@@ -353,6 +355,7 @@ class Trainer:
                 "position": self.step,
                 "settings": settings,
             }
+            | ({DIGEST: self.texts.tokenizer.digest} if self.texts.tokenizer else {})
             | wire,
             tensors=tensors,
         )

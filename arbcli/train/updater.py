@@ -216,9 +216,9 @@ class Updater:
     ) -> None:
         """Update one tensor from its gradient, at once or with others; a bad one changes nothing.
 
-        Matrices that lie in one tensor, and rows of a table, may go without a gradient in a
-        micro-batch. So they step with every one that they have, by a share of the step, and not
-        with the last micro-batch alone.
+        Matrices of experts that lie in one tensor, and rows of a table, may go without a gradient
+        in a micro-batch. So they step with every one that they have, by a share of the step, and
+        not with the last micro-batch alone.
 
         Args:
             tensor: one of those the updater was made with.
@@ -242,9 +242,12 @@ class Updater:
         elif isinstance(where, range):
             direction = tensor.direction
             values = grad if direction is None else direction.values(grad, self.dtype)
+            always = tensor.always_has_gradients
+            when = (self.first, self.last) if always else (True, True)
             for part, number in enumerate(where):
-                about = (tensor.matrix(number), grad[part], index + number, self._unused)
-                self._update(tensor, *about, True, True, values=values[part])
+                refused = self._refused[index + number] if always else self._unused
+                about = (tensor.matrix(number), grad[part], index + number, refused)
+                self._update(tensor, *about, *when, values=values[part])
         else:
             rows = tensor.gather(where.rows)
             share = where.count.clamp(min=1) / len(where.rows)

@@ -10,21 +10,20 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from arbcli.errors import ArbError
 from arbcli.inspect.trace import without_memory
-from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TensorDescriptor, tl
+from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED
 from arbcli.kernels.runtime.backend import compile_for
-from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.runtime.spec import KernelSpec
 from arbcli.verify.fuzz import ShapeDice, real_cases
 from arbcli.verify.kernels import find_kernels
 from arbcli.verify.parity import matrix_shapes
+from arbcli.verify.variants import Launch, Variant, recorded_launches, variant_of
 from arbcli.verify.workers import JobDone, Workers
 
 
@@ -77,30 +76,6 @@ class CompileResult:
     """Whether every variant compiled, without spilling, and fits."""
     error: str | None
     """Why it failed: the compiler's complaint, a spill, or too much shared memory."""
-
-
-class Launch(NamedTuple):
-    """What a launcher asked for."""
-
-    function: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-    """Arguments that it is compiled for: those declared so, and None."""
-    options: dict[str, Any]
-    """How it is compiled: warps, registers."""
-
-
-class Variant(NamedTuple):
-    """One compilation: a function with the types, constants and facts about its arguments."""
-
-    function: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    attributes: dict[tuple[int], list]
-    options: dict[str, Any]
-    may_spill: bool = False
-    """Whether registers in memory are no fault."""
 
 
 def find_targets(names: str) -> list[str]:
@@ -235,17 +210,13 @@ FEW_WEIGHTS = 1 << 19
 
 
 def _variants(spec: KernelSpec, group_size: int) -> list[Variant]:
-    """List what the launcher of a spec asks for, each as Triton specialises it.
-
-    Triton compiles arguments of 1 as constants, and knows which are multiples of 16.
-    """
+    """List what the launcher of a spec asks for, each as Triton specialises it."""
     found: dict[str, Variant] = {}
     may_spill = False
 
     def record(launch: Launch) -> None:
-        variant = _variant(launch)
-        key = str((variant.function.fn.__name__, *variant[1:]))
-        found.setdefault(key, variant._replace(may_spill=may_spill))
+        variant = variant_of(launch)
+        found.setdefault(variant.key, variant._replace(may_spill=may_spill))
 
     shapes, gpu, cpu = matrix_shapes(), torch.device("cuda"), torch.device("cpu")
     if spec.name in OF_VALUES:
@@ -269,82 +240,8 @@ def _variants(spec: KernelSpec, group_size: int) -> list[Variant]:
     return [*found.values()]
 
 
-def _variant(launch: Launch) -> Variant:
-    function, _, named, fixed, options = launch
-    plain = {p.name for p in function.params if p.do_not_specialize}
-    whole = {key: value for key, value in named.items() if type(value) is int and key not in plain}
-    constants = fixed | {key: 1 for key, value in whole.items() if value == 1}
-    signature = {
-        name: "constexpr" if name in constants else type_of(named[name])
-        for name in function.arg_names
-    }
-    given = [None if signature[name] == "constexpr" else named[name] for name in function.arg_names]
-    multiples = {
-        path
-        for path, value in _flat(given)
-        if function.arg_names[path[0]] not in plain and _is_multiple(value)
-    }
-    attributes = {path: [["tt.divisibility", 16]] for path in sorted(multiples)}
-    return Variant(function, signature, constants, attributes, options)
-
-
-def _is_multiple(value: Any) -> bool:
-    """Whether Triton knows of an argument, or of its address, that it is a multiple of 16."""
-    if isinstance(value, torch.Tensor):
-        return value.storage_offset() * value.itemsize % 16 == 0
-    return type(value) is int and value % 16 == 0
-
-
-def _flat(values: Iterable, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """List what tuples of tuples have inside, each with where it is."""
-    for index, value in enumerate(values):
-        if isinstance(value, tuple):
-            yield from _flat(value, (*path, index))
-        else:
-            yield (*path, index), value
-
-
-@contextmanager
-def recorded_launches(record: Callable[[Launch], None]) -> Iterator[None]:
-    """Let launches of kernels be recorded, and do nothing else."""
-
-    def note(function, grid, *args, **kwargs) -> None:
-        named = dict(zip(function.arg_names, args, strict=False)) | kwargs
-        options = {key: named.pop(key) for key in [*named] if key not in function.arg_names}
-        fixed = {p.name: named.pop(p.name) for p in function.params if p.is_constexpr}
-        fixed |= {key: named.pop(key) for key in [*named] if named[key] is None}
-        places = {name: index for index, name in enumerate(function.arg_names)}
-        inside = ((places[key], value) for key, value in named.items() if isinstance(value, tuple))
-        for index, values in inside:
-            fixed |= {path: x for path, x in _flat(values, (index,)) if type_of(x) == "constexpr"}
-        record(Launch(function, grid, named, fixed, options))
-
-    with replaced_launches(note):
-        yield
-
-
 def _with_dtype(inputs: tuple, dtype: torch.dtype, which: tuple[int, ...] | None) -> Iterator:
     """Turn the float32 tensors among some inputs into another type."""
     for index, value in enumerate(inputs):
         real = isinstance(value, torch.Tensor) and value.dtype == torch.float32
         yield value.to(dtype) if real and (which is None or index in which) else value
-
-
-def type_of(value: object) -> str | tuple:
-    """Name the type of a launch argument in the compiler's words."""
-    if isinstance(value, tuple):
-        return tuple(map(type_of, value))
-    if isinstance(value, tl.constexpr):
-        return "constexpr"
-    if isinstance(value, torch.Tensor):
-        name = str(value.dtype).removeprefix("torch.")
-        short = {
-            "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "uint8": "u8",
-            "float8_e4m3fn": "fp8e4nv",
-        }  # fmt: skip
-        return "*" + short.get(name, name.replace("int", "i"))
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{type_of(value.base)[1:]}{value.block_shape}>"
-    if isinstance(value, float):
-        return "fp32"
-    return "i32" if -(2**31) <= value < 2**31 else "i64"

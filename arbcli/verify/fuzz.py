@@ -64,6 +64,7 @@ from arbcli.kernels.norm.rms_norm import (
     rms_norm_in_its_dtype,
 )
 from arbcli.kernels.output.cross_entropy import rounded_cross_entropy
+from arbcli.kernels.output.symbol_losses import rounded_symbol_gradient
 from arbcli.kernels.rows.expert_combine import rounded_gradients, rounded_sum
 from arbcli.kernels.rows.weighted_rows import touched_rows
 from arbcli.kernels.runtime.spec import Case, KernelSpec
@@ -671,6 +672,20 @@ def _cross_entropy_backward(dice: Dice, group_size: int, m: int, n: int, k: int)
     return *_cross_entropy(dice, group_size, m, n, k), scale
 
 
+def _add_symbols(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    logits, targets = dice.reals(m, k + 1), dice.integers(-k, 2 * k, m, dtype=torch.int64)
+    total, of_target = dice.reals(2, m, dtype=torch.float32).contiguous().unbind()
+    if dice.chance(0.3):
+        total = torch.full_like(total, -torch.inf)
+    return total, of_target, logits, targets
+
+
+def _grade_symbols(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    total, scale, logits, targets = _add_symbols(dice, group_size, m, n, k)
+    total = torch.logsumexp(logits.float(), dim=1) + total.abs().clamp(max=5)
+    return logits, targets, total, scale
+
+
 def _embedding_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     ids = dice.integers(0, n - 1, m, dtype=torch.int64)
     return ids, *_decode_weight(dice, group_size, m, n, k)
@@ -1111,6 +1126,8 @@ DRAWINGS = {
     "cross_entropy_backward": Drawing(
         _cross_entropy_backward, None, rounded_cross_entropy, needs_rows=True
     ),
+    "add_symbols": Drawing(_add_symbols, needs_rows=True),
+    "grade_symbols": Drawing(_grade_symbols, None, rounded_symbol_gradient, needs_rows=True),
     "embedding_rows": Drawing(_embedding_rows, needs_rows=True),
     "embedding_grad": Drawing(_embedding_grad, _embedding_grad_in_float64, needs_rows=True),
     "weighted_rows": Drawing(_weighted_rows, _weighted_rows_in_float64, needs_rows=True),

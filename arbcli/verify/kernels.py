@@ -1,24 +1,34 @@
 """Run kernels against their references: what was compared, how closely, and what was not."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.names import check_kernel_names
 from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime.backend import check_backend, chunks_of, use_backend
 from arbcli.kernels.runtime.spec import Case, KernelSpec
 from arbcli.verify.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.verify.fuzz import Drawn, Tally, fuzz_cases, real_cases, real_reference, real_rows
 from arbcli.verify.memory import Memory, kernel_sources
-from arbcli.verify.sample import DEFAULT_SCALE_TYPE, IN_TRITON, is_long, sampled_scale_types
-from arbcli.verify.workers import JobDone, Workers
+from arbcli.verify.sample import (
+    ALWAYS,
+    DEFAULT_SCALE_TYPE,
+    IN_TRITON,
+    CompiledSample,
+    is_long,
+    sampled_scale_types,
+)
+from arbcli.verify.variants import compiled_share
+from arbcli.verify.workers import JobDone, Workers, name_of
 
 METHODS = {
     "cases": "awkward sizes and states, against the reference",
@@ -27,16 +37,18 @@ METHODS = {
 }
 """By kind of check."""
 SHARES = 4
-"""In which the cases of a kernel without scales are shared out on a GPU; with them there are eight
-scale types."""
+"""In which all cases of a kernel without scales are shared out on a GPU, with them there are eight
+scale types; and in which what a slow one compiles is shared out."""
 SLOWEST = (
-    "spread_chunks_backward", "boundary_scores_backward", "ternary_matmul",
-    "compressed_attention_backward", "decode_e4m3", "decode_attention_8bit", "gradient_statistics",
-    "decode_attention_rows", "boundary_scores", "row_matmul", "decode_attention", "fp8_matmul",
-    "compressed_attention", "coded_rows", "step_by_direction", "decode_digits",
-    "weighted_rows_grad_weights",
+    "ternary_matmul", "compressed_attention_backward", "gradient_statistics",
+    "compressed_attention", "decode_e4m3", "decode_attention_8bit", "cross_entropy", "fp8_matmul",
+    "cross_entropy_backward", "decode_digits", "weighted_rows", "weighted_rows_grad_weights",
+    "boundary_scores_backward", "stream_weights_backward", "decode_attention", "decode_weight",
+    "row_matmul", "coded_rows", "append_position_8bit", "quantise_gradient", "decode_latent",
 )  # fmt: skip
 """Kernels that take longest to be compiled, the longest first: they are begun before others."""
+SHARED = 12
+"""Of these, several processes compile so many first ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +109,16 @@ class Checks:
     seed: int = 0
     """Of the first random case; each case has the next one."""
     sampled: bool = False
-    """Whether kernels in Triton run in a sample of scale types, and the interpreter a sample of the
-    fixed cases."""
+    """Whether kernels in Triton run in a sample of scale types, on a GPU in a sample of cases, and
+    the interpreter a sample of the fixed cases."""
 
 
-def verify_kernels(
+def verify_kernels(*args: Any, **kwargs: Any) -> VerifyReport:
+    """Compare kernels with their references, and wait for what is found; see `begin_kernels`."""
+    return begin_kernels(*args, **kwargs)()
+
+
+def begin_kernels(
     names: Iterable[str],
     group_sizes: Mapping[str, int],
     device: torch.device,
@@ -110,8 +127,8 @@ def verify_kernels(
     workers: Workers | None = None,
     progress: Callable[[JobDone], None] = lambda _: None,
     memory: Memory | None = None,
-) -> VerifyReport:
-    """Compare kernels with their references on all their cases, in poisoned memory.
+) -> Callable[[], VerifyReport]:
+    """Begin to compare kernels with their references on their cases, in poisoned memory.
 
     Args:
         names: kernels to check; none at all means every one.
@@ -123,6 +140,9 @@ def verify_kernels(
         progress: is told each kernel that is done, and what it found.
         memory: of what passed before; None remembers nothing.
 
+    Returns:
+        Waits, and returns what was found.
+
     Raises:
         ArbError: no kernel has one of the names, or a backend cannot run on `device`.
     """
@@ -132,22 +152,27 @@ def verify_kernels(
         check_backend(backend, device)
     parts = _parts(chosen, group_sizes, device, backends, checks)
     started = time.perf_counter()
-    whole_jobs = _WholeJobs(parts, progress)
-    jobs = [(part.kernel, part.scale_type, part) for part in parts]
+    jobs = _jobs(parts, checks)
+    whole_jobs = _WholeJobs(jobs, progress)
     memory, workers = memory or Memory(), workers or Workers()
-    memory.map(workers, _verify_part, jobs, whole_jobs.add, KernelResult, _sources)
-    found = whole_jobs.found
-    results = [
-        result
-        for spec in chosen
-        for scale_type in (group_sizes if spec.uses_scales else (None,))
-        for result in found.get((spec.name, scale_type), [])
-    ]
-    return VerifyReport(
-        kernels=tuple(results),
-        seconds=time.perf_counter() - started,
-        passed=all(result.passed for result in results),
-    )
+    about = (KernelResult, _sources, _turn, _ahead)
+    finish = memory.begin(workers, _verify_parts, jobs, whole_jobs.add, *about)
+
+    def report() -> VerifyReport:
+        finish()
+        results = [
+            result
+            for spec in chosen
+            for scale_type in (group_sizes if spec.uses_scales else (None,))
+            for result in whole_jobs.found.get((spec.name, scale_type), [])
+        ]
+        return VerifyReport(
+            kernels=tuple(results),
+            seconds=time.perf_counter() - started,
+            passed=all(result.passed for result in results),
+        )
+
+    return report
 
 
 def find_kernels(names: Iterable[str]) -> list[KernelSpec]:
@@ -156,14 +181,9 @@ def find_kernels(names: Iterable[str]) -> list[KernelSpec]:
     Raises:
         ArbError: no kernel has one of the names.
     """
-    known = {spec.name: spec for spec in KERNELS}
     names = list(names)
-    for name in names:
-        if name not in known:
-            raise ArbError(
-                f"no kernel is named `{name}`",
-                hint=f"choose from: {', '.join(f'`{spec}`' for spec in known)}",
-            )
+    check_kernel_names(names)
+    known = {spec.name: spec for spec in KERNELS}
     return [known[name] for name in names] or list(KERNELS)
 
 
@@ -219,11 +239,53 @@ def _parts(
     return parts
 
 
+def _jobs(parts: list[_Part], checks: Checks) -> list[tuple]:
+    """Make jobs of parts, in their order: (kernel, scale type, part, ...).
+
+    Where what a GPU compiles for a kernel is sampled, that is one job, of all scale types: those of
+    every sample first.
+    """
+    jobs: dict[Hashable, list[_Part]] = {}
+    for part in parts:
+        together = checks.sampled and "triton" in part.backends and part.kind != "fuzz"
+        jobs.setdefault(part.kernel if together else part, []).append(part)
+    for of_job in jobs.values():
+        of_job.sort(key=lambda part: (part.kind != "cases", part.scale_type not in ALWAYS))
+    return [
+        (of_job[0].kernel, of_job[0].scale_type if len(of_job) == 1 else None, *of_job)
+        for of_job in jobs.values()
+    ]
+
+
+def _turn(job: tuple) -> int:
+    """Put off what processes compile together, until they have."""
+    return int(any(_ahead(job)))
+
+
+def _ahead(job: tuple) -> Iterable[tuple]:
+    """Share out what is compiled for a job that would take long alone."""
+    (kernel, _, *parts) = job
+    if kernel in SLOWEST[:SHARED] and len(parts) > 1:
+        for index in range(SHARES):
+            yield _compile_share, kernel, index, *parts
+
+
+def _compile_share(kernel: str, index: int, *parts: _Part) -> None:
+    """Compile a share of what a kernel needs for its sample of cases."""
+    (spec,) = find_kernels([kernel])
+    sample = CompiledSample(spec)
+    with suppress(Exception), compiled_share(index, SHARES):  # checks will tell what is wrong
+        for part in parts:
+            for case in _cases(spec, part):
+                if _is_chosen(spec, part, case, "triton", sample):
+                    with use_backend("triton"):
+                        spec.triton(*copies(case.inputs))
+
+
 def _sources(job: tuple) -> frozenset[Path] | None:
-    """List the files that what a part finds follows from; random cases are not remembered."""
-    part: _Part = job[-1]
-    (spec,) = find_kernels([part.kernel])
-    return None if part.kind == "fuzz" else kernel_sources(spec, drawn=part.kind == "real")
+    """List the files that what a job finds follows from; random cases are not remembered."""
+    (spec,), kinds = find_kernels(job[:1]), {part.kind for part in job[2:]}
+    return None if "fuzz" in kinds else kernel_sources(spec, drawn="real" in kinds)
 
 
 def _shares(
@@ -233,7 +295,8 @@ def _shares(
     if checks.fuzz:
         yield ("fuzz",)
         return
-    shares = SHARES if "triton" in backends and not spec.uses_scales else 1
+    several = "triton" in backends and not spec.uses_scales and not checks.sampled
+    shares = SHARES if several else 1
     for share in range(shares):
         yield "cases", (share, shares)
     if checks.real_shapes and "triton" in backends:
@@ -242,35 +305,41 @@ def _shares(
 
 
 class _WholeJobs:
-    """Puts the parts of each kernel and scale type together, and tells of it when it is whole.
+    """Puts what jobs find of each kernel and scale type together, and tells of it when it is whole.
 
     Args:
-        parts: all of them.
+        jobs: all of them, as `_jobs` makes them.
         progress: is told each kernel and scale type that is done, and what it found.
     """
 
-    def __init__(self, parts: list[_Part], progress: Callable[[JobDone], None]) -> None:
+    def __init__(self, jobs: list[tuple], progress: Callable[[JobDone], None]) -> None:
         self.progress = progress
         self.found: dict[tuple[str, str | None], list[KernelResult]] = {}
-        self.missing: dict[tuple[str, str | None], list[list[KernelResult] | None]] = {}
-        for part in parts:
-            self.missing.setdefault((part.kernel, part.scale_type), []).append(None)
+        self.missing: dict[tuple[str, str | None], dict[tuple, list[KernelResult] | None]] = {}
+        for job in jobs:
+            for part in job[2:]:
+                self.missing.setdefault((part.kernel, part.scale_type), {})[job] = None
         self.total = len(self.missing)
 
     def add(self, job: JobDone) -> None:
-        """Take what a part found."""
-        part, results = job.arguments[-1], job.result
-        key = part.kernel, part.scale_type
-        of_parts = self.missing[key]
-        of_parts[part.index] = results
-        if None in of_parts:
-            return
-        merged = _merged([result for each in of_parts for result in each])
-        self.found[key] = merged
-        number, again = len(self.found), all(result.remembered for result in merged)
-        self.progress(
-            replace(job, number=number, total=self.total, result=merged, remembered=again)
-        )
+        """Take what a job found."""
+        for key in dict.fromkeys((part.kernel, part.scale_type) for part in job.arguments[2:]):
+            of_jobs = self.missing[key]
+            of_jobs[job.arguments] = [found for found in job.result if found.scale_type == key[1]]
+            if None in of_jobs.values():
+                continue
+            merged = _merged([result for each in of_jobs.values() for result in each])
+            self.found[key] = merged
+            self.progress(
+                replace(
+                    job,
+                    number=len(self.found),
+                    total=self.total,
+                    name=name_of(key),
+                    result=merged,
+                    remembered=all(result.remembered for result in merged),
+                )
+            )
 
 
 def _merged(results: list[KernelResult]) -> list[KernelResult]:
@@ -299,28 +368,38 @@ def _merged(results: list[KernelResult]) -> list[KernelResult]:
     ]
 
 
-def _verify_part(_name: str, _scale_type: str | None, part: _Part) -> list[KernelResult]:
-    """Check a kernel on a part of its cases."""
-    (spec,), device = find_kernels([part.kernel]), torch.device(part.device)
-    backends, checks, group_size = part.backends, part.checks, part.group_size
+def _verify_parts(_kernel: str, _scale_type: str | None, *parts: _Part) -> list[KernelResult]:
+    """Check a kernel on some of its cases."""
+    (spec,) = find_kernels([parts[0].kernel])
+    sample = CompiledSample(spec) if parts[0].checks.sampled else None
+    return [result for part in parts for result in _verify_part(spec, part, sample)]
+
+
+def _verify_part(
+    spec: KernelSpec, part: _Part, sample: CompiledSample | None
+) -> list[KernelResult]:
+    device, backends, reference = torch.device(part.device), part.backends, spec.reference
     if "torch" in backends and spec.native is None:  # it would be the same once more
         backends = tuple(backend for backend in backends if backend != "native")
-    reference = spec.reference
+    if part.kind == "real":
+        reference, backends = real_reference(spec), ("triton",)
     with poisoned():
-        if part.kind == "fuzz":
-            seeds = range(checks.seed, checks.seed + checks.fuzz)
-            cases = fuzz_cases(spec.name, device, group_size, seeds)
-        elif part.kind == "cases":
-            first, step = part.share
-            cases = islice(spec.cases(device, group_size), first, None, step)
-        else:
-            about = (checks.real_shapes, part.rows, part.turn)
-            cases = real_cases(spec.name, device, group_size, *about)
-            reference, backends = real_reference(spec), ("triton",)
-        results = _verify(spec, part, device, cases, reference, backends)
+        results = _verify(spec, part, device, _cases(spec, part), reference, backends, sample)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # for the other processes
     return results
+
+
+def _cases(spec: KernelSpec, part: _Part) -> Iterable[Case]:
+    """Draw the cases of a part."""
+    device, size, checks = torch.device(part.device), part.group_size, part.checks
+    if part.kind == "fuzz":
+        seeds = range(checks.seed, checks.seed + checks.fuzz)
+        return fuzz_cases(spec.name, device, size, seeds)
+    if part.kind == "cases":
+        first, step = part.share
+        return islice(spec.cases(device, size), first, None, step)
+    return real_cases(spec.name, device, size, checks.real_shapes, part.rows, part.turn)
 
 
 def _verify(
@@ -330,23 +409,25 @@ def _verify(
     cases: Iterable[Case],
     reference: Callable,
     backends: tuple[str, ...],
+    sample: CompiledSample | None,
 ) -> list[KernelResult]:
     """Run cases on every backend; one at a time, as some are large."""
     labels: dict[str, list[str]] = {backend: [] for backend in backends}
     left_out = dict.fromkeys(backends, 0)
     tally = Tally(spec.name) if part.kind == "fuzz" else None
-    sampled = part.checks.sampled and part.kind == "cases"
     found: dict[str, list[CaseResult]] = {backend: [] for backend in backends}
     seconds = dict.fromkeys(backends, 0.0)
     for case in cases:
         if tally:
             tally.add(case)
+        chosen = [b for b in backends if sample is None or _is_chosen(spec, part, case, b, sample)]
+        for backend in {*backends} - {*chosen}:
+            left_out[backend] += 1
+        if not chosen:
+            continue
         wanted = as_tuple(reference(*copies(case.inputs)))
         peers = as_tuple(case.peer(*copies(case.inputs))) if case.peer else (None,) * len(wanted)
-        for backend in backends:
-            if sampled and backend == "interpreter" and is_long(spec.name, case.label):
-                left_out[backend] += 1
-                continue
+        for backend in chosen:
             labels[backend].append(case.label)
             started = time.perf_counter()
             found[backend] += _run_case(spec, case, backend, device, wanted, peers)
@@ -366,7 +447,7 @@ def _verify(
             unequal=sum(result.unequal for result in results) if spec.gate.exact else None,
             max_error=worst(result.max_error for result in results),
             relative_error=worst(result.relative_error for result in results),
-            cosine=min(result.cosine for result in results),
+            cosine=min((result.cosine for result in results), default=1.0),
             seconds=seconds[backend],
             passed=all(result.passed for result in results),
             failures=tuple(result for result in results if not result.passed),
@@ -374,8 +455,20 @@ def _verify(
             left_out=left_out[backend],
         )
         for backend, results in found.items()
-        if results
+        if results or left_out[backend]
     ]
+
+
+def _is_chosen(
+    spec: KernelSpec, part: _Part, case: Case, backend: str, sample: CompiledSample
+) -> bool:
+    """Tell whether a case is in the sample of a backend."""
+    if backend == "interpreter":
+        return part.kind != "cases" or not is_long(spec.name, case.label)
+    if backend != "triton" or part.kind == "fuzz":
+        return True
+    with use_backend(backend):
+        return sample.takes(case.label, part.scale_type, lambda: spec.triton(*copies(case.inputs)))
 
 
 def _run_case(

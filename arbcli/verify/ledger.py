@@ -443,6 +443,8 @@ def _failure_rows(ledger: Ledger) -> list[list[str]]:
 def _shape_lines(ledger: Ledger) -> Iterable[str]:
     for (kernel, kind), group in grouped(ledger.kernels, "kernel", "kind"):
         shapes = dict.fromkeys(shape for result in group for shape in result.shapes)
+        if not shapes:  # all of them are left out
+            continue
         yield f"- {kernel}, {kind}: {'; '.join(shapes)}"
 
 

@@ -36,6 +36,8 @@ SETTINGS = (
     "OPENBLAS_", "PYTORCH_", "TORCH", "TRITON_",
 )  # fmt: skip
 """Prefixes of variables that can change a result."""
+FIRST = -1
+"""The turn of what is done ahead."""
 
 
 def memory_folder() -> Path:
@@ -146,7 +148,7 @@ class Memory:
         self._digests: dict[Path, str] = {}
         self._told: set[str] = set()
 
-    def map(
+    def begin(
         self,
         workers: Workers,
         function: Callable[..., list],
@@ -154,19 +156,23 @@ class Memory:
         progress: Callable[[JobDone], None],
         kind: type,
         sources: Callable[[tuple], frozenset[Path] | None],
-    ) -> list[list]:
-        """Do the jobs whose results are not known, and remember those that pass.
+        turn: Callable[[tuple], int] = lambda _: 0,
+        ahead: Callable[[tuple], Iterable[tuple]] = lambda _: (),
+    ) -> Callable[[], list[list]]:
+        """Give workers the jobs whose results are not known, and remember those that pass.
 
         Args:
             workers: do them.
-            function: see `Workers.map`; it returns a list of results.
-            jobs: see `Workers.map`.
+            function: see `Workers.begin`; it returns a list of results.
+            jobs: see `Workers.begin`.
             progress: is told of each job that is done, those first whose results are known.
             kind: class of the results.
             sources: of a job, the files that its results follow from; None remembers it not.
+            turn: see `Workers.begin`.
+            ahead: of a job, what processes do before any: a function and its arguments, each.
 
         Returns:
-            The results, in the order of the jobs.
+            Waits for the jobs, and returns the results in their order.
         """
         jobs = list(jobs)
         keys = [self._key(function, job, sources) for job in jobs]
@@ -183,11 +189,18 @@ class Memory:
             number = len(known) + job.number
             progress(dataclasses.replace(job, number=number, total=len(jobs)))
 
-        if open_jobs:
-            todo = [jobs[index] for index in open_jobs]
-            for index, found in zip(open_jobs, workers.map(function, todo, done), strict=True):
+        todo = [jobs[index] for index in open_jobs]
+        if workers.number > 1:
+            for call in (call for job in todo for call in ahead(job)):
+                workers.begin(call[0], [call[1:]], turn=lambda _: FIRST)
+        batch = workers.begin(function, todo, done, turn)
+
+        def finish() -> list[list]:
+            for index, found in zip(open_jobs, workers.finish(batch), strict=True):
                 results[index] = found
-        return results
+            return results
+
+        return finish
 
     def _key(self, function: Callable, job: tuple, sources: Callable) -> "_Key | None":
         if self._machine is None:

@@ -8,10 +8,11 @@ that were made, and judges them by its own scores.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,9 @@ from arbcli.config.presets import PRESETS, preset
 from arbcli.config.short_forms import compressed, dense, graph, hnet
 from arbcli.device import deterministic
 from arbcli.directions import DIRECTIONS
+from arbcli.inspect.trace import without_memory
 from arbcli.kernels.rows.weighted_rows import TouchedRows
-from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.spec import EXACT, Gate
 from arbcli.kernels.update.cast_votes import cast_scale_votes_reference, cast_trit_votes_reference
 from arbcli.kernels.update.gradient_statistics import gradient_statistics_reference
@@ -57,6 +59,7 @@ from arbcli.verify.update_reference import (
     reference_weight,
     state_values,
 )
+from arbcli.verify.variants import compiled_share
 from arbcli.verify.workers import JobDone, Workers
 
 CHECKS = {
@@ -129,6 +132,21 @@ def mixed() -> ModelConfig:
     return ModelConfig(ctx=17, stages=(outer, inner))
 
 
+def bounded() -> ModelConfig:
+    """Assemble blocks that add a share, to a stream that is bounded, and to several."""
+    block = BlockConfig(mixer=AttentionConfig(heads=2), channel=MLPConfig(width=13))
+    outer = StageConfig(
+        dim=20,
+        bound=2.0,
+        contribution=0.5,
+        before=(block,),
+        after=(block,),
+        chunking=ChunkingConfig(length=3),
+    )
+    inner = StageConfig(dim=24, streams=2, contribution=0.5, bound=0.55, blocks=(block, block))
+    return ModelConfig(ctx=11, stages=(outer, inner))
+
+
 def grouped() -> ModelConfig:
     """Assemble blocks of attention with all that kernels have not."""
     longer = RotaryConfig(base=50.0, share=0.5, scaling="llama3", factor=8.0, original_ctx=40)
@@ -162,6 +180,7 @@ MODELS = {
     "4 streams": dense(dim=36, layers=2, heads=2, ffn=50, ctx=6, streams=4),
     "2 streams": dense(dim=36, layers=2, heads=2, ffn=50, ctx=6, streams=2, digits="all"),
     "mixed": mixed(),
+    "bounded": bounded(),
     "grouped": grouped(),
 }
 """Small models that have all parts between them, compared from the bytes on."""
@@ -171,6 +190,15 @@ FULL_SIZE = {name: preset(name) for name in PRESETS} | {
     "arb-tiny with all parts": preset("arb-tiny", moe=True, graph=True, memgram=True)
 }
 """Models that are compared on a GPU besides, at the widths that it has."""
+OF_MANY_KERNELS = (
+    "arb-3b", "arb-deep", "arb-deep-small", "arb-tiny", "arb-tiny with all parts", "arb-long",
+    "mixed", "graph",
+)  # fmt: skip
+"""Models for which several processes compile before any is compared, the longest first."""
+SHARES = 4
+"""In which that is shared out."""
+LAST = 2
+"""The turn of a model, behind those of kernels."""
 BYTES_OF_REFERENCE = 48
 """Of a weight: itself and its gradient in float64, the kernels' gradient, and what passes by."""
 LAYERS = 2
@@ -304,7 +332,12 @@ class Subject:
         return replace(self.gate, relative=10 * self.gate.relative, reason=reason)
 
 
-def check_parity(
+def check_parity(*args: Any, **kwargs: Any) -> tuple[ParityResult, ...]:
+    """Compare the model with its reference, and wait for what is found; see `begin_parity`."""
+    return begin_parity(*args, **kwargs)()
+
+
+def begin_parity(
     device: torch.device,
     backends: Iterable[str],
     group_sizes: Mapping[str, int],
@@ -313,8 +346,8 @@ def check_parity(
     memory: Memory | None = None,
     *,
     sampled: bool = False,
-) -> tuple[ParityResult, ...]:
-    """Compare the model with its reference, in poisoned memory.
+) -> Callable[[], tuple[ParityResult, ...]]:
+    """Begin to compare the model with its reference, in poisoned memory.
 
     Args:
         device: where to run. On a GPU the presets are compared too, in bf16 and in float32.
@@ -324,9 +357,12 @@ def check_parity(
         workers: processes that share the work; None is this one.
         progress: is told each part that is done, and what it found.
         memory: of what passed before; None remembers nothing.
-        sampled: whether Triton has a sample: in a GPU's kernels the scale types `ALWAYS`; in the
-            interpreter one, in which models are compared from the bytes on alone, and the updates
-            of each rule in one direction.
+        sampled: whether Triton has a sample: on a GPU presets in bf16, and small models in float32
+            and the scale types `ALWAYS`; in the interpreter one scale type, in which models are
+            compared from the bytes on alone, and the updates of each rule in one direction.
+
+    Returns:
+        Waits, and returns what was found.
     """
     scale_types = sorted(group_sizes, key=lambda name: name != DEFAULT_SCALE_TYPE)
     subjects = _subjects(device, tuple(backends), scale_types)
@@ -334,8 +370,9 @@ def check_parity(
         subjects = _sample(subjects, scale_types)
     jobs = [(s.name, s.backend, s) for s in subjects]
     memory, workers = memory or Memory(), workers or Workers()
-    found = memory.map(workers, _check, jobs, progress, ParityResult, lambda _: all_sources())
-    return (*_rotary(device), *(result for results in found for result in results))
+    about = (ParityResult, lambda _: all_sources(), lambda _: LAST, _ahead)
+    finish = memory.begin(workers, _check, jobs, progress, *about)
+    return lambda: (*_rotary(device), *(result for results in finish() for result in results))
 
 
 def _sample(subjects: Iterable[Subject], scale_types: list[str]) -> Iterator[Subject]:
@@ -343,16 +380,47 @@ def _sample(subjects: Iterable[Subject], scale_types: list[str]) -> Iterator[Sub
     always = [name for name in ALWAYS if name in scale_types] or scale_types[:1]
     for subject in subjects:
         config = subject.config
-        if subject.backend not in IN_TRITON or subject.name in FULL_SIZE:
+        if subject.backend not in IN_TRITON:
             yield subject
+        elif subject.name in FULL_SIZE:  # as it is trained
+            if subject.dtype == torch.bfloat16:
+                yield subject
         elif subject.parts == ("update",):
             usual = config.digits != "all" and config.direction == DIRECTION[config.rule]
             if subject.backend == "triton" or usual:
                 yield subject
         elif subject.backend == "triton" and config.scale_type in always:
-            yield subject
+            if subject.dtype == torch.float32:  # whose gates are the closer ones
+                yield subject
         elif subject.backend == "interpreter" and config.scale_type == always[0]:
             yield replace(subject, parts=("whole",))
+
+
+def _ahead(job: tuple) -> Iterator[tuple]:
+    """Share out what is compiled for a model of many kernels."""
+    _, backend, subject = job
+    if backend == "triton" and subject.name.split(" T")[0] in OF_MANY_KERNELS:
+        for index in range(SHARES):
+            yield _compile_share, subject.name, index, subject
+
+
+def _compile_share(_name: str, index: int, subject: Subject) -> None:
+    """Compile a share of what a model needs, by a step on tensors without memory."""
+    device, about = subject.device, torch.cuda.get_device_properties(subject.device)
+    with ExitStack() as stack:
+        stack.enter_context(suppress(Exception))  # checks will tell what is wrong
+        stack.enter_context(compile_for((about.major, about.minor), about.multi_processor_count))
+        stack.enter_context(without_memory(device))
+        stack.enter_context(compiled_share(index, SHARES))
+        stack.enter_context(use_backend(subject.backend))
+        with torch.device(device):
+            model = build_model(subject.config, subject.dtype)
+        updater = Updater(model.weights().values(), 3, subject.dtype)
+        for tensor in updater.tensors:
+            tensor.sink = updater
+        updater.begin(0, LR)
+        ids = torch.zeros((subject.batch, subject.config.ctx), dtype=torch.int64, device=device)
+        sum(model.losses(ids, ids).values()).backward()
 
 
 def _check(_name: str, _backend: str, subject: Subject) -> list[ParityResult]:

@@ -41,7 +41,7 @@ class Branch(NamedTuple):
 
     def apply(self, w: Weights, weight: Tensor | None, reading: Reading, x: Tensor) -> Tensor:
         """Normalise the stream (T, D), by weights that the norm may have, and run the part."""
-        return self.part(w, x, norm(x, weight), reading)
+        return self.part(w, x, norm(x, weight, reading.site.norm_eps), reading)
 
 
 BRANCHES = {
@@ -66,7 +66,7 @@ def reference_model(
     choices: Choices | None = None,
     endless: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute what a model makes of bytes.
+    """Compute what a model makes of bytes or tokens.
 
     Args:
         weights: decoded, float64, by their names in the model.
@@ -77,7 +77,7 @@ def reference_model(
         endless: whether chunks have as many slots as they need, as in generation.
 
     Returns:
-        (B, T, 256) logits, and losses besides that of the text: `ponder`, `ratio` and `indexer`,
+        (B, T, V) logits, and losses besides that of the text: `ponder`, `ratio` and `indexer`,
         where there are any.
     """
     model = Reference(weights, config, memories=memories, choices=choices, endless=endless)
@@ -133,6 +133,7 @@ class Reference:
     def block(self, name: str, stage: int, config: BlockConfig, x: Tensor, row: int) -> Tensor:
         """Pass the stream of one text, (T, D), or streams, (T, n, D), through a block."""
         reading, w = self._reading(name, stage, row), under(self.weights, name)
+        share = self.config.stages[stage].contribution
         for part in config.parts:
             known = BRANCHES[part.kind]
             branch = partial(
@@ -142,18 +143,28 @@ class Reference:
                 reading.within(known.name, part),
             )
             if x.dim() == 3:
-                x = hyper_connection(under(w, f"{known.name}_streams"), x, branch)
+                connection = under(w, f"{known.name}_streams")
+                x = hyper_connection(connection, x, lambda h, f=branch: share * f(h))
             else:
-                x = x + branch(x)
-        return x
+                x = x + share * branch(x)
+        return self.bounded(x, self.config.stages[stage].bound)
+
+    @staticmethod
+    def bounded(x: Tensor, most: float | None) -> Tensor:
+        """Scale streams down whose root-mean-square is above `most`."""
+        if most is None:
+            return x
+        size = (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
+        return torch.where(size > most, x * (most / size), x)
 
     def head(self, x: Tensor, row: int) -> Tensor:
-        """Compute (T, 256) logits of one text from the outermost stage's result, (T, D)."""
+        """Compute (T, V) logits of one text from the outermost stage's result, (T, D)."""
         w = self.weights
         if self.config.head:
             reading = self._reading("", 0, row).within("byte_mlp", self.config.head)
             x = x + mlp(under(w, "byte_mlp"), x, norm(x, w.get("byte_norm")), reading)
-        return norm(x, w.get("norm")) @ w["head"].T
+        x = norm(x, w.get("norm"), self.config.norm_eps)
+        return x @ w["embedding" if self.config.tied else "head"].T
 
     def _logits(self, row: int) -> Tensor:
         ids = torch.tensor(self.text[row], device=self.weights["embedding"].device)

@@ -17,8 +17,8 @@ from arbcli.verify.compile_ahead import CompileResult, compile_kernels, find_tar
 from arbcli.verify.kernels import (
     Checks,
     KernelResult,
+    begin_kernels,
     find_kernels,
-    verify_kernels,
 )
 from arbcli.verify.ledger import Ledger, new_ledger, verdict
 from arbcli.verify.memory import Memory, describe_machine
@@ -27,7 +27,7 @@ from arbcli.verify.parity import (
     LONGEST,
     SHORTEST,
     ParityResult,
-    check_parity,
+    begin_parity,
     matrix_shapes,
 )
 from arbcli.verify.sample import ALWAYS, DEFAULT_SCALE_TYPE, IN_TRITON
@@ -159,14 +159,15 @@ def _check(
     checks = Checks(shapes, request.fuzz, request.seed, request.sampled)
     memory = Memory(describe_machine(device), fresh=request.fresh, show=show)
     with Workers(1 if names else _num_workers(device)) as workers:
-        progress = keep("kernels", found.kernels)
-        where = (device, backends)
-        report = verify_kernels(names, scale_types, *where, checks, workers, progress, memory)
-        found.kernels = list(report.kernels)  # in the order of the kernels
-        if request.whole_model:
+        progress, where = keep("kernels", found.kernels), (device, backends)
+        kernels = begin_kernels(names, scale_types, *where, checks, workers, progress, memory)
+        if request.whole_model:  # its jobs follow in the same queue
             progress = keep("model", found.parity)
             about = (scale_types, workers, progress, memory)
-            found.parity = list(check_parity(*where, *about, sampled=request.sampled))
+            model = begin_parity(*where, *about, sampled=request.sampled)
+        found.kernels = list(kernels().kernels)  # in the order of the kernels
+        if request.whole_model:
+            found.parity = list(model())
     if request.timed:  # when the other processes are gone
         found.timing = time_kernels(found.kernels, Stopwatch(device), group_size, show)
     if targets:
@@ -222,8 +223,14 @@ def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -
     again = "all with `--exhaustive`"
     left_out = sum(result.left_out for result in found.kernels)
     if left_out:
-        cases = sum(len(r.shapes) for r in found.kernels if r.backend == "interpreter")
-        yield f"{cases:,} of {cases + left_out:,} cases in the interpreter; {again}"
+        cases = sum(len(r.shapes) for r in found.kernels if r.backend in IN_TRITON)
+        where = "in the interpreter"
+        if "triton" in backends:
+            where = (
+                "in Triton: each type, switch and size of tiles of a kernel is compiled, not each"
+                " combination of them"
+            )
+        yield f"{cases:,} of {cases + left_out:,} cases {where}; {again}"
     if len(request.scale_types) > 1:
         met = {(r.kernel, r.scale_type) for r in found.kernels if r.backend in IN_TRITON}
         types = sum(scale_type is not None for _, scale_type in met)
@@ -238,8 +245,12 @@ def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -
             f"models in the interpreter: {', '.join(('ragged', *INTERPRETED))} in one scale type,"
             f" from the bytes on, and each rule in one direction; {again}"
         )
-    elif request.whole_model and len(request.scale_types) > 1:
-        yield f"small models in Triton in {' and '.join(ALWAYS)}; {again}"
+    elif request.whole_model:
+        types = [name for name in ALWAYS if name in request.scale_types] or request.scale_types
+        yield (
+            "models in Triton: presets in bf16, as they are trained, and small ones in float32 and"
+            f" {' and '.join(types)}; {again}"
+        )
 
 
 def _not_drawn(found: _Found) -> Iterable[str]:

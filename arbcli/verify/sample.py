@@ -4,12 +4,14 @@ Only kernels in Triton are sampled: compiling one for another group size takes s
 interpreting one. The torch and native backends run every case in every scale type.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Hashable, Iterable
 from fnmatch import fnmatchcase
 
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime.spec import KernelSpec
+from arbcli.verify.variants import Launch, Variant, recorded_launches, variant_of
 
 DEFAULT_SCALE_TYPE = "T32"
 """The one in which each matrix of a model is multiplied in every way; in others in one each."""
@@ -66,3 +68,64 @@ def sampled_scale_types(spec: KernelSpec, scale_types: Iterable[str]) -> tuple[s
 def is_long(kernel: str, label: str) -> bool:
     """Tell whether the interpreter leaves a case of a kernel out of the sample."""
     return any(fnmatchcase(label, pattern) for pattern in LONG_CASES.get(kernel, ()))
+
+
+class CompiledSample:
+    """Chooses cases of a kernel by what a GPU would have to compile for them.
+
+    A case that compiles nothing new runs. One that does runs if a fact about it is new: each type,
+    each switch, each argument that is 1, is or is not a multiple of 16, each size of tiles up to a
+    factor of 4, and all that a label says besides numbers, in both types of `ALWAYS`, is met once,
+    but not each combination.
+
+    Args:
+        spec: of the kernel.
+    """
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self._others = {other.triton.__module__ for other in KERNELS} - {spec.triton.__module__}
+        self._compiled: set[str] = set()
+        self._facts: set[Hashable] = set()
+
+    def takes(self, label: str, scale_type: str | None, run: Callable[[], object]) -> bool:
+        """Tell whether a case runs, and count it as run if so.
+
+        Args:
+            label: of the case.
+            scale_type: of the case; None if it has none.
+            run: launches its kernels, which is recorded and not done.
+        """
+        variants: dict[str, Variant] = {}
+
+        def record(launch: Launch) -> None:
+            variant = variant_of(launch)
+            variants[variant.key] = variant
+
+        try:
+            with recorded_launches(record):
+                run()
+        except Exception:  # a launcher that reads results, of which there are none
+            return True
+        # kernels that others verify are compiled for them
+        own = [v for v in variants.values() if v.function.fn.__module__ not in self._others]
+        facts = {fact for variant in own or variants.values() for fact in _facts(variant)}
+        if scale_type is None or scale_type in ALWAYS:
+            facts.add((re.sub(r"\d+", "0", label.removesuffix(" bf16")), scale_type))
+        if variants.keys() <= self._compiled or not facts <= self._facts:
+            self._compiled |= variants.keys()
+            self._facts |= facts
+            return True
+        return False
+
+
+def _facts(variant: Variant) -> Iterable[Hashable]:
+    """List what a variant is compiled for, each thing for itself."""
+    name = variant.function.fn.__name__
+    for key, kind in variant.signature.items():
+        if kind != "constexpr":
+            yield name, key, str(kind)
+    for key, value in (variant.constants | variant.options).items():
+        size = type(value) is int and value > 1
+        yield name, str(key), f"size {value.bit_length() // 2}" if size else str(value)
+    for place, key in enumerate(variant.signature):
+        yield name, key, (place,) in variant.attributes

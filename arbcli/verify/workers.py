@@ -4,9 +4,9 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import active_children, get_context, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -37,6 +37,28 @@ def name_of(job: tuple) -> str:
     return " ".join(str(part) for part in job[:2] if part is not None)
 
 
+@dataclass(slots=True)
+class Batch:
+    """Jobs that were given to workers, and what is known of them."""
+
+    function: Callable
+    jobs: list[tuple]
+    progress: Callable[[JobDone], None]
+    turn: Callable[[tuple], int]
+    results: dict[int, Any] = field(default_factory=dict)
+    """By the index of the job."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all results are there."""
+        return len(self.results) == len(self.jobs)
+
+    def add(self, index: int, result: Any) -> None:
+        """Take a result."""
+        self.results[index], job = result, self.jobs[index]
+        self.progress(JobDone(len(self.results), len(self.jobs), name_of(job), result, job))
+
+
 class Workers:
     """Processes that do jobs, or this process where there is to be one only.
 
@@ -50,6 +72,8 @@ class Workers:
         self._pool: ProcessPoolExecutor | None = None
         self._processes: set[BaseProcess] = set()
         self._locks: tempfile.TemporaryDirectory | None = None
+        self._waiting: list[tuple[Batch, int]] = []
+        self._open: dict[Future, tuple[Batch, int]] = {}
 
     def __enter__(self) -> "Workers":
         return self
@@ -70,34 +94,49 @@ class Workers:
         jobs: Iterable[tuple],
         progress: Callable[[JobDone], None] = lambda _: None,
     ) -> list[Any]:
-        """Call a function with the arguments of every job.
+        """Call a function with the arguments of every job, and wait for all; see `begin`."""
+        return self.finish(self.begin(function, jobs, progress))
+
+    def begin(
+        self,
+        function: Callable,
+        jobs: Iterable[tuple],
+        progress: Callable[[JobDone], None] = lambda _: None,
+        turn: Callable[[tuple], int] = lambda _: 0,
+    ) -> Batch:
+        """Put jobs in the queue of the processes, which opens when a batch is waited for.
 
         Args:
             function: of a module, as another process has to find it.
             jobs: arguments, the first of which name the job.
-            progress: is told of each job that is done.
+            progress: is told of each job that is done, while this batch or another is waited for.
+            turn: of a job; those with a lesser one are begun first, whatever batch they are of.
+        """
+        batch = Batch(function, list(jobs), progress, turn)
+        if self.number > 1 or self.interpret is not None:
+            self._waiting += [(batch, index) for index in range(len(batch.jobs))]
+        return batch
+
+    def finish(self, batch: Batch) -> list[Any]:
+        """Wait for a batch.
 
         Returns:
             What the calls returned, in the order of the jobs.
         """
-        jobs = list(jobs)
-        results, count = [None] * len(jobs), 0
-        for index, result in self._each(function, jobs):
-            results[index], count = result, count + 1
-            progress(JobDone(count, len(jobs), name_of(jobs[index]), result, jobs[index]))
-        return results
+        if self._waiting:
+            self._waiting.sort(key=lambda each: each[0].turn(each[0].jobs[each[1]]))
+            self._open |= self._submit(self._waiting)
+            self._waiting = []
+        while self._open and not batch.is_done:
+            for future in wait(self._open, return_when=FIRST_COMPLETED).done:
+                of, index = self._open.pop(future)
+                of.add(index, future.result())
+        for index, job in enumerate(batch.jobs):
+            if index not in batch.results:  # there are no processes
+                batch.add(index, batch.function(*job))
+        return [batch.results[index] for index in range(len(batch.jobs))]
 
-    def _each(self, function: Callable, jobs: list[tuple]) -> Iterable[tuple[int, Any]]:
-        """Give (index, result) of every job as it is done."""
-        if self.number == 1 and self.interpret is None:
-            for index, job in enumerate(jobs):
-                yield index, function(*job)
-            return
-        futures = self._submit(function, jobs)
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-
-    def _submit(self, function: Callable, jobs: list[tuple]) -> dict[Future, int]:
+    def _submit(self, jobs: list[tuple[Batch, int]]) -> dict[Future, tuple[Batch, int]]:
         before = os.environ.get("TRITON_INTERPRET")
         if self.interpret is not None:  # processes inherit what is set while they start
             os.environ["TRITON_INTERPRET"] = str(int(self.interpret))
@@ -111,7 +150,10 @@ class Workers:
                 )
             others = set(active_children())
             with _interrupts_held_back():
-                futures = {self._pool.submit(function, *job): i for i, job in enumerate(jobs)}
+                futures = {
+                    self._pool.submit(batch.function, *batch.jobs[index]): (batch, index)
+                    for batch, index in jobs
+                }
             self._processes |= set(active_children()) - others
             return futures
         finally:

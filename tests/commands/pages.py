@@ -27,12 +27,14 @@ from arbcli.commands import (
     count_params,
     evaluate,
     export,
+    import_model,
     inspect,
     probe_loss,
 )
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
 from arbcli.export.run import ExportReport
+from arbcli.imports.run import ImportReport
 from arbcli.infer.evaluation import EvaluateReport
 from arbcli.inspect.audit import AuditReport, FitReport
 from arbcli.inspect.memory import StateReport, WhatIfReport
@@ -409,6 +411,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "verify-kernels": _shown_by_verify,
     "not-verified": _not_verified,
     "export": lambda: plain(export._table(filled(ExportReport))),
+    "import": lambda: plain(import_model._tables(filled(ImportReport))),
 }
 """What each command shows, by its name."""
 

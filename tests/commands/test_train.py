@@ -321,7 +321,7 @@ OPTIONS = {
     " eval-every ffn field final-lr force gpus heads init-from json keep keep-best layers log"
     " log-every lr minutes model no-save no-sub-norms optimizer out pin plot preset print-config"
     " profile quiet recompute resume rule sample-every save-every schedule seed steps streams"
-    " sub-norms tscale-type val votes-fixes warmup weights wire" + PARTS,
+    " sub-norms tokenizer tscale-type val votes-fixes warmup weights wire" + PARTS,
     "check": "json",
     "generate": "backend batch bytes checkpoint chunks compute device json kv length prompt prompts"
     " seed temperature top-k top-p",
@@ -334,8 +334,8 @@ OPTIONS = {
     " heads json layers model preset print-config ranks recompute rule seed snapshot steps streams"
     " tscale-type votes-fixes what-if" + PARTS,
     "probe-loss": "backend batch checkpoint compute ctx data device digits dim direction ffn field"
-    " heads json layers lr model plot preset print-config rule seed steps streams tscale-type"
-    " val votes-fixes warmup" + PARTS,
+    " heads json layers lr model plot preset print-config rule seed steps streams"
+    " tokenizer tscale-type val votes-fixes warmup" + PARTS,
     "verify-kernels": "all-tscale-types backend compare device exhaustive fresh fuzz json ledger"
     " list seed targets time tscale-type",
 }

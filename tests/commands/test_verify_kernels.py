@@ -114,6 +114,7 @@ def test_kernels_are_listed_with_their_gates():
     assert "rms_norm" in arb("--list").stdout
 
 
+@pytest.mark.slow
 def test_targets_are_compiled_beside_the_checks():
     found = json.loads(arb("step_scales", "--targets", "gfx942", "--json").stdout)
     (compiled,) = found["compiled"]
@@ -253,7 +254,9 @@ def test_scale_types_are_sampled_in_triton_alone():
     ("number", "code", "what"),
     [
         pytest.param(signal.SIGINT, 130, ["pack_trits", "sum_choices", "rms_norm"], id="one"),
-        pytest.param(signal.SIGTERM, 143, ["--backend", "torch"], id="several processes"),
+        pytest.param(
+            signal.SIGTERM, 143, ["--backend", "torch"], id="several", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_ledger_of_an_interrupted_check_holds_what_was_verified(number, code, what, tmp_path):

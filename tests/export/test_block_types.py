@@ -70,6 +70,16 @@ def test_digits_that_a_type_does_not_hold_are_refused():
             encode_digits("w", too_large, scale, 32, Q4_0)
 
 
+def test_tiny_scales_of_all_digits_are_rounded():
+    z = torch.arange(-127, 129, dtype=torch.int16).clamp(max=127).to(torch.int8).view(8, 32)
+    scales = 2.0 ** -torch.arange(14.0, 30.0, 2)[:, None] * 1.40625
+    read = Q8_0.decode(encode_digits("w", z, scales, 32, Q8_0).flatten(), (8, 32))
+    assert (read - z * scales).abs().max() <= 127 * 2.0**-25
+    assert torch.equal(read[:2], (z * scales)[:2])
+    with pytest.raises(ArbError, match="`w` has a scale that fp16 does not hold"):
+        encode_digits("w", z, scales * 2.0**32, 32, Q8_0)
+
+
 def test_scale_that_fp16_does_not_hold_is_refused():
     trits, scales = torch.ones(1, 32, dtype=torch.int8), torch.tensor([[2.0**-25 * 1.5]])
     with pytest.raises(ArbError, match="`w` has a scale that fp16 does not hold") as caught:

@@ -10,7 +10,7 @@ from arbcli.errors import ArbError
 from arbcli.export import gguf
 from arbcli.export.gguf import byte_symbols
 from arbcli.export.gguf_file import GGUFFile
-from arbcli.export.qwen3 import read, sources
+from arbcli.imports.dense import read, sources
 from arbcli.infer.load import load_model, load_weights
 
 TEXT = b"def main(self):\n    return 1\n"

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from arbcli.device import default_compute
 from arbcli.errors import ArbError
-from arbcli.export.qwen3 import read, sources
 from arbcli.export.run import export
+from arbcli.imports.dense import read, sources
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import load_model, load_weights
 

@@ -103,7 +103,7 @@ class Fixed:
         position = torch.zeros((), dtype=torch.int32, device=self.logits.device)
         return SimpleNamespace(position=position, window=16, reset=position.zero_)
 
-    stages = ()
+    config, stages = preset("tiny"), ()
     step_phases = LanguageModel.step_phases
 
     def __call__(self, ids: torch.Tensor, cache: SimpleNamespace) -> torch.Tensor:
@@ -167,7 +167,7 @@ def test_empty_prompt_is_refused(device):
 
 
 BAD = [{"temperature": -1.0}, {"temperature": 1e-9}, {"temperature": float("nan")},
-       {"top_k": 0}, {"top_k": 257}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": -1}]  # fmt: skip
+       {"top_k": 0}, {"top_k": 2**20 + 1}, {"top_p": 0}, {"top_p": 1.5}, {"seed": -1}]  # fmt: skip
 
 
 @pytest.mark.parametrize("given", BAD, ids=str)

@@ -95,7 +95,7 @@ IN_RANGE = {
     "temperature": (0, 1e-6, 1e6), "top_k": (1, 256), "top_p": (1e-9, 1.0), "seed": (0, 2**31 - 1),
 }  # fmt: skip
 OUT_OF_RANGE = {
-    "temperature": (-1e-9, 9e-7, 1.1e6), "top_k": (0, 257), "top_p": (0.0, 1.0001),
+    "temperature": (-1e-9, 9e-7, 1.1e6), "top_k": (0, 2**20 + 1), "top_p": (0.0, 1.0001),
     "seed": (-1, 2**31),
 }  # fmt: skip
 

@@ -22,6 +22,7 @@ from arbcli.inspect.audit import (
     check_fit,
 )
 from arbcli.inspect.peak import predict_peak
+from arbcli.inspect.room import least_bytes
 from arbcli.inspect.trace import calling_function, without_memory
 from arbcli.kernels.runtime.backend import default_backend
 from arbcli.train.configure import new_config
@@ -110,6 +111,17 @@ def test_audit_measures_the_predicted_peak(shape):
     report = audit(config_of(**shape))
     assert report.passed
     assert report.peak_error == 0
+
+
+@pytest.mark.parametrize(("tied", "rule"), [(False, "moment"), (True, "nibble")])
+def test_audit_of_many_symbols_measures_the_predicted_peak(tied, rule):
+    config = config_of(rule=rule, compute="fp32", batch=4, steps=2)
+    model = dataclasses.replace(config.model, vocabulary=9001, tied=tied)
+    config = dataclasses.replace(config, model=model)
+    report = audit(config)
+    assert report.passed
+    assert report.peak_error == 0
+    assert least_bytes(config) <= report.predicted_peak.peak_bytes <= 4 * least_bytes(config)
 
 
 GRAPHS = {

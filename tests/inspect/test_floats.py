@@ -1,5 +1,8 @@
 """Every float tensor of a step is listed, where it was made, and whether it survives."""
 
+import dataclasses
+import math
+
 import pytest
 import torch
 
@@ -94,3 +97,22 @@ def test_list_changes_neither_checks_nor_levels(text):
     levels = ([level.live_bytes for level in each.levels] for each in (plain, listed))
     assert next(levels) == next(levels)
     assert listed.passed
+
+
+VOCABULARY, CHUNK = 5003, 2560
+"""Symbols, and of how many a chunk is: two of them."""
+
+
+@pytest.mark.parametrize("rule", ["moment", "carry", "nibble"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_neither_logits_nor_gradient_of_many_symbols_ever_exist(text, rule, tied):
+    config = new_config(**CONFIG, rule=rule, data=[text], accum=2)
+    model = dataclasses.replace(config.model, vocabulary=VOCABULARY, tied=tied)
+    config = dataclasses.replace(config, model=model, batch=8)  # 128 positions
+    found = floats_of(Trainer(config, open_texts(config.data, None, seed=0, context=16)))
+    sizes = {each.shape: math.prod(each.shape) for each in found}
+    assert max(sizes.values()) == 128 * CHUNK, max(sizes, key=sizes.get)
+    wide = {shape for shape in sizes if VOCABULARY in shape or -(-VOCABULARY // 2) in shape}
+    assert all(math.prod(shape) < 32 * VOCABULARY for shape in wide)
+    gradients = [size for shape, size in sizes.items() if shape[-2:] == (CHUNK, 32)]
+    assert gradients

@@ -209,6 +209,8 @@ ROWS_APART = {
     "compressed_attention_backward": (3, 4, 5),
     "cross_entropy": (0,),
     "cross_entropy_backward": (0,),
+    "add_symbols": (2,),
+    "grade_symbols": (0,),
     "stream_weights": (0,),
     "stream_weights_backward": (3,),
     "gradient_statistics": (0, 1),
@@ -292,7 +294,8 @@ DENSE = {
     "rotary_norm_backward": (3, 4, 5, 6), "stream_weights": (1,), "stream_weights_backward": (4,),
     "weighted_rows_grad": (3, 4), "unit_gain": (1, 2), "blend_moment": (3,),
     "step_by_direction": (4,), "quantise_gradient": (1, 3, 5), "sum_gradients": (0, 2, 3),
-    "take_last_bits": (2,), "causal_attention_backward": (5,),
+    "take_last_bits": (2,), "causal_attention_backward": (5,), "add_symbols": (0, 1),
+    "grade_symbols": (2, 3),
 }  # fmt: skip
 """Inputs that lie as they do, one element after the other, at least in each row."""
 NOT_ANYWHERE = {
@@ -419,6 +422,7 @@ IN_BFLOAT16 = [
     "grouped_grad_w", "expert_combine", "expert_combine_backward", "rms_norm", "add_rms_norm",
     "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward", "rotary_norm",
     "rotary_norm_backward", "decode_attention", "cross_entropy", "cross_entropy_backward",
+    "add_symbols", "grade_symbols",
     "causal_attention_backward",
     "decode_attention_8bit",
     "weighted_rows_grad_weights", "weighted_rows_grad", "gradient_statistics", "unit_gain", "gram",

@@ -154,7 +154,7 @@ def test_coded_rows(compiling, shape, gated, tiling):
 @pytest.mark.parametrize(
     ("in_features", "heads", "tiling"),
     [
-        param(2048, 16, (1, 1, 16, 64), quick=True),
+        param(2048, 16, (1, 1, 16, 64), quick=False),
         param(192, 3, (4, 1, 8), quick=False),
         param(1280, 10, (4, 2, 4), quick=False),
     ],

@@ -143,6 +143,8 @@ REFUSED = {
     "choose_bytes": "t+-01 t+-l0 t+-l0 t+-0 t+-0 tb+-0 t+-0 tb+-0",
     "cross_entropy": "t+-0 t+-0",
     "cross_entropy_backward": "t+-0 t+-0 tb+",
+    "add_symbols": "tb+-l0 tb+-l0 t+-0 t+-0",
+    "grade_symbols": "t+-0 t+-0 tb+-l0 tb+-l0",
     "embedding_rows": "t+- p",
     "embedding_grad": "t+-0 t+-0",
     "weighted_rows": "t+-01 tb+-01 p",
@@ -280,6 +282,8 @@ VALUES = {
     "choose_next": ({2: zeros(0, 40)},),
     "choose_bytes": ({2: zeros(1, 0)}, {2: zeros(1, 257)}),
     "cross_entropy": ({0: zeros(5, 0)}, {0: zeros(5, 4097)}),
+    "add_symbols": ({2: zeros(5, 0)}, {2: zeros(5, 4097)}),
+    "grade_symbols": ({0: zeros(5, 0)}, {0: zeros(5, 4097)}),
     "decode_attention": (
         {1: zeros(1, 7, 76), 2: zeros(1, 7, 76)}, {1: zeros(2, 7, 78), 2: zeros(2, 7, 78)},
         {1: zeros(2, 0, 76), 2: zeros(2, 0, 76)}, {1: zeros(2, 76), 2: zeros(2, 76)},

@@ -102,7 +102,10 @@ def test_another_text_finds_nothing_of_the_one_before(small_compressed):
         for other in (text(1, 17, seed=1), ids):
             cache.reset()
             again = torch.cat([lm(part, cache) for part in other.split(1, dim=1)], dim=1)
+        cache.reset()
+        whole = [lm(ids, cache), lm(ids, lm.new_cache(CTX))]
     assert torch.equal(again, first)
+    assert torch.equal(*whole)
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 99}, {"layers": 1, "window": 1}], ids=str)

@@ -16,10 +16,12 @@ from arbcli.errors import ArbError
 from arbcli.infer.chunks import chunk_depths
 from arbcli.infer.generation import Decoder, Sampling
 from arbcli.inspect.memory import measure, predict
+from arbcli.kernels.chunks.find_chunks import find_chunks
+from arbcli.kernels.chunks.smooth_chunks import smooth_chunks
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.parts.chunking import Routed, ratio_loss
+from arbcli.model.parts.chunking import Routed, ratio_loss, share_of, spread
 from arbcli.train.step import minimised
 from arbcli.train.updater import Updater
 
@@ -417,3 +419,17 @@ def test_one_number_is_for_every_stage():
 def test_configuration_that_does_not_fit_is_refused(options, words):
     with pytest.raises(ArbError, match=words):
         config(**options)
+
+
+def test_share_that_was_clamped_passes_no_gradient_on():
+    """p of a chunk counts as 0.9999 at most in the smoothing; what is beyond that moves nothing."""
+    p = torch.tensor([[1.0, 0.3, 0.7, 0.2, 1.0, 0.4]], requires_grad=True)
+    chunks = find_chunks(torch.tensor([[1, 0, 1, 0, 1, 0]], dtype=torch.bool), 3)
+    z, residual = torch.randn(2, 1, 6, 8, generator=torch.Generator().manual_seed(0))
+    z = z[:, :3]
+    weigh = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(1))
+    (grad,) = torch.autograd.grad((spread(z, p, residual, chunks) * weigh).sum(), p)
+    s = smooth_chunks(z, share_of(p[:, ::2]).detach())
+    straight = (s[:, [0, 0, 1, 1, 2, 2]] * weigh).sum(dim=2)
+    assert torch.allclose(grad[0, [0, 4]], straight[0, [0, 4]])
+    assert not torch.allclose(grad[0, 2], straight[0, 2])

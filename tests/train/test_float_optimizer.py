@@ -128,8 +128,11 @@ def test_muon_leaves_embedding_and_head_to_adamw_without_decay():
 
 @pytest.mark.parametrize(
     ("whole", "given"),
-    [(2, {"sub_norms": False}), (1, {"sub_norms": False}), (2, {"recompute": True})],
-    ids=["whole", "by parts", "recomputed"],
+    [
+        pytest.param(2, {"sub_norms": False}, id="whole", marks=pytest.mark.slow),
+        pytest.param(1, {"sub_norms": False}, id="by parts"),
+        pytest.param(2, {"recompute": True}, id="recomputed", marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_twin_computes_the_same(whole, given, monkeypatch):
     torch._dynamo.reset()

@@ -276,3 +276,18 @@ def test_other_parts_of_a_loss_count_by_their_weights():
     parts = {"text": torch.tensor(2.0), "ponder": torch.tensor(3.0)}
     assert float(minimised(parts)) == pytest.approx(2.03)
     assert float(minimised({"text": parts["text"]})) == 2
+
+
+@pytest.mark.parametrize("weights", ["ternary", "ste"])
+def test_first_weights_are_those_of_the_seed(weights, tmp_path):
+    shape = {"dim": 16, "layers": 1, "heads": 2, "ffn": 16, "ctx": 8, "weights": weights}
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"seeds of weights " * 30)
+    texts = open_texts((str(path),), (), seed=0, context=8)
+    for seed in (0, 5):
+        config = new_config(**shape, batch=1, steps=9, seed=seed, device="cpu", compute="fp32")
+        model = build_model(config.model)
+        model.initialise(seed)
+        begun = Trainer(config, texts).model.state_dict()
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(begun[name], tensor), name

@@ -18,9 +18,11 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.update.newton_schulz import gram
 from arbcli.kernels.update.step_scales import step_scales
 from arbcli.kernels.update.step_trits import step_by_direction
+from arbcli.model.layers import symbols
+from arbcli.model.layers.symbols import SymbolWeight
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
-from arbcli.rules import DIRECTION, RULES, find_rule, moment
+from arbcli.rules import DIRECTION, RULES, moment
 from arbcli.rules.base import STEP_OF_RADIX, fixed_point_gain
 from arbcli.train import updater as update
 from arbcli.train.updater import ROW_CLIP, Updater
@@ -654,21 +656,24 @@ SHAPES = ((17, 33), (16, 40), (17, 33))
 @pytest.mark.parametrize(
     ("rule", "direction"),
     mostly_slow(
-        [pair for pair in COMBINATIONS if find_rule(pair[0]).merges],
-        lambda rule, direction: rule == "moment" and direction != "sign",
+        COMBINATIONS,
+        lambda rule, direction: (rule, direction) in (("moment", "factored"), ("votes", None)),
     ),
 )
 def test_gradients_that_are_held_give_the_same_bits(rule, direction, device):
+    """Of every rule, `votes` too, which waits for nothing, and in two micro-batches of a step."""
     states = []
     for held_bytes in (0, 2**20):
         with use_backend("triton" if device.type == "cuda" else "interpreter"):
             built = [build(rule, direction, device, shape) for shape in SHAPES]
             tensors = [tensor for tensor, _, _ in built]
             updater = Updater(tensors, 3, torch.float32, held_bytes)
-            updater.begin(0, lr=1.0)
-            for index, (tensor, shape) in enumerate(zip(tensors, SHAPES, strict=True)):
-                scale = torch.nan if index == 1 else 1.0  # one of them is refused
-                updater(tensor, gradient(device, index, shape) * scale)
+            updater.set_step(0, 1.0, accumulation=2)
+            for micro in range(2):
+                updater.begin_micro(micro)
+                for index, (tensor, shape) in enumerate(zip(tensors, SHAPES, strict=True)):
+                    scale = torch.nan if index == 1 and micro else 1.0  # one of them is refused
+                    updater(tensor, gradient(device, index + 3 * micro, shape) * scale)
             updater.finish()
             states.append([state(tensor) for tensor in tensors])
             assert updater.counters() == {"nonfinite_steps": 1, "refused": 1}
@@ -723,3 +728,38 @@ def test_rows_of_a_table_step_by_their_share_with_every_micro_batch(parts, monke
             updater.begin(0, 1.0, micro, accumulation)
             updater(table, padded(gradient("cpu", shape=(len(ROWS), DIM)), where), where)
     assert sizes[1:] == [sizes[0] // parts] * parts
+
+
+@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
+def test_chunks_of_a_head_step_as_matrices_of_their_own(rule, direction, device, monkeypatch):
+    monkeypatch.setattr(symbols, "MOST_AT_ONCE", 64)
+    config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
+    parts = [slice(0, 64), slice(64, 128), slice(128, 150)]
+    with torch.device(device):
+        head = SymbolWeight(150, 40, config.site(), area="head")
+        alone = [
+            TernaryTensor(part.stop - part.start, 40, config, area="head", lr_factor=head.lr_factor)
+            for part in parts
+        ]
+    head.initialise(seed=0, index=0)
+    for index, tensor in enumerate(alone):
+        for name, part in head.matrix(index).items():
+            getattr(tensor, name).copy_(part)
+    together, apart = (Updater(each, seed=3, dtype=torch.float32) for each in ([head], alone))
+    for step in range(2):
+        for updater in (together, apart):
+            updater.set_step(step, 1.0, 2)
+        for micro in range(2):
+            grad = gradient(device, 2 * step + micro, (150, 40))
+            grad[128:] *= 0 if step else 1  # a bad one changes nothing
+            together.begin_micro(micro)
+            apart.begin_micro(micro)
+            for index, (some, part) in enumerate(zip(head.gradient_ranges(), parts, strict=True)):
+                assert head.rows_of(some) == part
+                together(head, grad[part][None], some)
+                apart(alone[index], grad[part])
+    assert together.counters()["refused"] == apart.counters()["refused"] == 2
+    assert int(together.flips) == int(apart.flips) > 0
+    for index, tensor in enumerate(alone):
+        for name, part in head.matrix(index).items():
+            assert torch.equal(part, getattr(tensor, name)), name

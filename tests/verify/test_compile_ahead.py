@@ -8,11 +8,13 @@ import torch
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import compile_for
 from arbcli.verify import compile_ahead
-from arbcli.verify.compile_ahead import TARGETS, Launch, compile_kernels, find_excess, find_targets
+from arbcli.verify.compile_ahead import TARGETS, compile_kernels, find_excess, find_targets
 from arbcli.verify.kernels import find_kernels
+from arbcli.verify.variants import Launch, variant_of
 from arbcli.verify.workers import Workers
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_a_gpu_that_is_not_here():
     found = compile_kernels(["step_scales", "gradient_gains"], ["sm_90"], 32, number=2)
     assert [result.kernel for result in found] == ["step_scales", "gradient_gains"]
@@ -77,7 +79,7 @@ def test_a_variant_is_as_triton_specialises_it():
     x = torch.empty(64, device="meta")
     given = {"x_ptr": x, "part_ptr": x[2:], "rows": 48, "heads": 1, "width": 7, "plain": 32}
     launch = Launch(function, (1,), given, {"SIZE": 8}, {"num_warps": 4})
-    _, signature, constants, attributes, options, _ = compile_ahead._variant(launch)
+    _, signature, constants, attributes, options, _ = variant_of(launch)
     assert constants == {"SIZE": 8, "heads": 1}
     assert signature == {
         "x_ptr": "*fp32", "part_ptr": "*fp32", "rows": "i32", "heads": "constexpr",

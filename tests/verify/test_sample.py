@@ -2,18 +2,30 @@
 
 import ast
 import json
+from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import arbcli.kernels
 from arbcli.config.site import SCALE_TYPES
-from arbcli.verify import parity
+from arbcli.verify import kernels as verify
+from arbcli.verify import parity, variants
+from arbcli.verify import sample as sample_module
 from arbcli.verify.kernels import KERNELS, Checks, _parts, find_kernels
-from arbcli.verify.sample import ALWAYS, LONG_CASES, is_long, sampled_scale_types
+from arbcli.verify.sample import (
+    ALWAYS,
+    LONG_CASES,
+    CompiledSample,
+    is_long,
+    sampled_scale_types,
+)
 from arbcli.verify.strength import PLANTED
+from arbcli.verify.variants import Launch
 
 CPU = torch.device("cpu")
 WITH_SCALES = [spec for spec in KERNELS if spec.uses_scales]
@@ -100,7 +112,7 @@ def test_only_triton_is_sampled_and_only_if_asked():
 
 @pytest.mark.parametrize("backend", ["interpreter", "triton"])
 def test_models_are_sampled_in_triton_alone(backend, monkeypatch):
-    monkeypatch.setattr(parity, "fitting_dtypes", lambda *_: (torch.bfloat16,))
+    monkeypatch.setattr(parity, "fitting_dtypes", lambda *_: (torch.float32, torch.bfloat16))
     types = ["T32", *(name for name in SCALE_TYPES if name != "T32")]
 
     def subjects(name):
@@ -111,12 +123,152 @@ def test_models_are_sampled_in_triton_alone(backend, monkeypatch):
     every, chosen = subjects(backend), [*parity._sample(subjects(backend), types)]
     if backend == "triton":
         small = [s for s in every if s.name not in parity.FULL_SIZE]
-        kept = [s for s in small if s.config.scale_type in ALWAYS]
+        kept = [s for s in small if s.config.scale_type in ALWAYS and s.dtype == torch.float32]
         assert [s for s in chosen if s.name not in parity.FULL_SIZE] == kept
-        assert len(every) - len(small) == len(chosen) - len(kept)
+        assert [s for s in chosen if s not in kept] == [
+            s for s in every if s not in small and s.dtype == torch.bfloat16
+        ]
+        assert {s.name for s in chosen} >= {*parity.FULL_SIZE}
         return
     models = [s.name.split()[0] for s in chosen if s.parts == ("whole",)]
     assert models == ["ragged", *parity.INTERPRETED]
     updated = [s.config.rule for s in chosen if s.parts == ("update",)]
     assert updated == [*parity.RULES]
     assert len(models) + len(updated) == len(chosen)
+
+
+def takes(
+    sample: CompiledSample, monkeypatch, *launched: dict, label="2x3", scale_type=None
+) -> bool:
+    """Offer a case that launches kernels, each with these arguments."""
+    names = ("x_ptr", "rows", "HEADS", "WIDE")
+    params = [SimpleNamespace(name=name, do_not_specialize=False) for name in names]
+
+    def launch(*, dtype=torch.float32, rows=7, warps=4, module="kernels.one", **switches) -> Launch:
+        body = SimpleNamespace(__name__=f"_kernel_of_{module}", __module__=module)
+        function = SimpleNamespace(fn=body, arg_names=names, params=params)
+        arguments = {"x_ptr": torch.empty(64, dtype=dtype), "rows": rows}
+        constants = {"HEADS": False, "WIDE": False} | switches
+        return Launch(function, (1,), arguments, constants, {"num_warps": warps})
+
+    @contextmanager
+    def recorded(record):
+        for given in launched:
+            record(launch(**given))
+        yield
+
+    monkeypatch.setattr(sample_module, "recorded_launches", recorded)
+    return sample.takes(label, scale_type, lambda: None)
+
+
+def test_each_fact_is_compiled_and_no_combination_of_them(monkeypatch):
+    sample = CompiledSample(replace(KERNELS[0], triton=lambda: None))
+    assert takes(sample, monkeypatch, {})
+    for fact in (
+        {"rows": 1}, {"rows": 32}, {"HEADS": True}, {"HEADS": 2}, {"HEADS": 8}, {"WIDE": True},
+        {"dtype": torch.bfloat16}, {"warps": 8},
+    ):  # fmt: skip
+        assert takes(sample, monkeypatch, fact), fact
+    assert takes(sample, monkeypatch, {"rows": 9})  # nothing new is compiled for it
+    for known in (
+        {"HEADS": 9}, {"HEADS": 8, "WIDE": True}, {"dtype": torch.bfloat16, "rows": 1},
+        {"WIDE": True, "rows": 32},
+    ):  # fmt: skip
+        assert not takes(sample, monkeypatch, known, label="5x7"), known
+    assert takes(sample, monkeypatch, {"HEADS": 9}, label="5x7 saturated")
+    for heads, scale_type, new in ((10, "T6", True), (11, "T32", True), (12, "T4", False)):
+        assert takes(sample, monkeypatch, {"HEADS": heads}, scale_type=scale_type) == new
+
+
+def test_a_case_that_compiles_what_was_compiled_runs(monkeypatch):
+    sample = CompiledSample(replace(KERNELS[0], triton=lambda: None))
+    for _ in range(2):
+        assert takes(sample, monkeypatch, {}, {"HEADS": 2})
+    assert takes(sample, monkeypatch, {"HEADS": 2, "rows": 9})
+    assert takes(sample, monkeypatch)  # nothing is compiled for it
+
+
+def test_kernels_that_others_verify_are_not_compiled_in_every_way(monkeypatch):
+    sample, helper = CompiledSample(KERNELS[0]), {"module": KERNELS[-1].triton.__module__}
+    assert takes(sample, monkeypatch, {}, helper)
+    assert not takes(sample, monkeypatch, {}, helper | {"WIDE": True})
+    assert takes(sample, monkeypatch, helper | {"WIDE": True})  # where all are theirs
+
+
+def test_a_case_whose_launcher_reads_results_runs():
+    sample = CompiledSample(KERNELS[0])
+    assert all(sample.takes("2x3", None, lambda: torch.empty(0).item()) for _ in range(2))
+
+
+def test_a_gpu_runs_a_sample_of_cases_and_all_if_asked(monkeypatch):
+    """The cases that are left out are counted, and nothing but Triton leaves any out."""
+    (spec,) = find_kernels(["pack_trits"])
+    monkeypatch.setattr(verify, "KERNELS", (replace(spec, triton=spec.torch),))
+    monkeypatch.setattr(CompiledSample, "takes", lambda *_: False)
+    (part,) = _parts(find_kernels([]), {"T6": 6}, CPU, ("triton", "torch"), Checks(sampled=True))
+    triton, others = verify._verify_parts(spec.name, None, part)
+    assert (triton.outputs, triton.left_out, triton.passed) == (0, len(others.shapes), True)
+    assert (others.left_out, others.outputs) == (0, len(others.shapes))
+    for every in _parts(find_kernels([]), {"T6": 6}, CPU, ("triton",), Checks()):
+        (result,) = verify._verify_parts(spec.name, None, every)
+        assert result.left_out == 0
+
+
+def test_what_a_gpu_compiles_for_a_kernel_is_one_job():
+    args = find_kernels(["rms_norm", "unit_rows"]), SCALE_TYPES, CPU, ("triton", "torch")
+    shapes = ((256, 256),)
+    sampled, whole = Checks(shapes, sampled=True), Checks(shapes)
+    jobs = verify._jobs(_parts(*args, sampled), sampled)
+    of_gpu = [job for job in jobs if "triton" in job[2].backends]
+    assert [job[:2] for job in of_gpu] == [("rms_norm", None), ("unit_rows", None)]
+    types = {part.scale_type for part in of_gpu[0][2:]}
+    assert {part.scale_type for part in of_gpu[0][2:4]} == {*ALWAYS}
+    assert [part.kind for part in of_gpu[0][2:]] == sorted(part.kind for part in of_gpu[0][2:])
+    assert types == {*sampled_scale_types(args[0][0], SCALE_TYPES)}
+    others = [job for job in jobs if job not in of_gpu]
+    assert {job[1] for job in others} == {*SCALE_TYPES} - types
+    parts = _parts(*args, whole)
+    assert [job[2:] for job in verify._jobs(parts, whole)] == [(part,) for part in parts]
+
+
+def test_shares_of_what_is_compiled_are_all_of_it_once(monkeypatch):
+    """And what is compiled is what a launch would have been given."""
+    compiled = []
+
+    @contextmanager
+    def replaced(instead):
+        for rows in (7, 1, 7, 32, 2, 1):
+            instead(SimpleNamespace(run=run), (1,), rows, num_warps=4)
+        yield
+
+    def run(*args, **kwargs):
+        compiled.append((*args, kwargs))
+
+    monkeypatch.setattr(variants, "replaced_launches", replaced)
+    monkeypatch.setattr(variants, "launch_of", lambda _f, _grid, args, _options: args)
+    keys = {7: "any", 2: "any", 1: "one", 32: "multiple"}
+    monkeypatch.setattr(variants, "variant_of", lambda args: SimpleNamespace(key=keys[args[0]]))
+    for index in range(2):
+        with variants.compiled_share(index, 2):
+            pass
+    how = {"grid": (1,), "warmup": True, "num_warps": 4}
+    assert compiled == [(7, how), (32, how), (1, how)]
+
+
+def test_slow_kernels_and_large_models_are_compiled_by_several_processes_first():
+    checks, spec = Checks(sampled=True), find_kernels(["ternary_matmul"])
+    args = SCALE_TYPES, CPU, ("triton", "torch")
+    jobs = verify._jobs(_parts(spec, *args, checks), checks)
+    (job,), others = [j for j in jobs if len(j) > 3], [j for j in jobs if len(j) == 3]
+    ahead = [*verify._ahead(job)]
+    assert [call[2] for call in ahead] == [*range(verify.SHARES)]
+    assert all(call[0] is verify._compile_share and call[3:] == job[2:] for call in ahead)
+    assert (verify._turn(job), {verify._turn(other) for other in others}) == (1, {0})
+    (quick, *_) = verify._jobs(_parts(find_kernels(["step_scales"]), *args, checks), checks)
+    assert verify._turn(quick) == 0
+    subjects = [s for s in parity._subjects(CPU, ("torch",), ["T32"]) if s.name == "graph T32"]
+    assert [*parity._ahead(("graph T32", "torch", subjects[0]))] == []
+    (*_, last) = parity._ahead(("graph T32", "triton", subjects[0]))
+    assert last[1:] == ("graph T32", parity.SHARES - 1, subjects[0])
+    names = {name.split(" T")[0] for name in (*parity.MODELS, *parity.FULL_SIZE)}
+    assert {*parity.OF_MANY_KERNELS} <= names

@@ -158,6 +158,7 @@ def description(value):
     return kind, value.dim()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_kernel_is_timed_on_inputs_like_its_cases(spec):
     cases = [case.inputs for case in spec.cases(CPU, 32)]

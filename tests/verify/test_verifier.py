@@ -7,6 +7,7 @@ verdict is tested; that kernels and models are checked rightly is tested elsewhe
 import json
 import os
 import sys
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -24,6 +25,7 @@ from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.kernels.runtime.spec import Case
 from arbcli.verify import kernels as verify_module
 from arbcli.verify import run as stages
+from arbcli.verify import workers as workers_module
 from arbcli.verify.compare import poisoned
 from arbcli.verify.compile_ahead import CompileResult
 from arbcli.verify.fuzz import DRAWINGS, TILES, Dice, Drawn, Tally, fuzz_cases
@@ -51,7 +53,7 @@ def small(monkeypatch):
     monkeypatch.setattr(verify_module, "KERNELS", (PACK_TRITS,))
     monkeypatch.setattr(stages, "_num_workers", lambda _: 1)
     monkeypatch.setattr(stages, "describe_machine", lambda _: None)  # nothing is remembered
-    monkeypatch.setattr(stages, "check_parity", lambda *_, **__: (PARITY,))
+    monkeypatch.setattr(stages, "begin_parity", lambda *_, **__: lambda: (PARITY,))
     monkeypatch.setattr(stages, "find_targets", lambda _: ["sm_90"])
     monkeypatch.setattr(stages, "compile_kernels", lambda *_: (COMPILED,))
     return monkeypatch
@@ -65,7 +67,9 @@ def break_kernel(patch):
 
 
 def break_parity(patch):
-    patch.setattr(stages, "check_parity", lambda *_, **__: (PARITY, replace(PARITY, passed=False)))
+    patch.setattr(
+        stages, "begin_parity", lambda *_, **__: lambda: (PARITY, replace(PARITY, passed=False))
+    )
 
 
 def break_compiled(patch):
@@ -162,11 +166,10 @@ def test_shares_of_cases_are_all_of_them_however_they_end(monkeypatch):
         found = verify_module._shares(PACK_TRITS, (backend, "torch"), Checks(), None)
         assert list(found) == wanted
     monkeypatch.setattr(verify_module, "_shares", lambda *_: iter(places["triton"]))
-    monkeypatch.setattr(
-        Workers, "_each", lambda _, function, jobs: [(i, function(*jobs[i])) for i in (2, 0, 3, 1)]
-    )
-    told = []
-    report = verify_kernels(["pack_trits"], {"T32": 32}, CPU, ["torch"], progress=told.append)
+    end_in_order(monkeypatch, [2, 0, 3, 1])
+    told, workers = [], Workers(2)
+    args = ["pack_trits"], {"T32": 32}, CPU, ["torch"]
+    report = verify_kernels(*args, workers=workers, progress=told.append)
     (result,) = report.kernels
     assert sorted(result.shapes) == sorted(RIGHT.shapes)
     assert (result.outputs, result.elements) == (RIGHT.outputs, RIGHT.elements)
@@ -178,7 +181,7 @@ def test_interrupted_run_does_not_pass(small):
     assert not new_ledger(CPU, ["T32"], (RIGHT,), (), (), (), 1.0, interrupted="SIGINT").passed
 
 
-@pytest.mark.parametrize("stage", ["verify_kernels", "check_parity", "compile_kernels"])
+@pytest.mark.parametrize("stage", ["begin_kernels", "begin_parity", "compile_kernels"])
 def test_unexpected_error_of_a_stage_ends_the_program_with_2(stage, small, capsys):
     def fail(*_, **__):
         raise RuntimeError("not foreseen")
@@ -190,6 +193,29 @@ def test_unexpected_error_of_a_stage_ends_the_program_with_2(stage, small, capsy
         cli.main()
     assert ended.value.code == 2
     assert "RuntimeError: not foreseen" in capsys.readouterr().err
+
+
+def end_in_order(patch: pytest.MonkeyPatch, order: list[int]) -> None:
+    """Let jobs of workers end one after another, as they are counted over all batches."""
+    counted: dict[Future, int] = {}
+
+    def submit(_, jobs):
+        futures = {}
+        for batch, index in jobs:
+            future = Future()
+            future.set_result(batch.function(*batch.jobs[index]))
+            futures[future], counted[future] = (batch, index), len(counted)
+        return futures
+
+    def first(running, **_):
+        return SimpleNamespace(done=[min(running, key=lambda f: order.index(counted[f]))])
+
+    patch.setattr(Workers, "_submit", submit)
+    patch.setattr(workers_module, "wait", first)
+
+
+def negated(number: int) -> int:
+    return -number
 
 
 def fail_second(number: int) -> int:
@@ -204,13 +230,38 @@ def test_error_of_one_job_is_not_lost():
 
 
 def test_results_are_in_the_order_of_the_jobs_however_they_end(monkeypatch):
-    monkeypatch.setattr(Workers, "_each", lambda *_: [(2, "c"), (0, "a"), (1, "b")])
+    end_in_order(monkeypatch, [2, 0, 1])
     told: list[tuple[int, str]] = []
-    found = Workers().map(
-        str, [("one",), ("two",), ("three",)], lambda job: told.append((job.number, job.name))
+    found = Workers(2).map(
+        str.upper, [("one",), ("two",), ("three",)], lambda job: told.append((job.number, job.name))
     )
-    assert found == ["a", "b", "c"]
+    assert found == ["ONE", "TWO", "THREE"]
     assert told == [(1, "three"), (2, "one"), (3, "two")]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_batches_share_a_queue(number, monkeypatch):
+    """What is waited for first need not be done first, and no job is done twice."""
+    end_in_order(monkeypatch, [2, 1, 0, 3])
+    told, workers = [], Workers(number)
+    begun = [workers.begin(negated, [(i,), (i + 1,)], told.append) for i in (0, 2)]
+    assert [workers.finish(batch) for batch in begun] == [[0, -1], [-2, -3]]
+    jobs = [(job.number, job.total, job.arguments) for job in told]
+    assert sorted(jobs, key=lambda job: job[2]) == [
+        (2 if number > 1 else 1, 2, (0,)), (1 if number > 1 else 2, 2, (1,)),
+        (1, 2, (2,)), (2, 2, (3,)),
+    ]  # fmt: skip
+    if number > 1:
+        assert [job.arguments[0] for job in told] == [2, 1, 0, 3]
+
+
+def test_jobs_of_a_lesser_turn_are_begun_first(monkeypatch):
+    end_in_order(monkeypatch, [0, 1, 2, 3])
+    told, workers = [], Workers(2)
+    late = workers.begin(negated, [(0,), (1,)], told.append, turn=lambda job: job[0])
+    soon = workers.begin(negated, [(2,), (3,)], told.append, turn=lambda job: 2 - job[0])
+    assert (workers.finish(late), workers.finish(soon)) == ([0, -1], [-2, -3])
+    assert [job.arguments[0] for job in told] == [3, 0, 2, 1]
 
 
 SKIPPED = {
@@ -237,7 +288,9 @@ SKIPPED = {
 
 @pytest.mark.parametrize("what", SKIPPED)
 def test_what_is_skipped_is_listed_once(what, small):
-    small.setattr(stages, "verify_kernels", lambda *_: verify_module.VerifyReport((), 0.0, True))
+    small.setattr(
+        stages, "begin_kernels", lambda *_: lambda: verify_module.VerifyReport((), 0.0, True)
+    )
     request = replace(WHOLE, **SKIPPED[what])
     listed = verify(request).not_verified
     assert sum(item.startswith(what) for item in listed) == 1, listed
@@ -267,7 +320,9 @@ def test_strength_is_of_the_checks_that_were_made():
 
 
 def test_strength_is_told_on_the_page_and_below_the_tables(small):
-    small.setattr(stages, "check_parity", lambda *_, **__: (replace(PARITY, check="causality"),))
+    small.setattr(
+        stages, "begin_parity", lambda *_, **__: lambda: (replace(PARITY, check="causality"),)
+    )
     rows = find_strength((), [replace(PARITY, check="causality")])
     caught, total = sum(row.caught for row in rows), sum(row.planted for row in rows)
     kinds = sum(row.caught > 0 for row in rows)
@@ -400,15 +455,16 @@ CASES = {
     "decode_e4m3": 20, "quantise_rows": 10, "fp8_matmul": 8, "ternary_matmul": 22,
     "ternary_matmul_grad_x": 14,
     "row_matmul": 7, "coded_rows": 7, "digits_matmul": 6, "unit_rows": 10,
-    "grouped_matmul": 28,
+    "grouped_matmul": 30,
     "grouped_grad_w": 15, "expert_combine": 10,
     "expert_combine_backward": 10, "rms_norm": 12, "add_rms_norm": 12, "rms_norm_backward": 12,
     "gated_rms_norm": 13, "gated_rms_norm_backward": 13, "rms_norm_e4m3": 9,
     "add_rms_norm_e4m3": 9, "gated_rms_norm_e4m3": 9, "rotary_norm": 6, "rotary_norm_backward": 6,
     "causal_attention_backward": 4, "decode_attention": 11,
     "attend_parts": 7,
-    "decode_attention_8bit": 16, "decode_attention_rows": 5, "decode_latent": 5, "choose_bytes": 5,
-    "choose_byte": 42, "cross_entropy": 7, "cross_entropy_backward": 7, "embedding_rows": 11,
+    "decode_attention_8bit": 18, "decode_attention_rows": 5, "decode_latent": 6, "choose_bytes": 5,
+    "choose_byte": 42, "cross_entropy": 7, "cross_entropy_backward": 7, "add_symbols": 16,
+    "grade_symbols": 8, "embedding_rows": 11,
     "embedding_grad": 8, "weighted_rows": 16, "weighted_rows_grad_weights": 16,
     "weighted_rows_grad": 13, "gather_rows": 13, "scatter_rows": 13, "gradient_statistics": 12,
     "sign_gradient": 9,
@@ -417,16 +473,16 @@ CASES = {
     "blend_moment": 21, "step_by_moment": 13, "step_by_direction": 10, "cast_trit_votes": 10,
     "cast_scale_votes": 7, "boundary_scores": 9, "boundary_scores_backward": 9,
     "find_chunks": 11, "gather_chunks": 7, "smooth_chunks": 7, "smooth_chunks_backward": 7,
-    "spread_chunks": 6, "spread_chunks_backward": 6, "route_position": 30, "take_chunk": 9,
-    "decay_scan": 16, "causal_conv": 12, "causal_conv_grad_w": 6, "mamba_step": 7,
+    "spread_chunks": 6, "spread_chunks_backward": 6, "route_position": 39, "take_chunk": 12,
+    "decay_scan": 16, "causal_conv": 12, "causal_conv_grad_w": 6, "mamba_step": 8,
     "quantise_gradient": 32, "sum_gradients": 18, "last_bits": 11, "take_last_bits": 11,
     "stream_weights": 9, "stream_weights_backward": 9, "mix_streams": 10,
     "mix_streams_backward": 10, "round_nvfp4": 11, "nvfp4_matmul": 3, "encode_nvfp4": 11,
     "scaled_nvfp4_matmul": 3,
     "compress_blocks": 4, "compress_blocks_backward": 4,
     "compressed_attention": 9, "compressed_attention_backward": 9, "choose_entries": 12,
-    "sum_choices": 5, "append_position": 4, "append_position_8bit": 8, "choose_next": 14,
-    "decode_compressed": 14,
+    "sum_choices": 5, "append_position": 5, "append_position_8bit": 10, "choose_next": 23,
+    "decode_compressed": 16,
 }  # fmt: skip
 """How many cases each kernel is checked on, each with a label of its own; not fewer."""
 
@@ -456,7 +512,7 @@ def test_kernels_are_compiled_and_timed_with_the_scales_that_were_asked_for(
 ):
     found = SimpleNamespace(kernels=(), parity=(), compiled=(), timing=None)
     asked = {name: mock.Mock(return_value=()) for name in ("compile_kernels", "time_kernels")}
-    asked["verify_kernels"] = mock.Mock(return_value=SimpleNamespace(kernels=["result"]))
+    asked["begin_kernels"] = mock.Mock(return_value=lambda: SimpleNamespace(kernels=["result"]))
     for name, called in asked.items():
         monkeypatch.setattr(stages, name, called)
     monkeypatch.setattr(stages, "Stopwatch", lambda device: f"watch of {device}")
@@ -465,7 +521,7 @@ def test_kernels_are_compiled_and_timed_with_the_scales_that_were_asked_for(
     request = VerifyRequest(names=("rms_norm",), scale_type=scale_type, **about)
     device, backends = torch.device("cuda"), ("triton", "torch")
     stages._check(request, device, backends, ["sm_90"], found, lambda line: None)
-    names, group_sizes, place, on, checks, workers, *_ = asked["verify_kernels"].call_args.args
+    names, group_sizes, place, on, checks, workers, *_ = asked["begin_kernels"].call_args.args
     assert (names, place, on) == (("rms_norm",), device, backends)
     assert group_sizes == request.scale_types
     assert (checks.fuzz, checks.seed, workers.number) == (3, 5, 1)
@@ -478,8 +534,8 @@ def test_kernels_are_compiled_and_timed_with_the_scales_that_were_asked_for(
 
 
 def test_model_is_compared_in_every_scale_type_and_backend_that_was_asked_for(small):
-    compared = mock.Mock(return_value=(PARITY,))
-    small.setattr(stages, "check_parity", compared)
+    compared = mock.Mock(return_value=lambda: (PARITY,))
+    small.setattr(stages, "begin_parity", compared)
     verify(VerifyRequest(device="cpu", scale_type=None))
     device, backends, group_sizes, *_ = compared.call_args.args
     assert (device, backends, group_sizes) == (CPU, stages._backends(CPU), SCALE_TYPES)

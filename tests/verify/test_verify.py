@@ -10,6 +10,7 @@ from marks import mostly_slow
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import PACK_TRITS
+from arbcli.kernels.names import kernel_names
 from arbcli.kernels.norm.rms_norm import RMS_NORM
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.spec import Gate
@@ -193,7 +194,7 @@ def test_reference_of_large_cases_agrees_with_the_slow_one(spec, device):
 def test_other_processes_find_the_same(device):
     names = ["step_scales", "cast_scale_votes"]
     alone = verify_kernels(names, T6, device, ["torch"])
-    with Workers(2) as workers:
+    with Workers(1) as workers:
         shared = verify_kernels(names, T6, device, ["torch"], workers=workers)
     assert [replace(result, seconds=0) for result in shared.kernels] == [
         replace(result, seconds=0) for result in alone.kernels
@@ -203,6 +204,7 @@ def test_other_processes_find_the_same(device):
 def test_kernels_are_found_by_name():
     assert find_kernels([]) == list(KERNELS)
     assert find_kernels(["pack_trits"]) == [PACK_TRITS]
+    assert sorted(kernel_names()) == sorted(spec.name for spec in KERNELS)
 
 
 def close(relative: float, peer_slack: float = 0.0):

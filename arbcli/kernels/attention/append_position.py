@@ -8,7 +8,8 @@ is in place i = p mod m of entry j = p // m:
     entries[j mod E] = R_(j m) still
 
 E slots have one entry more than a byte sees: the open one is made anew with every byte of its own.
-Ring and entries may be in eight bits, codes with an exponent each: see `eight_bits`.
+Ring and entries may be in eight bits, codes with an exponent each: see `eight_bits`. Of several
+texts each has programs of its own.
 """
 
 from collections.abc import Iterator
@@ -30,8 +31,13 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+
+SHARED = (4, 6, 7)
+"""Arguments of `append_position_` that are the same for all texts."""
 
 
+@text_by_text(5, *SHARED)
 def append_position_reference(
     new: Tensor,
     recent: Tensor,
@@ -64,6 +70,7 @@ def append_position_reference(
     return still, recent, entries, opened
 
 
+@text_by_text(5, *SHARED)
 def append_position_8bit_reference(
     new: Tensor, recent: Tensor, entries: Tensor, *rest
 ) -> tuple[Tensor, ...]:
@@ -86,6 +93,7 @@ def append_position_8bit_reference(
     return still, *after, opened
 
 
+@text_by_text(5, *SHARED)
 def _append_position_torch(
     new, recent, entries, opened, beta, position, cos, sin, eps, exponents=None
 ):
@@ -177,8 +185,14 @@ def _append_position_kernel(
     FLOATS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 2 * HALF
-    kv = tl.program_id(0)
-    position = tl.load(position_ptr)
+    kv, text = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    position = tl.load(position_ptr + text)
+    new_ptr, still_ptr = new_ptr + text * 3 * KV * WIDTH, still_ptr + text * KV * WIDTH
+    rows, entry_rows = text * W * KV, text * E * KV
+    recent_ptr, entries_ptr = recent_ptr + rows * WIDTH, entries_ptr + entry_rows * WIDTH
+    opened_ptr += text * 2 * M * KV * WIDTH
+    if EIGHT:
+        of_recent_ptr, of_entries_ptr = of_recent_ptr + rows, of_entries_ptr + entry_rows
     offs = tl.arange(0, BLOCK_H)
     mask = offs < HALF
     base = kv * WIDTH
@@ -227,12 +241,12 @@ def _append_position_triton(
     floats, (of_recent, of_entries) = recent.dtype == E4M3, exponents or (None, None)
     if floats:
         recent, entries = recent.view(torch.uint8), entries.view(torch.uint8)
-    _, kv, width = new.shape
-    still = torch.empty(kv, width, dtype=new.dtype, device=new.device)
-    m = opened.shape[1]
-    _append_position_kernel[(kv,)](
+    kv, width = new.shape[-2:]
+    still = new.new_empty(*position.shape, kv, width)
+    m = opened.shape[-2]
+    _append_position_kernel[(kv, position.numel())](
         new, recent, entries, opened, beta, position, cos, sin, still, of_recent, of_entries,
-        len(recent), len(entries), m, kv, eps,
+        recent.shape[-3], entries.shape[-3], m, kv, eps,
         HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2),
         BLOCK_M=triton.next_power_of_2(m), EIGHT=exponents is not None, FLOATS=floats,
         NATIVE=has_e4m3(new), num_warps=8 if m * width > 4096 else 4,
@@ -254,6 +268,9 @@ def append_position_(
 ) -> Tensor:
     """Store one byte, and the open entry as it is with it.
 
+    Of several texts all but `beta`, `cos` and `sin` have a dimension for them in front, and so has
+    the result.
+
     Args:
         new: (3, G, d) float32 or bfloat16, contiguous, d even: the byte's vector, value and gate.
         recent: (W, G, d) like it, contiguous: the ring; written.
@@ -274,18 +291,19 @@ def append_position_(
         ValueError: a dtype or a shape does not fit.
     """
     got = f"{new.dtype} of shape {tuple(new.shape)}"
-    fits = new.dim() == 3 and len(new) == 3 and new.shape[2] % 2 == 0 and new.is_contiguous()
-    if new.dtype not in (torch.float32, torch.bfloat16) or not fits:
+    texts = position.shape
+    fits = new.dim() == 3 + len(texts) and new.shape[:-2] == (*texts, 3) and new.is_contiguous()
+    if new.dtype not in (torch.float32, torch.bfloat16) or not fits or new.shape[-1] % 2:
         raise ValueError(f"need contiguous float32 or bfloat16 (3, G, d) of even d, got {got}")
-    _, kv, width = new.shape
-    m = opened.shape[1] if opened.dim() == 3 else 0
+    kv, width = new.shape[-2:]
+    m = opened.shape[-2] if opened.dim() == 3 + len(texts) else 0
     if not m or not recent.numel() or not entries.numel():
         sizes = ", ".join(str(tuple(part.shape)) for part in (opened, recent, entries))
         raise ValueError(f"need buffers of some bytes and some slots, got {sizes}")
-    check_contiguous("opened", opened, new.dtype, (2, m, kv * width))
+    check_contiguous("opened", opened, new.dtype, (*texts, 2, m, kv * width))
     check_contiguous("beta", beta, torch.float32, (kv * width, m))
-    check_stored(recent, entries, exponents, new.dtype, (kv, width))
-    check_place(position, cos, sin, width // 2)
+    check_stored(recent, entries, exponents, new.dtype, (kv, width), texts)
+    check_place(position, cos, sin, width // 2, several=True)
     run = _append_position_triton if uses_triton(new) else _append_position_torch
     return run(new, recent, entries, opened, beta, position, cos, sin, eps, exponents)
 
@@ -323,8 +341,13 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             label += " bf16" if dtype == torch.bfloat16 else ""
             given = tuple(part.to(device, dtype) for part in parts)
             rest = (beta, place, angle.cos(), angle.sin(), 1e-6)
-            low = dtype == torch.bfloat16
-            yield Case(label, (*given, *rest), _with_state(_append_position_torch) if low else None)
+            peer = _with_state(_append_position_torch) if dtype == torch.bfloat16 else None
+            inputs = (*given, *rest)
+            yield Case(label, inputs, peer)
+            if kv == 2:  # a text that begins beside others
+                begins = (-given[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
+                texts = beside_each_other([inputs, begins, inputs], *SHARED)
+                yield Case(f"3 texts of {label}", texts, peer)
 
 
 def _with_numbers(run):
@@ -366,7 +389,11 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         place = torch.tensor(16000, dtype=torch.int32, device=device)
         table = torch.rand(2, 16384, 64, device=device).unbind()
         rest = (torch.randn(128, m, device=device), place, *table, 1e-6)
-        yield Timing(f"128 wide, {m} of an entry", (*parts, *rest), run=_append_position_triton)
+        inputs = (*parts, *rest)
+        yield Timing(f"128 wide, {m} of an entry", inputs, run=_append_position_triton)
+        texts = beside_each_other([inputs] * 16, *SHARED)
+        label = f"16 texts of 128 wide, {m} of an entry"
+        yield Timing(label, texts, run=_append_position_triton)
 
 
 APPEND_POSITION = KernelSpec(

@@ -11,7 +11,7 @@ are chosen whose scores are largest, of equal ones the later:
 
 Else the choice stays, but before the first entry is complete there is none. Turned vectors are
 rounded to the dtype of the queries, keys too: scores are those of what would be stored. Keys may be
-kept in e4m3: they are normalised, and need no scale.
+kept in e4m3: they are normalised, and need no scale. Of several texts each has a program.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,13 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+
+SHARED = (5, 6)
+"""Arguments of `choose_next_` that are the same for all texts."""
 
 
+@text_by_text(4, *SHARED)
 def choose_next_reference(
     query: Tensor,
     key: Tensor,
@@ -73,6 +78,7 @@ def choose_next_reference(
     return choice, keys
 
 
+@text_by_text(4, *SHARED)
 def _choose_next_torch(query, key, keys, choice, position, cos, sin, m, most, eps):
     (slots, width), size = keys.shape, len(choice)
     heads = len(query) // (width + 1)
@@ -121,7 +127,11 @@ def _choose_next_kernel(
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 2 * HALF
-    position = tl.load(position_ptr)
+    text = tl.program_id(0).to(tl.int64)
+    position = tl.load(position_ptr + text)
+    query_ptr, key_ptr = query_ptr + text * HEADS * (WIDTH + 1), key_ptr + text * WIDTH
+    keys_ptr, choice_ptr = keys_ptr + text * E * WIDTH, choice_ptr + text * SIZE
+    scores_ptr += text * E
     number, complete = position // M, (position + 1) // M
     dtype = query_ptr.dtype.element_ty
     offs, rows = tl.arange(0, BLOCK_H)[None, :], tl.arange(0, BLOCK_R)
@@ -189,14 +199,14 @@ def _choose_next_kernel(
 
 
 def _choose_next_triton(query, key, keys, choice, position, cos, sin, m, most, eps):
-    slots, width = keys.shape
-    heads = len(query) // (width + 1)
-    scores = torch.empty(slots, dtype=torch.float32, device=keys.device)
-    block = triton.next_power_of_2(max(1, min(most, slots), len(choice)))
+    (slots, width), size = keys.shape[-2:], choice.shape[-1]
+    heads = query.shape[-1] // (width + 1)
+    scores = torch.empty(keys.shape[:-1], dtype=torch.float32, device=keys.device)
+    block = triton.next_power_of_2(max(1, min(most, slots), size))
     in_eight_bits = keys.dtype == E4M3
     codes = keys.view(torch.uint8) if in_eight_bits else keys
-    _choose_next_kernel[(1,)](
-        query, key, codes, choice, position, cos, sin, scores, slots, m, most, len(choice), eps,
+    _choose_next_kernel[(position.numel(),)](
+        query, key, codes, choice, position, cos, sin, scores, slots, m, most, size, eps,
         HEADS=heads, HALF=width // 2, BLOCK_R=max(16, triton.next_power_of_2(heads)),
         BLOCK_H=max(16, triton.next_power_of_2(width // 2)),
         BLOCK_N=min(256, max(16, triton.next_power_of_2(slots))), BLOCK=block,
@@ -219,6 +229,8 @@ def choose_next_(
 ) -> None:
     """Store the open entry's key, and choose anew if the byte completes the entry.
 
+    Of several texts all but `cos` and `sin` have a dimension for them in front.
+
     Args:
         query: (h (d + 1),) float32 or bfloat16, contiguous: queries of d even, then weights.
         key: (d,) like it, contiguous.
@@ -234,16 +246,21 @@ def choose_next_(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    fits = keys.dim() == 2 and key.shape == keys.shape[1:] and len(keys) and len(key) % 2 == 0
-    fits = fits and query.dim() == 1 and len(query) % (len(key) + 1) == 0
+    texts = position.shape
+    fits = keys.dim() == 2 + len(texts) and keys.shape[-2] and keys.shape[-1] % 2 == 0
+    fits = fits and key.shape == (*texts, keys.shape[-1]) == (*keys.shape[:-2], key.shape[-1])
+    fits = fits and query.dim() == key.dim() and query.shape[:-1] == texts
+    fits = fits and query.shape[-1] % (key.shape[-1] + 1) == 0
     kept = keys.dtype in (query.dtype, E4M3) and query.dtype in (torch.float32, torch.bfloat16)
     if not fits or query.dtype != key.dtype or not kept:
         shapes = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in (query, key, keys))
         raise ValueError(f"queries, key and keys do not fit each other: {shapes}")
     for name, part in (("query", query), ("key", key), ("keys", keys)):
         check_contiguous(name, part, part.dtype, part.shape)
-    check_contiguous("choice", choice, torch.int32, (choice.numel(),))
-    check_place(position, cos, sin, len(key) // 2)
+    check_contiguous(
+        "choice", choice, torch.int32, (*texts, choice.numel() // max(1, position.numel()))
+    )
+    check_place(position, cos, sin, key.shape[-1] // 2, several=True)
     run = _choose_next_triton if uses_triton(keys) else _choose_next_torch
     run(query, key, keys, choice, position, cos, sin, m, most, eps)
 
@@ -319,6 +336,13 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
                 still[-heads:] = 0
                 yield Case(f"{label}, equal", (still, *inputs[1:]))
             yield Case(f"{label}, keys in e4m3", (*inputs[:2], inputs[2].to(E4M3), *inputs[3:]))
+            if heads in (2, 4):  # a text that begins, and one that is a byte behind
+                places = (position, 0, max(0, position - 1))
+                texts = [
+                    (*inputs[:4], torch.full_like(inputs[4], place), *inputs[5:])
+                    for place in places
+                ]
+                yield Case(f"3 texts of {label}", beside_each_other(texts, *SHARED))
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -328,10 +352,10 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     table = torch.rand(2, 16384, 16, device=device).unbind()
     for position in (16383, 16382):
         place = torch.tensor(position, dtype=torch.int32, device=device)
-        yield Timing(
-            f"128 of 4096 at {position}", (query, key, keys, choice, place, *table, 4, 4096, 1e-6),
-            run=_with_state(_choose_next_triton),
-        )  # fmt: skip
+        inputs, run = (query, key, keys, choice, place, *table, 4, 4096, 1e-6), _choose_next_triton
+        yield Timing(f"128 of 4096 at {position}", inputs, run=_with_state(run))
+        texts = beside_each_other([inputs] * 16, *SHARED)
+        yield Timing(f"16 texts of 128 of 4096 at {position}", texts, run=_with_state(run))
 
 
 CHOOSE_NEXT = KernelSpec(

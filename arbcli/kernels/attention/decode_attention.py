@@ -340,33 +340,48 @@ def check_rings(qkv: Tensor, keys: Tensor, values: Tensor) -> None:
 
 
 def check_new_byte(
-    qkv: Tensor, position: Tensor, cos: Tensor, sin: Tensor, tickets: Tensor | None
+    qkv: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tickets: Tensor | None,
+    *,
+    several: bool = False,
 ) -> None:
     """Refuse what `decode_attention` is given beside a ring, where it does not fit.
 
-    What needs no tickets has None.
+    What needs no tickets has None. Where there may be `several` texts, positions of (B,) have a
+    byte of each.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
     got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
-    if qkv.dtype not in (torch.float32, torch.bfloat16) or qkv.dim() != 3 or len(qkv) != 3:
+    texts = position.shape if several else ()
+    fits = qkv.dim() == 3 + len(texts) and qkv.shape[:-2] == (*texts, 3)
+    if qkv.dtype not in (torch.float32, torch.bfloat16) or not fits:
         raise ValueError(f"need float32 or bfloat16 of shape (3, heads, d), got {got}")
-    _, heads, width = qkv.shape
+    heads, width = qkv.shape[-2:]
     if width % 2 or not qkv.is_contiguous():
         raise ValueError(f"need a contiguous tensor of even heads, got {got}")
-    check_place(position, cos, sin, width // 2)
+    check_place(position, cos, sin, width // 2, several=several)
     if tickets is not None:
-        check_contiguous("tickets", tickets, torch.int32, (heads,))
+        check_contiguous("tickets", tickets, torch.int32, (*texts, heads))
 
 
-def check_place(position: Tensor, cos: Tensor, sin: Tensor, half: int) -> None:
+def check_place(
+    position: Tensor, cos: Tensor, sin: Tensor, half: int, *, several: bool = False
+) -> None:
     """Refuse what tells a kernel where a byte is, and what vectors of twice `half` turn by there.
 
     Raises:
-        ValueError: no int32 scalar tensor, or no contiguous (P, half) float32 twice.
+        ValueError: no int32 scalar tensor, or of `several` texts (B,), or no contiguous (P, half)
+            float32 twice.
     """
-    check_scalars(torch.int32, position=position)
+    if several:
+        check_contiguous("position", position, torch.int32, position.shape[:1])
+    else:
+        check_scalars(torch.int32, position=position)
     for name, table in (("cos", cos), ("sin", sin)):
         check_contiguous(name, table, torch.float32, (*cos.shape[:1], half))
 

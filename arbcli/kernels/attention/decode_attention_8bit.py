@@ -3,7 +3,8 @@
 Keys and values are entries of `eight_bits`: codes, and one exponent a position and head. The new
 key and value are rounded to entries first, and attended to as what is then stored, so a byte that
 is read by itself sees what it would see had it been part of a prompt. A key's power of two
-multiplies its score, a value's its weight, so codes are only converted.
+multiplies its score, a value's its weight, so codes are only converted. Of several texts each has
+programs of its own, as many as it would have alone, so it has the same bits.
 """
 
 from collections.abc import Iterator
@@ -42,8 +43,13 @@ from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+
+SHARED = (5, 6)
+"""Arguments of `decode_attention_8bit` that are the same for all texts."""
 
 
+@text_by_text(4, *SHARED)
 def decode_attention_8bit_reference(
     qkv: Tensor,
     keys: Tensor,
@@ -79,6 +85,7 @@ def decode_attention_8bit_reference(
     return attend_reference(q, *rings, p), *rings, torch.zeros_like(tickets)
 
 
+@text_by_text(4, *SHARED)
 def _decode_attention_8bit_torch(qkv, keys, values, exponents, position, cos, sin, tickets, eps):
     window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
     q, k = turned_torch(qkv, position, cos, sin, eps)
@@ -121,8 +128,11 @@ def _decode_attention_8bit_kernel(
     E4M3: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 2 * HALF
-    head, split = tl.program_id(0), tl.program_id(1)
-    position = tl.load(position_ptr)
+    head, split, text = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(position_ptr + text)
+    ring = text.to(tl.int64) * HEADS * W
+    keys_ptr, values_ptr = keys_ptr + ring * WIDTH, values_ptr + ring * WIDTH
+    exponents_ptr, qkv_ptr = exponents_ptr + 2 * ring, qkv_ptr + text * 3 * HEADS * WIDTH
     slot, seen = position % W, tl.minimum(position + 1, W)
     span = span_of(seen, BLOCK_S, SPLITS) if SEVERAL else BLOCK_S
     first = split * span
@@ -176,12 +186,13 @@ def _decode_attention_8bit_kernel(
         of_new = tl.where(slot // span == split, tl.exp(score), 0)
         new_value = tl.sum(scale_of_entry(new_value_exponent, E4M3)) * numbers_of(v, E4M3, NATIVE)
 
-        part = head * SPLITS + split
+        place = text * HEADS + head
+        part = place * SPLITS + split
         sums = tl.sum(sums, axis=0) + of_new * new_value
         tl.store(totals_ptr + part, tl.sum(weights) + of_new)
         tl.store(sums_ptr + part * WIDTH + offs_d, sums, mask=mask_d)
         add_parts(
-            totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, tl.cdiv(seen, span), offs_d, mask_d,
+            totals_ptr, sums_ptr, tickets_ptr, y_ptr, place, tl.cdiv(seen, span), offs_d, mask_d,
             WIDTH, SPLITS, BLOCK_P, SPLITS,
         )  # fmt: skip
 
@@ -194,14 +205,14 @@ def _tiling(heads: int, window: int, width: int, dtype: torch.dtype) -> Tiling:
 
 
 def _decode_attention_8bit_triton(qkv, keys, values, exponents, position, cos, sin, tickets, eps):
-    heads, window, width = keys.shape
+    heads, window, width = keys.shape[-3:]
     block_s, splits, several, num_warps = _tiling(heads, window, width, qkv.dtype)
-    parts = heads * splits
+    parts = tickets.numel() * splits
     found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
-    y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
+    y = qkv.new_empty(*position.shape, heads, width)
     is_e4m3 = keys.dtype == E4M3
     codes = [ring.view(torch.uint8) if is_e4m3 else ring for ring in (keys, values)]
-    _decode_attention_8bit_kernel[(heads, splits)](
+    _decode_attention_8bit_kernel[(heads, splits, position.numel())](
         qkv, *codes, exponents, position, cos, sin, tickets,
         *found.split([parts, parts * width]), y, window, heads, width**-0.5, eps,
         HALF=width // 2, BLOCK_D=triton.next_power_of_2(width), BLOCK_S=block_s, SPLITS=splits,
@@ -225,6 +236,9 @@ def decode_attention_8bit(
 ) -> Tensor:
     """Store the key and value of one byte in a ring in eight bits, and attend to all in it.
 
+    Of several texts all but `cos` and `sin` have a dimension for them in front, and so has the
+    result.
+
     Args:
         qkv: (3, heads, d) float32 or bfloat16, contiguous, d even: query, key and value.
         keys: (heads, W, d) float8_e4m3fn or int8, contiguous: codes of `quantise_entries`; slot
@@ -245,14 +259,15 @@ def decode_attention_8bit(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_new_byte(qkv, position, cos, sin, tickets)
-    heads, window, width = len(qkv[0]), keys.shape[1] if keys.dim() == 3 else 0, qkv.shape[2]
+    check_new_byte(qkv, position, cos, sin, tickets, several=True)
+    texts, (heads, width) = position.shape, qkv.shape[-2:]
+    window = keys.shape[-2] if keys.dim() == 3 + len(texts) else 0
     for ring in (keys, values):
-        fits = ring.shape == (heads, window, width) and window > 0 and ring.is_contiguous()
+        fits = ring.shape == (*texts, heads, window, width) and window > 0 and ring.is_contiguous()
         if ring.dtype not in ROOM or ring.dtype != keys.dtype or not fits:
             got = f"{ring.dtype} {tuple(ring.shape)}"
             raise ValueError(f"ring {got} in eight bits does not fit {tuple(qkv.shape)}")
-    check_contiguous("exponents", exponents, torch.int8, (2, heads, window))
+    check_contiguous("exponents", exponents, torch.int8, (*texts, 2, heads, window))
     run = _decode_attention_8bit_triton if uses_triton(qkv) else _decode_attention_8bit_torch
     return run(qkv, keys, values, exponents, position, cos, sin, tickets, eps)
 
@@ -280,9 +295,15 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             coded = [quantise_entries(ring.to(device), stored) for ring in rings]
             (keys, values), exponents = zip(*coded, strict=True)
             label = f"{name} {heads}x{window}x{width} at {position}"
+            label += " next octave" if width == 10 else ""
             label += " bf16" if dtype == torch.bfloat16 else ""
             state = (keys, values, torch.stack(exponents), place)
-            yield Case(label, (qkv, *state, angle.cos(), angle.sin(), tickets, 1e-6))
+            inputs = (qkv, *state, angle.cos(), angle.sin(), tickets, 1e-6)
+            yield Case(label, inputs)
+            if position in (17, 300):  # a text that begins beside others
+                begins = (torch.roll(qkv, 1, 1), *inputs[1:4], torch.zeros_like(place))
+                texts = [inputs, (*begins, *inputs[5:]), inputs]
+                yield Case(f"3 texts of {label}", beside_each_other(texts, *SHARED))
 
 
 def _with_state(run):
@@ -290,7 +311,7 @@ def _with_state(run):
 
     def with_state(qkv, keys, values, exponents, position, cos, sin, tickets, eps):
         y = run(qkv, keys, values, exponents, position, cos, sin, tickets, eps)
-        rings = zip((keys, values), exponents, strict=True)
+        rings = zip((keys, values), exponents.unbind(-3), strict=True)
         return y, *(decode_entries(*ring, torch.float32) for ring in rings), tickets
 
     return with_state
@@ -314,6 +335,10 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
                 peer=partial(decode_attention, qkv, *plain.unbind(), *rest),
                 peer_name="the ring in bf16",
             )
+            if window < 16384:
+                texts = beside_each_other([(qkv, *codes.unbind(), exponents, *rest)] * 16, *SHARED)
+                label = f"16 texts of {name} {heads}x{window}x{width}"
+                yield Timing(label, texts, run=_decode_attention_8bit_triton)
 
 
 DECODE_ATTENTION_8BIT = KernelSpec(

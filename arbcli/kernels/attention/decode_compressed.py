@@ -10,7 +10,8 @@ M if there are more. With the byte's own group g = (p + 1) // m:
 Bytes and entries may be in eight bits, codes with an exponent each: see `eight_bits`.
 
 The slots of a head are shared among programs. The last one to finish adds up the sums of all, in
-the order of the slots, so the result is the same bits whichever program is last.
+the order of the slots, so the result is the same bits whichever program is last. Of several texts
+each has programs of its own, as many as it would have alone.
 """
 
 from collections.abc import Iterator
@@ -33,11 +34,15 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
 
 SLOTS = 32
 """Slots of a program."""
+SHARED = (4, 6, 7)
+"""Arguments of `decode_compressed` that are the same for all texts."""
 
 
+@text_by_text(5, *SHARED)
 def decode_compressed_reference(
     x: Tensor,
     recent: Tensor,
@@ -81,6 +86,7 @@ def decode_compressed_reference(
     return torch.stack(rows), torch.zeros_like(tickets)
 
 
+@text_by_text(5, *SHARED)
 def _decode_compressed_torch(
     x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps, exponents=None
 ):
@@ -132,9 +138,18 @@ def _decode_compressed_kernel(
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 2 * HALF
-    head, split = tl.program_id(0), tl.program_id(1)
+    head, split, text = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv = head // (HEADS // KV)
-    position = tl.load(position_ptr)
+    position = tl.load(position_ptr + text)
+    rows, entry_rows = text * W * KV, text * E * KV
+    recent_ptr, entries_ptr = recent_ptr + rows * WIDTH, entries_ptr + entry_rows * WIDTH
+    x_ptr, y_ptr = x_ptr + text * HEADS * WIDTH, y_ptr + text * HEADS * WIDTH
+    tickets_ptr, totals_ptr = tickets_ptr + text * HEADS, totals_ptr + text * HEADS * SPLITS
+    sums_ptr += text * HEADS * SPLITS * WIDTH
+    if CHOSEN:
+        choice_ptr += text * K
+    if EIGHT:
+        of_recent_ptr, of_entries_ptr = of_recent_ptr + rows, of_entries_ptr + entry_rows
     offs = tl.arange(0, BLOCK_H)
     mask = offs < HALF
     s = split * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -198,19 +213,20 @@ def _decode_compressed_kernel(
 def _decode_compressed_triton(
     x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps, exponents=None
 ):
-    (heads, width), (ring, kv, _) = x.shape, recent.shape
+    (heads, width), (ring, kv, _) = x.shape[-2:], recent.shape[-3:]
     floats, (of_recent, of_entries) = recent.dtype == E4M3, exponents or (None, None)
     if floats:
         recent, entries = recent.view(torch.uint8), entries.view(torch.uint8)
-    size = len(entries) if choice is None else len(choice)
+    slots = entries.shape[-3]
+    size = slots if choice is None else choice.shape[-1]
     splits = triton.cdiv(ring + size, SLOTS)
-    parts = heads * splits
+    parts = tickets.numel() * splits
     found = torch.empty(parts * (width + 1), dtype=torch.float32, device=x.device)
-    y = torch.empty(heads, width, dtype=x.dtype, device=x.device)
-    _decode_compressed_kernel[(heads, splits)](
+    y = torch.empty_like(x)
+    _decode_compressed_kernel[(heads, splits, position.numel())](
         x, recent, entries, of_recent, of_entries, choice, sink, position, cos, sin, tickets,
         *found.split([parts, parts * width]), y,
-        ring, len(entries), size, m, most, heads, kv, width**-0.5, eps,
+        ring, slots, size, m, most, heads, kv, width**-0.5, eps,
         HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2), BLOCK_S=SLOTS,
         SPLITS=splits, BLOCK_P=min(32, triton.next_power_of_2(splits)),
         CHOSEN=choice is not None, EIGHT=exponents is not None, FLOATS=floats,
@@ -236,6 +252,9 @@ def decode_compressed(
 ) -> Tensor:
     """Attend with one byte, which was stored by `append_position_`.
 
+    Of several texts all but `sink`, `cos` and `sin` have a dimension for them in front, and so has
+    the result.
+
     Args:
         x: (H, d) float32 or bfloat16, contiguous, d even: queries as they were projected.
         recent: (W, G, d) like it, contiguous; all in it are seen that a text has had.
@@ -259,18 +278,22 @@ def decode_compressed(
         ValueError: a dtype or a shape does not fit.
     """
     got = f"{x.dtype} of shape {tuple(x.shape)}"
-    if x.dim() != 2 or x.shape[1] % 2 or not x.is_contiguous():
+    texts = position.shape
+    fits = x.dim() == 2 + len(texts) and x.shape[:-2] == texts
+    if not fits or x.shape[-1] % 2 or not x.is_contiguous():
         raise ValueError(f"need contiguous (H, d) queries of even d, got {got}")
-    heads, width = x.shape
-    kv = recent.shape[1] if recent.dim() == 3 else 0
+    heads, width = x.shape[-2:]
+    kv = recent.shape[-2] if recent.dim() == 3 + len(texts) else 0
     if not kv or heads % kv or x.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"vectors {recent.dtype} {tuple(recent.shape)} do not fit {got}")
-    check_stored(recent, entries, exponents, x.dtype, (kv, width))
+    check_stored(recent, entries, exponents, x.dtype, (kv, width), texts)
     if choice is not None:
-        check_contiguous("choice", choice, torch.int32, (choice.numel(),))
+        check_contiguous(
+            "choice", choice, torch.int32, (*texts, choice.numel() // max(1, position.numel()))
+        )
     check_contiguous("sink", sink, torch.float32, (heads,))
-    check_contiguous("tickets", tickets, torch.int32, (heads,))
-    check_place(position, cos, sin, width // 2)
+    check_contiguous("tickets", tickets, torch.int32, (*texts, heads))
+    check_place(position, cos, sin, width // 2, several=True)
     run = _decode_compressed_triton if uses_triton(x) else _decode_compressed_torch
     about = (choice, sink, position, cos, sin, tickets, m, most, eps)
     return run(x, recent, entries, *about, exponents)
@@ -344,6 +367,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             peer = _with_state(_decode_compressed_torch) if low else None
             inputs = attention_of_byte(generator, device, dtype, *shape)
             yield Case(label, inputs, peer)
+            if position in (40, 77, 16383):  # a text that begins beside others
+                begins = (-inputs[0], *inputs[1:5], torch.zeros_like(inputs[5]), *inputs[6:])
+                texts = beside_each_other([inputs, begins, inputs], *SHARED)
+                yield Case(f"3 texts of {label}", texts, peer)
             for name, stored in FORMATS.items() if heads != 4 else ():
                 coded = [quantise_entries(part, stored) for part in inputs[1:3]]
                 codes, exponents = zip(*coded, strict=True)
@@ -361,9 +388,11 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         tickets = torch.zeros(12, dtype=torch.int32, device=device)
         sink = torch.zeros(12, device=device)
         rest = (choice, sink, place, *table, tickets, m, most, 1e-6)
-        yield Timing(
-            f"12x128, entries of {m}", (x, recent, entries, *rest), run=_decode_compressed_triton
-        )
+        inputs = (x, recent, entries, *rest)
+        yield Timing(f"12x128, entries of {m}", inputs, run=_decode_compressed_triton)
+        texts = beside_each_other([inputs] * 16, *SHARED)
+        label = f"16 texts of 12x128, entries of {m}"
+        yield Timing(label, texts, run=_decode_compressed_triton)
 
 
 DECODE_COMPRESSED = KernelSpec(

@@ -8,8 +8,9 @@ which the inverse l_hp is kept:
     s_hp = (q_h . W_h n_p + u_h . t_p) l_hp scale,    y_h = V_h sum over p of softmax(s_h)_p n_p
 
 W_h.T q_h is formed once, and V_h multiplies last, so no key and no value is made but the new one's
-key, for its length. A program has a head. As queries and keys are normalised, no score exceeds
-`scale` times the width of a head, and no maximum is subtracted.
+key, for its length. A program has a head of a text, and knows nothing of others. As queries and
+keys are normalised, no score exceeds `scale` times the width of a head, and no maximum is
+subtracted.
 Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
@@ -25,12 +26,17 @@ from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+
+SHARED = (1, 6, 7)
+"""Arguments of `decode_latent` that are the same for all texts."""
 
 TILE = 8192
 """Elements of weights, or of positions, that a program has at once."""
 WARPS = 8
 
 
+@text_by_text(5, *SHARED)
 def decode_latent_reference(
     row: Tensor,
     up: Tensor,
@@ -68,6 +74,7 @@ def decode_latent_reference(
     return y, latent, turned, lengths
 
 
+@text_by_text(5, *SHARED)
 def _decode_latent_torch(row, up, latent, turned, lengths, position, cos, sin, scale, eps):
     (window, size), heads, rotary = latent.shape, lengths.shape[1], turned.shape[1]
     dim, slot = len(row) - size - rotary, (position % window).long()[None]
@@ -113,7 +120,11 @@ def _decode_latent_kernel(
     LATENT: tl.constexpr, STILL: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    head, position = tl.program_id(0), tl.load(position_ptr)
+    head, text = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    position = tl.load(position_ptr + text)
+    row_ptr += text * (HEADS * WIDTH + LATENT + 2 * HALF)
+    latent_ptr, turned_ptr = latent_ptr + text * W * LATENT, turned_ptr + text * W * (2 * HALF)
+    lengths_ptr, y_ptr = lengths_ptr + text * W * HEADS, y_ptr + text * HEADS * WIDTH
     slot, seen = position % W, tl.minimum(position + 1, W)
     offs_l, offs_r, offs_n = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
     mask_l, mask_r = offs_l < LATENT, offs_r < HALF
@@ -186,11 +197,11 @@ def _decode_latent_kernel(
 
 
 def _decode_latent_triton(row, up, latent, turned, lengths, position, cos, sin, scale, eps):
-    (window, size), heads, rotary = latent.shape, lengths.shape[1], turned.shape[1]
-    width = (len(row) - size - rotary) // heads
-    y = torch.empty(heads, width, dtype=row.dtype, device=row.device)
+    (window, size), heads, rotary = latent.shape[-2:], lengths.shape[-1], turned.shape[-1]
+    width = (row.shape[-1] - size - rotary) // heads
+    y = row.new_empty(*position.shape, heads, width)
     block_l = triton.next_power_of_2(size)
-    _decode_latent_kernel[(heads,)](
+    _decode_latent_kernel[(heads, position.numel())](
         row, up, latent, turned, lengths, position, cos, sin, y, window, heads, scale, eps,
         LATENT=size, STILL=width - rotary, HALF=rotary // 2, WIDTH=width,
         BLOCK_L=block_l, BLOCK_R=triton.next_power_of_2(rotary // 2),
@@ -212,6 +223,9 @@ def decode_latent(
     eps: float,
 ) -> Tensor:
     """Store one new position in the rings, and attend to all that are in them.
+
+    Of several texts all but `up`, `cos` and `sin` have a dimension for them in front, and so has
+    the result.
 
     Args:
         row: (heads * d + L + R,) float32 or bfloat16, contiguous: queries, the compressed position,
@@ -241,26 +255,27 @@ def decode_latent(
 
 
 def _check(row, up, latent, turned, lengths, position, cos, sin):
-    if row.dtype not in (torch.float32, torch.bfloat16) or row.dim() != 1:
+    texts = position.shape
+    if row.dtype not in (torch.float32, torch.bfloat16) or row.dim() != 1 + len(texts):
         got = f"{row.dtype} of shape {tuple(row.shape)}"
         raise ValueError(f"need one row in float32 or bfloat16, got {got}")
-    if any(ring.dim() != 2 for ring in (latent, turned, lengths)):
+    if any(ring.dim() != 2 + len(texts) for ring in (latent, turned, lengths)):
         raise ValueError("need rings of two dimensions")
-    (window, size), rotary, heads = latent.shape, turned.shape[1], lengths.shape[1]
+    (window, size), rotary, heads = latent.shape[-2:], turned.shape[-1], lengths.shape[-1]
     if not window or not heads:
         raise ValueError(f"need rings of some positions of some heads, got {tuple(lengths.shape)}")
-    width, left = divmod(len(row) - size - rotary, heads)
+    width, left = divmod(row.shape[-1] - size - rotary, heads)
     if left or rotary % 2 or not 0 < rotary <= width:
-        raise ValueError(f"{len(row)} are not queries of {heads} heads, {size} and {rotary}")
+        raise ValueError(f"{row.shape[-1]} are not queries of {heads} heads, {size} and {rotary}")
     for name, x, dtype, shape in (
-        ("row", row, row.dtype, row.shape),
+        ("row", row, row.dtype, (*texts, row.shape[-1])),
         ("up", up, row.dtype, (heads * (2 * width - rotary), size)),
-        ("latent", latent, row.dtype, (window, size)),
-        ("turned", turned, row.dtype, (window, rotary)),
-        ("lengths", lengths, torch.float32, (window, heads)),
+        ("latent", latent, row.dtype, (*texts, window, size)),
+        ("turned", turned, row.dtype, (*texts, window, rotary)),
+        ("lengths", lengths, torch.float32, (*texts, window, heads)),
     ):
         check_contiguous(name, x, dtype, shape)
-    check_place(position, cos, sin, rotary // 2)
+    check_place(position, cos, sin, rotary // 2, several=True)
 
 
 SHAPES = ((1, 2, 3, 2, 1, 0), (2, 10, 24, 4, 7, 3), (3, 16, 40, 8, 33, 32), (2, 24, 16, 24, 40, 99),
@@ -284,10 +299,13 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         angle = 7 * torch.randn(position + 2, rotary // 2, generator=generator).to(device)
         place = torch.tensor(position, dtype=torch.int32, device=device)
         inputs = (*parts, lengths, place, angle.cos(), angle.sin(), 2 * width**-0.5, 1e-6)
-        yield Case(
-            f"{heads}x{width}x{size}x{rotary} at {position} of {window}{' bf16' if low else ''}",
-            inputs, _with_state(_decode_latent_torch) if low else None,
-        )  # fmt: skip
+        label = f"{heads}x{width}x{size}x{rotary} at {position} of {window}{' bf16' if low else ''}"
+        peer = _with_state(_decode_latent_torch) if low else None
+        yield Case(label, inputs, peer)
+        if window in (33, 64):  # a text that begins beside others
+            begins = (-parts[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
+            texts = beside_each_other([inputs, begins, inputs], *SHARED)
+            yield Case(f"3 texts of {label}", texts, peer)
 
 
 def _with_state(run):
@@ -314,6 +332,10 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing(
         f"{heads}x{width}x{size} of {window} bf16", inputs, run=_decode_latent_triton,
         peer=lambda: _decode_latent_torch(*inputs), peer_name="torch, step by step",
+    )  # fmt: skip
+    yield Timing(
+        f"16 texts of {heads}x{width}x{size} of {window} bf16",
+        beside_each_other([inputs] * 16, *SHARED), run=_decode_latent_triton,
     )  # fmt: skip
 
 

@@ -12,6 +12,8 @@ Integers divide the span of the largest evenly, which suits entries whose larges
 their mean, as normalised keys are: see docs/performance.md.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -102,6 +104,7 @@ def check_stored(
     exponents: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
     vector: tuple[int, int],
+    texts: Sequence[int],
 ) -> None:
     """Refuse a ring and entries that do not fit each other.
 
@@ -111,6 +114,7 @@ def check_stored(
         exponents: (W, G) and (E, G) int8, of codes.
         dtype: of numbers.
         vector: G and d.
+        texts: (B,) of several texts, whose dimension is in front of all; else empty.
 
     All are contiguous.
 
@@ -122,9 +126,9 @@ def check_stored(
         if dtype not in ROOM:
             raise ValueError(f"exponents are of codes in eight bits, got {dtype}")
         for part, exponent in zip((recent, entries), exponents, strict=True):
-            check_contiguous("exponents", exponent, torch.int8, part.shape[:2])
+            check_contiguous("exponents", exponent, torch.int8, part.shape[:-1])
     for name, part in (("recent", recent), ("entries", entries)):
-        check_contiguous(name, part, dtype, (*part.shape[:1], *vector))
+        check_contiguous(name, part, dtype, (*texts, *part.shape[len(texts) :][:1], *vector))
 
 
 @triton.jit

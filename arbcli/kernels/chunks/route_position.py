@@ -16,6 +16,9 @@ Where a chunk begins the inner network gives z of it, and `take_chunk_` smooths 
 
 Both count positions, so that a step needs no kernel for that. In a CUDA graph the first also tells
 the conditional node behind it whether a chunk begins.
+
+Of several texts each has a program of its own, which knows nothing of the others. Where one does
+not go on, no chunk begins, and nothing is counted or remembered.
 """
 
 from collections.abc import Iterator
@@ -29,9 +32,10 @@ from arbcli.kernels.chunks.boundary_scores import TINY
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.conditions import tell_condition
-from arbcli.kernels.runtime.inputs import check_contiguous, check_element, check_scalars
+from arbcli.kernels.runtime.inputs import check_contiguous, check_element
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
 
 ROUTERS = ("learned", "every", "space")
 LEAST_SHARE = 1e-4
@@ -39,6 +43,7 @@ LEAST_SHARE = 1e-4
 _LEAST, _MOST = tl.constexpr(LEAST_SHARE), tl.constexpr(1 - LEAST_SHARE)
 
 
+@text_by_text(7)
 def route_position_reference(
     router: str,
     x: Tensor,
@@ -52,13 +57,15 @@ def route_position_reference(
     length: int,
     eps: float,
     handle: Tensor | None,
+    going_on: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute what `route_position_` returns and leaves behind, in float64.
 
     Of p, a small difference of large numbers, it is 1 + p, and of `begins` a number.
     """
-    width, position = len(x), int(encoder)
-    last, p = last.clone(), float(position == 0)
+    width, position, goes = len(x), int(encoder), 1 if going_on is None else int(going_on)
+    before_last, p = last.double(), float(position == 0)
+    last = last.clone()
     if router == "learned":
         q, k = rows.double()[: 2 * width].split(width)
         x = x.double()
@@ -75,25 +82,39 @@ def route_position_reference(
         p = float(before and not now)
     about = {"device": x.device}
     return (
-        torch.tensor([1 + p], **about), torch.tensor([int(p > 0.5)], **about),
-        rows.double()[-width:] + mean, last, ids.clone(), encoder + 1, encoder.clone(),
+        torch.tensor([1 + p], **about), torch.tensor([int(p > 0.5) * goes], **about),
+        rows.double()[-width:] + mean, last if goes else before_last,
+        ids.clone() if goes or router != "space" else byte.clone(), encoder + goes, encoder.clone(),
     )  # fmt: skip
 
 
 def take_chunk_reference(
-    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None
+    z: Tensor,
+    p: Tensor,
+    residual: Tensor,
+    mean: Tensor,
+    y: Tensor,
+    position: Tensor | None,
+    begins: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute what `take_chunk_` leaves behind, in float64."""
-    share = min(max(float(p), 1e-4), 1 - 1e-4)
-    mean = share * z.double() + (1 - share) * mean
-    found = residual.double() + mean, mean
-    return found if position is None else (*found, position + 1)
+    one = z.dim() == 1
+    share = p.double().clamp(1e-4, 1 - 1e-4)
+    found = share * z.double() + (1 - share) * mean
+    taken = torch.ones_like(p) if begins is None else begins[:, None]
+    y = torch.where(taken > 0, residual.double() + found, y.double())
+    mean = torch.where(taken > 0, found, mean.double())
+    if position is None:
+        return y, mean
+    return y, mean, position + (1 if one else begins)
 
 
+@text_by_text(7)
 def _route_position_torch(
-    router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle
+    router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle, going_on=None
 ):
     width, is_first = len(x), (encoder == 0)[None]
+    goes = torch.ones_like(encoder) if going_on is None else going_on
     if router == "learned":
         q, k = rows[: 2 * width].split(width)
         n = functional.rms_norm(x, x.shape, eps=eps)
@@ -103,27 +124,28 @@ def _route_position_torch(
         p = (1 - (u * v / (length_u * length_v)).sum()) / 2
         p = p[None].masked_fill(is_first, 1)
         begins = p > 0.5
-        last.copy_(torch.cat((n, q)))
+        last.copy_(torch.where(goes > 0, torch.cat((n, q)), last))
     else:
         if router == "every":
             begins = (encoder % length == 0)[None]
         else:
             before, now = ((part == 32) | ((part >= 9) & (part < 14)) for part in (byte, ids))
             begins = is_first | (before & ~now).flatten()
-            byte.copy_(ids.view_as(byte))
+            byte.copy_(torch.where(goes > 0, ids.view_as(byte), byte))
         p = begins.float()
     decoder.copy_(encoder)
-    encoder += 1
+    encoder += goes
     y = (rows[-width:].float() + mean).to(rows.dtype)
-    return p, begins, y
+    return p, begins & (goes > 0), y
 
 
-def _take_chunk_torch(z, p, residual, mean, y, position):
+def _take_chunk_torch(z, p, residual, mean, y, position, begins=None):
     share = p.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
-    mean.copy_(share * z.float() + (1 - share) * mean)
-    y.copy_(residual.float() + mean)
+    taken = torch.ones_like(p) if begins is None else begins[:, None]
+    mean.copy_(torch.where(taken > 0, share * z.float() + (1 - share) * mean, mean))
+    y.copy_(torch.where(taken > 0, (residual.float() + mean).to(y.dtype), y))
     if position is not None:
-        position += 1
+        position += 1 if begins is None else begins
 
 
 @triton.jit
@@ -139,15 +161,22 @@ def _inverse_length(u):
 @triton.jit
 def _route_position_kernel(
     x_ptr, rows_ptr, mean_ptr, last_ptr, byte_ptr, ids_ptr, encoder_ptr, decoder_ptr,
-    handle_ptr, p_ptr, begins_ptr, y_ptr,
+    handle_ptr, going_on_ptr, p_ptr, begins_ptr, y_ptr,
     D, LENGTH, eps,
     LEARNED: tl.constexpr, EVERY: tl.constexpr, TELLS: tl.constexpr,
     BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    d = tl.arange(0, BLOCK_D)
+    d, text = tl.arange(0, BLOCK_D), tl.program_id(0)
     mask = d < D
+    PARTS: tl.constexpr = 3 if LEARNED else 1
+    x_ptr, rows_ptr, mean_ptr = x_ptr + text * D, rows_ptr + text * PARTS * D, mean_ptr + text * D
+    last_ptr, y_ptr = last_ptr + text * 2 * D, y_ptr + text * D
     # only the kernel before this one may still be running, which computes the rows
-    position = tl.load(encoder_ptr)
+    position = tl.load(encoder_ptr + text)
+    goes = 1
+    if going_on_ptr is not None:
+        goes = tl.load(going_on_ptr + text)
+    kept = d < D * goes
     mean = tl.load(mean_ptr + d, mask=mask, other=0)
     dtype = y_ptr.dtype.element_ty
     if LEARNED:
@@ -161,37 +190,43 @@ def _route_position_kernel(
         residual = tl.load(rows_ptr + 2 * D + d, mask=mask, other=0).to(tl.float32)
         cos = tl.sum(u * v) * (_inverse_length(u) * _inverse_length(v))
         p = tl.where(position == 0, 1.0, (1 - cos) / 2)
-        tl.store(last_ptr + d, x, mask=mask)
-        tl.store(last_ptr + D + d, q, mask=mask)
+        tl.store(last_ptr + d, x, mask=kept)
+        tl.store(last_ptr + D + d, q, mask=kept)
     else:
         wait_for_last(OVERLAP)
         residual = tl.load(rows_ptr + d, mask=mask, other=0).to(tl.float32)
         if EVERY:
             p = (position % LENGTH == 0).to(tl.float32)
         else:
-            byte = tl.load(ids_ptr)
-            begins = _is_space(tl.load(byte_ptr)) & (_is_space(byte) == 0)
+            byte = tl.load(ids_ptr + text)
+            before = tl.load(byte_ptr + text)
+            begins = _is_space(before) & (_is_space(byte) == 0)
             p = (begins | (position == 0)).to(tl.float32)
             tl.debug_barrier()  # all threads read before one of them writes
-            tl.store(byte_ptr, byte)
+            tl.store(byte_ptr + text, tl.where(goes > 0, byte, before))
     tl.store(y_ptr + d, (residual + mean).to(dtype), mask=mask)
-    tl.store(p_ptr, p)
-    tl.store(begins_ptr, (p > 0.5).to(tl.uint8))
+    tl.store(p_ptr + text, p)
+    tl.store(begins_ptr + text, (p * goes > 0.5).to(tl.uint8))
     if TELLS:
         tell_condition(handle_ptr, p > 0.5)
     tl.debug_barrier()
-    tl.store(decoder_ptr, position)
-    tl.store(encoder_ptr, position + 1)
+    tl.store(decoder_ptr + text, position)
+    tl.store(encoder_ptr + text, position + goes)
 
 
 @triton.jit
 def _take_chunk_kernel(
-    z_ptr, p_ptr, residual_ptr, mean_ptr, y_ptr, position_ptr,
+    z_ptr, p_ptr, residual_ptr, mean_ptr, y_ptr, position_ptr, begins_ptr,
     D, COUNTS: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    d = tl.arange(0, BLOCK_D)
-    mask = d < D
-    share = tl.minimum(tl.maximum(tl.load(p_ptr), _LEAST), _MOST)
+    d, text = tl.arange(0, BLOCK_D), tl.program_id(0)
+    z_ptr, residual_ptr = z_ptr + text * D, residual_ptr + text * D
+    mean_ptr, y_ptr = mean_ptr + text * D, y_ptr + text * D
+    begins = 1
+    if begins_ptr is not None:
+        begins = tl.load(begins_ptr + text)
+    mask = d < D * begins
+    share = tl.minimum(tl.maximum(tl.load(p_ptr + text), _LEAST), _MOST)
     mean = tl.load(mean_ptr + d, mask=mask, other=0)
     residual = tl.load(residual_ptr + d, mask=mask, other=0).to(tl.float32)
     wait_for_last(OVERLAP)
@@ -200,31 +235,33 @@ def _take_chunk_kernel(
     tl.store(mean_ptr + d, mean, mask=mask)
     tl.store(y_ptr + d, (residual + mean).to(y_ptr.dtype.element_ty), mask=mask)
     if COUNTS:
-        position = tl.load(position_ptr)
+        position = tl.load(position_ptr + text)
         tl.debug_barrier()
-        tl.store(position_ptr, position + 1)
+        tl.store(position_ptr + text, position + begins)
 
 
 def _route_position_triton(
-    router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle
+    router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle, going_on=None
 ):
-    p = torch.empty(1, dtype=torch.float32, device=x.device)
-    begins = torch.empty(1, dtype=torch.bool, device=x.device)
+    width = x.shape[-1]
+    p = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+    begins = torch.empty_like(p, dtype=torch.bool)
     y = torch.empty_like(x)
-    _route_position_kernel[(1,)](
+    _route_position_kernel[(p.numel(),)](
         x, rows, mean, last, byte, ids, encoder, decoder,
-        encoder if handle is None else handle, p, begins.view(torch.uint8), y,
-        len(x), length, eps,
+        encoder if handle is None else handle, going_on, p, begins.view(torch.uint8), y,
+        width, length, eps,
         LEARNED=router == "learned", EVERY=router == "every", TELLS=handle is not None,
-        **_blocks(len(x)), **overlap_options(x),
+        **_blocks(width), **overlap_options(x),
     )  # fmt: skip
     return p, begins, y
 
 
-def _take_chunk_triton(z, p, residual, mean, y, position):
-    _take_chunk_kernel[(1,)](
-        z, p, residual, mean, y, mean if position is None else position, len(z),
-        COUNTS=position is not None, **_blocks(len(z)), **overlap_options(z),
+def _take_chunk_triton(z, p, residual, mean, y, position, begins=None):
+    width = z.shape[-1]
+    _take_chunk_kernel[(p.numel(),)](
+        z, p, residual, mean, y, mean if position is None else position, begins, width,
+        COUNTS=position is not None, **_blocks(width), **overlap_options(z),
     )  # fmt: skip
 
 
@@ -247,8 +284,11 @@ def route_position_(
     length: int,
     eps: float,
     handle: Tensor | None = None,
+    going_on: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Route one position, and count it.
+
+    Of several texts all tensors and results have a dimension for them in front.
 
     Args:
         router: one of `ROUTERS`.
@@ -264,7 +304,8 @@ def route_position_(
         length: of chunks, of `every`.
         eps: added to the mean square.
         handle: int64 of one element on the GPU of x: that of the conditional node that is told
-            whether a chunk begins; 0 is none.
+            whether a chunk begins; 0 is none. Several texts have none.
+        going_on: int32 like `encoder`: 0 where a text does not go on; None is nowhere.
 
     Returns:
         p, (1,) float32, begins, (1,) bool, and y, (D,) like x: residual + mean.
@@ -272,25 +313,37 @@ def route_position_(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    width = _check_vector("x", x)
+    (*texts, width) = _check_vector("x", x)
     parts = 3 if router == "learned" else 1
-    check_contiguous("rows", rows, x.dtype, (parts * width,))
-    check_contiguous("mean", mean, torch.float32, (width,))
-    check_contiguous("last", last, x.dtype, (2 * width,))
-    check_scalars(torch.int32, encoder=encoder, decoder=decoder)
+    check_contiguous("rows", rows, x.dtype, (*texts, parts * width))
+    check_contiguous("mean", mean, torch.float32, (*texts, width))
+    check_contiguous("last", last, x.dtype, (*texts, 2 * width))
+    places = (("encoder", encoder), ("decoder", decoder), ("going_on", going_on))
+    for name, integers in places:
+        if integers is not None:
+            check_contiguous(name, integers, torch.int32, texts)
     for name, integer in (("byte", byte), ("ids", ids), ("handle", handle)):
         if integer is not None:
-            check_element(name, integer, torch.int64)
+            check_element(name, integer, torch.int64, texts)
     if router not in ROUTERS:
         raise ValueError(f"no router is named {router}")
     run = _route_position_triton if uses_triton(x) else _route_position_torch
-    return run(router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle)
+    about = (encoder, decoder, length, eps, handle, going_on)
+    return run(router, x, rows, mean, last, byte, ids, *about)
 
 
 def take_chunk_(
-    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None = None
+    z: Tensor,
+    p: Tensor,
+    residual: Tensor,
+    mean: Tensor,
+    y: Tensor,
+    position: Tensor | None = None,
+    begins: Tensor | None = None,
 ) -> None:
     """Take what the inner network gives for a chunk that begins at the last position.
+
+    Of several texts all tensors have a dimension for them in front.
 
     Args:
         z: (D,) float32 or bfloat16, contiguous.
@@ -299,26 +352,32 @@ def take_chunk_(
         mean: (D,) float32, the last chunk, smoothed; overwritten.
         y: (D,) like z, overwritten: residual + mean.
         position: int32 scalar tensor to which one is added; None is no such.
+        begins: (B,) int32 of several texts: 0 where a chunk does not begin, and nothing changes;
+            None is nowhere.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    width = _check_vector("z", z)
-    check_contiguous("residual", residual, z.dtype, (width,))
-    check_contiguous("y", y, z.dtype, (width,))
-    check_contiguous("mean", mean, torch.float32, (width,))
-    check_contiguous("p", p, torch.float32, (1,))
-    if position is not None:
-        check_scalars(torch.int32, position=position)
+    (*texts, width) = _check_vector("z", z)
+    for name, x, dtype, size in (
+        ("residual", residual, z.dtype, width), ("y", y, z.dtype, width),
+        ("mean", mean, torch.float32, width), ("p", p, torch.float32, 1),
+    ):  # fmt: skip
+        check_contiguous(name, x, dtype, (*texts, size))
+    for name, integers in (("position", position), ("begins", begins)):
+        if integers is not None:
+            check_contiguous(name, integers, torch.int32, texts)
     run = _take_chunk_triton if uses_triton(z) else _take_chunk_torch
-    run(z, p, residual, mean, y, position)
+    run(z, p, residual, mean, y, position, begins)
 
 
 def _check_vector(name, x):
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 1 or not x.is_contiguous():
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() > 2 or not x.is_contiguous():
         got = f"{x.dtype} of shape {tuple(x.shape)}"
         raise ValueError(f"need a contiguous float32 or bfloat16 vector {name}, got {got}")
-    return len(x)
+    if not x.dim():
+        raise ValueError(f"need a vector {name}, got a number")
+    return x.shape
 
 
 def _draw(generator: torch.Generator, width: int, parts: int) -> tuple[Tensor, ...]:
@@ -333,6 +392,7 @@ def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         kinds += [(torch.float32, 1024), (torch.bfloat16, 512), (torch.bfloat16, 776)]
     for dtype, width in kinds:
+        drawn = []
         for router, position, before, byte in (
             ("learned", 0, 0, 0), ("learned", 7, 0, 0), ("every", 12, 0, 0), ("every", 13, 0, 0),
             ("space", 0, 0, 97), ("space", 3, 32, 97), ("space", 3, 32, 9), ("space", 3, 14, 97),
@@ -346,11 +406,15 @@ def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             places = (torch.tensor(at, dtype=torch.int32) for at in (position, 99))
             tensors = (part.to(device) for part in (*reals, *byte_and_ids, *places))
             low = " bf16" if dtype == torch.bfloat16 else ""
-            yield Case(
-                f"{router} {width} at {position}, {byte} after {before}{low}",
-                (router, *tensors, 4, 1e-6, None),
-                _route_peer if low else None,
-            )
+            inputs = (router, *tensors, 4, 1e-6, None)
+            label = f"{router} {width} at {position}, {byte} after {before}{low}"
+            yield Case(label, inputs, _route_peer if low else None)
+            drawn.append(inputs)
+        for texts in (drawn[:2], drawn[2:4], drawn[4:]):
+            going_on = torch.tensor([n % 3 != 1 for n in range(len(texts))], dtype=torch.int32)
+            inputs = (*beside_each_other(texts), going_on.to(device))
+            label = f"{len(texts)} texts of {inputs[0]} {width}{low}"
+            yield Case(label, inputs, _route_peer if low else None)
 
 
 def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -359,6 +423,7 @@ def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     if device.type == "cuda":
         kinds += [(torch.bfloat16, 512), (torch.bfloat16, 776)]
     for dtype, width in kinds:
+        drawn = []
         for p in (0.0, 0.7, 1.0):
             z, residual, mean, y = torch.randn(4, width, generator=generator).unbind()
             reals = z.to(dtype), torch.tensor([p]), residual.to(dtype), mean, y.to(dtype)
@@ -366,14 +431,17 @@ def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             position = torch.tensor(5, dtype=torch.int32, device=device) if p else None
             low = " bf16" if dtype == torch.bfloat16 else ""
             yield Case(f"{width} {p}{low}", (*inputs, position), _take_peer if low else None)
+            drawn.append(inputs)
+        position, begins = torch.tensor([[5, 0, 7], [1, 0, 1]], dtype=torch.int32, device=device)
+        inputs = (*beside_each_other(drawn), position, begins)
+        yield Case(f"three texts of {width}{low}", inputs, _take_peer if low else None)
 
 
 def _route_with_state(run):
     """Wrap an implementation so that it returns what its reference does."""
 
-    def with_state(router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle):
-        about = (mean, last, byte, ids, encoder, decoder, length, eps, handle)
-        p, begins, y = run(router, x, rows, *about)
+    def with_state(router, x, rows, mean, last, byte, ids, encoder, decoder, *about):
+        p, begins, y = run(router, x, rows, mean, last, byte, ids, encoder, decoder, *about)
         byte = byte if router == "space" else ids
         return 1 + p, begins.long(), y, last, byte, encoder, decoder
 
@@ -381,8 +449,8 @@ def _route_with_state(run):
 
 
 def _take_with_state(run):
-    def with_state(z, p, residual, mean, y, position):
-        run(z, p, residual, mean, y, position)
+    def with_state(z, p, residual, mean, y, position, *begins):
+        run(z, p, residual, mean, y, position, *begins)
         return (y, mean) if position is None else (y, mean, position)
 
     return with_state
@@ -404,6 +472,8 @@ def _route_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     inputs = ("learned", *reals, byte, ids, encoder, decoder, 4, 1e-6, None)
     peer = partial(_route_position_torch, *inputs)
     yield Timing("512 bf16", inputs, peer=peer, peer_name="torch, step by step")
+    texts = beside_each_other([inputs] * 16)
+    yield Timing("16 texts of 512 bf16", texts, run=_route_position_triton)
 
 
 def _take_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -412,6 +482,9 @@ def _take_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     inputs = (z, p, residual, mean, y, None)
     peer = partial(_take_chunk_torch, *inputs)
     yield Timing("512 bf16", inputs, peer=peer, peer_name="torch, step by step")
+    begins = torch.ones(16, dtype=torch.int32, device=device)
+    texts = (*beside_each_other([inputs] * 16), begins)
+    yield Timing("16 texts of 512 bf16", texts, run=_take_chunk_triton)
 
 
 _GATE = Gate(

@@ -54,7 +54,7 @@ FLOAT32_TILES = Tiling(32, 32, 32, 8, 2)
 
 
 def grouped_matmul_reference(
-    x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = None
+    x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = None, apart: bool = False
 ) -> Tensor:
     """Compute what `grouped_matmul` must return, in float64: every product, of which few count."""
     row = torch.arange(len(x), device=x.device)[:, None]
@@ -81,10 +81,13 @@ def _ranges(bounds: Tensor, _slots: int) -> Iterator[tuple[int, slice]]:
         yield e, slice(first, last)
 
 
-def _grouped_matmul_torch(x, w, bounds, out=None):
+def _grouped_matmul_torch(x, w, bounds, out=None, apart=False):
     y = x.new_zeros(len(x), w.shape[1]) if out is None else out
     for e, rows in _ranges(bounds, len(x)):
-        y[rows] = x[rows] @ w[e].T
+        for some in range(rows.start, rows.stop) if apart else ():
+            y[some] = w[e] @ x[some]
+        if not apart:
+            y[rows] = x[rows] @ w[e].T
     return y
 
 
@@ -218,11 +221,11 @@ def _grouped_grad_w_kernel(
     tl.store(grad_ptrs, acc.to(grad_ptr.dtype.element_ty), mask=(offs_n < N) & (offs_k < K))
 
 
-def _tiling(x, experts):
+def _tiling(x, experts, apart=False):
     """Choose the tiles of `grouped_matmul` from the mean rows an expert, the type and the GPU."""
     if x.dtype == torch.float32:
         return FLOAT32_TILES
-    many = (len(x) > FEW_ROWS * experts) + (len(x) > SOME_ROWS * experts)
+    many = 0 if apart else (len(x) > FEW_ROWS * experts) + (len(x) > SOME_ROWS * experts)
     return (HOPPER_TILES if capability(x) == HOPPER else OTHER_TILES)[many]
 
 
@@ -243,12 +246,12 @@ def _tiles_of(stack, rows, columns):
     return described(stack, [1, rows, columns]), stack.stride()
 
 
-def _grouped_matmul_triton(x, w, bounds, out=None):
+def _grouped_matmul_triton(x, w, bounds, out=None, apart=False):
     (slots, in_features), (experts, out_features, _) = x.shape, w.shape
     y = x.new_empty(slots, out_features) if out is None else out
     if y.numel() == 0:
         return y
-    rows, columns, depth, num_warps, num_stages = _tiling(x, experts)
+    rows, columns, depth, num_warps, num_stages = _tiling(x, experts, apart)
     transposed = has_aligned_rows(w.mT) and not has_aligned_rows(w)
     x_tiles, x_strides = _tiles_of(x[None], rows, depth)
     if transposed:
@@ -284,7 +287,9 @@ def _grouped_grad_w_triton(grad_y, x, bounds):
     return grad
 
 
-def grouped_matmul(x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = None) -> Tensor:
+def grouped_matmul(
+    x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = None, apart: bool = False
+) -> Tensor:
     """Multiply rows that are sorted by expert, each by the matrix of its expert.
 
     y[s, n] = sum over k of x[s, k] * w[e, n, k], for bounds[e] <= s < bounds[e + 1]
@@ -297,6 +302,7 @@ def grouped_matmul(x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = No
         w: (E, N, K) like `x`, E at most 256, any strides; copied unless its rows or columns do so.
         bounds: (E + 1,) int64, ascending, within 0..S, which nothing checks.
         out: (S, N) like `x`: is filled and returned. Rows of no expert are left as they are.
+        apart: whether the bits of a row must not depend on the other rows, nor on their number.
 
     Returns:
         (S, N) in the dtype of `x`, accumulated in float32; without `out`, zeros in rows of none.
@@ -312,7 +318,7 @@ def grouped_matmul(x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = No
     if out is not None and (out.dtype != x.dtype or out.shape != (len(x), shape[1])):
         raise ValueError(f"out {out.dtype} {tuple(out.shape)} is not {(len(x), shape[1])}")
     run = _grouped_matmul_triton if uses_triton(x) else _grouped_matmul_torch
-    return run(x, w, bounds, out)
+    return run(x, w, bounds, out, apart)
 
 
 def grouped_grad_w(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
@@ -386,6 +392,8 @@ def _matmul_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for label, x, w, bounds, grad_y in _draw(device):
         yield case(label, x, w, bounds)
         yield case(label + " transposed", grad_y, w.mT, bounds)
+        if len(x) in (40, 150):
+            yield Case(label + " apart", (x, w, bounds, None, True), case("", x, w, bounds).peer)
         if "in part" in label:
             yield case(label + " into", x, w, bounds, grad_y)
             # a NaN of one row or expert is not another's

@@ -22,7 +22,7 @@ from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
 from arbcli.kernels.update.random_bits import mix_reference, random_bits, random_words
 
 MAX_SYMBOLS = 256
-"""Every byte; one program holds all logits."""
+"""Every byte; one program holds all logits. Of more symbols the likeliest are found by a sort."""
 
 
 def choose_byte_reference(
@@ -67,11 +67,31 @@ def _choose_byte_torch(byte, text, logits, position, key, temperature, top_k, to
         if top_p < 1:
             share = torch.where(kept, score, -torch.inf).softmax(0)
             kept &= (likelier * share).sum(1) < top_p
-        word = random_bits(key, position[None], index)[0] >> 9 & 0x7FFFFF
-        noise = -(-((word + 0.5) * 2.0**-23).log()).log()
-        choice = torch.where(kept, score + noise, -torch.inf).argmax()
+        choice = torch.where(kept, score + _noise(key, position, index), -torch.inf).argmax()
     byte.copy_(choice)
     text.index_copy_(0, position.long()[None], choice.to(torch.uint8)[None])
+
+
+def _choose_among_many(byte, text, logits, position, key, temperature, top_k, top_p):
+    if temperature == 0:
+        choice = logits.argmax()
+    else:
+        score, symbol = logits.float().sort(descending=True, stable=True)
+        score = (score - score[0]) / temperature
+        rank = torch.arange(len(score), device=score.device)
+        kept = rank < top_k
+        if top_p < 1:
+            share = torch.where(kept, score, -torch.inf).softmax(0)
+            kept &= share.cumsum(0) - share < top_p
+        noisy = score + _noise(key, position, symbol.to(torch.int32))
+        choice = symbol[torch.where(kept, noisy, -torch.inf).argmax()]
+    byte.copy_(choice)
+    text.index_copy_(0, position.long()[None], choice.to(text.dtype)[None])
+
+
+def _noise(key, position, symbol):
+    word = random_bits(key, position[None], symbol)[0] >> 9 & 0x7FFFFF
+    return -(-((word + 0.5) * 2.0**-23).log()).log()
 
 
 @triton.jit
@@ -130,12 +150,15 @@ def choose_byte_(
     top_k: int,
     top_p: float,
 ) -> None:
-    """Choose the byte at `position` of `text` by its logits, in place.
+    """Choose the byte, or token, at `position` of `text` by its logits, in place.
+
+    Of more than 256 symbols the likeliest are found by sorting, by torch's operations everywhere.
 
     Args:
         byte: int64 of one element, set to the byte, for whoever reads it next.
-        text: (P,) uint8, contiguous; its element `position` is set to the byte.
-        logits: (V,) float32 or bfloat16, contiguous, V at most 256; finite, or -inf.
+        text: (P,) uint8, or int32 of more than 256 symbols, contiguous; its element `position` is
+            set to the byte.
+        logits: (V,) float32 or bfloat16, contiguous; finite, or -inf.
         position: int32 scalar tensor below P. It is read on the device.
         key: int32 scalar tensor, of the random stream.
         temperature: divides the logits; 0 takes the largest.
@@ -147,6 +170,8 @@ def choose_byte_(
     """
     _check(byte, text, logits, position, key)
     run = _choose_byte_triton if uses_triton(logits) else _choose_byte_torch
+    if len(logits) > MAX_SYMBOLS:
+        run = _choose_among_many
     run(byte, text, logits, position, key, temperature, top_k, top_p)
 
 
@@ -154,9 +179,10 @@ def _check(byte, text, logits, position, key):
     if logits.dtype not in (torch.float32, torch.bfloat16) or logits.dim() != 1:
         got = f"{logits.dtype} of shape {tuple(logits.shape)}"
         raise ValueError(f"need float32 or bfloat16 of shape (V,), got {got}")
-    if not 1 <= len(logits) <= MAX_SYMBOLS or not logits.is_contiguous():
-        raise ValueError(f"need 1 to {MAX_SYMBOLS} contiguous logits, got {tuple(logits.shape)}")
-    if text.dtype != torch.uint8 or text.dim() != 1 or not text.is_contiguous():
+    if not len(logits) or not logits.is_contiguous():
+        raise ValueError(f"need contiguous logits, got {tuple(logits.shape)}")
+    dtype = torch.uint8 if len(logits) <= MAX_SYMBOLS else torch.int32
+    if text.dtype != dtype or text.dim() != 1 or not text.is_contiguous():
         raise ValueError(f"text {text.dtype} {tuple(text.shape)} does not fit")
     check_element("byte", byte, torch.int64)
     check_scalars(torch.int32, position=position, key=key)

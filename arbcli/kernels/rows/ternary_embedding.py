@@ -30,6 +30,8 @@ from arbcli.kernels.runtime.backend import choose, uses_triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
+MOST_DECODED = 4096
+"""Rows of a table that is decoded whole where it is read more often than it has rows."""
 MOST_COUNTED = 1024
 """Rows of a table whose tokens are found by reading all ids for each; more take a sort."""
 
@@ -48,8 +50,13 @@ def embedding_grad_reference(grad_y: Tensor, ids: Tensor, num_embeddings: int) -
     return grad
 
 
+def decodes_whole(ids: Tensor, packed: Packed) -> bool:
+    """Return whether each row is decoded once, however often it is used."""
+    return packed.out_features < len(ids) and packed.out_features <= MOST_DECODED
+
+
 def _embedding_rows_torch(ids, packed, dtype=torch.bfloat16):
-    if len(ids) > packed.out_features:  # decode a row once, however often it is used
+    if decodes_whole(ids, packed):
         return embedding(ids, decode_digits(packed, dtype))
     return decode_digits(packed.rows(ids), dtype)
 
@@ -177,7 +184,7 @@ def _embedding_grad_kernel(
 
 def _embedding_rows_triton(ids, packed, dtype=torch.bfloat16):
     y = torch.empty(len(ids), packed.in_features, dtype=dtype, device=ids.device)
-    if len(ids) > packed.out_features:  # decode a row once, however often it is used
+    if decodes_whole(ids, packed):
         grid = (triton.cdiv(len(ids), 8), triton.cdiv(packed.in_features, 256))
         _table_rows_kernel[grid](
             ids, decode_weight_triton(packed, dtype), y, len(ids), packed.out_features,

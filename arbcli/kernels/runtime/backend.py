@@ -8,7 +8,7 @@ from torch import Tensor
 
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED
+from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TritonMissing
 
 BACKENDS = ("triton", "native", "torch", "interpreter")
 
@@ -45,10 +45,7 @@ def check_backend(name: str, device: torch.device) -> None:
         _check_native(device)
         return
     if not HAS_TRITON:
-        raise ArbError(
-            f"the `{name}` backend needs triton, which is not installed",
-            hint="install triton (Linux only), or use `--backend torch`",
-        )
+        raise TritonMissing(f"the `{name}` backend")
     if name == "interpreter" and not INTERPRETED:
         raise ArbError(
             "the `interpreter` backend was not asked for before the kernels were defined",

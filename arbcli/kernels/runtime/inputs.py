@@ -33,12 +33,20 @@ def check_scalars(dtype: torch.dtype, **scalars: Tensor) -> None:
             raise ValueError(f"{name}: need a scalar tensor of {dtype}, got {got}")
 
 
-def check_element(name: str, x: Tensor, dtype: torch.dtype) -> None:
-    """Refuse what is not one element of a dtype, in as many dimensions as it may have.
+def check_element(name: str, x: Tensor, dtype: torch.dtype, texts: Sequence[int] = ()) -> None:
+    """Refuse what is not one element of a dtype for each text, in as many dimensions as there are.
+
+    Args:
+        name: of the tensor.
+        x: the tensor.
+        dtype: that it must have.
+        texts: (B,) of several texts, else empty.
 
     Raises:
         ValueError: it is not.
     """
-    if x.dtype != dtype or x.numel() != 1:
+    number = texts[0] if texts else 1
+    if x.dtype != dtype or x.numel() != number or not x.is_contiguous():
         got = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"{name}: need one element of {dtype}, got {got}")
+        need = "one element" if number == 1 else f"{number} elements"
+        raise ValueError(f"{name}: need {need} of {dtype}, got {got}")

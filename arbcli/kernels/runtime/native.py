@@ -205,6 +205,11 @@ class NotRecorded(Exception):
 class _Watch(TorchDispatchMode):
     """Refuse operations of torch that do more than allocate or view a tensor."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch's compiler out: to tell it to leave this alone is to import it, for 2 s."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func.is_view and func.overloadpacket not in ALLOCATIONS:
             raise NotRecorded(str(func))

@@ -6,7 +6,9 @@
     S = a S + B (dt u),   y = silu(z) (C S + skip u)                           in each head
 
 The positions before are in a ring of W slots for W taps: position p is in slot p mod W, so nothing
-that is read is where something is written.
+that is read is where something is written. Of several texts each has programs of its own, which
+know nothing of the others. A text that does not go on keeps its state, and the slot of its next
+position may hold anything.
 """
 
 from collections.abc import Iterator
@@ -21,8 +23,13 @@ from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+
+SHARED = (3, 4, 5, 6)
+"""Arguments of `mamba_step` that are the same for all texts."""
 
 
+@text_by_text(7, *SHARED)
 def mamba_step_reference(
     rows: Tensor,
     ring: Tensor,
@@ -32,12 +39,14 @@ def mamba_step_reference(
     bias: Tensor,
     skip: Tensor,
     position: Tensor,
+    going_on: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute what `mamba_step` must return and leave behind, a head at a time in float64."""
     heads, states, width = state.shape
     inner, num_taps, p = heads * width, ring.shape[0], int(position)
     rows, ring, state = rows.double(), ring.double(), state.double()
     z, new, t = rows.split((inner, inner + 2 * states, heads))
+    before = state.clone()
     ring[p % num_taps] = new
     mixed = sum(taps[:, i].double() * ring[(p + 1 + i) % num_taps] for i in range(num_taps))
     mixed = mixed / (1 + torch.exp(-mixed))
@@ -49,10 +58,12 @@ def mamba_step_reference(
         decay = torch.exp(-torch.exp(rate[head].double()) * dt)
         state[head] = decay * state[head] + b[:, None] * (dt * u[own])
         y[own] = c @ state[head] + skip[head].double() * u[own]
-    return z / (1 + torch.exp(-z)) * y, ring, state
+    stays = going_on is not None and not going_on
+    return z / (1 + torch.exp(-z)) * y, ring, before if stays else state
 
 
-def _mamba_step_torch(rows, ring, state, taps, rate, bias, skip, position):
+@text_by_text(7, *SHARED)
+def _mamba_step_torch(rows, ring, state, taps, rate, bias, skip, position, going_on=None):
     heads, states, width = state.shape
     inner, num_taps = heads * width, len(ring)
     z, new, t = rows.split((inner, inner + 2 * states, heads))
@@ -64,8 +75,9 @@ def _mamba_step_torch(rows, ring, state, taps, rate, bias, skip, position):
     dt = functional.softplus(t.float() + bias)
     values = u * dt[:, None]
     decay = (-rate.exp() * dt).exp()
-    state.copy_(decay[:, None, None] * state + b[:, None] * values[:, None])
-    y = ((c[:, None] * state).sum(dim=1) + skip[:, None] * u).flatten()
+    found = decay[:, None, None] * state + b[:, None] * values[:, None]
+    y = ((c[:, None] * found).sum(dim=1) + skip[:, None] * u).flatten()
+    state.copy_(found if going_on is None else torch.where(going_on > 0, found, state))
     return (functional.silu(z.float()) * y).to(rows.dtype)
 
 
@@ -98,13 +110,18 @@ def _convolve(ring_ptr, taps_ptr, channel, mask, position, MIXED, TAPS: tl.const
 
 @triton.jit
 def _mamba_step_kernel(
-    rows_ptr, ring_ptr, state_ptr, taps_ptr, rate_ptr, bias_ptr, skip_ptr, position_ptr, y_ptr,
-    HEADS, N, P,
+    rows_ptr, ring_ptr, state_ptr, taps_ptr, rate_ptr, bias_ptr, skip_ptr, position_ptr,
+    going_on_ptr, y_ptr, HEADS, N, P,
     TAPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    head, position = tl.program_id(0), tl.load(position_ptr)
+    head, text = tl.program_id(0), tl.program_id(1)
+    position = tl.load(position_ptr + text)
     inner = HEADS * P
     MIXED = inner + 2 * N
+    rows_ptr += text.to(tl.int64) * (inner + MIXED + HEADS)
+    ring_ptr += text.to(tl.int64) * (TAPS * MIXED)
+    state_ptr += text.to(tl.int64) * (inner * N)
+    y_ptr += text.to(tl.int64) * inner
     n, p = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
     mask_n, mask_p = n < N, p < P
     # all that the kernel before this one does not write
@@ -132,8 +149,10 @@ def _mamba_step_kernel(
     b = _silu(b + new_b.to(tl.float32) * last_b)
     c = _silu(c + new_c.to(tl.float32) * last_c)
     state = tl.exp(-rate * dt) * state + b[:, None] * (u * dt)[None, :]
-    tl.store(state_ptrs, state, mask=mask)
     y = tl.sum(c[:, None] * state, axis=0) + skip * u
+    if going_on_ptr is not None:
+        mask = mask & (n < tl.where(tl.load(going_on_ptr + text) > 0, N, 0))[:, None]
+    tl.store(state_ptrs, state, mask=mask)
     tl.store(y_ptr + of_u, (_silu(z) * y).to(y_ptr.dtype.element_ty), mask=mask_p)
     slot_ptr = ring_ptr + position % TAPS * MIXED
     tl.store(slot_ptr + of_u, new_u, mask=mask_p)
@@ -142,12 +161,12 @@ def _mamba_step_kernel(
     tl.store(slot_ptr + of_c, new_c, mask=first)
 
 
-def _mamba_step_triton(rows, ring, state, taps, rate, bias, skip, position):
-    heads, states, width = state.shape
-    y = torch.empty(heads * width, dtype=rows.dtype, device=rows.device)
-    _mamba_step_kernel[(heads,)](
-        rows, ring, state, taps, rate, bias, skip, position, y, heads, states, width,
-        TAPS=len(ring), BLOCK_N=triton.next_power_of_2(states),
+def _mamba_step_triton(rows, ring, state, taps, rate, bias, skip, position, going_on=None):
+    heads, states, width = state.shape[-3:]
+    y = rows.new_empty(*position.shape, heads * width)
+    _mamba_step_kernel[(heads, position.numel())](
+        rows, ring, state, taps, rate, bias, skip, position, going_on, y, heads, states, width,
+        TAPS=ring.shape[-2], BLOCK_N=triton.next_power_of_2(states),
         BLOCK_P=triton.next_power_of_2(width), num_warps=4, **overlap_options(rows),
     )  # fmt: skip
     return y
@@ -162,8 +181,12 @@ def mamba_step(
     bias: Tensor,
     skip: Tensor,
     position: Tensor,
+    going_on: Tensor | None = None,
 ) -> Tensor:
     """Pass one position through a block, from its first projection to what its norm is given.
+
+    Of several texts `rows`, `ring`, `state`, `position` and the result have a dimension for them in
+    front.
 
     Args:
         rows: (2 H P + 2 N + H,) float32 or bfloat16, contiguous: z, u, B, C and t.
@@ -175,6 +198,7 @@ def mamba_step(
         bias: like `rate`.
         skip: like `rate`.
         position: int32 scalar tensor: how many positions came before. It is read on the device.
+        going_on: int32 like `position`, 0 where the state is to stay as it is; None is nowhere.
 
     Returns:
         (H P,) like rows.
@@ -182,26 +206,29 @@ def mamba_step(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    if rows.dtype not in (torch.float32, torch.bfloat16) or state.dim() != 3:
+    texts = position.shape
+    if rows.dtype not in (torch.float32, torch.bfloat16) or state.dim() != 3 + len(texts):
         got = f"{rows.dtype} and {tuple(state.shape)}"
         raise ValueError(f"need float32 or bfloat16 rows and a state of (H, N, P), got {got}")
-    heads, states, width = state.shape
-    mixed, num_taps, real = heads * width + 2 * states, len(ring), torch.float32
+    heads, states, width = state.shape[-3:]
+    mixed, real = heads * width + 2 * states, torch.float32
+    num_taps = ring.shape[-2] if ring.dim() > 1 else 0
     if not num_taps or num_taps & num_taps - 1:
         raise ValueError(f"need a power of two of taps, got {num_taps}")
     for name, part, dtype, shape in (
-        ("rows", rows, rows.dtype, (heads * width + mixed + heads,)),
-        ("ring", ring, rows.dtype, (num_taps, mixed)),
-        ("state", state, real, state.shape),
+        ("rows", rows, rows.dtype, (*texts, heads * width + mixed + heads)),
+        ("ring", ring, rows.dtype, (*texts, num_taps, mixed)),
+        ("state", state, real, (*texts, heads, states, width)),
         ("taps", taps, real, (mixed, num_taps)),
         ("rate", rate, real, (heads,)),
         ("bias", bias, real, (heads,)),
         ("skip", skip, real, (heads,)),
-        ("position", position, torch.int32, ()),
+        ("position", position, torch.int32, texts[:1]),
+        ("going_on", position if going_on is None else going_on, torch.int32, texts),
     ):
         check_contiguous(name, part, dtype, shape)
     run = _mamba_step_triton if uses_triton(rows) else _mamba_step_torch
-    return run(rows, ring, state, taps, rate, bias, skip, position)
+    return run(rows, ring, state, taps, rate, bias, skip, position, going_on)
 
 
 def draw_step(
@@ -236,9 +263,18 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     rows, *rest = draw_step(2, 5, 3, 4, 9, torch.float32, generator)
     extremes = torch.tensor([-90.0, 30.0], device=device)  # dt of hardly anything, and of much
     yield Case("steps of all sizes", (torch.cat((rows[:-2], extremes)), *rest))
+    going_on = torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
+    texts = [draw_step(2, 7, 5, 4, at, torch.float32, generator) for at in (0, 6, 13)]
+    texts = [(*inputs[:3], *texts[0][3:7], inputs[7]) for inputs in texts]
+    yield Case("three texts", (*beside_each_other(texts, *SHARED), going_on))
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         inputs = draw_step(16, 64, 64, 4, 9, torch.bfloat16, generator)
         yield Case("16x64x64 bf16", inputs, _with_state(_mamba_step_torch))
+        texts = [draw_step(16, 64, 64, 4, at, torch.bfloat16, generator) for at in range(9)]
+        texts = [(*inputs[:3], *texts[0][3:7], inputs[7]) for inputs in texts]
+        going_on = torch.ones(9, dtype=torch.int32, device=device)
+        inputs = (*beside_each_other(texts, *SHARED), going_on)
+        yield Case("9 texts of 16x64x64 bf16", inputs, _with_state(_mamba_step_torch))
 
 
 def _with_state(run):
@@ -255,6 +291,8 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     inputs = draw_step(16, 64, 64, 4, 9, torch.bfloat16, generator)
     peer = partial(_mamba_step_torch, *inputs)
     yield Timing("16x64x64 bf16", inputs, peer=peer, peer_name="torch, step by step")
+    inputs = beside_each_other([inputs] * 16, *SHARED)
+    yield Timing("16 texts of 16x64x64 bf16", inputs, run=_mamba_step_triton)
 
 
 MAMBA_STEP = KernelSpec(

@@ -8,6 +8,8 @@ from arbcli.config.site import Site
 from arbcli.kernels.rows.ternary_embedding import embedding_grad, embedding_rows
 from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.layers.symbols import SymbolWeight, in_chunks
+from arbcli.model.layers.table import RowsWeight, gradient_of_rows
 
 
 class EmbeddingWeight(StreamedTensor):
@@ -18,11 +20,19 @@ class EmbeddingWeight(StreamedTensor):
         return embedding_grad(grad_y, source, self.out_features)
 
 
+class EmbeddingRows(RowsWeight):
+    """The weight of a `TernaryEmbedding` of many symbols, of which a step changes those it read."""
+
+    def hand_on(self, sources: tuple[Tensor, ...], grad_y: Tensor) -> None:
+        """Sum the gradients of the rows that were read, and give these to the sink."""
+        self.sink(self, *gradient_of_rows(torch.cat(sources), grad_y, self.out_features))
+
+
 class _Embedding(Function):
     """Rows of w. There is no gradient but that of w, which goes to the weight's sink."""
 
     @staticmethod
-    def forward(ctx, ids: Tensor, anchor: Tensor, weight: EmbeddingWeight, dtype) -> Tensor:
+    def forward(ctx, ids: Tensor, anchor: Tensor, weight: StreamedTensor, dtype) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(ids)
         return embedding_rows(ids, weight.packed, dtype)
@@ -34,13 +44,23 @@ class _Embedding(Function):
 
 
 class TernaryEmbedding(nn.Module):
-    """Look up rows of a packed ternary table."""
+    """Look up rows of a packed ternary table.
+
+    Args:
+        num_embeddings: V.
+        dim: D.
+        site: where it stands.
+        area: the part of the model that the weights belong to.
+        tied: whether a `TiedHead` multiplies by the same weight.
+    """
 
     def __init__(
-        self, num_embeddings: int, dim: int, site: Site, *, area: str, std: float = 1.0
+        self, num_embeddings: int, dim: int, site: Site, *, area: str, tied: bool = False
     ) -> None:
         super().__init__()
-        self.weight = EmbeddingWeight(num_embeddings, dim, site, area=area, std=std)
+        kind = EmbeddingRows if in_chunks(num_embeddings) else EmbeddingWeight
+        kind = SymbolWeight if tied else kind
+        self.weight = kind(num_embeddings, dim, site, area=area)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Turn (...) int64 ids into (..., D) vectors of `dtype`."""

@@ -55,8 +55,13 @@ class ExpertWeight(StreamedTensor):
             x, before = before(x), None
         return _grouped_linear(x, self, bounds, before)
 
-    def product(self, x: Tensor, bounds: Tensor, *, transposed: bool = False) -> Tensor:
-        """Multiply the slots of each expert, (S, K) sorted, by its matrix, or that transposed."""
+    def product(
+        self, x: Tensor, bounds: Tensor, *, transposed: bool = False, apart: bool = False
+    ) -> Tensor:
+        """Multiply the slots of each expert, (S, K) sorted, by its matrix, or that transposed.
+
+        Where they are `apart`, the bits of a slot depend on no other.
+        """
         width = self.in_features if transposed else self.of_one
         y = x.new_empty(len(x), width)  # every slot has an expert
         in_four_bits, scales = self.nvfp4 and len(x) > FUSED_ROWS, []
@@ -69,7 +74,7 @@ class ExpertWeight(StreamedTensor):
             if in_four_bits:
                 w, of_w = round_stack_nvfp4(w)
                 scales.append(of_x * of_w)
-            grouped_matmul(x, w, bounds[some.start : some.stop + 1], out=y)
+            grouped_matmul(x, w, bounds[some.start : some.stop + 1], y, apart)
         if in_four_bits:
             slots = torch.arange(len(x), device=x.device)
             owners = torch.searchsorted(bounds[1:], slots, right=True)

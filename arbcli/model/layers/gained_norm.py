@@ -6,7 +6,6 @@ from torch.autograd import Function
 from arbcli.config.site import Site
 from arbcli.kernels.norm.rms_norm import rms_norm, rms_norm_backward
 from arbcli.model.layers.compiled import operator
-from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.vector import TernaryVector
 
 
@@ -24,29 +23,31 @@ class GainedRMSNorm(TernaryVector):
 
     def __init__(self, dim: int, site: Site) -> None:
         super().__init__([1.0] * dim, site, area="norms")
+        self.eps = site.norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of (..., D); differentiable."""
-        return _gained_norm(x, super().forward())
+        return _gained_norm(x, super().forward(), self.eps)
 
 
 class _GainedNorm(Function):
     """Gains times the normalised input, rounded twice in bf16."""
 
     @staticmethod
-    def forward(x: Tensor, gain: Tensor) -> Tensor:
-        return rms_norm(x, None, NORM_EPS).mul_(gain)
+    def forward(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, None, eps).mul_(gain)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+        *saved, ctx.eps = inputs
+        ctx.save_for_backward(*saved)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
         x, gain = ctx.saved_tensors
-        grad_x, normal = rms_norm_backward(grad_y * gain.to(grad_y.dtype), x, None, NORM_EPS)
+        grad_x, normal = rms_norm_backward(grad_y * gain.to(grad_y.dtype), x, None, ctx.eps)
         product = (grad_y.float() * normal).flatten(0, -2)
-        return grad_x, product.sum(dim=0)
+        return grad_x, product.sum(dim=0), None
 
 
 _gained_norm = operator(_GainedNorm)

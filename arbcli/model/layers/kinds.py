@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from arbcli.config.model import VOCABULARY
+from arbcli.config.model import ModelConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.config.site import Site
 from arbcli.kernels.streams.stream_weights import stream_weights_torch
@@ -20,6 +20,7 @@ from arbcli.model.layers.loss import cross_entropy
 from arbcli.model.layers.norm import ClampedGate, TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.rotary import rotary_norm, rotary_table
 from arbcli.model.layers.streams import mix_streams, stream_weights
+from arbcli.model.layers.symbols import SymbolHead, TiedHead, in_chunks
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.widths import head_lr_factor
 
@@ -85,10 +86,22 @@ def stream_norm(site: Site) -> nn.Module:
     return (parts.gained_norm if site.norm_gain else parts.norm)(site.dim, site)
 
 
-def byte_head(site: Site) -> nn.Module:
+def symbol_embedding(config: ModelConfig) -> nn.Module:
+    """Make the embedding of bytes or tokens."""
+    site = config.site()
+    kind = layers_for(site).embedding
+    return kind(config.vocabulary, site.dim, site, area="embedding", tied=config.tied)
+
+
+def symbol_head(config: ModelConfig, embedding: nn.Module) -> nn.Module:
     """Make the linear layer that gives logits; it is never multiplied in eight bits."""
-    return layers_for(site).linear(
-        VOCABULARY,
+    site, ternary = config.site(), config.weights == "ternary"
+    if config.tied and ternary:
+        return TiedHead(embedding.weight)
+    if ternary and in_chunks(config.vocabulary):
+        return SymbolHead(config.vocabulary, site.dim, site, area="head")
+    head = layers_for(site).linear(
+        config.vocabulary,
         site.dim,
         site,
         area="head",
@@ -96,3 +109,6 @@ def byte_head(site: Site) -> nn.Module:
         lr_factor=head_lr_factor(site),
         in_eight_bits=False,
     )
+    if config.tied:
+        head.weight = embedding.weight
+    return head

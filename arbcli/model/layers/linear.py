@@ -12,6 +12,7 @@ from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_e4m3 import largest_exponents
 from arbcli.kernels.codec.decode_weight import decode_weights_triton
 from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.matmul.arranged import MOST_ROWS
 from arbcli.kernels.matmul.coded import Coded, code
 from arbcli.kernels.matmul.coded_rows import coded_rows
 from arbcli.kernels.matmul.digits_matmul import (
@@ -284,6 +285,8 @@ class TernaryLinear(nn.Module):
 
     averages = True
     """Whether `fused` may be given parts of attention."""
+    _arranged: Coded | ArrangedDigits | None = None
+    _decoded: Tensor | None = None
 
     def __init__(
         self,
@@ -305,8 +308,6 @@ class TernaryLinear(nn.Module):
         }
         self.weight = LinearWeight(out_features, in_features, site, area=area, **about)
         self.weight.in_eight_bits = in_eight_bits
-        self._arranged: Coded | ArrangedDigits | None = None
-        self._decoded: Tensor | None = None
 
     def forward(
         self,
@@ -389,9 +390,17 @@ class TernaryLinear(nn.Module):
             self._arranged = arrange(self._above(beside), gated)
         if in_parts or (len(rows) == 1 and self.takes_parts):
             y = row_matmul(rows, self._arranged, eps, added, early=early)
+        elif all_digits:
+            pieces = [slice(at, at + MOST_ROWS) for at in range(0, len(rows), MOST_ROWS)]
+            found = [
+                digits_matmul(
+                    rows[some], self._arranged, eps, None if added is None else added[some]
+                )
+                for some in pieces
+            ]
+            y = found[0] if len(found) == 1 else torch.cat(found)
         else:
-            multiply = digits_matmul if all_digits else coded_rows
-            y = multiply(rows, self._arranged, eps, added)
+            y = coded_rows(rows, self._arranged, eps, added)
         return y.view(*shape, -1)
 
     def _above(self, beside: "TernaryLinear | None") -> Packed:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.config.site import NORM_EPS as NORM_EPS
 from arbcli.config.site import Site
 from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.packed import Packed
@@ -18,7 +19,6 @@ from arbcli.kernels.norm.rms_norm import add_rms_norm, rms_norm, rms_norm_backwa
 from arbcli.model.layers.compiled import Findable
 from arbcli.model.packed import TernaryTensor
 
-NORM_EPS = 1e-6
 LIMIT = 10.0
 """Of what a `ClampedGate` lets in."""
 

@@ -26,10 +26,7 @@ def _compute_table(
     # in float32 far positions lose digits, and a GPU of Apple has no float64
     on_mps = torch.empty(0, device=device).is_mps
     exact = {"device": "cpu" if on_mps else device, "dtype": torch.float64}
-    frequency = rotary.base ** (-torch.arange(0, turned, 2, **exact) / turned)
-    if rotary.scaling != "none":
-        kept = _kept_share(frequency, rotary)
-        frequency = frequency * (kept + (1 - kept) / rotary.factor)
+    frequency = rotary_rates(turned, rotary, exact["device"])
     if turned < head_dim:
         still = torch.zeros((head_dim - turned) // 2, **exact)
         frequency = torch.cat((frequency, still))
@@ -48,6 +45,16 @@ def _compute_table(
         stop = min(start + ROWS_AT_ONCE, length)
         cos[start:stop], sin[start:stop] = rows(start, stop)
     return cos, sin
+
+
+def rotary_rates(turned: int, rotary: RotaryConfig, device: torch.device | str = "cpu") -> Tensor:
+    """Compute the radians a position by which each pair turns, (turned / 2,) float64."""
+    places = torch.arange(0, turned, 2, dtype=torch.float64, device=device)
+    frequency = rotary.base ** (-places / turned)
+    if rotary.scaling == "none":
+        return frequency
+    kept = _kept_share(frequency, rotary)
+    return frequency * (kept + (1 - kept) / rotary.factor)
 
 
 def _kept_share(frequency: Tensor, rotary: RotaryConfig) -> Tensor | float:

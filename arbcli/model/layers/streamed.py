@@ -78,10 +78,20 @@ class StreamedTensor(Findable, TernaryTensor):
         self._awaited -= 1
         if self._awaited > 0:
             return
-        sources, grads = zip(*self._pairs, strict=True)
+        uses = self._pairs
         self.forget()
         if self.sink is not None:
-            self.hand_on(sources, grads[0] if len(grads) == 1 else torch.cat(grads))
+            self.hand_on_uses(uses)
+
+    @property
+    def is_last_use(self) -> bool:
+        """Whether the next backward is that of the only use."""
+        return self._awaited <= 1 and not self._pairs
+
+    def hand_on_uses(self, uses: list[tuple[Any, Tensor]]) -> None:
+        """Form the gradient from the pairs of all uses, and give it to the sink."""
+        sources, grads = zip(*uses, strict=True)
+        self.hand_on(sources, grads[0] if len(grads) == 1 else torch.cat(grads))
 
     def hand_on(self, sources: tuple[Any, ...], grad_y: Tensor) -> None:
         """Form the gradient from what all uses saw, and give it to the sink."""

@@ -14,6 +14,7 @@ from torch.autograd import Function
 from arbcli.config.site import Site
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import (
+    TouchedRows,
     touched_rows,
     weighted_rows,
     weighted_rows_grad,
@@ -29,7 +30,36 @@ MOST_USES = 127
 """Where the counters of rows stop."""
 
 
-class TableWeight(StreamedTensor):
+def gradient_of_rows(ids: Tensor, grad_y: Tensor, num_rows: int) -> tuple[Tensor, TouchedRows]:
+    """Sum the gradients of rows that were looked up.
+
+    Args:
+        ids: (M,) int64.
+        grad_y: (M, D).
+        num_rows: V, of the table.
+
+    Returns:
+        (R, D) float32, R being min(M, V), and which rows these are.
+    """
+    touched = touched_rows(ids, num_rows)
+    ones = torch.ones(len(ids), dtype=torch.float32, device=ids.device)
+    slots = torch.arange(len(ids), device=ids.device)
+    return weighted_rows_grad(grad_y, ones, slots, touched, torch.float32), touched
+
+
+class RowsWeight(StreamedTensor):
+    """A tensor of many rows, of which a step changes those that were read."""
+
+    by_rows = True
+
+    def count_use(self, rows: Tensor) -> None:
+        """Count nothing: every row is as good as one that was stepped."""
+
+    def declare_wire(self) -> None:
+        """Declare nothing: what a step sends of a row has an exponent of its own."""
+
+
+class TableWeight(RowsWeight):
     """The rows of a `TernaryTable`.
 
     Trits are nearly all zero at first, so that a row that was never read before adds no noise.
@@ -60,9 +90,6 @@ class TableWeight(StreamedTensor):
         """Count a step of some rows, (R,) int64; one that does not exist is dropped."""
         used = gather_rows(self.usage, rows)
         scatter_rows_(self.usage, rows, used + (used < MOST_USES).to(torch.int8))
-
-    def declare_wire(self) -> None:
-        """Declare nothing: what a step sends of a row has an exponent of its own."""
 
     def alive(self) -> float:
         """Find the share of rows that any step has changed; waits for the device."""

@@ -74,11 +74,10 @@ class Attention(CachedAttention):
         self.heads, self.kv_heads, self.width = config.heads, config.key_heads, config.width(site)
         self.window, self.rotary = config.window, config.rotary
         self.turned = config.rotated(site)
-        self.normalises = config.query_key_norm != "none"
+        self.normalises, self.eps = config.query_key_norm != "none", site.norm_eps
         inner, kv = self.heads * self.width, self.kv_heads * self.width
         self.fits_kernels = fits_kernels(config)
         self.steps_fused = inner % 8 == 0  # kernels of a row read eight numbers at once
-        self.steps_several = self.fits_kernels and config.window is None and not config.output_bias
         turning = parts.rotary_norm if self.fits_kernels else parts.rotary_angles
         self.turning = turning(site.ctx, self.width, self.rotary)
         self.qkv = parts.linear(inner + 2 * kv, dim, site, **about)
@@ -112,10 +111,7 @@ class Attention(CachedAttention):
         if self.fits_kernels and state is not None and length == 1 and state.fuses:
             y = state.attend_one(qkv)
         else:
-            prepare = self.turning if self.fits_kernels else self._prepare
-            q, k, v = prepare(qkv, state.angles if state else None)  # (B, heads, T, width) each
-            sink = self._sinks()
-            y = state.attend(q, k, v, sink) if state else self._attend(q, k, v, sink)
+            y = self._attend_after(state, qkv) if state else self._attend(qkv)
         y = y.transpose(1, 2).reshape(batch, length, -1)
         return Flow(x, self._biased(self.output(y, self.sub_norm)))
 
@@ -145,12 +141,14 @@ class Attention(CachedAttention):
         """Normalise (B, heads, T, d), and turn it by (T, d / 2) angles."""
         y = x.float()
         if self.normalises:
-            y = functional.rms_norm(y, y.shape[-1:], gain() if gain else None, NORM_EPS)
+            y = functional.rms_norm(y, y.shape[-1:], gain() if gain else None, self.eps)
         return rotate(y, *angles).to(x.dtype)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
-        """Attend within whole windows, (3)."""
-        length = q.shape[-2]
+    def _attend(self, qkv: Tensor) -> Tensor:
+        """Attend within whole windows, (2) and (3)."""
+        prepare = self.turning if self.fits_kernels else self._prepare
+        q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
+        length, sink = q.shape[-2], self._sinks()
         (k,), (v,) = self.as_stored(k, turned=self.turned), self.as_stored(v)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
         short = self.window is not None and self.window < length
@@ -162,21 +160,25 @@ class Attention(CachedAttention):
             return attend_with_sink(q, k, v, sink, seen)
         return attend_in_window(q, k, v, self.window) if short else attend_causally(q, k, v)
 
-    def step(self, x: Tensor, state: "Ring") -> Tensor:
+    def step(self, x: Tensor, state: "Ring", *, whole: bool = True) -> Tensor:
         """Mix positions with those before them: see `Part.step`."""
         qkv = self.qkv.fused(x, normalise=True, early=self.fits_kernels)
         if self.fits_kernels:
             qkv = qkv.view(*x.shape[:2], 3, self.heads, self.width)
         if not self.fits_kernels or x.shape[1] > 1:
-            prepare = self.turning if self.fits_kernels else self._prepare
-            y = state.attend(*prepare(qkv, state.angles), self._sinks())
+            y = state.each_text(self._attend_after, qkv)
             y = y.transpose(1, 2).reshape(*x.shape[:2], -1)
         elif self.output.takes_parts and state.leaves_parts(qkv):
             y = state.attend_in_parts(qkv)
         else:
             y = state.attend_one(qkv).view(len(x), 1, -1)
         normalise, early = self.sub_norm is not None, self.output_bias is None
-        return self._biased(self.output.fused(y, normalise=normalise, added=x, early=early))
+        added = x if whole else None
+        return self._biased(self.output.fused(y, normalise=normalise, added=added, early=early))
+
+    def _attend_after(self, state: "Ring", qkv: Tensor) -> Tensor:
+        prepare = self.turning if self.fits_kernels else self._prepare
+        return state.attend(*prepare(qkv, state.angles), self._sinks())
 
     def new_state(self, clock: Clock) -> "Ring":
         """Make rings for keys and values."""
@@ -218,6 +220,8 @@ class Ring(State):
         rotary: the angles of positions.
     """
 
+    by_text = ("keys", "values", "exponents", "tickets")
+
     def __init__(
         self,
         clock: Clock,
@@ -227,16 +231,12 @@ class Ring(State):
         rotary: RotaryConfig = PLAIN,
     ) -> None:
         self._begin(clock, width, window, rotary)
-        texts, device = () if clock.texts is None else (clock.texts,), clock.device
-        ring = (2, *texts, heads, self.window, width)
-        self.keys, self.values = torch.zeros(ring, dtype=clock.stored or clock.dtype, device=device)
+        ring = (heads, self.window, width)
+        self.keys, self.values = (clock.zeros(*ring, dtype=clock.stored) for _ in range(2))
         self.exponents: Tensor | None = None
         if clock.stored:
-            self.exponents = torch.zeros(ring[:-1], dtype=torch.int8, device=device)
-        shape = (*texts, heads)
-        self.tickets = clock.kept(
-            ("tickets", heads), lambda: torch.zeros(shape, dtype=torch.int32, device=device)
-        )
+            self.exponents = clock.zeros(2, heads, self.window, dtype=torch.int8)
+        self.tickets = clock.kept(("tickets", heads), lambda: clock.zeros(heads, dtype=torch.int32))
 
     fuses = True
     """Whether kernels of a step read what is kept."""
@@ -259,16 +259,6 @@ class Ring(State):
 
     def _slot(self, position: Tensor) -> Tensor:
         return position % self.window
-
-    def of(self, text: int, clock: Clock) -> "Ring":
-        """Make the rings of one of several texts."""
-        own = Ring.__new__(Ring)
-        State.__init__(own, clock)
-        own.window, own.short, own.exponents = self.window, False, None
-        own.width, own.rotary, own.table = self.width, self.rotary, self.table
-        own.keys, own.values = self.keys[text], self.values[text]
-        own.tickets = self.tickets[text]
-        return own
 
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
@@ -348,7 +338,7 @@ class Ring(State):
             self.exponents[index].index_copy_(1, self.here.slots, exponents)
 
     def attend_one(self, qkv: Tensor) -> Tensor:
-        """Store one new position, of each text that goes on, and attend to the last W.
+        """Store one new position of each text, and attend to the last W.
 
         No shape depends on the position.
 
@@ -360,14 +350,15 @@ class Ring(State):
         """
         clock = self.clock
         about = (clock.position, *self.table, self.tickets, NORM_EPS)
-        if clock.texts is not None:
+        if clock.texts is not None and self.exponents is None:
             return decode_attention_rows(qkv[:, 0], self.keys, self.values, *about)[:, :, None]
+        rows = qkv.view(*clock.position.shape, *qkv.shape[2:])
         if self.exponents is None:
-            y = decode_attention(qkv[0, 0], self.keys, self.values, *about, self.short)
+            y = decode_attention(rows, self.keys, self.values, *about, self.short)
         else:
             rings = (self.keys, self.values, self.exponents)
-            y = decode_attention_8bit(qkv[0, 0], *rings, *about)
-        return y[None, :, None]
+            y = decode_attention_8bit(rows, *rings, *about)
+        return y.view(-1, *y.shape[-2:])[:, :, None]
 
     def leaves_parts(self, qkv: Tensor) -> bool:
         """Whether `attend_in_parts` is for this; a short ring has a program for all of a head."""
@@ -390,27 +381,28 @@ class MixedRing(Ring):
         layer: the attention.
     """
 
+    by_text = ("keys", "values")
     fuses = False
 
     def __init__(self, clock: Clock, layer: Attention) -> None:
         self._begin(clock, layer.width, layer.window, layer.rotary)
         shape = (self.window, layer.kv_heads, layer.width)
-        self._kept = Rows(shape, clock, layer.turned), Rows(shape, clock)
+        self.keys, self.values = Rows(clock, *shape, layer.turned), Rows(clock, *shape)
 
     def written(self) -> Iterator[Written]:
         """List the rings."""
-        for rows in self._kept:
+        for rows in (self.keys, self.values):
             yield from rows.written(lambda position: position)
 
     def _entries(self, *new: Tensor) -> tuple[list, tuple[Tensor, ...]]:
-        pairs = zip(self._kept, new, strict=True)
+        pairs = zip((self.keys, self.values), new, strict=True)
         return list(new), tuple(rows.rounded(part) for rows, part in pairs)
 
     def _read(self, _dtype: torch.dtype, slots: Tensor | None = None) -> list[Tensor]:
         if slots is None:
             slots = torch.arange(self.window, device=self.clock.device)
-        return [rows.get(slots).transpose(0, 1) for rows in self._kept]
+        return [rows.get(slots).transpose(0, 1) for rows in (self.keys, self.values)]
 
     def _store(self, entries: list[Tensor]) -> None:
-        for rows, part in zip(self._kept, entries, strict=True):
+        for rows, part in zip((self.keys, self.values), entries, strict=True):
             rows.put(self.here.slots, part.transpose(0, 1))

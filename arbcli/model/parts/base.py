@@ -19,8 +19,8 @@ class Part(nn.Module):
     """Of the norm before it; None is `name` with `_norm`."""
     steps_fused = False
     """Whether `step` has kernels for one position of a text, where shapes and storage allow."""
-    steps_several = False
-    """Whether these kernels take a position of each of several texts."""
+    steps_texts = False
+    """Whether there is `step_texts`."""
     steps_along = False
     """Whether these kernels take several positions of a text, where they are loops on a CPU."""
 
@@ -47,10 +47,22 @@ class Part(nn.Module):
         """
         raise NotImplementedError
 
-    def step(self, x: Tensor, state: Any) -> Tensor:
+    def step(self, x: Tensor, state: Any, *, whole: bool = True) -> Tensor:
         """Add to one position, (1, 1, D), or of several texts (B, 1, D): see `steps_fused`.
 
         A part that `steps_along` takes several of a text, (1, T, D), too.
+
+        Args:
+            x: the stream.
+            state: of the text before, or of several.
+            whole: whether to return the sum, or what is to be added alone.
+        """
+        raise NotImplementedError
+
+    def step_texts(self, x: Tensor, norm: nn.Module, reading: Reading) -> Tensor:
+        """Compute what to add to a position of each of several texts, (B, 1, D), without a state.
+
+        What a text gives has bits that depend on no other, nor on their number.
         """
         raise NotImplementedError
 

@@ -324,17 +324,17 @@ class CompressedAttention(CachedAttention):
             losses["indexer"] = [divergence]
         return Flow(x, self.output(y.flatten(2), self.sub_norm), losses)
 
-    def step(self, x: Tensor, state: CompressedState) -> Tensor:
+    def step(self, x: Tensor, state: CompressedState, *, whole: bool = True) -> Tensor:
         """Mix one position with those before it: see `Part.step`."""
-        row = self.projection.fused(x, normalise=True).flatten()
-        q, new = self._parted(row)
+        q, new = self._parted(self.projection.fused(x, normalise=True))
         beta = self.beta.prepared() if self.beta else state.no_beta
-        still = state.append(new.view(3, self.kv_heads, self.width), beta)
+        still = state.append(new.unflatten(-1, (3, self.kv_heads, -1)), beta)
         if self.indexer:
             query = self.indexer.query.fused(x, normalise=True)
-            state.choose(query, self.indexer.key.fused(still.view(1, 1, -1), normalise=False))
-        y = state.attend_one(q.view(self.heads, self.width), self.sink.prepared()).view(1, 1, -1)
-        return self.output.fused(y, normalise=self.sub_norm is not None, added=x)
+            state.choose(query, self.indexer.key.fused(still.flatten(2), normalise=False))
+        y = state.attend_one(q.unflatten(-1, (self.heads, -1)), self.sink.prepared())
+        added, normalise = x if whole else None, self.sub_norm is not None
+        return self.output.fused(y.flatten(2), normalise=normalise, added=added)
 
     def new_state(self, clock: Clock) -> CompressedState:
         """Make rings for the last positions and for entries."""

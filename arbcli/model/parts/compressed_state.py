@@ -33,6 +33,8 @@ class CompressedState(State):
         layer: the `CompressedAttention`.
     """
 
+    by_text = ("recent", "entries", "open", "keys", "choice", "tickets")
+
     def __init__(self, clock: Clock, layer: Any) -> None:
         super().__init__(clock)
         clock.limit(min(clock.ctx, clock.positions))
@@ -46,13 +48,12 @@ class CompressedState(State):
         if layer.beta is None:
             self.no_beta = layer.gate_bias(device)
         self.tickets = clock.kept(
-            ("tickets", layer.heads),
-            lambda: torch.zeros(layer.heads, dtype=torch.int32, device=device),
+            ("tickets", layer.heads), lambda: clock.zeros(layer.heads, dtype=torch.int32)
         )
-        self.recent = Rows((min(self.window, positions), *vector), clock, layer.turned)
+        self.recent = Rows(clock, min(self.window, positions), *vector, layer.turned)
         slots = min(self.most, positions // self.ratio) + 1
-        self.entries = Rows((slots, *vector), clock, layer.turned)
-        self.open = torch.zeros(2, self.ratio, layer.kv, dtype=clock.dtype, device=device)
+        self.entries = Rows(clock, slots, *vector, layer.turned)
+        self.open = clock.zeros(2, self.ratio, layer.kv)
         """Values and gates of the bytes of the open block."""
         self.keys: Tensor | None = None
         """(slots, width): the indexer's, of the entries; e4m3 where these are in eight bits."""
@@ -61,10 +62,9 @@ class CompressedState(State):
         if layer.indexer:
             indexer = layer.indexer
             self.index_table = indexer.table(rows, device)
-            kept = E4M3 if clock.stored else clock.dtype
-            self.keys = torch.zeros(slots, indexer.width, dtype=kept, device=device)
+            self.keys = clock.zeros(slots, indexer.width, dtype=E4M3 if clock.stored else None)
             size = max(1, min(indexer.top_k, slots - 1))
-            self.choice = torch.full((size,), -1, dtype=torch.int32, device=device)
+            self.choice = clock.zeros(size, dtype=torch.int32) - 1
 
     def written(self) -> Iterator[Written]:
         """List what is kept; one position writes to the open entry and to its key, too."""
@@ -76,7 +76,7 @@ class CompressedState(State):
         yield from self.entries.written(entry)
         yield Written(self.open)  # all of it: several positions leave but those of the last block
         if self.keys is not None:
-            yield Written(self.keys, lambda position: entry(position) % len(self.keys))
+            yield Written(self.keys, lambda position: entry(position) % len(self.entries))
             yield Written(self.choice)
 
     def attend(
@@ -202,28 +202,36 @@ class CompressedState(State):
     ) -> Tensor:
         """Attend with one new byte; no shape depends on its position."""
         layer = self.layer
-        new = torch.stack((recent, values, gates)).view(3, layer.kv_heads, layer.width)
+        new = torch.stack((recent, values, gates), dim=2).unflatten(-1, (layer.kv_heads, -1))
         still = self.append(new, layer.gate_bias(new.device))
         if self.keys is not None:
-            self.choose(layer.indexer.query(x, norm), layer.indexer.key(still.view(1, 1, -1)))
-        return self.attend_one(q.reshape(q.shape[2:]), layer.sink())[None, None]
+            self.choose(layer.indexer.query(x, norm), layer.indexer.key(still.flatten(2)))
+        return self.attend_one(q, layer.sink())
 
     def append(self, new: Tensor, beta: Tensor) -> Tensor:
-        """Store one byte, (3, G, d) of vector, value and gate: the open entry, (G, d)."""
-        place = self.clock.position
-        if self.layer.key_gain or self.clock.mixed:
-            return self._append_plainly(new, beta, place.long()[None])
-        rest = (self.open, beta, place, *self.table, NORM_EPS, self.exponents)
-        return append_position_(new, self.recent.codes, self.entries.codes, *rest)
+        """Store one byte of each text.
 
-    def _append_plainly(self, new: Tensor, beta: Tensor, place: Tensor) -> Tensor:
-        """Do as `append` does, by plain operations behind the norm; place is (1,) int64."""
-        cos, sin = self.table
-        flat, rows = (
-            (torch.ones_like(cos), torch.zeros_like(sin)),
-            new.new_empty(2, 1, *new.shape[1:]),
-        )
-        still = append_position_(new, *rows, self.open, beta, place[0].int(), *flat, NORM_EPS)
+        Args:
+            new: (B, 1, 3, G, d) of vector, value and gate.
+            beta: see `append_position_`.
+
+        Returns:
+            (B, 1, G, d), the open entries.
+        """
+        if self.layer.key_gain or self.clock.mixed:
+            return self._append_plainly(new[0, 0].contiguous(), beta)[None, None]
+        texts = self.clock.position.shape
+        rest = (self.open, beta, self.clock.position, *self.table, NORM_EPS, self.exponents)
+        new = new.reshape(*texts, *new.shape[2:]).contiguous()
+        still = append_position_(new, self.recent.codes, self.entries.codes, *rest)
+        return still.view(-1, 1, *still.shape[-2:])
+
+    def _append_plainly(self, new: Tensor, beta: Tensor) -> Tensor:
+        """Do as `append` does with (3, G, d) of one text, by plain operations behind the norm."""
+        (cos, sin), place = self.table, self.clock.position.long()[None]
+        flat, rows = (torch.ones_like(cos), torch.zeros_like(sin)), torch.empty_like(new[:2, None])
+        about = (self.open, beta, self.clock.position, *flat, NORM_EPS)
+        still = append_position_(new, *rows, *about)
         number = place // self.ratio
         for kept, slot, at, row in (
             (self.recent, place, place, rows[0]),
@@ -232,6 +240,11 @@ class CompressedState(State):
             angles = [part[at, None] for part in self.table]
             kept.put(slot % len(kept), self.layer.placed(row, angles).to(new.dtype))
         return still
+
+    @property
+    def fuses(self) -> bool:
+        """Whether kernels of a step read what is kept."""
+        return not self.clock.mixed
 
     @property
     def exponents(self) -> tuple[Tensor, Tensor] | None:
@@ -244,26 +257,31 @@ class CompressedState(State):
         """Store the key of the open entry, and choose anew if it is complete now.
 
         Args:
-            query: what the indexer's projection makes of the byte.
-            key: what it makes of the entry.
+            query: what the indexer's projection makes of the byte, (B, 1, n).
+            key: what it makes of the entry, likewise.
         """
+        texts = self.clock.position.shape
         about = (self.clock.position, *self.index_table, self.ratio, self.most, NORM_EPS)
-        choose_next_(query.flatten(), key.flatten(), self.keys, self.choice, *about)
+        rows = (part.view(*texts, -1) for part in (query, key))
+        choose_next_(*rows, self.keys, self.choice, *about)
 
     def attend_one(self, q: Tensor, sink: Tensor) -> Tensor:
-        """Attend with the byte that was stored last, (H, d) as projected."""
-        recent, entries, choice = self.recent.codes, self.entries.codes, self.choice
-        if choice is not None and len(choice) >= len(entries) - 1:
+        """Attend with the byte that was stored last, (B, 1, H, d) as projected."""
+        choice = self.choice
+        if choice is not None and choice.shape[-1] >= len(self.entries) - 1:
             choice = None  # all that are complete are chosen
         if self.clock.mixed:
-            return self._attend_plainly(q, sink, choice)
+            return self._attend_plainly(q[0, 0], sink, choice)[None, None]
         about = (choice, sink, self.clock.position, *self.table, self.tickets)
-        return decode_compressed(
-            q, recent, entries, *about, self.ratio, self.most, NORM_EPS, self.exponents
-        )
+        x = q.reshape(*self.clock.position.shape, *q.shape[2:]).contiguous()
+        y = decode_compressed(
+            x, self.recent.codes, self.entries.codes, *about, self.ratio, self.most, NORM_EPS,
+            self.exponents,
+        )  # fmt: skip
+        return y.view(q.shape)
 
     def _attend_plainly(self, q: Tensor, sink: Tensor, choice: Tensor | None) -> Tensor:
-        """Do as `attend_one` does, by plain operations; no shape depends on the position."""
+        """Do as `attend_one` does with (H, d) of one text; no shape depends on the position."""
         position, (window, slots) = self.clock.position, (len(self.recent), len(self.entries))
         complete = (position + 1) // self.ratio
         if choice is not None:
@@ -275,18 +293,12 @@ class CompressedState(State):
         places = torch.arange(window, device=q.device)
         seen = torch.cat((there, places <= position))
         keys = torch.cat((self.entries.get(numbers % slots), self.recent.get(places)))
-        here = [part[position.long()[None]] for part in self.table]
-        q = functional.rms_norm(q.float(), q.shape[-1:], eps=NORM_EPS)
-        q = rotate(q, *here).unflatten(0, (keys.shape[1], -1))  # (G, heads, d)
+        cos, sin = (part[position.long()[None]] for part in self.table)
+        normal = functional.rms_norm(q.float(), q.shape[-1:], eps=NORM_EPS)
+        heads = rotate(normal, cos, sin).unflatten(0, (keys.shape[1], -1))  # (G, heads, d)
         keys = keys.float().movedim(1, 0)
-        scores = (q @ keys.mT) / math.sqrt(q.shape[-1])
+        scores = (heads @ keys.mT) / math.sqrt(q.shape[-1])
         scores = scores.masked_fill(~seen, -torch.inf)
         scores = torch.cat((scores, sink.view(len(keys), -1, 1)), dim=-1)
         y = (torch.softmax(scores, dim=-1)[..., :-1] @ keys).flatten(0, 1)
-        cos, sin = here
-        return rotate(y, cos, -sin).to(self.recent.dtype)
-
-    @property
-    def fuses(self) -> bool:
-        """Whether kernels of a step read what is kept."""
-        return not self.clock.mixed
+        return rotate(y, cos, -sin).to(q.dtype)

@@ -27,8 +27,9 @@ from torch.nn import functional
 
 from arbcli.config.parts.experts import ExpertsConfig
 from arbcli.config.site import Site
+from arbcli.kernels.norm.rms_norm import FEW_ROWS
 from arbcli.kernels.rows.expert_combine import expert_combine, expert_combine_backward
-from arbcli.model.flow import Flow, Reading
+from arbcli.model.flow import Flow, Reading, each_text
 from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import Findable, operator
 from arbcli.model.layers.kinds import layers_for
@@ -140,7 +141,12 @@ class Gate(Findable, StepMemory):
             chosen: (M, k) int64, if experts are chosen already, as by a hash; they are weighted.
             valid: (M,) bool, which positions there are; the others do not count as load.
         """
-        scores = self.keys(query, self.norm).float()
+        return self.weigh(self.keys(query, self.norm).float(), chosen, valid)
+
+    def weigh(
+        self, scores: Tensor, chosen: Tensor | None, valid: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Do the same with (M, E) float32 products of queries and keys."""
         unit = BALANCE_UNIT
         if self.kind != "softmax":
             scores, unit = root_softplus(scores), ROOT_BALANCE_UNIT
@@ -225,6 +231,11 @@ def _middle(config: ExpertsConfig, site: Site) -> nn.Module:
     return kind(config.width, site, normalise=True)
 
 
+def _in_few_rows(norm: nn.Module, x: Tensor) -> Tensor:
+    """Normalise rows, each by a program of its own: with more at once sums have other orders."""
+    return torch.cat([norm(some) for some in x.split(FEW_ROWS)])
+
+
 class Experts(Part):
     """Gated MLPs of which each position uses a few.
 
@@ -239,6 +250,7 @@ class Experts(Part):
     """
 
     name = "experts"
+    steps_texts = True
 
     def __init__(
         self,
@@ -272,6 +284,22 @@ class Experts(Part):
         chosen = self.by_hash(reading)
         valid = None if valid is None else valid.flatten()
         return Flow(x, self.mix(rows, rows, chosen, norm, valid).view(x.shape))
+
+    @torch.no_grad()
+    def step_texts(self, x: Tensor, norm: nn.Module, reading: Reading) -> Tensor:
+        """Send a position of each of several texts to its experts: see `Part.step_texts`."""
+        rows = x.flatten(0, 1)
+        scores = self.gate.keys.fused(rows, normalise=True).float()
+        chosen, gates = self.gate.weigh(scores, self.by_hash(reading))
+        routing = route(chosen, self.gate.experts)
+        slots = _in_few_rows(norm, rows[routing.tokens])
+        slots = self.gate_up.product(slots, routing.bounds, apart=True)
+        slots = _in_few_rows(self.sub_norm, slots)
+        slots = self.down.product(slots, routing.bounds, apart=True)
+        y = expert_combine(slots, routing.positions, gates)
+        if self.shared:
+            y = y + each_text(lambda row: self.shared(row, norm), rows)
+        return y.view(x.shape)
 
     def by_hash(self, reading: Reading | None) -> Tensor | None:
         """Choose experts by the text, (M, k) int64; None if the gate chooses."""

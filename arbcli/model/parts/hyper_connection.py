@@ -21,8 +21,10 @@ Manifold-Constrained Hyper-Connections", https://arxiv.org/abs/2512.24880.
 from collections.abc import Callable
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from arbcli.config.site import Site
+from arbcli.kernels.matmul.coded_rows import MOST_TEXTS
 from arbcli.model.layers.kinds import layers_for
 
 BIAS = 2.0
@@ -60,16 +62,19 @@ class HyperConnection(nn.Module):
         )
         self.bias = self.parts.vector(first_biases(streams, read), site, **about)
 
-    def forward(self, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        self, x: Tensor, branch: Callable[[Tensor], Tensor], *, fused: bool = False
+    ) -> Tensor:
         """Turn streams (B, T, n, D) into others.
 
         Args:
             x: the streams.
             branch: from (B, T, D), not normalised yet, to what it adds.
+            fused: whether these are positions of a step, each with bits that depend on no other.
         """
         batch, length, streams, dim = x.shape
         rows = x.reshape(-1, streams, dim)
-        read, keep, write = self.weights(rows)
+        read, keep, write = (self.step_weights if fused else self.weights)(rows)
         found = branch(self.parts.mix_streams(rows, read[:, None]).view(batch, length, dim))
         return self.parts.mix_streams(rows, keep, found.reshape(-1, dim), write).view(x.shape)
 
@@ -77,3 +82,11 @@ class HyperConnection(nn.Module):
         """Make a, B and c, (M, n), (M, n, n) and (M, n) float32, of streams (M, n, D)."""
         raw = self.projection(x.flatten(1), self.norm)
         return self.parts.stream_weights(raw, self.bias())
+
+    def step_weights(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Make the same of positions of a step, by a fused product."""
+        raw, number = self.projection.fused(x.flatten(1), normalise=True), len(x)
+        if number > 1:  # a program has as many positions, however many texts there are
+            raw = functional.pad(raw, (0, 0, 0, max(0, MOST_TEXTS - number)))
+        weights = self.parts.stream_weights(raw, self.bias.prepared())
+        return tuple(part[:number] for part in weights)

@@ -92,12 +92,13 @@ class LatentAttention(CachedAttention):
         )  # (B, H, T, head_dim)
         return Flow(x, self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm))
 
-    def step(self, x: Tensor, state: "LatentRing") -> Tensor:
+    def step(self, x: Tensor, state: "LatentRing", *, whole: bool = True) -> Tensor:
         """Mix one position with those before it: see `Part.step`."""
         row = self.query_down.fused(x, normalise=True)
         up = self.up.decoded(x.dtype)
-        y = state.attend_one(row.flatten(), up, SHARPNESS * self.head_dim**-0.5)
-        return self.output.fused(y.view(x.shape), normalise=self.sub_norm is not None, added=x)
+        y = state.attend_one(row, up, SHARPNESS * self.head_dim**-0.5)
+        added, normalise = x if whole else None, self.sub_norm is not None
+        return self.output.fused(y.view(x.shape), normalise=normalise, added=added)
 
     def new_state(self, clock: Clock) -> "LatentRing":
         """Make a ring of latent vectors."""
@@ -145,20 +146,21 @@ class LatentRing(State):
         layer: the attention.
     """
 
+    by_text = ("latent", "turned", "lengths", "exponents")
+
     def __init__(self, clock: Clock, layer: LatentAttention) -> None:
         super().__init__(clock)
         self.window = min(clock.ctx, clock.positions)
         clock.limit(self.window)
-        like, kept = {"dtype": clock.dtype, "device": clock.device}, clock.stored or clock.dtype
         self.table = rotary_table(
             table_rows(clock.positions, clock.ctx), layer.rotary, clock.device
         )
-        self.latent = torch.zeros(1, self.window, layer.latent, dtype=kept, device=clock.device)
-        self.turned = torch.zeros(1, self.window, 1, layer.rotary, **like)
-        self.lengths = torch.zeros(self.window, layer.heads, device=clock.device)
+        self.latent = clock.zeros(1, self.window, layer.latent, dtype=clock.stored)
+        self.turned = clock.zeros(1, self.window, 1, layer.rotary)
+        self.lengths = clock.zeros(self.window, layer.heads, dtype=torch.float32)
         self.exponents: Tensor | None = None
         if clock.stored:
-            self.exponents = torch.zeros(1, self.window, dtype=torch.int8, device=clock.device)
+            self.exponents = clock.zeros(1, self.window, dtype=torch.int8)
 
     def written(self) -> Iterator[Written]:
         """List the rings."""
@@ -206,10 +208,12 @@ class LatentRing(State):
         self.lengths.index_copy_(0, self.clock.places % self.window, lengths)
         return found
 
-    def attend_one(self, row: Tensor, up: Tensor, scale: float) -> Tensor:
-        """Store one new position, and attend to the last W: see `decode_latent`."""
-        rings = self.latent[0], self.turned[0, :, 0], self.lengths
-        return decode_latent(row, up, *rings, self.clock.position, *self.table, scale, NORM_EPS)
+    def attend_one(self, rows: Tensor, up: Tensor, scale: float) -> Tensor:
+        """Store a new position of each text, and attend to the last W: see `decode_latent`."""
+        position = self.clock.position
+        rings = self.latent.squeeze(-3), self.turned.squeeze((-4, -2)), self.lengths
+        rows = rows.view(*position.shape, -1)
+        return decode_latent(rows, up, *rings, position, *self.table, scale, NORM_EPS)
 
     def extend(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Put the ring before the new positions, and store these.

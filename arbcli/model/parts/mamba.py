@@ -99,12 +99,12 @@ class Mamba(Part):
         y = scan(c, b, values, decay)
         return Flow(x, self.output(_beside(z, y, self.skip(), u), self.gate))
 
-    def step(self, x: Tensor, state: "MambaState") -> Tensor:
+    def step(self, x: Tensor, state: "MambaState", *, whole: bool = True) -> Tensor:
         """Mix one position with those before it: see `Part.step`."""
         rows = self.projection.fused(x, normalise=True)
         vectors = (part.prepared() for part in (self.taps, self.rate, self.bias, self.skip))
-        y = state.step(rows.view(-1), *vectors)
-        return self.output.fused(y.view(*x.shape[:-1], -1), normalise=True, added=x)
+        y = state.step(rows, *vectors)
+        return self.output.fused(y, normalise=True, added=x if whole else None)
 
     def new_state(self, clock: Clock) -> "MambaState":
         """Make the states of the heads, and a ring for the convolution."""
@@ -198,11 +198,13 @@ class MambaState(State):
         layer: the mixer.
     """
 
+    by_text = ("state", "ring")
+
     def __init__(self, clock: Clock, layer: Mamba) -> None:
         super().__init__(clock)
-        shape = (layer.heads, layer.states, layer.inner // layer.heads)
-        self.state = torch.zeros(shape, dtype=torch.float32, device=clock.device)
-        self.ring = torch.zeros(TAPS, layer.mixed, dtype=clock.dtype, device=clock.device)
+        width = layer.inner // layer.heads
+        self.state = clock.zeros(layer.heads, layer.states, width, dtype=torch.float32)
+        self.ring = clock.zeros(TAPS, layer.mixed)
 
     def written(self) -> Iterator[Written]:
         """List both."""
@@ -215,8 +217,11 @@ class MambaState(State):
         self.state.zero_()
 
     def step(self, rows: Tensor, *vectors: Tensor) -> Tensor:
-        """Do as `mamba_step` does; the position is counted elsewhere."""
-        return mamba_step(rows, self.ring, self.state, *vectors, self.clock.position)
+        """Do as `mamba_step` does with (B, 1, n); positions are counted elsewhere."""
+        clock = self.clock
+        rows = rows.view(*clock.position.shape, -1)
+        y = mamba_step(rows, self.ring, self.state, *vectors, clock.position, clock.going_on)
+        return y.view(-1, 1, y.shape[-1])
 
     def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
         """Convolve new positions, (1, T, D), and those before them."""
@@ -234,5 +239,8 @@ class MambaState(State):
         y = decay_scan(q, k, v, g) + past.transpose(1, 2)
         fading = k.float().transpose(1, 2) * (end - c).exp()[..., None]
         added = fading.mT @ v.float().transpose(1, 2)
-        self.state.copy_((end.exp()[..., None] * self.state + added)[0])
+        state, going_on = (end.exp()[..., None] * self.state + added)[0], self.clock.going_on
+        self.state.copy_(
+            state if going_on is None else torch.where(going_on > 0, state, self.state)
+        )
         return y

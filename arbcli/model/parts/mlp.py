@@ -14,7 +14,6 @@ class MLP(Part):
     """Gated MLP: down(norm(silu(gate) * up))."""
 
     name = "mlp"
-    steps_several = True
     steps_along = True
 
     def __init__(self, config: MLPConfig, site: Site, area: str = "mlp") -> None:
@@ -38,10 +37,11 @@ class MLP(Part):
         hidden, x = project(self.gate_up, x, norm, added)
         return Flow(x, self.output(hidden, self.sub_norm, consumes=True))
 
-    def step(self, x: Tensor, state: None = None) -> Tensor:
-        """Transform positions of the stream, and add that to them."""
+    def step(self, x: Tensor, state: None = None, *, whole: bool = True) -> Tensor:
+        """Transform positions of the stream: see `Part.step`."""
         hidden = self.gate_up.fused(x, normalise=True, gated=True)
-        return self.output.fused(hidden, normalise=self.sub_norm.weight is not None, added=x)
+        added, normalise = x if whole else None, self.sub_norm.weight is not None
+        return self.output.fused(hidden, normalise=normalise, added=added)
 
     def linears(self) -> tuple[nn.Module, ...]:
         """List both layers."""

@@ -17,7 +17,6 @@ from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.hadamard import LARGEST_BLOCK
 from arbcli.kernels.update.last_bits import LARGEST_CHANGE
 from arbcli.kernels.update.quantise_gradient import LARGEST_OF_PLANES
-from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules.base import STEP_OF_RADIX
 from arbcli.train.updater import step_limit
@@ -77,8 +76,7 @@ class Member:
     @property
     def rows(self) -> slice:
         """Find its rows among those of the tensor."""
-        of_one = self.tensor.out_features // self.tensor.matrices
-        return slice(self.matrices.start * of_one, self.matrices.stop * of_one)
+        return self.tensor.rows_of(self.matrices)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -141,7 +139,7 @@ def are_told_by_bits(tensor: TernaryTensor, lr: float) -> bool:
         lr: the largest learning rate of its steps.
     """
     rule = tensor.rule
-    if not tensor.reads_digits or isinstance(tensor, TableWeight):
+    if not tensor.reads_digits or tensor.by_rows:
         return False
     limit = step_limit(lr * tensor.lr_factor * rule.radix * STEP_OF_RADIX)
     return -(-limit // UNIT) <= LARGEST_CHANGE
@@ -189,7 +187,7 @@ def plan(
     """
     buckets, weights = [], 0
     for tensor in reversed([*tensors]):
-        alone, owner = isinstance(tensor, TableWeight), owners[id(tensor)]
+        alone, owner = tensor.by_rows, owners[id(tensor)]
         by_bits = are_told_by_bits(tensor, lr)
         for matrices in tensor.gradient_ranges():
             number = len(matrices) * (tensor.num_weights // tensor.matrices)

@@ -20,7 +20,7 @@ def attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Tensor:
     if config.query_key_norm != "none":
         gains = config.query_key_norm == "gain"
         q, k = (
-            norm(part, w[name] if gains else None)
+            norm(part, w[name] if gains else None, site.norm_eps)
             for part, name in ((q, "query_gain"), (k, "key_gain"))
         )
     q, k = (turn(part, positions(h), config.rotated(site), rotary) for part in (q, k))

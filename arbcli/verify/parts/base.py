@@ -91,9 +91,9 @@ def under(w: Weights, prefix: str) -> Weights:
     return {name.removeprefix(prefix): w[name] for name in w if name.startswith(prefix)}
 
 
-def norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
+def norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Divide by the root-mean-square, and multiply by D weights."""
-    x = x / (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
+    x = x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()
     return x if weight is None else x * weight.flatten()
 
 

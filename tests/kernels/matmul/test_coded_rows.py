@@ -11,7 +11,13 @@ from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.matmul import coded_rows as module
 from arbcli.kernels.matmul.arranged import fits_arranged
 from arbcli.kernels.matmul.coded import code, coded_reference, coded_torch
-from arbcli.kernels.matmul.coded_rows import CODED_ROWS, Tiling, coded_rows
+from arbcli.kernels.matmul.coded_rows import (
+    CODED_ROWS,
+    MOST_TEXTS,
+    Tiling,
+    _tiling,
+    coded_rows,
+)
 from arbcli.kernels.matmul.digits_matmul import (
     DIGITS_MATMUL,
     arrange_digits,
@@ -194,3 +200,14 @@ def test_loops_lay_a_matrix_out_as_torch_does(in_features, gated):
     assert torch.equal(found.pieces, expected.pieces)
     assert torch.equal(found.scales, expected.scales)
     assert found[2:] == expected[2:]
+
+
+@pytest.mark.parametrize("processors", [5, 132])
+def test_order_of_sums_is_of_the_matrix_alone(processors):
+    """Else the bits of a row would depend on how many are beside it."""
+    for tiles in (1, 70, 700):
+        for blocks in range(1, 72):
+            tilings = [
+                _tiling(rows, tiles, blocks, processors) for rows in range(1, MOST_TEXTS + 1)
+            ]
+            assert len({(tiling.warps, tiling.steps) for tiling in tilings}) == 1

@@ -82,3 +82,15 @@ def test_a_row_that_is_not_finite_spoils_only_itself(device, value):
         y = few_rows(x, packed, torch.float32)
         assert y[[0, 2]].isfinite().all()
         assert not y[1].isfinite().any()
+
+
+@pytest.mark.parametrize("columns", [8, 12, 13, 20])
+@pytest.mark.parametrize("start", [0, 4, 8])
+def test_rows_are_read_16_bytes_at_a_time_where_they_begin_at_multiples_of_16(columns, start):
+    """Others are copied, those of 8 bytes too: a GPU refuses what is not aligned."""
+    wide = torch.randn(3, 16 + columns - columns % 4)[:, start:].bfloat16()
+    x = wide[:, : min(columns, wide.shape[1])]
+    found = module._on_16_bytes(x)
+    assert torch.equal(found[:, : x.shape[1]], x)
+    assert found.stride(1) == 1
+    assert found.stride(0) * found.itemsize % 16 == found.data_ptr() % 16 == 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arbcli.kernels.output.choose_byte import choose_byte_
+from arbcli.kernels.output.choose_byte import choose_byte_, choose_byte_reference
 from arbcli.kernels.runtime.backend import use_backend
 
 
@@ -85,3 +85,17 @@ def test_shares_of_logits_in_bfloat16_are_computed_in_float32(device):
     logits = torch.tensor([0.002, 0.0], dtype=torch.bfloat16, device=device)
     with use_backend("torch"):
         assert chosen(logits, 1.0, 2, 0.501, count=20)[1] > 0
+
+
+@pytest.mark.parametrize("how", [(0.0, 9, 1.0), (1.0, 3000, 1.0), (0.7, 5, 1.0), (4.0, 900, 0.3)])
+@pytest.mark.parametrize("kind", ["random", "some equal"])
+def test_token_of_many_is_the_one_of_the_reference(kind, how, device):
+    logits = 3 * torch.randn(3000, generator=torch.Generator().manual_seed(1))
+    logits = logits.round() if kind == "some equal" else logits
+    key, place = torch.tensor([12345, 2], dtype=torch.int32).unbind()
+    byte, text = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+    wanted = choose_byte_reference(byte, text, logits, place, key, *how)
+    got = [each.to(device) for each in (byte, text, logits, place, key)]
+    choose_byte_(*got, *how)
+    assert torch.equal(got[0].cpu(), wanted[0])
+    assert torch.equal(got[1].cpu(), wanted[1])

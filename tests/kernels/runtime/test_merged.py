@@ -5,7 +5,7 @@ import torch
 
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
-from arbcli.kernels.runtime.merged import Tables, merge_launches
+from arbcli.kernels.runtime.merged import Launch, Tables, _tabulated, merge_launches
 from arbcli.kernels.update.blend_moment import BLEND_MOMENT
 from arbcli.kernels.update.step_scales import STEP_SCALES
 
@@ -50,3 +50,14 @@ def test_tables_of_captured_launches_have_a_room_of_their_own(device):
     assert (first.tolist(), second.tolist()) == ([3, 4], [5, 6, 7])
     assert tables.brought == 8
     assert tables.bring([9], device).data_ptr() != room.data_ptr()
+
+
+@pytest.mark.parametrize("others", [(), (16,), (24,), (16, 24)])
+def test_what_is_hinted_of_an_argument_is_true_of_all_launches(others, device):
+    """A compiler loads words at once where 16 divides an address, or a stride."""
+    buffer = torch.zeros(99, dtype=torch.uint8, device=device)
+    numbers = (32, *others, 64)
+    wave = [Launch(None, 1, (buffer[n:], n, 0.5), (), ()) for n in numbers]
+    how = [kind for kind, *_ in _tabulated(wave).plan]
+    wanted = ["pointer", "integer"] if 24 in others else ["aligned", "multiple"]
+    assert how == [*wanted, "shared"]

@@ -33,6 +33,14 @@ def afresh(monkeypatch, tmp_path):
     native._library.cache_clear()
 
 
+@pytest.fixture
+def one_loop(afresh, monkeypatch, tmp_path):
+    """Have a source that is compiled at once, where it does not matter what the loops are."""
+    source = tmp_path / "native.c"
+    source.write_text("int one(void) { return 1; }\n")
+    monkeypatch.setattr(native, "SOURCE", source)
+
+
 @compiled
 def test_a_cpu_runs_the_loops_by_itself():
     assert default_backend(CPU) == "native"
@@ -63,6 +71,7 @@ def test_loops_are_for_a_cpu():
 
 
 @compiled
+@pytest.mark.usefixtures("one_loop")
 def test_what_was_compiled_is_kept_and_what_is_damaged_is_compiled_again(afresh, monkeypatch):
     """A library that is cut off would end the process by SIGBUS, were it loaded."""
     assert native.available()
@@ -78,6 +87,7 @@ def test_what_was_compiled_is_kept_and_what_is_damaged_is_compiled_again(afresh,
 
 
 @compiled
+@pytest.mark.usefixtures("one_loop")
 def test_library_that_another_user_can_write_is_not_loaded(afresh, tmp_path, monkeypatch):
     assert native.available()
     (kept,) = afresh.glob("*.so")
@@ -100,7 +110,7 @@ def test_library_that_another_user_can_write_is_not_loaded(afresh, tmp_path, mon
 
 
 @compiled
-def test_a_cache_that_cannot_be_written_does_no_harm(afresh, monkeypatch):
+def test_a_cache_that_cannot_be_written_does_no_harm(one_loop, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
     assert native.available()
 

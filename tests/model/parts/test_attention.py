@@ -187,7 +187,6 @@ def test_fused_products_of_a_step_have_the_logits_of_others(name, device, monkey
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in KERNELS])
 def test_other_shapes_take_plain_operations(name, device):
     attention = build(name, device).blocks[0].attention
-    assert not attention.steps_several
     assert attention.fits_kernels == (name == "output bias")
     assert all(build(fits, device).blocks[0].attention.fits_kernels for fits in KERNELS)
 

@@ -38,6 +38,23 @@ def silent(monkeypatch):
         monkeypatch.setattr(dist, name, lambda *_, **__: done)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "on the way"])
+def test_process_that_is_gone_is_told_by_whatever_waits_for_it(late, monkeypatch):
+    def gone(*_, **__):
+        raise RuntimeError("connection closed by peer")
+
+    work = SimpleNamespace(wait=gone) if late else None
+    for name in ("all_to_all_single", "broadcast", "all_gather", "all_reduce"):
+        monkeypatch.setattr(dist, name, (lambda *_, **__: work) if late else gone)
+    group, tensor = Group(rank=1, size=2), torch.zeros(4, dtype=torch.uint8)
+    talks = [lambda: group.send_to_owners(tensor, [2, 2]).wait()]
+    talks += [lambda: group.tell_all(tensor, 0).wait()]
+    talks += [] if late else [lambda: group.in_order([tensor]), lambda: group.sum(tensor)]
+    for talk in talks:
+        with pytest.raises(ArbError, match=r"process of the run is gone.*connection closed"):
+            talk()
+
+
 def test_bytes_that_are_received_are_counted_for_all(silent):
     """Of four processes each sends what it has to the three others."""
     group = Group(rank=1, size=4)

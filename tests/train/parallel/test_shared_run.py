@@ -7,6 +7,7 @@ import torch
 from processes import in_processes
 
 from arbcli.checkpoint import tensor_digest
+from arbcli.config.presets import preset
 from arbcli.data import open_texts
 from arbcli.errors import ArbError
 from arbcli.model.layers import expert_weight
@@ -110,6 +111,13 @@ def test_every_buffer_that_a_step_changes_is_told(texts, small_graph, monkeypatc
     for name, part in modules.items():
         if part in stacks:  # they come in a way of their own
             assert {f"{name}.remainder", f"{name}.moment", f"{name}.fraction"} <= moved, name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head_of_many_symbols_give_the_bits_of_one_process(tied, texts):
+    model = preset("tiny", dim=16, layers=1, heads=2, ffn=24, ctx=12, direction="factored")
+    model = dataclasses.replace(model, vocabulary=5003, tied=tied)  # two chunks, not alike
+    assert_the_same(texts, {"preset": model, "batch": 2}, (2,))
 
 
 def test_gradients_are_sent_off_while_the_backward_of_the_last_micro_batch_goes_on(
@@ -274,6 +282,19 @@ def test_tensor_without_a_gradient_in_a_step_is_left_as_it_is(wire, texts):
     assert moved[0] == set() < {"trits", "remainder", "moment"} <= moved[1]
     assert "wire_exponent" in before[0]
     assert trainer.updater.counters() == {"nonfinite_steps": 0, "refused": 1}
+
+
+def test_exponents_of_the_wire_fall_in_one_step_of_sixteen(texts, monkeypatch):
+    """Those that were too large; and `test_group.py` has what a fall is."""
+    trainer = Trainer(new_config(**(DECIDED | SMALL | {"steps": 40})), texts)
+    weight = trainer.model.blocks[0].mlp.output.weight
+    fell = []
+    for step in (14, 15, 16):
+        weight.wire_exponent.fill_(60)
+        trainer.step = step
+        trainer.train_step()
+        fell.append((60 - weight.wire_exponent).unique().tolist())
+    assert fell == [[0], [1], [0]]
 
 
 @pytest.mark.parametrize("rule", ["moment", "nibble"])

@@ -1,0 +1,125 @@
+"""`arb import`: a model of other programs, as integers to train on."""
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Group
+from rich.table import Table
+
+from arbcli.commands._options import Json, one_of
+from arbcli.commands._outputs import check_folder
+from arbcli.config.model import VOCABULARY
+from arbcli.config.model_file import model_lines
+from arbcli.config.site import SCALE_TYPES
+from arbcli.directions import DIRECTIONS
+from arbcli.errors import ArbError
+from arbcli.imports.config_json import read_folder_config
+from arbcli.output import LiveLine, bytes_text, emit, note, table, write_bytes
+from arbcli.rules import FADING
+from arbcli.run_files import RUNS
+from arbcli.tokens import FILE as TOKENIZER
+
+if TYPE_CHECKING:
+    from arbcli.imports.run import ImportReport, TensorReport
+
+
+def import_model(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="A folder for Transformers: config.json, safetensors, tokenizer.json.",
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Run to make. [default: runs/imported-NAME]")
+    ] = None,
+    rule: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(FADING),
+            help="Of the steps to come, and how many levels weights have: 255 or 43.",
+            callback=one_of("rule", FADING),
+        ),
+    ] = "moment",
+    scale_type: Annotated[
+        str,
+        typer.Option(
+            metavar="TYPE",
+            help="How many weights share a scale, T4 to T128.",
+            callback=one_of("scale_type", SCALE_TYPES),
+        ),
+    ] = "T32",
+    direction: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(DIRECTIONS),
+            help="Of the steps to come, which the state is made for.",
+            callback=one_of("direction", DIRECTIONS),
+        ),
+    ] = "orthogonal",
+    print_config: Annotated[
+        bool,
+        typer.Option("--print-config", help="Print the model as TOML, and read no weights."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Read a Llama, Mistral, Qwen 2 or Qwen 3 into a run: `arb import DIR`.
+
+    Weights become all digits; `arb train --init-from` goes on from there.
+    """
+    if not folder.is_dir():
+        raise ArbError(f"`{folder}` is no folder", hint="name one with `config.json` in it")
+    storage = {"rule": rule, "scale_type": scale_type, "direction": direction}
+    if print_config:
+        config = read_folder_config(folder, **storage, digits="all")
+        write_bytes("".join(f"{line}\n" for line in model_lines(config)).encode())
+        return
+    if out is not None:
+        check_folder(out, "--out")
+    run = out or RUNS / f"imported-{folder.resolve().name}"
+    from arbcli.imports import run as importing  # torch takes seconds to import
+
+    with LiveLine() as line:
+        report = importing.import_folder(folder, run, **storage, told=line.show_wait)
+    emit(report, _tables(report), as_json=as_json)
+    if report.vocabulary != VOCABULARY and not (run / TOKENIZER).exists():
+        note(f"`{folder}` has no `{TOKENIZER}`: put one into `{report.run}` to read text")
+    if not as_json:
+        note(f"go on with `arb train --init-from {report.run}`")
+
+
+def _tables(report: "ImportReport") -> Group:
+    shown = asdict(report) | {
+        "bytes": bytes_text(report.bytes),
+        "ctx": f"{report.ctx:,}",
+        "num_weights": f"{report.num_weights:,}",
+        "vocabulary": f"{report.vocabulary:,}",
+        "relative_error": f"{report.relative_error:.3%}",
+        "seconds": f"{report.seconds:.1f}",
+    }
+    del shown["tensors"]
+    rows = [[key.replace("num_", "").replace("_", " "), str(v)] for key, v in shown.items()]
+    return Group(_tensor_table(report), table(f"Imported {report.model_type}", ["", ""], rows))
+
+
+def _tensor_table(report: "ImportReport") -> Table:
+    """Lay out the tensors; those of layers that are alike share a row."""
+    alike: dict[str, list[TensorReport]] = {}
+    for each in report.tensors:
+        alike.setdefault(re.sub(r"\b[0-9]+\b", "*", each.name), []).append(each)
+    rows = [
+        [
+            name,
+            f"{len(found):,}",
+            f"{max(each.relative_error for each in found):.3%}",
+            f"{max(each.largest for each in found):.1f}",
+            f"{sum(each.outliers for each in found):,}",
+        ]
+        for name, found in alike.items()
+    ]
+    columns = ["tensor", "number", "off by", "largest, in rms", "outliers"]
+    return table("Rounded", columns, rows)

@@ -1,0 +1,1 @@
+"""Models of other programs: their configurations, names and weights, and a checkpoint of them."""

@@ -1,0 +1,114 @@
+"""Files that come with a model and that nobody trains: configuration, settings, chat template.
+
+They lie in `COMPANIONS` of a run, as they came, and go along where a run begins with its weights.
+The tokenizer lies in the run itself, as that of every run does.
+"""
+
+from hashlib import sha256
+from pathlib import Path
+
+from arbcli.checkpoint import write_file
+from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.errors import ArbError
+from arbcli.imports.config_json import read_folder_config
+from arbcli.imports.dense import shape_of
+from arbcli.infer.load import Weights
+from arbcli.infer.tokens import DIGEST
+from arbcli.reading import open_regular
+from arbcli.run_files import COMPANIONS, CONFIG
+from arbcli.tokens import FILE
+
+GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
+NAMES = (
+    CONFIG, GENERATION, TEMPLATE, "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.json",
+)  # fmt: skip
+"""Files that go along, those that there are."""
+LARGEST = 2**27
+"""Bytes of one."""
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy the companions of a folder, byte for byte.
+
+    Raises:
+        ArbError: one cannot be read or written, or is too large for what it says it is.
+    """
+    found = [name for name in NAMES if (source / name).exists()]
+    if not found:
+        return
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArbError(
+            f"cannot make `{target}`: {error.strerror}", hint="choose another `--out`"
+        ) from error
+    for name in found:
+        write_companion(target / name, read_companion(source / name))
+
+
+def read_companion(path: Path) -> bytes:
+    """Read a file that comes with a model, of at most `LARGEST` bytes.
+
+    Raises:
+        ArbError: it cannot be read, or is too large for what its name says.
+    """
+    with open_regular(path) as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise ArbError(
+            f"`{path}` has more than {LARGEST:,} bytes", hint="remove it, if it is not needed"
+        )
+    return content
+
+
+def write_companion(path: Path, content: bytes) -> None:
+    """Write a file that comes with a model.
+
+    Raises:
+        ArbError: it cannot be written.
+    """
+    write_file(path, lambda file: file.write(content))
+
+
+def companions_of(run: Path, config: ModelConfig) -> Path | None:
+    """Find the folder of companions of a run; None if it has none.
+
+    Raises:
+        ArbError: they are of another model.
+    """
+    folder = run / COMPANIONS
+    if not (folder / CONFIG).exists():
+        return None
+    theirs = shape_of(read_folder_config(folder))
+    ours = shape_of(config)
+    if ours is None or theirs._replace(ctx=ours.ctx) != ours:
+        raise ArbError(
+            f"`{folder}` came with another model than the one of `{run}`",
+            hint="restore the folder that the import made",
+        )
+    return folder
+
+
+def tokenizer_of(weights: Weights) -> Path | None:
+    """Find the `tokenizer.json` of a saved model; None is the bytes, or that it came without one.
+
+    Raises:
+        ArbError: it is missing or another, and nothing else says what the tokens are.
+    """
+    config, digest = weights.model.config, weights.checkpoint.data.get(DIGEST)
+    if digest is None and config.vocabulary == VOCABULARY:
+        return None
+    path = weights.path.with_name(FILE)
+    if not path.exists():
+        if digest is None and (weights.path.parent / COMPANIONS).exists():
+            return None
+        raise ArbError(
+            f"the model reads {config.vocabulary:,} tokens, and there is no `{path}`",
+            hint="put its own tokenizer there, or use `--to safetensors`",
+        )
+    if digest not in (None, sha256(read_companion(path)).hexdigest()):
+        raise ArbError(
+            f"`{path}` is not the tokenizer of `{weights.path}`", hint="restore it from a copy"
+        )
+    return path

@@ -1,0 +1,285 @@
+"""Round float weights to digits and scales: w is close to bf16(z / U * s), with |z| at most L.
+
+The rule says what L and U are: of `moment` 127 and 64, of `nibble` 21 and 16. A scale s is one of
+bf16(2 ** (v / 128)); of several v with the same s the least is used. For a group of weights s0 is
+the least scale at which no weight is beyond L, so that the largest has the last level. The error of
+the group, the sum of (decoded - w) ** 2, is measured for s0 and the scales that are so many places
+above or below it as `PLACES` says, and the first of the least error is taken: smaller scales clip
+the largest weights, and larger ones may happen to lie better. z is w / (s / U) rounded to nearest.
+
+A number of a vector has a scale of its own: z is any from L / 2 to L, with the scales on both sides
+of |w| U / z, and again the least error counts; among equal ones z is closest to 3 L / 4.
+
+Weights that came from decoding are on our own grid, where some scale has no error at all. It may be
+any from s0 on, as the largest weight of a trained group may have any level. With `own_grid` the
+least scale without an error is taken; groups without one are rounded as others.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, num_groups
+from arbcli.kernels.codec.packing import pack_trits
+from arbcli.kernels.codec.scales import ROOTS
+from arbcli.model.layers.vector import SCALE_OF_ZERO, VectorWeight
+from arbcli.model.packed import TernaryTensor
+
+PLACES = (0, -2, -1, 1, 2, 3, 4, 5, 6, 7, 8)
+"""Scales that are tried, by their places from s0 in the list of scales."""
+CLIPPED = 2
+"""Places below s0 where the scale of a clipped group of our own grid may be."""
+SEEN_FIRST = 4
+"""Weights of a group, the largest, that a scale of our own grid must fit before all are read."""
+IN_HAND = 1 << 18
+"""Weights that are rounded at a time."""
+ZERO = 0
+"""v of a group of zeros."""
+
+
+class Grid(NamedTuple):
+    """The levels of the digits of a rule."""
+
+    largest: int
+    """L."""
+    unit: int
+    """U."""
+
+
+class Rounded(NamedTuple):
+    """Digits and scales of a matrix."""
+
+    z: Tensor
+    """(N, K) int8."""
+    v: Tensor
+    """(N, groups) int32."""
+
+
+def grid_of(tensor: TernaryTensor) -> Grid:
+    """Find the levels of a tensor whose weights are all digits."""
+    return Grid(tensor.rule.radix + tensor.rule.remainder_max, tensor.packed.unit)
+
+
+def round_reference(weight: Tensor, group_size: int, grid: Grid, own_grid: bool = False) -> Rounded:
+    """Round (N, K) float32 weights from the equations, a group at a time."""
+    scale_at = {v: float(torch.tensor(2.0 ** (v / 128)).bfloat16()) for v in range(-12288, 4096)}
+    places = [v for v in scale_at if scale_at[v] != scale_at.get(v - 1)]
+    groups = -(-weight.shape[1] // group_size)
+    z = torch.zeros(weight.shape, dtype=torch.int8)
+    v = torch.zeros(len(weight), groups, dtype=torch.int32)
+
+    def levels(w: Tensor, place: int) -> Tensor:
+        step = scale_at[places[place]] / grid.unit
+        return (w / step).round().clamp(-grid.largest, grid.largest)
+
+    def error(w: Tensor, place: int) -> float:
+        decoded = (levels(w, place) * (scale_at[places[place]] / grid.unit)).bfloat16()
+        return float((decoded.double() - w).square().sum())
+
+    for row in range(len(weight)):
+        for group, w in enumerate(weight[row].split(group_size)):
+            if not w.any():
+                continue
+            need = float(w.abs().max()) * grid.unit / (grid.largest + 0.5)
+            first = next(at for at, step in enumerate(places) if scale_at[step] >= need)
+            tried = [first + place for place in PLACES]
+            if own_grid:
+                every = range(first - CLIPPED, len(places))
+                exact = (at for at in every if levels(w, at).any() and error(w, at) == 0)
+                tried = [at for at in [next(exact, None)] if at is not None] or tried
+            best = min(tried, key=lambda at: error(w, at))
+            v[row, group] = places[best]
+            here = slice(group * group_size, group * group_size + len(w))
+            z[row, here] = levels(w, best).to(torch.int8)
+    return Rounded(z, v)
+
+
+@cache
+def _octave() -> tuple[Tensor, Tensor]:
+    """List the distinct scales in [1, 2), ascending, and the least F of each."""
+    roots, fractions = ROOTS[:OCTAVE].view(torch.float32).unique(return_inverse=True)
+    first = torch.full((len(roots),), OCTAVE).scatter_reduce(
+        0, fractions, torch.arange(OCTAVE), "amin"
+    )
+    return roots, first
+
+
+def _scale(place: Tensor) -> Tensor:
+    """Find the scale of a place in the list of scales, 0 being that of 1; float32."""
+    roots, _ = _octave()
+    return torch.ldexp(roots[place % len(roots)], place // len(roots))
+
+
+def _v(place: Tensor) -> Tensor:
+    roots, first = _octave()
+    return (place // len(roots) * OCTAVE + first[place % len(roots)]).to(torch.int32)
+
+
+def _place_above(least: Tensor) -> Tensor:
+    """Find the place of the smallest scale that is at least some positive number, float64."""
+    roots, _ = _octave()
+    mantissa, exponent = torch.frexp(least)
+    index = torch.searchsorted(roots.double(), 2 * mantissa)
+    return _held((exponent - 1) * len(roots) + index)
+
+
+def _held(place: Tensor) -> Tensor:
+    """Keep places within the scales that there are."""
+    count = len(_octave()[0])
+    return place.clamp(LOWEST_EXPONENT * count, (HIGHEST_EXPONENT + 1) * count - 1)
+
+
+def _levels(weight: Tensor, place: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Round (M, g) weights at (M,) places: z, and what they decode to; both float32."""
+    step = (_scale(place) / grid.unit)[:, None]
+    z = (weight / step).round_().clamp_(-grid.largest, grid.largest)
+    return z, (z * step).bfloat16().float()
+
+
+def _round_groups(weight: Tensor, grid: Grid, own_grid: bool) -> tuple[Tensor, Tensor]:
+    """Round (M, g) groups, none of them zeros: z, float32, and places."""
+    peak = weight.abs().amax(dim=1).double()
+    first = _place_above(peak * grid.unit / (grid.largest + 0.5))
+    chosen, rest = first.clone(), torch.arange(len(weight))
+    if own_grid:
+        exact = _exact_places(weight, first, grid)
+        found = exact != _NONE
+        chosen, rest = torch.where(found, exact, chosen), (~found).nonzero().flatten()
+    if len(rest):
+        some, least = weight[rest], torch.full((len(rest),), torch.inf)
+        for offset in PLACES:
+            place = _held(first[rest] + offset)
+            error = (_levels(some, place, grid)[1] - some).square_().sum(dim=1)
+            better = error < least
+            least = torch.where(better, error, least)
+            chosen[rest] = torch.where(better, place, chosen[rest])
+    return _levels(weight, chosen, grid)[0], chosen
+
+
+_NONE = torch.iinfo(torch.int64).min
+
+
+def _exact_places(weight: Tensor, first: Tensor, grid: Grid) -> Tensor:
+    """Find the first place at which (M, g) groups have no error; `_NONE` for those without."""
+    found = torch.full_like(first, _NONE)
+    left = torch.arange(len(weight))
+    count = min(SEEN_FIRST, weight.shape[1])
+    large = weight.gather(1, weight.abs().topk(count, dim=1).indices)
+    octaves = grid.largest.bit_length()
+    for offset in range(-CLIPPED, octaves * len(_octave()[0])):
+        place = _held(first[left] + offset)
+        fits = _is_exact(large[left], place, grid).nonzero().flatten()
+        fits = fits[_is_exact(weight[left[fits]], place[fits], grid)]
+        found[left[fits]] = place[fits]
+        keep = torch.ones(len(left), dtype=torch.bool)
+        keep[fits] = False
+        left = left[keep]
+        if not len(left):
+            break
+    return found
+
+
+def _is_exact(weight: Tensor, place: Tensor, grid: Grid) -> Tensor:
+    return (_levels(weight, place, grid)[1] == weight).all(dim=1)
+
+
+def _round_numbers(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Round (M, 1) numbers, none of them 0, each with a scale of its own: z and places.
+
+    Several z and scales decode to the same number. Those are chosen that the number itself would
+    have, so that what was decoded is read as it was.
+    """
+    decoded = _closest_numbers(weight, grid)[0]
+    return _closest_numbers(decoded, grid)[1:]
+
+
+def _closest_numbers(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """Try all z from L / 2: the closest decoded numbers, their z and places."""
+    middle = 3 * grid.largest // 4
+    every = sorted(range(-(-grid.largest // 2), grid.largest + 1), key=lambda z: abs(z - middle))
+    sizes, least = weight.abs().double(), torch.full_like(weight, torch.inf)
+    closest, z, chosen = weight.clone(), torch.zeros_like(weight), weight.to(torch.int64)
+    for level in every:
+        above = _place_above(sizes * grid.unit / level)
+        for place in (above, _held(above - 1)):
+            decoded = (weight.sign() * level * (_scale(place) / grid.unit)).bfloat16().float()
+            error = (decoded - weight).abs()
+            better = error < least
+            least = torch.where(better, error, least)
+            closest = torch.where(better, decoded, closest)
+            z = torch.where(better, weight.sign() * level, z)
+            chosen = torch.where(better, place, chosen)
+    return closest, z, chosen.flatten()
+
+
+def round_weights(weight: Tensor, group_size: int, grid: Grid, own_grid: bool = False) -> Rounded:
+    """Round a matrix.
+
+    Args:
+        weight: (N, K) float32, finite.
+        group_size: neighbours of a row that share a scale.
+        grid: the levels of its rule.
+        own_grid: whether the weights may have been decoded by this package.
+    """
+    return _by_groups(weight, group_size, ZERO, lambda some: _round_groups(some, grid, own_grid))
+
+
+def round_vector(weight: Tensor, grid: Grid) -> Rounded:
+    """Round (N, 1) float32 numbers, each with a scale of its own."""
+    middle = torch.tensor(SCALE_OF_ZERO * grid.unit / (3 * grid.largest // 4)).double()
+    zero = int(_v(_place_above(middle)))
+    return _by_groups(weight, 1, zero, lambda some: _round_numbers(some, grid))
+
+
+def _by_groups(
+    weight: Tensor, group_size: int, zero: int, run: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> Rounded:
+    """Round the groups of some rows at a time, all but those of zeros."""
+    rows, columns = weight.shape
+    groups = num_groups(columns, group_size)
+    z = torch.empty(rows, columns, dtype=torch.int8)
+    v = torch.empty(rows, groups, dtype=torch.int32)
+    for some in torch.arange(rows).split(max(1, IN_HAND // (groups * group_size))):
+        here = slice(int(some[0]), int(some[-1]) + 1)
+        padded = functional.pad(weight[here], (0, groups * group_size - columns))
+        flat = padded.view(-1, group_size)
+        used = flat.any(dim=1)
+        levels, places = torch.zeros_like(flat), torch.full((len(flat),), zero, dtype=torch.int32)
+        if used.any():
+            levels[used], found = run(flat[used])
+            places[used] = _v(found)
+        z[here] = levels.view(len(some), -1)[:, :columns].to(torch.int8)
+        v[here] = places.view(len(some), groups)
+    return Rounded(z, v)
+
+
+@torch.no_grad()
+def put(tensor: TernaryTensor, rows: slice, weight: Tensor, own_grid: bool) -> Tensor:
+    """Set some rows of a tensor that reads all digits to the weights that are closest.
+
+    Args:
+        tensor: on the CPU.
+        rows: of it.
+        weight: (R, K) float32, finite.
+        own_grid: whether the weights may have been decoded by this package.
+
+    Returns:
+        What the rows decode to, (R, K) float32.
+    """
+    grid, rule = grid_of(tensor), tensor.rule
+    if isinstance(tensor, VectorWeight):
+        z, v = round_vector(weight, grid)
+    else:
+        z, v = round_weights(weight, tensor.group_size, grid, own_grid)
+    wide, half = z.to(torch.int16), rule.radix // 2
+    trits = (wide > half).to(torch.int8) - (wide < -half).to(torch.int8)
+    tensor.trits[rows] = pack_trits(trits)
+    rule.start(tensor.state, rows, (wide - trits * rule.radix).to(torch.int8))
+    tensor.exponent[rows] = (v // OCTAVE).to(torch.int8)
+    tensor.fraction[rows] = (v % OCTAVE).to(torch.int8)
+    return decode_weight(tensor.packed.rows(rows), torch.float32)

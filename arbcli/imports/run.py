@@ -1,0 +1,230 @@
+"""From a folder for Transformers to a run whose checkpoint has its weights as integers."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbcli.checkpoint import Checkpoint, save_checkpoint
+from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.device import check_room
+from arbcli.errors import ArbError
+from arbcli.imports.companions import copy_companions, read_companion, write_companion
+from arbcli.imports.config_json import read_folder_config
+from arbcli.imports.dense import Part, Source, sources
+from arbcli.imports.folder import WeightFolder, check_tensors
+from arbcli.imports.rounding import put
+from arbcli.infer.tokens import DIGEST
+from arbcli.model.build import build_model
+from arbcli.model.language_model import LanguageModel
+from arbcli.reading import read_json
+from arbcli.run_files import COMPANIONS, CONFIG, checkpoints
+from arbcli.tokens import FILE as TOKENIZER
+
+OUTLIER = 8.0
+"""Root-mean-squares of a tensor from which on a weight is an outlier."""
+READ_AT_ONCE = 1 << 22
+"""Weights that are float at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorReport:
+    """How a tensor was rounded."""
+
+    name: str
+    shape: tuple[int, ...]
+    relative_error: float
+    """Root-mean-square of the differences, over that of the weights; 0 if these are zeros."""
+    largest: float
+    """Magnitude of the largest weight, in root-mean-squares."""
+    outliers: int
+    """Weights of at least `OUTLIER` root-mean-squares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportReport:
+    """What was read, and what it became."""
+
+    source: str
+    run: str
+    checkpoint: str
+    model_type: str
+    """As `config.json` names it."""
+    vocabulary: int
+    ctx: int
+    num_weights: int
+    bytes: int
+    """Of the checkpoint."""
+    relative_error: float
+    """Of all matrices."""
+    seconds: float
+    tensors: list[TensorReport]
+
+
+def import_folder(
+    source: Path,
+    run: Path,
+    *,
+    rule: str = "moment",
+    scale_type: str = "T32",
+    direction: str | None = "orthogonal",
+    told: Callable[[str], None] = lambda name: None,
+) -> ImportReport:
+    """Read a folder for Transformers into a run, whose weights are all digits.
+
+    Weights are read a few rows at a time from files that are mapped; the state alone is whole.
+
+    Args:
+        source: the folder.
+        run: directory to make, without a checkpoint so far.
+        rule: one of `arbcli.rules.FADING`.
+        scale_type: how many weights share a scale.
+        direction: of the steps that the state is made for.
+        told: is told the name of each tensor before it is read.
+
+    Raises:
+        ArbError: the folder is damaged, or of no model that arb knows; or the run cannot be made.
+    """
+    started = time.perf_counter()
+    if checkpoints(run) or (run / CONFIG).exists():
+        raise ArbError(f"`{run}` holds a run already", hint="choose another `--out`")
+    storage = {"rule": rule, "scale_type": scale_type, "direction": direction}
+    config = read_folder_config(source, **storage, digits="all")
+    values = read_json(source / CONFIG)
+    if config.main.blocks[0].mixer.sub_norm:
+        raise ArbError(
+            f"`{source}` is an export of a model with sub-norms",
+            hint="load the checkpoint that it was made of",
+        )
+    folder = WeightFolder(source)
+    with torch.device("meta"):
+        shapes = build_model(config, torch.float32)
+    check_tensors(folder, shapes)
+    size = sum(part.nbytes for part in shapes.buffers())
+    check_room(
+        size, f"the state of `{source}`", "use a machine with more memory, or `--rule nibble`"
+    )
+    model = build_model(config, torch.float32)
+    own_grid = "arb.origin" in values
+    reports, error, squares = [], 0.0, 0.0
+    for each in sources(model):
+        for found in _take(folder, each, own_grid, told):
+            reports.append(found.report)
+            if len(found.report.shape) == 2:
+                error, squares = error + found.error, squares + found.squares
+    copy_companions(source, run / COMPANIONS)
+    data: dict[str, Any] = {"imported": {"model_type": values["model_type"]}}
+    of_bytes = own_grid and config.vocabulary == VOCABULARY
+    if not of_bytes and (source / TOKENIZER).exists():
+        content = read_companion(source / TOKENIZER)
+        write_companion(run / TOKENIZER, content)
+        data[DIGEST] = sha256(content).hexdigest()
+    tensors = model.state_dict()
+    saved = Checkpoint(0, dataclasses.asdict(config), {}, data, tensors)
+    path = save_checkpoint(run, saved)
+    return ImportReport(
+        source=str(source),
+        run=str(run),
+        checkpoint=str(path),
+        model_type=values["model_type"],
+        vocabulary=config.vocabulary,
+        ctx=config.ctx,
+        num_weights=sum(tensor.num_weights for tensor in model.weights().values()),
+        bytes=path.stat().st_size,
+        relative_error=math.sqrt(error / squares) if squares else 0.0,
+        seconds=time.perf_counter() - started,
+        tensors=reports,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A part that was rounded."""
+
+    report: TensorReport
+    error: float
+    """Sum of the squared differences."""
+    squares: float
+    """Of the weights."""
+
+
+def _take(
+    folder: WeightFolder, source: Source, own_grid: bool, told: Callable[[str], None]
+) -> list[_Taken]:
+    """Round all parts of a tensor."""
+    tensor = source.tensor
+    for buffer in tensor.buffers():
+        buffer.zero_()
+    taken = [_take_part(folder, source, part, own_grid, told) for part in source.parts]
+    if tensor.direction is not None:
+        tensor.direction.start(tensor.state)
+    return taken
+
+
+def _take_part(
+    folder: WeightFolder,
+    source: Source,
+    part: Part,
+    own_grid: bool,
+    told: Callable[[str], None],
+) -> _Taken:
+    told(part.hugging_face)
+    tensor, width = source.tensor, source.tensor.in_features
+    error = squares = largest = 0.0
+    for chunk in _chunks(part, width):
+        weight = folder.read(part.hugging_face, chunk).view(-1, width)
+        if not weight.isfinite().all():
+            raise ArbError(
+                f"`{folder.path}`: `{part.hugging_face}` has a weight that is not finite",
+                hint="get the model again: it is damaged, or its training failed",
+            )
+        rows = slice(part.rows.start + chunk.start, part.rows.start + chunk.stop)
+        apart = put(tensor, rows, weight, own_grid) - weight
+        error += float(apart.double().square_().sum())
+        squares += float(weight.double().square_().sum())
+        largest = max(largest, float(weight.abs().max()))
+    count = math.prod(part.shape)
+    size = math.sqrt(squares / count)
+    outliers = 0
+    if largest >= OUTLIER * size > 0:
+        for chunk in _chunks(part, width):
+            outliers += int((folder.read(part.hugging_face, chunk).abs() >= OUTLIER * size).sum())
+    report = TensorReport(
+        name=part.hugging_face,
+        shape=part.shape,
+        relative_error=math.sqrt(error / squares) if squares else 0.0,
+        largest=largest / size if size else 0.0,
+        outliers=outliers,
+    )
+    return _Taken(report, error, squares)
+
+
+def _chunks(part: Part, width: int) -> list[slice]:
+    """Cut the rows of a part into some of `READ_AT_ONCE` weights."""
+    rows, step = part.shape[0], max(1, READ_AT_ONCE // width)
+    return [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
+
+
+def read_float(folder: WeightFolder, config: ModelConfig) -> LanguageModel:
+    """Read a folder into a twin with float weights, to compare with.
+
+    Args:
+        folder: its weights.
+        config: of the twin, `weights` being `float`.
+    """
+    model = build_model(config, torch.float32)
+    check_tensors(folder, model)
+    with torch.no_grad():
+        for source in sources(model):
+            for part in source.parts:
+                latent: Tensor = source.tensor.latent
+                rows = latent[part.rows]
+                rows.copy_(folder.read(part.hugging_face).view_as(rows))
+    return model

@@ -1,0 +1,244 @@
+"""Cross-entropy of a vocabulary in chunks of symbols, of which one chunk's logits are there.
+
+Forward, each chunk adds to the logarithm of a row's sum of exponentials. Backward, the logits of a
+chunk are computed again and become their gradient in place.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+
+MOST_SYMBOLS = 4096
+"""Of a chunk; one program holds all of a row's."""
+
+
+def add_symbols_reference(
+    total: Tensor, of_target: Tensor, logits: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute what `add_symbols_` must leave in `total` and `of_target`, in float64."""
+    logits = logits.to(torch.float64)
+    total = torch.logsumexp(torch.cat((total.double()[:, None], logits), dim=1), dim=1)
+    here = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return total, of_target.double() + torch.where(here, logits, 0).sum(dim=1)
+
+
+def grade_symbols_reference(
+    logits: Tensor, targets: Tensor, total: Tensor, scale: Tensor
+) -> Tensor:
+    """Compute what `grade_symbols_` must leave in `logits`, in float64."""
+    shares = torch.exp(logits.to(torch.float64) - total.double()[:, None])
+    here = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return (shares - here.double()) * scale.double()[:, None]
+
+
+def _add_symbols_torch(total, of_target, logits, targets):
+    for rows in row_chunks(logits):
+        part, place = logits[rows].float(), targets[rows]
+        inside = (place >= 0) & (place < part.shape[1])
+        found = part.gather(1, place.clamp(0, part.shape[1] - 1)[:, None])[:, 0]
+        of_target[rows] += torch.where(inside, found, 0)
+        highest = part.amax(dim=1)
+        sums = (part - highest[:, None]).exp_().sum(dim=1)
+        total[rows] = torch.logaddexp(total[rows], sums.log_().add_(highest))
+
+
+def _grade_symbols_torch(logits, targets, total, scale):
+    symbols = torch.arange(logits.shape[1], device=logits.device)
+    for rows in row_chunks(logits):
+        shares = (logits[rows].float() - total[rows, None]).exp_()
+        shares -= (symbols == targets[rows, None]).float()
+        logits[rows] = shares.mul_(scale[rows, None])
+
+
+@triton.jit
+def _add_symbols_kernel(
+    total_ptr, of_target_ptr, logits_ptr, targets_ptr,
+    N,
+    stride_m, stride_n, stride_t,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    m, offs_n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N)
+    inside = offs_n < N
+    ptrs = logits_ptr + m * stride_m + offs_n.to(tl.int64) * stride_n
+    x = tl.load(ptrs, mask=inside, other=float("-inf")).to(tl.float32)
+    target = tl.load(targets_ptr + m * stride_t)
+    before, so_far = tl.load(total_ptr + m), tl.load(of_target_ptr + m)
+    highest = tl.maximum(tl.max(x, axis=0), before)
+    total = tl.sum(tl.exp(x - highest), axis=0) + tl.exp(before - highest)
+    found = tl.sum(tl.where((offs_n == target) & inside, x, 0.0), axis=0)
+    tl.debug_barrier()  # all threads have read before one of them writes
+    tl.store(total_ptr + m, tl.log(total) + highest)
+    tl.store(of_target_ptr + m, so_far + found)
+
+
+@triton.jit
+def _grade_symbols_kernel(
+    logits_ptr, targets_ptr, total_ptr, scale_ptr,
+    N,
+    stride_m, stride_n, stride_t,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    m, offs_n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N)
+    inside = offs_n < N
+    ptrs = logits_ptr + m * stride_m + offs_n.to(tl.int64) * stride_n
+    x = tl.load(ptrs, mask=inside, other=float("-inf")).to(tl.float32)
+    here = (offs_n == tl.load(targets_ptr + m * stride_t)).to(tl.float32)
+    grad = (tl.exp(x - tl.load(total_ptr + m)) - here) * tl.load(scale_ptr + m)
+    tl.store(ptrs, grad.to(logits_ptr.dtype.element_ty), mask=inside)
+
+
+def _add_symbols_triton(total, of_target, logits, targets):
+    rows, symbols = logits.shape
+    if rows:
+        _add_symbols_kernel[(rows,)](
+            total, of_target, logits, targets, symbols, *logits.stride(), *targets.stride(),
+            BLOCK_N=triton.next_power_of_2(symbols),
+        )  # fmt: skip
+
+
+def _grade_symbols_triton(logits, targets, total, scale):
+    rows, symbols = logits.shape
+    if rows:
+        _grade_symbols_kernel[(rows,)](
+            logits, targets, total, scale, symbols, *logits.stride(), *targets.stride(),
+            BLOCK_N=triton.next_power_of_2(symbols),
+        )  # fmt: skip
+
+
+def add_symbols_(total: Tensor, of_target: Tensor, logits: Tensor, targets: Tensor) -> None:
+    """Add a chunk of symbols to the sums of rows, in place.
+
+    Args:
+        total: (M,) float32, contiguous: the logarithm of the sum of exponentials so far, which is
+            -inf before the first chunk.
+        of_target: (M,) float32, contiguous, to which the logit of the target is added if it is in
+            the chunk.
+        logits: (M, N) float32 or bfloat16, N at most 4096, any strides; finite.
+        targets: (M,) int64, counted from the first symbol of the chunk; any others are elsewhere.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(logits, targets, total=total, of_target=of_target)
+    run = _add_symbols_triton if uses_triton(logits) else _add_symbols_torch
+    run(total, of_target, logits, targets)
+
+
+def grade_symbols_(logits: Tensor, targets: Tensor, total: Tensor, scale: Tensor) -> None:
+    """Turn the logits of a chunk of symbols into the gradient of scaled losses, in place.
+
+    Args:
+        logits: as of `add_symbols_`.
+        targets: as of `add_symbols_`.
+        total: (M,) float32, contiguous, what all chunks made of it.
+        scale: (M,) float32, contiguous, of each row's loss.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    _check(logits, targets, total=total, scale=scale)
+    run = _grade_symbols_triton if uses_triton(logits) else _grade_symbols_torch
+    run(logits, targets, total, scale)
+
+
+def _check(logits, targets, **of_rows):
+    got = f"{logits.dtype} of shape {tuple(logits.shape)}"
+    if logits.dtype not in (torch.float32, torch.bfloat16) or logits.dim() != 2:
+        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
+    if not 0 < logits.shape[1] <= MOST_SYMBOLS:
+        raise ValueError(f"need 1 to {MOST_SYMBOLS} symbols, got {got}")
+    if targets.dtype != torch.int64 or targets.shape != logits.shape[:1]:
+        raise ValueError(f"targets {targets.dtype} {tuple(targets.shape)} do not fit {got}")
+    for name, part in of_rows.items():
+        fits = part.dtype == torch.float32 and part.shape == logits.shape[:1]
+        if not fits or not part.is_contiguous():
+            raise ValueError(f"{name} {part.dtype} {tuple(part.shape)} does not fit {got}")
+
+
+def _chunks(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Draw (label, logits, targets, a number of each row)."""
+    generator = torch.Generator().manual_seed(0)
+    for rows, symbols in ((1, 1), (3, 33), (17, 256), (9, 300), (2, 4033), (0, 256)):
+        logits = 5 * torch.randn(rows, symbols, generator=generator).to(device)
+        targets = torch.randint(-symbols, 2 * symbols, (rows,), generator=generator).to(device)
+        row = torch.randn(rows, generator=generator).to(device)
+        yield f"{rows}x{symbols}", logits, targets, row
+    logits = torch.randn(40, 33, generator=generator).to(device)
+    targets = torch.randint(20, (66,), generator=generator).to(device)
+    row = torch.randn(33, generator=generator).to(device)
+    yield "33x20 strided", logits.T[:, ::2], targets[::2], row
+    yield "33x20 large", 300 * logits.T[:, ::2], targets[::2], row
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        logits = torch.randn(1000, 4032, generator=generator).to(device, torch.bfloat16)
+        targets = torch.randint(-4032, 8064, (1000,), generator=generator).to(device)
+        row = torch.randn(1000, generator=generator).to(device)
+        yield "1000x4032 bf16", logits, targets, row
+
+
+def _add_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, logits, targets, row in _chunks(device):
+        for total in (row, torch.full_like(row, -torch.inf)):
+            kind = "more" if total is row else "first"
+            inputs = (10 * total, row.clone(), logits, targets)
+            yield Case(f"{label} {kind}", inputs)
+
+
+def _grade_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, logits, targets, row in _chunks(device):
+        total = torch.logsumexp(logits.float(), dim=1) + row.abs()
+        peer = rounded_symbol_gradient if logits.dtype == torch.bfloat16 else None
+        yield Case(label, (logits, targets, total, row), peer)
+
+
+def rounded_symbol_gradient(logits, *rest):
+    """Round the reference of `grade_symbols_`, and nothing before it."""
+    return grade_symbols_reference(logits, *rest).to(logits.dtype)
+
+
+def _with_state(run, count: int):
+    """Wrap an implementation so that it returns what it changed: its first arguments."""
+
+    def with_state(*inputs):
+        run(*inputs)
+        return inputs[0] if count == 1 else inputs[:count]
+
+    return with_state
+
+
+def _add_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    logits = torch.randn(16384, 4032, device=device, dtype=torch.bfloat16)
+    targets = torch.randint(4032, (16384,), device=device)
+    rows = torch.zeros(2, 16384, device=device).unbind()
+    peer = partial(torch.logsumexp, logits, 1)
+    yield Timing("16384x4032 bf16", (*rows, logits, targets), peer=peer)
+
+
+def _grade_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    logits = torch.randn(16384, 4032, device=device, dtype=torch.bfloat16)
+    targets = torch.randint(4032, (16384,), device=device)
+    rows = torch.ones(2, 16384, device=device).unbind()
+    peer = partial(torch.softmax, logits, 1)
+    yield Timing("16384x4032 bf16", (logits, targets, *rows), peer=peer)
+
+
+_GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.1,
+    reason="float32 sums of at most 4096 exponentials; in bf16 no worse than one rounding",
+)
+
+ADD_SYMBOLS = KernelSpec(
+    "add_symbols", _with_state(_add_symbols_triton, 2), _with_state(_add_symbols_torch, 2),
+    add_symbols_reference, _add_cases, _GATE, timings=_add_timings,
+)  # fmt: skip
+GRADE_SYMBOLS = KernelSpec(
+    "grade_symbols", _with_state(_grade_symbols_triton, 1), _with_state(_grade_symbols_torch, 1),
+    grade_symbols_reference, _grade_cases, _GATE, timings=_grade_timings,
+)  # fmt: skip

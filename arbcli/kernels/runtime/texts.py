@@ -1,0 +1,67 @@
+"""Kernels for one position of each of several texts: their plain implementations, text by text."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def text_by_text(place: int, *shared: int) -> Callable[[Callable], Callable]:
+    """Let an implementation for one text take several, one after another.
+
+    The decorated function does as before with a scalar position. With positions of (B,), its other
+    tensors have a dimension for texts in front; each text is computed from its own part of them,
+    written in place, and results are stacked.
+
+    Args:
+        place: number of the argument that is the position.
+        shared: numbers of the arguments that are the same for all texts.
+    """
+
+    def decorate(run: Callable) -> Callable:
+        @wraps(run)
+        def each(*inputs: Any) -> Any:
+            if not inputs[place].dim():
+                return run(*inputs)
+            found = []
+            for text in range(len(inputs[place])):
+                own = (
+                    part if index in shared else _own(part, text)
+                    for index, part in enumerate(inputs)
+                )
+                found.append(run(*own))
+            if isinstance(found[0], tuple):
+                return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+            return None if found[0] is None else torch.stack(found)
+
+        return each
+
+    return decorate
+
+
+def _own(part: Any, text: int) -> Any:
+    if isinstance(part, tuple):
+        return tuple(_own(each, text) for each in part)
+    return part[text] if isinstance(part, Tensor) else part
+
+
+def beside_each_other(cases: list[tuple], *shared: int) -> tuple:
+    """Put the inputs of several texts together, for the case of a kernel.
+
+    Args:
+        cases: inputs of each text; all but tensors, and tensors that are `shared`, are taken from
+            the first.
+        shared: as of `text_by_text`.
+    """
+
+    def joined(parts: tuple) -> Any:
+        if isinstance(parts[0], tuple):
+            return tuple(map(joined, zip(*parts, strict=True)))
+        return torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0]
+
+    inputs = zip(*cases, strict=True)
+    return tuple(
+        parts[0] if index in shared else joined(parts) for index, parts in enumerate(inputs)
+    )

@@ -1,0 +1,236 @@
+"""The weight of a head of many symbols, and one that embedding and head share.
+
+Of a large vocabulary it is stepped in chunks of rows, each a matrix of its own. Losses are computed
+from the stream a chunk of symbols at a time, and again in the backward, so that neither the logits
+of all positions nor the gradient of the whole weight ever exists.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from arbcli.config.site import Site
+from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.output.symbol_losses import add_symbols_, grade_symbols_
+from arbcli.kernels.rows.table_rows import scatter_rows_
+from arbcli.model.initial import head_std
+from arbcli.model.layers.compiled import anchor
+from arbcli.model.layers.gained_norm import GainedRMSNorm
+from arbcli.model.layers.linear import LinearWeight, TernaryLinear
+from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.table import gradient_of_rows
+from arbcli.model.widths import head_lr_factor
+
+MOST_AT_ONCE = 4096
+"""Symbols whose logits and gradients are formed at once; larger vocabularies take chunks."""
+ALIGNMENT = 64
+"""Rows of a chunk are a multiple."""
+
+
+def in_chunks(vocabulary: int) -> bool:
+    """Return whether a vocabulary takes chunks."""
+    return vocabulary > MOST_AT_ONCE
+
+
+class Scored(NamedTuple):
+    """What losses were computed from."""
+
+    x: Tensor
+    """(M, D)."""
+    targets: Tensor
+    """(M,) int64."""
+    total: Tensor
+    """(M,) float32, logarithms of the sums of exponentials."""
+
+
+class SymbolWeight(LinearWeight):
+    """The weight of a `SymbolHead`, which a `TernaryEmbedding` may share.
+
+    Args:
+        vocabulary: V.
+        dim: D.
+        site: where it stands.
+        area: the part of the model that it belongs to.
+    """
+
+    in_eight_bits = False
+    always_has_gradients = True
+
+    def __init__(self, vocabulary: int, dim: int, site: Site, *, area: str) -> None:
+        about = {"std": head_std(dim), "lr_factor": head_lr_factor(site)}
+        matrices = -(-vocabulary // MOST_AT_ONCE)
+        super().__init__(vocabulary, dim, site, area=area, matrices=matrices, **about)
+
+    @property
+    def matrix_rows(self) -> int:
+        """Rows of each chunk; the last one has what is left."""
+        rows = super().matrix_rows
+        return rows if self.matrices == 1 else -(-rows // ALIGNMENT) * ALIGNMENT
+
+    def gradient_ranges(self) -> list[range]:
+        """List the chunks, each by itself."""
+        return [range(index, index + 1) for index in range(self.matrices)]
+
+    def score(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the cross-entropy of each row, in nats, and what `Scored` calls its total."""
+        total = torch.full((len(x),), -torch.inf, dtype=torch.float32, device=x.device)
+        of_target = torch.zeros_like(total)
+        for rows, w in self._chunks(x.dtype):
+            add_symbols_(total, of_target, x @ w.T, targets - rows.start)
+        return total - of_target, total
+
+    def pass_back_losses(self, scored: Scored, scale: Tensor) -> Tensor:
+        """Take the gradient of losses: step if this was the last use, and return that of x.
+
+        Args:
+            scored: what they were computed from.
+            scale: (M,) float32, the gradient of each.
+
+        Returns:
+            (M, D) in the dtype of x.
+        """
+        grad_x = torch.zeros(scored.x.shape, dtype=torch.float32, device=scored.x.device)
+        if self.is_last_use:
+            self.forget()
+            self._form_gradients([(scored, scale)], grad_x)
+        else:
+            for rows, w in self._chunks(scored.x.dtype):
+                grad_x += _gradient_of_logits(scored, scale, rows, w) @ w
+            self.collect(scored, scale)
+        return grad_x.to(scored.x.dtype)
+
+    def hand_on_uses(self, uses: list[tuple[Scored | Tensor, Tensor]]) -> None:
+        """Form the gradients of the chunks from what all uses saw, and give these to the sink."""
+        self._form_gradients(uses)
+
+    def _form_gradients(
+        self, uses: list[tuple[Scored | Tensor, Tensor]], grad_x: Tensor | None = None
+    ) -> None:
+        """Form the gradient of one chunk after another, and give each to the sink.
+
+        Args:
+            uses: of losses, see `pass_back_losses`; of products, x and (M, V); of an embedding, ids
+                and (M, D).
+            grad_x: (M, D) float32, to which the gradient of x of losses is added.
+        """
+        looked_up = [use for use in uses if _are_ids(use[0])]
+        uses = [use for use in uses if not _are_ids(use[0])]
+        if looked_up:
+            ids, grads = map(torch.cat, zip(*looked_up, strict=True))
+            of_rows, touched = gradient_of_rows(ids, grads, self.out_features)
+        dtype = uses[0][0][0].dtype if uses else torch.float32
+        for index, (rows, w) in enumerate(self._chunks(dtype)):
+            grad = _gradient_of_chunk(uses, rows, w, grad_x)
+            if looked_up:
+                dense = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
+                places = touched.rows - rows.start
+                scatter_rows_(dense.view(torch.uint8), places, of_rows.view(torch.uint8))
+                grad = dense if grad is None else dense.add_(grad)
+            if self.sink is None:
+                continue
+            if self.matrices == 1:
+                self.sink(self, grad)
+            else:
+                self.sink(self, grad[None], range(index, index + 1))
+
+    def _chunks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Decode one chunk after another: which rows, and their weights, (N, D) of `dtype`."""
+        for some in self.gradient_ranges():
+            rows = self.rows_of(some)
+            yield rows, decode_weight(self.packed.rows(rows), dtype)
+
+
+def _are_ids(source: Scored | Tensor) -> bool:
+    return isinstance(source, Tensor) and not source.is_floating_point()
+
+
+def _gradient_of_chunk(
+    uses: list[tuple[Scored | Tensor, Tensor]], rows: slice, w: Tensor, grad_x: Tensor | None
+) -> Tensor | None:
+    """Form the gradient of a chunk of weights from losses and products; None if there are none."""
+    grad = None
+    for source, of_result in uses:
+        if isinstance(source, Scored):
+            of_logits, x = _gradient_of_logits(source, of_result, rows, w), source.x
+            if grad_x is not None:
+                grad_x += of_logits @ w
+        else:
+            of_logits, x = of_result[:, rows], source
+        part = of_logits.T @ x
+        grad = part if grad is None else grad + part
+    return grad
+
+
+def _gradient_of_logits(scored: Scored, scale: Tensor, rows: slice, w: Tensor) -> Tensor:
+    logits = scored.x @ w.T
+    grade_symbols_(logits, scored.targets - rows.start, scored.total, scale)
+    return logits
+
+
+class _Losses(Function):
+    """Cross-entropy of each row of before(x) @ w.T; the gradient of w goes to the weight's sink."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        targets: Tensor,
+        _anchor: Tensor,
+        weight: SymbolWeight,
+        before: TernaryRMSNorm | None,
+    ) -> Tensor:
+        losses, total = weight.score(before(x) if before else x, targets)
+        ctx.weight, ctx.before = weight, before
+        ctx.save_for_backward(x, targets, total)
+        return losses
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, targets, total = ctx.saved_tensors
+        before = ctx.before
+        scored = Scored(before(x) if before else x, targets, total)
+        grad_x = ctx.weight.pass_back_losses(scored, grad.contiguous())
+        if before:
+            grad_x, _ = before.backward(grad_x, x)
+        return grad_x, None, None, None, None
+
+
+class SymbolHead(TernaryLinear):
+    """The linear layer that gives logits of many symbols, or losses without them."""
+
+    def __init__(self, vocabulary: int, dim: int, site: Site, *, area: str) -> None:
+        nn.Module.__init__(self)
+        self.weight = SymbolWeight(vocabulary, dim, site, area=area)
+
+    def losses(self, x: Tensor, targets: Tensor, before: TernaryRMSNorm | GainedRMSNorm) -> Tensor:
+        """Compute the cross-entropy of each position, in nats.
+
+        Args:
+            x: (..., D), the stream.
+            targets: (...) int64.
+            before: is applied to x first.
+
+        Returns:
+            (...) float32.
+        """
+        if isinstance(before, GainedRMSNorm):
+            x, before = before(x), None
+        self.weight.note_use()
+        rows = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+        return _Losses.apply(*rows, anchor(x), self.weight, before).view(targets.shape)
+
+
+class TiedHead(SymbolHead):
+    """A head that multiplies by the weight of an embedding."""
+
+    def __init__(self, weight: SymbolWeight) -> None:
+        nn.Module.__init__(self)
+        self._of_embedding = (weight,)  # a tuple, so that the state has it once
+
+    @property
+    def weight(self) -> SymbolWeight:
+        """The weight of the embedding."""
+        return self._of_embedding[0]

@@ -1,0 +1,143 @@
+"""Read off a launch what Triton compiles for it: types, constants, and facts about arguments."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from arbcli.kernels.runtime._triton import TensorDescriptor, tl
+from arbcli.kernels.runtime.launches import replaced_launches
+
+
+class Launch(NamedTuple):
+    """What a launcher asked for."""
+
+    function: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    """Arguments that it is compiled for: those declared so, and None."""
+    options: dict[str, Any]
+    """How it is compiled: warps, registers."""
+
+
+class Variant(NamedTuple):
+    """One compilation: a function with the types, constants and facts about its arguments."""
+
+    function: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    attributes: dict[tuple[int], list]
+    options: dict[str, Any]
+    may_spill: bool = False
+    """Whether registers in memory are no fault."""
+
+    @property
+    def key(self) -> str:
+        """Name all that it is compiled from; two of the same key are compiled once."""
+        return str((self.function.fn.__name__, *self[1:5]))
+
+
+def variant_of(launch: Launch) -> Variant:
+    """Find what is compiled for a launch.
+
+    Triton compiles arguments of 1 as constants, and knows which are multiples of 16.
+    """
+    function, _, named, fixed, options = launch
+    plain = {p.name for p in function.params if p.do_not_specialize}
+    whole = {key: value for key, value in named.items() if type(value) is int and key not in plain}
+    constants = fixed | {key: 1 for key, value in whole.items() if value == 1}
+    signature = {
+        name: "constexpr" if name in constants else type_of(named[name])
+        for name in function.arg_names
+    }
+    given = [None if signature[name] == "constexpr" else named[name] for name in function.arg_names]
+    multiples = {
+        path
+        for path, value in _flat(given)
+        if function.arg_names[path[0]] not in plain and _is_multiple(value)
+    }
+    attributes = {path: [["tt.divisibility", 16]] for path in sorted(multiples)}
+    return Variant(function, signature, constants, attributes, options)
+
+
+def _is_multiple(value: Any) -> bool:
+    """Whether Triton knows of an argument, or of its address, that it is a multiple of 16."""
+    if isinstance(value, torch.Tensor):
+        return value.storage_offset() * value.itemsize % 16 == 0
+    return type(value) is int and value % 16 == 0
+
+
+def _flat(values: Iterable, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """List what tuples of tuples have inside, each with where it is."""
+    for index, value in enumerate(values):
+        if isinstance(value, tuple):
+            yield from _flat(value, (*path, index))
+        else:
+            yield (*path, index), value
+
+
+def launch_of(function: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> Launch:
+    """Sort what a kernel is launched with by what Triton makes of it."""
+    named = dict(zip(function.arg_names, args, strict=False)) | kwargs
+    options = {key: named.pop(key) for key in [*named] if key not in function.arg_names}
+    fixed = {p.name: named.pop(p.name) for p in function.params if p.is_constexpr}
+    fixed |= {key: named.pop(key) for key in [*named] if named[key] is None}
+    places = {name: index for index, name in enumerate(function.arg_names)}
+    inside = ((places[key], value) for key, value in named.items() if isinstance(value, tuple))
+    for index, values in inside:
+        fixed |= {path: x for path, x in _flat(values, (index,)) if type_of(x) == "constexpr"}
+    return Launch(function, grid, named, fixed, options)
+
+
+@contextmanager
+def recorded_launches(record: Callable[[Launch], None]) -> Iterator[None]:
+    """Let launches of kernels be recorded, and do nothing else."""
+
+    def note(function, grid, *args, **kwargs) -> None:
+        record(launch_of(function, grid, args, kwargs))
+
+    with replaced_launches(note):
+        yield
+
+
+@contextmanager
+def compiled_share(index: int, number: int) -> Iterator[None]:
+    """Let launches of kernels compile a share of what they need, for Triton's cache, and no more.
+
+    Args:
+        index: of the share, from 0 on: each process has another.
+        number: of shares.
+    """
+    seen: dict[str, int] = {}
+
+    def compile_mine(function, grid, *args, **kwargs) -> None:
+        key = variant_of(launch_of(function, grid, args, kwargs)).key
+        if key not in seen:
+            seen[key] = len(seen)
+            if seen[key] % number == index:
+                function.run(*args, grid=grid, warmup=True, **kwargs)
+
+    with replaced_launches(compile_mine):
+        yield
+
+
+def type_of(value: object) -> str | tuple:
+    """Name the type of a launch argument in the compiler's words."""
+    if isinstance(value, tuple):
+        return tuple(map(type_of, value))
+    if isinstance(value, tl.constexpr):
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        short = {
+            "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "uint8": "u8",
+            "float8_e4m3fn": "fp8e4nv",
+        }  # fmt: skip
+        return "*" + short.get(name, name.replace("int", "i"))
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{type_of(value.base)[1:]}{value.block_shape}>"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"

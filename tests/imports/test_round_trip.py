@@ -1,0 +1,181 @@
+"""A Llama 3 and a Qwen 3 are imported, tuned, exported, and run elsewhere: the same greedy ids.
+
+Their tokenizers are trained here, and split text by the patterns of their kinds.
+"""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+from folders import random_model
+
+from arbcli.errors import ArbError
+from arbcli.export.gguf_tokens import CONTROL, NORMAL, PATTERNS, UNUSED
+from arbcli.infer.load import load_model
+from arbcli.reading import read_json
+
+TEXT = "def main(self):\n    return 1234  # naïve text, that doesn't end\n\n" * 40
+PROMPT = "def main 1234 naïve\n  it's"
+NUM_IDS = 12
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+KINDS = {"Llama 3": "llama-bpe", "Qwen 3, tied": "qwen2"}
+"""What llama.cpp calls their rules of splitting."""
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    pytest.importorskip("tokenizers", reason="needs the extra `tokens`")
+    return pytest.importorskip("transformers", reason="needs the extra `export-test`")
+
+
+def make_tokenizer(transformers, rules: str):
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    pattern = next(pattern for pattern, name in PATTERNS.items() if name == rules)
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, in_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    about = {"vocab_size": 290, "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(**about))
+    tokenizer.add_special_tokens(["<begin>", "<end>"])
+    if rules == "llama-bpe":
+        begin = [("<begin>", tokenizer.token_to_id("<begin>"))]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<begin> $A", special_tokens=begin
+        )
+    whole = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<begin>", eos_token="<end>"
+    )
+    whole.chat_template = TEMPLATE
+    return whole
+
+
+def greedy(logits, ids: list[int]) -> list[int]:
+    """Continue ids by the likeliest one, with a function from ids to scores of the next."""
+    made = []
+    for _ in range(NUM_IDS):
+        made.append(int(logits([*ids, *made]).argmax()))
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tuned_model_says_the_same_elsewhere(transformers, kind, tmp_path, arb_here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "folder"
+    tokenizer = make_tokenizer(transformers, KINDS[kind])
+    random_model(transformers, kind, bos_token_id=290, eos_token_id=291).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "text").write_text(TEXT)
+    for words in (
+        ["import", "folder", "--out", "run"],
+        ["train", "--init-from", "run", "--data", "text", "--steps", "20", "--batch", "2", "--ctx",
+         "32", "--compute", "fp32", "--device", "cpu", "--out", "tuned", "--eval-every", "0"],
+        ["export", "tuned", "--to", "hf", "--out", "back"],
+        ["export", "tuned", "--to", "gguf", "--type", "f32", "--out", "back.gguf"],
+        ["import", "back", "--out", "again"],
+    ):  # fmt: skip
+        done = arb_here(*words)
+        assert done.returncode == 0, done.stderr
+    ours = load_model(tmp_path / "tuned", device="cpu", compute="fp32")
+    before = load_model(tmp_path / "run", device="cpu", compute="fp32")
+    again = load_model(tmp_path / "again", device="cpu", compute="fp32")
+    back = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    ids = back(PROMPT)["input_ids"]
+    assert ids == tokenizer(PROMPT)["input_ids"]
+    assert back.chat_template == TEMPLATE
+    wanted = greedy(lambda some: ours(torch.tensor([some]))[0, -1], ids)
+    assert wanted != greedy(lambda some: before(torch.tensor([some]))[0, -1], ids)
+    assert torch.equal(again(torch.tensor([ids])), ours(torch.tensor([ids])))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32
+    )
+    assert (theirs.generation_config.bos_token_id, theirs.config.eos_token_id) == (290, 291)
+    made = theirs.generate(
+        torch.tensor([ids]), max_new_tokens=NUM_IDS, do_sample=False, eos_token_id=None
+    )
+    assert made[0, len(ids) :].tolist() == wanted
+    compared = arb_here("inspect", "tuned", "--diff", "back.gguf", "--json")
+    assert json.loads(compared.stdout)["equal"]  # whatever order rows have there
+    if find_spec("xllamacpp") is None:
+        pytest.skip("the rest needs the extra `export-test`")
+    from benchmarks.llama_cpp import Llama
+
+    llama = Llama(tmp_path / "back.gguf", 64)
+    assert greedy(llama.scores, ids) == wanted
+    assert llama.scores(PROMPT).equal(llama.scores(ids))  # its own tokens of the text
+
+
+def test_file_says_what_the_tokens_are(transformers, tmp_path, arb_here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    from arbcli.export.gguf_file import GGUFFile
+
+    tokenizer = make_tokenizer(transformers, "llama-bpe")
+    model = random_model(transformers, "Llama 3", bos_token_id=290, eos_token_id=[291, 3])
+    model.save_pretrained(tmp_path / "folder")
+    tokenizer.save_pretrained(tmp_path / "folder")
+    assert arb_here("import", "folder", "--out", "run").returncode == 0
+    assert arb_here("export", "run", "--to", "gguf", "--out", "it.gguf").returncode == 0
+    keys = GGUFFile(tmp_path / "it.gguf").keys
+    tokens = keys["tokenizer.ggml.tokens"]
+    assert len(tokens) == 320
+    assert [tokens[index] for index in (290, 291, 292, 319)] == [
+        "<begin>", "<end>", "[PAD292]", "[PAD319]"
+    ]  # fmt: skip
+    kinds = keys["tokenizer.ggml.token_type"]
+    assert kinds == [NORMAL] * 290 + [CONTROL] * 2 + [UNUSED] * 28
+    of_bpe = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    assert all(tokens[index] == text for text, index in of_bpe["vocab"].items())
+    assert keys["tokenizer.ggml.merges"] == [" ".join(pair) for pair in of_bpe["merges"]]
+    ends = [keys[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos")]
+    assert ends == [290, 291]
+    assert keys["tokenizer.ggml.add_bos_token"] is True
+    assert keys["tokenizer.chat_template"] == TEMPLATE
+    assert (keys["tokenizer.ggml.model"], keys["tokenizer.ggml.pre"]) == ("gpt2", "llama-bpe")
+
+    path = tmp_path / "run" / "tokenizer.json"
+    known = read_json(path)
+    for changed, why in (
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "no rules"),
+        ({"model": known["model"] | {"type": "Unigram"}}, "no byte-level BPE"),
+        ({"model": known["model"] | {"byte_fallback": True}}, "no byte-level BPE"),
+        ({"model": known["model"] | {"vocab": {"a": 320}}}, "that the model has not"),
+    ):
+        from arbcli.export.gguf_tokens import token_keys
+        from arbcli.infer.load import load_weights
+
+        config = load_weights(tmp_path / "run", print).model.config
+        path.write_text(json.dumps(known | changed))
+        with pytest.raises(ArbError, match=why):
+            token_keys(path, None, config)
+
+
+def test_model_of_tokens_from_scratch_is_exported(transformers, tmp_path, arb_here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = make_tokenizer(transformers, "qwen2")
+    tokenizer.save_pretrained(tmp_path / "folder")
+    (tmp_path / "text").write_text(TEXT)
+    model = "--preset tiny --layers 1 --dim 64 --heads 2 --ffn 96 --ctx 32 --no-sub-norms"
+    for words in (
+        f"train {model} --tokenizer folder/tokenizer.json --data text --steps 2 --batch 2"
+        " --compute fp32 --device cpu --digits all --out run --eval-every 0",
+        "export run --to hf --out back",
+        "export run --to gguf --type f32 --out back.gguf",
+    ):
+        done = arb_here(*words.split())
+        assert done.returncode == 0, done.stderr
+    ours = load_model(tmp_path / "run", device="cpu", compute="fp32")
+    back = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    ids = torch.tensor([back(PROMPT)["input_ids"]])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)
+    (tmp_path / "run" / "tokenizer.json").write_text("{}")
+    done = arb_here("export", "run", "--to", "hf", "--out", "other")
+    assert "is not the tokenizer of" in done.stderr

@@ -1,0 +1,78 @@
+"""Blocks that add a share of what their parts make, to a stream that is bounded."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from cells import Cell
+
+from arbcli.config.model import ModelConfig
+from arbcli.config.presets import config_from_dict
+from arbcli.errors import ArbError
+from arbcli.infer.several import SeveralDecoder
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.stack import bounded
+
+
+def model(streams: int, place: str = "plain", **stream) -> ModelConfig:
+    config = Cell("attention", "mlp", streams, place).model()
+    return replace(config, stages=tuple(replace(stage, **stream) for stage in config.stages))
+
+
+def build(config: ModelConfig) -> LanguageModel:
+    lm = LanguageModel(config, torch.float32)
+    lm.initialise(0)
+    return lm
+
+
+def test_streams_above_a_bound_are_scaled_down_and_others_left_alone():
+    x = torch.randn(5, 3, 40, generator=torch.Generator().manual_seed(0))
+    x[1] *= 10
+    size = x.square().mean(dim=-1, keepdim=True).sqrt()
+    found = bounded(x, 2.0)
+    assert torch.equal(found[0], x[0])
+    torch.testing.assert_close(found, torch.where(size > 2, 2 * x / size, x))
+    still = torch.zeros(2, 8, requires_grad=True)
+    bounded(still, 1.0).sum().backward()
+    assert torch.equal(still.grad, torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+@torch.no_grad()
+def test_parts_add_a_share_and_blocks_end_within_the_bound(streams):
+    seen = []
+    for stream in ({}, {"contribution": 0.5}, {"bound": 0.5}):
+        lm = build(model(streams, **stream))
+        lm.blocks[-1].register_forward_hook(lambda _block, _given, flow: seen.append(flow.whole()))
+        with use_backend("torch"):
+            lm(torch.arange(11)[None] + 97)
+    whole, half, small = (x.square().mean(dim=-1).sqrt() for x in seen)
+    assert half.mean() < whole.mean()
+    assert whole.max() > 0.5
+    assert small.max() <= 0.501
+
+
+@pytest.mark.parametrize("place", ["plain", "chunked"])
+@torch.no_grad()
+def test_text_is_read_in_pieces_and_beside_others_as_it_is_at_once(place):
+    lm = build(model(1, place, contribution=0.5, bound=0.6))
+    ids = torch.arange(9)[None] + 97
+    with use_backend("torch"), lm.prepared_weights():
+        cache = lm.new_cache(9)
+        pieces = torch.cat([lm(part, cache) for part in ids.split([3, 1, 1, 4], dim=1)], dim=1)
+        torch.testing.assert_close(pieces, lm(ids), rtol=1e-4, atol=1e-4)
+        several = SeveralDecoder(lm, 2, 9, backend="torch").cache
+        several.going_on.fill_(1)
+        steps = [lm(ids[:, [at]].expand(2, 1), several) for at in range(9)]
+        torch.testing.assert_close(torch.cat(steps, dim=1)[1:], pieces, rtol=1e-4, atol=1e-4)
+
+
+def test_configuration_is_kept_and_wrong_numbers_are_refused():
+    config = model(4, contribution=0.25, bound=3.0)
+    assert not config.main.adds_plainly
+    assert config_from_dict(asdict(config)) == config
+    for field, value in (("contribution", 0.0), ("contribution", 1.5), ("bound", 0.0)):
+        with pytest.raises(ArbError, match=f"`{field}` is {value}") as caught:
+            model(1, **{field: value})
+        assert caught.value.fields == (field,)

@@ -1,0 +1,155 @@
+"""Models of tokens: vocabularies of other sizes than that of bytes."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
+from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.presets import PRESETS
+from arbcli.errors import ArbError
+from arbcli.infer.generation import Decoder, Sampling
+from arbcli.inspect.memory import predict, predict_parts
+from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.build import build_model
+from arbcli.model.operations import forward_operations
+from arbcli.verify.reference import reference_loss, reference_model
+
+DIM, CTX = 24, 10
+SMALL, LARGE = 301, 5003
+
+
+def model_config(vocabulary: int, **options) -> ModelConfig:
+    block = BlockConfig(mixer=AttentionConfig(heads=2), channel=MLPConfig(width=16))
+    stage = StageConfig(dim=DIM, blocks=(block,) * 2)
+    return ModelConfig(ctx=CTX, stages=(stage,), vocabulary=vocabulary, **options)
+
+
+def build(vocabulary: int, dtype=torch.float32, **options):
+    model = build_model(model_config(vocabulary, **options), dtype)
+    model.initialise(0)
+    return model
+
+
+def text(vocabulary: int) -> torch.Tensor:
+    return torch.randint(vocabulary, (3, CTX + 1), generator=torch.Generator().manual_seed(0))
+
+
+def decoded(model) -> dict[str, torch.Tensor]:
+    return {name: part.weight(torch.float32).double() for name, part in model.weights().items()}
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("vocabulary", [2, SMALL, LARGE])
+def test_model_of_tokens_agrees_with_its_reference(vocabulary, tied, weights):
+    model, ids = build(vocabulary, weights=weights, tied=tied), text(vocabulary)
+    with torch.no_grad(), use_backend("torch"):
+        logits = model(ids[:, :-1])
+    wanted, _ = reference_model(decoded(model), model.config, ids[:, :-1])
+    assert logits.shape == (3, CTX, vocabulary)
+    torch.testing.assert_close(logits.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_each_symbol_adds_a_row_to_embedding_and_head():
+    small, large = (predict(model_config(vocabulary)) for vocabulary in (SMALL, SMALL + 7))
+    assert large.trained_weights - small.trained_weights == 2 * 7 * DIM
+    operations = [forward_operations(model_config(vocabulary)) for vocabulary in (SMALL, SMALL + 7)]
+    assert operations[1] - operations[0] == 2 * 7 * DIM * CTX
+
+
+@pytest.mark.parametrize("vocabulary", [0, 1, 2**20 + 1, 256.0, True])
+def test_vocabulary_that_no_model_has_is_refused(vocabulary):
+    with pytest.raises(ArbError, match="vocabulary"):
+        model_config(vocabulary)
+
+
+@pytest.mark.parametrize("name", ["hnet-tiny", "arb-tiny"])
+def test_part_that_reads_bytes_is_refused_beside_tokens(name):
+    config = PRESETS[name]
+    if name == "hnet-tiny":
+        (first, *others) = config.stages
+        chunking = dataclasses.replace(first.chunking, boundaries="space")
+        stages = (dataclasses.replace(first, chunking=chunking), *others)
+        config = dataclasses.replace(config, stages=stages)
+    with pytest.raises(ArbError, match="reads bytes"):
+        dataclasses.replace(config, vocabulary=SMALL)
+
+
+def dense_gradients(model) -> dict[str, torch.Tensor]:
+    """Take what a backward hands on, as float64 matrices by the names of the weights."""
+    names = {id(part): name for name, part in model.weights().items()}
+    found = {
+        name: torch.zeros(part.out_features, part.in_features, dtype=torch.float64)
+        for name, part in model.weights().items()
+    }
+
+    def take(tensor, grad, where=None):
+        dense = found[names[id(tensor)]]
+        if where is None:
+            dense += grad
+        elif isinstance(where, range):
+            dense[tensor.rows_of(where)] += grad.flatten(0, 1)
+        else:
+            count = int(where.count)
+            dense[where.rows[:count]] += grad[:count]
+
+    for part in model.weights().values():
+        part.sink = take
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("vocabulary", [SMALL, LARGE])
+@pytest.mark.parametrize(
+    ("norm_gain", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)]
+)
+def test_loss_and_gradients_agree_with_those_of_the_reference(vocabulary, tied, norm_gain, dtype):
+    model, ids = build(vocabulary, dtype, tied=tied, norm_gain=norm_gain), text(vocabulary)
+    close = {"rtol": 1e-5, "atol": 0} if dtype == torch.float32 else {"rtol": 1e-3, "atol": 0}
+    weights = {name: part.requires_grad_() for name, part in decoded(model).items()}
+    logits, _ = reference_model(weights, model.config, ids[:, :-1])
+    wanted = reference_loss(logits, ids[:, 1:])
+    wanted.backward()
+    grads = dense_gradients(model)
+    with use_backend("torch"):
+        loss = model.loss(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        losses = model.position_losses(ids[:, :-1], ids[:, 1:])
+    torch.testing.assert_close(loss.double(), wanted, **close)
+    torch.testing.assert_close(losses.mean(), loss, **close)
+    trained = [name for name, part in model.weights().items() if not part.frozen]
+    assert ("head.weight" in trained) is not tied
+    for name in trained:
+        error = (grads[name] - weights[name].grad).norm() / weights[name].grad.norm()
+        assert error < (1e-5 if dtype == torch.float32 else 3e-2), name
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_likeliest_tokens_follow_one_another(tied, backend):
+    if backend == "native" and not native.available():
+        pytest.skip(native.why_not())
+    model, prompt = build(LARGE, tied=tied, digits="all"), [4999, 3, 4097, 260]
+    with model.prepared_weights():
+        decoder = Decoder(model, CTX, Sampling(temperature=0), backend=backend)
+        decoder.read(prompt)
+        made = [token for part in decoder.stream(6) for token in part]
+    with use_backend(backend):
+        logits = model(torch.tensor([prompt + made[:-1]]))[0, len(prompt) - 1 :]
+    assert made == logits.argmax(dim=1).tolist()
+    assert max(made) > 255
+
+
+def test_shared_weight_is_counted_once():
+    model = build(SMALL, tied=True)
+    names = [name for name in model.state_dict() if name.startswith(("embedding", "head"))]
+    assert names
+    assert all(name.startswith("embedding.weight.") for name in names)
+    report = predict_parts(model.config)
+    assert sum(part.weights for part in report.parts if not part.depth) == report.total.weights
+    (head,) = (part for part in report.parts if part.path == "head")
+    assert (head.kind, head.weights) == ("head", 0)
