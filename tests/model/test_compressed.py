@@ -395,3 +395,14 @@ def test_operations_grow_with_what_is_seen():
     more = preset("arb-long", top_k=138)
     sparse = 6 * config.ctx * 2 * 12 * 128 * 10
     assert forward_operations(more) - forward_operations(config) == 2 * sparse
+
+
+@pytest.mark.parametrize("kv", [None, "int8-mixed"])
+@torch.no_grad()
+def test_several_texts_have_the_logits_of_each(kv, small_compressed):
+    lm, ids = model(small_compressed, **MEANS_AND_GAINS), text(3, 14)
+    with lm.keeping(kv):
+        cache = lm.new_several_cache(3, 14)
+        cache.going_on.fill_(1)
+        found = torch.cat([lm(part, cache) for part in ids.split(1, dim=1)], dim=1)
+        torch.testing.assert_close(found, lm(ids), **CLOSE)
