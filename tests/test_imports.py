@@ -19,6 +19,7 @@ RANK = {
     "environment": 1,
     "output": 1,
     "reading": 1,
+    "sockets": 1,
     "plain_text": 2,
     "run_files": 2,
     "kernels": 2,

@@ -18,7 +18,7 @@ GROUPS = {
     "Optimisation": "steps minutes batch accum lr warmup schedule final_lr optimizer recompute"
     " compute init_from",
     "Run": "config_file print_config out resume save_every keep keep_best no_save eval_every"
-    " log_every sample_every seed gpus wire device backend force dry_run",
+    " log_every sample_every seed gpus wire device backend pin force dry_run",
     "Output": "plot log profile quiet as_json",
 }
 """Names of parameters, by the heading of their group; any other stands before these."""

@@ -84,7 +84,7 @@ def with_model_file(given: dict[str, Any]) -> dict[str, Any]:
     return given | {"preset": read_model(path)}
 
 
-KEPT_IN = ("bf16", "fp8", "int8")
+KEPT_IN = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed")
 """What keys and values can be kept in."""
 BACKENDS = ("triton", "native", "torch", "interpreter")
 """What runs kernels; `arbcli.kernels` has them too, and imports torch."""
@@ -254,7 +254,8 @@ ComputeOfRun = _name(
 KeptIn = _name(
     "kv",
     KEPT_IN,
-    "Keys and values: bf16, or in eight bits fp8 or int8. [default: as activations]",
+    "Keys and values: bf16, or in eight bits fp8 or int8; with -mixed, numbers of keys that turn by"
+    " position stay as activations. [default: as activations]",
 )
 Recompute = Annotated[
     bool | None,

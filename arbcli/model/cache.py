@@ -96,6 +96,7 @@ class Cache(_Markable):
         positions: bytes that the text can have.
         stored: float8_e4m3fn or int8, to keep keys and values in eight bits; None is the dtype of
             activations.
+        mixed: whether numbers of keys that turn stay in the dtype of activations.
         texts: B, how many have steps that are computed together; None is one text by itself.
         device: where it is; None is the model's.
     """
@@ -106,6 +107,7 @@ class Cache(_Markable):
         positions: int,
         *,
         stored: torch.dtype | None = None,
+        mixed: bool = False,
         texts: int | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -113,10 +115,12 @@ class Cache(_Markable):
         slots, dtype = model.config.slots, model.compute_dtype
         self.positions = positions
         self.stages = [
-            stage.new_state(positions, ctx, dtype, device, stored, texts)
+            stage.new_state(positions, ctx, dtype, device, stored, texts, mixed)
             for stage, ctx in zip(model.stages, slots, strict=False)
         ]
-        self.main = model.blocks.new_track(positions, slots[-1], dtype, device, stored, texts)
+        self.main = model.blocks.new_track(
+            positions, slots[-1], dtype, device, stored, texts, mixed
+        )
         self.history: Tensor | None = None
         """(B, `HISTORY`) int64, the last bytes, where a part reads them; B is 1 of one text."""
         if model.config.beside or model.config.reads_text:
@@ -195,6 +199,7 @@ class SeveralCache(Cache):
         texts: B, how many.
         positions: bytes that the longest text can have.
         stored: as of `Cache`.
+        mixed: likewise.
         device: where it is; None is the model's.
     """
 
@@ -205,9 +210,10 @@ class SeveralCache(Cache):
         positions: int,
         *,
         stored: torch.dtype | None = None,
+        mixed: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__(model, positions, stored=stored, texts=texts, device=device)
+        super().__init__(model, positions, stored=stored, mixed=mixed, texts=texts, device=device)
         inside = [*(stage.clock for stage in self.stages[1:]), self.main.clock]
         for stage, clock in zip(self.stages, inside, strict=False):
             stage.inner = clock

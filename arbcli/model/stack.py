@@ -273,7 +273,8 @@ class Stack(nn.ModuleList):
         device: torch.device,
         stored: torch.dtype | None = None,
         texts: int | None = None,
+        mixed: bool = False,
     ) -> Track:
         """Make the states of a text, or of several: see `Clock`."""
-        clock = Clock(positions, ctx, dtype, device, stored, texts)
+        clock = Clock(positions, ctx, dtype, device, stored, texts, mixed)
         return Track(clock, [block.new_state(clock) for block in self])

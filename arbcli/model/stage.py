@@ -132,10 +132,11 @@ class Stage(nn.Module):
         device: torch.device,
         stored: torch.dtype | None = None,
         texts: int | None = None,
+        mixed: bool = False,
     ) -> "StageState":
         """Make the state of a text, or of several: see `Clock`."""
         tracks = (
-            stack.new_track(positions, ctx, dtype, device, stored, texts)
+            stack.new_track(positions, ctx, dtype, device, stored, texts, mixed)
             for stack in (self.encoder, self.decoder)
         )
         return StageState(self, *tracks)

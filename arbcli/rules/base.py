@@ -31,7 +31,7 @@ class Gradient:
     """A gradient, and what was found of it before a rule steps."""
 
     values: Tensor
-    """(N, K) float32 or bfloat16."""
+    """(N, K) float32 or bfloat16; int8 signs where the rule `reads_signs`."""
     packed: Packed
     """The weights that it is of, views of the state."""
     statistics: GradientStatistics
@@ -106,6 +106,11 @@ class Rule(ABC):
     """Whether what kernels of its step write is read by kernels alone: launches may be merged."""
     steps_by_signs: bool = False
     """Whether slopes of the scales are of the signs of the gradient."""
+
+    @property
+    def reads_signs(self) -> bool:
+        """Whether a step reads no more of a gradient than its signs, and slopes by them."""
+        return False
 
     @abstractmethod
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:

@@ -17,6 +17,7 @@ from arbcli.infer.tokens import DIGEST
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.merged import TABLES
 from arbcli.model.build import build_model
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.rules import stage_rule
 from arbcli.train.compiled_twin import compile_twin, side_stream
@@ -57,6 +58,23 @@ def check_shares(config: TrainConfig, size: int) -> None:
             hint="go on with one process, or start a run with `wire=int12`",
             fields=("wire",),
         )
+
+
+def check_areas(config: TrainConfig, model: LanguageModel) -> None:
+    """Refuse areas of `scale_losses` that the model has not.
+
+    Raises:
+        ArbError: it has no such area.
+    """
+    known = dict.fromkeys(getattr(weight, "area", None) for weight in model.weights().values())
+    for area in itertools.chain(*config.scale_routes.values()):
+        if area not in known:
+            names = ", ".join(f"`{name}`" for name in known)
+            raise ArbError(
+                f"`scale_losses` names `{area}`, which is no area of the model",
+                hint=f"choose among: {names}",
+                fields=("scale_losses",),
+            )
 
 
 def text_digest(texts: Texts) -> str:
@@ -133,6 +151,8 @@ class Trainer:
             self.optimizer = FloatOptimizer(self.model, config.optimizer, compiled=compiled)
             self._updates = self.optimizer
         self._compute = TrainingStep(self.model, self._updates, config.accum, self.group)
+        self._compute.scale_routes = config.scale_routes
+        check_areas(config, self.model)
         self._local = self.group.local(config.accum)
         if self.optimizer and self.group.size > 1:
             capture = False

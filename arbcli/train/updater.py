@@ -9,7 +9,8 @@ shape of the matrix is made but the orthogonalised gradient.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -23,8 +24,9 @@ from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_gains import gradient_gains
-from arbcli.kernels.update.gradient_statistics import gradient_statistics
+from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
 from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.kernels.update.sign_gradient import SignGradient
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules.base import (
     COLUMN,
@@ -124,7 +126,15 @@ class Updater:
         self._held: list[tuple[TernaryTensor, Tensor]] = []
         self._unused = torch.zeros((), **counter)
         self._nonfinite_steps = torch.zeros((), **counter)
+        self._finding: frozenset[str] | None = None
+        """Areas whose slopes are being found; None where weights step."""
+        self._routed: frozenset[str] = frozenset()
+        """Areas whose scales move by the slopes that were found."""
+        self._slopes: dict[int, tuple[Tensor, Tensor]] = {}
+        """Slopes and their squares that were found, by number of the matrix."""
 
+    takes_signs = True
+    """Whether a gradient may come as its signs, for rules that read no more."""
     averages = True
     """Every gradient counts by its share of the step: see `set_step`."""
 
@@ -194,12 +204,17 @@ class Updater:
             of_all: finds the largest of an integer of all processes.
         """
         self.step_held()
+        self._slopes.clear()
+        self._routed = frozenset()
         self._nonfinite_steps += of_all(self._nonfinite.amax())
         self._nonfinite.zero_()
 
     @torch.no_grad()
     def __call__(
-        self, tensor: TernaryTensor, grad: Tensor, where: "range | TouchedRows | None" = None
+        self,
+        tensor: TernaryTensor,
+        grad: Tensor | SignGradient,
+        where: "range | TouchedRows | None" = None,
     ) -> None:
         """Update one tensor from its gradient, at once or with others; a bad one changes nothing.
 
@@ -210,13 +225,17 @@ class Updater:
         Args:
             tensor: one of those the updater was made with.
             grad: (N, K) float32 or bfloat16. It is bad if the sum of its squares is not within
-                2**-120 .. 2**120, and so if it is not finite, or all zero.
+                2**-120 .. 2**120, and so if it is not finite, or all zero. Or its signs, of one
+                matrix, where the rule `reads_signs`.
             where: which of the tensor's matrices the gradient is of, a stack (n, N, K) then; or
                 which rows, and then only they decay and step, and root-mean-squares are over them.
                 None is all of it.
         """
         index = self._index[id(tensor)]
-        if where is None and self._may_hold(tensor):
+        if self._finding is not None:
+            if tensor.area in self._finding:
+                self._keep_slopes(tensor, grad, index, where)
+        elif where is None and self._may_hold(tensor):
             self._held.append((tensor, grad))
             if sum(held.nbytes for _, held in self._held) >= self._held_bytes:
                 self.step_held()
@@ -238,6 +257,52 @@ class Updater:
             share = where.count.clamp(min=1) / len(where.rows)
             self._update(tensor, rows, grad, index, self._unused, True, True, share)
             tensor.scatter(where.rows, rows)
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether a table leaves its uses uncounted, as while nothing steps."""
+        return self._finding is not None
+
+    @contextmanager
+    def finding_slopes(self, areas: frozenset[str]) -> Iterator[None]:
+        """Take gradients for slopes of the scales of some areas, and step nothing.
+
+        With the next gradient of these areas scales move by the slopes that were found, and those
+        for which there were none stay.
+        """
+        self._finding, self._routed = areas, self._routed | areas
+        try:
+            yield
+        finally:
+            self._finding = None
+
+    def _keep_slopes(
+        self, tensor: TernaryTensor, grad: Tensor, index: int, where: "range | TouchedRows | None"
+    ) -> None:
+        if isinstance(where, range):
+            parts = [(index + n, tensor.matrix(n), grad[i]) for i, n in enumerate(where)]
+        else:
+            state = tensor.matrix(0) if where is None else tensor.gather(where.rows)
+            parts = [(index, state, grad)]
+        for number, state, values in parts:
+            if isinstance(values, SignGradient):
+                found = values.statistics
+            else:
+                about = {"factored": False, "signs": tensor.rule.steps_by_signs}
+                found = gradient_statistics(values, tensor.packed_of(state), **about)
+            self._slopes[number] = found.slope, found.slope_squares
+
+    def _with_own_slope(
+        self, tensor: TernaryTensor, statistics: GradientStatistics, index: int
+    ) -> GradientStatistics:
+        """Put the slopes in that were found for a matrix, or zeros where there are none."""
+        if tensor.area not in self._routed:
+            return statistics
+        if index in self._slopes:
+            slope, squares = self._slopes[index]
+        else:
+            slope, squares = map(torch.zeros_like, statistics[:2])
+        return statistics._replace(slope=slope, slope_squares=squares)
 
     def _may_hold(self, tensor: TernaryTensor) -> bool:
         """Whether a gradient may wait: it is small, and its step is made of kernels alone."""
@@ -305,7 +370,12 @@ class Updater:
         sizes = self._sizes[tensor.lr_factor]
         packed = tensor.packed_of(state)
         averages = direction is not None and direction.averages
-        statistics = gradient_statistics(grad, packed, factored=averages, signs=rule.steps_by_signs)
+        if isinstance(grad, SignGradient):
+            grad, statistics = grad
+        else:
+            about = {"factored": averages, "signs": rule.steps_by_signs}
+            statistics = gradient_statistics(grad, packed, **about)
+        statistics = self._with_own_slope(tensor, statistics, index)
         if share is not None:
             statistics = statistics._replace(
                 slope_squares=statistics.slope_squares / share, columns=statistics.columns / share

@@ -723,6 +723,12 @@ def _gradient_statistics(dice: Dice, group_size: int, m: int, n: int, k: int) ->
     return dice.reals(n, k), packed, dice.below(2) == 1, dice.chance(0.2)
 
 
+def _sign_gradient(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    """Draw integers, so that sums are exact and no sign is an accident of their order."""
+    grad_y, x = (dice.view(dice.integers(-4, 4, m, width).to(dice.dtype)) for width in (n, k))
+    return grad_y, x, dice.packed(n, k, group_size, digits="trit")
+
+
 def _gradient_gains(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     def digits(length: int) -> Tensor:
         if dice.chance(0.15):
@@ -1147,6 +1153,7 @@ DRAWINGS = {
     "causal_conv_grad_w": Drawing(_causal_conv_grad_w, needs_rows=True),
     "mamba_step": Drawing(_mamba_step, None, MAMBA_STEP.torch, one_layout=True),
     "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
+    "sign_gradient": Drawing(_sign_gradient, needs_rows=True),
     "gradient_gains": Drawing(_gradient_gains),
     "unit_gain": Drawing(_unit_gain),
     "unit_rows": Drawing(_unit_rows),

@@ -252,10 +252,10 @@ def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -
         )
     elif request.whole_model:
         names = [name for name in ALWAYS if name in request.scale_types]
-        types = " and ".join(names or request.scale_types)
+        both = " and ".join(names or request.scale_types)
         yield (
             f"models: {', '.join(LARGEST)} in bf16, as they are trained, with up to {SAMPLED_CTX}"
-            f" bytes, and small ones in float32 and {types}; {again}"
+            f" bytes, and small ones in float32 and {both}; {again}"
         )
 
 

@@ -87,7 +87,11 @@ def test_nothing_is_left_of_bytes_that_were_taken_back(cell):
 @pytest.mark.parametrize(
     ("mixer", "kv"),
     mostly_slow(
-        [(mixer, kv) for mixer in ("attention", "latent", "compressed") for kv in ("fp8", "int8")],
+        [
+            (mixer, kv)
+            for mixer in ("attention", "latent", "compressed")
+            for kv in ("fp8", "int8-mixed")
+        ],
         lambda mixer, kv: (mixer == "compressed") == (kv == "fp8"),
     ),
 )

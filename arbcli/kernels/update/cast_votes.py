@@ -32,6 +32,8 @@ from arbcli.kernels.runtime.inputs import check_scalars
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 
 SCALE_THRESHOLD = 4
+GRADIENTS = (torch.float32, torch.bfloat16, torch.int8)
+"""Dtypes of gradients whose signs are read."""
 
 
 def cast_trit_votes_reference(
@@ -127,7 +129,7 @@ def _cast_trit_votes_kernel(
         mask = mask_n & (k < K)
         votes_ptrs = votes_ptr + offs_n * stride_an + k * stride_ak
         total = tl.load(votes_ptrs, mask=mask, other=0).to(tl.int32)
-        total -= _sign(tl.load(grad_ptr + offs_n * stride_gn + k * stride_gk, mask=mask, other=0.0))
+        total -= _sign(tl.load(grad_ptr + offs_n * stride_gn + k * stride_gk, mask=mask, other=0))
         total = tl.minimum(tl.maximum(total, -127), 127)
         moved = tl.abs(total) >= threshold
         if HOLDS:
@@ -210,7 +212,7 @@ def cast_trit_votes(
     Args:
         packed: (N, row_bytes(K)) uint8.
         votes: (N, K) int8.
-        grad: (N, K) float32 or bfloat16, dL/dw; only its sign is read.
+        grad: (N, K) float32, bfloat16 or int8, dL/dw or its sign; only its sign is read.
         ok: int32 scalar tensor; where 0 nothing changes.
         threshold: int32 scalar tensor, 1..127.
         held: (N, K) bool, the trits that stay whatever their votes; None holds none.
@@ -222,7 +224,7 @@ def cast_trit_votes(
         ValueError: a dtype or a shape does not fit.
     """
     check_digits(packed, votes)
-    if grad.dtype not in (torch.float32, torch.bfloat16) or votes.shape != grad.shape:
+    if grad.dtype not in GRADIENTS or votes.shape != grad.shape:
         raise ValueError(f"votes {tuple(votes.shape)}, grad {grad.dtype} {tuple(grad.shape)}")
     if held is not None and (held.dtype != torch.bool or held.shape != votes.shape):
         raise ValueError(f"votes {tuple(votes.shape)}, held {held.dtype} {tuple(held.shape)}")
@@ -269,6 +271,8 @@ def _trit_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(f"{rows}x{columns}", (*inputs, *usual))
     yield Case("2x1311 refused", (*inputs, _scalar(0, device), usual[1]))
     yield Case("2x1311 at 2 votes", (*inputs, usual[0], _scalar(2, device)))
+    signs = torch.sign(inputs[2]).to(torch.int8)
+    yield Case("2x1311 signs", (*inputs[:2], signs, *usual))
     held = torch.rand(inputs[1].shape, generator=generator).to(device) < 0.5
     yield Case("2x1311 held", (*inputs, *usual, held))
     saturated = torch.full_like(inputs[1], 127)

@@ -8,7 +8,9 @@ from torch.autograd import Function
 
 from arbcli.config.site import Site
 from arbcli.kernels.codec.decode_weight import decode_weight
-from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
+from arbcli.kernels.matmul.grouped_matmul import MOST_EXPERTS, grouped_grad_w, grouped_matmul
+from arbcli.kernels.matmul.round_nvfp4 import round_nvfp4, round_stack_nvfp4
+from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import Findable, operator
 from arbcli.model.layers.gained_norm import GainedRMSNorm
@@ -20,6 +22,9 @@ WEIGHTS_AT_ONCE = 2**25
 
 class ExpertWeight(StreamedTensor):
     """One matrix for each expert, one above the other, each stepped as a matrix of its own."""
+
+    nvfp4 = False
+    """Whether products of many slots are computed as if in four bits: see `build_model`."""
 
     def __init__(
         self,
@@ -65,11 +70,21 @@ class ExpertWeight(StreamedTensor):
         """
         width = self.in_features if transposed else self.of_one
         y = x.new_empty(len(x), width)  # every slot has an expert
+        in_four_bits, scales = self.nvfp4 and len(x) > FUSED_ROWS, []
+        if in_four_bits:
+            x, of_x = round_nvfp4(x)
         for some in self.gradient_ranges():
             rows = slice(some.start * self.of_one, some.stop * self.of_one)
             w = decode_weight(self.packed.rows(rows), x.dtype).view(len(some), self.of_one, -1)
             w = w.transpose(1, 2) if transposed else w
+            if in_four_bits:
+                w, of_w = round_stack_nvfp4(w)
+                scales.append(of_x * of_w)
             grouped_matmul(x, w, bounds[some.start : some.stop + 1], y, apart)
+        if in_four_bits:
+            slots = torch.arange(len(x), device=x.device)
+            owners = torch.searchsorted(bounds[1:], slots, right=True)
+            y *= torch.cat(scales)[owners, None]
         return y
 
     def hand_on(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
@@ -91,6 +106,7 @@ class ExpertWeight(StreamedTensor):
     def gradient_ranges(self) -> list[range]:
         """List which of the matrices are decoded, or have their gradients formed, together."""
         together = max(1, WEIGHTS_AT_ONCE // (self.of_one * self.in_features))
+        together = min(together, MOST_EXPERTS)
         everything = range(self.matrices)
         return [everything[start : start + together] for start in everything[::together]]
 

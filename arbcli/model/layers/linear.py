@@ -32,11 +32,12 @@ from arbcli.kernels.matmul.ternary_matmul import (
     ternary_matmul_grad_x,
 )
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_native, uses_triton
+from arbcli.kernels.update.sign_gradient import sign_gradient
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import anchor, operator
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
-from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 from arbcli.model.widths import inner_lr_factor
 
 
@@ -146,6 +147,14 @@ class LinearWeight(StreamedTensor):
 
     def _in_nvfp4(self, rows: Tensor) -> bool:
         return self.nvfp4 and len(rows) > FUSED_ROWS
+
+    def hand_on(self, sink: GradientSink, sources: tuple[Tensor, ...], grad_y: Tensor) -> None:
+        """Form the gradient, or its signs alone where no more is read, and give it to the sink."""
+        if self.rule.reads_signs and getattr(sink, "takes_signs", False):
+            source = sources[0] if len(sources) == 1 else torch.cat(sources)
+            sink(self, sign_gradient(grad_y, source, self.packed))
+        else:
+            super().hand_on(sink, sources, grad_y)
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
         """Multiply grad_y.T by x, summed in float32 and rounded once to the dtype of x."""

@@ -12,6 +12,9 @@ head, and R_t the turn by the angles of position t:
     (6) stream + norm(y) O
 
 Softmax and product of (3) are of each number by itself; beta and the sinks of heads are learned.
+With `pooling` of `mean` there are neither A nor beta, and v[j] is n of the mean of V; with
+`key_gain` learned gains multiply n in (2), and v[j] in (4).
+
 Where an entry has few bytes there are many, and an indexer chooses. A choice is made by each byte
 t = g m - 1 that completes an entry, for itself and the m - 1 bytes behind it, among g entries:
 
@@ -261,7 +264,6 @@ class CompressedAttention(CachedAttention):
     """Causal self-attention to entries of several positions, and to the last positions."""
 
     name = "attention"
-    steps_fused = True
 
     def __init__(self, config: CompressedAttentionConfig, site: Site) -> None:
         super().__init__()
@@ -270,8 +272,14 @@ class CompressedAttention(CachedAttention):
         self.turned, self.ratio = config.rotated(site), config.ratio
         self.sight = Sight(config.window, self.ratio, config.entries(site))
         self.inner, self.kv = self.heads * self.width, self.kv_heads * self.width
-        self.projection = parts.linear(self.inner + 3 * self.kv, site.dim, site, area="attention")
-        self.beta = parts.taps(self.kv, self.ratio, site, area="attention")
+        projected = self.inner + config.vectors * self.kv
+        self.projection = parts.linear(projected, site.dim, site, area="attention")
+        self.beta = self.key_gain = None
+        if config.pooling == "softmax":
+            self.beta = parts.taps(self.kv, self.ratio, site, area="attention")
+        if config.key_gain:
+            self.key_gain = parts.vector([1.0] * self.width, site, area="attention")
+        self.steps_fused = self.key_gain is None
         self.sink = parts.vector([SINK] * self.heads, site, area="attention")
         self.sub_norm = parts.norm(self.inner, site) if config.sub_norm else None
         self.output = parts.linear(
@@ -294,15 +302,15 @@ class CompressedAttention(CachedAttention):
         """
         projected, x = project(self.projection, x, norm, added)
         batch, length, _ = x.shape
-        q, rest = projected.split((self.inner, 3 * self.kv), dim=-1)
+        q, rest = self._parted(projected)
         q = q.unflatten(-1, (self.heads, self.width))
         if state is not None:
             y = state.attend(x, norm, q, *rest.split(self.kv, dim=-1))
             return Flow(x, self.output(y.reshape(batch, length, self.inner), self.sub_norm))
         table = self.table(length, x.device)
-        recent, entries, still = _compress(rest, self.beta(), *table, self.kv_heads)
+        recent, entries, still = self._compressed(rest, table)
         number = entries.shape[1]
-        recent, entries = self.as_stored(recent, entries)
+        recent, entries = self.as_stored(recent, entries, turned=self.turned)
         chosen = found = None
         if self.indexer:
             found, chosen = self._choose(x, norm, still)
@@ -324,9 +332,9 @@ class CompressedAttention(CachedAttention):
 
     def step(self, x: Tensor, state: CompressedState, *, whole: bool = True) -> Tensor:
         """Mix one position with those before it: see `Part.step`."""
-        rows = self.projection.fused(x, normalise=True)
-        q, new = rows.split((self.inner, 3 * self.kv), dim=-1)
-        still = state.append(new.unflatten(-1, (3, self.kv_heads, -1)), self.beta.prepared())
+        q, new = self._parted(self.projection.fused(x, normalise=True))
+        beta = self.beta.prepared() if self.beta else state.no_beta
+        still = state.append(new.unflatten(-1, (3, self.kv_heads, -1)), beta)
         if self.indexer:
             query = self.indexer.query.fused(x, normalise=True)
             state.choose(query, self.indexer.key.fused(still.flatten(2), normalise=False))
@@ -337,6 +345,37 @@ class CompressedAttention(CachedAttention):
     def new_state(self, clock: Clock) -> CompressedState:
         """Make rings for the last positions and for entries."""
         return CompressedState(clock, self)
+
+    def _parted(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Part what was projected into queries, (..., H d), and vectors, values and gates of keys.
+
+        These are (..., 3 G d); the gates of a mean are zeros.
+        """
+        q, rest = projected.tensor_split((self.inner,), dim=-1)
+        if self.beta is None:
+            rest = functional.pad(rest, (0, self.kv))
+        return q, rest
+
+    def gate_bias(self, device: torch.device) -> Tensor:
+        """Decode beta, (G d, m) float32; that of a mean is zeros."""
+        if self.beta is None:
+            return torch.zeros(self.kv, self.ratio, device=device)
+        return self.beta()
+
+    def _compressed(
+        self, rest: Tensor, table: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute (2) to (4): bytes, entries, and these before they are turned, (B, n, G, d)."""
+        beta = self.gate_bias(rest.device)
+        if self.key_gain is None:
+            return _compress(rest, beta, *table, self.kv_heads)
+        cos, sin = table
+        flat = torch.ones_like(cos), torch.zeros_like(sin)
+        recent, entries, still = _compress(rest, beta, *flat, self.kv_heads)
+        here = [part[:, None] for part in table]
+        starts = [part[:: self.ratio][: entries.shape[1]] for part in here]
+        recent, entries = self.placed(recent, here), self.placed(entries, starts)
+        return recent.to(rest.dtype), entries.to(rest.dtype), still
 
     def _choose(
         self, x: Tensor, norm: nn.Module | None, still: Tensor
@@ -367,11 +406,18 @@ class CompressedAttention(CachedAttention):
         Returns:
             (B, T, G, d).
         """
-        cos, sin = angles
-        return turned(recent.unflatten(-1, (self.kv_heads, -1)), (cos[:, None], sin[:, None]))
+        x = recent.unflatten(-1, (self.kv_heads, -1)).float()
+        normal = functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
+        return self.placed(normal, [part[:, None] for part in angles]).to(recent.dtype)
+
+    def placed(self, x: Tensor, angles: Any) -> Tensor:
+        """Multiply normalised (..., d) by the gains, if there are any, and turn it: in float32."""
+        if self.key_gain:
+            x = x.float() * self.key_gain()
+        return rotate(x, *angles)
 
     def compress(self, values: Tensor, gates: Tensor) -> Tensor:
         """Make entries of blocks, (B, E, m, G d) each: (B, E, G, d), normalised and not turned."""
-        share = torch.softmax(gates.float() + self.beta().T, dim=2)
+        share = torch.softmax(gates.float() + self.gate_bias(gates.device).T, dim=2)
         entries = (share * values.float()).sum(dim=2).unflatten(-1, (self.kv_heads, -1))
         return functional.rms_norm(entries, entries.shape[-1:], eps=NORM_EPS).to(values.dtype)

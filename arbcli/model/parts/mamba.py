@@ -94,12 +94,11 @@ class Mamba(Part):
         u = u.unflatten(-1, (self.heads, -1))  # (B, T, H, P)
         dt = functional.softplus(dt.float() + self.bias())
         decay = -self.rate().exp() * dt  # (B, T, H), its logarithm
-        values = (u.float() * dt[..., None]).to(x.dtype)
+        values = (u * dt[..., None]).to(x.dtype)  # in float32
         b, c = (part[:, :, None].expand(-1, -1, self.heads, -1) for part in (b, c))
         scan = _scan if state is None else state.scan
         y = scan(c, b, values, decay)
-        y = (y + self.skip()[:, None] * u.float()).to(x.dtype)
-        return Flow(x, self.output(torch.cat((z, y.flatten(-2)), dim=-1), self.gate))
+        return Flow(x, self.output(_beside(z, y, self.skip(), u), self.gate))
 
     def step(self, x: Tensor, state: "MambaState", *, whole: bool = True) -> Tensor:
         """Mix one position with those before it: see `Part.step`."""
@@ -156,6 +155,37 @@ class _DecayScan(Function):
         of_sums = (grad_y * y).sum(dim=-1) - (grad_v * v.float()).sum(dim=-1)
         grad_g = running_sum(of_sums, reverse=True)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_g
+
+
+class _Beside(Function):
+    """z, and behind it y + skip * u, which is rounded where it is written."""
+
+    @staticmethod
+    def forward(z: Tensor, y: Tensor, skip: Tensor, u: Tensor) -> Tensor:
+        both = z.new_empty(*z.shape[:-1], 2 * z.shape[-1])
+        first, second = both.chunk(2, dim=-1)
+        first.copy_(z)
+        torch.add(y, skip[:, None] * u, out=second.unflatten(-1, y.shape[-2:]))
+        return both
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[2:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        skip, u = ctx.saved_tensors
+        grad_z, grad_y = grad.chunk(2, dim=-1)
+        grad_y = grad_y.unflatten(-1, u.shape[-2:]).float()
+        grad_skip = (grad_y * u).sum(dim=(0, 1, 3))
+        return grad_z, grad_y, grad_skip, (grad_y * skip[:, None]).to(u.dtype)
+
+
+def _beside(z: Tensor, y: Tensor, skip: Tensor, u: Tensor) -> Tensor:
+    """Put z, (B, T, H P), before y + skip * u, (B, T, H, P) float32: (B, T, 2 H P)."""
+    if torch.compiler.is_compiling():
+        return torch.cat((z, (y + skip[:, None] * u).to(z.dtype).flatten(-2)), dim=-1)
+    return _Beside.apply(z, y, skip, u)
 
 
 _convolve, _scan = operator(_CausalConv), operator(_DecayScan)

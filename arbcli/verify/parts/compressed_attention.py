@@ -19,15 +19,20 @@ def compressed_attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) ->
     )
     heads, kv, size = config.heads, config.kv_heads, config.width(site)
     turned, number = config.rotated(site), len(h) // m
-    parts = (heads * size, *[kv * size] * 3)
-    q, recent, value, gate = (h @ w["projection"].T).split(parts, dim=1)
+    parts, gain = (heads * size, kv * size, kv * size), w.get("key_gain", h.new_ones(size))
+    projected = (h @ w["projection"].T).tensor_split((parts[0], sum(parts[:2]), sum(parts)), dim=1)
+    q, recent, value, gate = projected
     q = turn(norm(q.view(-1, heads, size)), place, turned)
-    recent = turn(norm(recent.view(-1, kv, size)), place, turned)
+    recent = turn(norm(recent.view(-1, kv, size), gain), place, turned)
 
-    value, gate = (part[: number * m].view(number, m, kv * size) for part in (value, gate))
-    share = (gate + w["beta"].T).softmax(dim=1)
-    still = norm((share * value).sum(dim=1).view(number, kv, size))
-    entries = turn(still, place[:number] * m, turned)
+    blocks = value[: number * m].view(number, m, kv * size)
+    if config.pooling == "mean":
+        pooled = blocks.mean(dim=1)
+    else:
+        share = (gate[: number * m].view(blocks.shape) + w["beta"].T).softmax(dim=1)
+        pooled = (share * blocks).sum(dim=1)
+    still = norm(pooled.view(number, kv, size))
+    entries = turn(still * gain.flatten(), place[:number] * m, turned)
 
     # what a group of positions, those behind g complete entries, sees of the entries
     group, entry = torch.arange(number + 1, device=h.device)[:, None], place[:number]

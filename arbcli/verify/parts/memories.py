@@ -84,16 +84,21 @@ def iterated(
     for index in range(config.iterations):
         inward = norm(stream, w.get("norm")) @ w["inward"].T
         into, asked, low, halting = inward.split(parts, dim=1)
+        if config.edges and codes and table is not None:
+            carried, strength, code = _hop(code, edges, table)
+            carried = norm(carried, w.get("message_norm"))
+            strong = (strength * (1 + codes[1] - codes[1].detach()))[:, None]
+        if config.graph_gate:
+            asked = asked + carried @ w["edge_query"].T * strong
+        if config.graph_adapters:
+            low = low * (1 + carried @ w["edge_scale"].T * strong)
         change = norm(low, w.get("adapter_norm")) @ w[f"adapters.{index}"].T
         if mixture:
             own = reading.within("experts", mixture, index)
             mixed = experts(under(w, "experts"), asked, into, own) + into
             change = change + norm(mixed, w.get("sub_norm")) @ w["output"].T
-        if config.edges and codes and table is not None:
-            carried, strength, code = _hop(code, edges, table)
-            message = norm(carried, w.get("message_norm")) @ w["message"].T
-            sure = 1 + codes[1] - codes[1].detach()
-            change = change + message * (strength * sure)[:, None]
+        if config.edges:
+            change = change + carried @ w["message"].T * strong
         stream = start + KEEP * (stream - start) + change
         halt = torch.sigmoid(halting[:, 0] - 1.0)
         gone = (1 - left + halt).detach()
