@@ -40,7 +40,7 @@ def state_values(tensor: TernaryTensor) -> dict[str, Tensor]:
     values = {
         "z": trits * rule.radix + low,
         "v": tensor.exponent.double() * 128 + tensor.fraction.double(),
-        "m": moment * rule.moment_range / largest,
+        "m": moment * rule.moment_range / largest,  # of gradients, or of directions
     }
     if hasattr(tensor, "row_statistic"):
         values["rows"] = statistic_value_reference(tensor.row_statistic)
