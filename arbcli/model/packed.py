@@ -214,6 +214,12 @@ class TernaryTensor(StateModule):
         """List which of the matrices have their gradients formed together, in their order."""
         return [range(self.matrices)]
 
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the direction of a step is that of the moment, which is of gradients."""
+        takes_average = self.direction is not None and self.direction.takes_average
+        return self.rule.averages_gradients and takes_average
+
     def gather(self, rows: Tensor) -> State:
         """Copy the state of some rows, (R,) int64; a row that does not exist is zeros."""
         return {

@@ -17,13 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from arbcli.directions.base import unit_gradient
 from arbcli.errors import ArbError
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.update.direction import UNIT
-from arbcli.kernels.update.gradient_gains import gradient_gains
+from arbcli.kernels.update.gradient_gains import GradientGains, gradient_gains
 from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.kernels.update.sign_gradient import SignGradient
@@ -53,10 +54,20 @@ class _StepSizes(NamedTuple):
 
     scale_gain: tuple[Tensor, Tensor]
     direct_gain: tuple[Tensor, Tensor]
+    whole_gain: tuple[Tensor, Tensor]
     limit: Tensor
     row_limit: Tensor
     """The limit of rows of tables."""
     step_size: Tensor
+
+
+class _Averaged(NamedTuple):
+    """A matrix whose moment has taken in its gradients, and whose weights have yet to step."""
+
+    tensor: TernaryTensor
+    state: State
+    gains: GradientGains
+    control: StepControl
 
 
 def step_limit(step_size: float) -> int:
@@ -176,6 +187,7 @@ class Updater:
         return round(step_size * 2**32), (
             *fixed_point_gain(lr * SCALE_STEP / self.accumulation),
             *fixed_point_gain(step_size / self.accumulation),
+            *fixed_point_gain(step_size),
             limit,
             limit * ROW_CLIP // STEP_CLIP,
         )
@@ -186,13 +198,16 @@ class Updater:
         self.first, self.last = micro == 0, micro == self.accumulation - 1
         control, factors = self._control[micro], len(self._lr_factors)
         integers = control[factors:].to(torch.int32)
-        self._step = integers[6 * factors]
-        self.keys = integers[6 * factors + 1 :].view(self._num_matrices, NUM_STREAMS)
-        sizes = integers[: 6 * factors].view(factors, 6)
+        ends = 8 * factors
+        self._step = integers[ends]
+        self.keys = integers[ends + 1 :].view(self._num_matrices, NUM_STREAMS)
         self._sizes = {
-            factor: _StepSizes((scale, scale_shift), (direct, shift), limit, row_limit, size)
-            for factor, size, (scale, scale_shift, direct, shift, limit, row_limit) in zip(
-                self._lr_factors, control, map(Tensor.unbind, sizes), strict=False
+            factor: _StepSizes(*zip(found[:6:2], found[1:6:2], strict=True), *found[6:], size)
+            for factor, size, found in zip(
+                self._lr_factors,
+                control,
+                map(Tensor.unbind, integers[:ends].view(factors, 8)),
+                strict=False,
             )
         }
         self._squares.zero_()
@@ -243,19 +258,24 @@ class Updater:
             self._update_whole(tensor, grad)
         elif isinstance(where, range):
             direction = tensor.direction
-            values = grad if direction is None else direction.values(grad, self.dtype)
+            values, averaged = grad, []
+            if direction is not None and not tensor.averages_gradients:
+                values = direction.values(grad, self.dtype)
             always = tensor.always_has_gradients
             when = (self.first, self.last) if always else (True, True)
             for part, number in enumerate(where):
                 refused = self._refused[index + number] if always else self._unused
                 matrix = tensor.matrix(number)
-                self._update(
+                averaged += self._begin(
                     tensor, matrix, grad[part], index + number, refused, *when, values=values[part]
                 )
+            self._step_along(averaged)
         else:
             rows = tensor.gather(where.rows)
             share = where.count.clamp(min=1) / len(where.rows)
-            self._update(tensor, rows, grad, index, self._unused, True, True, share)
+            self._step_along(
+                self._begin(tensor, rows, grad, index, self._unused, True, True, share)
+            )
             tensor.scatter(where.rows, rows)
 
     @property
@@ -314,33 +334,72 @@ class Updater:
         """Update the tensors whose gradients were held, together."""
         held, self._held = self._held, []
         values: list[Tensor | None] = [None] * len(held)
-        for direction in dict.fromkeys(tensor.direction for tensor, _ in held):
-            places = [i for i, (tensor, _) in enumerate(held) if tensor.direction is direction]
+        of_gradients = [
+            None if tensor.averages_gradients else tensor.direction for tensor, _ in held
+        ]
+        for direction in dict.fromkeys(of_gradients):
+            places = [i for i, each in enumerate(of_gradients) if each is direction]
             if direction is None:
                 continue
             found = direction.values_of([held[i][1] for i in places], self.dtype)
             for i, part in zip(places, found, strict=True):
                 values[i] = part
-        parts = [
-            partial(self._update_whole, tensor, grad, part)
+        averaged: list[_Averaged] = []
+
+        def begin(tensor: TernaryTensor, grad: Tensor, part: Tensor | None) -> None:
+            averaged.extend(self._begin_whole(tensor, grad, part))
+
+        self._together(
+            partial(begin, tensor, grad, part)
             for (tensor, grad), part in zip(held, values, strict=True)
-        ]
+        )
+        held.clear()
+        self._step_along(averaged)
+
+    def _together(self, parts: Iterable[Callable[[], None]]) -> None:
+        """Do what launches kernels alone, for several matrices by one launch of each kernel."""
+        parts = list(parts)
         if len(parts) == 1:
             parts[0]()
         elif parts:
             merge_launches(parts, self.device)
 
-    def _update_whole(
-        self, tensor: TernaryTensor, grad: Tensor, values: Tensor | None = None
-    ) -> None:
+    def _step_along(self, averaged: list[_Averaged]) -> None:
+        """Step weights along the direction of the moments that have taken in their gradients."""
+        for direction in dict.fromkeys(each.tensor.direction for each in averaged):
+            some = [each for each in averaged if each.tensor.direction is direction]
+            moments = [each.tensor.rule.digits(each.state)["moment"][0] for each in some]
+            found = direction.values_of([m.to(self.dtype) for m in moments], self.dtype)
+            parts = [
+                partial(self._step_one, each, values)
+                for each, values in zip(some, found, strict=True)
+            ]
+            if all(self._may_hold(each.tensor) for each in some):
+                self._together(parts)
+            else:
+                for part in parts:
+                    part()
+
+    @staticmethod
+    def _step_one(averaged: _Averaged, values: Tensor) -> None:
+        tensor, state, gains, control = averaged
+        direction = tensor.direction.ingredients(values, gains, control.share)
+        tensor.rule.step_along(state, direction, gains.ok, control)
+
+    def _update_whole(self, tensor: TernaryTensor, grad: Tensor) -> None:
         """Update the one matrix of a tensor."""
+        self._step_along(self._begin_whole(tensor, grad))
+
+    def _begin_whole(
+        self, tensor: TernaryTensor, grad: Tensor, values: Tensor | None = None
+    ) -> list[_Averaged]:
         index = self._index[id(tensor)]
         refused = self._refused[index]
-        self._update(
+        return self._begin(
             tensor, tensor.matrix(0), grad, index, refused, self.first, self.last, values=values
         )
 
-    def _update(
+    def _begin(
         self,
         tensor: TernaryTensor,
         state: State,
@@ -351,8 +410,8 @@ class Updater:
         last: bool,
         share: Tensor | None = None,
         values: Tensor | None = None,
-    ) -> None:
-        """Update one matrix.
+    ) -> list[_Averaged]:
+        """Update one matrix, or the moment of one whose direction is that of its moment.
 
         Args:
             tensor: whose rule and direction it follows.
@@ -364,6 +423,9 @@ class Updater:
             last: whether the weights step.
             share: of the rows, those that take part; the others' gradient is zero. None is all.
             values: what its direction is made of, if that is known.
+
+        Returns:
+            The matrix, if its weights have yet to step: see `_step_along`.
         """
         tensor.updates += 1
         keys, rule, direction = self.keys[index].unbind(), tensor.rule, tensor.direction
@@ -384,7 +446,9 @@ class Updater:
         counters = refused, self._nonfinite[index]
         gains = gradient_gains(statistics, *running, keys[ROW], keys[COLUMN], *counters)
         ingredients = None
-        if direction is not None:
+        if tensor.averages_gradients:
+            ingredients = unit_gradient(grad, gains.ok, share)
+        elif direction is not None:
             values = direction.values(grad, self.dtype) if values is None else values
             ingredients = direction.ingredients(values, gains, share)
         control = StepControl(
@@ -392,6 +456,7 @@ class Updater:
             keys=keys,
             scale_gain=sizes.scale_gain,
             direct_gain=sizes.direct_gain,
+            whole_gain=sizes.whole_gain,
             step_size=sizes.step_size,
             limit=sizes.limit if share is None else sizes.row_limit,
             flips=self._flips[index],
@@ -401,7 +466,12 @@ class Updater:
             last=last,
             accumulation=self.accumulation,
         )
-        rule.step(state, Gradient(grad, packed, statistics, gains, ingredients), control)
+        gradient = Gradient(grad, packed, statistics, gains, ingredients)
+        if not tensor.averages_gradients:
+            rule.step(state, gradient, control)
+            return []
+        rule.average(state, gradient, control)
+        return [_Averaged(tensor, state, gains, control)] if last else []
 
     def index_of(self, tensor: TernaryTensor) -> int:
         """Find the place of a tensor's first matrix among all matrices."""

@@ -58,6 +58,7 @@ from arbcli.verify.update_reference import (
     reference_step,
     reference_weight,
     state_values,
+    unit_gradient,
 )
 from arbcli.verify.variants import compiled_share
 from arbcli.verify.workers import JobDone, Workers
@@ -914,8 +915,13 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
                 updater.begin(0, LR, micro, micros)
                 updater(tensor, grad)
             after = state_values(tensor)
-            direction = reference_direction(grad, config.direction, before)
-            wanted = reference_step(tensor, before, after["m"], direction, slope, LR, micro, micros)
+            direction, of_moment = reference_direction(grad, config.direction, before), None
+            if tensor.averages_gradients:
+                of_moment = reference_direction(after["m"], config.direction, before)
+                direction = unit_gradient(grad)
+            wanted = reference_step(
+                tensor, before, after["m"], direction, slope, LR, micro, micros, of_moment
+            )
             for name, size in unit.items():
                 got = (after[name] / size, wanted[name] / size)
                 yield _rounded(subject, f"{name} of micro-batch {micro + 1}/{micros}", *got)
