@@ -11,7 +11,7 @@ KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model tests/inf
 # what is slow and rarely tells what the others do not
 TESTS := -m "not slow"
 
-.PHONY: train test test-all test-kernels test-rest test-portable lint bench figures clean
+.PHONY: train test test-all test-kernels test-rest test-portable lint bench figures lock clean
 
 train: $(VENV)/installed
 	$(BIN)/arb train $(ARGS)
@@ -42,9 +42,14 @@ figures: $(VENV)/with-tests
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.plots
 
+# for a release: what an installation takes with this Python on this platform, by hashes
+lock: $(VENV)/installed
+	$(BIN)/python .ci/lock requirements.lock
+
 lint: $(VENV)/with-tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/mypy
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -56,4 +61,4 @@ $(VENV)/with-tests: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from arbcli.environment import set_environment
 from arbcli.errors import ArbError
+from arbcli.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from arbcli.model.language_model import LanguageModel
     from arbcli.train.record import TrainReport
     from arbcli.train.run import Observer
-
-__version__ = "0.1.0"
 
 
 def load(
@@ -105,12 +104,32 @@ def resume(
 
 
 @overload
-def generate(model: "LanguageModel", prompt: bytes | str, length: int, **how: Any) -> bytes: ...
+def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too
+    model: "LanguageModel",
+    prompt: bytes | str,
+    length: int,
+    *,
+    temperature: float = ...,
+    top_k: int = ...,
+    top_p: float = ...,
+    seed: int = ...,
+    kv: str | None = ...,
+    batch: int | None = ...,
+) -> bytes: ...
 
 
 @overload
 def generate(
-    model: "LanguageModel", prompt: Sequence[bytes | str], length: int, **how: Any
+    model: "LanguageModel",
+    prompt: Sequence[bytes | str],
+    length: int,
+    *,
+    temperature: float = ...,
+    top_k: int = ...,
+    top_p: float = ...,
+    seed: int = ...,
+    kv: str | None = ...,
+    batch: int | None = ...,
 ) -> list[bytes]: ...
 
 
@@ -197,8 +216,10 @@ def evaluate(
     from arbcli.kernels.runtime.backend import default_backend
 
     backend = default_backend(model.device)
-    about = {"stride": stride, "batch": batch, "backend": backend, "kv": kv}
-    return evaluation.evaluate(model, "", *open_text(data, field), **about)
+    text, name = open_text(data, field)
+    return evaluation.evaluate(
+        model, "", text, name, stride=stride, batch=batch, backend=backend, kv=kv
+    )
 
 
 def dense_weights(model: "LanguageModel") -> "dict[str, Tensor]":

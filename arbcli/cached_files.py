@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from hashlib import file_digest, sha256
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from arbcli.errors import ArbError
 
@@ -100,7 +100,7 @@ def _digest_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
 
 
-def _open_own(path: Path) -> BinaryIO:
+def _open_own(path: Path) -> BufferedReader:
     """Open a regular file that only this user or root can have written.
 
     Raises:

@@ -58,7 +58,7 @@ from arbcli.run_files import (
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
 LARGEST_HEADER = 2**22
@@ -398,16 +398,17 @@ def _dtype(name: str) -> torch.dtype:
 def _is_legal(name: str, tensor: Tensor) -> bool:
     if _dtype(name) == torch.uint8:
         return illegal_bytes(tensor) == 0
-    least, most = _RANGES.get(name.rpartition(".")[2], (None, None))
-    if least is None or not tensor.numel():
+    allowed = _RANGES.get(name.rpartition(".")[2])
+    if allowed is None or not tensor.numel():
         return True
+    least, most = allowed
     lowest, highest = tensor.aminmax()
     return least <= int(lowest) and int(highest) <= most
 
 
 def _bytes(tensor: Tensor) -> memoryview:
     """View a tensor as bytes, or a copy of it if it is on a GPU or not contiguous."""
-    return memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 def tensor_digest(name: str, tensor: Tensor) -> str:
@@ -538,7 +539,7 @@ def _read_metadata(entry: Any) -> dict[str, Any]:
 
 def _read_shape(name: str, entry: Any) -> list[int]:
     """Check a tensor's name, its dtype, and that torch can represent its shape."""
-    tensor = _TENSOR_NAME.fullmatch(name) and isinstance(entry, dict)
+    tensor = _TENSOR_NAME.fullmatch(name) is not None and isinstance(entry, dict)
     _require(tensor, "its header has an entry that is no tensor")
     _require(entry.get("dtype") == _CODES[_dtype(name)], f"`{name}` is not {_dtype(name)}")
     shape = entry.get("shape")

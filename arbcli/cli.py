@@ -2,11 +2,10 @@
 
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from arbcli import __version__
 from arbcli.commands._help import Command, summary
 from arbcli.commands._options import fill_options, in_options, repeat_options
 from arbcli.commands._processes import check_shared
@@ -26,7 +25,9 @@ from arbcli.errors import ArbError
 from arbcli.output import OutputError, fail, note_text, open_closed_streams
 from arbcli.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
 from arbcli.train.parallel.launch import is_said
+from arbcli.version import __version__
 
+UsageError: Any
 (UsageError,) = typer.BadParameter.__bases__  # typer itself does not export it
 
 app = typer.Typer(
@@ -60,7 +61,8 @@ def root(
     ] = False,
 ) -> None:
     """Train language models whose whole persistent state is packed trits and int8."""
-    check_shared(context.invoked_subcommand)
+    if context.invoked_subcommand:
+        check_shared(context.invoked_subcommand)
 
 
 def main() -> None:

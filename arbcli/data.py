@@ -320,7 +320,7 @@ def digest(text: Text) -> str:
 
 def _blocks(text: Text) -> Iterator[bytes]:
     text = text.source
-    starts = range(0, len(text), BLOCK_BYTES)
+    starts: Sequence[int] = range(0, len(text), BLOCK_BYTES)
     if len(starts) > MAX_BLOCKS:
         last = len(text) - BLOCK_BYTES
         starts = [i * last // (MAX_BLOCKS - 1) for i in range(MAX_BLOCKS)]
@@ -382,19 +382,18 @@ def open_texts(
     else:
         parts = [(_find_standard_library(), None)]
         name = f"standard library source of Python {sys.version_info[0]}.{sys.version_info[1]}"
+    weights, found = [weight for _, weight in parts], None
     if val:
-        pairs, found = [(_plain_text(files, field), None) for files, _ in parts], [None]
+        train = _mix([_plain_text(files, field) for files, _ in parts], weights)
+        held_out = _plain_text(_find_files(val, left_out), field)
     else:
         how = split if data else "files"
         each = [_split(files, seed, field, how, context) for files, _ in parts]
-        found, pairs = zip(*each, strict=True)
-    weights = [weight for _, weight in parts]
-    texts = [_mix([pair[0] for pair in pairs], weights)]
-    if val:
-        texts.append(_plain_text(_find_files(val, left_out), field))
-    else:
-        texts.append(_mix([pair[1] for pair in pairs], weights))
-    for text, role in zip(texts, ("training", "validation"), strict=True):
+        train = _mix([text for _, (text, _) in each], weights)
+        held_out = _mix([text for _, (_, text) in each], weights)
+        if len(each) == 1:  # texts of a mixture are each split in their own way, found again
+            found = each[0][0]
+    for text, role in ((train, "training"), (held_out, "validation")):
         if not text.windows(context + 1):
             shortest = min(map(len, text.texts)) if isinstance(text, Mixture) else len(text)
             raise ArbError(
@@ -403,10 +402,7 @@ def open_texts(
                 hint="choose a smaller `--ctx`, or name more text with `--data` and `--val`",
             )
     num_files = sum(len(files) for files, _ in parts)
-    # texts of a mixture are each split in their own way, which is found again
-    return Texts(
-        *texts, _describe(name, num_files, left_out), found[0] if len(found) == 1 else None
-    )
+    return Texts(train, held_out, _describe(name, num_files, left_out), found)
 
 
 def open_text(entries: Sequence[str], field: str | None = None) -> tuple[Text, str]:
@@ -457,7 +453,7 @@ def _weight(entry: str) -> tuple[str, float | None]:
 def _mix(texts: list[Text], weights: list[float | None]) -> Text:
     if weights == [None]:
         return texts[0]
-    return Mixture(list(zip(texts, weights, strict=True)))
+    return Mixture([(text, weight or 0.0) for text, weight in zip(texts, weights, strict=True)])
 
 
 def _plain_text(files: Sequence[Path], field: str | None) -> Text:
@@ -490,16 +486,16 @@ def _split(
     """
     plain = {file: plain_file(file, field) for file in files}
     if len(files) > 1 and how != "within":
-        by_file = tuple(Text([plain[file] for file in part]) for part in _split_files(files, seed))
-        if how == "files" or len(files) >= FEW_FILES or _are_alike(*by_file):
-            return "files", by_file
+        train, val = (Text([plain[file] for file in part]) for part in _split_files(files, seed))
+        if how == "files" or len(files) >= FEW_FILES or _are_alike(train, val):
+            return "files", (train, val)
     sizes = [(path, _file_bytes(path)) for path in plain.values()]
     cuts = [(path, size - size // 10, size) for path, size in sizes]
     within = Text.of_parts([(path, 0, cut) for path, cut, _ in cuts]), Text.of_parts(cuts)
     if len(files) == 1:
         return None, within
     if how is None and len(within[1]) <= context:  # files of a few bytes
-        return "files", by_file
+        return "files", (train, val)
     return "within", within
 
 
@@ -686,7 +682,7 @@ def _file_bytes(path: Path) -> int:
     return status.st_size
 
 
-def _unreadable(path: str | Path, reason: str) -> ArbError:
+def _unreadable(path: str | Path, reason: str | None) -> ArbError:
     return ArbError(
         f"cannot read `{path}`: {reason}", hint="check that it is there and that you may read it"
     )

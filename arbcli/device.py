@@ -134,17 +134,18 @@ def deterministic() -> Iterator[None]:
     torch's compiler has to be told by `tell_compiler`.
     """
     before = torch.get_deterministic_debug_mode()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    filling: Any = torch.utils.deterministic
+    fill = filling.fill_uninitialized_memory
     # `use_deterministic_algorithms` does the same, but loads a compiler, which takes two seconds
     torch.set_deterministic_debug_mode("error")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every buffer twice
+    filling.fill_uninitialized_memory = False  # it would write every buffer twice
     torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds in any order
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        filling.fill_uninitialized_memory = fill
         torch.backends.cuda.enable_mem_efficient_sdp(True)
         torch.backends.cuda.enable_cudnn_sdp(True)
 

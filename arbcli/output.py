@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,6 +26,9 @@ from rich.table import Table
 from rich.text import Text
 
 from arbcli.errors import ArbError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 CHUNK_COLOURS = ("cyan", "yellow", "green", "magenta")
 CHUNK_MARK = "\u2502"
@@ -150,13 +153,15 @@ def open_closed_streams() -> None:
 
 
 _stdout = _Stream("stdout", tells=True)
-_out = Console(file=_stdout, highlight=False)
-_err = Console(file=_Stream("stderr", tells=False), stderr=True, highlight=False, soft_wrap=True)
+_stderr = _Stream("stderr", tells=False)
+# rich uses no more of a file than these streams have
+_out = Console(file=_stdout, highlight=False)  # type: ignore[arg-type]
+_err = Console(file=_stderr, stderr=True, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
 
 
-def emit(report: object, shown: RenderableType, *, as_json: bool) -> None:
+def emit(report: "DataclassInstance | None", shown: RenderableType, *, as_json: bool) -> None:
     """Print one report: `shown` for a person, one JSON object for a program."""
-    if as_json:
+    if as_json and report is not None:
         emit_json(dataclasses.asdict(report))
     else:
         _out.print(_clean(shown), markup=False)
@@ -358,8 +363,9 @@ def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 
     """Lay out a table; all columns but the first `left` are aligned to the right."""
     result = Table(title=Text(_one_line(title)), title_justify="left")
     for index, column in enumerate(columns):
-        justify = "left" if index < left else "right"
-        result.add_column(Text(column), justify=justify, overflow="fold")
+        result.add_column(
+            Text(column), justify="left" if index < left else "right", overflow="fold"
+        )
     for row in rows:
         result.add_row(*(Text(printable(cell)) for cell in row))
     return result

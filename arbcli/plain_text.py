@@ -121,6 +121,7 @@ def _blocks(path: Path, name: str, field: str | None) -> Iterator[bytes]:
                 f"`{path}` is a compressed Parquet file",
                 hint="Parquet compresses by itself: unpack it",
             )
+        assert field is not None, "`plain_file` refuses a table without one"
         yield from _column(path, field)
         return
     blocks = _unpacked(path)

@@ -147,7 +147,7 @@ def check_schema(values: Any, schema: Mapping[str, Any], where: str, hint: str) 
         raise ArbError(f"{where} is `{shown(values)}`, and not values by name", hint=hint)
     for path, kind in schema.items():
         *outer, name = path.split(".")
-        holder = values
+        holder: Any = values
         for part in outer:
             holder = holder.get(part) if isinstance(holder, dict) else None
         if not isinstance(holder, dict):

@@ -34,8 +34,15 @@ def best_checkpoints(directory: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Read the step off the name of a checkpoint, or of one that is kept as the best."""
-    return int((_FILE_NAME.fullmatch(path.name) or _BEST_NAME.fullmatch(path.name))[1])
+    """Read the step off the name of a checkpoint, or of one that is kept as the best.
+
+    Raises:
+        ValueError: the file has another name.
+    """
+    named = _FILE_NAME.fullmatch(path.name) or _BEST_NAME.fullmatch(path.name)
+    if named is None:
+        raise ValueError(f"`{path.name}` does not name a checkpoint")
+    return int(named[1])
 
 
 def without_checkpoint(directory: Path) -> ArbError:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
+HANGUP: int | None = getattr(signal, "SIGHUP", None)  # Windows has none
 STOPPING = (signal.SIGINT, signal.SIGTERM, *([HANGUP] if HANGUP else []))
 STOPPED_UNSAVED = 3
 """Exit code of a program that a signal ended before it saved anything."""
@@ -49,9 +49,9 @@ class _Listener:
         self._restore()
 
     def _receive(self, number: int, _frame: object) -> None:
-        hangup_before = self._before.get(HANGUP)
+        hangup_before = self._before.get(HANGUP) if HANGUP else None
         self._restore()
-        if hangup_before is not None:
+        if HANGUP and hangup_before is not None:
             self._before[HANGUP] = hangup_before  # for `__exit__`
             signal.signal(HANGUP, signal.SIG_IGN)
         self._act(signal.Signals(number))

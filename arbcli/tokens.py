@@ -80,8 +80,19 @@ class Tokenizer:
         known = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.size = max(known, default=-1) + 1
         """One more than the largest token."""
+        self.beginning = self._find_beginning()
+        """Tokens that belong before a prompt, as `<|begin_of_text|>` does for a Llama 3."""
         if self.size < 2:
             raise ArbError(f"`{name}` has fewer than two tokens", hint="name another tokenizer")
+
+    def _find_beginning(self) -> list[int]:
+        """Find what the tokenizer's own template puts before a text."""
+        whole, plain = (
+            self._tokenizer.encode("a", add_special_tokens=x).ids for x in (True, False)
+        )
+        places = range(len(whole) - len(plain) + 1)
+        at = next((at for at in places if whole[at : at + len(plain)] == plain), 0)
+        return whole[:at]
 
     @classmethod
     def read(cls, path: Path | str) -> "Tokenizer":

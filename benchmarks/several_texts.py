@@ -1,9 +1,10 @@
 """Time generation of several texts at once beside a float model in bf16, both captured.
 
-    python -m benchmarks.several_texts [PRESET...] [--batch B...] [--out DIR]
+    python -m benchmarks.several_texts [PRESET...] [--batch B...] [--beside float|one] [--out DIR]
 
 The peer is `benchmarks.float_several`, in the faster of its modes: products by cuBLAS, the rest
-compiled. Texts begin with one byte, so both read as much of their caches.
+compiled; or a single text of the same model. Texts begin with one byte, so both read as much of
+their caches.
 """
 
 import statistics
@@ -15,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.infer.generation import Sampling
+from arbcli.infer.generation import Decoder, Sampling
 from arbcli.infer.several import Request, SeveralDecoder
 from arbcli.model.language_model import LanguageModel
 from benchmarks import results
@@ -52,6 +53,13 @@ def make_peer(twin: LanguageModel, texts: int) -> tuple[Callable[[], None], str]
         print(f"  {texts} texts, {mode}: {texts * rate:,.0f} bytes/s", file=sys.stderr)
         found[rate] = decoder.step, mode
     return found[max(found)]
+
+
+def make_one(model: LanguageModel) -> Callable[[], None]:
+    """Begin a single text; return what makes one byte more of it."""
+    decoder = Decoder(model, 1 + LENGTH)
+    decoder.read(b"\n")
+    return decoder._step
 
 
 def steps_per_second(step: Callable[[], None], steps: int) -> float:
@@ -93,14 +101,38 @@ def measure(name: str, batches: list[int]) -> list[dict]:
     return rows
 
 
+def measure_beside_one(name: str, batches: list[int]) -> None:
+    """Print the bytes a second of several texts, and of one."""
+    model = build(name, "ternary")
+    with torch.no_grad(), model.prepared_weights():
+        for texts in batches:
+            ours, one = make_ours(model, texts), make_one(model)
+            for step in (ours, one):
+                steps_per_second(step, WARM_UP_STEPS)
+            rounds = [
+                (texts * steps_per_second(ours, ROUND_STEPS), steps_per_second(one, ROUND_STEPS))
+                for _ in range(ROUNDS)
+            ]
+            many, single = (statistics.median(rates) for rates in zip(*rounds, strict=True))
+            print(
+                f"{name:10} {texts:2} texts: {many:,.0f} bytes/s, one {single:,.0f}:"
+                f" {many / single:.2f} x",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Print a line a batch, and write the rows."""
     parser = results.options("several_texts", "Time several texts beside a float model in bf16.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", default=["1b"])
     parser.add_argument("--batch", nargs="+", type=int, default=[4, 16, 64])
+    parser.add_argument("--beside", choices=("float", "one"), default="float")
     given = parser.parse_args()
     for name in given.presets:
         preset(name)
+        if given.beside == "one":
+            measure_beside_one(name, given.batch)
+            continue
         rows = measure(name, given.batch)
         for ours, peer in zip(rows[::2], rows[1::2], strict=True):
             rate, twin = ours["bytes_per_second"], peer["bytes_per_second"]

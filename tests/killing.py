@@ -13,8 +13,11 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
+from cells import Cell
+from graph_parts import graph_config
 
 from arbcli import cli
+from arbcli.config.model_file import model_lines
 from arbcli.run_files import checkpoints
 from arbcli.train import run as run_module
 from arbcli.train.record import METRICS
@@ -24,25 +27,19 @@ PLAN = (
     f"--batch 2 --steps {STEPS} --save-every 7 --eval-every 5 --keep-best --log-every 3"
     " --accum 2 --wire int12 --device cpu"
 )
-GRAPH = (
-    "--preset arb-tiny --dim 16 --layers 1 --heads 1 --ffn 16 --latent 8 --rotary 4"
-    " --ngram-rows 50 --ngram-dim 4 --key-dim 4 --codes 4,4 --code-dim 8 --knowledge 8,4"
-    " --knowledge-dim 4 --knowledge-heads 1 --experts 2 --expert-dim 8 --expert-ffn 8 --gate-dim 4"
-    " --adapter-rank 2 --edges 8,2 --head-ffn 8 --memory-rows 32 --max-moe-iters 2 --moe --graph"
-    " --memgram"
-)
 MODELS = {
-    "dense": "--dim 16 --layers 1 --heads 1 --ffn 16 --ctx 8",
-    "graph": f"{GRAPH} --ctx 8",
-    "chunks": "--preset hnet-tiny --dim 16 --layers 1 --heads 1 --ffn 16 --ctx 12 --outer-dim 16"
-    " --outer-layers 1 --outer-heads 1 --outer-ffn 16 --chunk-length 2 --window 4",
-    "compressed": "--attention compressed --dim 16 --layers 2 --heads 2 --ffn 16 --ctx 12"
-    " --kv-heads 1 --window 5 --ratios 3,6 --indexed-ratio 3 --top-k 2 --index-heads 1"
-    " --index-width 8",
+    "dense": Cell("attention", "mlp", 1, "plain").model(),
+    "chunks": Cell("latent", "none", 1, "chunked").model(),
+    "compressed": Cell("compressed", "mlp", 1, "plain").model(),
+    "streams": Cell("mamba", "experts", 4, "plain").model(),
+    "grouped": Cell("grouped", "experts", 1, "chunked").model(),
+    "graph": graph_config(),
 }
-"""Options of a small model of each kind."""
+"""Small models of each kind."""
 TIMINGS = ("seconds", "bytes_per_second", "seconds_left", "mfu", "peak_bytes")
 """Fields of a record that differ from run to run."""
+TORCH_FORKED = "Invalid thread pool!"
+"""What torch sometimes says in a process that was forked, rarely; it is tried again."""
 KILLS_OF_A_RUN = 5
 SIGNALS = (signal.SIGKILL,) * 5 + (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 OUTPUTS = ("kept", "pipe", "full", "closed")
@@ -132,14 +129,14 @@ def kill_runs(folder: Path, kills: int, seed: int, options: str) -> None:
         signals = SIGNALS if number % 2 == 0 else (signal.SIGKILL,)
         while True:
             left_alone = number == 0 or of_run == KILLS_OF_A_RUN
-            how, began = draw.choice(OUTPUTS), time.monotonic()
+            how, began = "kept" if left_alone else draw.choice(OUTPUTS), time.monotonic()
             pid = go_on(run, text, options, how, log)
             if not left_alone:
                 time.sleep(draw.uniform(0, seconds))
                 os.kill(pid, draw.choice(signals))
                 of_run += 1
             _, status = os.waitpid(pid, 0)
-            if left_alone:
+            if left_alone and TORCH_FORKED not in log.read_text():
                 assert os.waitstatus_to_exitcode(status) == 0, (run, status, log.read_text())
                 break
         seconds = seconds or time.monotonic() - began
@@ -153,4 +150,6 @@ def kill_runs(folder: Path, kills: int, seed: int, options: str) -> None:
 
 if __name__ == "__main__":
     place, kills, seed, name, *more = sys.argv[1:]
-    kill_runs(Path(place), int(kills), int(seed), " ".join([MODELS[name], PLAN, *more]))
+    model = Path(place) / "model.toml"
+    model.write_text("\n".join(model_lines(MODELS[name])))
+    kill_runs(Path(place), int(kills), int(seed), " ".join([f"--model {model}", PLAN, *more]))

@@ -5,6 +5,10 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
+from arbcli.kernels.runtime._triton import HAS_TRITON
+
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+
 
 def mostly_slow(values: Iterable, quick: Callable[..., bool]) -> list:
     """Make parameters, a tuple for several arguments; those that are not `quick` are slow."""

@@ -13,11 +13,13 @@ from arbcli.environment import may_have_gpu
 PACKAGE = Path(__file__).parents[1] / "arbcli"
 RANK = {
     "errors": 0,
+    "version": 0,
     "signals": 0,
     "cached_files": 1,
     "environment": 1,
     "output": 1,
     "reading": 1,
+    "sockets": 1,
     "plain_text": 2,
     "run_files": 2,
     "kernels": 2,
@@ -68,8 +70,20 @@ def modules() -> list:
 def test_imports_point_downwards(path: Path):
     own = layer(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
     for name in imported(path):
+        assert name != "arbcli.__version__", f"{path}: it is in `arbcli.version`"
         if name.startswith("arbcli.") and layer(name) in RANK:
             assert layer(name) == own or RANK[layer(name)] < RANK[own], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", modules())
+def test_nothing_is_defined_twice(path: Path):
+    names = [
+        node.name
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and not any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
+    ]
+    assert [name for name in names if names.count(name) > 1] == []
 
 
 @pytest.mark.parametrize("path", modules())

@@ -15,8 +15,8 @@ SHAPE = "--dim 16 --layers 1 --heads 1 --ffn 16 --ctx 8 --batch 2 --steps 12 --d
 @pytest.mark.parametrize(
     ("kills", "model"),
     [
-        (100, "dense"), (30, "graph"), (30, "chunks"), (30, "compressed"),
-        (10, "dense --gpus 2"),
+        (80, "dense"), (20, "chunks"), (20, "compressed"), (20, "streams"), (20, "grouped"),
+        (20, "graph"), (20, "dense --gpus 2"),
     ],
 )  # fmt: skip
 def test_killed_runs_end_with_the_files_of_one_that_was_not(kills, model, tmp_path):

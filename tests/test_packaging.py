@@ -61,9 +61,12 @@ def test_container_file_names_what_there_is(arb_here):
     }
     assert {"pyproject.toml", about["readme"], *about["license-files"], "arbcli"} == set(SOURCES)
     assert all((ROOT / name).exists() for name in SOURCES)
-    (version,) = re.findall(r"^FROM python:([0-9.]+)-slim$", CONTAINERFILE, re.MULTILINE)
+    base = r"^FROM python:(\d+\.\d+)\.\d+-slim-[a-z]+$"  # a release that does not move
+    (version,) = re.findall(base, CONTAINERFILE, re.MULTILINE)
     assert f"Programming Language :: Python :: {version}" in about["classifiers"]
-    assert re.search(r"^RUN pip install --no-cache-dir /arb$", CONTAINERFILE, re.MULTILINE)
+    assert re.search(r"^RUN pip install --no-cache-dir /arb ", CONTAINERFILE, re.MULTILINE)
+    (user,) = re.findall(r"^USER (.+)$", CONTAINERFILE, re.MULTILINE)
+    assert re.search(rf"useradd .* {user} ", CONTAINERFILE)
     (command,) = re.findall(r'^ENTRYPOINT \["(.+)"\]$', CONTAINERFILE, re.MULTILINE)
     assert command in about["scripts"]
     (options,) = re.findall(r'^CMD \["(.+)"\]$', CONTAINERFILE, re.MULTILINE)
@@ -72,6 +75,20 @@ def test_container_file_names_what_there_is(arb_here):
     (mounted, name, *used) = re.findall(r'-v "\$PWD:(\S+)" (\S+) (\S+) (--\S+)', CONTAINERFILE)[0]
     assert (mounted, name) == (folder, "arb")
     assert used[1] in arb_here(used[0], "--help").stdout
+
+
+def test_lowest_packages_are_those_that_are_promised():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = project["dependencies"] + extras["triton"] + extras["plot"] + extras["test"]
+    least = dict(re.findall(r"^(\w+)>=([0-9.]+)", "\n".join(wanted), re.MULTILINE))
+    lowest = (ROOT / ".ci" / "lowest.txt").read_text()
+    pinned = dict(re.findall(r"^(\w+)==([0-9.]+)\.\*$", lowest, re.MULTILINE))
+    tools = {"ruff", "setuptools"}  # they only check and build
+    assert pinned == {name: least[name] for name in least.keys() - tools}
+    bounds = (ROOT / ".ci" / "bounds").read_text()
+    minors = [line.rpartition(" ")[2] for line in project["classifiers"] if "Python :: 3." in line]
+    assert re.findall(r"PYTHON=python(\S+)", bounds) == [min(minors), max(minors)]
 
 
 @pytest.mark.slow

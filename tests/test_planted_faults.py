@@ -904,7 +904,7 @@ FAULTS = [
         "exchange", "streams read by what they are written by",
         edit(
             method(HyperConnection, "forward"),
-            rewrite("r, k, w = self.weights(x)", "w, k, r = self.weights(x)"),
+            rewrite("r, k, w = f(x)", "w, k, r = f(x)"),
         ),
         "streams: output",
     ),
@@ -944,7 +944,7 @@ FAULTS = [
     ),
     module(
         "sink", "gradient averaged over rows", "model.layers",
-        rewrite("g.T @ x", "g.T @ x / len(x)"), "model: gradient",
+        rewrite("return g.T @ x", "return g.T @ x / len(x)"), "model: gradient",
     ),
     module(
         "gradient", "gradient not passed through the norm", "model.layers.norm",

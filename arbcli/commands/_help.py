@@ -14,11 +14,11 @@ GROUPS = {
     "Model": " ".join((*MODEL, "weights sub_norms")),
     "Parts of hnet presets": " ".join(HNET_PARTS),
     PARTS: " ".join(GRAPH_PARTS),
-    "Text": "data val field",
+    "Text": "data val field tokenizer",
     "Optimisation": "steps minutes batch accum lr warmup schedule final_lr optimizer recompute"
     " compute init_from",
     "Run": "config_file print_config out resume save_every keep keep_best no_save eval_every"
-    " log_every sample_every seed gpus wire device backend force dry_run",
+    " log_every sample_every seed gpus wire device backend pin force dry_run",
     "Output": "plot log profile quiet as_json",
 }
 """Names of parameters, by the heading of their group; any other stands before these."""
@@ -34,7 +34,7 @@ TYPES = {"int": "N", "float": "X", "path": "PATH", "list": "PATH"}
 
 def summary(command: Callable) -> str:
     """Find what a command does in a line of the list of commands: its first line, no example."""
-    return re.split(r": `|[;.]", inspect.getdoc(command).splitlines()[0])[0] + "."
+    return re.split(r": `|[;.]", (inspect.getdoc(command) or "").splitlines()[0])[0] + "."
 
 
 class Command(TyperCommand):

@@ -84,7 +84,7 @@ def with_model_file(given: dict[str, Any]) -> dict[str, Any]:
     return given | {"preset": read_model(path)}
 
 
-KEPT_IN = ("bf16", "fp8", "int8")
+KEPT_IN = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed")
 """What keys and values can be kept in."""
 BACKENDS = ("triton", "native", "torch", "interpreter")
 """What runs kernels; `arbcli.kernels` has them too, and imports torch."""
@@ -195,7 +195,8 @@ def check_device(name: str | None) -> str | None:
     Raises:
         ArbError: no device has this name, or there is no driver of a GPU.
     """
-    if (_check_device_name(name) or "").startswith("cuda") and not may_have_gpu():
+    _check_device_name(name)
+    if name is not None and name.startswith("cuda") and not may_have_gpu():
         raise no_cuda_device(name)
     return name
 
@@ -213,8 +214,10 @@ def _name(field: str, known: Iterable[str], what: str) -> Any:
     """Declare an option that is one of some names, which stand for its value where they are few."""
     choices = "|".join(known)
     metavar = choices if len(choices) <= MOST_METAVAR else field.rpartition("_")[2].upper()
-    how = {"help": what, "callback": one_of(field, known), "metavar": metavar}
-    return Annotated[str | None, typer.Option(option_of(field), **how)]
+    return Annotated[
+        str | None,
+        typer.Option(option_of(field), help=what, callback=one_of(field, known), metavar=metavar),
+    ]
 
 
 def _part(field: str, what: str) -> Any:
@@ -251,7 +254,8 @@ ComputeOfRun = _name(
 KeptIn = _name(
     "kv",
     KEPT_IN,
-    "Keys and values: bf16, or in eight bits fp8 or int8. [default: as activations]",
+    "Keys and values: bf16, or in eight bits fp8 or int8; with -mixed, numbers of keys that turn by"
+    " position stay as activations. [default: as activations]",
 )
 Recompute = Annotated[
     bool | None,
@@ -260,8 +264,12 @@ Recompute = Annotated[
 
 
 def _device(callback: Callable[[str | None], str | None]) -> Any:
-    about = {"metavar": "cpu|cuda|mps", "help": "[default: cuda if there is one]"}
-    return Annotated[str | None, typer.Option(**about, callback=callback)]
+    return Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|cuda|mps", help="[default: cuda if there is one]", callback=callback
+        ),
+    ]
 
 
 Device = _device(check_device)
@@ -455,7 +463,8 @@ def takes_model(first: str = "") -> Callable[[Callable], Callable]:
         ]
         named = {param.name: param.replace(kind=added[0].kind) for param in (*added, *own)}
         order = dict.fromkeys((*first.split(), *named))
-        command.__signature__ = signature.replace(parameters=[named[name] for name in order])
+        added_to: Any = command
+        added_to.__signature__ = signature.replace(parameters=[named[name] for name in order])
         return command
 
     return add

@@ -32,8 +32,8 @@ def parts_table(parts: Iterable["PartReport"]) -> Table:
         rows,
         left=3,
     )
-    for column in found.columns:
-        column.no_wrap = column.header.plain != "shape"
+    for name, column in zip(COLUMNS, found.columns, strict=True):
+        column.no_wrap = name != "shape"
     return found
 
 

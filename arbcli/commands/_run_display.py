@@ -109,17 +109,21 @@ class RunDisplay:
 
     def tell_estimate(self) -> None:
         """Say how long the run takes, and if that is long what is quicker."""
+        if self._time_left is None:
+            return
         now = time.perf_counter()
-        left, about = self._time_left.seconds(now), "about"
+        left, how = self._time_left.seconds(now), "about"
         if left is None:
-            left, about = self._time_left.least_seconds(now), "more than"
-        note(f"time    {about} {_clock(left)} to step {self.steps:,}")
+            left, how = self._time_left.least_seconds(now), "more than"
+        note(f"time    {how} {_clock(left)} to step {self.steps:,}")
         if self._advice and left > LONG_SECONDS:
             note(f"        quicker, from the start: {self._advice}")
 
     def _progress(self, width: int) -> str:
         """Make the line that is shown between records, of at most `width` columns."""
         now, left = time.perf_counter(), self._time_left
+        if left is None:
+            return ""
         seconds, done = left.seconds(now), left.step / self.steps
         shown = f"more than {_clock(left.least_seconds(now))} left"
         if seconds is not None:
@@ -141,10 +145,12 @@ class RunDisplay:
         self._emit(record.as_json())
         if self.quiet:
             return
-        now = time.perf_counter()
+        now, time_left = time.perf_counter(), self._time_left
+        if time_left is None:
+            return
         if record.val_loss is not None:
-            self._time_left.evaluated(now)
-        self._time_left.resumed(now)
+            time_left.evaluated(now)
+        time_left.resumed(now)
         self._figures = _figures(record)
         parts = [f"step {record.step}/{self.steps}", *self._figures]
         keep = self.keeps_lines or record.val_loss is not None
@@ -152,7 +158,7 @@ class RunDisplay:
             if keep:
                 self.line.show(fitted(parts, self.line.width), keep=True)
         else:
-            if (left := self._time_left.seconds(now)) is not None:
+            if (left := time_left.seconds(now)) is not None:
                 parts.insert(1, f"{_clock(left)} left")
             self.line.show("  ".join(parts), keep=keep)
         gauges = {name: value for name, value in record.gauges.items() if name != "wire"}

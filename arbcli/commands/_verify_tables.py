@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def ledger_tables(found: "Ledger") -> "Group":
     """Lay out what was found: kernels, model, compilation, and what failed."""
-    from rich.console import Group
+    from rich.console import Group, RenderableType
     from rich.text import Text
 
     from arbcli.verify.ledger import (
@@ -32,12 +32,12 @@ def ledger_tables(found: "Ledger") -> "Group":
     for key, group in grouped(found.kernels, "kernel", "backend"):
         cases = sum(len(result.shapes) for result in group)
         every = cases + sum(result.left_out for result in group)
-        cases = f"{cases} of {every}" if every > cases else f"{cases}"
+        counted = f"{cases} of {every}" if every > cases else f"{cases}"
         unequal = [result.unequal for result in group if result.unequal is not None]
         relative = number(worst(result.relative_error for result in group))
         error = f"{sum(unequal)} unequal" if unequal else relative
         seconds = f"{sum(result.seconds for result in group):.1f}"
-        kernels.append([*key, cases, error, seconds, verdict(group)])
+        kernels.append([*key, counted, error, seconds, verdict(group)])
     for key, group in grouped(found.parity, "check", "backend"):
         largest = number(worst(result.max_error for result in group))
         relative = number(worst(result.relative_error for result in group))
@@ -50,7 +50,7 @@ def ledger_tables(found: "Ledger") -> "Group":
     if len(found.scale_types) > 1:
         title += f" to {found.scale_types[-1]}"
     columns = ["kernel", "backend", "cases", "error", "s", ""]
-    parts = [table(f"kernels on {title}", columns, kernels, left=2)]
+    parts: list[RenderableType] = [table(f"kernels on {title}", columns, kernels, left=2)]
     if checks:
         columns = ["model", "backend", "compared", "largest error", "relative", ""]
         parts.append(table(f"model on {title}", columns, checks, left=2))

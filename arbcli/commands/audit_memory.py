@@ -122,24 +122,24 @@ def audit_memory(
     else:
         config = new_config(**given, device=device, backend=backend)
     if what_if:
-        report = memory.what_if(config.model)
-        emit(report, _what_if_table(report), as_json=as_json)
+        choices = memory.what_if(config.model)
+        emit(choices, _what_if_table(choices), as_json=as_json)
     elif ranks is not None:
         if budget is not None:
             from arbcli.inspect.ranks import predict_ranks
 
-            report = predict_ranks(config, ranks, budget_bytes(budget))
+            shares = predict_ranks(config, ranks, budget_bytes(budget))
         else:
-            report = _audit_ranks(config)
+            shares = _audit_ranks(config)
         if rank == 0:
-            emit(report, _ranks_table(report), as_json=as_json)
-        raise typer.Exit(0 if report.passed else 1)
+            emit(shares, _ranks_table(shares), as_json=as_json)
+        raise typer.Exit(0 if shares.passed else 1)
     elif budget is not None:
         with LiveLine() as line:
             line.show_wait("predicting")
-            report = audit.check_fit(config, budget)
-        emit(report, _fit_table(report), as_json=as_json)
-        raise typer.Exit(0 if report.fits else 1)
+            fit = audit.check_fit(config, budget)
+        emit(fit, _fit_table(fit), as_json=as_json)
+        raise typer.Exit(0 if fit.fits else 1)
     else:
         if snapshot is not None and config.device == "cpu":
             raise ArbError(

@@ -53,7 +53,7 @@ def _shown(report: "CheckReport") -> Group:
 
 
 def _plan(report: "CheckReport") -> list[str]:
-    if report.resumes_at is None:
+    if report.resumes_at is None or report.steps is None:
         return [f"a resume   would not start: {report.stops}"]
     left = report.steps - report.resumes_at
     if left <= 0 and not report.evaluates_first:

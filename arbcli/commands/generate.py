@@ -99,13 +99,13 @@ def generate(
     if prompts is None and batch is not None:
         raise ArbError("`--batch` is for several prompts", hint="give them by `--prompts FILE`")
     alone = {"--prompt": prompt is not None, "--bytes": raw, "--chunks": chunks, "--json": as_json}
-    for option, given in alone.items():
-        if prompts is not None and given:
+    for option, is_given in alone.items():
+        if prompts is not None and is_given:
             raise ArbError(
                 f"`--prompts` has prompts of its own and writes JSON lines; leave `{option}` out"
             )
     checkpoint = find_run(checkpoint, loads=True)
-    lines = prompts and _lines(prompts)
+    lines = _lines(prompts) if prompts else []
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.device import resolve_backend, resolve_device
@@ -117,7 +117,7 @@ def generate(
         sampling = generation.Sampling(
             temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0
         )
-        requests = prompts and read_prompts(lines, str(prompts), length, sampling)
+        requests = read_prompts(lines, str(prompts), length, sampling) if prompts else None
         place = resolve_device(device)
         backend = resolve_backend(backend, place)
         model, name = load_named_model(checkpoint, place, note, compute)
@@ -147,7 +147,7 @@ def generate(
     depths = chunk_depths(model, bytes(made), backend) if chunks else None
     if as_json:
         emit_json(asdict(report) | ({"chunk_depths": depths} if chunks else {}))
-    elif chunks:
+    elif depths is not None:
         write_chunks(bytes(made), depths)
     made_of = "bytes" if model.tokenizer is None else "tokens"
     rate, cache = f"{report.bytes_per_second:,.0f}", f"{report.cache_bytes:,}"
@@ -190,7 +190,8 @@ def _continue_several(
         emit_json(asdict(text))
 
     done = continue_several(model, requests, batch, backend=backend, kv=kv, on_text=write)
+    kind = "bytes" if model.tokenizer is None else "tokens"
     note(
-        f"{done.texts} texts, {done.length:,} bytes, {done.length / done.seconds:,.0f} bytes/s on"
+        f"{done.texts} texts, {done.length:,} {kind}, {done.length / done.seconds:,.0f} {kind}/s on"
         f" {done.device}, backend {done.backend}, {done.batch} at once"
     )

@@ -48,6 +48,7 @@ def import_model(
     scale_type: Annotated[
         str,
         typer.Option(
+            "--tscale-type",
             metavar="TYPE",
             help="How many weights share a scale, T4 to T128.",
             callback=one_of("scale_type", SCALE_TYPES),

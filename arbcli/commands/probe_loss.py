@@ -203,10 +203,10 @@ def _layers(report: "ProbeReport") -> Table:
     first, last = report.readings[0], report.readings[-1]
     names = ["embedding", *(f"block {index}" for index in range(len(last.channel_rms)))]
     branches = zip((None, *last.mixer_rms), (None, *last.channel_rms), strict=True)
-    columns = zip(first.residual_rms, last.residual_rms, last.residual_most, branches, strict=True)
+    figures = zip(first.residual_rms, last.residual_rms, last.residual_most, branches, strict=True)
     rows = [
         [name, *(_number(size, 3) for size in (before, after, most, *branch))]
-        for name, (before, after, most, branch) in zip(names, columns, strict=True)
+        for name, (before, after, most, branch) in zip(names, figures, strict=True)
     ]
     if last.takeoff_layer is not None:
         rows[last.takeoff_layer + 1][0] += ", takes off"

@@ -39,8 +39,9 @@ from arbcli.config.training import OPTIMIZERS, SCHEDULES, WIRES, train_config_di
 from arbcli.data import check_named
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
-from arbcli.output import LiveLine, emit_json, write_bytes
+from arbcli.output import LiveLine, emit_json, note, write_bytes
 from arbcli.signals import exit_code
+from arbcli.sockets import pin_to_socket
 
 
 def _check_loggers(names: list[str] | None) -> list[str] | None:
@@ -159,6 +160,10 @@ def train(
     recompute: Recompute = None,
     device: Device = None,
     backend: Backend = None,
+    pin: Annotated[
+        bool,
+        typer.Option("--pin", help="Keep threads on one socket, where there are several."),
+    ] = False,
     seed: Seed = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the losses: .png, .pdf or .svg.")] = None,
     log: Annotated[
@@ -226,6 +231,11 @@ def train(
                 hint=f"use a multiple of {gpus}",
             )
         start_processes(gpus)
+    if pin and not dry_run and not print_config:
+        place = this_process()  # before torch counts the processors
+        number, cpus = pin_to_socket(place.local_rank, on_cpu=device == "cpu")
+        if place.rank == 0:
+            note(f"threads stay on socket {number}, on {len(cpus)} processors")
     if print_config and (resume or init_from):
         raise ArbError("what is saved has its own settings", hint="read them with `arb inspect`")
     if resume is None and init_from is None:
@@ -261,9 +271,9 @@ def train(
         run_files.check_free(out)
         if not out.is_file():
             check_folder(out, "--out")
-    place = given_options(device=device, backend=backend)
+    machine = given_options(device=device, backend=backend)
     if print_config:
-        _show_settings(given | place, as_json=as_json)
+        _show_settings(given | machine, as_json=as_json)
         return
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
@@ -285,7 +295,8 @@ def train(
         if plot is not None:
             plots.require_matplotlib()
         loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
-        observer = Observers([display, *loggers])
+        # the display has all that an observer has; to inherit it would be to import torch
+        observer = Observers([display, *loggers])  # type: ignore[list-item]
         if resume is not None:
             report = resume_run(
                 found, observer, device=device, backend=backend, steps=steps, profile=profile
@@ -297,7 +308,7 @@ def train(
                 given["preset"] = saved = saved_config(initial.checkpoint)
                 if saved_tokenizer(*initial, saved):
                     given.setdefault("tokenizer", str(initial.path.with_name(FILE)))
-            config = new_config(**given | place)
+            config = new_config(**given | machine)
             hint = f"{room.HINT}, or `--force` to try it"
             report = start_run(
                 config,
@@ -309,7 +320,7 @@ def train(
                 check=lambda config: None if force else room.check_memory(config, hint),
                 save=not no_save,
             )
-    if plot is not None and alone:
+    if plot is not None and alone and report.run is not None:
         plots.plot_training(Path(report.run), plot)
     if alone:
         display.finished(report)

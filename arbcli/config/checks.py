@@ -67,7 +67,7 @@ def check_sizes(config: Any) -> None:
                 check_at_most(field.name, size, LARGEST_OF.get(field.name, LARGEST))
 
 
-def check_choice(field: str, value: str, known: Iterable[str]) -> None:
+def check_choice(field: str, value: object, known: Iterable[object]) -> None:
     """Refuse a value that is none of those known.
 
     Raises:

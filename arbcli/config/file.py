@@ -56,8 +56,8 @@ def read_settings(path: Path) -> dict[str, Any]:
             found = shown(settings["preset"])
             raise ArbError(f"`preset` of `{path}` is `{found}`", hint="name a preset in quotes")
     of_models = {name: one.annotation for name, one in ARGUMENTS.items()}
-    for found, types, where in ((values, TOP, ""), (model, of_models, "model.")):
-        for name, value in found.items():
+    for table, types, where in ((values, TOP, ""), (model, of_models, "model.")):
+        for name, value in table.items():
             if name not in types:
                 raise _unknown(path, where, name, types, of_models)
             if value is not None:  # JSON has null where nothing was given

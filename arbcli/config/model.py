@@ -284,10 +284,12 @@ class ModelConfig:
                 fields=("norm_eps",),
             )
         parts = [part for _, part in self.sited_parts()]
-        plain = self.main.streams == 1 and not self.outer and not self.head
+        main = self.main
+        plain = main.streams == 1 and main.adds_plainly and not main.router
+        plain = plain and not self.outer and not self.head
         gained = self.norm_gain and plain and all(part.kind in EPS_KINDS for part in parts)
         unit = any(getattr(part, "query_key_norm", None) == "unit" for part in parts)
-        if not gained or unit or any(part.sub_norm for part in parts):
+        if not gained or unit or any(getattr(part, "sub_norm", False) for part in parts):
             raise ArbError(
                 f"`norm_eps` is {self.norm_eps}, and a norm without gains has {NORM_EPS}",
                 hint="use `norm_gain`, attention and MLPs without `sub_norm`, and `query_key_norm`"
@@ -306,7 +308,7 @@ class ModelConfig:
             )
 
     def _check_tokens(self) -> None:
-        spaces = any(stage.chunking.boundaries == "space" for stage in self.outer)
+        spaces = any(chunking.boundaries == "space" for chunking in self.chunkings)
         kinds = [part.kind for _, part in self.sited_parts() if part.reads_text]
         kinds += [part.kind for part in self.beside]
         if spaces or kinds:
@@ -343,19 +345,24 @@ class ModelConfig:
         return SCALE_TYPES[self.scale_type]
 
     @property
+    def chunkings(self) -> tuple[ChunkingConfig, ...]:
+        """The chunking of each outer stage."""
+        return tuple(stage.chunking for stage in self.outer if stage.chunking)
+
+    @property
     def slots(self) -> tuple[int, ...]:
         """Positions of each stage in a window of `ctx` symbols."""
         found = [self.ctx]
-        for stage in self.outer:
-            found.append(stage.chunking.slots(found[-1]))
+        for chunking in self.chunkings:
+            found.append(chunking.slots(found[-1]))
         return tuple(found)
 
     @property
     def lengths(self) -> tuple[float, ...]:
         """Positions of each stage that the routers are trained towards."""
         found: list[float] = [self.ctx]
-        for stage in self.outer:
-            found.append(found[-1] / stage.chunking.length)
+        for chunking in self.chunkings:
+            found.append(found[-1] / chunking.length)
         return tuple(found)
 
     def capacity(self, stage: int, length: int) -> int:

@@ -155,7 +155,7 @@ def with_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
     Raises:
         ArbError: a value does not fit, or belongs to the short form of a preset.
     """
-    given = {key: value for key, value in overrides.items() if value is not None}
+    given: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
     if others := [key for key in given if key not in ("ctx", *STORAGE)]:
         raise ArbError(
             f"{', '.join(f'`{key}`' for key in others)} only applies to a preset",
@@ -280,7 +280,7 @@ def _at(error: ArbError, known: Iterable[str], where: str) -> ArbError:
     text = str(error)
     for name in error.fields:
         if name in known:
-            text = re.sub(rf"`{name}(?=[`=])", lambda _, n=name: f"`{where}.{n}", text, count=1)
+            text = re.sub(rf"`{name}(?=[`=])", f"`{where}.{name}", text, count=1)
     if text == str(error):
         text = f"`{where}`: {text}"
     return ArbError(text, hint=error.hint)
@@ -306,6 +306,6 @@ def _value(kind: Any, value: Any, union: dict[str, type[PartConfig]] | None, whe
                 _value(element, part, union, f"{where}[{index}]")
                 for index, part in enumerate(value)
             )
-        if is_dataclass(one) and not isinstance(value, one):
+        if isinstance(one, type) and is_dataclass(one) and not isinstance(value, one):
             return from_fields(one, value, where)
     return value

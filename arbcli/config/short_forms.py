@@ -161,12 +161,14 @@ def compressed(
     top_k: int = 128,
     index_heads: int = 4,
     index_width: int = 32,
+    mean_ratio: int | None = None,
+    key_gain: bool = False,
     **others: Any,
 ) -> ModelConfig:
     """Assemble blocks of compressed attention and an MLP, or experts: see `channels`.
 
     Blocks take the `ratios` in turn. Where an entry has more than `indexed_ratio` bytes, a byte
-    attends to all of them.
+    attends to all of them; where it has `mean_ratio` bytes or more, it is their mean.
     """
     if not 1 <= len(ratios) <= MOST_RATIOS or min(ratios) < 2:
         raise ArbError(
@@ -182,6 +184,8 @@ def compressed(
             rotary=rotary,
             window=window,
             ratio=ratio,
+            pooling="softmax" if mean_ratio is None or ratio < mean_ratio else "mean",
+            key_gain=key_gain,
             top_k=top_k if ratio <= indexed_ratio else None,
             index_heads=index_heads,
             index_width=index_width,
@@ -238,6 +242,8 @@ def graph(
     knowledge_codebook: bool = True,
     moe: bool = True,
     graph: bool = True,
+    graph_gate: bool = False,
+    graph_adapters: bool = False,
     router: bool = True,
     memgram: bool = False,
     **storage: Any,
@@ -259,6 +265,8 @@ def graph(
         expert_dim=expert_dim,
         gate_dim=gate_dim,
         edges=edges if graph else None,
+        graph_gate=graph_gate,
+        graph_adapters=graph_adapters,
     )
     # the same norms as in files of before, which had no choice of them
     mixer = LatentAttentionConfig(heads=heads, latent=latent, rotary=rotary)

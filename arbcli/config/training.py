@@ -17,6 +17,8 @@ LONGEST_LOG = 1000
 """Most steps between records: a checkpoint holds the loss of each of them."""
 MOST = 2**31 - 1
 """Of a count."""
+LOSSES = ("text", "ponder", "ratio", "indexer")
+"""Parts of a loss: see `LanguageModel.losses`."""
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 """Choices of `schedule`."""
 COMPUTES = ("bf16", "fp8", "nvfp4", "fp32")
@@ -81,6 +83,9 @@ class TrainConfig:
     """Whether the checkpoint of the lowest held-out loss is kept besides."""
     optimizer: str = "rule"
     """`rule` for ternary weights; `adamw` or `muon` for float ones."""
+    scale_losses: tuple[str, ...] = ()
+    """Parts of the loss that move the scales of an area of the model, `area=loss` or
+    `area=loss+loss`; those of other areas move by all of it."""
     recompute: bool = False
     """Whether a backward computes the inside of a block again, to keep less for it."""
     wire: str | None = None
@@ -101,6 +106,8 @@ class TrainConfig:
         check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])
         check_choice("compute", self.compute, COMPUTES)
         check_choice("schedule", self.schedule, SCHEDULES)
+        if self.scale_losses:
+            self._check_scale_losses()
         if self.wire is not None:
             check_choice("wire", self.wire, WIRES)
             if self.model.weights != "ternary":
@@ -182,6 +189,41 @@ class TrainConfig:
         if not 0 <= self.seed <= MOST:
             raise ArbError(f"`seed` is {self.seed}", hint=f"use 0 to {MOST}", fields=("seed",))
 
+    def _check_scale_losses(self) -> None:
+        """Check what moves scales: its spelling, and that the run has nothing that it bars."""
+        for entry in self.scale_losses:
+            area, _, losses = entry.partition("=")
+            if not area or not losses:
+                raise ArbError(
+                    f"`scale_losses` has `{entry}`",
+                    hint="write an area and its losses, as in `moe_graph=text+ponder`",
+                    fields=("scale_losses",),
+                )
+            for loss in losses.split("+"):
+                check_choice("scale_losses", loss, LOSSES)
+        barred = {
+            "a float twin, which has no scales": self.model.weights != "ternary",
+            "gradients that travel": self.wire is not None,
+            "several batches a step": self.accum > 1,
+            "the fix `order` of votes": "order" in self.model.votes_fixes,
+        }
+        if found := [name for name, is_so in barred.items() if is_so]:
+            raise ArbError(
+                f"`scale_losses` is not for {found[0]}",
+                hint="leave it out, or change that",
+                fields=("scale_losses",),
+            )
+
+    @property
+    def scale_routes(self) -> dict[tuple[str, ...], frozenset[str]]:
+        """Areas by the parts of the loss that move their scales."""
+        routes: dict[tuple[str, ...], frozenset[str]] = {}
+        for entry in self.scale_losses:
+            area, _, losses = entry.partition("=")
+            key = tuple(sorted(set(losses.split("+"))))
+            routes[key] = routes.get(key, frozenset()) | {area}
+        return routes
+
     @property
     def eval_interval(self) -> int:
         """Steps between evaluations; 0 if there are none."""
@@ -192,7 +234,8 @@ class TrainConfig:
 
     def decisive(self) -> dict[str, Any]:
         """List the settings that the weights depend on, besides the model's."""
-        return {name: getattr(self, name) for name in DECISIVE}
+        found = {name: getattr(self, name) for name in DECISIVE}
+        return found | {"scale_losses": list(self.scale_losses)}  # as JSON has it
 
 
 def train_config(
@@ -229,11 +272,14 @@ def train_config(
         )
     optimizer = given.pop("optimizer", "rule" if ternary else "adamw")
     given.setdefault("lr", default_lr(model, optimizer))
-    texts = {name: tuple(map(str, given.pop(name, ()))) for name in ("data", "val")}
+    data, val = (tuple(map(str, given.pop(name, ()))) for name in ("data", "val"))
+    given["scale_losses"] = tuple(given.pop("scale_losses", ()))
     if given.get("tokenizer") is not None:
         given["tokenizer"] = str(given["tokenizer"])
-    place = {"device": device, "backend": backend, "compute": compute}
-    return TrainConfig(model=model, optimizer=optimizer, **texts, **place, **given)
+    return TrainConfig(
+        model=model, optimizer=optimizer, data=data, val=val,
+        device=device, backend=backend, compute=compute, **given,
+    )  # fmt: skip
 
 
 def default_lr(model: ModelConfig, optimizer: str) -> float:
@@ -253,6 +299,7 @@ def train_config_from(facts: dict[str, Any]) -> TrainConfig:
         values = facts["config"]
         model = config_from_dict(values["model"])
         lists = {name: tuple(values[name]) for name in ("data", "val")}
+        lists["scale_losses"] = tuple(values.get("scale_losses", ()))
         return TrainConfig(**(values | lists | {"model": model}))
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ArbError(

@@ -34,6 +34,8 @@ class Ingredients(NamedTuple):
 class Direction:
     """How a gradient becomes a direction of unit root-mean-square over its matrix."""
 
+    takes_average: bool = False
+    """Whether it is better taken of a running mean of gradients than averaged itself."""
     averages: bool = False
     """Whether running mean squares of rows and columns are kept, as `row_statistic` and
     `column_statistic`."""
@@ -77,3 +79,9 @@ class Direction:
         rows, columns = (gain if gain.numel() else None for gain in (gains.rows, gains.columns))
         unit = unit_gain(values, rows, columns, gains.ok)
         return Ingredients(values, unit if share is None else unit * share.sqrt(), columns)
+
+
+def unit_gradient(grad: Tensor, ok: Tensor, share: Tensor | None) -> Ingredients:
+    """Give a gradient (N, K) unit root-mean-square, of the share of the rows that take part."""
+    unit = unit_gain(grad, None, None, ok)
+    return Ingredients(grad, unit if share is None else unit * share.sqrt(), None)

@@ -38,6 +38,8 @@ all s in 0.002 .. 1, and no other such function comes nearer; below it is at mos
 class Orthogonal(Direction):
     """A matrix whole, or each of a stack: it wants every singular value alike."""
 
+    takes_average = True
+
     def values(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Orthogonalise (N, K), or each matrix of (B, N, K), on a GPU in `dtype`."""
         return orthogonalise(grad, dtype)

@@ -57,6 +57,8 @@ class BlockType:
         Returns:
             (N, bytes) uint8.
         """
+        if self.pack is None:
+            raise ValueError(f"{self.name} has no blocks of integers")
         packed = self.pack(integers.unflatten(1, (-1, self.block)))
         d = scales.to(torch.float16).unsqueeze(-1).view(torch.uint8)
         return torch.cat([d, packed], dim=2).flatten(1)
@@ -65,6 +67,8 @@ class BlockType:
         """Read the weights of a tensor's bytes, (bytes,) uint8: (N, K) float32."""
         if self.dtype is not None:
             return data.view(self.dtype).view(shape).to(torch.float32)
+        if self.unpack is None:
+            raise ValueError(f"{self.name} has no blocks of integers")
         blocks = data.view(shape[0], -1, self.block_bytes)
         d = blocks[..., :2].contiguous().view(torch.float16).to(torch.float32)
         return (self.unpack(blocks[..., 2:]).to(torch.float32) * d).flatten(1)

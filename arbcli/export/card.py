@@ -6,7 +6,7 @@ from pathlib import Path
 
 from arbcli.config.model import VOCABULARY
 from arbcli.errors import ArbError
-from arbcli.imports.dense import shape_of
+from arbcli.imports.dense import known_shape
 from arbcli.infer.load import Weights
 from arbcli.reading import read_json
 from arbcli.run_files import CONFIG
@@ -28,8 +28,8 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=200)[0]))
 def model_card(weights: Weights, name: str) -> str:
     """Write a card in Markdown, with the figures of the run if it lies beside the checkpoint."""
     config, checkpoint = weights.model.config, weights.checkpoint
-    shape = shape_of(config)
-    number = sum(tensor.num_weights for tensor in weights.model.weights().values())
+    shape = known_shape(config)
+    number = sum(tensor.num_weights for tensor in weights.model.packed_tensors().values())
     of = "-1, 0 or +1" if config.digits == "trit" else "an integer of one byte"
     keys = "" if shape.kv_heads == shape.heads else f" on {shape.kv_heads} of keys"
     of_bytes = shape.vocabulary == VOCABULARY

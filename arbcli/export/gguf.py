@@ -46,6 +46,7 @@ from arbcli.imports.dense import (
     Part,
     Source,
     check_attention,
+    known_shape,
     read,
     shape_of,
     sources,
@@ -55,7 +56,9 @@ from arbcli.kernels.codec.decode_digits import digits_torch
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.rotary import rotary_rates
+from arbcli.model.packed import TernaryTensor
 from arbcli.reading import read_json
 from arbcli.run_files import CONFIG
 from arbcli.tokens import FILE
@@ -120,7 +123,7 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
 def architecture_of(config: ModelConfig, companions: Path | None) -> Architecture:
     """Find the architecture that a model came as, or else one that computes the same."""
     if companions is None:
-        return shape_of(config).architecture
+        return known_shape(config).architecture
     return ARCHITECTURES[read_json(companions / CONFIG, {})["model_type"]]
 
 
@@ -130,7 +133,7 @@ def check_architecture(config: ModelConfig, architecture: Architecture) -> None:
     Raises:
         ArbError: it is refused.
     """
-    shape = shape_of(config)
+    shape = known_shape(config)
     scaling = shape.rotary.scaling
     found = {
         f"positions scaled as by `{scaling}`": scaling == "yarn"
@@ -147,7 +150,7 @@ def check_architecture(config: ModelConfig, architecture: Architecture) -> None:
 
 def _divisors(config: ModelConfig) -> Tensor | None:
     """Find what the angle of each pair is divided by, (d / 2,) float32; None is 1 or the same."""
-    rotary, width = shape_of(config).rotary, shape_of(config).head_width
+    rotary, width = known_shape(config).rotary, known_shape(config).head_width
     if rotary.scaling != "llama3":
         return None
     plain = rotary_rates(width, RotaryConfig(base=rotary.base))
@@ -168,7 +171,7 @@ def _order(source: Source, config: ModelConfig, architecture: Architecture) -> d
     """Find the order of rows of each part that is written in another one, int64 by its name."""
     if not architecture.interleaved:
         return {}
-    width, found = shape_of(config).head_width, {}
+    width, found = known_shape(config).head_width, {}
     for part in source.parts:
         if TURNED.search(part.gguf):
             rows = torch.arange(part.shape[0]).view(-1, 2, width // 2)
@@ -182,7 +185,7 @@ def smallest_type(config: ModelConfig) -> BlockType:
     return of_trits if config.digits == "trit" or of_trits is BF16 else Q8_0
 
 
-def check_model(model: torch.nn.Module) -> None:
+def check_model(model: LanguageModel) -> None:
     """Refuse what no architecture has a place for.
 
     Raises:
@@ -215,6 +218,8 @@ def _encoded(source: Source, kind: BlockType, orders: dict[str, Tensor]) -> Iter
             weight = weight[orders.get(part.gguf, every)]
             yield encode_numbers(part.gguf, weight, kind if is_matrix else F32)
         return
+    if not isinstance(source.tensor, TernaryTensor):
+        raise ValueError("a matrix of the model is not packed")
     packed = source.tensor.packed
     digits, scales = integers(packed), scales_torch(packed.exponent, packed.fraction) / packed.unit
     for part in source.parts:
@@ -234,9 +239,9 @@ def _keys(
     config: ModelConfig, name: str, weights: Weights, architecture: Architecture
 ) -> dict[str, tuple[int, Any]]:
     """Say what a reader has to know of the model, and where it comes from."""
-    shape = shape_of(config)
+    shape = known_shape(config)
     windows = [window for window in shape.windows if window]
-    ours = {
+    ours: dict[str, tuple[int, Any]] = {
         "context_length": (UINT32, min((config.ctx, *windows))),
         "embedding_length": (UINT32, shape.dim),
         "block_count": (UINT32, shape.layers),

@@ -78,7 +78,7 @@ def write_gguf(
     file.write(head + bytes(_padded(len(head)) - len(head)))
     for entry, part in zip(entries, parts, strict=True):
         assert part.nbytes == entry.num_bytes, entry.name
-        file.write(memoryview(part.contiguous().view(-1).numpy()))
+        file.write(part.contiguous().view(-1).numpy().data)
         file.write(bytes(_padded(entry.num_bytes) - entry.num_bytes))
 
 

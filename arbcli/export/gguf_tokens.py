@@ -5,10 +5,11 @@ the steps of `pre_tokenizer`; a tokenizer with others is refused. Tokens that a 
 those of its tokenizer have a name each and are never made.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import MOST, ModelConfig
 from arbcli.errors import ArbError
 from arbcli.export.gguf_file import BOOL, INT32, STRING, UINT32
 from arbcli.imports.companions import GENERATION, TEMPLATE, read_companion
@@ -90,6 +91,7 @@ def _read(path: Path) -> dict[str, Any]:
     """Read a `tokenizer.json`, which may have tens of millions of bytes."""
     try:
         value = parse_json(read_companion(path))
+        json.dumps(value, ensure_ascii=False).encode()  # halves of characters cannot be written
     except ValueError as error:
         raise ArbError(f"`{path}` is not JSON: {error}", hint=ALTERED) from None
     check_schema(value, SCHEMA, f"`{path}`", ALTERED)
@@ -106,14 +108,14 @@ def _merges(merges: list[Any], path: Path) -> list[str]:
 
 def _rules(tokenizer: dict[str, Any], path: Path) -> str:
     """Name the rules by which llama.cpp splits text as the tokenizer does."""
-    before = tokenizer.get("pre_tokenizer") or {}
-    steps = before.get("pretokenizers", [before])
+    steps = _steps(tokenizer, "pre_tokenizer", "pretokenizers")
     for step in steps:
-        if step.get("type") == "Split":
-            pattern = (step.get("pattern") or {}).get("Regex")
-            if pattern in PATTERNS:
-                return PATTERNS[pattern]
-    kinds = tuple(step.get("type") for step in steps)
+        pattern = step.get("pattern")
+        if step.get("type") == "Split" and pattern and is_of(pattern, dict[str, str]):
+            found = PATTERNS.get(pattern.get("Regex"))
+            if found:
+                return found
+    kinds = tuple(str(step.get("type")) for step in steps)
     if kinds in STEPS and all(step.get("use_regex", True) for step in steps):
         return STEPS[kinds]
     raise ArbError(
@@ -123,10 +125,16 @@ def _rules(tokenizer: dict[str, Any], path: Path) -> str:
 
 def _begins(tokenizer: dict[str, Any], tokens: list[str | None], begin: int | None) -> bool:
     """Tell whether the tokenizer puts the first token before a text."""
-    after = tokenizer.get("post_processor") or {}
     wanted = {"SpecialToken": {"id": None if begin is None else tokens[begin], "type_id": 0}}
-    steps = after.get("processors", [after])
-    return any(wanted in (step.get("single") or ()) for step in steps)
+    steps = _steps(tokenizer, "post_processor", "processors")
+    return any(is_of(step.get("single"), list) and wanted in step["single"] for step in steps)
+
+
+def _steps(tokenizer: dict[str, Any], name: str, several: str) -> list[dict[str, Any]]:
+    """List the steps of a part that is one, or several in a list; none of what is no such list."""
+    part = tokenizer.get(name) or {}
+    steps = part.get(several, [part])
+    return steps if is_of(steps, list[dict]) else []
 
 
 def _ends(companions: Path) -> dict[str, int]:
@@ -139,7 +147,7 @@ def _ends(companions: Path) -> dict[str, int]:
         for kind, key in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
             value = values.get(f"{key}_token_id")
             value = value[0] if is_of(value, list[int]) and value else value
-            if is_of(value, int) and value >= 0:
+            if is_of(value, int) and 0 <= value < MOST:
                 found[kind] = value
     return found
 
@@ -150,4 +158,4 @@ def _chat_template(companions: Path) -> str | None:
         return read_companion(companions / TEMPLATE).decode(errors="replace")
     path = companions / "tokenizer_config.json"
     template = read_json(path, {}).get("chat_template") if path.exists() else None
-    return template if isinstance(template, str) else None
+    return template.encode(errors="replace").decode() if isinstance(template, str) else None

@@ -27,7 +27,7 @@ from arbcli.imports.companions import (
     write_companion,
 )
 from arbcli.imports.config_json import read_config, rope_parameters
-from arbcli.imports.dense import check_attention, read, shape_of, sources
+from arbcli.imports.dense import check_attention, known_shape, read, shape_of, sources
 from arbcli.imports.folder import WEIGHTS, WeightFolder, check_tensors
 from arbcli.infer.load import Weights
 from arbcli.model.language_model import LanguageModel
@@ -119,7 +119,7 @@ def _write_companions(folder: Path, config: ModelConfig, kind: BlockType) -> Non
             "clean_up_tokenization_spaces": False,
         },
     )
-    if shape_of(config).sub_norms:
+    if known_shape(config).sub_norms:
         write_text(folder / CODE.name, CODE.read_text())
 
 
@@ -140,12 +140,12 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType) -> N
     for source in every:
         for part, weight in read(source):
             data = encode_numbers(part.hugging_face, weight, kind)
-            file.write(memoryview(data.contiguous().view(-1).numpy()))
+            file.write(data.contiguous().view(-1).numpy().data)
 
 
 def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
     """Say what Transformers has to know; where it can, layers attend to `ctx` bytes, as ours."""
-    shape = shape_of(config)
+    shape = known_shape(config)
     architecture = shape.architecture
     rope = rope_parameters(shape.rotary)
     windows = [min(window or config.ctx, config.ctx) for window in shape.windows]

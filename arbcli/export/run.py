@@ -93,7 +93,7 @@ def export(
         path=str(path),
         type=type_name,
         step=weights.checkpoint.step,
-        num_weights=sum(tensor.num_weights for tensor in weights.model.weights().values()),
+        num_weights=sum(tensor.num_weights for tensor in weights.model.packed_tensors().values()),
         bytes=sum(file.stat().st_size for file in files),
         origin=weights.origin,
         seconds=time.perf_counter() - started,

@@ -82,7 +82,7 @@ def companions_of(run: Path, config: ModelConfig) -> Path | None:
         return None
     theirs = shape_of(read_folder_config(folder))
     ours = shape_of(config)
-    if ours is None or theirs._replace(ctx=ours.ctx) != ours:
+    if ours is None or theirs is None or theirs._replace(ctx=ours.ctx) != ours:
         raise ArbError(
             f"`{folder}` came with another model than the one of `{run}`",
             hint="restore the folder that the import made",

@@ -191,7 +191,7 @@ def _rotary(fields: _Fields, ctx: int) -> RotaryConfig:
     if (share := rope.take("partial_rotary_factor", float, 1.0)) != 1:
         raise rope.refused("partial_rotary_factor", share)
     rope.end()
-    floats = {name: v if name == "original_ctx" or v is None else float(v)
+    floats: dict[str, Any] = {name: v if name == "original_ctx" or v is None else float(v)
               for name, v in given.items()}  # fmt: skip
     return RotaryConfig(base=float(base), scaling=SCALINGS[kind], **floats)
 

@@ -154,6 +154,18 @@ def _endless(block: BlockConfig) -> BlockConfig:
     return replace(block, mixer=replace(block.mixer, window=None))
 
 
+def known_shape(config: ModelConfig) -> Shape:
+    """Return the shape of a model that was checked to have one.
+
+    Raises:
+        ValueError: it has none.
+    """
+    shape = shape_of(config)
+    if shape is None:
+        raise ValueError("the model has more than dense blocks and attention")
+    return shape
+
+
 def check_attention(config: ModelConfig) -> None:
     """Check that some architecture has all that attention of a model has.
 
@@ -186,7 +198,7 @@ def _unsaid(mixer: AttentionConfig) -> str | None:
 
 def sources(model: LanguageModel) -> Iterator[Source]:
     """Go through the tensors of a model that has a `Shape`, and name what they are elsewhere."""
-    shape = shape_of(model.config)
+    shape = known_shape(model.config)
     heights = [shape.head_width * heads for heads in (shape.heads, *[shape.kv_heads] * 2)]
     yield _matrix(model.embedding, "token_embd", "model.embed_tokens")
     for index, block in enumerate(model.blocks):

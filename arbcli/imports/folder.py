@@ -82,7 +82,7 @@ class WeightFolder:
                     f"`{self.path / INDEX}`: `{shown(name)}` is no safetensors file of the folder",
                     hint=HINT,
                 )
-            files.setdefault(name, set()).add(tensor)
+            files[name] = (files.get(name) or set()) | {tensor}
         return files
 
     def _without_weights(self) -> ArbError:

@@ -133,10 +133,10 @@ class Decoder:
             raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
         if self.length + len(prompt) > len(self._text):
             raise ValueError(f"no room for {len(prompt)} bytes after {self.length}")
-        ids = torch.frombuffer(bytearray(prompt), dtype=torch.uint8).to(self.device)
+        ids = symbols_on(self.device, prompt, self._text.dtype)
         self._text[self.length : self.length + len(ids)] = ids
         if self.length:
-            ids = torch.cat([self._byte[0].to(torch.uint8), ids])
+            ids = torch.cat([self._byte[0].to(ids.dtype), ids])
         with use_backend(self.backend):
             for start in range(0, len(ids) - 1, self.cache.window):
                 stop = min(start + self.cache.window, len(ids) - 1)
@@ -230,13 +230,21 @@ class Decoder:
             except native.NotRecorded:
                 pass
             else:
-                self._phases = [Phase(0, partial(_replayed_loops, step, logits))]
-                self.recorded = True
+                if logits is not None:
+                    self._phases = [Phase(0, partial(_replayed_loops, step, logits))]
+                    self.recorded = True
         self.cache.reset()
 
     def _fetch(self, begin: int) -> Callable[[], Sequence[int]]:
         """Copy the text from `begin` on to the host; the function returned waits for it."""
         return copied_to_host(self._text[begin : self.length])
+
+
+def symbols_on(device: torch.device, symbols: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Copy bytes, where the dtype is uint8, or tokens, in int32, to a device: (N,)."""
+    if dtype == torch.uint8:
+        return torch.frombuffer(bytearray(symbols), dtype=dtype).to(device)
+    return torch.tensor(symbols, dtype=dtype, device="cpu").to(device)
 
 
 def copied_to_host(made: Tensor) -> Callable[[], Sequence[int]]:

@@ -239,8 +239,13 @@ def _with_few_blocks(stage: StageConfig) -> StageConfig:
         return tuple(dict.fromkeys(blocks))
 
     memories = stage.memories and dataclasses.replace(stage.memories, place=0)
-    lists = {name: few(getattr(stage, name)) for name in ("blocks", "before", "after")}
-    return dataclasses.replace(stage, **lists, memories=memories)
+    return dataclasses.replace(
+        stage,
+        blocks=few(stage.blocks),
+        before=few(stage.before),
+        after=few(stage.after),
+        memories=memories,
+    )
 
 
 def _block_of(name: str) -> str | None:

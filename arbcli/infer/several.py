@@ -3,8 +3,7 @@
 Each step makes one byte of every text that goes on. A text that is done gives its place to the next
 prompt, which is read by itself, as if it were alone. A step gives each text the bits that it would
 have beside any others, at any number of them: its kernels promise that of a row, and what has no
-such kernels is computed for one text after another, within the same step. Texts of tokens are made
-one by one: a step chooses bytes.
+such kernels is computed for one text after another, within the same step.
 """
 
 import time
@@ -22,13 +21,14 @@ from arbcli.infer.generation import (
     LONGEST_TEXT,
     OUT_OF_MEMORY,
     WARM_UP_STEPS,
-    Decoder,
     Sampling,
     copied_to_host,
+    symbols_on,
 )
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import default_backend, use_backend
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.language_model import LanguageModel
@@ -126,8 +126,11 @@ class SeveralDecoder:
             check_room(needed, what, "use a smaller `--batch`, or shorter texts", free + held)
         self.cache = model.new_several_cache(texts, positions)
         self.backend = backend or default_backend(device)
-        integers = {"dtype": torch.int32, "device": device}
-        self._text = torch.zeros(texts, positions, dtype=torch.uint8, device=device)
+        integers: TensorOptions = {"dtype": torch.int32, "device": device}
+        of_bytes = model.config.vocabulary <= VOCABULARY
+        dtype = torch.uint8 if of_bytes else torch.int32
+        self._text = torch.zeros(texts, positions, dtype=dtype, device=device)
+        self._prompts: dict[int, Sequence[int]] = {}  # what was read of each place
         self._byte = torch.zeros(texts, 1, dtype=torch.int64, device=device)  # the last ones
         self._key = torch.zeros(texts, **integers)
         self._temperature = torch.zeros(texts, device=device)
@@ -142,7 +145,8 @@ class SeveralDecoder:
     def begin(self, place: int, request: Request) -> None:
         """Begin a text in one of the places, by reading its prompt."""
         cache, how, device = self.cache.texts[place], request.sampling, self._text.device
-        ids = torch.tensor(list(request.prompt), device=device)
+        prompt = self._prompts[place] = symbols_of(self.model, request.prompt)
+        ids = symbols_on(device, prompt, self._text.dtype)
         self._text[place, : len(ids)] = ids
         self._key[place] = request.key(device)
         self._temperature[place], self._top_p[place] = how.temperature, how.top_p
@@ -151,14 +155,16 @@ class SeveralDecoder:
         with use_backend(self.backend):
             for start in range(0, len(ids) - 1, cache.window):
                 stop = min(start + cache.window, len(ids) - 1)
-                self.model(ids[None, start:stop], cache)
+                self.model(ids[None, start:stop].long(), cache)
         self._byte[place] = ids[-1]
         self.cache.going_on[place] = 1
 
     def end(self, place: int, request: Request) -> Callable[[], bytes]:
         """End a text; the function returned waits for its bytes, without those of the prompt."""
         self.cache.going_on[place] = 0
-        return copied_to_host(self._text[place, len(request.prompt) : request.positions])
+        prompt = self._prompts.pop(place)
+        made = copied_to_host(self._text[place, len(prompt) : len(prompt) + request.length])
+        return lambda: b"".join(bytes_of(self.model, prompt, [made()]))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -219,12 +225,10 @@ def generate_several(
     backend, batch = backend or default_backend(model.device), check_at_once(batch)
     if not requests:
         return
-    positions, places = max(each.positions for each in requests), min(batch, len(requests))
+    positions = max(len(symbols_of(model, each.prompt)) + each.length for each in requests)
+    places = min(batch, len(requests))
     weights = model.prepared_weights(spare_bytes(model.device))
     with explained_out_of_memory(OUT_OF_MEMORY), weights, use_backend(backend):
-        if model.config.vocabulary != VOCABULARY:
-            yield from _one_by_one(model, requests, backend, kv)
-            return
         with model.keeping(kv):
             decoder = SeveralDecoder(model, places, positions, backend=backend)
         yield from _in_places(decoder, places, requests)
@@ -251,18 +255,6 @@ def _in_places(
         ended = [(made[place], decoder.end(place, requests[made[place]])) for place in free]
         left = {place: length for place, length in left.items() if length}
     yield from ((index, fetch()) for index, fetch in ended)
-
-
-def _one_by_one(
-    model: LanguageModel, requests: Sequence[Request], backend: str, kv: str | None
-) -> Iterator[tuple[int, bytes]]:
-    for index, request in enumerate(requests):
-        symbols = symbols_of(model, request.prompt)
-        positions, stream = len(symbols) + request.length, request.stream
-        with model.keeping(kv):
-            decoder = Decoder(model, positions, request.sampling, backend=backend, stream=stream)
-        decoder.read(symbols)
-        yield index, b"".join(bytes_of(model, symbols, decoder.stream(request.length)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ all of the versions that are supported here, so the driver's own are called.
 import ctypes
 import weakref
 from collections import deque
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class _NodeParams(ctypes.Structure):
     )
 
 
-def _call(name: str, *arguments) -> None:
+def _call(name: str, *arguments: Any) -> None:
     """Call a function of the driver.
 
     Raises:
@@ -104,8 +105,10 @@ class StepGraph:
         params = _NodeParams(type=_CONDITIONAL, handle=found, condition=_IF, size=1)
         params.context = self._context
         node, (before, count) = ctypes.c_void_p(), _after(last)
-        about = (before, None, count, ctypes.byref(params))
-        _call("cuGraphAddNode_v2", ctypes.byref(node), whole, *about)
+        _call(
+            "cuGraphAddNode_v2", ctypes.byref(node), whole, before, None, count,
+            ctypes.byref(params),
+        )  # fmt: skip
         return ctypes.c_void_p(params.bodies[0]), node
 
 

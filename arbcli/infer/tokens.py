@@ -77,13 +77,13 @@ def check_digest(tokenizer: Tokenizer, digest: str | None, path: Path) -> None:
 
 
 def symbols_of(model: LanguageModel, text: bytes) -> Sequence[int]:
-    """Turn a prompt into what a model reads: the bytes, or tokens.
+    """Turn a prompt into what a model reads: the bytes, or tokens, and those that belong before.
 
     Raises:
         ArbError: the model reads tokens and has no tokenizer.
     """
     if model.tokenizer is not None:
-        return model.tokenizer.encode(text)
+        return [*model.tokenizer.beginning, *model.tokenizer.encode(text)]
     check_vocabulary(model.config, None, "")
     return text
 
@@ -99,5 +99,5 @@ def bytes_of(
         parts: of symbols.
     """
     if model.tokenizer is None:
-        return iter(parts)
+        return map(bytes, parts)
     return model.tokenizer.decoded(prompt, parts)

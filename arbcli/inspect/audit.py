@@ -129,9 +129,10 @@ def _what_fits(config: TrainConfig, peak: PeakReport, budget: int) -> str:
     nothing = "no batch fits: use a smaller --ctx or --preset, or --rule nibble"
     if budget <= peak.state_bytes:
         return nothing
-    for change in ({}, {"recompute": True}) if not config.recompute else ({},):
-        words = "".join(f" --{name}" for name in change)
-        changed = dataclasses.replace(config, **change)
+    for recompute in (False, True) if not config.recompute else (True,):
+        changed = dataclasses.replace(config, recompute=recompute)
+        change = changed != config
+        words = " --recompute" if change else ""
         batch = config.batch
         if change:
             peak = predict_peak(changed, captured=True)

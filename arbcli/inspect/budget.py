@@ -19,7 +19,7 @@ def budget_bytes(budget: str) -> int:
         ArbError: it is none.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", budget.lower())
-    unit = match and UNITS.get(match[2])
-    if not unit:
+    unit = UNITS.get(match[2]) if match else None
+    if match is None or not unit:
         raise ArbError(f"`--budget` is `{budget}`", hint="use a number and a unit, such as `6GiB`")
     return int(float(match[1]) * unit)

@@ -18,7 +18,6 @@ from arbcli.rules import DIRECTION, RULES
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module
 
     from arbcli.model.language_model import LanguageModel
 
@@ -146,7 +145,8 @@ def _state(config: ModelConfig, model: "LanguageModel") -> StateReport:
         own.append(_add_up(weights, trits - weights, sizes))
     areas = {area: _sum(found) for area, found in parts.items() if found}
     total = _sum(list(areas.values()))
-    trained = sum(tensor.num_weights for tensor in model.weights().values() if not tensor.frozen)
+    tensors = model.packed_tensors().values()
+    trained = sum(tensor.num_weights for tensor in tensors if not tensor.frozen)
     return StateReport(
         config=config,
         areas=areas,
@@ -160,14 +160,19 @@ def what_if(config: ModelConfig) -> WhatIfReport:
     """Predict the state under every rule, with its own direction, and every scale type."""
     choices = []
     for scale_type, name in itertools.product(SCALE_TYPES, RULES):
-        kind = {
-            "rule": name,
-            "direction": DIRECTION[name],
-            "scale_type": scale_type,
-        }
-        report = predict(dataclasses.replace(config, **kind))
-        size = report.total.state_bytes, report.total.bytes_per_weight
-        choices.append(Choice(**kind, state_bytes=size[0], bytes_per_weight=size[1]))
+        stored = dataclasses.replace(
+            config, rule=name, direction=DIRECTION[name], scale_type=scale_type
+        )
+        report = predict(stored)
+        choices.append(
+            Choice(
+                rule=name,
+                direction=DIRECTION[name],
+                scale_type=scale_type,
+                state_bytes=report.total.state_bytes,
+                bytes_per_weight=report.total.bytes_per_weight,
+            )
+        )
     return WhatIfReport(
         trained_weights=report.trained_weights,
         adamw_bytes=report.adamw_bytes,
@@ -197,7 +202,7 @@ def _add_up(weights: int, padding_trits: int, bytes_by_kind: dict[str, int]) -> 
     )
 
 
-def measure(model: "Module", *others: object) -> MeasuredState:
+def measure(model: "LanguageModel", *others: object) -> MeasuredState:
     """Find every tensor that hangs on a model, or on `others`, without asking their classes.
 
     Parameters, buffers and the attributes of modules are followed, through lists, dicts and
@@ -233,6 +238,10 @@ def measure(model: "Module", *others: object) -> MeasuredState:
     )
 
 
+_Found = tuple[tuple[str, ...], str, Any]
+"""The path of what was found, its role, and itself."""
+
+
 def _reachable(roots: tuple[object, ...]) -> Iterator[tuple[str, str, "Tensor"]]:
     """Yield (name, role, tensor) of every tensor reachable from the roots, each once."""
     from torch import Tensor  # takes seconds to import, and a prediction needs none
@@ -240,13 +249,13 @@ def _reachable(roots: tuple[object, ...]) -> Iterator[tuple[str, str, "Tensor"]]
 
     tree = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
     seen: dict[int, Any] = {}
-    queue = deque(((), "attribute", root) for root in roots)
+    queue: deque[_Found] = deque(((), "attribute", root) for root in roots)
     while queue:
         path, role, value = queue.popleft()
         if id(value) in seen:
             continue
         seen[id(value)] = value  # held, so that its id is not given to another
-        found = []
+        found: list[_Found] = []
         if isinstance(value, Tensor):
             yield ".".join(path), role, value
         elif isinstance(value, dict):
@@ -255,8 +264,10 @@ def _reachable(roots: tuple[object, ...]) -> Iterator[tuple[str, str, "Tensor"]]
             found = [((*path, str(index)), role, entry) for index, entry in enumerate(value)]
         elif isinstance(value, Module):
             for key, entry in vars(value).items():
-                within = (path, tree[key]) if key in tree else ((*path, key), "attribute")
-                found.append((*within, entry))
+                if key in tree:
+                    found.append((path, tree[key], entry))
+                else:
+                    found.append(((*path, key), "attribute", entry))
         elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | FunctionType):
             found = [(path, "attribute", vars(value))]
         elif is_dataclass(value) and not isinstance(value, type):  # of slots

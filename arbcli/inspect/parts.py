@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from arbcli.model.language_model import LanguageModel
-    from arbcli.model.stack import Stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +50,12 @@ def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
     of_name = _configs(config)
     for name, module in model.named_children():
         if name == "stages":
-            for index, stage in enumerate(module):
+            for index, (stage, chunking) in enumerate(
+                zip(module.children(), config.chunkings, strict=True)
+            ):
                 path, own = f"stages.{index}", config.stages[index]
                 about = _stream(own)
-                about |= {"boundaries": own.chunking.boundaries, "length": own.chunking.length}
+                about |= {"boundaries": chunking.boundaries, "length": chunking.length}
                 yield _part(path, [stage], kind="stage", shape=_words(about))
                 for child, part in stage.named_children():
                     blocks = {"encoder": own.before, "decoder": own.after}.get(child)
@@ -66,7 +67,7 @@ def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
             main = config.main
             shape = _words(_stream(main))
             yield _part(name, [module], kind="stage", shape=shape)
-            yield from _blocks(name, module, main.blocks)
+            yield from _blocks(name, model.blocks, main.blocks)
         elif name == "head" and config.tied:
             yield _part(name, [module], kind=name, shape="that of the embedding")
         else:
@@ -83,17 +84,17 @@ def _stream(stage: StageConfig) -> dict[str, Any]:
 
 def _configs(config: ModelConfig) -> dict[str, Any]:
     """List the configurations of the parts that are modules of the model itself, by their names."""
-    found = {part.kind: part for part in config.beside}
+    found: dict[str, Any] = {part.kind: part for part in config.beside}
     if memories := config.main.memories:
         found |= memories.codebooks | {"moe_graph": memories.iterated}
     return found | {"byte_mlp": config.head}
 
 
-def _blocks(path: str, stack: "Stack", configs: Iterable[Any]) -> Iterator[PartReport]:
+def _blocks(path: str, stack: "Module", configs: Iterable[Any]) -> Iterator[PartReport]:
     """List blocks, equal ones that follow one another, or take turns with others, as one."""
-    configs = list(configs)
+    configs, every = list(configs), [*stack.children()]
     for numbers in _equal(configs):
-        blocks, ends = [stack[number] for number in numbers], str(numbers.start)
+        blocks, ends = [every[number] for number in numbers], str(numbers.start)
         if len(numbers) > 1:
             ends += f"-{numbers[-1]}" + (f" by {numbers.step}" if numbers.step > 1 else "")
         own = f"{path}.{ends}"

@@ -188,7 +188,9 @@ class _Trace(Storages):
     def __init__(self, device: torch.device) -> None:
         super().__init__(META)
         self.on_gpu, self.on_cpu = device.type == "cuda", device.type == "cpu"
-        self.memories = [Allocator(seed) for seed in range(ORDERS)] if self.on_gpu else [_Total()]
+        self.memories: list[Allocator | _Total] = [_Total()]
+        if self.on_gpu:
+            self.memories = [Allocator(seed) for seed in range(ORDERS)]
         self.parts = dict.fromkeys(("state", "saved", "transient", "constant"), 0)
         self.peak, self.peak_parts, self.at = 0, self.parts, ""
         self.loading = True
@@ -223,7 +225,9 @@ class _Trace(Storages):
             self._give(one)
         if func in WORKSPACES and result.is_meta:
             # one for each thread that has had a product, and others where steps are captured
-            place = (WORKSPACES[func], self._in_backward, self.memories[0].is_capturing)
+            first = self.memories[0]
+            captured = isinstance(first, Allocator) and first.is_capturing
+            place = (WORKSPACES[func], self._in_backward, captured)
             if place not in self._workspaces:
                 self._workspaces.add(place)
                 self._take(WORKSPACES[func], func, "constant")
@@ -264,8 +268,9 @@ class _Trace(Storages):
         """Capture what is done inside, as `Trainer` does it."""
         with ExitStack() as stack:
             for memory in self.memories:
-                memory.empty_cache()
-                stack.enter_context(memory.capturing())
+                if isinstance(memory, Allocator):
+                    memory.empty_cache()
+                    stack.enter_context(memory.capturing())
             yield
 
     @property
@@ -364,7 +369,8 @@ def predict_peak(
     captured = captured and config.backend == "triton"
     trace = _Trace(device)
     with deterministic(), compile_for(*_gpu(device)), trace, without_memory(device):
-        trainer = Trainer(config, Texts(_AnyText(), _AnyText(), ""), group=group)
+        text: Any = _AnyText()  # all of a text that a step asks for
+        trainer = Trainer(config, Texts(text, text, ""), group=group)
         trace.end_stage()
         for _ in range(WARM_STEPS):
             trainer.train_step()
@@ -372,15 +378,18 @@ def predict_peak(
         if captured:
             with trace.capturing():
                 trainer.train_step()
-        steps = {f"{name}_bytes": size for name, size in trace.peak_parts.items()}
-        steps |= {"peak_bytes": trace.peak, "reserved_bytes": trace.reserved(), "at": trace.at}
+        parts = {f"{name}_bytes": size for name, size in trace.peak_parts.items()}
+        peak, reserved, at = trace.peak, trace.reserved(), trace.at
         trainer.evaluate(num_batches=1)
     return PeakReport(
         device=device.type,
         batch=config.batch,
         compute_bytes=COMPUTE[config.compute].itemsize,
         captured=captured,
-        **steps,
+        **parts,
+        peak_bytes=peak,
+        reserved_bytes=reserved,
+        at=at,
         evaluated_bytes=trace.reserved(),
     )
 

@@ -52,8 +52,10 @@ def plot_training(run: Path, png: Path) -> None:
     )
     if evaluated:
         last = evaluated[-1]
-        label = {"xytext": (0, -14), "textcoords": "offset points", "ha": "right", "color": ORANGE}
-        axes.annotate(f"{last['val_loss']:.3f}", (last["step"], last["val_loss"]), **label)
+        axes.annotate(
+            f"{last['val_loss']:.3f}", (last["step"], last["val_loss"]), xytext=(0, -14),
+            textcoords="offset points", ha="right", color=ORANGE,
+        )  # fmt: skip
     _mark_losses(axes, facts["text"]["entropy"])
     _label(axes, f"{run.name}: loss", "step", "nats a byte")
     axes.legend(frameon=False, fontsize=8)
@@ -82,8 +84,7 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
         sizes = [_number(size) for size in reading["residual_rms"]]
         stream.plot(range(len(sizes)), sizes, "o-", color=color, markersize=4, label=label)
     most = [_number(size) for size in last["residual_most"]]
-    about = {"color": BLUE, "markersize": 3, "label": "largest of a byte"}
-    stream.plot(range(len(most)), most, "^:", **about)
+    stream.plot(range(len(most)), most, "^:", color=BLUE, markersize=3, label="largest of a byte")
     for name, color in (("mixer_rms", ORANGE), ("channel_rms", GREEN)):
         sizes = [_number(size) for size in last[name]]
         label = name.replace("channel_rms", "channel mixer").removesuffix("_rms")
@@ -104,9 +105,9 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     # a step's own loss is measured before its update
     before = [step - 1 for step in steps]
     loss.plot(before, losses, color=BLUE, linewidth=1.2, label="training")
-    _mark_losses(loss, report["text_entropy"])
+    _mark_losses(loss, report["text_entropy"], report["uniform_loss"])
     loss.legend(frameon=False, fontsize=8)
-    _label(loss, "loss", "steps done", "nats a byte")
+    _label(loss, "loss", "steps done", "nats a symbol")
 
     spread = _points(readings, "step", "logit_spread")
     logits.plot(*spread, "o-", color=BLUE, markersize=4)
@@ -140,8 +141,9 @@ def _draw_ranges(axes: "Axes", ranges: list[list[float | None]]) -> None:
             ends = [[_number(value) for value in of[branch + shift :][:2]] for of in ranges]
             at = [index + 0.5 * place for index in range(len(ends))]
             least, most = zip(*ends, strict=True)
-            about = {"color": color, "linewidth": 3, "alpha": 0.7}
-            axes.vlines(at, least, most, label=None if place else label, **about)
+            axes.vlines(
+                at, least, most, label="" if place else label, color=color, linewidth=3, alpha=0.7
+            )
     axes.legend(frameon=False, fontsize=8)
     _label(axes, "weights of streams", "blocks, attention and MLP", "least to largest")
 
@@ -167,13 +169,14 @@ def _figure(columns: int) -> "tuple[Figure, list[Axes]]":
     return figure, axes
 
 
-def _mark_losses(axes: "Axes", entropy: float) -> None:
+def _mark_losses(axes: "Axes", entropy: float, uniform: float = UNIFORM) -> None:
     """Draw what to compare a loss with, named at the right edge."""
-    for value, name in ((UNIFORM, "uniform"), (entropy, "order 0")):
+    for value, name in ((uniform, "uniform"), (entropy, "order 0")):
         axes.axhline(value, color=FAINT, linestyle=":", linewidth=1)
-        label = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
         edge = axes.get_yaxis_transform()  # x as a share of the width, y in data
-        axes.annotate(f"{name}\n{value:.3f}", (1, value), xycoords=edge, color=INK, **label)
+        axes.annotate(f"{name}\n{value:.3f}", (1, value), xycoords=edge, color=INK,
+            xytext=(4, 0), textcoords="offset points", va="center", fontsize=8,
+        )  # fmt: skip
 
 
 def _label(axes: "Axes", title: str, x: str, y: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.flow import Flow
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.parts.experts import Experts
 from arbcli.model.parts.hyper_connection import HyperConnection
@@ -117,12 +118,24 @@ def open_saved(
     return dataclasses.replace(config, steps=longest, **given), checkpoint
 
 
+class _Stepped(NamedTuple):
+    """What is known of the step before a reading; None before the first one."""
+
+    lr: float | None
+    loss: float | None
+    flip_share: float | None
+    live_bytes: int
+
+
 def examine(
     trainer: Trainer, steps: int, progress: Callable[[str], None] = lambda _: None
 ) -> ProbeReport:
     """Do `steps` steps of a trainer of ternary weights, and judge what happens."""
     config, device, context = trainer.config, trainer.device, trainer.config.model.ctx
-    weights = trainer.model.weights().items()
+    updater = trainer.updater
+    if updater is None:
+        raise ValueError("need a trainer of ternary weights")
+    weights = trainer.model.packed_tensors().items()
     tallies = [_Tally(name, weight) for name, weight in weights if not weight.frozen]
     windows = config.batch
     if trainer.model.scores_in_chunks:
@@ -138,19 +151,19 @@ def examine(
         _Watch(trainer) as watch,
     ):
         acausal, acausal_layers = _count_acausal(trainer.model, held_out[0])
-        about = {"lr": None, "loss": None, "flip_share": None, "live_bytes": live_bytes()}
-        readings = [_read(trainer, watch, *held_out, starts, about)]
+        before = _Stepped(None, None, None, live_bytes())
+        readings = [_read(trainer, watch, *held_out, starts, before)]
         for number in range(1, steps + 1):
             progress(f"step {number} of {steps}")
             for tally in tallies:
                 tally.begin()
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            about = {"lr": trainer.lr, "loss": _finite(float(trainer.train_step()))}
+            lr, loss = trainer.lr, _finite(float(trainer.train_step()))
             peak = max(peak, peak_bytes(device))
-            flips = sum(tally.finish(about["lr"]) for tally in tallies)
-            about |= {"flip_share": flips / trainer.updater.num_weights, "live_bytes": live_bytes()}
-            readings.append(_read(trainer, watch, *held_out, starts, about))
+            flips = sum([tally.finish(lr) for tally in tallies])
+            stepped = _Stepped(lr, loss, flips / updater.num_weights, live_bytes())
+            readings.append(_read(trainer, watch, *held_out, starts, stepped))
         chunks = _chunks(trainer.model, held_out[0])
     report = ProbeReport(
         passed=False,
@@ -195,15 +208,17 @@ class _Watch:
             if isinstance(module, HyperConnection):
                 hook = partial(self._range, name)
                 self._handles.append(module.register_forward_pre_hook(hook))
-        for name, weight in self.trainer.model.weights().items():
-            weight.sink = partial(self._take, name)
+        for name, weight in self.trainer.model.packed_tensors().items():
+            if isinstance(weight, StreamedTensor):
+                weight.sink = partial(self._take, name)
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        for weight in self.trainer.model.weights().values():
-            weight.sink = self.trainer.updater
+        for weight in self.trainer.model.packed_tensors().values():
+            if isinstance(weight, StreamedTensor):
+                weight.sink = self.trainer.updater
 
     def _enter(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
         # what a module is given was made by the one around it, between two of its parts
@@ -230,7 +245,8 @@ class _Watch:
 
     def _take(self, name: str, weight: TernaryTensor, grad: Tensor, *where: Any) -> None:
         self._note(f"gradient of `{name}`", grad)
-        self.trainer.updater(weight, grad, *where)
+        if self.trainer.updater is not None:
+            self.trainer.updater(weight, grad, *where)
 
     def _note(self, what: str, values: Any) -> None:
         for value in _floats(values):
@@ -349,9 +365,10 @@ def _histogram(values: Tensor, least: int, most: int, *, zoom: bool = False) -> 
 
 @torch.no_grad()
 def _read(
-    trainer: Trainer, watch: _Watch, ids: Tensor, targets: Tensor, starts: list[int], about: dict
-) -> Reading:
-    """Look at the model through held-out text; `about` is what is known of the step before."""
+    trainer: Trainer, watch: _Watch, ids: Tensor, targets: Tensor, starts: list[int],
+    stepped: _Stepped,
+) -> Reading:  # fmt: skip
+    """Look at the model through held-out text, after a step."""
     logits = trainer.model(ids).float()
     losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     losses = losses.view_as(targets).mean(0)  # (T,) float32
@@ -376,13 +393,16 @@ def _read(
         growth_by_position=_growth_by_position(streams, ids, starts),
         stream_ranges=_ranges_of_blocks(ranges, parts),
         takeoff_layer=next((i for i, factor in enumerate(factors) if factor >= TAKEOFF), None),
-        mixer_rms=tuple(sizes.get(mixer) for mixer, _ in parts),
-        channel_rms=tuple(sizes.get(channel) for _, channel in parts),
+        mixer_rms=tuple(sizes.get(mixer or "") for mixer, _ in parts),
+        channel_rms=tuple(sizes.get(channel or "") for _, channel in parts),
         logit_min=numbers[1],
         logit_max=numbers[2],
         logit_spread=numbers[4],
         prediction_entropy=numbers[3],
-        **about,
+        lr=stepped.lr,
+        loss=stepped.loss,
+        flip_share=stepped.flip_share,
+        live_bytes=stepped.live_bytes,
     )
 
 
@@ -451,7 +471,7 @@ def _count_acausal(model: LanguageModel, ids: Tensor) -> tuple[int, tuple[int, .
         before = model(ids)
     with _projected(model) as second:
         after = model(changed)
-    of_layers = ()
+    of_layers: tuple[int, ...] = ()
     if all(layer.shape[:2] == ids.shape for layer in first):
         of_layers = tuple(map(moved, first, second))
     return moved(before, after), of_layers

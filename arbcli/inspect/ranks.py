@@ -114,12 +114,14 @@ def _declared(config: TrainConfig) -> tuple[list[TernaryTensor], int]:
     with torch.device("meta"):
         model = build_model(config.model)
         model.declare_wire()
-    tensors = [tensor for tensor in model.weights().values() if not tensor.frozen]
+    tensors = [tensor for tensor in model.packed_tensors().values() if not tensor.frozen]
     return tensors, sum(buffer.nbytes for buffer in model.buffers())
 
 
 def _report(config: TrainConfig, ranks: list[RankReport], budget: int | None) -> RanksReport:
     fits = budget is None or all(r.predicted_peak.evaluated_bytes <= budget for r in ranks)
+    if config.wire is None:
+        raise ValueError("processes share a run by a wire, and none is set")
     return RanksReport(
         device=torch.device(config.device).type,
         batch=config.batch,

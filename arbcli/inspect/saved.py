@@ -148,12 +148,13 @@ class Packed(Saved):
     def weights(self) -> Decoders:
         """List the matrices."""
         if shape_of(self.model.config) is None:
-            return {name: tensor.weight for name, tensor in self.model.weights().items()}
+            tensors = self.model.packed_tensors().items()
+            return {name: partial(tensor.weight) for name, tensor in tensors}
         return {
             part.gguf: _decoder(source.tensor, part.rows)
             for source in sources(self.model)
             for part in source.parts
-            if len(part.shape) == 2
+            if len(part.shape) == 2 and isinstance(source.tensor, TernaryTensor)
         }
 
     def parts(self) -> tuple[PartReport, ...]:
@@ -173,7 +174,7 @@ class Packed(Saved):
         """Count trits and the octaves of scales."""
         signs: dict[str, list[int]] = {}
         octaves: dict[str, Counter] = {}
-        for tensor in self.model.weights().values():
+        for tensor in self.model.packed_tensors().values():
             for rows in row_chunks(tensor.trits):
                 trits = unpack_trits(tensor.trits[rows], tensor.in_features)
                 _count_signs(signs, tensor.area, trits)
@@ -197,7 +198,9 @@ class Plain(Saved):
 
     def weights(self) -> Decoders:
         """List the matrices."""
-        read = partial(in_our_order, self.file) if self.kind == "gguf" else self.file.tensor
+        read = self.file.tensor
+        if isinstance(self.file, GGUFFile):
+            read = partial(in_our_order, self.file)
         return {
             entry.name: partial(read, entry.name)
             for entry in self.file.entries.values()
@@ -322,7 +325,10 @@ class DifferenceReport:
 def compare(first: Saved, second: Saved) -> DifferenceReport:
     """Compare the state of two checkpoints, or the weights of any two."""
     packed = isinstance(first, Packed) and isinstance(second, Packed)
-    both = [_state(saved) if packed else saved.weights() for saved in (first, second)]
+    if isinstance(first, Packed) and isinstance(second, Packed):
+        both = [_state(first), _state(second)]
+    else:
+        both = [first.weights(), second.weights()]
     differences, missing, equal = [], {}, 0
     for name in sorted(both[0].keys() | both[1].keys()):
         if name not in both[0] or name not in both[1]:
@@ -368,7 +374,8 @@ def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str,
 
 def _state(saved: Packed) -> Decoders:
     """List the state; trits are unpacked, so that each counts."""
-    widths = {f"{name}.trits": w.in_features for name, w in saved.model.weights().items()}
+    tensors = saved.model.packed_tensors().items()
+    widths = {f"{name}.trits": tensor.in_features for name, tensor in tensors}
 
     def reader(name: str, tensor: Tensor) -> Callable[[], Tensor]:
         if name in widths:

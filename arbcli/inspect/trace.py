@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -157,7 +158,7 @@ def calling_function() -> str:
 
     A backward is run by torch, whoever asked for it.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if name == "torch._tensor" and function == "backward":
@@ -277,7 +278,8 @@ class _OnMeta(TorchFunctionMode):
 
 def _answers(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
     """List what a tensor is to say of itself: whose, what, and the function that says it."""
-    is_cuda, is_mps = Tensor.is_cuda, Tensor.is_mps
+    is_cuda: Any = Tensor.is_cuda
+    is_mps: Any = Tensor.is_mps
     data_ptr, pin_memory = Tensor.data_ptr, Tensor.pin_memory
 
     def has_cuda(tensor: Tensor) -> bool:
@@ -289,7 +291,7 @@ def _answers(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
     def address(tensor: Tensor) -> int:
         if not tensor.is_meta:
             return data_ptr(tensor)
-        return 2**20 + tensor.storage_offset() * tensor.itemsize  # aligned, as allocations are
+        return 2**20 + int(tensor.storage_offset()) * tensor.itemsize  # aligned, as allocations are
 
     def pinned(tensor: Tensor) -> Tensor:
         return pin_memory(tensor) if torch.cuda.is_available() else tensor
@@ -348,12 +350,12 @@ class _RmsNorm(Function):
     """What torch's own normalisation of the last dimension makes on a GPU, and keeps."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         y = torch.empty_like(x)
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return y
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         grad = grad.contiguous()
         return torch.empty_like(ctx.saved_tensors[0])

@@ -209,23 +209,31 @@ def _leak(report: ProbeReport) -> Iterator[str]:
 def _spike(report: ProbeReport) -> Iterator[str]:
     if report.first_nonfinite:
         yield f"not finite: {report.first_nonfinite}"
-    pairs = list(combinations([r for r in report.readings if r.val_loss is not None], 2))
+    losses = [(r.step, r.val_loss) for r in report.readings if r.val_loss is not None]
+    pairs = list(combinations(losses, 2))
     if pairs:
-        low, high = max(pairs, key=lambda pair: pair[1].val_loss - pair[0].val_loss)
-        if high.val_loss - low.val_loss > MAX_CLIMB:
+        (first, low), (last, high) = max(pairs, key=lambda pair: pair[1][1] - pair[0][1])
+        if high - low > MAX_CLIMB:
             yield (
-                f"the held-out loss climbed from {low.val_loss:.2f} nats after step {low.step}"
-                f" to {high.val_loss:.2f} after step {high.step}"
+                f"the held-out loss climbed from {low:.2f} nats after step {first}"
+                f" to {high:.2f} after step {last}"
             )
-    most = max(report.readings[1:], key=lambda reading: reading.flip_share)
-    if most.flip_share > MAX_FLIPS:
-        yield f"step {most.step} flipped {most.flip_share:.1%} of all trits"
+    share, step = max(_flips(report), key=lambda flips: flips[0])
+    if share > MAX_FLIPS:
+        yield f"step {step} flipped {share:.1%} of all trits"
+
+
+def _flips(report: ProbeReport) -> list[tuple[float, int]]:
+    """List the share of trits that each step flipped, and its number."""
+    steps = report.readings[1:]
+    return [(step.flip_share, step.step) for step in steps if step.flip_share is not None]
 
 
 def _worse_than_uniform(report: ProbeReport) -> Iterator[str]:
     after = report.readings[1:]
-    losses = [reading.val_loss for reading in after[len(after) // 2 :]]
-    if None not in losses and fmean(losses) > report.uniform_loss - UNIFORM_MARGIN:
+    later = after[len(after) // 2 :]
+    losses = [reading.val_loss for reading in later if reading.val_loss is not None]
+    if len(losses) == len(later) and fmean(losses) > report.uniform_loss - UNIFORM_MARGIN:
         yield (
             f"the held-out loss is {fmean(losses):.2f} nats on average over the last"
             f" {len(losses)} steps, and guessing costs {report.uniform_loss:.2f}"
@@ -253,7 +261,7 @@ def _saturated(report: ProbeReport) -> Iterator[str]:
     for digit in ("scale", "remainder", "moment"):
         tensors = [tensor for tensor in report.tensors if digit in tensor.digits]
         shares = {tensor.name: tensor.digits[digit].saturated_share for tensor in tensors}
-        name = max(shares, key=shares.get, default=None)
+        name = max(shares, key=lambda name: shares[name], default=None)
         if name and shares[name] > MAX_SATURATED:
             yield f"in `{name}` {shares[name]:.0%} of each {digit} is at an end of its range"
 
@@ -272,7 +280,7 @@ def _dead(report: ProbeReport) -> Iterator[str]:
 
 def _progress(report: ProbeReport) -> str:
     first, last = report.readings[0], report.readings[-1]
-    flips = max(reading.flip_share for reading in report.readings[1:])
+    flips = max(share for share, _ in _flips(report))
     return (
         f"the held-out loss went from {first.val_loss:.2f} to {last.val_loss:.2f} nats,"
         f" and no step flipped more than {flips:.1%} of all trits"

@@ -68,6 +68,7 @@ from arbcli.kernels.update.last_bits import LAST_BITS, TAKE_LAST_BITS
 from arbcli.kernels.update.merged_steps import MERGED_STEPS
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
 from arbcli.kernels.update.quantise_gradient import QUANTISE_GRADIENT
+from arbcli.kernels.update.sign_gradient import SIGN_GRADIENT
 from arbcli.kernels.update.step_scales import STEP_SCALES
 from arbcli.kernels.update.step_trits import STEP_BY_DIRECTION, STEP_BY_MOMENT
 from arbcli.kernels.update.sum_gradients import SUM_GRADIENTS
@@ -153,6 +154,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     MIX_STREAMS_BACKWARD,
     MAMBA_STEP,
     GRADIENT_STATISTICS,
+    SIGN_GRADIENT,
     GRADIENT_GAINS,
     UNIT_GAIN,
     UNIT_ROWS,

@@ -74,19 +74,26 @@ class Logger(Observer):
     def close(self) -> None:
         """Write what is left."""
 
-    def started(self, run: Path, trainer: Trainer, facts: dict[str, Any]) -> None:
+    def started(self, run: Path | None, trainer: Trainer, facts: dict[str, Any]) -> None:
         """Begin."""
         self._trainer = trainer
-        self._guarded(lambda: self.open(run, trainer.step, facts))
+
+        def begin() -> None:
+            if run is None:
+                raise ValueError("a run that is not saved has no directory")
+            self.open(run, trainer.step, facts)
+
+        self._guarded(begin)
 
     def recorded(self, record: Record) -> None:
         """Hand on a record, and histograms of the state where held-out text was evaluated."""
 
         def log() -> None:
             self.scalars(record.step, numbers(record))
-            if record.val_loss is not None:
-                with use_backend(self._trainer.config.backend):
-                    found = state_histograms(self._trainer.model)
+            trainer = self._trainer
+            if record.val_loss is not None and trainer is not None:
+                with use_backend(trainer.config.backend):
+                    found = state_histograms(trainer.model)
                 self.histograms(record.step, found)
             if record.sample is not None:
                 self.text(record.step, record.sample)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ class FloatWeight(nn.Module):
         if self.straight_through:
             scale = weight.detach().abs().mean().clamp(min=TINY)
             ternary = (weight.detach() / scale).round().clamp(-1, 1) * scale
-            weight = weight + (ternary - weight.detach())
+            return (weight + (ternary - weight.detach())).to(dtype)
         return weight.to(dtype)
 
     @contextmanager
@@ -183,7 +184,7 @@ class FloatGainedRMSNorm(FloatVector):
         super().__init__([1.0] * dim, site, area="norms")
         self.eps = site.norm_eps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Normalise the last dimension of (..., D), in float32."""
         gain = super().forward()
         return functional.rms_norm(x.float(), gain.shape, gain, eps=self.eps).to(x.dtype)
@@ -246,11 +247,11 @@ class _GroupedProduct(Function):
         return grouped_matmul(x, w, bounds)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, w, bounds = ctx.saved_tensors
         return grouped_matmul(grad_y, w.mT, bounds), grouped_grad_w(grad_y, x, bounds), None
 
@@ -263,6 +264,9 @@ class FloatRotaryAngles(nn.Module):
 
     The table is a buffer, so that a compiler reads it and does not trace how it was made.
     """
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, ctx: int, head_width: int, rotary: RotaryConfig = PLAIN) -> None:
         super().__init__()
@@ -278,7 +282,7 @@ class FloatRotaryAngles(nn.Module):
 class FloatRotaryNorm(FloatRotaryAngles):
     """Turn queries and keys by the angles of their positions, and normalise each head."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, qkv: Tensor, table: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Turn (B, T, 3, heads, d) into queries, keys and values, (B, heads, T, d) each.

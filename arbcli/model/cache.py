@@ -62,6 +62,11 @@ class _Markable:
         self.is_marked = False
 
     @property
+    def position(self) -> Tensor:
+        """Positions read."""
+        raise NotImplementedError
+
+    @property
     def reads_at_once(self) -> bool:
         """Whether a marked text takes several positions at once, or one after another."""
         return len(self._marks) == 1 and self._marks[0].reads_at_once
@@ -91,6 +96,7 @@ class Cache(_Markable):
         positions: bytes that the text can have.
         stored: float8_e4m3fn or int8, to keep keys and values in eight bits; None is the dtype of
             activations.
+        mixed: whether numbers of keys that turn stay in the dtype of activations.
         texts: B, how many have steps that are computed together; None is one text by itself.
         device: where it is; None is the model's.
     """
@@ -101,17 +107,20 @@ class Cache(_Markable):
         positions: int,
         *,
         stored: torch.dtype | None = None,
+        mixed: bool = False,
         texts: int | None = None,
         device: torch.device | None = None,
     ) -> None:
         device = device or model.device
-        slots, about = model.config.slots, (model.compute_dtype, device, stored, texts)
+        slots, dtype = model.config.slots, model.compute_dtype
         self.positions = positions
         self.stages = [
-            stage.new_state(positions, ctx, *about)
+            stage.new_state(positions, ctx, dtype, device, stored, texts, mixed)
             for stage, ctx in zip(model.stages, slots, strict=False)
         ]
-        self.main = model.blocks.new_track(positions, slots[-1], *about)
+        self.main = model.blocks.new_track(
+            positions, slots[-1], dtype, device, stored, texts, mixed
+        )
         self.history: Tensor | None = None
         """(B, `HISTORY`) int64, the last bytes, where a part reads them; B is 1 of one text."""
         if model.config.beside or model.config.reads_text:
@@ -190,6 +199,7 @@ class SeveralCache(Cache):
         texts: B, how many.
         positions: bytes that the longest text can have.
         stored: as of `Cache`.
+        mixed: likewise.
         device: where it is; None is the model's.
     """
 
@@ -200,9 +210,10 @@ class SeveralCache(Cache):
         positions: int,
         *,
         stored: torch.dtype | None = None,
+        mixed: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__(model, positions, stored=stored, texts=texts, device=device)
+        super().__init__(model, positions, stored=stored, mixed=mixed, texts=texts, device=device)
         inside = [*(stage.clock for stage in self.stages[1:]), self.main.clock]
         for stage, clock in zip(self.stages, inside, strict=False):
             stage.inner = clock
@@ -212,7 +223,10 @@ class SeveralCache(Cache):
     @property
     def going_on(self) -> Tensor:
         """(B,) int32: 1 where a step reads one byte more of a text, 0 where it leaves it alone."""
-        return self.tracks[0].clock.going_on
+        going_on = self.tracks[0].clock.going_on
+        if going_on is None:
+            raise ValueError("the clock is of one text")
+        return going_on
 
     @contextmanager
     def reading(self, ids: Tensor) -> Iterator[Tensor]:
@@ -227,6 +241,8 @@ class SeveralCache(Cache):
             yield text
 
     def _kept_of(self, history: Tensor) -> Tensor:
+        if self.history is None:
+            return history
         return torch.where(self.going_on[:, None] > 0, history, self.history)
 
 

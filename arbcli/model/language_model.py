@@ -93,6 +93,7 @@ class LanguageModel(nn.Module):
         for name, kind in BESIDE.values():
             part = beside.get(name)
             setattr(self, name, kind(part, outermost) if part else None)
+        self.stages: Any  # a `ModuleList` does not say that it has each a `Stage`
         if config.outer:
             self.stages = nn.ModuleList(Stage(config, index) for index in range(len(config.outer)))
         else:
@@ -385,13 +386,14 @@ class LanguageModel(nn.Module):
 
     def new_cache(self, positions: int) -> Cache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""
-        return Cache(self, positions, stored=self.stored)
+        return Cache(self, positions, stored=self.stored, mixed=self.mixed)
 
     def new_several_cache(
         self, texts: int, positions: int, device: torch.device | None = None
     ) -> SeveralCache:
         """Make a cache for several texts of at most `positions` bytes each."""
-        return SeveralCache(self, texts, positions, stored=self.stored, device=device)
+        about = {"stored": self.stored, "mixed": self.mixed, "device": device}
+        return SeveralCache(self, texts, positions, **about)
 
     def stacks(self) -> list[Stack]:
         """List the lists of blocks, the outermost first."""
@@ -503,6 +505,8 @@ class LanguageModel(nn.Module):
 
     stored: torch.dtype | None = None
     """What a cache keeps keys and values in; None is the dtype of activations."""
+    mixed = False
+    """Whether numbers of keys that turn stay in the dtype of activations."""
 
     @contextmanager
     def keeping(self, kv: str | None) -> Iterator[None]:
@@ -513,7 +517,7 @@ class LanguageModel(nn.Module):
 
         Args:
             kv: `bf16`, which activations must be too, `fp8` or `int8`; None is the dtype of
-                activations.
+                activations. With `-mixed` behind eight bits, numbers of keys that turn stay.
 
         Raises:
             ArbError: the model keeps none, or not so.
@@ -523,25 +527,26 @@ class LanguageModel(nn.Module):
                 "keys and values are kept in the dtype of activations, which is float32",
                 hint="leave `--kv` out, or give `--compute bf16` too",
             )
-        stored = FORMATS.get(kv)
+        name, _, beside = (kv or "").partition("-")
+        stored, mixed = FORMATS.get(name), bool(beside)
         attentions = [part for part in self.modules() if isinstance(part, CachedAttention)]
         if stored and not attentions:
             raise ArbError("this model keeps no keys and values", hint="leave `--kv` out")
-        before = self.stored
+        before = self.stored, self.mixed
         for part in (self, *attentions):
-            part.stored = stored
+            part.stored, part.mixed = stored, mixed
         try:
             yield
         finally:
             for part in (self, *attentions):
-                part.stored = before
+                part.stored, part.mixed = before
 
     @property
     def kept_in(self) -> str:
         """Name the type that keys and values are kept in."""
         for name, stored in FORMATS.items():
             if stored == self.stored:
-                return name
+                return f"{name}-mixed" if self.mixed else name
         return "bf16" if self.compute_dtype == torch.bfloat16 else "fp32"
 
     def initialise(self, seed: int) -> None:
@@ -562,6 +567,11 @@ class LanguageModel(nn.Module):
     def state_modules(self) -> Iterator[StateModule]:
         """Go through everything that declares buffers, in the order of the model."""
         return (part for part in self.modules() if isinstance(part, StateModule))
+
+    def packed_tensors(self) -> dict[str, TernaryTensor]:
+        """Name every packed tensor, in the order of the model; a float twin has none."""
+        tensors = self.weights().items()
+        return {name: part for name, part in tensors if isinstance(part, TernaryTensor)}
 
     def weights(self) -> dict[str, TernaryTensor | FloatWeight]:
         """Name every weight, in the order of the model."""

@@ -21,6 +21,7 @@ from arbcli.kernels.codec.packed import (
 from arbcli.kernels.codec.packing import pack_trits, row_bytes
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.update.quantise_gradient import NONE
 from arbcli.kernels.update.random_bits import random_bits, stream_keys
 from arbcli.rules import DIRECTION, find_rule
@@ -67,6 +68,18 @@ class TernaryTensor(StateModule):
         frozen: whether it is never stepped; its weights are ones, and it has trits and scales only.
         matrices: how many matrices lie one above the other; each is stepped as one.
     """
+
+    trits: Tensor
+    exponent: Tensor
+    fraction: Tensor
+    """Missing where the rule has none."""
+    remainder: Tensor
+    """Missing where the rule has none, or keeps it under another name."""
+    row_statistic: Tensor
+    column_statistic: Tensor
+    """There if its direction averages."""
+    wire_exponent: Tensor
+    """There after `declare_wire`."""
 
     def __init__(
         self,
@@ -126,8 +139,8 @@ class TernaryTensor(StateModule):
         belongs to a run that is shared out, and to its checkpoints.
         """
         if not self.frozen:
-            about = {"dtype": torch.int8, "device": self.trits.device}
-            self.declare("wire_exponent", torch.full((self.out_features, 1), NONE, **about), "wire")
+            exponents = torch.full((self.out_features, 1), NONE, dtype=torch.int8)
+            self.declare("wire_exponent", exponents.to(self.trits.device), "wire")
             self.of_training += ("wire_exponent",)
 
     def _declare_int8(self, name: str, shape: tuple[int, int], kind: str) -> None:
@@ -194,14 +207,18 @@ class TernaryTensor(StateModule):
         start, stop = matrices.start * self.matrix_rows, matrices.stop * self.matrix_rows
         return slice(start, min(stop, self.out_features))
 
-    by_rows = False
-    """Whether a gradient is that of some of its rows."""
     always_has_gradients = False
     """Whether each of several matrices has a gradient in every micro-batch."""
 
     def gradient_ranges(self) -> list[range]:
         """List which of the matrices have their gradients formed together, in their order."""
         return [range(self.matrices)]
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the direction of a step is that of the moment, which is of gradients."""
+        takes_average = self.direction is not None and self.direction.takes_average
+        return self.rule.averages_gradients and takes_average
 
     def gather(self, rows: Tensor) -> State:
         """Copy the state of some rows, (R,) int64; a row that does not exist is zeros."""
@@ -242,17 +259,17 @@ class TernaryTensor(StateModule):
         rule, state = self.rule, self.state
         radix, largest = rule.radix, rule.radix + rule.remainder_max
         device = self.trits.device
-        integer = {"dtype": torch.int32, "device": device}
+        integer: TensorOptions = {"dtype": torch.int32, "device": device}
         ticks = torch.tensor(-1 - index, **integer)  # those of updates are not negative
         key = stream_keys(torch.tensor(seed, **integer), ticks, 1, 1)[0, 0]
-        table = quantiles(self.spread * rule.spread * radix, largest)
-        table = torch.tensor(np.frombuffer(table, np.int16), device=device)
+        drawn = quantiles(self.spread * rule.spread * radix, largest)
+        table = torch.tensor(np.frombuffer(drawn, np.int16), device=device)
         columns = torch.arange(self.in_features, **integer)
         for buffer in self.buffers():
             buffer.zero_()
         for rows in row_chunks(self.trits, 1 << 18):
-            index = torch.arange(rows.start, rows.stop, **integer)
-            z = table[(random_bits(key, index, columns) >> 16) + 2**15]
+            places = torch.arange(rows.start, rows.stop, **integer)
+            z = table[(random_bits(key, places, columns) >> 16) + 2**15]
             trits = (z > radix // 2).to(torch.int8) - (z < -(radix // 2)).to(torch.int8)
             self.trits[rows] = pack_trits(trits)
             rule.start(state, rows, (z - trits.to(torch.int16) * radix).to(torch.int8))

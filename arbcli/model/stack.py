@@ -1,7 +1,8 @@
 """Blocks, and lists of them on one stream."""
 
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from arbcli.config.model import BlockConfig, Blocks
 from arbcli.config.site import Site
 from arbcli.model.flow import Flow, Reading, each_text, rows_of
 from arbcli.model.layers.kinds import stream_norm
-from arbcli.model.layers.linear import decode_in_groups
+from arbcli.model.layers.linear import TernaryLinear, decode_in_groups
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.streamed import recompute_contexts
 from arbcli.model.layers.streams import average_streams, spread_streams
@@ -20,11 +21,11 @@ from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.model.registry import build_part
 from arbcli.model.state import Clock, State, Track
 
-RECOMPUTE = {
-    "use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none",
-    "context_fn": recompute_contexts,
-}  # fmt: skip
-"""How torch is to compute a block again: there is no dropout, and shapes do not change."""
+recomputed = partial(
+    checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none",
+    context_fn=recompute_contexts,
+)  # fmt: skip
+"""Has torch compute a block again: there is no dropout, and shapes do not change."""
 
 
 class Branch(NamedTuple):
@@ -112,6 +113,7 @@ class Block(nn.Module):
 
     def step(self, x: Tensor, state: State | None, reading: Reading | None = None) -> Tensor:
         """Add to positions of a text, or one of several: by kernels where parts have any."""
+        read = reading or Reading()
 
         def apply(branch: Branch, x: Tensor, *, whole: bool) -> Tensor:
             part, norm, _ = branch
@@ -121,10 +123,10 @@ class Block(nn.Module):
             if len(x) == 1:
                 added = part(x, norm, None, reading, state).added
             elif part.steps_texts:
-                added = part.step_texts(x, norm, reading)
+                added = part.step_texts(x, norm, read)
             else:
                 rows = [
-                    part(row, norm, None, reading.of(text), state and state.each[text]).added
+                    part(row, norm, None, read.of(text), state and state.each[text]).added
                     for text, row in enumerate(rows_of(x))
                 ]
                 added = torch.cat(rows)
@@ -172,6 +174,10 @@ class Stack(nn.ModuleList):
         grouped: whether small matrices are decoded several at a time, if the blocks are equal.
     """
 
+    if TYPE_CHECKING:
+
+        def __iter__(self) -> Iterator[Block]: ...
+
     def __init__(
         self,
         blocks: Blocks,
@@ -190,7 +196,13 @@ class Stack(nn.ModuleList):
         self.streams, self.float_twin = streams, site.weights != "ternary"
         linears = [block.linears() for block in self]
         if grouped and not self.float_twin and len(set(blocks)) == 1 and all(linears):
-            decode_in_groups([[layer.weight for layer in layers] for layers in linears])
+            decode_in_groups(
+                [
+                    [each.weight for each in layers if isinstance(each, TernaryLinear)]
+                    for layers in linears
+                    if layers
+                ]
+            )
 
     def forward(
         self,
@@ -216,17 +228,21 @@ class Stack(nn.ModuleList):
         """
         if track and track.each:
             texts = enumerate(zip(rows_of(x), track.each, strict=True))
-            rows = [self(row, reading.of(text), own, some=some) for text, (row, own) in texts]
+            read = reading or Reading()
+            rows = [self(row, read.of(text), own, some=some) for text, (row, own) in texts]
             return Flow(torch.cat([flow.whole() for flow in rows]))
         if self.streams > 1:
             x = spread_streams(x, self.streams)
-            if is_compiled(self[0]):  # for strides of its own it would be compiled once more
+            if is_compiled(
+                next(iter(self))
+            ):  # for strides of its own it would be compiled once more
                 x = x.contiguous()
-        added, losses = None, {}
+        added: Tensor | None = None
+        losses: dict[str, list[Tensor]] = {}
         states = track.blocks[some] if track else None
         for index, block in enumerate([*self][some]):
             if recompute and torch.is_grad_enabled():
-                flow = checkpoint(block, x, None, reading, **RECOMPUTE)
+                flow = recomputed(block, x, None, reading)
             else:
                 # a hook sees the whole stream; what is compiled adds up by itself
                 whole = self.float_twin or is_compiled(block) or bool(block._forward_hooks)
@@ -249,7 +265,16 @@ class Stack(nn.ModuleList):
             x = block.step(x, state, reading)
         return each_text(average_streams, x) if self.streams > 1 else x
 
-    def new_track(self, *about: Any) -> Track:
-        """Make the states of a text, of the arguments of a `Clock`."""
-        clock = Clock(*about)
+    def new_track(
+        self,
+        positions: int,
+        ctx: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: torch.dtype | None = None,
+        texts: int | None = None,
+        mixed: bool = False,
+    ) -> Track:
+        """Make the states of a text, or of several: see `Clock`."""
+        clock = Clock(positions, ctx, dtype, device, stored, texts, mixed)
         return Track(clock, [block.new_state(clock) for block in self])

@@ -5,7 +5,7 @@ The equations are those of `arbcli.model.parts.chunking`.
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,17 +59,17 @@ class Stage(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         own = config.stages[index]
-        self.chunking, self.index, self.config = own.chunking, index, config
+        self.chunking, self.index, self.config = config.chunkings[index], index, config
         site = config.site(index, len(own.before))
         inner = config.site(index + 1)
-        parts, about = layers_for(site), {"area": "chunking"}
+        parts = layers_for(site)
         stream = (own.streams, own.contribution, own.bound)
         self.encoder = Stack(own.before, site, *stream)
-        self.router = BoundaryRouter(site) if own.chunking.boundaries == "learned" else None
-        self.inward = parts.linear(inner.dim, site.dim, site, **about)
+        self.router = BoundaryRouter(site) if self.chunking.boundaries == "learned" else None
+        self.inward = parts.linear(inner.dim, site.dim, site, area="chunking")
         self.outward_norm = parts.norm(inner.dim, inner)
-        self.outward = parts.linear(site.dim, inner.dim, site, **about)
-        self.residual = parts.linear(site.dim, site.dim, site, spread=0.0, **about)
+        self.outward = parts.linear(site.dim, inner.dim, site, area="chunking")
+        self.residual = parts.linear(site.dim, site.dim, site, spread=0.0, area="chunking")
         self.decoder = Stack(own.after, config.site(index, len(own.after)), *stream)
 
     def forward(
@@ -100,6 +100,8 @@ class Stage(nn.Module):
             routed = routed._replace(begins=routed.begins & valid)
         chunks = find_chunks(routed.begins, self.config.capacity(self.index, x.shape[1]))
         inside = reading.at(chunks.first)
+        if inside.places is None:
+            raise ValueError("chunks need the places of their positions")
         numel = torch.full_like(inside.places[0, 0], routed.begins.numel())
         counts = (
             numel if valid is None else valid.sum(),
@@ -122,9 +124,22 @@ class Stage(nn.Module):
         positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         return route_every(self.chunking.length, positions)
 
-    def new_state(self, *about: Any) -> "StageState":
-        """Make the state of a text, of the arguments of a `Clock`."""
-        return StageState(self, self.encoder.new_track(*about), self.decoder.new_track(*about))
+    def new_state(
+        self,
+        positions: int,
+        ctx: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: torch.dtype | None = None,
+        texts: int | None = None,
+        mixed: bool = False,
+    ) -> "StageState":
+        """Make the state of a text, or of several: see `Clock`."""
+        tracks = (
+            stack.new_track(positions, ctx, dtype, device, stored, texts, mixed)
+            for stack in (self.encoder, self.decoder)
+        )
+        return StageState(self, *tracks)
 
     def follow(
         self,
@@ -301,15 +316,15 @@ class StageState(State):
     def begin(self, x: Tensor, rows: Tensor, ids: Tensor) -> None:
         """Route a single position of each text: see `route_position_`."""
         texts, clock = self.clock.position.shape, self.clock
-        vectors = (part.view(*texts, -1) for part in (x, rows, self.mean, self.last))
-        places = (self.encoder.position, self.decoder.position, self.chunking.length)
         self.p, self.begins, y = route_position_(
-            self.chunking.boundaries, *vectors, self.byte, ids.contiguous(), *places, NORM_EPS,
+            self.chunking.boundaries, x.view(*texts, -1), rows.view(*texts, -1),
+            self.mean.view(*texts, -1), self.last.view(*texts, -1), self.byte, ids.contiguous(),
+            self.encoder.position, self.decoder.position, self.chunking.length, NORM_EPS,
             self.handle, clock.going_on,
         )  # fmt: skip
         self.x, self.y = x, y.view(x.shape)
         self.residual = rows[..., -x.shape[-1] :].contiguous()
-        if texts:
+        if texts and self.inner.going_on is not None:
             self.inner.going_on.copy_(self.begins[:, 0])
 
     def take(self, z: Tensor, counted: Tensor | None) -> None:

@@ -15,6 +15,13 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.decode_attention import count_on_
+from arbcli.kernels.attention.eight_bits import (
+    decode_entries,
+    join_turned,
+    part_turned,
+    quantise_entries,
+    round_entries,
+)
 from arbcli.model.flow import rows_of
 from arbcli.model.mark import Mark, Written
 
@@ -30,6 +37,7 @@ class Clock:
         stored: float8_e4m3fn or int8, to keep keys and values in eight bits; None is `dtype`.
         texts: number of texts whose steps are computed together; None is one text, whose tensors
             have no dimension for it.
+        mixed: whether numbers of keys that turn stay in `dtype` beside eight bits.
     """
 
     def __init__(
@@ -40,7 +48,9 @@ class Clock:
         device: torch.device,
         stored: torch.dtype | None = None,
         texts: int | None = None,
+        mixed: bool = False,
     ) -> None:
+        self.mixed = mixed and stored is not None
         self.positions, self.ctx, self.dtype, self.device = positions, ctx, dtype, device
         self.stored, self.texts = stored, texts
         self.position = self.zeros(dtype=torch.int32)
@@ -96,7 +106,7 @@ class Clock:
         """Count positions; of several texts one position of each that goes on."""
         if self.texts is None:
             count_on_(self.position, length)
-        else:
+        elif self.going_on is not None:
             self.position += self.going_on
 
     @contextmanager
@@ -104,7 +114,8 @@ class Clock:
         """Let states read `length` positions that are counted elsewhere."""
         self.length = length
         for text, clock in enumerate(self.each):
-            clock.length, clock.going_on = length, self.going_on[text]
+            clock.length = length
+            clock.going_on = None if self.going_on is None else self.going_on[text]
         try:
             yield
         finally:
@@ -126,7 +137,8 @@ class Clock:
         """The clock of each of several texts, which counts in the same tensor."""
         clocks = []
         for text in range(self.texts or 0):
-            clock = Clock(self.positions, self.ctx, self.dtype, self.device, self.stored)
+            about = (self.dtype, self.device, self.stored, None, self.mixed)
+            clock = Clock(self.positions, self.ctx, *about)
             clock.position, clock.window = self.position[text], self.window
             clocks.append(clock)
         return clocks
@@ -180,6 +192,78 @@ class State:
             return run(self, *rows)
         parts = zip(self.each, *map(rows_of, rows), strict=True)
         return torch.cat([run(*own) for own in parts])
+
+
+class Rows:
+    """Vectors in slots, (n, G, d), in a dtype or in eight bits with an exponent each.
+
+    Those of several texts have a dimension for them in front.
+
+    Args:
+        clock: of the list of blocks, which says what they are kept in.
+        slots: n.
+        heads: G.
+        width: d.
+        turned: numbers of a vector that turn, which stay in the dtype where the clock is `mixed`.
+    """
+
+    def __init__(self, clock: Clock, slots: int, heads: int, width: int, turned: int = 0) -> None:
+        self.dtype, self.beside = clock.dtype, turned if clock.mixed else 0
+        eight = clock.stored is not None and self.beside < width
+        others = width - self.beside if eight else width
+        self.codes = clock.zeros(slots, heads, others, dtype=clock.stored if eight else None)
+        self.exponents = clock.zeros(slots, heads, dtype=torch.int8) if eight else None
+        self.turned = clock.zeros(slots, heads, self.beside) if eight and self.beside else None
+        """(n, G, turned), what stays beside the codes."""
+
+    def __len__(self) -> int:
+        """Count the slots."""
+        return self.codes.shape[-3]
+
+    def __getitem__(self, text: int) -> "Rows":
+        """Take those of one of several texts, in the same tensors."""
+        own = copy.copy(self)
+        for name in ("codes", "exponents", "turned"):
+            part = getattr(self, name)
+            setattr(own, name, None if part is None else part[text])
+        return own
+
+    def written(self, number: Callable[[Tensor], Tensor]) -> Iterator[Written]:
+        """List the tensors, where a position writes a row of some number."""
+
+        def slot(position: Tensor) -> Tensor:
+            return number(position) % len(self)
+
+        for part, dim in ((self.codes, -3), (self.exponents, -2), (self.turned, -3)):
+            if part is not None:
+                yield Written(part, slot, dim)
+
+    def put(self, slots: Tensor, rows: Tensor) -> None:
+        """Store (n, G, d) in slots, (n,) int64."""
+        if self.turned is not None:
+            turned, rows = part_turned(rows, self.beside)
+            self.turned.index_copy_(0, slots, turned)
+        if self.exponents is None:
+            self.codes.index_copy_(0, slots, rows)
+            return
+        codes, exponents = quantise_entries(rows, self.codes.dtype)
+        # torch copies no e4m3 by index
+        self.codes.view(torch.int8).index_copy_(0, slots, codes.view(torch.int8))
+        self.exponents.index_copy_(0, slots, exponents)
+
+    def get(self, slots: Tensor) -> Tensor:
+        """Read slots, (n,) int64: (n, G, d)."""
+        if self.exponents is None:
+            return self.codes[slots]
+        codes = self.codes.view(torch.int8)[slots].view(self.codes.dtype)
+        others = decode_entries(codes, self.exponents[slots], self.dtype)
+        return others if self.turned is None else join_turned(self.turned[slots], others)
+
+    def rounded(self, rows: Tensor) -> Tensor:
+        """Round (..., d) as they are read back once stored."""
+        if self.exponents is None:
+            return rows
+        return round_entries(rows, self.codes.dtype, self.beside)
 
 
 class Track:

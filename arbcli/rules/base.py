@@ -31,13 +31,24 @@ class Gradient:
     """A gradient, and what was found of it before a rule steps."""
 
     values: Tensor
-    """(N, K) float32 or bfloat16."""
+    """(N, K) float32 or bfloat16; int8 signs where the rule `reads_signs`."""
     packed: Packed
     """The weights that it is of, views of the state."""
     statistics: GradientStatistics
     gains: GradientGains
     direction: Ingredients | None
     """The direction of unit root-mean-square; None if the rule takes none."""
+
+    @property
+    def ingredients(self) -> Ingredients:
+        """The direction, for a rule that takes one.
+
+        Raises:
+            ValueError: it was not found.
+        """
+        if self.direction is None:
+            raise ValueError("the rule needs a direction, and none was found")
+        return self.direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +57,14 @@ class StepControl:
 
     step: Tensor
     """Number of the step, from 0, int32."""
-    keys: Tensor
-    """(NUM_STREAMS,) int32, of the streams of random bits."""
+    keys: tuple[Tensor, ...]
+    """NUM_STREAMS int32 scalars, of the streams of random bits."""
     scale_gain: tuple[Tensor, Tensor]
     """What a slope is multiplied by, int32 gain and shift."""
     direct_gain: tuple[Tensor, Tensor]
     """What a direction is multiplied by where z steps by it directly, int32 gain and shift."""
+    whole_gain: tuple[Tensor, Tensor]
+    """The same where z steps once for all gradients of the step."""
     step_size: Tensor
     """What the moment is multiplied by, int64 in units of 2**-32 of z."""
     limit: Tensor
@@ -69,10 +82,18 @@ class StepControl:
     accumulation: int
     """Gradients of a step."""
 
+    @property
+    def alone(self) -> bool:
+        """Whether the weights step by this gradient alone, by its share of the step."""
+        return self.first and self.last
+
 
 class Rule(ABC):
     """How a step changes packed weights. z = T * P + A is what trit and remainder are digits of."""
 
+    averages_gradients: bool = False
+    """Whether the moment is of gradients, and not of directions, where a direction is better taken
+    of their average: see `Direction.takes_average`."""
     reads_all: bool = False
     """Whether the weights are all digits of z, and not the trit alone."""
     halvings: int = 0
@@ -95,6 +116,11 @@ class Rule(ABC):
     """Whether what kernels of its step write is read by kernels alone: launches may be merged."""
     steps_by_signs: bool = False
     """Whether slopes of the scales are of the signs of the gradient."""
+
+    @property
+    def reads_signs(self) -> bool:
+        """Whether a step reads no more of a gradient than its signs, and slopes by them."""
+        return False
 
     @abstractmethod
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
@@ -163,6 +189,23 @@ class Rule(ABC):
     @abstractmethod
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Change the state of one matrix, in place."""
+
+    def average(self, state: State, gradient: Gradient, control: StepControl) -> None:
+        """Step scales, and blend what stands for the direction into the moment."""
+        raise NotImplementedError
+
+    def step_along(
+        self, state: State, direction: Ingredients, ok: Tensor, control: StepControl
+    ) -> None:
+        """Step weights along the direction of the moment, after the last gradient of a step.
+
+        Args:
+            state: of the matrix, in which `average` has been.
+            direction: of unit root-mean-square.
+            ok: int32 scalar tensor; where 0 nothing changes.
+            control: as of `average`.
+        """
+        raise NotImplementedError
 
 
 def fixed_point_gain(factor: float, bits: int = 12) -> tuple[int, int]:

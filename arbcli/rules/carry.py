@@ -24,7 +24,7 @@ class Carry(Rule):
         keys, ok = control.keys, gradient.gains.ok
         self.move_scales(state, gradient, control)
         step_by_direction(
-            state["trits"], state["remainder"], *gradient.direction, keys[TRIT],
+            state["trits"], state["remainder"], *gradient.ingredients, keys[TRIT],
             *control.direct_gain, control.limit, ok, control.flips, self.radix, self.remainder_max,
         )  # fmt: skip
 

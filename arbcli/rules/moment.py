@@ -1,6 +1,8 @@
-"""`moment`: an int8 remainder below the trit, and an int8 running mean of the direction.
+"""`moment`: an int8 remainder below the trit, and an int8 running mean.
 
-m <- 0.9 m + 0.1 u, then z <- z - lr * P / 16 * m / rms(m), both rounded stochastically.
+It averages directions u: m <- 0.9 m + 0.1 u, then z <- z - lr * P / 16 * m / rms(m). With all
+digits and the orthogonal direction it averages gradients g, as Muon does:
+m <- 0.9 m + 0.1 g / rms(g), then z <- z - lr * P / 16 * u(m). All are rounded stochastically.
 """
 
 import torch
@@ -8,12 +10,13 @@ from torch import Tensor
 
 from arbcli.kernels.update.blend_moment import blend_moment, moment_max
 from arbcli.kernels.update.direction import UNIT
-from arbcli.kernels.update.step_trits import step_by_moment
+from arbcli.kernels.update.step_trits import step_by_direction, step_by_moment
 from arbcli.rules.base import (
     MOMENT,
     TRIT,
     Buffer,
     Gradient,
+    Ingredients,
     Rule,
     State,
     StepControl,
@@ -44,24 +47,39 @@ class Moment(Rule):
 
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Blend the direction into the moment, and after the last one step along it."""
-        keys, ok, share_a_byte = control.keys, gradient.gains.ok, self.share_a_byte
-        self.move_scales(state, gradient, control)
-        moment = state["remainder"] if share_a_byte else state["moment"]
-        decay = round(DECAY * UNIT) if control.first else UNIT
-        together = 1 if control.first and control.last else control.accumulation
-        blend = (decay, *self._blend_gain(together), share_a_byte)
-        squares = control.squares
-        blend_moment(moment, *gradient.direction, keys[MOMENT], ok, squares, *blend)
+        self.average(state, gradient, control)
         if not control.last:
             return
-        step_size = control.step_size
+        step_size, squares = control.step_size, control.squares
         if control.share is not None:
             squares = (squares / control.share).to(torch.int64)
-        if together == 1 and control.accumulation > 1:  # alone: it takes its share of the step
+        if control.alone and control.accumulation > 1:
             step_size = step_size // control.accumulation
         step_by_moment(
-            state["trits"], state["remainder"], None if share_a_byte else moment, keys[TRIT],
-            step_size, squares, control.limit, ok, control.flips, self.radix, self.remainder_max,
+            state["trits"], state["remainder"], None if self.share_a_byte else state["moment"],
+            control.keys[TRIT], step_size, squares, control.limit, gradient.gains.ok,
+            control.flips, self.radix, self.remainder_max,
+        )  # fmt: skip
+
+    def average(self, state: State, gradient: Gradient, control: StepControl) -> None:
+        """Step scales, and blend what stands for the direction into the moment."""
+        self.move_scales(state, gradient, control)
+        moment = state["remainder"] if self.share_a_byte else state["moment"]
+        decay = round(DECAY * UNIT) if control.first else UNIT
+        blend_moment(
+            moment, *gradient.ingredients, control.keys[MOMENT], gradient.gains.ok, control.squares,
+            decay, *self._blend_gain(1 if control.alone else control.accumulation),
+            self.share_a_byte,
+        )  # fmt: skip
+
+    def step_along(
+        self, state: State, direction: Ingredients, ok: Tensor, control: StepControl
+    ) -> None:
+        """Step weights along the direction of the moment."""
+        gain = control.direct_gain if control.alone else control.whole_gain
+        step_by_direction(
+            state["trits"], state["remainder"], *direction, control.keys[TRIT], *gain,
+            control.limit, ok, control.flips, self.radix, self.remainder_max,
         )  # fmt: skip
 
     def _blend_gain(self, accumulation: int) -> tuple[int, int]:
@@ -74,10 +92,13 @@ class Moment(Rule):
 class MomentOfAllDigits(Moment):
     """The same, where weights are all digits of z: they are finer, and steps are smaller.
 
-    z is within +-127, which a byte holds.
+    z is within +-127, which a byte holds. The moment averages gradients, and is orthogonalised
+    after that: of one step's gradient alone, the orthogonal factor is mostly noise. A mean of
+    gradients of unit root-mean-square has about 0.2 of it, so 0.5 clips few elements.
     """
 
-    reads_all, radix, remainder_max, moment_range = True, 64, 63, 1.0
+    averages_gradients = True
+    reads_all, radix, remainder_max, moment_range = True, 64, 63, 0.5
     spread, fade_growth = 1.0, 2.857
 
 

@@ -44,6 +44,11 @@ class Votes(Rule):
     def __init__(self, fixes: Iterable[str] = ()) -> None:
         self.fixes = frozenset(fixes)
 
+    @property
+    def reads_signs(self) -> bool:
+        """Whether signs are enough: not where scales vote by the trits as they are afterwards."""
+        return "order" not in self.fixes
+
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
         """Declare both kinds of votes."""
         return {

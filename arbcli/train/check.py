@@ -73,7 +73,8 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
     if not (run / CONFIG).exists():
         raise ArbError(f"there is no run at `{path}`", hint="name a run directory or a checkpoint")
     findings: list[Finding] = []
-    facts, config, stops = None, None, None
+    facts: dict[str, Any] = {}
+    config, stops = None, None
     try:
         facts = read_facts(run)
         config = run_config(run, facts)
@@ -106,7 +107,7 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
             resumes_at, stops = 0, None
     total = config.steps if config else None
     changes = config is not None and steps not in (None, total)
-    if changes and resumes_at is not None:
+    if changes and steps is not None and resumes_at is not None:
         try:
             check_steps(run, resumes_at, steps)
         except ArbError as error:
@@ -114,8 +115,8 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
     removes = [finding.name for finding in findings if finding.name.endswith(".tmp")]
     sets_aside: list[str] = []
     dropped, evaluates = 0, False
-    if resumes_at is not None:
-        then = dataclasses.replace(config, steps=steps or total)
+    if config is not None and resumes_at is not None:
+        then = dataclasses.replace(config, steps=steps or config.steps)
         has_recent = resumes_at in with_recent
         kept = [record for record in records if stays(record, resumes_at, then, has_recent)]
         dropped = len(records) - len(kept)
@@ -123,7 +124,7 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
         evaluates = is_evaluated(then, resumes_at) and not recorded
         sets_aside = [file.name for file in verified if step_of(file) > resumes_at]
         older = [file.name for file in verified if step_of(file) <= resumes_at]
-        if resumes_at < (steps or total):  # else there is nothing to save
+        if resumes_at < then.steps:  # else there is nothing to save
             removes += older[config.keep - 1 :]
     return CheckReport(
         run=str(run),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -28,17 +29,17 @@ def compile_twin(model: LanguageModel, backend: str = "inductor") -> None:
         model: with float weights.
         backend: of `torch.compile`.
     """
-    how = {"backend": backend, "dynamic": False, "fullgraph": True}
+    compiled = partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
     blocks = [block for stack in model.stacks() for block in stack]
     several = any(stage.streams > 1 for stage in model.config.stages)
     if len(blocks) <= WHOLE_LAYERS and not (model.stages or several or model.recompute):
-        model.losses = torch.compile(model.losses, **how)
+        model.losses = compiled(model.losses)  # type: ignore[method-assign]
         return
     # one for each kind and width of blocks, and once more for evaluations
     torch._dynamo.config.recompile_limit = max(COMPILATIONS, torch._dynamo.config.recompile_limit)
     for part in (model.embedding, *blocks):
-        part.compile(**how)
-    model._text_loss = torch.compile(model._text_loss, **how)
+        part.compile(backend=backend, dynamic=False, fullgraph=True)
+    model._text_loss = compiled(model._text_loss)  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -35,13 +35,13 @@ def new_config(
     check_compute(compute, place)
     backend = resolve_backend(backend, place)
     config = train_config(preset, device=str(place), backend=backend, compute=compute, **given)
-    return config if config.tokenizer is None else _of_tokens(config)
+    return config if config.tokenizer is None else _of_tokens(config, config.tokenizer)
 
 
-def _of_tokens(config: TrainConfig) -> TrainConfig:
+def _of_tokens(config: TrainConfig, path: str) -> TrainConfig:
     """Give the model of a run the vocabulary of its tokenizer, unless it has one of its own."""
-    model, tokenizer = config.model, Tokenizer.read(config.tokenizer)
+    model, tokenizer = config.model, Tokenizer.read(path)
     if model.vocabulary == VOCABULARY:
         model = dataclasses.replace(model, vocabulary=tokenizer.size)
-    check_vocabulary(model, tokenizer, config.tokenizer)
+    check_vocabulary(model, tokenizer, path)
     return dataclasses.replace(config, model=model)

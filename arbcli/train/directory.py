@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from arbcli import __version__
 from arbcli.checkpoint import Checkpoint
 from arbcli.config.checks import check_at_least
 from arbcli.config.initial import first_difference
@@ -29,6 +28,7 @@ from arbcli.run_files import CONFIG, RUNS
 from arbcli.tokens import FILE, Tokenizer, tokenised
 from arbcli.train.schedule import fade_stage
 from arbcli.train.trainer import text_digest
+from arbcli.version import __version__
 
 DATA = {"seed": "seed", "text": "digest", "tokenizer": "tokenizer", "wire": "wire"}
 """What every checkpoint tells besides its model, and what its `data` calls that."""
@@ -230,13 +230,9 @@ def open_run_texts(
         ArbError: they are not there, or do not fit.
     """
     data, val = (paths["data"], paths["val"]) if paths else (config.data, config.val)
-    about = {
-        "seed": config.seed,
-        "context": config.model.ctx,
-        "field": config.field,
-        "split": split,
-    }
-    texts = open_texts(data, val, **about)
+    texts = open_texts(
+        data, val, seed=config.seed, context=config.model.ctx, field=config.field, split=split
+    )
     tokenizer = None if config.tokenizer is None else Tokenizer.read(config.tokenizer)
     check_vocabulary(config.model, tokenizer, str(config.tokenizer))
     return texts if tokenizer is None else _of_tokens(texts, tokenizer, config.model.ctx)

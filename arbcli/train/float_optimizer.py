@@ -5,6 +5,7 @@ Whatever changes between steps is a tensor on the device, so a whole step can be
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class FloatOptimizer:
         # a decay would take numbers of given sizes away from them
         given = [part for part in model.modules() if isinstance(part, FloatNumbers) and part.values]
         sized = {id(part.latent) for part in given}
-        groups = [{"params": [p for p in rest if id(p) not in sized]}]
+        groups: list[dict[str, Any]] = [{"params": [p for p in rest if id(p) not in sized]}]
         if sized:
             kept = [p for p in rest if id(p) in sized]
             groups.append({"params": kept, "weight_decay": 0.0})
@@ -115,7 +116,7 @@ class Muon:
     def step(self) -> None:
         """Step every matrix by its gradient."""
         for batch, momentum in zip(self._batches, self.momenta, strict=True):
-            grads = [parameter.grad for parameter in batch]
+            grads = [parameter.grad for parameter in batch if parameter.grad is not None]
             self._step(batch, grads, momentum, self._lr, self._weight_decay)
 
 

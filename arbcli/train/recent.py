@@ -73,16 +73,16 @@ class RecentSteps:
             losses, totals = zip(*self._unread, strict=True)
             flips: Sequence[int | None] = totals
             if totals[0] is not None:
-                totals = [self._flips_before, *torch.stack(totals).tolist()]
-                own = torch.tensor(totals, device=self._group.device).diff()
-                flips, self._flips_before = self._group.sum(own).tolist(), totals[-1]
+                counts = [self._flips_before, *torch.stack(totals).tolist()]
+                own = torch.tensor(counts, device=self._group.device).diff()
+                flips, self._flips_before = self._group.sum(own).tolist(), counts[-1]
             self._read.extend(map(Step, torch.stack(losses).tolist(), flips))
             self._unread.clear()
         return [*self._read][max(0, len(self._read) - number) :]
 
     def as_json(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the steps."""
-        steps = self.last(self._read.maxlen)
+        steps = self.last(self._read.maxlen or 0)
         return {
             "losses": finite([step.loss for step in steps]),
             "flips": [step.flips for step in steps],

@@ -137,9 +137,9 @@ def append_record(run: Path, record: Record) -> None:
         ) from error
 
 
-SCHEMA = {
-    field.name: field.type if field.name == "step" else field.type | None
-    for field in dataclasses.fields(Record)
+_TYPES: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Record)}
+SCHEMA: dict[str, Any] = {
+    name: kind if name == "step" else kind | None for name, kind in _TYPES.items()
 } | {"parts": dict[str, float | None] | None, "gauges": dict[str, float | None] | None}
 """Fields of a record as JSON has them. A version may lack some, and None is a number that is not
 finite."""

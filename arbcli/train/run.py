@@ -429,6 +429,7 @@ def what_decides(config: TrainConfig, texts: Texts) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     return field_digests(config) | {
         "text": text_digest(texts),
+        "tokenizer": texts.tokenizer and texts.tokenizer.digest,
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "backend": config.backend,
         "threads": None if on_gpu else torch.get_num_threads(),

@@ -12,9 +12,9 @@ from arbcli.train.updater import Updater
 
 
 def minimised(parts: dict[str, Tensor]) -> Tensor:
-    """Add the other parts of a loss, each times its weight, to that of the text."""
-    others = (LOSS_WEIGHTS[name] * part for name, part in parts.items() if name != "text")
-    return sum(others, parts["text"])
+    """Add the other parts of a loss, each times its weight, to that of the text, if that is one."""
+    others = [LOSS_WEIGHTS[name] * part for name, part in parts.items() if name != "text"]
+    return sum(others, parts["text"]) if "text" in parts else sum(others[1:], others[0])
 
 
 class TrainingStep:
@@ -42,6 +42,8 @@ class TrainingStep:
         self.group = group
         self.losses: Callable[[Tensor, Tensor], dict[str, Tensor]] | None = None
         """What computes the losses in place of the model."""
+        self.scale_routes: dict[tuple[str, ...], frozenset[str]] = {}
+        """Areas by the parts of the loss that alone move their scales."""
 
     def __call__(
         self,
@@ -63,6 +65,8 @@ class TrainingStep:
         local = self.accumulation // self.group.size
         for micro, (ids, targets) in enumerate(micro_batches):
             self.updates.begin_micro(micro)
+            for names, areas in self.scale_routes.items():
+                self._find_slopes(names, areas, ids, targets)
             parts = (self.losses or self.model.losses)(ids, targets)
             reached("forward")
             loss = minimised(parts)
@@ -77,4 +81,18 @@ class TrainingStep:
         self.updates.finish()
         self.model.join(self.group)
         self.model.after_step()
-        return totals | {name: sum(self.group.in_order(own)) for name, own in shares.items()}
+        for name, own in shares.items():
+            for share in self.group.in_order(own):
+                totals[name] = totals.get(name, 0) + share
+        return totals
+
+    def _find_slopes(
+        self, names: tuple[str, ...], areas: frozenset[str], ids: Tensor, targets: Tensor
+    ) -> None:
+        """Find the slopes of the scales of some areas by parts of the loss, and step nothing."""
+        with self.updates.finding_slopes(areas):
+            parts = self.model.losses(ids, targets)
+            chosen = {name: parts[name] for name in names if name in parts}
+            if chosen:
+                minimised(chosen).backward()
+        self.model.forget_uses()

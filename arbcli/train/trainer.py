@@ -17,6 +17,8 @@ from arbcli.infer.tokens import DIGEST
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.merged import TABLES
 from arbcli.model.build import build_model
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.rules import stage_rule
 from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
@@ -56,6 +58,23 @@ def check_shares(config: TrainConfig, size: int) -> None:
             hint="go on with one process, or start a run with `wire=int12`",
             fields=("wire",),
         )
+
+
+def check_areas(config: TrainConfig, model: LanguageModel) -> None:
+    """Refuse areas of `scale_losses` that the model has not.
+
+    Raises:
+        ArbError: it has no such area.
+    """
+    known = dict.fromkeys(getattr(weight, "area", None) for weight in model.weights().values())
+    for area in itertools.chain(*config.scale_routes.values()):
+        if area not in known:
+            names = ", ".join(f"`{name}`" for name in known)
+            raise ArbError(
+                f"`scale_losses` names `{area}`, which is no area of the model",
+                hint=f"choose among: {names}",
+                fields=("scale_losses",),
+            )
 
 
 def text_digest(texts: Texts) -> str:
@@ -113,22 +132,27 @@ class Trainer:
         with use_backend(config.backend):
             self.model.initialise(config.seed)
         if config.model.weights == "ternary":
-            tensors = self.model.weights().values()
+            tensors = self.model.packed_tensors().values()
             if config.wire is None:
                 self.updater = Updater(tensors, config.seed, dtype, HELD_BYTES)
             else:
                 self.model.declare_wire()
                 largest = max(config.lr, config.final_lr or 0) * fade_growth(config)
-                about = config.seed, dtype, config.wire, config.accum, self.group, largest
-                self.updater = self.shared = SharedUpdater(tensors, *about)
+                self.updater = self.shared = SharedUpdater(
+                    tensors, config.seed, dtype, config.wire, config.accum, self.group, largest
+                )
             if self.shared:
                 self.shared.release()
             for tensor in tensors:
-                tensor.sink = self.updater
+                if isinstance(tensor, StreamedTensor):
+                    tensor.sink = self.updater
+            self._updates: Updater | SharedUpdater | FloatOptimizer = self.updater
         else:
             self.optimizer = FloatOptimizer(self.model, config.optimizer, compiled=compiled)
-        self._updates = self.updater or self.optimizer
+            self._updates = self.optimizer
         self._compute = TrainingStep(self.model, self._updates, config.accum, self.group)
+        self._compute.scale_routes = config.scale_routes
+        check_areas(config, self.model)
         self._local = self.group.local(config.accum)
         if self.optimizer and self.group.size > 1:
             capture = False
@@ -166,7 +190,7 @@ class Trainer:
         A float twin has its parameters.
         """
         if self.updater:
-            return sum(tensor.num_weights for tensor in self.model.weights().values())
+            return sum(tensor.num_weights for tensor in self.model.packed_tensors().values())
         return self.num_floats[0]
 
     @property
@@ -234,13 +258,25 @@ class Trainer:
             self._batches.copy_(loaded, non_blocking=True)
             batches = list(self._batches)  # (2, B, T) int64 each
         elif self.device.type != "cpu":
-            batches = [tuple(part.to(self.device) for part in pair) for pair in batches]
+            batches = [(ids.to(self.device), next_.to(self.device)) for ids, next_ in batches]
         self._micro_batches = batches
+
+    @property
+    def _of_rule(self) -> Updater | SharedUpdater:
+        """The updater of packed weights.
+
+        Raises:
+            ValueError: the weights are floats.
+        """
+        if self.updater is None:
+            raise ValueError("a float twin has no updater")
+        return self.updater
 
     def _measure(self) -> None:
         """Find how large the gradients of the first step are, where nobody knows that yet."""
-        if self.shared.needs_measuring:
-            with use_backend(self.config.backend), self.shared.measuring():
+        shared = self.shared
+        if shared is not None and shared.needs_measuring:
+            with use_backend(self.config.backend), shared.measuring():
                 for ids, targets in self._micro_batches:
                     self.model.forget_uses()
                     minimised(self.model.losses(ids, targets)).backward()
@@ -267,7 +303,7 @@ class Trainer:
         if stage == self.digits:
             return
         self.digits, rule = stage, stage_rule(self.config.model.rule, stage)
-        for tensor in self.updater.tensors:
+        for tensor in self._of_rule.tensors:
             tensor.rule = rule
         if self._capture_at is not None:  # what is captured reads the weights of the last stage
             self.release_graph()
@@ -328,7 +364,7 @@ class Trainer:
         return Checkpoint(
             step=self.step,
             config=dataclasses.asdict(self.config.model) | {"digits": self.digits},
-            counters=self.updater.counters(),
+            counters=self._of_rule.counters(),
             data={
                 "digest": text_digest,
                 "seed": seed,
@@ -385,7 +421,7 @@ class Trainer:
             ArbError: it is of another model.
         """
         self.take_weights(checkpoint)
-        self.updater.restore(checkpoint.counters)
+        self._of_rule.restore(checkpoint.counters)
         self.step = checkpoint.step
         self._fade()
         if self._capture_at is not None:

@@ -9,21 +9,25 @@ shape of the matrix is made but the orthogonalised gradient.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from arbcli.directions.base import unit_gradient
 from arbcli.errors import ArbError
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.update.direction import UNIT
-from arbcli.kernels.update.gradient_gains import gradient_gains
-from arbcli.kernels.update.gradient_statistics import gradient_statistics
+from arbcli.kernels.update.gradient_gains import GradientGains, gradient_gains
+from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
 from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.kernels.update.sign_gradient import SignGradient
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules.base import (
     COLUMN,
@@ -50,10 +54,20 @@ class _StepSizes(NamedTuple):
 
     scale_gain: tuple[Tensor, Tensor]
     direct_gain: tuple[Tensor, Tensor]
+    whole_gain: tuple[Tensor, Tensor]
     limit: Tensor
     row_limit: Tensor
     """The limit of rows of tables."""
     step_size: Tensor
+
+
+class _Averaged(NamedTuple):
+    """A matrix whose moment has taken in its gradients, and whose weights have yet to step."""
+
+    tensor: TernaryTensor
+    state: State
+    gains: GradientGains
+    control: StepControl
 
 
 def step_limit(step_size: float) -> int:
@@ -115,14 +129,23 @@ class Updater:
         self._lr_factors = sorted({tensor.lr_factor for tensor in self.tensors})
         self._control = torch.empty(0, dtype=torch.int64, device=self.device)
         # one of each for every matrix, so that updates of several may run side by side
-        counter = {"dtype": torch.int64, "device": self.device}
+        counter: TensorOptions = {"dtype": torch.int64, "device": self.device}
         self._flips, self._refused, self._nonfinite, self._squares = (
             torch.zeros(self._num_matrices, **counter) for _ in range(4)
         )
-        self._held_bytes, self._held = held_bytes, []
+        self._held_bytes = held_bytes
+        self._held: list[tuple[TernaryTensor, Tensor]] = []
         self._unused = torch.zeros((), **counter)
         self._nonfinite_steps = torch.zeros((), **counter)
+        self._finding: frozenset[str] | None = None
+        """Areas whose slopes are being found; None where weights step."""
+        self._routed: frozenset[str] = frozenset()
+        """Areas whose scales move by the slopes that were found."""
+        self._slopes: dict[int, tuple[Tensor, Tensor]] = {}
+        """Slopes and their squares that were found, by number of the matrix."""
 
+    takes_signs = True
+    """Whether a gradient may come as its signs, for rules that read no more."""
     averages = True
     """Every gradient counts by its share of the step: see `set_step`."""
 
@@ -153,8 +176,8 @@ class Updater:
 
     def _keys_of(self, tick: int) -> Tensor:
         """Derive the keys of all matrices on the host, where that takes no launches."""
-        tick = torch.tensor(tick, dtype=torch.int64, device="cpu").to(torch.int32)
-        keys = stream_keys(self._host_seed, tick, self._num_matrices, NUM_STREAMS)
+        number = torch.tensor(tick, dtype=torch.int64, device="cpu").to(torch.int32)
+        keys = stream_keys(self._host_seed, number, self._num_matrices, NUM_STREAMS)
         return keys.flatten().to(torch.int64)
 
     def _step_sizes(self, lr: float) -> tuple[int, tuple[int, ...]]:
@@ -164,6 +187,7 @@ class Updater:
         return round(step_size * 2**32), (
             *fixed_point_gain(lr * SCALE_STEP / self.accumulation),
             *fixed_point_gain(step_size / self.accumulation),
+            *fixed_point_gain(step_size),
             limit,
             limit * ROW_CLIP // STEP_CLIP,
         )
@@ -174,13 +198,16 @@ class Updater:
         self.first, self.last = micro == 0, micro == self.accumulation - 1
         control, factors = self._control[micro], len(self._lr_factors)
         integers = control[factors:].to(torch.int32)
-        self._step = integers[6 * factors]
-        self.keys = integers[6 * factors + 1 :].view(self._num_matrices, NUM_STREAMS)
-        sizes = integers[: 6 * factors].view(factors, 6)
+        ends = 8 * factors
+        self._step = integers[ends]
+        self.keys = integers[ends + 1 :].view(self._num_matrices, NUM_STREAMS)
         self._sizes = {
-            factor: _StepSizes((scale, scale_shift), (direct, shift), limit, row_limit, size)
-            for factor, size, (scale, scale_shift, direct, shift, limit, row_limit) in zip(
-                self._lr_factors, control, map(Tensor.unbind, sizes), strict=False
+            factor: _StepSizes(*zip(found[:6:2], found[1:6:2], strict=True), *found[6:], size)
+            for factor, size, found in zip(
+                self._lr_factors,
+                control,
+                map(Tensor.unbind, integers[:ends].view(factors, 8)),
+                strict=False,
             )
         }
         self._squares.zero_()
@@ -192,12 +219,17 @@ class Updater:
             of_all: finds the largest of an integer of all processes.
         """
         self.step_held()
+        self._slopes.clear()
+        self._routed = frozenset()
         self._nonfinite_steps += of_all(self._nonfinite.amax())
         self._nonfinite.zero_()
 
     @torch.no_grad()
     def __call__(
-        self, tensor: TernaryTensor, grad: Tensor, where: "range | TouchedRows | None" = None
+        self,
+        tensor: TernaryTensor,
+        grad: Tensor | SignGradient,
+        where: "range | TouchedRows | None" = None,
     ) -> None:
         """Update one tensor from its gradient, at once or with others; a bad one changes nothing.
 
@@ -208,13 +240,17 @@ class Updater:
         Args:
             tensor: one of those the updater was made with.
             grad: (N, K) float32 or bfloat16. It is bad if the sum of its squares is not within
-                2**-120 .. 2**120, and so if it is not finite, or all zero.
+                2**-120 .. 2**120, and so if it is not finite, or all zero. Or its signs, of one
+                matrix, where the rule `reads_signs`.
             where: which of the tensor's matrices the gradient is of, a stack (n, N, K) then; or
                 which rows, and then only they decay and step, and root-mean-squares are over them.
                 None is all of it.
         """
         index = self._index[id(tensor)]
-        if where is None and self._may_hold(tensor):
+        if self._finding is not None:
+            if tensor.area in self._finding:
+                self._keep_slopes(tensor, grad, index, where)
+        elif where is None and self._may_hold(tensor):
             self._held.append((tensor, grad))
             if sum(held.nbytes for _, held in self._held) >= self._held_bytes:
                 self.step_held()
@@ -222,18 +258,71 @@ class Updater:
             self._update_whole(tensor, grad)
         elif isinstance(where, range):
             direction = tensor.direction
-            values = grad if direction is None else direction.values(grad, self.dtype)
+            values, averaged = grad, []
+            if direction is not None and not tensor.averages_gradients:
+                values = direction.values(grad, self.dtype)
             always = tensor.always_has_gradients
             when = (self.first, self.last) if always else (True, True)
             for part, number in enumerate(where):
                 refused = self._refused[index + number] if always else self._unused
-                about = (tensor.matrix(number), grad[part], index + number, refused)
-                self._update(tensor, *about, *when, values=values[part])
+                matrix = tensor.matrix(number)
+                averaged += self._begin(
+                    tensor, matrix, grad[part], index + number, refused, *when, values=values[part]
+                )
+            self._step_along(averaged)
         else:
             rows = tensor.gather(where.rows)
             share = where.count.clamp(min=1) / len(where.rows)
-            self._update(tensor, rows, grad, index, self._unused, True, True, share)
+            self._step_along(
+                self._begin(tensor, rows, grad, index, self._unused, True, True, share)
+            )
             tensor.scatter(where.rows, rows)
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether a table leaves its uses uncounted, as while nothing steps."""
+        return self._finding is not None
+
+    @contextmanager
+    def finding_slopes(self, areas: frozenset[str]) -> Iterator[None]:
+        """Take gradients for slopes of the scales of some areas, and step nothing.
+
+        With the next gradient of these areas scales move by the slopes that were found, and those
+        for which there were none stay.
+        """
+        self._finding, self._routed = areas, self._routed | areas
+        try:
+            yield
+        finally:
+            self._finding = None
+
+    def _keep_slopes(
+        self, tensor: TernaryTensor, grad: Tensor, index: int, where: "range | TouchedRows | None"
+    ) -> None:
+        if isinstance(where, range):
+            parts = [(index + n, tensor.matrix(n), grad[i]) for i, n in enumerate(where)]
+        else:
+            state = tensor.matrix(0) if where is None else tensor.gather(where.rows)
+            parts = [(index, state, grad)]
+        for number, state, values in parts:
+            if isinstance(values, SignGradient):
+                found = values.statistics
+            else:
+                about = {"factored": False, "signs": tensor.rule.steps_by_signs}
+                found = gradient_statistics(values, tensor.packed_of(state), **about)
+            self._slopes[number] = found.slope, found.slope_squares
+
+    def _with_own_slope(
+        self, tensor: TernaryTensor, statistics: GradientStatistics, index: int
+    ) -> GradientStatistics:
+        """Put the slopes in that were found for a matrix, or zeros where there are none."""
+        if tensor.area not in self._routed:
+            return statistics
+        if index in self._slopes:
+            slope, squares = self._slopes[index]
+        else:
+            slope, squares = map(torch.zeros_like, statistics[:2])
+        return statistics._replace(slope=slope, slope_squares=squares)
 
     def _may_hold(self, tensor: TernaryTensor) -> bool:
         """Whether a gradient may wait: it is small, and its step is made of kernels alone."""
@@ -245,31 +334,72 @@ class Updater:
         """Update the tensors whose gradients were held, together."""
         held, self._held = self._held, []
         values: list[Tensor | None] = [None] * len(held)
-        for direction in dict.fromkeys(tensor.direction for tensor, _ in held):
-            places = [i for i, (tensor, _) in enumerate(held) if tensor.direction is direction]
+        of_gradients = [
+            None if tensor.averages_gradients else tensor.direction for tensor, _ in held
+        ]
+        for direction in dict.fromkeys(of_gradients):
+            places = [i for i, each in enumerate(of_gradients) if each is direction]
             if direction is None:
                 continue
             found = direction.values_of([held[i][1] for i in places], self.dtype)
             for i, part in zip(places, found, strict=True):
                 values[i] = part
-        parts = [
-            partial(self._update_whole, tensor, grad, part)
+        averaged: list[_Averaged] = []
+
+        def begin(tensor: TernaryTensor, grad: Tensor, part: Tensor | None) -> None:
+            averaged.extend(self._begin_whole(tensor, grad, part))
+
+        self._together(
+            partial(begin, tensor, grad, part)
             for (tensor, grad), part in zip(held, values, strict=True)
-        ]
+        )
+        held.clear()
+        self._step_along(averaged)
+
+    def _together(self, parts: Iterable[Callable[[], None]]) -> None:
+        """Do what launches kernels alone, for several matrices by one launch of each kernel."""
+        parts = list(parts)
         if len(parts) == 1:
             parts[0]()
         elif parts:
             merge_launches(parts, self.device)
 
-    def _update_whole(
-        self, tensor: TernaryTensor, grad: Tensor, values: Tensor | None = None
-    ) -> None:
-        """Update the one matrix of a tensor."""
-        index = self._index[id(tensor)]
-        about = (tensor.matrix(0), grad, index, self._refused[index])
-        self._update(tensor, *about, self.first, self.last, values=values)
+    def _step_along(self, averaged: list[_Averaged]) -> None:
+        """Step weights along the direction of the moments that have taken in their gradients."""
+        for direction in dict.fromkeys(each.tensor.direction for each in averaged):
+            some = [each for each in averaged if each.tensor.direction is direction]
+            moments = [each.tensor.rule.digits(each.state)["moment"][0] for each in some]
+            found = direction.values_of([m.to(self.dtype) for m in moments], self.dtype)
+            parts = [
+                partial(self._step_one, each, values)
+                for each, values in zip(some, found, strict=True)
+            ]
+            if all(self._may_hold(each.tensor) for each in some):
+                self._together(parts)
+            else:
+                for part in parts:
+                    part()
 
-    def _update(
+    @staticmethod
+    def _step_one(averaged: _Averaged, values: Tensor) -> None:
+        tensor, state, gains, control = averaged
+        direction = tensor.direction.ingredients(values, gains, control.share)
+        tensor.rule.step_along(state, direction, gains.ok, control)
+
+    def _update_whole(self, tensor: TernaryTensor, grad: Tensor) -> None:
+        """Update the one matrix of a tensor."""
+        self._step_along(self._begin_whole(tensor, grad))
+
+    def _begin_whole(
+        self, tensor: TernaryTensor, grad: Tensor, values: Tensor | None = None
+    ) -> list[_Averaged]:
+        index = self._index[id(tensor)]
+        refused = self._refused[index]
+        return self._begin(
+            tensor, tensor.matrix(0), grad, index, refused, self.first, self.last, values=values
+        )
+
+    def _begin(
         self,
         tensor: TernaryTensor,
         state: State,
@@ -280,8 +410,8 @@ class Updater:
         last: bool,
         share: Tensor | None = None,
         values: Tensor | None = None,
-    ) -> None:
-        """Update one matrix.
+    ) -> list[_Averaged]:
+        """Update one matrix, or the moment of one whose direction is that of its moment.
 
         Args:
             tensor: whose rule and direction it follows.
@@ -293,13 +423,21 @@ class Updater:
             last: whether the weights step.
             share: of the rows, those that take part; the others' gradient is zero. None is all.
             values: what its direction is made of, if that is known.
+
+        Returns:
+            The matrix, if its weights have yet to step: see `_step_along`.
         """
         tensor.updates += 1
         keys, rule, direction = self.keys[index].unbind(), tensor.rule, tensor.direction
         sizes = self._sizes[tensor.lr_factor]
         packed = tensor.packed_of(state)
         averages = direction is not None and direction.averages
-        statistics = gradient_statistics(grad, packed, factored=averages, signs=rule.steps_by_signs)
+        if isinstance(grad, SignGradient):
+            grad, statistics = grad
+        else:
+            about = {"factored": averages, "signs": rule.steps_by_signs}
+            statistics = gradient_statistics(grad, packed, **about)
+        statistics = self._with_own_slope(tensor, statistics, index)
         if share is not None:
             statistics = statistics._replace(
                 slope_squares=statistics.slope_squares / share, columns=statistics.columns / share
@@ -308,7 +446,9 @@ class Updater:
         counters = refused, self._nonfinite[index]
         gains = gradient_gains(statistics, *running, keys[ROW], keys[COLUMN], *counters)
         ingredients = None
-        if direction is not None:
+        if tensor.averages_gradients:
+            ingredients = unit_gradient(grad, gains.ok, share)
+        elif direction is not None:
             values = direction.values(grad, self.dtype) if values is None else values
             ingredients = direction.ingredients(values, gains, share)
         control = StepControl(
@@ -316,6 +456,7 @@ class Updater:
             keys=keys,
             scale_gain=sizes.scale_gain,
             direct_gain=sizes.direct_gain,
+            whole_gain=sizes.whole_gain,
             step_size=sizes.step_size,
             limit=sizes.limit if share is None else sizes.row_limit,
             flips=self._flips[index],
@@ -325,7 +466,12 @@ class Updater:
             last=last,
             accumulation=self.accumulation,
         )
-        rule.step(state, Gradient(grad, packed, statistics, gains, ingredients), control)
+        gradient = Gradient(grad, packed, statistics, gains, ingredients)
+        if not tensor.averages_gradients:
+            rule.step(state, gradient, control)
+            return []
+        rule.average(state, gradient, control)
+        return [_Averaged(tensor, state, gains, control)] if last else []
 
     def index_of(self, tensor: TernaryTensor) -> int:
         """Find the place of a tensor's first matrix among all matrices."""

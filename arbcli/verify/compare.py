@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,14 +71,21 @@ def errors(got: Tensor, expected: Tensor) -> tuple[float | None, float | None, f
     scale = float(a.norm()) * size
     cosine = float(a @ b) / scale if scale else float(norm == 0)
     largest = float(error.abs().max()) if error.numel() else 0.0
-    finite = (value if math.isfinite(value) else None for value in (largest, relative))
-    return *finite, cosine if math.isfinite(cosine) else 0.0
+    return (
+        largest if math.isfinite(largest) else None,
+        relative if math.isfinite(relative) else None,
+        cosine if math.isfinite(cosine) else 0.0,
+    )
 
 
 def worst(values: Iterable[float | None]) -> float | None:
     """Find the largest error, of which None is worse than any number."""
-    values = list(values)
-    return None if None in values else max(values, default=0.0)
+    most = 0.0
+    for value in values:
+        if value is None:
+            return None
+        most = max(most, value)
+    return most
 
 
 def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -92,9 +100,10 @@ def poisoned(*, warn_only: bool = True) -> Iterator[None]:
     Needs torch's deterministic mode, in which `warn_only` lets other operations pass, silently.
     """
     before = torch.get_deterministic_debug_mode()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    filling: Any = torch.utils.deterministic
+    fill = filling.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("warn" if warn_only else "error")
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    filling.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*deterministic")
@@ -103,7 +112,7 @@ def poisoned(*, warn_only: bool = True) -> Iterator[None]:
             yield
     finally:
         torch.set_deterministic_debug_mode(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        filling.fill_uninitialized_memory = fill
 
 
 def _is_poison(values: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class Target(NamedTuple):
     @property
     def capability(self) -> tuple[int, int]:
         """Compute capability; (0, 0) of a GPU that has none."""
-        return divmod(self.architecture, 10) if self.backend == "cuda" else (0, 0)
+        return divmod(int(self.architecture), 10) if self.backend == "cuda" else (0, 0)
 
 
 TARGETS = {
@@ -84,16 +84,16 @@ def find_targets(names: str) -> list[str]:
     Raises:
         ArbError: a name is unknown, or triton is missing.
     """
-    if not HAS_TRITON:
-        raise ArbError(
-            "kernels cannot be compiled without triton",
-            hint="install it (Linux only), or leave `--targets` out",
-        )
     chosen = list(TARGETS) if names == "all" else [name.strip() for name in names.split(",")]
     for name in chosen:
         if name not in TARGETS:
             known = ", ".join(f"`{target}`" for target in TARGETS)
             raise ArbError(f"no target is named `{name}`", hint=f"use `all`, or some of: {known}")
+    if not HAS_TRITON:
+        raise ArbError(
+            "kernels cannot be compiled without triton",
+            hint="install it (Linux only), or leave `--targets` out",
+        )
     return chosen
 
 

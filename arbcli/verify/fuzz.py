@@ -397,23 +397,6 @@ def _mix_streams_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -
     return dice.reals(m, inputs[1].shape[1], k), *inputs
 
 
-def _route_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    router = dice.pick(ROUTERS)
-    rows = dice.reals((3 if router == "learned" else 1) * k).contiguous()
-    x, last = dice.reals(k).contiguous(), dice.reals(2 * k).contiguous()
-    mean = dice.reals(k, dtype=torch.float32).contiguous()
-    byte, ids = (torch.tensor([[dice.below(48)]], device=dice.device) for _ in range(2))
-    places = dice.scalar(dice.pick((0, 1, m, 4 * n))), dice.scalar(7)
-    return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 1e-6, None
-
-
-def _take_chunk(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    z, residual, y = (dice.reals(k).contiguous() for _ in range(3))
-    p = torch.rand(1, generator=dice.generator, device=dice.device)
-    mean = dice.reals(k, dtype=torch.float32).contiguous()
-    return z, p, residual, mean, y, dice.scalar(m) if dice.below(2) else None
-
-
 def _decay_scan(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     batch, heads, states = dice.pick((1, 2)), dice.pick((1, 3)), dice.pick((1, 9, 32))
     q, k_ = (dice.reals(batch, m, heads, states) for _ in range(2))
@@ -738,6 +721,12 @@ def _scatter_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 def _gradient_statistics(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     packed = dice.packed(n, k, group_size)
     return dice.reals(n, k), packed, dice.below(2) == 1, dice.chance(0.2)
+
+
+def _sign_gradient(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    """Draw integers, so that sums are exact and no sign is an accident of their order."""
+    grad_y, x = (dice.view(dice.integers(-4, 4, m, width).to(dice.dtype)) for width in (n, k))
+    return grad_y, x, dice.packed(n, k, group_size, digits="trit")
 
 
 def _gradient_gains(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -1164,6 +1153,7 @@ DRAWINGS = {
     "causal_conv_grad_w": Drawing(_causal_conv_grad_w, needs_rows=True),
     "mamba_step": Drawing(_mamba_step, None, MAMBA_STEP.torch, one_layout=True),
     "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
+    "sign_gradient": Drawing(_sign_gradient, needs_rows=True),
     "gradient_gains": Drawing(_gradient_gains),
     "unit_gain": Drawing(_unit_gain),
     "unit_rows": Drawing(_unit_rows),

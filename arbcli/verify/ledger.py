@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from arbcli import __version__
 from arbcli.checkpoint import read_json, write_json
 from arbcli.errors import ArbError
 from arbcli.verify.compare import worst
@@ -20,6 +19,7 @@ from arbcli.verify.kernels import METHODS, KernelResult
 from arbcli.verify.parity import CHECKS, ParityResult
 from arbcli.verify.strength import Strength, find_strength, strength_text
 from arbcli.verify.timing import Roofline, TimingReport
+from arbcli.version import __version__
 
 FORMAT = 1
 FILES = ("ledger.json", "ledger.md")
@@ -105,7 +105,7 @@ def new_ledger(
         interrupted=interrupted,
         strength=find_strength(kernels, parity),
         sampled=sampled,
-        remembered=sum(result.remembered for result in (*kernels, *parity)),
+        remembered=sum(each.remembered for each in kernels) + sum(p.remembered for p in parity),
     )
 
 

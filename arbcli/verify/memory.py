@@ -99,7 +99,7 @@ def _imports(path: Path) -> frozenset[Path]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            names += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
     files = (
         file
         for name in names
@@ -198,7 +198,7 @@ class Memory:
         def finish() -> list[list]:
             for index, found in zip(open_jobs, workers.finish(batch), strict=True):
                 results[index] = found
-            return results
+            return [found for found in results if found is not None]
 
         return finish
 

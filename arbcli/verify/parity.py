@@ -58,6 +58,7 @@ from arbcli.verify.update_reference import (
     reference_step,
     reference_weight,
     state_values,
+    unit_gradient,
 )
 from arbcli.verify.variants import compiled_share
 from arbcli.verify.workers import JobDone, Workers
@@ -133,7 +134,11 @@ def mixed() -> ModelConfig:
 
 
 def bounded() -> ModelConfig:
-    """Assemble blocks that add a share, to a stream that is bounded, and to several."""
+    """Assemble blocks that add a share, to a stream that is bounded, and to several.
+
+    Some positions are within the bound. Were all beyond it, lengths of streams would not matter,
+    and gradients of what several are written by would be differences that bfloat16 rounds away.
+    """
     block = BlockConfig(mixer=AttentionConfig(heads=2), channel=MLPConfig(width=13))
     outer = StageConfig(
         dim=20,
@@ -143,7 +148,7 @@ def bounded() -> ModelConfig:
         after=(block,),
         chunking=ChunkingConfig(length=3),
     )
-    inner = StageConfig(dim=24, streams=2, contribution=0.5, bound=0.55, blocks=(block, block))
+    inner = StageConfig(dim=24, streams=2, contribution=0.75, bound=0.7, blocks=(block, block))
     return ModelConfig(ctx=11, stages=(outer, inner))
 
 
@@ -910,8 +915,13 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
                 updater.begin(0, LR, micro, micros)
                 updater(tensor, grad)
             after = state_values(tensor)
-            direction = reference_direction(grad, config.direction, before)
-            wanted = reference_step(tensor, before, after["m"], direction, slope, LR, micro, micros)
+            direction, of_moment = reference_direction(grad, config.direction, before), None
+            if tensor.averages_gradients:
+                of_moment = reference_direction(after["m"], config.direction, before)
+                direction = unit_gradient(grad)
+            wanted = reference_step(
+                tensor, before, after["m"], direction, slope, LR, micro, micros, of_moment
+            )
             for name, size in unit.items():
                 got = (after[name] / size, wanted[name] / size)
                 yield _rounded(subject, f"{name} of micro-batch {micro + 1}/{micros}", *got)

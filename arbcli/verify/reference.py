@@ -57,6 +57,10 @@ BESIDE = {"sequencer": sequencer, "memgram": memgram}
 """Parts added to the embedding, by kind."""
 
 
+def _scaled(share: float, branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return share * branch(x)
+
+
 def reference_model(
     weights: Weights,
     config: ModelConfig,
@@ -123,12 +127,12 @@ class Reference:
             if loss != "ratio"
         }
         ratios = self.terms.get("ratio", {})
-        found = [
-            ratio_loss(*torch.cat(ratios[f"stages.{index}"]).T, stage.chunking.length)
-            for index, stage in enumerate(self.config.outer)
-            if f"stages.{index}" in ratios
-        ]
-        return means | ({"ratio": sum(found)} if found else {})
+        found = []
+        for index, chunking in enumerate(self.config.chunkings):
+            if pairs := ratios.get(f"stages.{index}"):
+                p, begins = torch.cat(pairs).T
+                found.append(ratio_loss(p, begins, chunking.length))
+        return means | ({"ratio": torch.stack(found).sum()} if found else {})
 
     def block(self, name: str, stage: int, config: BlockConfig, x: Tensor, row: int) -> Tensor:
         """Pass the stream of one text, (T, D), or streams, (T, n, D), through a block."""
@@ -144,7 +148,7 @@ class Reference:
             )
             if x.dim() == 3:
                 connection = under(w, f"{known.name}_streams")
-                x = hyper_connection(connection, x, lambda h, f=branch: share * f(h))
+                x = hyper_connection(connection, x, partial(_scaled, share, branch))
             else:
                 x = x + share * branch(x)
         return self.bounded(x, self.config.stages[stage].bound)

@@ -163,12 +163,15 @@ def _check(
         shapes = matrix_shapes() if "triton" in backends else ()
         checks = Checks(shapes, request.fuzz, request.seed, request.sampled)
         memory = Memory(describe_machine(device), fresh=request.fresh, show=show)
-        progress, where = keep("kernels", found.kernels), (device, backends)
-        kernels = begin_kernels(names, scale_types, *where, checks, workers, progress, memory)
+        progress = keep("kernels", found.kernels)
+        kernels = begin_kernels(
+            names, scale_types, device, backends, checks, workers, progress, memory
+        )
         if request.whole_model:  # its jobs follow in the same queue
             progress = keep("model", found.parity)
-            about = (scale_types, workers, progress, memory)
-            model = begin_parity(*where, *about, sampled=request.sampled)
+            model = begin_parity(
+                device, backends, scale_types, workers, progress, memory, sampled=request.sampled
+            )
         found.kernels = list(kernels().kernels)  # in the order of the kernels
         if request.whole_model:
             found.parity = list(model())
@@ -250,10 +253,11 @@ def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -
             f" from the bytes on, and each rule in one direction; {again}"
         )
     elif request.whole_model:
-        types = [name for name in ALWAYS if name in request.scale_types] or request.scale_types
+        names = [name for name in ALWAYS if name in request.scale_types]
+        both = " and ".join(names or request.scale_types)
         yield (
             f"models: {', '.join(LARGEST)} in bf16, as they are trained, with up to {SAMPLED_CTX}"
-            f" bytes, and small ones in float32 and {' and '.join(types)}; {again}"
+            f" bytes, and small ones in float32 and {both}; {again}"
         )
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.spec import Timing
 from arbcli.verify.compare import as_tuple
 from arbcli.verify.kernels import KernelResult, find_kernels
@@ -128,7 +129,7 @@ class Roofline:
 
 def measure_roofline(stopwatch: Stopwatch) -> Roofline:
     """Measure the bandwidth, the products and the launches of a device; takes a second."""
-    half = {"device": stopwatch.device, "dtype": torch.bfloat16}
+    half: TensorOptions = {"device": stopwatch.device, "dtype": torch.bfloat16}
     source, target = torch.zeros(2**28, **half), torch.zeros(2**28, **half)
     a, b = torch.randn(8192, 8192, **half), torch.randn(8192, 8192, **half)
     one = torch.zeros(1, **half)
@@ -241,7 +242,9 @@ def _time(
     kernel: str, run: Callable, timing: Timing, stopwatch: Stopwatch, roofline: Roofline
 ) -> TimingResult:
     moved_bytes = sum(map(num_bytes, (*timing.inputs, *as_tuple(run(*timing.inputs)))))
-    calls = [partial(run, *timing.inputs), *([timing.peer] if timing.peer else [])]
+    calls: list[Callable[[], object]] = [partial(run, *timing.inputs)]
+    if timing.peer:
+        calls.append(timing.peer)
     ours, *peers = time_calls(calls, stopwatch)
     floor_us, bound = roofline.floor_us(moved_bytes, timing.flops)
     return TimingResult(

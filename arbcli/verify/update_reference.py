@@ -40,7 +40,7 @@ def state_values(tensor: TernaryTensor) -> dict[str, Tensor]:
     values = {
         "z": trits * rule.radix + low,
         "v": tensor.exponent.double() * 128 + tensor.fraction.double(),
-        "m": moment * rule.moment_range / largest,
+        "m": moment * rule.moment_range / largest,  # of gradients, or of directions
     }
     if hasattr(tensor, "row_statistic"):
         values["rows"] = statistic_value_reference(tensor.row_statistic)
@@ -100,6 +100,7 @@ def reference_step(
     lr: float,
     micro: int = 0,
     accumulation: int = 1,
+    of_moment: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Compute where one micro-batch ought to bring the state of a tensor, but for its rounding.
 
@@ -107,11 +108,13 @@ def reference_step(
         tensor: says which rule.
         before: what `state_values` said before.
         stored_moment: what it says afterwards; the weights step by the moment as it is stored.
-        direction: (N, K), of unit root-mean-square.
+        direction: (N, K), of unit root-mean-square; the gradient itself where the moment is of
+            gradients.
         slope: (N, groups), of unit root-mean-square.
         lr: learning rate of the step.
         micro: number of the micro-batch in the step.
         accumulation: micro-batches of the step.
+        of_moment: (N, K), the direction of the stored moment, where weights step along that.
     """
     rule, largest = tensor.rule, tensor.rule.radix + tensor.rule.remainder_max
     size, z, m = lr * rule.radix / 16, before["z"], before["m"]
@@ -121,12 +124,19 @@ def reference_step(
     else:
         m = (0.9 if micro == 0 else 1.0) * m + 0.1 / accumulation * direction.clamp(-32, 32)
         if micro == accumulation - 1:
-            z = z - size * (stored_moment / _rms(stored_moment)).clamp(-4, 4)
+            along = stored_moment / _rms(stored_moment) if of_moment is None else of_moment
+            z = z - size * along.clamp(-4, 4)
     return {
         "z": z.clamp(-largest, largest),
         "v": v.clamp(-96 * 128, 31 * 128 + 127),
         "m": m.clamp(-rule.moment_range, rule.moment_range),
     }
+
+
+def unit_gradient(grad: Tensor) -> Tensor:
+    """Divide a gradient (N, K) by its root-mean-square, in float64."""
+    grad = grad.double()
+    return grad / _rms(grad)
 
 
 def _rms(x: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ class Variant(NamedTuple):
     """One compilation: a function with the types, constants and facts about its arguments."""
 
     function: Any
-    signature: dict[str, str]
+    signature: dict[str, str | tuple]
     constants: dict[str, Any]
-    attributes: dict[tuple[int], list]
+    attributes: dict[tuple[int, ...], list]
     options: dict[str, Any]
     may_spill: bool = False
     """Whether registers in memory are no fault."""
@@ -95,7 +95,7 @@ def launch_of(function: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[st
 def recorded_launches(record: Callable[[Launch], None]) -> Iterator[None]:
     """Let launches of kernels be recorded, and do nothing else."""
 
-    def note(function, grid, *args, **kwargs) -> None:
+    def note(function: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         record(launch_of(function, grid, args, kwargs))
 
     with replaced_launches(note):
@@ -112,7 +112,7 @@ def compiled_share(index: int, number: int) -> Iterator[None]:
     """
     seen: dict[str, int] = {}
 
-    def compile_mine(function, grid, *args, **kwargs) -> None:
+    def compile_mine(function: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         key = variant_of(launch_of(function, grid, args, kwargs)).key
         if key not in seen:
             seen[key] = len(seen)
@@ -123,7 +123,7 @@ def compiled_share(index: int, number: int) -> Iterator[None]:
         yield
 
 
-def type_of(value: object) -> str | tuple:
+def type_of(value: Any) -> str | tuple:
     """Name the type of a launch argument in the compiler's words."""
     if isinstance(value, tuple):
         return tuple(map(type_of, value))

@@ -88,7 +88,8 @@ class Workers:
             for process in self._processes:
                 process.terminate()
         self._pool.shutdown(cancel_futures=True)
-        self._locks.cleanup()
+        if self._locks is not None:
+            self._locks.cleanup()
 
     def start(self) -> None:
         """Start the processes, if there are to be several, before there are jobs."""

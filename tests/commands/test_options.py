@@ -114,6 +114,7 @@ def test_every_option_that_is_called_otherwise_is_of_a_field():
 
 
 CHOSEN = {
+    "tokenizer": "tokenizer.json",
     "preset": "hnet-tiny", "data": ["a.txt", "b.txt"], "val": ["c.txt"], "field": "body",
     "schedule": "wsd", "rule": "nibble", "digits": "all", "direction": "sign",
     "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
@@ -125,7 +126,7 @@ CHOSEN = {
 OTHERS = {
     "minutes", "config_file", "print_config", "out", "resume", "init_from", "plot", "log", "force",
     "dry_run", "quiet", "as_json", "budget", "what_if", "snapshot", "checkpoint", "gpus", "profile",
-    "ranks", "help", "model_file", "no_save", "floats",
+    "ranks", "help", "model_file", "no_save", "floats", "pin",
 }  # fmt: skip
 """Options that set no field of a configuration."""
 

@@ -319,7 +319,7 @@ PARTS = (
 OPTIONS = {
     "train": "accum backend batch compute config ctx data device digits dim direction dry-run"
     " eval-every ffn field final-lr force gpus heads init-from json keep keep-best layers log"
-    " log-every lr minutes model no-save no-sub-norms optimizer out plot preset print-config"
+    " log-every lr minutes model no-save no-sub-norms optimizer out pin plot preset print-config"
     " profile quiet recompute resume rule sample-every save-every schedule seed steps streams"
     " sub-norms tokenizer tscale-type val votes-fixes warmup weights wire" + PARTS,
     "check": "json",

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from marks import needs_triton
 from typer.testing import CliRunner
 
 from arbcli.cli import app
@@ -47,6 +48,7 @@ def wrong_kernel(monkeypatch):
     monkeypatch.setattr(verify, "KERNELS", (replace(PACK_TRITS, triton=off_by_one),))
 
 
+@needs_triton
 def test_named_kernel_is_checked_on_every_backend():
     result = arb("step_scales")
     assert result.exit_code == 0, result.output
@@ -71,6 +73,7 @@ def test_json_is_one_object_with_pinned_fields():
     ]  # fmt: skip
 
 
+@needs_triton
 def test_failure_exits_1_with_the_command_that_shows_it(wrong_kernel):
     result = arb("pack_trits")
     assert result.exit_code == 1
@@ -78,6 +81,7 @@ def test_failure_exits_1_with_the_command_that_shows_it(wrong_kernel):
     assert "arb verify-kernels pack_trits" in result.stdout
 
 
+@needs_triton
 def test_random_failure_is_reproduced_by_its_command(wrong_kernel):
     first = json.loads(arb("pack_trits", "--fuzz", 3, "--seed", 50, "--json").stdout)
     *_, last = first["failures"]
@@ -174,6 +178,7 @@ def test_mistakes_are_explained(arguments, message):
     assert result.exception.hint
 
 
+@needs_triton
 def test_program_needs_no_environment_and_prints_only_json(arb_here):
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "arbcli", "verify-kernels"]
@@ -221,6 +226,7 @@ def test_stop_before_anything_is_verified_is_no_error(number, code, monkeypatch)
     assert result.stderr == f"stopped by {number.name}: nothing was verified\n"
 
 
+@needs_triton
 def test_failure_is_not_remembered(wrong_kernel):
     for _ in range(2):
         result = arb("pack_trits", "--json")
@@ -229,6 +235,7 @@ def test_failure_is_not_remembered(wrong_kernel):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
+@needs_triton
 def test_sample_of_the_interpreter_is_stated_and_all_is_checked_when_asked_for():
     shown = " ".join(arb("choose_entries").stdout.split())
     assert "choose_entries │ interpreter │ 10 of 12 │" in shown
@@ -239,6 +246,7 @@ def test_sample_of_the_interpreter_is_stated_and_all_is_checked_when_asked_for()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
+@needs_triton
 def test_scale_types_are_sampled_in_triton_alone():
     found = json.loads(arb("embedding_rows", "--all-tscale-types", "--json").stdout)
     met = {}

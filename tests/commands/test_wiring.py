@@ -12,7 +12,7 @@ import pytest
 
 from arbcli.commands import audit_memory, evaluate, train
 from arbcli.errors import ArbError
-from arbcli.infer import load
+from arbcli.infer import load, tokens
 from arbcli.inspect import room
 from arbcli.train import run as runs
 
@@ -58,8 +58,9 @@ def test_resume_is_told_where_and_how_to_go_on(asked, monkeypatch):
 
 
 def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
-    monkeypatch.setattr(load, "read_saved", lambda path, note: SimpleNamespace(checkpoint=path))
+    monkeypatch.setattr(load, "read_saved", lambda path, note: load.SavedModel(path, path))
     monkeypatch.setattr(load, "saved_config", lambda checkpoint: "small")
+    monkeypatch.setattr(tokens, "saved_tokenizer", lambda *_: None)
     checked = mock.Mock()
     monkeypatch.setattr(room, "check_memory", checked)
     words = ["train", "--out", "some/run", "--device", "cpu", "--minutes", "2.5", "--profile", "4"]

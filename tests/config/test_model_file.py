@@ -17,6 +17,7 @@ from arbcli.config.model_file import model_from_toml, model_lines
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, MLPConfig
 from arbcli.config.parts.attention import QUERY_KEY_NORMS
 from arbcli.config.parts.chunking import BOUNDARIES, ChunkingConfig
+from arbcli.config.parts.compressed_attention import POOLINGS
 from arbcli.config.parts.experts import GATES
 from arbcli.config.parts.memories import MemoriesConfig
 from arbcli.config.parts.rotary import SCALINGS
@@ -26,6 +27,7 @@ from arbcli.rules import DIRECTION, RULES, VOTES_FIXES
 
 WORDS = {
     "gate": GATES, "boundaries": BOUNDARIES, "query_key_norm": QUERY_KEY_NORMS, "scaling": SCALINGS,
+    "pooling": POOLINGS,
 }  # fmt: skip
 """Values of the fields of parts that are names."""
 KINDS = [*MIXERS.values(), *CHANNELS.values(), *BESIDE.values(), ChunkingConfig, MemoriesConfig]

@@ -13,6 +13,7 @@ from folders import random_model
 from arbcli.errors import ArbError
 from arbcli.export.gguf_tokens import CONTROL, NORMAL, PATTERNS, UNUSED
 from arbcli.infer.load import load_model
+from arbcli.infer.tokens import symbols_of
 from arbcli.reading import read_json
 
 TEXT = "def main(self):\n    return 1234  # naïve text, that doesn't end\n\n" * 40
@@ -88,6 +89,8 @@ def test_tuned_model_says_the_same_elsewhere(transformers, kind, tmp_path, arb_h
     ids = back(PROMPT)["input_ids"]
     assert ids == tokenizer(PROMPT)["input_ids"]
     assert back.chat_template == TEMPLATE
+    assert symbols_of(ours, PROMPT.encode()) == ids
+    assert len(ours.tokenizer.beginning) == (kind == "Llama 3")
     wanted = greedy(lambda some: ours(torch.tensor([some]))[0, -1], ids)
     assert wanted != greedy(lambda some: before(torch.tensor([some]))[0, -1], ids)
     assert torch.equal(again(torch.tensor([ids])), ours(torch.tensor([ids])))

@@ -21,7 +21,7 @@ MATRICES = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.output")
 
 @pytest.fixture
 def trainer(text, request) -> Trainer:
-    config = new_config(**CONFIG, **getattr(request, "param", {}), data=[text])
+    config = new_config(**CONFIG | getattr(request, "param", {}), data=[text])
     return Trainer(config, open_texts(config.data, None, seed=0, context=16))
 
 
@@ -57,6 +57,24 @@ def test_each_matrix_has_one_gradient_which_dies(trainer, micro):
     assert {each.stage for each in products} == {"forward", "backward"}
     widths = {each.shape[-1] for each in products if each.stage == "forward"}
     assert widths == {32, 48}  # the product, and the decoded weight
+
+
+@pytest.mark.parametrize("trainer", [{"rule": "votes", "batch": 5}], indirect=True)
+def test_rule_of_signs_forms_no_float_gradient(trainer):
+    """What decodes trits is there, and nothing else of the shape of a weight of the blocks."""
+    layers = [f"blocks.{block}.{name}" for block in range(2) for name in MATRICES]
+    weights = {name: trainer.model.get_submodule(name).weight for name in layers}
+    trits = {name: weight.trits.clone() for name, weight in weights.items()}
+    found = floats_of(trainer)
+    for _ in range(2):
+        trainer.train_step()
+    assert all(not torch.equal(trits[name], weight.trits) for name, weight in weights.items())
+    shapes = {(weight.out_features, weight.in_features) for weight in weights.values()}
+    shaped = {each.made_in for each in found if each.shape[-2:] in shapes}
+    assert shaped == {"kernels.codec.packing.unpack_trits_torch"}
+    made = {each.made_in for each in found}
+    assert "kernels.update.sign_gradient._sign_gradient_torch" in made
+    assert "model.layers.linear.gradient" not in made
 
 
 def test_float_that_a_layer_keeps_is_named(trainer):

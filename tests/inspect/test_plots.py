@@ -70,6 +70,7 @@ def report() -> dict:
 
     return {
         "readings": [reading(step) for step in range(4)],
+        "uniform_loss": 5.545,
         "text_entropy": 3.2,
         "chunks": None,
         "num_weights": 3_342_336,
@@ -154,7 +155,7 @@ def test_plot_probe_draws_four_panels(report, figures, tmp_path):
     assert words_on(figures[0]) == [
         ("residual stream", "blocks passed", "root-mean-square", [], branches),
         ("trits flipped by a step", "step", "% of all", [], []),
-        ("loss", "steps done", "nats a byte", marked, ["held out", "training"]),
+        ("loss", "steps done", "nats a symbol", marked, ["held out", "training"]),
         ("spread of logits", "steps done", "standard deviation", [], []),
     ]
     assert figures[0].get_suptitle() == "moment: ok   (3.34 M weights, T32, ctx 64)"

@@ -572,10 +572,10 @@ class TestSaved:
     def test_another_text_comes_without_what_was_beside_the_run_s(self, run, text, monkeypatch):
         """Neither its held-out text nor the field of its records is of that one."""
 
-        def of_records(facts):
+        def of_records(_run, facts):
             return dataclasses.replace(train_config_from(facts), val=("v.txt",), field="said")
 
-        monkeypatch.setattr("arbcli.inspect.probe.train_config_from", of_records)
+        monkeypatch.setattr("arbcli.inspect.probe.run_config", of_records)
         config, _ = open_saved(run, steps=1, note=print, data=[text])
         assert (config.data, config.val, config.field) == ((text,), (), None)
         config, _ = open_saved(run, steps=1, note=print, device="cpu", backend="torch")

@@ -171,6 +171,7 @@ REFUSED = {
     "mix_streams_backward": "tb+-012 tb+-012 tb+-012 tb+-01 tb+-01",
     "mamba_step": "tb+-l0 tb+-l01 tb+-l012 tb+-l01 tb+-l0 tb+-l0 tb+-l0 t+",
     "gradient_statistics": "t+-01 p",
+    "sign_gradient": "tb+-01 tb+-01 p",
     "gradient_gains": "t+-0 t+-l0 tb+-l0 tb+-l1 tb+-l1 t+-01 t+-01 t+ t+ t+ t+",
     "unit_gain": "t+-01 tb+-l0 tb+-l0 t+",
     "unit_rows": "t+- t+",

@@ -43,7 +43,7 @@ def state(of: Trainer) -> dict[str, torch.Tensor]:
     return {name: part.clone() for name, part in of.model.state_dict().items()}
 
 
-@each_cell()
+@each_cell(quick=FEW)
 def test_cell_learns_with_all_its_weights(cell, tmp_path):
     with deterministic():
         learner = trainer(cell, tmp_path)

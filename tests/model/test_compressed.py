@@ -16,6 +16,8 @@ from arbcli.model.language_model import LOSS_WEIGHTS, LanguageModel
 from arbcli.model.operations import forward_operations
 from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.updater import Updater
+from arbcli.verify import parity
+from arbcli.verify.parity import Subject
 
 CTX = 24
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -57,7 +59,12 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_heads": 2}, {"weights": "ste"}], ids=str)
+MEANS_AND_GAINS = {"mean_ratio": 6, "key_gain": True}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_heads": 2}, {"weights": "ste"}, MEANS_AND_GAINS], ids=str
+)
 @pytest.mark.parametrize("name", PARTS)
 def test_cached_logits_equal_those_of_one_forward(name, options, small_compressed):
     lm, ids = model(small_compressed, **options), text(1)
@@ -66,14 +73,18 @@ def test_cached_logits_equal_those_of_one_forward(name, options, small_compresse
     torch.testing.assert_close(in_parts(lm, ids, PARTS[name]), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("kv", ["int8", "fp8"])
-def test_cache_in_eight_bits_gives_the_logits_of_one_forward(kv, small_compressed):
-    lm, ids = model(small_compressed), text(1)
+@pytest.mark.parametrize("options", [{}, MEANS_AND_GAINS], ids=str)
+@pytest.mark.parametrize("kv", ["int8", "fp8", "int8-mixed", "fp8-mixed"])
+def test_cache_in_eight_bits_gives_the_logits_of_one_forward(kv, options, small_compressed):
+    lm, ids = model(small_compressed, **options), text(1)
     plain = lm.new_cache(CTX).nbytes
     with lm.keeping(kv), torch.no_grad():
         expected = lm(ids)
         torch.testing.assert_close(in_parts(lm, ids, PARTS["ragged"]), expected, **CLOSE)
-        assert lm.new_cache(CTX).nbytes < 0.75 * plain  # an open block stays as it is
+        for name, lengths in PARTS.items():
+            torch.testing.assert_close(in_parts(lm, ids, lengths), expected, **CLOSE, msg=name)
+        # an open block stays as it is, and half of each key turns
+        assert lm.new_cache(CTX).nbytes < (0.85 if "mixed" in kv else 0.75) * plain
 
 
 def test_text_beyond_the_context_is_read_alike_in_bytes_and_chunks(small_compressed):
@@ -279,11 +290,72 @@ def test_text_is_generated_as_it_is_predicted(small_compressed):
         assert bytes(lm(ids[:, :-1])[0, 6:].argmax(-1).tolist()) == made
 
 
-def test_cache_agrees_with_the_reference(small_compressed):
-    lm, ids = model(small_compressed), text(1, 13)
+@pytest.mark.parametrize("options", [{}, {"mean_ratio": 3}, {"key_gain": True}], ids=str)
+def test_cache_agrees_with_the_reference(options, small_compressed):
+    lm, ids = model(small_compressed, **options), text(1, 13)
     expected = reference_logits(lm, ids)
     got = in_parts(lm, ids, [4, *[1] * 9])
     torch.testing.assert_close(got.double(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("options", [{"mean_ratio": 3}, MEANS_AND_GAINS | {"kv_heads": 2}], ids=str)
+def test_option_agrees_with_its_reference(options, small_compressed, device):
+    config = model(small_compressed, **options).config
+    backend = "triton" if device.type == "cuda" else "torch"
+    about = (2, torch.float32, device, backend, ("blocks", "whole", "bits"))
+    results = [*parity._check("", "", Subject("", config, *about))]
+    assert not [result for result in results if not result.passed]
+
+
+WIDE = {"heads": 128, "head_width": 512, "kv_heads": 1, "rotary": 64}
+
+
+def test_128_heads_of_512_with_one_head_of_keys_are_predicted_and_step():
+    large = preset("arb-deep", dim=7168, experts=384, top_k_experts=6, **WIDE)
+    with torch.device("meta"):
+        weights = build_model(preset("arb-deep", dim=7168, layers=1, **WIDE)).weights()
+    assert weights["blocks.0.attention.output.weight"].trits.shape[0] == 7168
+    assert 1e11 < predict(large).total.weights < 2e11
+    small = preset(
+        "tiny", attention="compressed", dim=32, layers=1, ffn=32, ctx=8, ratios=(4,), top_k=1,
+        index_heads=1, index_width=8, direction="factored", **WIDE,
+    )  # fmt: skip
+    lm, ids = build_model(small, torch.float32), text(1, 8)
+    lm.initialise(0)
+    updater = Updater(lm.weights().values(), 0, torch.float32)
+    for weight in lm.weights().values():
+        weight.sink = updater
+    before = lm.blocks[0].attention.projection.weight.trits.clone()
+    with torch.no_grad():
+        whole = lm(ids)
+    torch.testing.assert_close(in_parts(lm, ids, [5, 1, 1, 1]), whole, **CLOSE)
+    updater.begin(0, 16.0)
+    sum(lm.losses(ids, ids).values()).backward()
+    updater.finish()
+    assert not torch.equal(lm.blocks[0].attention.projection.weight.trits, before)
+    assert measure(lm).state_bytes == predict(small).total.state_bytes
+
+
+def test_entry_of_means_is_the_mean_of_its_bytes(small_compressed):
+    lm = model(small_compressed, layers=1, mean_ratio=3, ratios=(3,), top_k=99)
+    layer = lm.blocks[0].attention
+    values = torch.randn(1, 2, 3, layer.kv)
+    with torch.no_grad():
+        found = layer.compress(values, torch.zeros_like(values))
+    mean = values.mean(dim=2).unflatten(-1, (layer.kv_heads, -1))
+    torch.testing.assert_close(found, torch.nn.functional.rms_norm(mean, mean.shape[-1:], eps=1e-6))
+    assert layer.projection.weight.out_features == layer.inner + 2 * layer.kv
+
+
+def test_gains_of_keys_are_of_both_kinds_of_keys(small_compressed):
+    lm, ids = model(small_compressed, key_gain=True, layers=1), text(1)
+    gain, before = lm.blocks[0].attention.key_gain.weight, lm(ids)
+    plain = model(small_compressed, layers=1)
+    assert set(lm.weights()) - set(plain.weights()) == {"blocks.0.attention.key_gain.weight"}
+    gain.initialise(0, 0)
+    plain.load_state_dict({name: lm.state_dict()[name] for name in plain.state_dict()})
+    of_ones = (lm(ids) - plain(ids)).abs().max()  # the first gains are one but for their scale
+    assert 10 * of_ones < (lm(ids) - before).abs().max()
 
 
 def test_attention_of_a_preset_is_chosen_by_name():
@@ -323,3 +395,14 @@ def test_operations_grow_with_what_is_seen():
     more = preset("arb-long", top_k=138)
     sparse = 6 * config.ctx * 2 * 12 * 128 * 10
     assert forward_operations(more) - forward_operations(config) == 2 * sparse
+
+
+@pytest.mark.parametrize("kv", [None, "int8-mixed"])
+@torch.no_grad()
+def test_several_texts_have_the_logits_of_each(kv, small_compressed):
+    lm, ids = model(small_compressed, **MEANS_AND_GAINS), text(3, 14)
+    with lm.keeping(kv):
+        cache = lm.new_several_cache(3, 14)
+        cache.going_on.fill_(1)
+        found = torch.cat([lm(part, cache) for part in ids.split(1, dim=1)], dim=1)
+        torch.testing.assert_close(found, lm(ids), **CLOSE)

@@ -47,6 +47,7 @@ PARTS = {
 LEFT_OUT = [{flag: False} | ({"graph": False} if flag == "codebook" else {}) for flag in PARTS] + [
     {"moe_gate": "softplus", "shared_expert": True},
     {"moe_gate": "hash", "moe_clamp": True},
+    {"graph_gate": True, "graph_adapters": True},
     dict.fromkeys(PARTS, False),
     {"moe": False, "graph": False},
     {"sub_norms": False},
@@ -320,7 +321,8 @@ def test_router_with_even_scores_prefers_the_stream_of_the_blocks():
 
 def test_every_switch_is_tested():
     switches = {name for name, one in arguments("graph").items() if one.annotation is bool}
-    assert switches == {*PARTS, "sub_norms", "shared_expert", "moe_clamp"}
+    of_graph = {"graph_gate", "graph_adapters"}
+    assert switches == {*PARTS, *of_graph, "sub_norms", "shared_expert", "moe_clamp"}
 
 
 @pytest.mark.parametrize("attention", [True, False])

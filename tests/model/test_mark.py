@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cells import Cell, each_cell, wide
+from cells import FEW, Cell, each_cell, wide
 from marks import mostly_slow
 
 from arbcli.config.model import ModelConfig
@@ -77,7 +77,7 @@ def rewinds(lm: LanguageModel, rounds: tuple = ROUNDS) -> bool:
     return torch.equal(read(lm, cache, behind), read(lm, other, behind))
 
 
-@each_cell()
+@each_cell(quick=FEW)
 def test_nothing_is_left_of_bytes_that_were_taken_back(cell):
     lm = model(cell.model())
     with lm.prepared_weights(2**20):
@@ -87,7 +87,11 @@ def test_nothing_is_left_of_bytes_that_were_taken_back(cell):
 @pytest.mark.parametrize(
     ("mixer", "kv"),
     mostly_slow(
-        [(mixer, kv) for mixer in ("attention", "latent", "compressed") for kv in ("fp8", "int8")],
+        [
+            (mixer, kv)
+            for mixer in ("attention", "latent", "compressed")
+            for kv in ("fp8", "int8-mixed")
+        ],
         lambda mixer, kv: (mixer == "compressed") == (kv == "fp8"),
     ),
 )

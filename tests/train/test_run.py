@@ -700,7 +700,7 @@ FREE = {
     "data", "val", "field",  # the text itself is compared, wherever it lies
     "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best", "recompute",
     "device", "backend",
-    "wire",  # a checkpoint says it, and is compared
+    "wire", "tokenizer",  # a checkpoint says them, of the tokenizer its digest, and is compared
 }  # fmt: skip
 """Settings that change no bit of a checkpoint, that a resume may change, or that are seen besides.
 """

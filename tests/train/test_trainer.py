@@ -35,6 +35,66 @@ def test_weights_are_counted_as_count_params_counts_them(options, floats, text):
     assert (found.float_parameters, found.float_buffers) == floats
 
 
+def after_steps(text, small_graph, number=2, **options) -> dict[str, torch.Tensor]:
+    """Train a model of iterated experts, and copy its state."""
+    shape = small_graph | {"moe": True, "graph": True}
+    config = new_config(**shape, device="cpu", compute="fp32", data=[text], **options)
+    texts = open_texts(config.data, None, seed=0, context=config.model.ctx)
+    trainer = Trainer(config, texts)
+    for _ in range(options.get("steps", number)):
+        trainer.train_step()
+    return {name: part.clone() for name, part in trainer.model.state_dict().items()}
+
+
+def test_scales_of_an_area_move_by_the_losses_that_are_named(text, small_graph):
+    about = {"steps": 1, "lr": 16.0, "warmup": 0}
+    plain = after_steps(text, small_graph, **about)
+    routed = after_steps(text, small_graph, **about, scale_losses=["moe_graph=ponder"])
+    differ = {name for name in plain if not torch.equal(plain[name], routed[name])}
+    assert differ
+    assert all(name.startswith("moe_graph.") for name in differ)
+    assert {name.rpartition(".")[2] for name in differ} <= {"exponent", "fraction"}
+    assert "moe_graph.inward.weight.fraction" in differ
+
+
+@pytest.mark.parametrize("losses", ["text+ponder", "ponder+text+ponder"])
+def test_scales_that_all_losses_move_take_the_steps_of_before(losses, text, small_graph):
+    routes = [f"moe_graph={losses}", f"codebook={losses}", f"mlp={losses}"]
+    plain = after_steps(text, small_graph)
+    routed = after_steps(text, small_graph, scale_losses=routes)
+    assert all(torch.equal(plain[name], routed[name]) for name in plain)
+
+
+def test_scales_that_no_loss_reaches_stay(text, small_graph):
+    none = after_steps(text, small_graph, 0)
+    routed = after_steps(text, small_graph, scale_losses=["head=ponder"])
+    for name in ("exponent", "fraction"):
+        assert torch.equal(none[f"head.weight.{name}"], routed[f"head.weight.{name}"])
+    assert not torch.equal(none["head.weight.trits"], routed["head.weight.trits"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale_losses": ["mlp"]}, "`scale_losses` has `mlp`"),
+        ({"scale_losses": ["mlp=words"]}, "`scale_losses` is `words`"),
+        ({"scale_losses": ["wings=text"]}, "`scale_losses` names `wings`"),
+        ({"scale_losses": ["mlp=text"], "accum": 2}, "several batches a step"),
+        ({"scale_losses": ["mlp=text"], "wire": "int12"}, "gradients that travel"),
+        ({"scale_losses": ["mlp=text"], "weights": "float"}, "a float twin"),
+        (
+            {"scale_losses": ["mlp=text"], "rule": "votes", "votes_fixes": ("order",)},
+            "the fix `order`",
+        ),
+    ],
+)
+def test_scale_losses_that_cannot_be_are_refused(options, message, text):
+    texts = open_texts([text], None, seed=0, context=8)
+    shape = {"preset": "tiny", "dim": 32, "heads": 2, "ctx": 8}
+    with pytest.raises(ArbError, match=message):
+        Trainer(new_config(**shape, data=[text], **options), texts)
+
+
 def small_config(folder, rule, compute="bf16"):
     path = folder / "text.txt"
     path.write_bytes(b"ternary weights learn to read. " * 400)

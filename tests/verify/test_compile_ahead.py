@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from marks import needs_triton
 
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import compile_for
@@ -72,6 +73,7 @@ def test_kernels_that_once_did_not_compile_on_an_h200_do(name):
     assert found.passed, found.error
 
 
+@needs_triton
 def test_a_variant_is_as_triton_specialises_it():
     names = ("x_ptr", "part_ptr", "rows", "heads", "width", "plain", "SIZE")
     params = [SimpleNamespace(name=name, do_not_specialize=name == "plain") for name in names]
@@ -100,6 +102,7 @@ def test_spills_and_shared_memory_have_limits():
     assert "do not fit in 101376" in find_excess(0, (99 << 10) + 1, target)
 
 
+@needs_triton
 def test_targets_are_found_by_name():
     assert find_targets("all") == list(TARGETS)
     assert find_targets("sm_80, gfx942") == ["sm_80", "gfx942"]

@@ -13,10 +13,13 @@ class PartConfig:
 
     kind: str = field(init=False)
     """The name of the kind, as files have it."""
-    reads_text: ClassVar[bool] = False
-    """Whether the part reads the bytes of the text besides the stream."""
     has_twin: ClassVar[bool] = True
     """Whether the part has a float twin."""
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the part reads the bytes of the text besides the stream."""
+        return False
 
     def __post_init__(self) -> None:
         """Check types and sizes.

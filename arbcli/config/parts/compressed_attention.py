@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, field
 
+from arbcli.config.checks import check_choice
 from arbcli.config.parts.attention import check_even_width, check_heads, check_kv_heads
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.site import Site
 from arbcli.errors import ArbError
 
 WIDEST_HEAD = 512
+POOLINGS = ("softmax", "mean")
+"""How an entry is made of its positions: a sum weighted by learned gates, or their mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,10 @@ class CompressedAttentionConfig(PartConfig):
     """Last positions that each one attends to uncompressed, itself included."""
     ratio: int = 4
     """Positions of an entry."""
+    pooling: str = "softmax"
+    """One of `POOLINGS`."""
+    key_gain: bool = False
+    """Whether the norm of keys, of positions and of entries, has learned gains."""
     top_k: int | None = None
     """Entries that an indexer chooses; None is all of them, without an indexer."""
     index_heads: int = 4
@@ -41,6 +48,7 @@ class CompressedAttentionConfig(PartConfig):
             ArbError: a value does not fit.
         """
         PartConfig.__post_init__(self)
+        check_choice("pooling", self.pooling, POOLINGS)
         for name in ("head_width", "rotary"):
             check_even_width(name, getattr(self, name))
         check_kv_heads(self.heads, self.kv_heads)
@@ -75,6 +83,11 @@ class CompressedAttentionConfig(PartConfig):
         """Numbers of a head that are rotated by position."""
         return self.rotary or self.width(site) // 4 * 2
 
+    @property
+    def vectors(self) -> int:
+        """Vectors that are projected of a position for a head of keys: with or without gates."""
+        return 3 if self.pooling == "softmax" else 2
+
     def entries(self, site: Site) -> int:
         """Count the entries that a position can see at most: those of a whole window."""
         return max(1, site.ctx // self.ratio)
@@ -82,7 +95,8 @@ class CompressedAttentionConfig(PartConfig):
     def products(self, site: Site, positions: float) -> float:
         """Count the multiplications of each position; see `PartConfig.products`."""
         inner, kv = self.heads * self.width(site), self.kv_heads * self.width(site)
-        found, entries = site.dim * (2 * inner + 3 * kv), self.entries(site)
+        found: float = site.dim * (2 * inner + self.vectors * kv)
+        entries = self.entries(site)
         if self.top_k is not None:
             width = self.index_heads * self.index_width
             of_entry = site.dim * (width + self.index_heads) + kv * self.index_width

@@ -60,6 +60,26 @@ class IteratedConfig(PartConfig):
     """Width of the query that chooses experts."""
     edges: tuple[int, int] | None = None
     """Buckets of the graph, and edges of a bucket; None is no graph."""
+    graph_gate: bool = False
+    """Whether what the edges carry enters the query that chooses experts."""
+    graph_adapters: bool = False
+    """Whether what the edges carry scales the inner numbers of the adapters."""
+
+    def __post_init__(self) -> None:
+        """Check types and sizes, and that what reads the graph has one.
+
+        Raises:
+            ArbError: a value does not fit.
+        """
+        PartConfig.__post_init__(self)
+        for name, needed in (("graph_gate", ("edges", "experts")), ("graph_adapters", ("edges",))):
+            missing = [part for part in needed if getattr(self, part) is None]
+            if getattr(self, name) and missing:
+                raise ArbError(
+                    f"`{name}` needs `{missing[0]}`, and there are none",
+                    hint=f"add `{missing[0]}`, or leave `{name}` out",
+                    fields=(name, missing[0]),
+                )
 
     @property
     def reads_text(self) -> bool:
@@ -75,6 +95,8 @@ class IteratedConfig(PartConfig):
             found += self.experts.products_of(self.expert_dim, self.gate_dim)
         if self.edges:
             found += site.dim * code_width
+            found += code_width * self.gate_dim * self.graph_gate
+            found += code_width * self.adapter_rank * self.graph_adapters
         return self.iterations * (found + site.dim * inward)
 
 

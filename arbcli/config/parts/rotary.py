@@ -60,7 +60,7 @@ class RotaryConfig:
                     fields=(name,),
                 )
         banded = self.scaling in HIGH
-        unused = () if banded else ("low", "high", "original_ctx")
+        unused: tuple[str, ...] = () if banded else ("low", "high", "original_ctx")
         if self.scaling == "none":
             unused += ("factor",)
         for field in fields(self):

@@ -12,7 +12,8 @@ Ring and entries may be in eight bits, codes with an exponent each: see `eight_b
 texts each has programs of its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from arbcli.kernels.attention.eight_bits import (
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
 
@@ -72,15 +73,25 @@ def append_position_reference(
 
 @text_by_text(5, *SHARED)
 def append_position_8bit_reference(
-    new: Tensor, recent: Tensor, entries: Tensor, *rest
+    new: Tensor,
+    recent: Tensor,
+    entries: Tensor,
+    opened: Tensor,
+    beta: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    exponents: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, ...]:
     """Compute what `append_position_` leaves in eight bits, as numbers, in float64."""
-    *about, exponents = rest
     room, numbers = 7 if recent.dtype == E4M3 else 6, []
     for codes, exponent in zip((recent, entries), exponents, strict=True):
         numbers.append(torch.ldexp(codes.double(), exponent[..., None].int() + 1 - room))
     before = [part.clone() for part in numbers]
-    still, *after, opened = append_position_reference(new, *numbers, *about)
+    still, *after, opened = append_position_reference(
+        new, numbers[0], numbers[1], opened, beta, position, cos, sin, eps
+    )
     for old, found in zip(before, after, strict=True):
         changed = (old != found).any(dim=-1)
         x = found[changed].to(new.dtype).double()
@@ -95,11 +106,12 @@ def append_position_8bit_reference(
 
 @text_by_text(5, *SHARED)
 def _append_position_torch(
-    new, recent, entries, opened, beta, position, cos, sin, eps, exponents=None
-):
+    new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor, eps: float, exponents: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     if exponents:
         return _append_in_eight_bits(
-            new, recent, entries, exponents, (opened, beta, position, cos, sin, eps)
+            new, recent, entries, opened, beta, position, cos, sin, eps, exponents
         )
     m, width = opened.shape[1], new.shape[2:]
     place = position.long()[None]
@@ -122,10 +134,13 @@ def _append_position_torch(
     return still
 
 
-def _append_in_eight_bits(new, recent, entries, exponents, about):
+def _append_in_eight_bits(
+    new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor, eps: float, exponents: tuple[Tensor, Tensor],
+) -> Tensor:  # fmt: skip
     rows = torch.empty(2, 1, *new.shape[1:], dtype=new.dtype, device=new.device)
-    still = _append_position_torch(new, *rows, *about)
-    place, m = about[2].long()[None], about[0].shape[1]
+    still = _append_position_torch(new, rows[0], rows[1], opened, beta, position, cos, sin, eps)
+    place, m = position.long()[None], opened.shape[1]
     for slot, row, codes, exponent in zip(
         (place % len(recent), place // m % len(entries)), rows, (recent, entries), exponents,
         strict=True,
@@ -236,8 +251,9 @@ def _append_position_kernel(
 
 
 def _append_position_triton(
-    new, recent, entries, opened, beta, position, cos, sin, eps, exponents=None
-):
+    new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor, eps: float, exponents: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     floats, (of_recent, of_entries) = recent.dtype == E4M3, exponents or (None, None)
     if floats:
         recent, entries = recent.view(torch.uint8), entries.view(torch.uint8)
@@ -308,10 +324,12 @@ def append_position_(
     return run(new, recent, entries, opened, beta, position, cos, sin, eps, exponents)
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left in its buffers too."""
 
-    def with_state(new, recent, entries, opened, *rest):
+    def with_state(
+        new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         still = run(new, recent, entries, opened, *rest)
         return still, recent, entries, opened
 
@@ -350,10 +368,12 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
                 yield Case(f"3 texts of {label}", texts, peer)
 
 
-def _with_numbers(run):
+def _with_numbers(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left in its buffers too, as numbers."""
 
-    def with_numbers(new, recent, entries, opened, *rest):
+    def with_numbers(
+        new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         still, exponents = run(new, recent, entries, opened, *rest), rest[-1]
         rows = zip((recent, entries), exponents, strict=True)
         return still, *(decode_entries(*row, torch.float32) for row in rows), opened
@@ -382,10 +402,10 @@ def _timings_8bit(device: torch.device, group_size: int) -> Iterator[Timing]:
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    like = {"device": device, "dtype": torch.bfloat16}
+    like: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     for slots, m in ((4097, 4), (129, 128)):
-        parts = (torch.randn(3, 1, 128, **like), torch.randn(128, 1, 128, **like))
-        parts += (torch.randn(slots, 1, 128, **like), torch.randn(2, m, 128, **like))
+        sizes = ((3, 1, 128), (128, 1, 128), (slots, 1, 128), (2, m, 128))
+        parts = [torch.randn(size, **like) for size in sizes]
         place = torch.tensor(16000, dtype=torch.int32, device=device)
         table = torch.rand(2, 16384, 64, device=device).unbind()
         rest = (torch.randn(128, m, device=device), place, *table, 1e-6)

@@ -15,7 +15,7 @@ for the kernel that makes query, key and value. A long ring has more spans than 
 reads these reads few; then a program reads its next span while it computes with one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from arbcli.kernels.attention.decode_attention import (
 from arbcli.kernels.codec.warp_products import HAS_PTX, round_pair, unpair, unpair_four
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous, check_scalars
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous, check_scalars
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import memory_of, read_float, write_four, write_where
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
@@ -145,7 +145,10 @@ def attend_parts_reference(
     return averages.flatten(1), totals, keys, values
 
 
-def _attend_parts_torch(qkv, keys, values, position, cos, sin, eps, most=MOST_PARTS):
+def _attend_parts_torch(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    eps: float, most: int = MOST_PARTS,
+) -> AttentionParts:  # fmt: skip
     window, width = keys.shape[1:]
     parts, _, span = sharing(window, width, most)
     slot = (position % window).long()[None]
@@ -360,7 +363,10 @@ def _attend_parts_kernel(
             tl.store(totals_ptr + place + 0 * thread, whole, mask=thread == 0)
 
 
-def _attend_parts_triton(qkv, keys, values, position, cos, sin, eps, most=MOST_PARTS):
+def _attend_parts_triton(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    eps: float, most: int = MOST_PARTS,
+) -> AttentionParts:  # fmt: skip
     heads, window, width = keys.shape
     parts, passes, span = sharing(window, width, most)
     averages = torch.empty(parts, heads * width, dtype=qkv.dtype, device=qkv.device)
@@ -453,31 +459,35 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (*parts, at, angle.cos(), angle.sin(), 1e-6, most))
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left in the ring too, and no gaps."""
 
-    def with_state(qkv, keys, values, position, cos, sin, eps, most):
+    def with_state(
+        qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+        eps: float, most: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         found = run(qkv, keys, values, position, cos, sin, eps, most)
         spans = torch.arange(len(found.totals), device=qkv.device)[:, None]
-        parts = (torch.where(spans * found.span <= position, part, 0) for part in found[:2])
-        return *parts, keys, values
+        used = spans * found.span <= position
+        sums, totals = (torch.where(used, part, 0) for part in found[:2])
+        return sums, totals, keys, values
 
     return with_state
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    half = {"device": device, "dtype": torch.bfloat16}
+    half: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     for heads, window, width, position in ((16, 737, 128, 176), (16, 2048, 128, 2047)):
         qkv = torch.randn(3, heads, width, **half)
         keys, values = torch.randn(2, heads, window, width, **half).unbind()
         place = torch.tensor(position, dtype=torch.int32, device=device)
-        table = torch.rand(2, window, width // 2, device=device).unbind()
+        cos, sin = torch.rand(2, window, width // 2, device=device).unbind()
         tickets = torch.zeros(heads, dtype=torch.int32, device=device)
         yield Timing(
             f"{heads}x{window}x{width} at {position}",
-            (qkv, keys, values, place, *table, 1e-6, MOST_PARTS),
+            (qkv, keys, values, place, cos, sin, 1e-6, MOST_PARTS),
             run=_attend_parts_triton,
-            peer=partial(decode_attention, qkv, keys, values, place, *table, tickets, 1e-6),
+            peer=partial(decode_attention, qkv, keys, values, place, cos, sin, tickets, 1e-6),
             peer_name="decode_attention, which adds the parts up",
         )
 

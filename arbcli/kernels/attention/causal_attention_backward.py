@@ -21,6 +21,7 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import capability, uses_triton
 from arbcli.kernels.runtime.descriptors import described
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 LOG2_E = 1.4426950408889634
@@ -47,7 +48,9 @@ def causal_attention_float64(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
 
 
-def _causal_attention_backward_torch(grad_y, q, k, v, y, logs):
+def _causal_attention_backward_torch(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     grads = _place_of_gradients(q)
     scale = q.shape[3] ** -0.5
     for *places, g, query, key, value, result, log in zip(
@@ -66,7 +69,8 @@ def _place_of_gradients(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Make (B, heads, T, d) for each of the three, as parts of one (B, T, 3, heads, d)."""
     batch, heads, length, width = q.shape
     whole = torch.empty(batch, length, 3, heads, width, dtype=q.dtype, device=q.device)
-    return whole.permute(2, 0, 3, 1, 4).unbind()
+    q_grad, k_grad, v_grad = whole.permute(2, 0, 3, 1, 4).unbind()
+    return q_grad, k_grad, v_grad
 
 
 @triton.jit
@@ -192,7 +196,9 @@ def _tiles(q: Tensor) -> tuple[int, int]:
     return 64, 3 if q.shape[3] <= 64 else 2
 
 
-def _causal_attention_backward_triton(grad_y, q, k, v, y, logs):
+def _causal_attention_backward_triton(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     (batch, heads, length, width), grads = q.shape, _place_of_gradients(q)
     if not q.numel():
         return grads
@@ -201,14 +207,15 @@ def _causal_attention_backward_triton(grad_y, q, k, v, y, logs):
     inputs = [described(_readable(part), [1, 1, block, width]) for part in (grad_y, q, k, v, y)]
     padded = blocks * block  # keys read whole blocks of queries
     log2, delta = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
-    about = length, heads, padded, width**-0.5, LOG2_E
-    options = {"D": width, "BLOCK": block, "num_warps": 4}
-    options["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"
-    grid = blocks, heads, batch
-    _queries_kernel[grid](*inputs, logs, log2, delta, grads[0], *about, **options, num_stages=2)
+    precision, grid = "ieee" if q.dtype == torch.float32 else "tf32", (blocks, heads, batch)
+    _queries_kernel[grid](
+        *inputs, logs, log2, delta, grads[0], length, heads, padded, width**-0.5, LOG2_E,
+        D=width, BLOCK=block, PRECISION=precision, num_warps=4, num_stages=2,
+    )  # fmt: skip
     _keys_kernel[grid](
-        *inputs[:4], log2, delta, grads[0], *about, **options, num_stages=stages_of_keys
-    )
+        *inputs[:4], log2, delta, grads[0], length, heads, padded, width**-0.5, LOG2_E,
+        D=width, BLOCK=block, PRECISION=precision, num_warps=4, num_stages=stages_of_keys,
+    )  # fmt: skip
     return grads
 
 
@@ -300,12 +307,12 @@ def rounded_causal_gradients(
     p = torch.exp(q @ k.mT * scale - logs.double()[..., None]).tril()
     e = p * (g @ v.mT - (g * y).sum(dim=-1, keepdim=True))
     p, e = (part.to(dtype).double() for part in (p, e))
-    return tuple(part.to(dtype) for part in (e @ k * scale, e.mT @ q * scale, p.mT @ g))
+    return (e @ k * scale).to(dtype), (e.mT @ q * scale).to(dtype), (p.mT @ g).to(dtype)
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     for batch, heads, length, width in ((8, 16, 2048, 128), (16, 12, 1024, 64)):
-        draw = {"device": device, "dtype": torch.bfloat16}
+        draw: TensorOptions = {"device": device, "dtype": torch.bfloat16}
         grad_y, q, k, v = torch.randn(4, batch, length, heads, width, **draw).transpose(2, 3)
         y, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
         inputs = (grad_y, q, k, v, y, logs)

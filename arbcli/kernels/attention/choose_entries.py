@@ -17,6 +17,7 @@ from torch import Tensor
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
 
 ELEMENTS = 1 << 24
@@ -41,7 +42,9 @@ def choose_entries_reference(
     return chosen
 
 
-def _choose_entries_torch(q, w, k, first, most, top_k):
+def _choose_entries_torch(
+    q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k: int
+) -> Tensor:
     (batch, groups, heads, _), number = q.shape, k.shape[1]
     size = min(top_k, number)
     chosen = torch.full((batch, groups, size), -1, dtype=torch.int32, device=q.device)
@@ -122,7 +125,9 @@ def _take_best_kernel(
     tl.store(chosen_ptr + j, -1, mask=(j >= total) & (j < SIZE))
 
 
-def _choose_entries_triton(q, w, k, first, most, top_k):
+def _choose_entries_triton(
+    q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k: int
+) -> Tensor:
     (batch, groups, heads, width), number = q.shape, k.shape[1]
     size = min(top_k, number)
     chosen = torch.empty(batch, groups, size, dtype=torch.int32, device=q.device)
@@ -212,7 +217,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    like = {"device": device, "dtype": torch.bfloat16}
+    like: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     q, w = torch.randn(1, 4096, 4, 32, **like), torch.randn(1, 4096, 4, **like)
     k = torch.randn(1, 4096, 32, **like)
     inputs = (q, w, k, 1, 4096, 128)

@@ -14,7 +14,8 @@ rounded to the dtype of the queries, keys too: scores are those of what would be
 kept in e4m3: they are normalised, and need no scale. Of several texts each has a program.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from arbcli.kernels.attention.eight_bits import numbers_of
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
 
@@ -79,7 +80,10 @@ def choose_next_reference(
 
 
 @text_by_text(4, *SHARED)
-def _choose_next_torch(query, key, keys, choice, position, cos, sin, m, most, eps):
+def _choose_next_torch(
+    query: Tensor, key: Tensor, keys: Tensor, choice: Tensor, position: Tensor, cos: Tensor,
+    sin: Tensor, m: int, most: int, eps: float,
+) -> None:  # fmt: skip
     (slots, width), size = keys.shape, len(choice)
     heads = len(query) // (width + 1)
     place = position.long()[None]
@@ -198,7 +202,10 @@ def _choose_next_kernel(
         tl.store(choice_ptr + s, -1, mask=(s >= tl.sum(taken.to(tl.int32))) & (s < SIZE))
 
 
-def _choose_next_triton(query, key, keys, choice, position, cos, sin, m, most, eps):
+def _choose_next_triton(
+    query: Tensor, key: Tensor, keys: Tensor, choice: Tensor, position: Tensor, cos: Tensor,
+    sin: Tensor, m: int, most: int, eps: float,
+) -> None:  # fmt: skip
     (slots, width), size = keys.shape[-2:], choice.shape[-1]
     heads = query.shape[-1] // (width + 1)
     scores = torch.empty(keys.shape[:-1], dtype=torch.float32, device=keys.device)
@@ -265,10 +272,12 @@ def choose_next_(
     run(query, key, keys, choice, position, cos, sin, m, most, eps)
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left."""
 
-    def with_state(query, key, keys, choice, *rest):
+    def with_state(
+        query: Tensor, key: Tensor, keys: Tensor, choice: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
         run(query, key, keys, choice, *rest)
         return choice, keys.float() if keys.dtype == E4M3 else keys
 
@@ -328,8 +337,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         for dtype in dtypes:
             label = f"{heads}x{width} at {position}, {size} of {slots} slots"
             label += " bf16" if dtype == torch.bfloat16 else ""
-            about = (heads, width, slots, size, m, most, position)
-            inputs = index_of_byte(generator, device, dtype, *about)
+            inputs = index_of_byte(
+                generator, device, dtype, heads, width, slots, size, m, most, position
+            )
             yield Case(label, inputs)
             if size < slots:  # all scores are equal, and the last entries win
                 still = inputs[0].clone()
@@ -346,7 +356,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    like = {"device": device, "dtype": torch.bfloat16}
+    like: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     query, key, keys = (torch.randn(s, **like) for s in ((132,), (32,), (4097, 32)))
     choice = torch.zeros(128, dtype=torch.int32, device=device)
     table = torch.rand(2, 16384, 16, device=device).unbind()

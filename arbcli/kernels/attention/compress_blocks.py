@@ -52,15 +52,22 @@ def compress_blocks_reference(
 
 
 def compress_blocks_backward_reference(
-    grad_recent: Tensor, grad_entries: Tensor, x: Tensor, beta: Tensor, *rest
+    grad_recent: Tensor,
+    grad_entries: Tensor,
+    x: Tensor,
+    beta: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute what `compress_blocks_backward` must return, by autograd of the reference."""
-    leaves = [part.double().requires_grad_() for part in (x, beta)]
+    x, beta = (part.double().requires_grad_() for part in (x, beta))
     with torch.enable_grad():
-        recent, entries, _ = compress_blocks_reference(*leaves, *rest)
+        recent, entries, _ = compress_blocks_reference(x, beta, cos, sin, heads, eps)
         total = (recent * grad_recent).sum() + (entries * grad_entries).sum()
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return found[0], torch.zeros_like(leaves[1]) if found[1] is None else found[1]
+    grad_x, grad_beta = torch.autograd.grad(total, (x, beta), allow_unused=True)
+    return grad_x, torch.zeros_like(beta) if grad_beta is None else grad_beta
 
 
 def _turned_torch(v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -70,7 +77,9 @@ def _turned_torch(v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
-def _compress_blocks_torch(x, beta, cos, sin, heads, eps):
+def _compress_blocks_torch(
+    x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     (_, length, width), m = x.shape, beta.shape[1]
     head, number = (width // 3 // heads,), length // m
     recent, values, gates = x.split(width // 3, dim=2)
@@ -84,12 +93,16 @@ def _compress_blocks_torch(x, beta, cos, sin, heads, eps):
     return recent, _turned_torch(still.float(), *starts).to(x.dtype), still
 
 
-def _compress_blocks_backward_torch(grad_recent, grad_entries, x, beta, cos, sin, heads, eps):
-    leaves = [part.detach().float().requires_grad_() for part in (x, beta)]
+def _compress_blocks_backward_torch(
+    grad_recent: Tensor, grad_entries: Tensor, x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor,
+    heads: int, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    leaf_x, leaf_beta = (part.detach().float().requires_grad_() for part in (x, beta))
     with torch.enable_grad():
-        recent, entries, _ = _compress_blocks_torch(*leaves, cos, sin, heads, eps)
-    grads = (grad_recent, grad_entries)
-    grad_x, grad_beta = torch.autograd.grad((recent, entries), leaves, grads, allow_unused=True)
+        recent, entries, _ = _compress_blocks_torch(leaf_x, leaf_beta, cos, sin, heads, eps)
+    grad_x, grad_beta = torch.autograd.grad(
+        (recent, entries), (leaf_x, leaf_beta), (grad_recent, grad_entries), allow_unused=True
+    )
     return grad_x.to(x.dtype), torch.zeros_like(beta) if grad_beta is None else grad_beta
 
 
@@ -247,7 +260,9 @@ def _tile(x: Tensor, beta: Tensor, heads: int) -> dict[str, int]:
     return {"KV": heads, "HALF": half, "BLOCK_H": block_h, "BLOCK_M": block_m, "num_warps": warps}
 
 
-def _compress_blocks_triton(x, beta, cos, sin, heads, eps):
+def _compress_blocks_triton(
+    x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     x = x if x.stride(-1) == 1 else x.contiguous()
     (batch, length, width), m = x.shape, beta.shape[1]
     number, vector = length // m, (heads, width // 3 // heads)
@@ -262,7 +277,10 @@ def _compress_blocks_triton(x, beta, cos, sin, heads, eps):
     return recent, entries, still
 
 
-def _compress_blocks_backward_triton(grad_recent, grad_entries, x, beta, cos, sin, heads, eps):
+def _compress_blocks_backward_triton(
+    grad_recent: Tensor, grad_entries: Tensor, x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor,
+    heads: int, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     x = x if x.stride(-1) == 1 else x.contiguous()
     (batch, length, _), m = x.shape, beta.shape[1]
     number = length // m
@@ -341,7 +359,7 @@ def compress_blocks_backward(
     return run(grad_recent, grad_entries, x, beta, cos, sin, heads, eps)
 
 
-def _check(x, beta, cos, sin, heads):
+def _check(x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
     got = f"{x.dtype} of shape {tuple(x.shape)}"
     fits = x.dim() == 3 and x.shape[2] % (6 * heads) == 0 and x.shape[1] > 0
     if x.dtype not in (torch.float32, torch.bfloat16) or not fits:

@@ -19,9 +19,9 @@ what an indexer learns from.
 Sources: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for choosing; the sink is that of OpenAI, gpt-oss.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -204,7 +204,10 @@ def groups_of_part(
     return max(1, chunk_elements(ELEMENTS) // max(1, of_query * sight.ratio))
 
 
-def _compressed_attention_torch(x, recent, entries, chosen, sink, cos, sin, sight, eps):
+def _compressed_attention_torch(
+    x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sink: Tensor, cos: Tensor,
+    sin: Tensor, sight: Sight, eps: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     (batch, length, heads, _), lead = x.shape, recent.shape[1] - x.shape[1]
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     logs = torch.empty(batch, length, heads, dtype=torch.float32, device=x.device)
@@ -215,9 +218,9 @@ def _compressed_attention_torch(x, recent, entries, chosen, sink, cos, sin, sigh
             x[:, part.queries], recent[:, part.keys], entries, own, sink,
             cos[part.queries], sin[part.queries], sight, eps, part, lead,
         )  # fmt: skip
-        y[:, part.queries], logs[:, part.queries] = found[:2]
-        if shares is not None:
-            shares[:, part.groups] = found[2]
+        y[:, part.queries], logs[:, part.queries], share = found
+        if shares is not None and share is not None:
+            shares[:, part.groups] = share
     return y, logs, shares
 
 
@@ -382,7 +385,10 @@ def tiling(x: Tensor, recent: Tensor, chosen: Tensor | None, sight: Sight) -> Ti
     return Tiling(queries, shift, programs, rows // parts, parts, of_kv, block_h)
 
 
-def _compressed_attention_triton(x, recent, entries, chosen, sink, cos, sin, sight, eps):
+def _compressed_attention_triton(
+    x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sink: Tensor, cos: Tensor,
+    sin: Tensor, sight: Sight, eps: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     (batch, length, heads, width), kv = x.shape, recent.shape[2]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     logs = torch.empty(batch, length, heads, dtype=torch.float32, device=x.device)
@@ -573,9 +579,9 @@ def draw_cases(device: torch.device) -> Iterator[tuple[str, tuple]]:
         both = (torch.float32, torch.bfloat16)
         shapes += [(*shape, dtype) for shape in LARGE for dtype in both]
     for sight, batch, length, kept, shape, dtype in shapes:
-        x, recent, entries, *rest = random_sight(generator, sight, batch, length, kept, shape)
+        x, recent, entries, *drawn = random_sight(generator, sight, batch, length, kept, shape)
         vectors = (part.to(device, dtype) for part in (x, recent, entries))
-        rest = (part.to(device) if isinstance(part, Tensor) else part for part in rest)
+        rest = (part.to(device) if isinstance(part, Tensor) else part for part in drawn)
         seen = f"{shape[3]} of {entries.shape[1]}" if shape[3] else f"all {entries.shape[1]}"
         label = f"{batch}x{length} after {sight.start}, {shape[0]}/{shape[1]}x{shape[2]}, "
         label += f"{seen} entries of {sight.ratio}, last {sight.window}"
@@ -599,10 +605,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, inputs, _without_none(_compressed_attention_torch) if low else None)
 
 
-def _without_none(run):
+def _without_none(run: Callable) -> Callable:
     """Wrap an implementation so that it returns tensors alone."""
 
-    def without_none(*inputs):
+    def without_none(*inputs: Any) -> tuple[Tensor, ...]:
         return tuple(part for part in run(*inputs) if part is not None)
 
     return without_none

@@ -42,48 +42,47 @@ from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 
 def compressed_attention_backward_reference(
-    grad_y: Tensor,
-    _y: Tensor,
-    _logs: Tensor,
-    x: Tensor,
-    recent: Tensor,
-    entries: Tensor,
-    chosen: Tensor | None,
-    sink: Tensor,
-    *rest,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_y: Tensor, _y: Tensor, _logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
+    chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute what `compressed_attention_backward` must return, by autograd of the reference."""
     leaves = [part.double().requires_grad_() for part in (x, recent, entries, sink)]
+    x, recent, entries, sink = leaves
     with torch.enable_grad():
-        y, *_ = compressed_attention_reference(*leaves[:3], chosen, leaves[3], *rest)
+        y, *_ = compressed_attention_reference(
+            x, recent, entries, chosen, sink, cos, sin, sight, eps
+        )
     found = torch.autograd.grad(y, leaves, grad_y.double(), allow_unused=True)
-    return tuple(
+    grad_x, grad_recent, grad_entries, grad_sink = (
         torch.zeros_like(leaf) if grad is None else grad
         for leaf, grad in zip(leaves, found, strict=True)
     )
+    return grad_x, grad_recent, grad_entries, grad_sink
 
 
 def _compressed_attention_backward_torch(
-    grad_y, y, logs, x, recent, entries, chosen, sink, cos, sin, sight, eps
-):
+    grad_y: Tensor, y: Tensor, logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
+    chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     length, lead = x.shape[1], recent.shape[1] - x.shape[1]
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     sums = [torch.zeros(t.shape, device=x.device) for t in (recent, entries, sink)]
+    grad_recent, grad_entries, grad_sink = sums
     for part in parts_of(length, lead, sight, groups_of_part(x, recent, entries, chosen, sight)):
         own = None if chosen is None else chosen[:, part.groups]
         given = x[:, part.queries], recent[:, part.keys], entries, sink
         leaves = [t.detach().float().requires_grad_() for t in given]
         with torch.enable_grad():
             y, *_ = attend_part(
-                *leaves[:3], own, leaves[3], cos[part.queries], sin[part.queries],
-                sight, eps, part, lead,
+                leaves[0], leaves[1], leaves[2], own, leaves[3],
+                cos[part.queries], sin[part.queries], sight, eps, part, lead,
             )  # fmt: skip
         grads = torch.autograd.grad(y, leaves, grad_y[:, part.queries].float())
         grad_x[:, part.queries] = grads[0].to(x.dtype)
-        sums[0][:, part.keys] += grads[1]
-        sums[1] += grads[2]
-        sums[2] += grads[3]
-    return grad_x, *sums
+        grad_recent[:, part.keys] += grads[1]
+        grad_entries += grads[2]
+        grad_sink += grads[3]
+    return grad_x, grad_recent, grad_entries, grad_sink
 
 
 def rounded_attention_gradients(
@@ -144,7 +143,8 @@ def rounded_attention_gradients(
     grad_recent, grad_entries = of_vectors(place[:, 0]).tensor_split([near], dim=1)
     if chosen is not None:
         groups = [place[complete == g] for g in complete.unique()]
-        grad_entries = sum(rounded(of_vectors(group)[:, near:]) for group in groups)
+        of_groups = [rounded(of_vectors(group)[:, near:]) for group in groups]
+        grad_entries = torch.stack(of_groups).sum(0)
     grad_q = turned(torch.einsum("bthj,bjhd->bthd", ds, vectors), angle.conj())
     grad_x = (grad_q - x * r * (grad_q * x * r).mean(dim=-1, keepdim=True)) * r
     grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))
@@ -355,8 +355,9 @@ SPLITS = 64
 
 
 def _compressed_attention_backward_triton(
-    grad_y, y, logs, x, recent, entries, chosen, sink, cos, sin, sight, eps
-):
+    grad_y: Tensor, y: Tensor, logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
+    chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (batch, length, heads, width), kv = x.shape, recent.shape[2]
     lead, precision = recent.shape[1] - length, "ieee" if x.dtype == torch.float32 else "tf32"
     grad_y, y, logs, cos, sin = (part.contiguous() for part in (grad_y, y, logs, cos, sin))
@@ -364,7 +365,8 @@ def _compressed_attention_backward_triton(
     tile = tiling(x, recent, chosen, sight)
     q, do = torch.empty(2, *x.shape, dtype=x.dtype, device=x.device).unbind()
     delta = torch.empty_like(logs)
-    rows, shape = logs.numel(), {"HALF": width // 2, "BLOCK_H": tile.block_h}
+    rows = logs.numel()
+    shape: dict[str, int | str] = {"HALF": width // 2, "BLOCK_H": tile.block_h}
     _turn_gradients_kernel[(triton.cdiv(rows, 16),)](
         grad_y, y, x, cos, sin, q, do, delta, rows, length, heads, eps, *x.stride()[:3],
         **shape, BLOCK_R=16,

@@ -12,7 +12,7 @@ exceeds sqrt(d), and no maximum has to be subtracted. The last program to finish
 all, in the order of the slots, so the result is the same bits whichever program is last.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from torch.nn import functional
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, uses_native
-from arbcli.kernels.runtime.inputs import check_contiguous, check_scalars
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous, check_scalars
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
@@ -67,7 +67,7 @@ def attend_reference(q: Tensor, keys: Tensor, values: Tensor, position: int) -> 
     return y
 
 
-def turned_torch(qkv, position, cos, sin, eps):
+def turned_torch(qkv: Tensor, position: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Turn and normalise the query and the key of one byte."""
     cos, sin = (table.index_select(0, position[None]) for table in (cos, sin))
     first, second = qkv[:2].float().chunk(2, dim=-1)
@@ -75,7 +75,10 @@ def turned_torch(qkv, position, cos, sin, eps):
     return functional.rms_norm(turned, turned.shape[-1:], eps=eps).to(qkv.dtype)
 
 
-def _decode_attention_torch(qkv, keys, values, position, cos, sin, tickets, eps, alone=False):
+def _decode_attention_torch(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    tickets: Tensor, eps: float, alone: bool = False,
+) -> Tensor:  # fmt: skip
     window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
     q, k = turned_torch(qkv, position, cos, sin, eps)
     keys.index_copy_(1, slot, k[:, None])
@@ -85,7 +88,10 @@ def _decode_attention_torch(qkv, keys, values, position, cos, sin, tickets, eps,
     return functional.scaled_dot_product_attention(*parts, attn_mask=seen[None])[0, :, 0]
 
 
-def _decode_attention_native(qkv, keys, values, position, cos, sin, tickets, eps, alone=False):
+def _decode_attention_native(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    tickets: Tensor, eps: float, alone: bool = False,
+) -> Tensor:  # fmt: skip
     heads, window, width = keys.shape
     y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
     native.call(
@@ -253,7 +259,10 @@ def tiling(heads: int, window: int, width: int, dtype: torch.dtype, alone: bool 
     return Tiling(slots, min(blocks, most), blocks > most, warps)
 
 
-def _decode_attention_triton(qkv, keys, values, position, cos, sin, tickets, eps, alone=False):
+def _decode_attention_triton(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    tickets: Tensor, eps: float, alone: bool = False,
+) -> Tensor:  # fmt: skip
     heads, window, width = keys.shape
     block_s, splits, several, num_warps = tiling(heads, window, width, qkv.dtype, alone)
     parts = heads * splits
@@ -318,7 +327,15 @@ def count_on_(position: Tensor, length: int) -> None:
         position += length
 
 
-def _check(qkv, keys, values, position, cos, sin, tickets):
+def _check(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tickets: Tensor,
+) -> None:
     check_new_byte(qkv, position, cos, sin, tickets)
     check_rings(qkv, keys, values)
 
@@ -404,21 +421,23 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         shapes += [(8, 128, 64, 500, dtype, True) for dtype in both]
     for heads, window, width, position, dtype, alone in shapes:
         low = dtype == torch.bfloat16
-        about = f"{' bf16' if low else ''}{' alone' if alone else ''}"
-        label = f"{heads}x{window}x{width} at {position}{about}"
+        label = f"{heads}x{window}x{width} at {position}{' bf16' * low}{' alone' * alone}"
         sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
         parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
         angle = 7 * torch.randn(position + 2, width // 2, generator=generator).to(device)
-        position = torch.tensor(position, dtype=torch.int32, device=device)
+        place = torch.tensor(position, dtype=torch.int32, device=device)
         tickets = torch.zeros(heads, dtype=torch.int32, device=device)
-        inputs = (*parts, position, angle.cos(), angle.sin(), tickets, 1e-6, alone)
+        inputs = (*parts, place, angle.cos(), angle.sin(), tickets, 1e-6, alone)
         yield Case(label, inputs, _with_state(_decode_attention_torch) if low else None)
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left in the ring too."""
 
-    def with_state(qkv, keys, values, position, cos, sin, tickets, eps, alone=False):
+    def with_state(
+        qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+        tickets: Tensor, eps: float, alone: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         y = run(qkv, keys, values, position, cos, sin, tickets, eps, alone)
         return y, keys, values, tickets
 
@@ -427,7 +446,7 @@ def _with_state(run):
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     heads, window, width = 16, 2048, 128
-    real = {"device": device, "dtype": torch.bfloat16}
+    real: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     qkv = torch.randn(3, heads, width, **real)
     keys, values = torch.randn(2, heads, window, width, **real).unbind()
     position = torch.tensor(window - 1, dtype=torch.int32, device=device)

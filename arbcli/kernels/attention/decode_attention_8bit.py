@@ -7,7 +7,7 @@ multiplies its score, a value's its weight, so codes are only converted. Of seve
 programs of its own, as many as it would have alone, so it has the same bits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -40,7 +40,7 @@ from arbcli.kernels.attention.eight_bits import (
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
@@ -82,11 +82,15 @@ def decode_attention_8bit_reference(
             codes = torch.round(new / scale).clamp(max=127)
         numbers[:, p % window] = codes * scale
         rings.append(numbers)
-    return attend_reference(q, *rings, p), *rings, torch.zeros_like(tickets)
+    y = attend_reference(q, rings[0], rings[1], p)
+    return y, *rings, torch.zeros_like(tickets)
 
 
 @text_by_text(4, *SHARED)
-def _decode_attention_8bit_torch(qkv, keys, values, exponents, position, cos, sin, tickets, eps):
+def _decode_attention_8bit_torch(
+    qkv: Tensor, keys: Tensor, values: Tensor, exponents: Tensor, position: Tensor, cos: Tensor,
+    sin: Tensor, tickets: Tensor, eps: float,
+) -> Tensor:  # fmt: skip
     window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
     q, k = turned_torch(qkv, position, cos, sin, eps)
     numbers = []
@@ -97,9 +101,9 @@ def _decode_attention_8bit_torch(qkv, keys, values, exponents, position, cos, si
         exponent.index_copy_(1, slot, new_exponent[:, None])
         numbers.append(decode_entries(ring, exponent, torch.float32)[None])
     seen = torch.arange(window, device=qkv.device) <= position
-    parts = (q.float()[None, :, None], *numbers)
-    y = functional.scaled_dot_product_attention(*parts, attn_mask=seen[None])[0, :, 0]
-    return y.to(qkv.dtype)
+    query, (all_keys, all_values) = q.float()[None, :, None], numbers
+    y = functional.scaled_dot_product_attention(query, all_keys, all_values, attn_mask=seen[None])
+    return y[0, :, 0].to(qkv.dtype)
 
 
 @triton.jit
@@ -204,7 +208,10 @@ def _tiling(heads: int, window: int, width: int, dtype: torch.dtype) -> Tiling:
     return found._replace(warps=4 * found.warps) if wide else found
 
 
-def _decode_attention_8bit_triton(qkv, keys, values, exponents, position, cos, sin, tickets, eps):
+def _decode_attention_8bit_triton(
+    qkv: Tensor, keys: Tensor, values: Tensor, exponents: Tensor, position: Tensor, cos: Tensor,
+    sin: Tensor, tickets: Tensor, eps: float,
+) -> Tensor:  # fmt: skip
     heads, window, width = keys.shape[-3:]
     block_s, splits, several, num_warps = _tiling(heads, window, width, qkv.dtype)
     parts = tickets.numel() * splits
@@ -306,10 +313,13 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
                 yield Case(f"3 texts of {label}", beside_each_other(texts, *SHARED))
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left in the ring too, as numbers."""
 
-    def with_state(qkv, keys, values, exponents, position, cos, sin, tickets, eps):
+    def with_state(
+        qkv: Tensor, keys: Tensor, values: Tensor, exponents: Tensor, position: Tensor, cos: Tensor,
+        sin: Tensor, tickets: Tensor, eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         y = run(qkv, keys, values, exponents, position, cos, sin, tickets, eps)
         rings = zip((keys, values), exponents.unbind(-3), strict=True)
         return y, *(decode_entries(*ring, torch.float32) for ring in rings), tickets
@@ -318,25 +328,26 @@ def _with_state(run):
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    real = {"device": device, "dtype": torch.bfloat16}
+    real: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     for heads, window, width in ((16, 2048, 128), (16, 16384, 64)):
         qkv = torch.randn(3, heads, width, **real)
         plain = torch.randn(2, heads, window, width, **real)
         position = torch.tensor(window - 1, dtype=torch.int32, device=device)
-        table = torch.rand(2, window, width // 2, device=device).unbind()
+        cos, sin = torch.rand(2, window, width // 2, device=device).unbind()
         tickets = torch.zeros(heads, dtype=torch.int32, device=device)
-        rest = (position, *table, tickets, 1e-6)
+        peer = partial(decode_attention, qkv, plain[0], plain[1], position, cos, sin, tickets, 1e-6)
         for name, stored in FORMATS.items():
             codes, exponents = quantise_entries(plain, stored)
             yield Timing(
                 f"{name} {heads}x{window}x{width}",
-                (qkv, *codes.unbind(), exponents, *rest),
+                (qkv, *codes.unbind(), exponents, position, cos, sin, tickets, 1e-6),
                 run=_decode_attention_8bit_triton,
-                peer=partial(decode_attention, qkv, *plain.unbind(), *rest),
+                peer=peer,
                 peer_name="the ring in bf16",
             )
             if window < 16384:
-                texts = beside_each_other([(qkv, *codes.unbind(), exponents, *rest)] * 16, *SHARED)
+                one = (qkv, *codes.unbind(), exponents, position, cos, sin, tickets, 1e-6)
+                texts = beside_each_other([one] * 16, *SHARED)
                 label = f"16 texts of {name} {heads}x{window}x{width}"
                 yield Timing(label, texts, run=_decode_attention_8bit_triton)
 

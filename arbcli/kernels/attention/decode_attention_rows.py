@@ -6,7 +6,7 @@ which order, depends on nothing but the slots: a text has the same bits whatever
 many, and how long.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from arbcli.kernels.attention.decode_attention import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
@@ -45,13 +45,16 @@ def decode_attention_rows_reference(
     """Compute what `decode_attention_rows` must return and leave: one text after another."""
     texts = zip(qkv, keys, values, position, tickets, strict=True)
     found = [
-        decode_attention_reference(*three, place, cos, sin, free, eps)
-        for *three, place, free in texts
+        decode_attention_reference(new, of_keys, of_values, place, cos, sin, free, eps)
+        for new, of_keys, of_values, place, free in texts
     ]
     return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
 
 
-def _decode_attention_rows_torch(qkv, keys, values, position, cos, sin, tickets, eps):
+def _decode_attention_rows_torch(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    tickets: Tensor, eps: float,
+) -> Tensor:  # fmt: skip
     attend = DECODE_ATTENTION.torch
     texts = zip(qkv, keys, values, position, tickets, strict=True)
     return torch.stack(
@@ -129,7 +132,10 @@ def _decode_attention_rows_kernel(
             )  # fmt: skip
 
 
-def _decode_attention_rows_triton(qkv, keys, values, position, cos, sin, tickets, eps):
+def _decode_attention_rows_triton(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    tickets: Tensor, eps: float,
+) -> Tensor:  # fmt: skip
     texts, heads, window, width = keys.shape
     block_d = triton.next_power_of_2(width)
     block_s = max(1, min(SLOTS, TILE // block_d))
@@ -181,7 +187,10 @@ def decode_attention_rows(
     return run(qkv, keys, values, position, cos, sin, tickets, eps)
 
 
-def _check(qkv, keys, values, position, cos, sin, tickets):
+def _check(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    tickets: Tensor,
+) -> None:  # fmt: skip
     got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
     if qkv.dim() != 4 or not len(qkv) or not qkv.is_contiguous():
         raise ValueError(f"need contiguous (B, 3, heads, d), got {got}")
@@ -219,10 +228,13 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, inputs, _with_state(_decode_attention_rows_torch) if low else None)
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left in the rings too."""
 
-    def with_state(qkv, keys, values, position, cos, sin, tickets, eps):
+    def with_state(
+        qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+        tickets: Tensor, eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         y = run(qkv, keys, values, position, cos, sin, tickets, eps)
         return y, keys, values, tickets
 
@@ -231,7 +243,7 @@ def _with_state(run):
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     texts, heads, window, width = 16, 16, 2048, 128
-    real = {"device": device, "dtype": torch.bfloat16}
+    real: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     qkv = torch.randn(texts, 3, heads, width, **real)
     keys, values = torch.randn(2, texts, heads, window, width, **real).unbind()
     position = torch.full((texts,), window - 1, dtype=torch.int32, device=device)

@@ -14,7 +14,8 @@ the order of the slots, so the result is the same bits whichever program is last
 each has programs of its own, as many as it would have alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from arbcli.kernels.attention.eight_bits import (
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
 
@@ -68,16 +69,17 @@ def decode_compressed_reference(
             for part, exponent in zip((recent, entries), exponents, strict=True)
         )
     complete = (p + 1) // m
-    numbers = range(max(0, complete - most), complete)
-    if choice is not None:
-        numbers = [j for j in choice.tolist() if j >= 0]
+    seen = range(max(0, complete - most), complete) if choice is None else choice.tolist()
+    numbers = [j for j in seen if j >= 0]
     angle = torch.complex(cos[p].double(), sin[p].double())
     rows = []
     for head in range(heads):
         own = head // (heads // recent.shape[1])
-        keys = [entries[j % len(entries), own] for j in numbers]
-        keys += [recent[i % len(recent), own] for i in range(max(0, p - len(recent) + 1), p + 1)]
-        keys = torch.stack(keys)
+        near = range(max(0, p - len(recent) + 1), p + 1)
+        keys = torch.stack(
+            [entries[j % len(entries), own] for j in numbers]
+            + [recent[i % len(recent), own] for i in near]
+        )
         q = torch.complex(*(x[head] / (x[head].square().mean() + eps).sqrt()).chunk(2)) * angle
         weights = (keys @ torch.cat((q.real, q.imag)) / width**0.5).exp()
         y = weights / (weights.sum() + sink[head].double().exp()) @ keys
@@ -88,8 +90,10 @@ def decode_compressed_reference(
 
 @text_by_text(5, *SHARED)
 def _decode_compressed_torch(
-    x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps, exponents=None
-):
+    x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
+    position: Tensor, cos: Tensor, sin: Tensor, tickets: Tensor, m: int, most: int, eps: float,
+    exponents: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     slots, ring, device = len(entries), len(recent), x.device
     place = position.long()[None]
     complete = (place + 1) // m
@@ -211,8 +215,10 @@ def _decode_compressed_kernel(
 
 
 def _decode_compressed_triton(
-    x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps, exponents=None
-):
+    x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
+    position: Tensor, cos: Tensor, sin: Tensor, tickets: Tensor, m: int, most: int, eps: float,
+    exponents: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     (heads, width), (ring, kv, _) = x.shape[-2:], recent.shape[-3:]
     floats, (of_recent, of_entries) = recent.dtype == E4M3, exponents or (None, None)
     if floats:
@@ -295,14 +301,15 @@ def decode_compressed(
     check_contiguous("tickets", tickets, torch.int32, (*texts, heads))
     check_place(position, cos, sin, width // 2, several=True)
     run = _decode_compressed_triton if uses_triton(x) else _decode_compressed_torch
-    about = (choice, sink, position, cos, sin, tickets, m, most, eps)
-    return run(x, recent, entries, *about, exponents)
+    return run(
+        x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps, exponents
+    )
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left in its tickets too."""
 
-    def with_state(*inputs):
+    def with_state(*inputs: Any) -> tuple[Tensor, Tensor]:
         return run(*inputs), inputs[8]
 
     return with_state
@@ -337,8 +344,8 @@ def attention_of_byte(
     place = torch.tensor(position, dtype=torch.int32, device=device)
     tickets = torch.zeros(heads, dtype=torch.int32, device=device)
     given = (part.to(device, dtype) for part in (normal(heads, width), *vectors))
-    about = (normal(heads).to(device), place, angle.cos(), angle.sin(), tickets)
-    return (*given, choice, *about, m, most, 1e-6)
+    sink = normal(heads).to(device)
+    return (*given, choice, sink, place, angle.cos(), angle.sin(), tickets, m, most, 1e-6)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -378,7 +385,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    like = {"device": device, "dtype": torch.bfloat16}
+    like: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     for slots, m, most, size in ((4097, 4, 4096, 128), (129, 128, 128, 0)):
         x, recent = torch.randn(12, 128, **like), torch.randn(128, 1, 128, **like)
         entries = torch.randn(slots, 1, 128, **like)

@@ -14,7 +14,8 @@ subtracted.
 Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch.nn import functional
 from arbcli.kernels.attention.decode_attention import check_place
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
@@ -75,14 +76,17 @@ def decode_latent_reference(
 
 
 @text_by_text(5, *SHARED)
-def _decode_latent_torch(row, up, latent, turned, lengths, position, cos, sin, scale, eps):
+def _decode_latent_torch(
+    row: Tensor, up: Tensor, latent: Tensor, turned: Tensor, lengths: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor, scale: float, eps: float,
+) -> Tensor:  # fmt: skip
     (window, size), heads, rotary = latent.shape, lengths.shape[1], turned.shape[1]
     dim, slot = len(row) - size - rotary, (position % window).long()[None]
     width = dim // heads
     still = width - rotary
     cos, sin = (table.index_select(0, position[None]) for table in (cos, sin))
 
-    def turn(x):
+    def turn(x: Tensor) -> Tensor:
         first, second = x.float().chunk(2, dim=-1)
         x = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
         return x.to(row.dtype)
@@ -196,7 +200,10 @@ def _decode_latent_kernel(
         tl.store(y_ptr + head * WIDTH + k, y.to(y_ptr.dtype.element_ty), mask=k < WIDTH)
 
 
-def _decode_latent_triton(row, up, latent, turned, lengths, position, cos, sin, scale, eps):
+def _decode_latent_triton(
+    row: Tensor, up: Tensor, latent: Tensor, turned: Tensor, lengths: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor, scale: float, eps: float,
+) -> Tensor:  # fmt: skip
     (window, size), heads, rotary = latent.shape[-2:], lengths.shape[-1], turned.shape[-1]
     width = (row.shape[-1] - size - rotary) // heads
     y = row.new_empty(*position.shape, heads, width)
@@ -254,7 +261,10 @@ def decode_latent(
     return run(row, up, latent, turned, lengths, position, cos, sin, scale, eps)
 
 
-def _check(row, up, latent, turned, lengths, position, cos, sin):
+def _check(
+    row: Tensor, up: Tensor, latent: Tensor, turned: Tensor, lengths: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor,
+) -> None:  # fmt: skip
     texts = position.shape
     if row.dtype not in (torch.float32, torch.bfloat16) or row.dim() != 1 + len(texts):
         got = f"{row.dtype} of shape {tuple(row.shape)}"
@@ -308,11 +318,13 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(f"3 texts of {label}", texts, peer)
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left in the rings too."""
 
-    def with_state(row, up, latent, turned, lengths, *about):
-        y = run(row, up, latent, turned, lengths, *about)
+    def with_state(
+        row: Tensor, up: Tensor, latent: Tensor, turned: Tensor, lengths: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        y = run(row, up, latent, turned, lengths, *rest)
         return y, latent, turned, lengths
 
     return with_state
@@ -320,7 +332,7 @@ def _with_state(run):
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     heads, width, size, rotary, window = 20, 128, 512, 32, 64
-    real = {"device": device, "dtype": torch.bfloat16}
+    real: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     inputs = (
         torch.randn(heads * width + size + rotary, **real),
         torch.randn(heads * (2 * width - rotary), size, **real),

@@ -58,9 +58,42 @@ def decode_entries(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tens
     return (codes.float() * scale[..., None]).to(dtype)
 
 
-def round_entries(x: Tensor, stored: torch.dtype) -> Tensor:
-    """Round entries as if they had been stored and read back; the dtype stays."""
+def round_entries(x: Tensor, stored: torch.dtype, turned: int = 0) -> Tensor:
+    """Round entries as if they had been stored and read back; the dtype stays.
+
+    Args:
+        x: (..., d).
+        stored: float8_e4m3fn or int8.
+        turned: numbers that stay as they are, see `part_turned`.
+    """
+    if turned == x.shape[-1]:
+        return x
+    if turned:
+        kept, others = part_turned(x, turned)
+        return join_turned(kept, round_entries(others, stored))
     return decode_entries(*quantise_entries(x, stored), x.dtype)
+
+
+def part_turned(x: Tensor, turned: int) -> tuple[Tensor, Tensor]:
+    """Part the numbers of heads that are rotated by position from the others.
+
+    Args:
+        x: (..., d).
+        turned: how many, those of the first pairs (i, i + d / 2).
+
+    Returns:
+        (..., turned), and (..., d - turned).
+    """
+    first, second = x.chunk(2, dim=-1)
+    half = turned // 2
+    whole = torch.cat((first[..., :half], second[..., :half]), dim=-1)
+    return whole, torch.cat((first[..., half:], second[..., half:]), dim=-1)
+
+
+def join_turned(turned: Tensor, others: Tensor) -> Tensor:
+    """Put together what `part_turned` parted."""
+    pairs = zip(turned.chunk(2, dim=-1), others.chunk(2, dim=-1), strict=True)
+    return torch.cat([part for pair in pairs for part in pair], dim=-1)
 
 
 def check_stored(

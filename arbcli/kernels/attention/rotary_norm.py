@@ -7,7 +7,8 @@ grad_x = turned back by t of r * (gy - y * mean(y * gy)).
 Source of the angles: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 34.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned
 
 
-def _rotary_norm_torch(qkv, cos, sin, eps):
+def _rotary_norm_torch(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     r = torch.empty(*qkv.shape[:2], 2, qkv.shape[3], dtype=torch.float32, device=qkv.device)
     for some in row_chunks(qkv.flatten(1)):
         x = qkv[some, :, :2].float()
@@ -72,7 +73,9 @@ def _rotary_norm_torch(qkv, cos, sin, eps):
     return r
 
 
-def _rotary_norm_backward_torch(grads, qkv, r, cos, sin):
+def _rotary_norm_backward_torch(
+    grads: list[Tensor], qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
     grad_qkv = torch.empty_like(qkv)
     for some in row_chunks(qkv.flatten(1)):
         for part, grad in enumerate(grads[:2]):
@@ -84,7 +87,7 @@ def _rotary_norm_backward_torch(grads, qkv, r, cos, sin):
     return grad_qkv
 
 
-def _rotary_norm_native(qkv, cos, sin, eps):
+def _rotary_norm_native(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     batch, length, _, heads, width = qkv.shape
     r = torch.empty(batch, length, 2, heads, dtype=torch.float32, device=qkv.device)
     native.call(
@@ -94,7 +97,9 @@ def _rotary_norm_native(qkv, cos, sin, eps):
     return r
 
 
-def _rotary_norm_backward_native(grads, qkv, r, cos, sin):
+def _rotary_norm_backward_native(
+    grads: list[Tensor], qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
     batch, length, _, heads, width = qkv.shape
     grad_qkv = torch.empty_like(qkv)
     grads = [grad if grad.stride(3) == 1 else grad.contiguous() for grad in grads]
@@ -185,7 +190,7 @@ def _tile(half: int) -> dict[str, int]:
     return {"HALF": half, "BLOCK_R": max(1, 1024 // block_h), "BLOCK_H": block_h}
 
 
-def _rotary_norm_triton(qkv, cos, sin, eps):
+def _rotary_norm_triton(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     batch, length, _, heads, width = qkv.shape
     r = torch.empty(batch, length, 2, heads, dtype=torch.float32, device=qkv.device)
     if r.numel():
@@ -196,7 +201,9 @@ def _rotary_norm_triton(qkv, cos, sin, eps):
     return r
 
 
-def _rotary_norm_backward_triton(grads, qkv, r, cos, sin):
+def _rotary_norm_backward_triton(
+    grads: list[Tensor], qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
     batch, length, _, heads, width = qkv.shape
     grad_qkv = torch.empty_like(qkv)
     rows = batch * length * heads
@@ -264,7 +271,7 @@ def rotary_norm_backward(
     return run(grads, qkv, r, cos, sin)
 
 
-def _check(qkv, cos, sin):
+def _check(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
     got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
     if qkv.dtype not in (torch.float32, torch.bfloat16) or qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"need float32 or bfloat16 of shape (B, T, 3, heads, d), got {got}")
@@ -318,27 +325,30 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (*grads, qkv, r, cos, sin), peer)
 
 
-def rounded_once(qkv, *rest):
+def rounded_once(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, ...]:
     """Round the reference of `rotary_norm_`, and nothing before it."""
-    return tuple(part.to(qkv.dtype) for part in rotary_norm_reference(qkv, *rest))
+    return tuple(part.to(qkv.dtype) for part in rotary_norm_reference(qkv, cos, sin, eps))
 
 
-def rounded_gradient(*inputs):
+def rounded_gradient(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
     """Round the reference of `rotary_norm_backward`, and nothing before it."""
-    return _flat(rotary_norm_backward_reference)(*inputs).to(inputs[3].dtype)
+    grads = [grad_q, grad_k, grad_v]
+    return rotary_norm_backward_reference(grads, qkv, r, cos, sin).to(qkv.dtype)
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left in `qkv` too."""
 
-    def with_state(qkv, *inputs):
+    def with_state(qkv: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
         r = run(qkv, *inputs)
         return qkv, r
 
     return with_state
 
 
-def _flat(run):
+def _flat(run: Callable) -> Callable:
     """Wrap an implementation so that it takes the three gradients one by one."""
     return lambda q, k, v, *rest: run([q, k, v], *rest)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 
@@ -27,7 +28,7 @@ def sum_choices_reference(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
     return y
 
 
-def _sum_choices_torch(x, chosen, entries):
+def _sum_choices_torch(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
     batch, width = len(x), x.shape[3]
     y = torch.zeros(batch, entries + 1, width, device=x.device)  # the last for what is none
     rows = torch.where(chosen >= 0, chosen, entries).long()
@@ -77,12 +78,12 @@ def _sum_choices_kernel(
         tl.store(y_ptr + (b * ENTRIES + j) * WIDTH + offs, y, mask=offs < WIDTH)
 
 
-def _sum_choices_triton(x, chosen, entries):
+def _sum_choices_triton(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
     batch, number, size, width = x.shape
     y = torch.empty(batch, entries, width, dtype=torch.float32, device=x.device)
     if not y.numel():
         return y
-    like = {"dtype": torch.int16, "device": x.device}
+    like: TensorOptions = {"dtype": torch.int16, "device": x.device}
     places = torch.full((batch, entries, number), -1, **like)
     if chosen.numel():
         block = triton.next_power_of_2(min(size, 1024))

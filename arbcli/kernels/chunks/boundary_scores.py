@@ -48,17 +48,19 @@ def boundary_scores_backward_reference(
     if not x.numel():
         return torch.zeros_like(x), torch.zeros_like(qk)
     total = (boundary_scores_reference(x, qk) * grad_p.double()).sum()
-    return torch.autograd.grad(total + 0 * qk.sum(), (x, qk))
+    grad_x, grad_qk = torch.autograd.grad(total + 0 * qk.sum(), (x, qk))
+    return grad_x, grad_qk
 
 
-def _pairs(x, qk):
+def _pairs(x: Tensor, qk: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Give u[t - 1] and v[t] for t from 1 on, in float32, and their lengths."""
     q, k = qk.float().chunk(2, dim=2)
     u, v = (x.float() + q)[:, :-1], (x.float() + k)[:, 1:]
-    return u, v, *((part.square().sum(dim=2, keepdim=True) + 1e-6).sqrt() for part in (u, v))
+    of_u, of_v = ((part.square().sum(dim=2, keepdim=True) + 1e-6).sqrt() for part in (u, v))
+    return u, v, of_u, of_v
 
 
-def _boundary_scores_torch(x, qk):
+def _boundary_scores_torch(x: Tensor, qk: Tensor) -> Tensor:
     p = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)
     if x.shape[1] > 1:
         u, v, length_u, length_v = _pairs(x, qk)
@@ -66,7 +68,7 @@ def _boundary_scores_torch(x, qk):
     return p
 
 
-def _boundary_scores_backward_torch(grad_p, x, qk):
+def _boundary_scores_backward_torch(grad_p: Tensor, x: Tensor, qk: Tensor) -> tuple[Tensor, Tensor]:
     width = x.shape[2]
     grad_qk = torch.zeros(qk.shape, dtype=torch.float32, device=x.device)
     if x.shape[1] > 1:
@@ -149,7 +151,7 @@ def _boundary_scores_backward_kernel(
     tl.store(grad_qk_ptrs + D, grad_v.to(dtype), mask=mask)
 
 
-def _boundary_scores_triton(x, qk):
+def _boundary_scores_triton(x: Tensor, qk: Tensor) -> Tensor:
     batch, length, width = x.shape
     p = torch.empty(batch, length, dtype=torch.float32, device=x.device)
     if p.numel():
@@ -160,7 +162,9 @@ def _boundary_scores_triton(x, qk):
     return p
 
 
-def _boundary_scores_backward_triton(grad_p, x, qk):
+def _boundary_scores_backward_triton(
+    grad_p: Tensor, x: Tensor, qk: Tensor
+) -> tuple[Tensor, Tensor]:
     batch, length, width = x.shape
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grad_qk = torch.empty(qk.shape, dtype=qk.dtype, device=x.device)
@@ -173,7 +177,7 @@ def _boundary_scores_backward_triton(grad_p, x, qk):
     return grad_x, grad_qk
 
 
-def _blocks(width):
+def _blocks(width: int) -> dict[str, int]:
     block_d = triton.next_power_of_2(width)
     blocks = {"BLOCK_T": max(1, min(16, 2048 // block_d)), "BLOCK_D": block_d}
     return blocks | {"num_warps": 16 if block_d > WIDE else 4}
@@ -218,7 +222,7 @@ def boundary_scores_backward(grad_p: Tensor, x: Tensor, qk: Tensor) -> tuple[Ten
     return run(grad_p, x, qk)
 
 
-def _check(x, qk):
+def _check(x: Tensor, qk: Tensor) -> None:
     if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 3:
         got = f"{x.dtype} of shape {tuple(x.shape)}"
         raise ValueError(f"need float32 or bfloat16 positions, got {got}")
@@ -263,7 +267,7 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (grad_p, x, qk), peer)
 
 
-def rounded_score_gradients(grad_p, x, qk):
+def rounded_score_gradients(grad_p: Tensor, x: Tensor, qk: Tensor) -> tuple[Tensor, ...]:
     """Round the reference of `boundary_scores_backward`, and nothing before it."""
     return tuple(grad.to(x.dtype) for grad in boundary_scores_backward_reference(grad_p, x, qk))
 
@@ -279,9 +283,10 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 
 def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, inputs = _timed(device)
-    inputs = torch.randn(32, 4096, device=device), *inputs
-    yield Timing(label, inputs, peer=partial(_boundary_scores_backward_torch, *inputs))
+    label, (x, qk) = _timed(device)
+    grad_p = torch.randn(32, 4096, device=device)
+    peer = partial(_boundary_scores_backward_torch, grad_p, x, qk)
+    yield Timing(label, (grad_p, x, qk), peer=peer)
 
 
 _GATE = Gate(

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
 
 
@@ -35,7 +36,7 @@ class Chunks(NamedTuple):
 def find_chunks_reference(boundaries: Tensor, capacity: int) -> Chunks:
     """Compute what `find_chunks` must return, a position at a time."""
     batch, length = boundaries.shape
-    like = {"dtype": torch.int64, "device": boundaries.device}
+    like: TensorOptions = {"dtype": torch.int64, "device": boundaries.device}
     first = torch.full((batch, capacity), -1, **like)
     owner, slot = torch.zeros(batch, length, **like), torch.full((batch, length), -1, **like)
     overflow = torch.zeros(batch, **like)
@@ -51,7 +52,7 @@ def find_chunks_reference(boundaries: Tensor, capacity: int) -> Chunks:
     return Chunks(first, owner, slot, overflow)
 
 
-def _find_chunks_torch(boundaries, capacity):
+def _find_chunks_torch(boundaries: Tensor, capacity: int) -> Chunks:
     batch, length = boundaries.shape
     begins = functional.pad(boundaries[:, 1:], (1, 0), value=True) if length else boundaries
     found = begins.long().cumsum(1)
@@ -93,8 +94,9 @@ def _find_chunks_kernel(
         tl.store(first_ptr + row * C + c, tl.full((BLOCK,), -1, tl.int64), (c >= found) & (c < C))
 
 
-def _find_chunks_triton(boundaries, capacity):
-    (batch, length), like = boundaries.shape, {"dtype": torch.int64, "device": boundaries.device}
+def _find_chunks_triton(boundaries: Tensor, capacity: int) -> Chunks:
+    (batch, length) = boundaries.shape
+    like: TensorOptions = {"dtype": torch.int64, "device": boundaries.device}
     first, owner = torch.empty(batch, capacity, **like), torch.empty(batch, length, **like)
     chunks = Chunks(first, owner, torch.empty_like(owner), torch.empty(batch, **like))
     if batch:

@@ -24,7 +24,7 @@ def gather_chunks_reference(x: Tensor, index: Tensor) -> Tensor:
     return y
 
 
-def _gather_chunks_torch(x, index):
+def _gather_chunks_torch(x: Tensor, index: Tensor) -> Tensor:
     if not x.shape[1]:
         return x.new_zeros(*index.shape, x.shape[2])
     rows = torch.arange(len(x), device=x.device)[:, None]
@@ -47,7 +47,7 @@ def _gather_chunks_kernel(
     tl.store(y_ptr + (b * R + r) * D + d, x, mask=(r < R) & (d < D))
 
 
-def _gather_chunks_triton(x, index):
+def _gather_chunks_triton(x: Tensor, index: Tensor) -> Tensor:
     (batch, rows), width = index.shape, x.shape[2]
     y = torch.empty(batch, rows, width, dtype=x.dtype, device=x.device)
     if y.numel():

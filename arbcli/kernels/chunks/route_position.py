@@ -21,8 +21,9 @@ Of several texts each has a program of its own, which knows nothing of the other
 not go on, no chunk begins, and nothing is counted or remembered.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from arbcli.kernels.chunks.boundary_scores import TINY
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.conditions import tell_condition
-from arbcli.kernels.runtime.inputs import check_contiguous, check_element
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous, check_element
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
@@ -80,9 +81,9 @@ def route_position_reference(
     elif position:
         before, now = (int(part) in (9, 10, 11, 12, 13, 32) for part in (byte, ids))
         p = float(before and not now)
-    about = {"device": x.device}
     return (
-        torch.tensor([1 + p], **about), torch.tensor([int(p > 0.5) * goes], **about),
+        torch.tensor([1 + p], device=x.device),
+        torch.tensor([int(p > 0.5) * goes], device=x.device),
         rows.double()[-width:] + mean, last if goes else before_last,
         ids.clone() if goes or router != "space" else byte.clone(), encoder + goes, encoder.clone(),
     )  # fmt: skip
@@ -106,13 +107,15 @@ def take_chunk_reference(
     mean = torch.where(taken > 0, found, mean.double())
     if position is None:
         return y, mean
-    return y, mean, position + (1 if one else begins)
+    return y, mean, position + (1 if one or begins is None else begins)
 
 
 @text_by_text(7)
 def _route_position_torch(
-    router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle, going_on=None
-):
+    router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
+    encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None,
+    going_on: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     width, is_first = len(x), (encoder == 0)[None]
     goes = torch.ones_like(encoder) if going_on is None else going_on
     if router == "learned":
@@ -139,7 +142,10 @@ def _route_position_torch(
     return p, begins & (goes > 0), y
 
 
-def _take_chunk_torch(z, p, residual, mean, y, position, begins=None):
+def _take_chunk_torch(
+    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None,
+    begins: Tensor | None = None,
+) -> None:  # fmt: skip
     share = p.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
     taken = torch.ones_like(p) if begins is None else begins[:, None]
     mean.copy_(torch.where(taken > 0, share * z.float() + (1 - share) * mean, mean))
@@ -241,8 +247,10 @@ def _take_chunk_kernel(
 
 
 def _route_position_triton(
-    router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle, going_on=None
-):
+    router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
+    encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None,
+    going_on: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     width = x.shape[-1]
     p = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     begins = torch.empty_like(p, dtype=torch.bool)
@@ -257,7 +265,10 @@ def _route_position_triton(
     return p, begins, y
 
 
-def _take_chunk_triton(z, p, residual, mean, y, position, begins=None):
+def _take_chunk_triton(
+    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None,
+    begins: Tensor | None = None,
+) -> None:  # fmt: skip
     width = z.shape[-1]
     _take_chunk_kernel[(p.numel(),)](
         z, p, residual, mean, y, mean if position is None else position, begins, width,
@@ -265,7 +276,7 @@ def _take_chunk_triton(z, p, residual, mean, y, position, begins=None):
     )  # fmt: skip
 
 
-def _blocks(width):
+def _blocks(width: int) -> dict[str, int]:
     """Choose few warps: each of their threads tells the condition."""
     block_d = triton.next_power_of_2(width)
     return {"BLOCK_D": block_d, "num_warps": min(8, max(1, block_d // 512))}
@@ -328,8 +339,9 @@ def route_position_(
     if router not in ROUTERS:
         raise ValueError(f"no router is named {router}")
     run = _route_position_triton if uses_triton(x) else _route_position_torch
-    about = (encoder, decoder, length, eps, handle, going_on)
-    return run(router, x, rows, mean, last, byte, ids, *about)
+    return run(
+        router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle, going_on
+    )
 
 
 def take_chunk_(
@@ -371,7 +383,7 @@ def take_chunk_(
     run(z, p, residual, mean, y, position, begins)
 
 
-def _check_vector(name, x):
+def _check_vector(name: str, x: Tensor) -> torch.Size:
     if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() > 2 or not x.is_contiguous():
         got = f"{x.dtype} of shape {tuple(x.shape)}"
         raise ValueError(f"need a contiguous float32 or bfloat16 vector {name}, got {got}")
@@ -423,33 +435,39 @@ def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     if device.type == "cuda":
         kinds += [(torch.bfloat16, 512), (torch.bfloat16, 776)]
     for dtype, width in kinds:
-        drawn = []
+        drawn: list[tuple] = []
         for p in (0.0, 0.7, 1.0):
             z, residual, mean, y = torch.randn(4, width, generator=generator).unbind()
             reals = z.to(dtype), torch.tensor([p]), residual.to(dtype), mean, y.to(dtype)
-            inputs = [part.to(device).contiguous() for part in reals]
+            inputs = tuple(part.to(device).contiguous() for part in reals)
             position = torch.tensor(5, dtype=torch.int32, device=device) if p else None
             low = " bf16" if dtype == torch.bfloat16 else ""
             yield Case(f"{width} {p}{low}", (*inputs, position), _take_peer if low else None)
             drawn.append(inputs)
         position, begins = torch.tensor([[5, 0, 7], [1, 0, 1]], dtype=torch.int32, device=device)
-        inputs = (*beside_each_other(drawn), position, begins)
-        yield Case(f"three texts of {width}{low}", inputs, _take_peer if low else None)
+        texts = (*beside_each_other(drawn), position, begins)
+        yield Case(f"three texts of {width}{low}", texts, _take_peer if low else None)
 
 
-def _route_with_state(run):
+def _route_with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what its reference does."""
 
-    def with_state(router, x, rows, mean, last, byte, ids, encoder, decoder, *about):
-        p, begins, y = run(router, x, rows, mean, last, byte, ids, encoder, decoder, *about)
+    def with_state(
+        router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
+        encoder: Tensor, decoder: Tensor, *rest: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        p, begins, y = run(router, x, rows, mean, last, byte, ids, encoder, decoder, *rest)
         byte = byte if router == "space" else ids
         return 1 + p, begins.long(), y, last, byte, encoder, decoder
 
     return with_state
 
 
-def _take_with_state(run):
-    def with_state(z, p, residual, mean, y, position, *begins):
+def _take_with_state(run: Callable) -> Callable:
+    def with_state(
+        z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None,
+        *begins: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         run(z, p, residual, mean, y, position, *begins)
         return (y, mean) if position is None else (y, mean, position)
 
@@ -465,7 +483,7 @@ _route_peer, _take_peer = (
 def _route_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     generator = torch.Generator().manual_seed(0)
     x, rows, mean, last = (part.to(device) for part in _draw(generator, 512, 3))
-    ints = {"device": device, "dtype": torch.int64}
+    ints: TensorOptions = {"device": device, "dtype": torch.int64}
     byte, ids = torch.zeros(2, 1, 1, **ints).unbind()
     encoder, decoder = torch.zeros(2, dtype=torch.int32, device=device).unbind()
     reals = x.bfloat16(), rows.bfloat16(), mean, last.bfloat16()

@@ -25,7 +25,8 @@ from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 def smooth_chunks_reference(z: Tensor, p: Tensor) -> Tensor:
     """Compute what `smooth_chunks` must return, one chunk after another in float64."""
-    s, last = torch.zeros(z.shape, dtype=torch.float64, device=z.device), 0.0
+    s = torch.zeros(z.shape, dtype=torch.float64, device=z.device)
+    last = s.new_zeros(len(s), 1)
     for j in range(z.shape[1]):
         share = p[:, j, None].double()
         last = s[:, j] = share * z[:, j].double() + (1 - share) * last
@@ -37,16 +38,17 @@ def smooth_chunks_backward_reference(
 ) -> tuple[Tensor, Tensor]:
     """Compute what `smooth_chunks_backward` must return, by autograd in float64."""
     z, p = z.double().requires_grad_(), p.double().requires_grad_()
-    total, last = 0.0, torch.zeros_like(z[:, 0]) if z.shape[1] else 0.0
+    total, last = z.new_zeros(()), z.new_zeros(len(z), 1)
     for j in range(z.shape[1]):
         last = p[:, j, None] * z[:, j] + (1 - p[:, j, None]) * last
         total = total + (last * grad_s[:, j].double()).sum()
     if not z.numel():
         return torch.zeros_like(z), torch.zeros_like(p)
-    return torch.autograd.grad(total, (z, p))
+    grad_z, grad_p = torch.autograd.grad(total, (z, p))
+    return grad_z, grad_p
 
 
-def _smooth_chunks_torch(z, p):
+def _smooth_chunks_torch(z: Tensor, p: Tensor) -> Tensor:
     s = torch.empty(z.shape, dtype=torch.float32, device=z.device)
     last = torch.zeros_like(s[:, :1])
     for j in range(z.shape[1]):
@@ -56,11 +58,13 @@ def _smooth_chunks_torch(z, p):
     return s
 
 
-def _smooth_chunks_backward_torch(grad_s, z, p, s):
+def _smooth_chunks_backward_torch(
+    grad_s: Tensor, z: Tensor, p: Tensor, s: Tensor
+) -> tuple[Tensor, Tensor]:
     grad_z, grad_p = torch.empty_like(z, memory_format=torch.contiguous_format), p.new_empty(0)
     before = torch.cat((torch.zeros_like(s[:, :1]), s[:, :-1]), dim=1)[:, : s.shape[1]]
     whole = torch.empty(z.shape, dtype=torch.float32, device=z.device)
-    g = torch.zeros_like(whole[:, 0]) if z.shape[1] else None
+    g = whole.new_zeros(len(whole), 1)
     for j in reversed(range(z.shape[1])):
         g = whole[:, j] = grad_s[:, j] + (g if j == z.shape[1] - 1 else (1 - p[:, j + 1, None]) * g)
     grad_p = (whole * (z.float() - before)).sum(dim=2)
@@ -131,7 +135,7 @@ def _smooth_chunks_backward_kernel(
         tl.store(grad_p_ptr + (b * C + c) * parts + part, grad_p, mask=c >= 0)
 
 
-def _smooth_chunks_triton(z, p):
+def _smooth_chunks_triton(z: Tensor, p: Tensor) -> Tensor:
     batch, chunks, width = z.shape
     s = torch.empty(z.shape, dtype=torch.float32, device=z.device)
     if s.numel():
@@ -142,13 +146,15 @@ def _smooth_chunks_triton(z, p):
     return s
 
 
-def _blocks(chunks, width):
+def _blocks(chunks: int, width: int) -> dict[str, int]:
     """Choose tiles, small ones for small tensors: they take long to interpret."""
     most_chunks, most_width = (min(32, triton.next_power_of_2(size)) for size in (chunks, width))
     return {"BLOCK_C": most_chunks, "BLOCK_D": most_width}
 
 
-def _smooth_chunks_backward_triton(grad_s, z, p, s):
+def _smooth_chunks_backward_triton(
+    grad_s: Tensor, z: Tensor, p: Tensor, s: Tensor
+) -> tuple[Tensor, Tensor]:
     batch, chunks, width = z.shape
     blocks = _blocks(max(chunks, 1), max(width, 1))
     parts = triton.cdiv(width, blocks["BLOCK_D"])
@@ -205,7 +211,7 @@ def smooth_chunks_backward(
     return run(grad_s, z, p, s)
 
 
-def _check(z, p):
+def _check(z: Tensor, p: Tensor) -> None:
     if z.dtype not in (torch.float32, torch.bfloat16) or z.dim() != 3:
         got = f"{z.dtype} of shape {tuple(z.shape)}"
         raise ValueError(f"need float32 or bfloat16 chunks, got {got}")
@@ -250,7 +256,9 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (grad, z, p, smooth_chunks_reference(z, p).float()), peer)
 
 
-def rounded_smooth_gradients(grad_s, z, p, s):
+def rounded_smooth_gradients(
+    grad_s: Tensor, z: Tensor, p: Tensor, s: Tensor
+) -> tuple[Tensor, None]:
     """Round the first result of `smooth_chunks_backward`; the other is float32 always."""
     grad_z, _ = smooth_chunks_backward_reference(grad_s, z, p, s)
     return grad_z.to(z.dtype), None

@@ -42,17 +42,19 @@ def spread_chunks_backward_reference(
     return grad_s, grad_c
 
 
-def _rows(owner):
+def _rows(owner: Tensor) -> Tensor:
     return torch.arange(len(owner), device=owner.device)[:, None]
 
 
-def _spread_chunks_torch(x, s, owner):
+def _spread_chunks_torch(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
     if not owner.numel():
         return torch.empty_like(x)
     return (x.float() + s[_rows(owner), owner]).to(x.dtype)
 
 
-def _spread_chunks_backward_torch(grad_y, s, owner, first):
+def _spread_chunks_backward_torch(
+    grad_y: Tensor, s: Tensor, owner: Tensor, first: Tensor
+) -> tuple[Tensor, Tensor]:
     grad_s = torch.zeros_like(s, memory_format=torch.contiguous_format)
     if not owner.numel():
         return grad_s, s.new_zeros(owner.shape)
@@ -108,7 +110,7 @@ def _spread_chunks_backward_kernel(
     tl.store(grad_s_ptr + (b * C + j) * D + d, grad_s, mask=d < D)
 
 
-def _spread_chunks_triton(x, s, owner):
+def _spread_chunks_triton(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
     batch, length, width = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
@@ -121,7 +123,9 @@ def _spread_chunks_triton(x, s, owner):
     return y
 
 
-def _spread_chunks_backward_triton(grad_y, s, owner, first):
+def _spread_chunks_backward_triton(
+    grad_y: Tensor, s: Tensor, owner: Tensor, first: Tensor
+) -> tuple[Tensor, Tensor]:
     (batch, length, width), chunks = grad_y.shape, s.shape[1]
     grad_s = torch.empty(s.shape, dtype=torch.float32, device=s.device)
     grad_c = torch.empty(batch, length, dtype=torch.float32, device=s.device)
@@ -178,7 +182,7 @@ def spread_chunks_backward(
     return run(grad_y, s, owner, first)
 
 
-def _check(x, s, owner):
+def _check(x: Tensor, s: Tensor, owner: Tensor) -> None:
     if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 3:
         got = f"{x.dtype} of shape {tuple(x.shape)}"
         raise ValueError(f"need float32 or bfloat16 positions, got {got}")
@@ -231,12 +235,12 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, tuple(inputs))
 
 
-def rounded_spread(x, s, owner):
+def rounded_spread(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
     """Round the reference of `spread_chunks`, and nothing before it."""
     return spread_chunks_reference(x, s, owner).to(x.dtype)
 
 
-def _timed(device: torch.device) -> tuple[str, tuple, Tensor]:
+def _timed(device: torch.device) -> tuple[str, tuple[Tensor, Tensor, Tensor], Tensor]:
     x = torch.randn(32, 4096, 512, device=device, dtype=torch.bfloat16)
     owner = (torch.arange(4096, device=device) // 4).expand(32, 4096).contiguous()
     first = (torch.arange(1024, device=device) * 4).expand(32, 1024).contiguous()
@@ -253,9 +257,9 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 
 def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, inputs, first = _timed(device)
-    peer = partial(_spread_chunks_backward_torch, *inputs, first)
-    yield Timing(label, (*inputs, first), peer=peer)
+    label, (x, s, owner), first = _timed(device)
+    peer = partial(_spread_chunks_backward_torch, x, s, owner, first)
+    yield Timing(label, (x, s, owner, first), peer=peer)
 
 
 _GATE = Gate(

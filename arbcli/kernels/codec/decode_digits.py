@@ -6,7 +6,9 @@ once, to bf16. Every kernel, backend and reference has the same weight.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -215,11 +217,11 @@ def with_remainders(packed: Packed, generator: torch.Generator) -> Iterator[tupl
         What it is called, and the matrix: with a remainder of eight bits, then with one of four.
     """
     shape = (packed.out_features, packed.in_features)
-    like = {"generator": generator, "device": generator.device, "dtype": torch.int8}
+    draw = partial(torch.randint, generator=generator, device=generator.device, dtype=torch.int8)
     for radix, bits in ((64, 8), (14, 4)):
-        low = torch.randint(-128, 128, shape, **like).to(packed.trits.device)
-        about = {"remainder": low, "radix": radix, "nibble": bits == 4}
-        yield f"all digits of {bits} bits", packed._replace(**about)
+        low = draw(-128, 128, shape).to(packed.trits.device)
+        digits = packed._replace(remainder=low, radix=radix, nibble=bits == 4)
+        yield f"all digits of {bits} bits", digits
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -232,6 +234,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield Case("9x1000 whole octaves", (packed._replace(fraction=None),))
     yield Case("5x1000 strided", (packed.rows(slice(None, None, 2)),))
     yield Case("9x1000 an eighth of the remainder", (packed._replace(radix=126),))
+    assert packed.remainder is not None
     apart = torch.stack([packed.remainder, packed.remainder], dim=2)[:, :, 0]
     yield Case("9x1000 remainder strided", (packed._replace(remainder=apart),))
 
@@ -243,13 +246,13 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         yield Timing(f"8192x8192 {name}", (all_digits,), run=decode_digits_triton)
 
 
-def in_rounded_float32(decode):
+def in_rounded_float32(decode: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap an implementation so that it decodes to float32, rounded to bf16 for the comparison.
 
     Triton's interpreter rounds bf16 wrongly; float32 holds the same values.
     """
 
-    def run(*inputs):
+    def run(*inputs: Any) -> Tensor:
         weight = decode(*inputs, dtype=torch.float32)
         rounded = weight.to(torch.bfloat16)
         # a value that bf16 cannot hold is an error, and NaN equals nothing

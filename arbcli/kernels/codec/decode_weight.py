@@ -272,6 +272,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield Case("2x1311 whole octaves", (packed._replace(fraction=None),))
     packed = random_packed(6, 165, group_size, generator).to(device).rows(slice(1, None, 2))
     yield Case("3x165 strided", (packed,))
+    assert packed.fraction is not None
     apart = torch.stack([packed.fraction, packed.fraction], dim=2)[:, :, 0]
     yield Case("3x165 fraction strided", (packed._replace(fraction=apart),))
     zeros = torch.full_like(packed.trits, LARGEST_BYTE // 2)

@@ -48,8 +48,16 @@ class Packed(NamedTuple):
 
     def above(self, other: "Packed") -> "Packed":
         """Copy the rows of this matrix and, below them, those of another one of the same kind."""
-        pairs = zip(self, other, strict=True)
-        return Packed(*(torch.cat(p) if isinstance(p[0], Tensor) else p[0] for p in pairs))
+
+        def both(mine: Tensor | None, others: Tensor | None) -> Tensor | None:
+            return None if mine is None or others is None else torch.cat((mine, others))
+
+        return self._replace(
+            trits=torch.cat((self.trits, other.trits)),
+            exponent=torch.cat((self.exponent, other.exponent)),
+            fraction=both(self.fraction, other.fraction),
+            remainder=both(self.remainder, other.remainder),
+        )
 
     def check(self, in_features: int | None = None) -> None:
         """Refuse parts that do not belong together.
@@ -77,10 +85,12 @@ class Packed(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Packed":
         """Apply a function to each of the tensors, such as one that takes some of the rows."""
-        parts = {"trits": self.trits, "exponent": self.exponent}
-        parts |= {"fraction": self.fraction, "remainder": self.remainder}
-        mapped = {name: function(part) for name, part in parts.items() if part is not None}
-        return self._replace(**mapped)
+        return self._replace(
+            trits=function(self.trits),
+            exponent=function(self.exponent),
+            fraction=None if self.fraction is None else function(self.fraction),
+            remainder=None if self.remainder is None else function(self.remainder),
+        )
 
     def rows(self, index: slice | Tensor) -> "Packed":
         """Take some of the rows: a view of a slice, a copy of (R,) int64 row numbers."""

@@ -335,8 +335,9 @@ SHAPES = ((1, 1), (3, 33), (33, 123), (5, 160), (2, 165), (4, 323), (2, 1311))
 
 def random_trits(rows: int, in_features: int, generator: torch.Generator) -> Tensor:
     """Draw (rows, in_features) int8 trits, each digit equally likely, where the generator is."""
-    like = {"generator": generator, "device": generator.device, "dtype": torch.int8}
-    return torch.randint(-1, 2, (rows, in_features), **like)
+    return torch.randint(
+        -1, 2, (rows, in_features), generator=generator, device=generator.device, dtype=torch.int8
+    )
 
 
 def _pack_cases(device: torch.device, _group_size: int) -> Iterator[Case]:

@@ -6,8 +6,6 @@ gated, row r + 8 of a tile is the row of w half a matrix below row r, so that on
 inputs of the gate.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -127,9 +125,9 @@ def multiply_native(
     return y
 
 
-def grid_of(weight: NamedTuple, block: int) -> tuple[int, int]:
+def grid_of(out_features: int, in_features: int, gated: bool, block: int) -> tuple[int, int]:
     """Count the tiles of a laid out matrix, and its blocks of so many columns."""
-    return -(-weight.out_features // (ROWS // (1 + weight.gated))), -(-weight.in_features // block)
+    return -(-out_features // (ROWS // (1 + gated))), -(-in_features // block)
 
 
 def check_few_rows(

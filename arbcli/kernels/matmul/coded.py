@@ -37,7 +37,7 @@ from arbcli.kernels.matmul.arranged import (
 )
 from arbcli.kernels.runtime._triton import tl
 from arbcli.kernels.runtime.backend import uses_native
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
 from arbcli.kernels.runtime.spec import Case, Timing
 
 BLOCK = 4 * PLANE
@@ -69,7 +69,8 @@ class Coded(NamedTuple):
         Raises:
             ValueError: a dtype or a shape does not fit.
         """
-        shape = *grid_of(self, BLOCK), PIECE_BYTES.value
+        grid = grid_of(self.out_features, self.in_features, self.gated, BLOCK)
+        shape = *grid, PIECE_BYTES.value
         check_contiguous("pieces", self.pieces, torch.uint8, shape)
 
 
@@ -224,7 +225,7 @@ def coded_timings(
 ) -> Iterator[Timing]:
     """Draw what a kernel of coded matrices is timed with: shapes are (M, rows, K, gated)."""
     generator = torch.Generator(device)
-    half = {"device": device, "dtype": torch.bfloat16}
+    half: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     for m, rows, in_features, gated in shapes:
         packed = random_packed(rows, in_features, 32, generator, spread=8)
         weight = code(packed, gated)

@@ -18,7 +18,7 @@ squares of the norm are products too: of x with itself, of which the diagonal is
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
@@ -179,6 +179,7 @@ def _sum_unit(at, APART: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M", "N", "tiles"])
+@no_type_check
 def _coded_rows_kernel(
     x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr,
     M, N, K, tiles, eps,
@@ -321,7 +322,10 @@ def _tiling(rows: int, tiles: int, blocks: int, processors: int) -> Tiling:
     return Tiling(min(4, triton.cdiv(tiles * groups, at_once)), octets, warps, steps, stages)
 
 
-def _coded_rows_triton(x, pieces, out_features, in_features, gated, eps, added, dtype):
+def _coded_rows_triton(
+    x: Tensor, pieces: Tensor, out_features: int, in_features: int, gated: bool, eps: float | None,
+    added: Tensor | None, dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
     y = torch.empty(len(x), out_features, dtype=dtype, device=x.device)
     tiles, blocks = pieces.shape[:2]
     x = x if x.data_ptr() % 16 == 0 else x.clone()

@@ -17,7 +17,7 @@ put into the last bits of the bf16 number 128 + m, and one multiply-add makes (1
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ from arbcli.kernels.matmul.arranged import (
 from arbcli.kernels.matmul.few_rows import load_eight_over, load_int
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, num_processors, uses_native
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
@@ -121,13 +121,12 @@ def arrange_in_lanes(packed: Packed, gated: bool = False) -> ArrangedDigits:
     """Arrange a matrix as `in_lanes` of `arrange_digits` does, by the native loop."""
     _check_digits(packed, gated)
     rows = packed.out_features // (1 + gated)
-    weight = ArrangedDigits(None, None, rows, packed.in_features, gated)
-    grid, device = grid_of(weight, PLANE), packed.trits.device
+    grid, device = grid_of(rows, packed.in_features, gated, PLANE), packed.trits.device
     pieces = torch.empty(*grid, PLANE, ROWS, dtype=torch.int8, device=device)
     scales = torch.empty(*grid, 8, 2, dtype=torch.bfloat16, device=device)
     if arrange_native(packed, pieces, scales, gated):
         raise ValueError(f"z is beyond {LARGEST_Z}, which a byte holds")
-    return weight._replace(pieces=pieces, scales=scales)
+    return ArrangedDigits(pieces, scales, rows, packed.in_features, gated)
 
 
 def _check_digits(packed: Packed, gated: bool) -> None:
@@ -169,7 +168,10 @@ def digits_matmul_reference(
     return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
 
 
-def _digits_matmul_torch(x, pieces, scales, out_features, in_features, gated, eps, added, dtype):
+def _digits_matmul_torch(
+    x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     z = (pieces & ~SIGN).float()
     z[pieces >= SIGN] *= -1
     weight = (z * scales.float()[:, :, :, None, :, None]).bfloat16().float()
@@ -184,7 +186,10 @@ def _digits_matmul_torch(x, pieces, scales, out_features, in_features, gated, ep
     return (y if added is None else added + y).to(dtype)
 
 
-def _digits_matmul_native(x, pieces, scales, out_features, in_features, gated, eps, added, dtype):
+def _digits_matmul_native(
+    x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     weight = in_lanes(ArrangedDigits(pieces, scales, out_features, in_features, gated))
     return multiply_native(x, weight.pieces, scales, out_features, gated, eps, added, dtype)
 
@@ -240,6 +245,7 @@ def _over_warps(value, WARPS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["N"])
+@no_type_check
 def _digits_matmul_kernel(
     x_ptr, pieces_ptr, scales_ptr, added_ptr, y_ptr,
     N, K, planes, eps,
@@ -310,7 +316,10 @@ def _tiling(rows: int, tiles: int, planes: int, processors: int) -> Tiling:
     return Tiling(8 if planes >= 32 else 4, 4)
 
 
-def _digits_matmul_triton(x, pieces, scales, out_features, in_features, gated, eps, added, dtype):
+def _digits_matmul_triton(
+    x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     y = torch.empty(len(x), out_features, dtype=dtype, device=x.device)
     to = y if added is None else added.contiguous()
     x = x if x.data_ptr() % 16 == 0 else x.clone()
@@ -351,7 +360,7 @@ def digits_matmul(
     """
     dtype = dtype or x.dtype
     check_few_rows(x, weight.in_features, added, (dtype, weight.out_features), multiple=8)
-    grid = grid_of(weight, PLANE)
+    grid = grid_of(weight.out_features, weight.in_features, weight.gated, PLANE)
     if uses_native(x) and weight.pieces.dtype == torch.int8:
         check_contiguous("pieces", weight.pieces, torch.int8, (*grid, PLANE, ROWS))
     else:
@@ -369,7 +378,9 @@ SHAPES = (
 """(M, rows, K, G, gated, eps, whether something is added)."""
 
 
-def random_digits(rows: int, in_features: int, group_size: int, generator) -> Packed:
+def random_digits(
+    rows: int, in_features: int, group_size: int, generator: torch.Generator
+) -> Packed:
     """Draw a matrix of all digits with z within what a byte holds."""
     packed = random_packed(rows, in_features, group_size, generator, spread=8)
     _, (_, packed) = with_remainders(packed, generator)
@@ -399,7 +410,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     generator = torch.Generator(device)
-    half = {"device": device, "dtype": torch.bfloat16}
+    half: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     shapes = ((1, 11264, 2048, True), (1, 2048, 5632, False), (1, *MATRIX, False))
     for m, rows, in_features, gated in (*shapes, (1, 16384, 16384, False), (8, *MATRIX, False)):
         pieces = torch.randint(

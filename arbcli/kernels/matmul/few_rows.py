@@ -14,6 +14,8 @@ the columns of other blocks. That needs a quarter of the scalings, and no exchan
 With more than eight rows, x is first copied so that what a warp loads at once is contiguous.
 """
 
+from typing import no_type_check
+
 import torch
 from torch import Tensor
 
@@ -370,6 +372,7 @@ def _add_rest(
 
 
 @triton.jit(do_not_specialize=_SIZES)
+@no_type_check
 def _few_rows_kernel(
     x_ptr, tiled_ptr, packed_ptr, exponent_ptr, fraction_ptr, y_ptr,
     M, N, K,
@@ -414,7 +417,7 @@ def _few_rows_kernel(
         X_BLOCK: tl.constexpr = 2560 * TILES
     else:
         x_lanes = x_rows[0]
-        X_BLOCK: tl.constexpr = 320
+        X_BLOCK: tl.constexpr = 320  # type: ignore[no-redef]
 
     # load ahead: the blocks left over by whole rounds, and those of the first round
     left = rounds * STEP + warp
@@ -520,7 +523,8 @@ def few_rows(x: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
     x = _on_16_bytes(x)
     _, exponent, fraction = packed.pointers
     words = packed.group_size == PLANE and _in_words(exponent) and _in_words(fraction)
-    plan = _plan(rows, out_features, words, num_processors(x) if x.is_cuda else _PROCESSORS)
+    processors = num_processors(x) if x.is_cuda else _PROCESSORS
+    plan, registers = _plan(rows, out_features, words, processors)
     tiles, k_warps = plan["TILES"], plan["K_WARPS"]
     left = triton.cdiv(in_features // BLOCK % (4 * k_warps), k_warps)
     grid = (triton.cdiv(out_features, 16 * plan["HEIGHT"] * plan["N_WARPS"]),)
@@ -529,13 +533,19 @@ def few_rows(x: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
         x, _tiled(x, in_features, tiles) if tiles > 1 else x, *packed.pointers, y,
         rows, out_features, in_features, x.stride(0), stride_pn, *scale_strides, *y.stride(),
         **packed.constants, WORDS=words, LEFT=left, PTX=HAS_PTX,
-        **plan, num_warps=plan["N_WARPS"] * k_warps,
+        **plan, maxnreg=registers, num_warps=plan["N_WARPS"] * k_warps,
     )  # fmt: skip
     return y
 
 
-def _plan(rows: int, out_features: int, words: bool, processors: int) -> dict[str, int | None]:
-    """Choose how warps share the work, so that all of them are resident at once if possible."""
+def _plan(
+    rows: int, out_features: int, words: bool, processors: int
+) -> tuple[dict[str, int], int | None]:
+    """Choose how warps share the work, so that all of them are resident at once if possible.
+
+    Returns:
+        Constants of the kernel, and the most registers of a thread; None is as many as it takes.
+    """
     sixteens = triton.cdiv(out_features, 16 * processors)  # tiles of 16 rows for each processor
     many = sixteens > 4
     tiles = next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
@@ -550,7 +560,7 @@ def _plan(rows: int, out_features: int, words: bool, processors: int) -> dict[st
         plan |= {"N_WARPS": 2}
     # a processor's registers are 128 a thread for 16 warps, and 168 for 12
     crowded = sixteens * plan["K_WARPS"] > 12 and tiles * plan["HEIGHT"] == 1
-    return plan | {"maxnreg": 128 if words and crowded else None}
+    return plan, 128 if words and crowded else None
 
 
 def _tiled(x: Tensor, in_features: int, tiles: int) -> Tensor:

@@ -6,6 +6,7 @@ on GPUs that can (sm_89 or later); elsewhere the same numbers are multiplied in 
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,15 +34,23 @@ def fp8_matmul_reference(
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
-def _fp8_matmul_torch(q, scale, packed, transposed, dtype, largest=None):
+def _fp8_matmul_torch(
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype,
+    largest: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     return _multiply(q, scale, *_decode_e4m3_torch(packed, transposed, largest), dtype)
 
 
-def _fp8_matmul_triton(q, scale, packed, transposed, dtype, largest=None):
+def _fp8_matmul_triton(
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype,
+    largest: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     return _multiply(q, scale, *_decode_e4m3_triton(packed, transposed, largest), dtype)
 
 
-def _multiply(q, scale, weight, weight_scale, dtype) -> Tensor:
+def _multiply(
+    q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
     if q.is_cuda and dtype == torch.bfloat16:
         return torch._scaled_mm(
             q, weight.T, scale, weight_scale, out_dtype=dtype, use_fast_accum=True
@@ -118,7 +127,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         yield Timing(
             f"{rows}x{outputs}x{inputs}{' transposed' * transposed}",
             (q.to(E4M3), scale, packed, transposed, torch.bfloat16),
-            peer=lambda t=transposed: x @ (dense if t else dense.T),
+            peer=partial(torch.matmul, x, dense if transposed else dense.T),
             peer_name="cuBLAS bf16",
             flops=2 * rows * outputs * inputs,
         )

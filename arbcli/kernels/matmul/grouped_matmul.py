@@ -9,7 +9,7 @@ of an expert also reads rows of the next one, and does not store their products.
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +81,9 @@ def _ranges(bounds: Tensor, _slots: int) -> Iterator[tuple[int, slice]]:
         yield e, slice(first, last)
 
 
-def _grouped_matmul_torch(x, w, bounds, out=None, apart=False):
+def _grouped_matmul_torch(
+    x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = None, apart: bool = False
+) -> Tensor:
     y = x.new_zeros(len(x), w.shape[1]) if out is None else out
     for e, rows in _ranges(bounds, len(x)):
         for some in range(rows.start, rows.stop) if apart else ():
@@ -91,7 +93,7 @@ def _grouped_matmul_torch(x, w, bounds, out=None, apart=False):
     return y
 
 
-def _grouped_grad_w_torch(grad_y, x, bounds):
+def _grouped_grad_w_torch(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     grad = x.new_empty(len(bounds) - 1, grad_y.shape[1], x.shape[1])
     for e, rows in _ranges(bounds, len(x)):
         grad[e] = grad_y[rows].T @ x[rows]
@@ -221,7 +223,7 @@ def _grouped_grad_w_kernel(
     tl.store(grad_ptrs, acc.to(grad_ptr.dtype.element_ty), mask=(offs_n < N) & (offs_k < K))
 
 
-def _tiling(x, experts, apart=False):
+def _tiling(x: Tensor, experts: int, apart: bool = False) -> Tiling:
     """Choose the tiles of `grouped_matmul` from the mean rows an expert, the type and the GPU."""
     if x.dtype == torch.float32:
         return FLOAT32_TILES
@@ -229,7 +231,7 @@ def _tiling(x, experts, apart=False):
     return (HOPPER_TILES if capability(x) == HOPPER else OTHER_TILES)[many]
 
 
-def _grad_tiling(x, experts):
+def _grad_tiling(x: Tensor, experts: int) -> Tiling:
     """Choose the tiles of `grouped_grad_w`, whose depth is the rows of x."""
     if x.dtype == torch.float32:
         return FLOAT32_TILES
@@ -237,16 +239,19 @@ def _grad_tiling(x, experts):
     return tiles[len(x) > FEW_ROWS * experts]
 
 
-def _tiles_of(stack, rows, columns):
+def _tiles_of(stack: Tensor, rows: int, columns: int) -> tuple[Any, tuple[int, ...]]:
     """Describe a stack, or a copy that the copy engine can read; else pass it on, with strides."""
     if capability(stack) != HOPPER:
         return stack, stack.stride()
     if not has_aligned_rows(stack):
-        stack = with_aligned_rows(*stack.shape, stack).copy_(stack)
+        number, height, width = stack.shape
+        stack = with_aligned_rows(number, height, width, stack).copy_(stack)
     return described(stack, [1, rows, columns]), stack.stride()
 
 
-def _grouped_matmul_triton(x, w, bounds, out=None, apart=False):
+def _grouped_matmul_triton(
+    x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = None, apart: bool = False
+) -> Tensor:
     (slots, in_features), (experts, out_features, _) = x.shape, w.shape
     y = x.new_empty(slots, out_features) if out is None else out
     if y.numel() == 0:
@@ -270,7 +275,7 @@ def _grouped_matmul_triton(x, w, bounds, out=None, apart=False):
     return y
 
 
-def _grouped_grad_w_triton(grad_y, x, bounds):
+def _grouped_grad_w_triton(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     experts, out_features, in_features = len(bounds) - 1, grad_y.shape[1], x.shape[1]
     grad = x.new_empty(experts, out_features, in_features)
     if len(x) == 0:
@@ -346,7 +351,7 @@ def grouped_grad_w(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     return run(grad_y, x, bounds)
 
 
-def _check(x, bounds):
+def _check(x: Tensor, bounds: Tensor) -> None:
     if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 2 or x.shape[1] == 0:
         got = f"{x.dtype} of shape {tuple(x.shape)}"
         raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")

@@ -5,7 +5,7 @@ float32, at the speed of bfloat16 less the rounding. Trits are exact, but for th
 scales; the groups of T16 are the blocks of a scale.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -29,15 +29,23 @@ def nvfp4_matmul_reference(
     return q.double() @ weight.double().T * (scale.double() * weight_scale.double())
 
 
-def _nvfp4_matmul_torch(q, scale, packed, transposed, dtype):
+def _nvfp4_matmul_torch(
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype
+) -> Tensor:
     return _multiply(q, scale, packed, transposed, dtype, decode_digits_torch, ROUND_NVFP4.torch)
 
 
-def _nvfp4_matmul_triton(q, scale, packed, transposed, dtype):
+def _nvfp4_matmul_triton(
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype
+) -> Tensor:
     return _multiply(q, scale, packed, transposed, dtype, decode_weight_triton, ROUND_NVFP4.triton)
 
 
-def _multiply(q, scale, packed, transposed, dtype, decode, round_rows):
+def _multiply(
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype,
+    decode: Callable[[Packed, torch.dtype], Tensor],
+    round_rows: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> Tensor:  # fmt: skip
     weight = decode(packed, q.dtype)
     weight, weight_scale = round_rows(weight.T if transposed else weight)
     return ((q @ weight.T).float() * (scale * weight_scale)).to(dtype)

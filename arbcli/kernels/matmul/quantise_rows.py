@@ -6,7 +6,9 @@ least 2**-13 of it keep all three bits. Multiplying by a power of two itself is 
 Source: P. Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,8 +132,9 @@ def has_e4m3(tensor: Tensor) -> bool:
 
 
 def _quantise_rows_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    (rows, columns), like = x.shape, {"device": x.device}
-    q, scale = torch.empty(x.shape, dtype=E4M3, **like), torch.empty(rows, 1, **like)
+    rows, columns = x.shape
+    q = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    scale = torch.empty(rows, 1, device=x.device)
     if x.numel():
         x = x if x.stride(1) == 1 else x.contiguous()
         grid, tile = tiling(rows, columns, whole=WHOLE_ROW)
@@ -184,15 +187,13 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     for rows, columns in ((16384, 2048), (16384, 11264)):
         x = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
-        yield Timing(
-            f"{rows}x{columns}", (x,), peer=lambda x=x: x.to(E4M3), peer_name="torch's cast"
-        )
+        yield Timing(f"{rows}x{columns}", (x,), peer=partial(x.to, E4M3), peer_name="torch's cast")
 
 
-def in_float32(run):
+def in_float32(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Wrap what returns (q, scale) so that q is float32, which compares like any number."""
 
-    def widened(*inputs) -> tuple[Tensor, Tensor]:
+    def widened(*inputs: Any) -> tuple[Tensor, Tensor]:
         q, scale = run(*inputs)
         return q.float(), scale
 

@@ -140,6 +140,23 @@ def round_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     return (_round_nvfp4_triton if uses_triton(x) else _round_nvfp4_torch)(x)
 
 
+def round_stack_nvfp4(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each matrix of a stack by a g of its own, all in one launch.
+
+    Each is brought to the same octave first, by a power of two, which is exact.
+
+    Args:
+        w: (E, M, K) float32 or bfloat16, any strides.
+
+    Returns:
+        s * q, (E, M, K) in the dtype of w, contiguous; and g of each, (E,) float32.
+    """
+    field = (w.abs().amax(dim=(1, 2)).float().view(torch.int32) >> 23).clamp(OCTAVE + 1, 253)
+    inverse = ((254 - field) << 23).view(torch.float32).to(w.dtype)
+    y, scale = round_nvfp4((w * inverse[:, None, None]).flatten(0, 1))
+    return y.view(w.shape), scale * (field << 23).view(torch.float32)
+
+
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 

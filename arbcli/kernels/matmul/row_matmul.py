@@ -19,7 +19,7 @@ for eight rows of x: for four blocks *abreast*, of which each thread has one. Th
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
@@ -96,12 +96,20 @@ dp4a.s32.s32 $0, $1, ones, $2;
 }""")
 
 
-def _row_matmul_torch(x, *inputs):
-    return coded_torch(x.average()[None] if isinstance(x, AttentionParts) else x, *inputs)
+def _row_matmul_torch(
+    x: Tensor | AttentionParts, pieces: Tensor, out_features: int, in_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    rows = x.average()[None] if isinstance(x, AttentionParts) else x
+    return coded_torch(rows, pieces, out_features, in_features, gated, eps, added, dtype)
 
 
-def _row_matmul_native(x, *inputs):
-    return coded_native(x.average()[None] if isinstance(x, AttentionParts) else x, *inputs)
+def _row_matmul_native(
+    x: Tensor | AttentionParts, pieces: Tensor, out_features: int, in_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    rows = x.average()[None] if isinstance(x, AttentionParts) else x
+    return coded_native(rows, pieces, out_features, in_features, gated, eps, added, dtype)
 
 
 @triton.jit
@@ -375,6 +383,7 @@ def _width(blocks, abreast):
 
 
 @triton.jit(do_not_specialize=["N", "K", "tiles", "most", "span"])
+@no_type_check
 def _row_matmul_kernel(
     x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr, totals_ptr, position_ptr,
     N, K, tiles, share, eps, most, span,
@@ -509,7 +518,10 @@ MOST_COLUMNS = 17_920
 """The largest K: more columns of x do not fit in the memory that a program shares."""
 
 
-def _row_matmul_triton(x, pieces, out_features, in_features, gated, eps, added, dtype, early=False):
+def _row_matmul_triton(
+    x: Tensor | AttentionParts, pieces: Tensor, out_features: int, in_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype | None, early: bool = False,
+) -> Tensor:  # fmt: skip
     y = torch.empty(1, out_features, dtype=dtype, device=pieces.device)
     tiles, blocks = pieces.shape[:2]
     to = y if added is None else added.contiguous()

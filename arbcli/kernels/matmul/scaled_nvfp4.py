@@ -168,7 +168,9 @@ def scaled_nvfp4_matmul_reference(
     return rows @ columns.T * scale.double()
 
 
-def _scaled_nvfp4_matmul_torch(a, of_a, b, of_b, scale, dtype):
+def _scaled_nvfp4_matmul_torch(
+    a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
     rows, columns = (_numbers(*part, torch.float32) for part in ((a, of_a), (b, of_b)))
     return (rows @ columns.T * scale).to(dtype)
 
@@ -223,7 +225,9 @@ def _scaled_nvfp4_kernel(
     tl.store(out, y.to(y_ptr.dtype.element_ty), mask=in_m & (n < N)[None, :])
 
 
-def _scaled_nvfp4_matmul_triton(a, of_a, b, of_b, scale, dtype):
+def _scaled_nvfp4_matmul_triton(
+    a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
     (rows, half), outputs = a.shape, len(b)
     y = torch.empty(rows, outputs, dtype=dtype, device=a.device)
     if y.numel():

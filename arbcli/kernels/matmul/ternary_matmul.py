@@ -41,12 +41,12 @@ def ternary_matmul_grad_x_reference(grad_y: Tensor, packed: Packed) -> Tensor:
     return grad_y.double() @ decode_digits_reference(packed).double()
 
 
-def _ternary_matmul_torch(x, packed, dtype=None):
+def _ternary_matmul_torch(x: Tensor, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
     x = x.to(torch.promote_types(x.dtype, dtype or x.dtype))
     return (x @ decode_digits(packed, x.dtype).T).to(dtype or x.dtype)
 
 
-def _ternary_matmul_grad_x_torch(grad_y, packed):
+def _ternary_matmul_grad_x_torch(grad_y: Tensor, packed: Packed) -> Tensor:
     return grad_y @ decode_digits(packed, grad_y.dtype)
 
 
@@ -87,7 +87,7 @@ def _ternary_matmul_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask_m & mask_n)
 
 
-def _ternary_matmul_triton(x, packed, dtype=None):
+def _ternary_matmul_triton(x: Tensor, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
     dtype, (rows, in_features) = dtype or x.dtype, x.shape
     if fits_few_rows(x, packed):
         return few_rows(x, packed, dtype)
@@ -108,7 +108,7 @@ def _ternary_matmul_triton(x, packed, dtype=None):
     return y
 
 
-def _ternary_matmul_grad_x_triton(grad_y, packed):
+def _ternary_matmul_grad_x_triton(grad_y: Tensor, packed: Packed) -> Tensor:
     return grad_y @ decode_weight_triton(packed, grad_y.dtype)
 
 
@@ -221,15 +221,14 @@ def _few_rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         label = f"{rows}x{out_features}x{in_features} bfloat16 to float32"
         yield Case(label, (x, packed, torch.float32))
     # rows of w that begin on any byte of a view, and digits that cannot be loaded as words
-    trits, exponent, fraction = (torch.cat([part, part], dim=1) for part in packed[:3])
+    assert packed.fraction is not None
     views = packed._replace(
-        trits=trits[:, 3 : 3 + packed.trits.shape[1]],
-        exponent=exponent[:, : packed.num_groups],
-        fraction=fraction[:, 1 : 1 + packed.num_groups],
+        trits=packed.trits.repeat(1, 2)[:, 3 : 3 + packed.trits.shape[1]],
+        exponent=packed.exponent.repeat(1, 2)[:, : packed.num_groups],
+        fraction=packed.fraction.repeat(1, 2)[:, 1 : 1 + packed.num_groups],
     )
     yield Case(label + " views", (x, views, torch.float32))
-    zeros = torch.full_like(packed.trits, 121)
-    zeros = views._replace(trits=zeros, fraction=None)
+    zeros = views._replace(trits=torch.full_like(packed.trits, 121), fraction=None)
     yield Case(label + " zeros", (x, zeros, torch.float32))
 
 

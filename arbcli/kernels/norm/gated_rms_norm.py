@@ -5,7 +5,7 @@ the norm: grad_up = grad_h * silu(gate) and grad_gate = grad_h * up * s * (1 + g
 Without weights they are ones; without an eps there is no norm, and y = h.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -58,15 +58,15 @@ def gated_rms_norm_backward_reference(
     return gradient_and_output(gated_rms_norm_reference, *inputs)
 
 
-def _gated_rms_norm_torch(gate_up, weight, eps):
-    width, weight = gate_up.shape[-1] // 2, norm_weight_torch(weight)
+def _gated_rms_norm_torch(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
+    width, factors = gate_up.shape[-1] // 2, norm_weight_torch(weight)
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     gate_up, out = gate_up.reshape(-1, 2 * width), y.view(-1, width)
     for rows in row_chunks(gate_up):
         gate, up = gate_up[rows].chunk(2, dim=-1)
         product = functional.silu(gate.float()).mul_(up)
         if eps is not None:
-            product = functional.rms_norm(product, (width,), weight, eps)
+            product = functional.rms_norm(product, (width,), factors, eps)
         out[rows] = product
     return y
 
@@ -78,8 +78,11 @@ def _place_of_gradient(gate_up: Tensor, overwrite: bool) -> Tensor:
     return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
 
 
-def _gated_rms_norm_backward_torch(grad_y, gate_up, weight, eps, overwrite=False):
-    width, weight = grad_y.shape[-1], norm_weight_torch(weight)
+def _gated_rms_norm_backward_torch(
+    grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    width, factors = grad_y.shape[-1], norm_weight_torch(weight)
     grad_gate_up = _place_of_gradient(gate_up, overwrite)
     y = torch.empty(grad_y.shape, dtype=gate_up.dtype, device=gate_up.device)
     gate_up, grad_y = gate_up.reshape(-1, 2 * width), grad_y.reshape(-1, width)
@@ -90,7 +93,7 @@ def _gated_rms_norm_backward_torch(grad_y, gate_up, weight, eps, overwrite=False
         silu = gate * share
         grad, product = grad_y[rows].float(), silu * up
         if eps is not None:
-            grad, product = norm_gradient(grad, product, weight, eps)
+            grad, product = norm_gradient(grad, product, factors, eps)
         out[rows] = product
         grads[rows, width:] = torch.mul(silu, grad, out=product)
         slope = silu.neg_().add_(gate).add_(1).mul_(share)  # of silu
@@ -98,11 +101,14 @@ def _gated_rms_norm_backward_torch(grad_y, gate_up, weight, eps, overwrite=False
     return grad_gate_up, y
 
 
-def _gated_rms_norm_native(gate_up, weight, eps):
+def _gated_rms_norm_native(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
     return norm_native(gate_up, weight, eps, gated=True)
 
 
-def _gated_rms_norm_backward_native(grad_y, gate_up, weight, eps, overwrite=False):
+def _gated_rms_norm_backward_native(
+    grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     place = _place_of_gradient(gate_up, overwrite)
     return norm_backward_native(grad_y, gate_up, weight, eps, gated=True, grad_x=place)
 
@@ -204,7 +210,7 @@ def sigmoid(x):
     return 1 / (1 + tl.exp(-x))
 
 
-def _gated_rms_norm_triton(gate_up, weight, eps):
+def _gated_rms_norm_triton(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
     width = gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
@@ -218,7 +224,10 @@ def _gated_rms_norm_triton(gate_up, weight, eps):
     return y
 
 
-def _gated_rms_norm_backward_triton(grad_y, gate_up, weight, eps, overwrite=False):
+def _gated_rms_norm_backward_triton(
+    grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     y = torch.empty(grad_y.shape, dtype=gate_up.dtype, device=gate_up.device)
     # a program reads what it has to of its rows before it writes there
     grad_gate_up = _place_of_gradient(gate_up, overwrite)
@@ -313,10 +322,13 @@ def gated_rms_norm_in_its_dtype(
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
-    def case(label, shape, view=lambda x: x, dtype=torch.float32, eps=1e-6, ones=False) -> Case:
+    def case(
+        label: str, shape: tuple[int, ...], view: Callable[[Tensor], Tensor] = lambda x: x,
+        dtype: torch.dtype = torch.float32, eps: float | None = 1e-6, ones: bool = False,
+    ) -> Case:  # fmt: skip
         gate_up = view((3 * torch.randn(shape, generator=generator)).to(device, dtype))
-        weight = random_packed(1, gate_up.shape[-1] // 2, group_size, generator, spread=2)
-        weight = None if ones or eps is None else weight.to(device)
+        drawn = random_packed(1, gate_up.shape[-1] // 2, group_size, generator, spread=2)
+        weight = None if ones or eps is None else drawn.to(device)
         peer = gated_rms_norm_in_its_dtype if dtype == torch.bfloat16 else None
         return Case(label, (gate_up, weight, eps), peer)
 
@@ -335,9 +347,10 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield case("0x40 empty", (0, 80))
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         for shape in ((5, 33), (4096, 2048), (1025, 5632)):
-            label, low = f"{shape[0]}x{shape[1]} bf16", {"dtype": torch.bfloat16}
-            yield case(label, (shape[0], 2 * shape[1]), **low)
-            yield case(f"{label} ones", (shape[0], 2 * shape[1]), **low, ones=True)
+            label = f"{shape[0]}x{shape[1]} bf16"
+            low = partial(case, shape=(shape[0], 2 * shape[1]), dtype=torch.bfloat16)
+            yield low(label)
+            yield low(f"{label} ones", ones=True)
         yield case("300x704 bf16 no norm", (300, 1408), dtype=torch.bfloat16, eps=None)
 
 
@@ -355,7 +368,7 @@ def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
             )
 
 
-def _last_left_out(function):
+def _last_left_out(function: Callable | None) -> Callable | None:
     """Wrap a peer so that it is not told what may be overwritten."""
     return function and (lambda *inputs: function(*inputs[:-1]))
 

@@ -4,7 +4,9 @@ The norm is rounded to the dtype of x first, as if it had been stored, so the bi
 two kernels in turn. Rows too wide for registers, and the torch backend, do run the two in turn.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,23 +45,28 @@ from arbcli.kernels.norm.rms_norm import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, MakeCases, MakeTimings, Timing
 
 
-def rms_norm_e4m3_reference(x: Tensor, *norm) -> tuple[Tensor, Tensor]:
+def rms_norm_e4m3_reference(x: Tensor, weight: Packed | None, eps: float) -> tuple[Tensor, Tensor]:
     """Compute what `rms_norm_e4m3` must return; q is float32 here."""
-    return quantise_rows_reference(rms_norm_reference(x, *norm).to(x.dtype))
+    return quantise_rows_reference(rms_norm_reference(x, weight, eps).to(x.dtype))
 
 
-def add_rms_norm_e4m3_reference(x: Tensor, added: Tensor, *norm) -> tuple[Tensor, ...]:
+def add_rms_norm_e4m3_reference(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, ...]:
     """Compute what `add_rms_norm_e4m3` must return; q is float32 here."""
-    total, y = add_rms_norm_reference(x, added, *norm)
+    total, y = add_rms_norm_reference(x, added, weight, eps)
     return total, *quantise_rows_reference(y.to(x.dtype))
 
 
-def gated_rms_norm_e4m3_reference(gate_up: Tensor, *norm) -> tuple[Tensor, Tensor]:
+def gated_rms_norm_e4m3_reference(
+    gate_up: Tensor, weight: Packed | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
     """Compute what `gated_rms_norm_e4m3` must return; q is float32 here."""
-    return quantise_rows_reference(gated_rms_norm_reference(gate_up, *norm).to(gate_up.dtype))
+    y = gated_rms_norm_reference(gate_up, weight, eps)
+    return quantise_rows_reference(y.to(gate_up.dtype))
 
 
 @triton.jit
@@ -113,14 +120,16 @@ def _launch(
     return q, scale
 
 
-def _rms_norm_e4m3_triton(x, weight, eps):
+def _rms_norm_e4m3_triton(x: Tensor, weight: Packed | None, eps: float) -> tuple[Tensor, Tensor]:
     if x.shape[1] > WHOLE_ROW:
         return quantise_rows(rms_norm(x, weight, eps))
     x = dense_rows(x)
     return _launch(x, x, x, weight, eps)
 
 
-def _add_rms_norm_e4m3_triton(x, added, weight, eps):
+def _add_rms_norm_e4m3_triton(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     if x.shape[1] > WHOLE_ROW:
         return _add_rms_norm_e4m3_torch(x, added, weight, eps)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -128,7 +137,9 @@ def _add_rms_norm_e4m3_triton(x, added, weight, eps):
     return total, *_launch(*parts, weight, eps, add=True)
 
 
-def _gated_rms_norm_e4m3_triton(gate_up, weight, eps):
+def _gated_rms_norm_e4m3_triton(
+    gate_up: Tensor, weight: Packed | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
     width = gate_up.shape[1] // 2
     if width > WHOLE_ROW:
         return quantise_rows(gated_rms_norm(gate_up, weight, eps))
@@ -136,16 +147,20 @@ def _gated_rms_norm_e4m3_triton(gate_up, weight, eps):
     return _launch(gate_up, gate_up[:, width:], gate_up, weight, eps, gated=True)
 
 
-def _rms_norm_e4m3_torch(x, weight, eps):
+def _rms_norm_e4m3_torch(x: Tensor, weight: Packed | None, eps: float) -> tuple[Tensor, Tensor]:
     return quantise_rows(rms_norm(x, weight, eps))
 
 
-def _add_rms_norm_e4m3_torch(x, added, weight, eps):
+def _add_rms_norm_e4m3_torch(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     total, y = add_rms_norm(x, added, weight, eps)
     return total, *quantise_rows(y)
 
 
-def _gated_rms_norm_e4m3_torch(gate_up, weight, eps):
+def _gated_rms_norm_e4m3_torch(
+    gate_up: Tensor, weight: Packed | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
     return quantise_rows(gated_rms_norm(gate_up, weight, eps))
 
 
@@ -198,7 +213,7 @@ def gated_rms_norm_e4m3(
     return run(gate_up, weight, eps)
 
 
-def _cases_of(spec: KernelSpec):
+def _cases_of(spec: KernelSpec) -> MakeCases:
     """Take the matrices among the cases of a norm; wide ones take the interpreter seconds."""
 
     def cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -210,28 +225,30 @@ def _cases_of(spec: KernelSpec):
     return cases
 
 
-def _timings_of(spec: KernelSpec, run):
+def _timings_of(spec: KernelSpec, run: Callable) -> MakeTimings:
     """Time what a norm is timed on, beside the norm and the rounding apart."""
 
     def timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+        assert spec.timings is not None
         for timing in spec.timings(device, group_size):
-            inputs = timing.inputs
-            yield Timing(
-                timing.label, inputs, run=run,
-                peer=lambda i=inputs: quantise_rows(_last(spec.triton(*i))), peer_name="apart",
-            )  # fmt: skip
+            peer = partial(_norm_then_round, spec.triton, *timing.inputs)
+            yield Timing(timing.label, timing.inputs, run=run, peer=peer, peer_name="apart")
 
     return timings
+
+
+def _norm_then_round(norm: Callable, *inputs: Any) -> tuple[Tensor, Tensor]:
+    return quantise_rows(_last(norm(*inputs)))
 
 
 def _last(found: Tensor | tuple[Tensor, ...]) -> Tensor:
     return found[-1] if isinstance(found, tuple) else found
 
 
-def _as_product(run):
+def _as_product(run: Callable) -> Callable:
     """Wrap an implementation so that it gives q * scale, which a tie hardly changes."""
 
-    def multiplied(*inputs) -> tuple[Tensor, ...]:
+    def multiplied(*inputs: Any) -> tuple[Tensor, ...]:
         *before, q, scale = run(*inputs)
         return *before, q.float() * scale
 

@@ -9,7 +9,7 @@ grad_x, rounded, it adds the gradient that x has beside the norm, as that of a r
 Rows are kept in registers; rows too wide for that are read in blocks, twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -38,10 +38,12 @@ def rms_norm_reference(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
     return y if weight is None else y * decode_digits_reference(weight)[0].to(torch.float64)
 
 
-def add_rms_norm_reference(x: Tensor, added: Tensor, *norm) -> tuple[Tensor, Tensor]:
+def add_rms_norm_reference(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, Tensor]:
     """Compute what `add_rms_norm` must return: the sum rounded as torch does it, then float64."""
     total = x + added
-    return total, rms_norm_reference(total, *norm)
+    return total, rms_norm_reference(total, weight, eps)
 
 
 def rms_norm_backward_reference(
@@ -53,50 +55,60 @@ def rms_norm_backward_reference(
     return grad_x if beside is None else grad_x + beside.double(), y
 
 
-def gradient_and_output(function, grad_y: Tensor, x: Tensor, *norm) -> tuple[Tensor, Tensor]:
-    """Differentiate function(x, *norm) with autograd; return the gradient of x, and the output."""
+def gradient_and_output(
+    norm: Callable, grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """Differentiate norm(x, weight, eps) by autograd; return the gradient of x, and the output."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
-        y = function(x, *norm)
+        y = norm(x, weight, eps)
         return torch.autograd.grad(y, x, grad_y)[0], y.detach()
 
 
-def _rms_norm_torch(x, weight, eps):
-    width, weight = x.shape[-1], norm_weight_torch(weight)
+def _rms_norm_torch(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
+    width, factors = x.shape[-1], norm_weight_torch(weight)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, out = x.reshape(-1, width), y.view(-1, width)
     for rows in row_chunks(x):
-        out[rows] = torch_rms_norm(x[rows].to(torch.float32), (width,), weight, eps)
+        out[rows] = torch_rms_norm(x[rows].to(torch.float32), (width,), factors, eps)
     return y
 
 
-def _add_rms_norm_torch(x, added, weight, eps):
+def _add_rms_norm_torch(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, Tensor]:
     total = (x + added).contiguous()
     return total, _rms_norm_torch(total, weight, eps)
 
 
-def _rms_norm_backward_torch(grad_y, x, weight, eps, beside=None):
-    width, weight = x.shape[-1], norm_weight_torch(weight)
+def _rms_norm_backward_torch(
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    width, factors = x.shape[-1], norm_weight_torch(weight)
     grad_x, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     results = grad_x.view(-1, width), y.view(-1, width)
     grad_y, x = grad_y.reshape(-1, width), x.reshape(-1, width)
     for rows in row_chunks(x):
-        parts = norm_gradient(grad_y[rows], x[rows].to(torch.float32), weight, eps)
+        parts = norm_gradient(grad_y[rows], x[rows].to(torch.float32), factors, eps)
         for result, part in zip(results, parts, strict=True):
             result[rows] = part
     return grad_x if beside is None else grad_x.add_(beside), y
 
 
-def _rms_norm_native(x, weight, eps):
+def _rms_norm_native(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
     return norm_native(x, weight, eps, gated=False)
 
 
-def _add_rms_norm_native(x, added, weight, eps):
+def _add_rms_norm_native(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, Tensor]:
     total = (x + added).contiguous()
     return total, _rms_norm_native(total, weight, eps)
 
 
-def _rms_norm_backward_native(grad_y, x, weight, eps, beside=None):
+def _rms_norm_backward_native(
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _, y = norm_backward_native(grad_y, x, weight, eps, gated=False, grad_x=grad_x)
     return grad_x if beside is None else grad_x.add_(beside), y
@@ -110,10 +122,11 @@ def norm_native(x: Tensor, weight: Packed | None, eps: float | None, *, gated: b
     width = x.shape[-1] // (1 + gated)
     y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     if y.numel():
-        norm = norm_weight_torch(weight), -1.0 if eps is None else eps, gated
         rows, threads = native.dense_rows(x), native.threads_for(x.numel())
-        about = rows, rows.stride(0), x.dtype == torch.bfloat16
-        native.call("norm", *about, *norm, y, len(rows), width, threads)
+        native.call(
+            "norm", rows, rows.stride(0), x.dtype == torch.bfloat16, norm_weight_torch(weight),
+            -1.0 if eps is None else eps, gated, y, len(rows), width, threads,
+        )  # fmt: skip
     return y
 
 
@@ -133,11 +146,12 @@ def norm_backward_native(
     """
     y = torch.empty(grad_y.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        norm = norm_weight_torch(weight), -1.0 if eps is None else eps, gated
         rows, grads = native.dense_rows(x), native.dense_rows(grad_y)
-        about = grads, grads.stride(0), rows, rows.stride(0), x.dtype == torch.bfloat16
-        threads = native.threads_for(x.numel())
-        native.call("norm_backward", *about, *norm, grad_x, y, len(rows), y.shape[-1], threads)
+        native.call(
+            "norm_backward", grads, grads.stride(0), rows, rows.stride(0),
+            x.dtype == torch.bfloat16, norm_weight_torch(weight), -1.0 if eps is None else eps,
+            gated, grad_x, y, len(rows), y.shape[-1], native.threads_for(x.numel()),
+        )  # fmt: skip
     return grad_x, y
 
 
@@ -316,7 +330,7 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _rms_norm_triton(x, weight, eps):
+def _rms_norm_triton(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         x, width, decoded = dense_rows(x), x.shape[-1], norm_weight(weight)
@@ -328,7 +342,9 @@ def _rms_norm_triton(x, weight, eps):
     return y
 
 
-def _add_rms_norm_triton(x, added, weight, eps):
+def _add_rms_norm_triton(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     grid, tile = tiling(x.numel() // max(width, 1), width)
     if not (x.numel() and tile["WHOLE"]):
@@ -343,7 +359,9 @@ def _add_rms_norm_triton(x, added, weight, eps):
     return total, y
 
 
-def _rms_norm_backward_triton(grad_y, x, weight, eps, beside=None):
+def _rms_norm_backward_triton(
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     y = torch.empty_like(grad_x)
     if y.numel():
@@ -460,8 +478,10 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
     def case(
-        label, shape, view=lambda x: x, dtype=torch.float32, peer=None, eps=1e-6, ones=False
-    ) -> Case:
+        label: str, shape: tuple[int, ...], view: Callable[[Tensor], Tensor] = lambda x: x,
+        dtype: torch.dtype = torch.float32, peer: Callable[..., Tensor] | None = None,
+        eps: float = 1e-6, ones: bool = False,
+    ) -> Case:  # fmt: skip
         x = view((3 * torch.randn(shape, generator=generator)).to(device, dtype))
         weight = random_packed(1, x.shape[-1], group_size, generator, spread=2).to(device)
         return Case(label, (x, None if ones else weight, eps), peer)
@@ -486,9 +506,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         for shape in ((5, 33), (4096, 768), (2048, 2048), (1025, 5632)):
             label = f"{shape[0]}x{shape[1]} bf16"
-            low = {"dtype": torch.bfloat16, "peer": rms_norm_in_its_dtype}
-            yield case(label, shape, **low)
-            yield case(f"{label} ones", shape, **low, ones=True)
+            low = partial(case, shape=shape, dtype=torch.bfloat16, peer=rms_norm_in_its_dtype)
+            yield low(label)
+            yield low(f"{label} ones", ones=True)
 
 
 def _add_cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -497,9 +517,11 @@ def _add_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         yield Case(case.label, (x, added, *norm), add_rms_norm_in_its_dtype if case.peer else None)
 
 
-def add_rms_norm_in_its_dtype(x, added, *norm):
+def add_rms_norm_in_its_dtype(
+    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+) -> tuple[Tensor, Tensor]:
     """Do what torch alone would do, sum and norm, in the dtype of `x`."""
-    return x + added, rms_norm_in_its_dtype(x + added, *norm)
+    return x + added, rms_norm_in_its_dtype(x + added, weight, eps)
 
 
 def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -522,7 +544,9 @@ def _backward_beside_cases(device: torch.device, group_size: int) -> Iterator[Ca
             yield Case(f"{case.label} beside", (*case.inputs, beside), peer)
 
 
-def backward_in_its_dtype(grad_y, x, weight, eps, beside=None):
+def backward_in_its_dtype(
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, beside: Tensor
+) -> tuple[Tensor, Tensor]:
     """Do what torch alone would do, gradient and sum, in the dtype of `x`."""
     grad_x, y = gradient_and_output(rms_norm_in_its_dtype, grad_y, x, weight, eps)
     return grad_x if beside is None else grad_x + beside, y
@@ -541,7 +565,7 @@ def _add_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     x, added, weight = _timed_inputs(device)
     x, added = x[:1], added[:1]
 
-    def peer():
+    def peer() -> Tensor:
         return torch_rms_norm(x + added, weight.shape, weight, TIMED_EPS)
 
     yield Timing("1x2048 bf16", (x, added, None, TIMED_EPS), peer=peer)

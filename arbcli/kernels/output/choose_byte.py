@@ -8,15 +8,16 @@ Source: E. J. Gumbel, "Statistical Theory of Extreme Values and Some Practical A
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_element, check_scalars
+from arbcli.kernels.runtime.inputs import TensorOptions, check_element, check_scalars
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
 from arbcli.kernels.update.random_bits import mix_reference, random_bits, random_words
@@ -54,7 +55,10 @@ def choose_byte_reference(
     return byte, text
 
 
-def _choose_byte_torch(byte, text, logits, position, key, temperature, top_k, top_p):
+def _choose_byte_torch(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: float,
+    top_k: int, top_p: float,
+) -> None:  # fmt: skip
     logits = logits.float()
     if temperature == 0:
         choice = logits.argmax()
@@ -72,24 +76,30 @@ def _choose_byte_torch(byte, text, logits, position, key, temperature, top_k, to
     text.index_copy_(0, position.long()[None], choice.to(torch.uint8)[None])
 
 
-def _choose_among_many(byte, text, logits, position, key, temperature, top_k, top_p):
-    if temperature == 0:
-        choice = logits.argmax()
+def choose_among_many(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor,
+    temperature: float | Tensor, top_k: int | Tensor, top_p: float | Tensor,
+) -> None:  # fmt: skip
+    """Do as `choose_byte_` does with any number of symbols; numbers may be scalar tensors."""
+    if not isinstance(temperature, Tensor) and temperature == 0:
+        choice = logits.argmax()[None]
     else:
         score, symbol = logits.float().sort(descending=True, stable=True)
-        score = (score - score[0]) / temperature
+        score = (score - score[0]) / (temperature + (temperature == 0))
         rank = torch.arange(len(score), device=score.device)
         kept = rank < top_k
-        if top_p < 1:
-            share = torch.where(kept, score, -torch.inf).softmax(0)
-            kept &= share.cumsum(0) - share < top_p
-        noisy = score + _noise(key, position, symbol.to(torch.int32))
-        choice = symbol[torch.where(kept, noisy, -torch.inf).argmax()]
-    byte.copy_(choice)
-    text.index_copy_(0, position.long()[None], choice.to(text.dtype)[None])
+        # added up as integers, which is the same in any order
+        share = (torch.where(kept, score, -torch.inf).softmax(0) * 2.0**40).long()
+        most = top_p.double() * 2**40 if isinstance(top_p, Tensor) else top_p * 2.0**40
+        kept &= (share.cumsum(0) - share < most) | (top_p == 1)
+        noise = _noise(key, position, symbol.to(torch.int32)) * (temperature > 0)
+        # an index of no dimension would be read by the host
+        choice = symbol.gather(0, torch.where(kept, score + noise, -torch.inf).argmax()[None])
+    byte.copy_(choice.view_as(byte))
+    text.index_copy_(0, position.long()[None], choice.to(text.dtype))
 
 
-def _noise(key, position, symbol):
+def _noise(key: Tensor, position: Tensor, symbol: Tensor) -> Tensor:
     word = random_bits(key, position[None], symbol)[0] >> 9 & 0x7FFFFF
     return -(-((word + 0.5) * 2.0**-23).log()).log()
 
@@ -130,7 +140,10 @@ def _choose_byte_kernel(
     tl.store(text_ptr + position, choice.to(tl.uint8))
 
 
-def _choose_byte_triton(byte, text, logits, position, key, temperature, top_k, top_p):
+def _choose_byte_triton(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: float,
+    top_k: int, top_p: float,
+) -> None:  # fmt: skip
     symbols = len(logits)
     _choose_byte_kernel[(1,)](
         byte, text, logits, position, key, float(temperature), top_k, float(top_p), symbols,
@@ -171,11 +184,11 @@ def choose_byte_(
     _check(byte, text, logits, position, key)
     run = _choose_byte_triton if uses_triton(logits) else _choose_byte_torch
     if len(logits) > MAX_SYMBOLS:
-        run = _choose_among_many
+        run = choose_among_many
     run(byte, text, logits, position, key, temperature, top_k, top_p)
 
 
-def _check(byte, text, logits, position, key):
+def _check(byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor) -> None:
     if logits.dtype not in (torch.float32, torch.bfloat16) or logits.dim() != 1:
         got = f"{logits.dtype} of shape {tuple(logits.shape)}"
         raise ValueError(f"need float32 or bfloat16 of shape (V,), got {got}")
@@ -201,7 +214,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
              "some excluded": torch.where(random > 0, random, -torch.inf)}  # fmt: skip
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         kinds["bf16"] = random.bfloat16()
-    place = {"dtype": torch.int32, "device": device}
+    place: TensorOptions = {"dtype": torch.int32, "device": device}
     for number, (kind, logits) in enumerate(kinds.items()):
         for choice in CHOICES:
             byte, text = torch.full((1, 1), 300), torch.arange(9, dtype=torch.uint8)
@@ -211,10 +224,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(f"{kind}, {choice}", (*tensors, position, key, *choice))
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it changed."""
 
-    def with_state(byte, text, *inputs):
+    def with_state(byte: Tensor, text: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
         run(byte, text, *inputs)
         return byte, text
 

@@ -1,6 +1,6 @@
 """`choose_byte` for several texts at once, each with its own position, key and way of choosing."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -9,11 +9,12 @@ from arbcli.kernels.output.choose_byte import (
     CHOICES,
     CHOOSE_BYTE,
     MAX_SYMBOLS,
+    choose_among_many,
     choose_byte_reference,
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
 from arbcli.kernels.update.random_bits import random_words
@@ -35,10 +36,14 @@ def choose_bytes_reference(
         temperature.tolist(), top_k.tolist(), top_p.tolist(), strict=True,
     )  # fmt: skip
     found = [choose_byte_reference(*row) for row in rows]
-    return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+    chosen, texts = zip(*found, strict=True)
+    return torch.stack(chosen), torch.stack(texts)
 
 
-def _choose_bytes_torch(byte, text, logits, position, key, temperature, top_k, top_p):
+def _choose_bytes_torch(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
+    top_k: Tensor, top_p: Tensor,
+) -> None:  # fmt: skip
     choose = CHOOSE_BYTE.torch
     rows = zip(
         byte, text, logits, position, key,
@@ -46,6 +51,15 @@ def _choose_bytes_torch(byte, text, logits, position, key, temperature, top_k, t
     )  # fmt: skip
     for row in rows:
         choose(*row)
+
+
+def _choose_among_many(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
+    top_k: Tensor, top_p: Tensor,
+) -> None:  # fmt: skip
+    settings = temperature, top_k, top_p
+    for row in zip(byte, text, logits, position, key, *settings, strict=True):
+        choose_among_many(*row)
 
 
 @triton.jit
@@ -87,7 +101,10 @@ def _choose_bytes_kernel(
     tl.store(text_ptr + row * P + position, choice.to(tl.uint8))
 
 
-def _choose_bytes_triton(byte, text, logits, position, key, temperature, top_k, top_p):
+def _choose_bytes_triton(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
+    top_k: Tensor, top_p: Tensor,
+) -> None:  # fmt: skip
     texts, symbols = logits.shape
     _choose_bytes_kernel[(texts,)](
         byte, text, logits, position, key, temperature, top_k, top_p, text.shape[1], symbols,
@@ -106,12 +123,15 @@ def choose_bytes_(
     top_k: Tensor,
     top_p: Tensor,
 ) -> None:
-    """Choose the byte at `position` of each text by its logits, in place.
+    """Choose the byte, or token, at `position` of each text by its logits, in place.
+
+    Of more than 256 symbols one text after another has torch's operations.
 
     Args:
         byte: (B, 1) int64, set to the bytes, for whoever reads them next.
-        text: (B, P) uint8; in each row the element at its position is set.
-        logits: (B, V) float32 or bfloat16, V at most 256; finite, or -inf.
+        text: (B, P) uint8, or int32 of more than 256 symbols; in each row the element at its
+            position is set.
+        logits: (B, V) float32 or bfloat16; finite, or -inf.
         position: (B,) int32 below P. It is read on the device, as are those that follow.
         key: (B,) int32, of the random streams.
         temperature: (B,) float32: see `choose_byte_` for this and the next ones.
@@ -125,17 +145,22 @@ def choose_bytes_(
     """
     _check(byte, text, logits, position, key, temperature, top_k, top_p)
     run = _choose_bytes_triton if uses_triton(logits) else _choose_bytes_torch
+    if logits.shape[1] > MAX_SYMBOLS:
+        run = _choose_among_many
     run(byte, text, logits, position, key, temperature, top_k, top_p)
 
 
-def _check(byte, text, logits, position, key, temperature, top_k, top_p):
+def _check(
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
+    top_k: Tensor, top_p: Tensor,
+) -> None:  # fmt: skip
     got = f"{logits.dtype} of shape {tuple(logits.shape)}"
-    fits = logits.dim() == 2 and 1 <= logits.shape[1] <= MAX_SYMBOLS and logits.is_contiguous()
+    fits = logits.dim() == 2 and logits.shape[1] and logits.is_contiguous()
     if logits.dtype not in (torch.float32, torch.bfloat16) or not fits:
-        raise ValueError(f"need contiguous float32 or bfloat16 (B, 1 to {MAX_SYMBOLS}), got {got}")
-    texts = len(logits)
+        raise ValueError(f"need contiguous float32 or bfloat16 (B, V), got {got}")
+    texts, kept_in = len(logits), torch.uint8 if logits.shape[1] <= MAX_SYMBOLS else torch.int32
     for name, value, dtype, shape in (
-        ("text", text, torch.uint8, (texts, *text.shape[1:2])),
+        ("text", text, kept_in, (texts, *text.shape[1:2])),
         ("byte", byte, torch.int64, (texts, 1)),
         ("position", position, torch.int32, (texts,)),
         ("key", key, torch.int32, (texts,)),
@@ -166,10 +191,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(kind, tuple(part.to(device) for part in inputs))
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it changed."""
 
-    def with_state(byte, text, *inputs):
+    def with_state(byte: Tensor, text: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         run(byte, text, *inputs)
         return byte, text
 
@@ -177,7 +202,8 @@ def _with_state(run):
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    texts, place = 64, {"dtype": torch.int32, "device": device}
+    texts = 64
+    place: TensorOptions = {"dtype": torch.int32, "device": device}
     share = torch.full((texts,), 0.95, device=device)
     inputs = (
         torch.zeros(texts, 1, dtype=torch.int64, device=device),

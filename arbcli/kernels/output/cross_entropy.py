@@ -33,7 +33,7 @@ def cross_entropy_backward_reference(logits: Tensor, targets: Tensor, scale: Ten
     return (shares - here.double()) * scale.double()
 
 
-def _cross_entropy_torch(logits, targets):
+def _cross_entropy_torch(logits: Tensor, targets: Tensor) -> Tensor:
     loss = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     for rows in row_chunks(logits):
         part = functional.cross_entropy(logits[rows].float(), targets[rows], reduction="none")
@@ -41,7 +41,7 @@ def _cross_entropy_torch(logits, targets):
     return loss
 
 
-def _cross_entropy_backward_torch(logits, targets, scale):
+def _cross_entropy_backward_torch(logits: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     for rows in row_chunks(logits):
         shares = torch.softmax(logits[rows].float(), dim=1)
@@ -104,7 +104,7 @@ def _tile(rows: int, classes: int) -> tuple[tuple[int], dict[str, int]]:
     return (triton.cdiv(rows, block_m),), {"BLOCK_M": block_m, "BLOCK_V": block_v}
 
 
-def _cross_entropy_triton(logits, targets):
+def _cross_entropy_triton(logits: Tensor, targets: Tensor) -> Tensor:
     loss = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         grid, tile = _tile(*logits.shape)
@@ -114,7 +114,7 @@ def _cross_entropy_triton(logits, targets):
     return loss
 
 
-def _cross_entropy_backward_triton(logits, targets, scale):
+def _cross_entropy_backward_triton(logits: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if len(logits):
         grid, tile = _tile(*logits.shape)
@@ -163,7 +163,7 @@ def cross_entropy_backward(logits: Tensor, targets: Tensor, scale: Tensor) -> Te
     return run(logits, targets, scale)
 
 
-def _check(logits, targets):
+def _check(logits: Tensor, targets: Tensor) -> None:
     got = f"{logits.dtype} of shape {tuple(logits.shape)}"
     if logits.dtype not in (torch.float32, torch.bfloat16) or logits.dim() != 2:
         raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
@@ -196,9 +196,9 @@ def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         yield Case(case.label, (*case.inputs, scale), peer)
 
 
-def rounded_cross_entropy(logits, *rest):
+def rounded_cross_entropy(logits: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
     """Round the reference of `cross_entropy_backward`, and nothing before it."""
-    return cross_entropy_backward_reference(logits, *rest).to(logits.dtype)
+    return cross_entropy_backward_reference(logits, targets, scale).to(logits.dtype)
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:

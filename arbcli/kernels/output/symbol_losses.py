@@ -4,8 +4,9 @@ Forward, each chunk adds to the logarithm of a row's sum of exponentials. Backwa
 chunk are computed again and become their gradient in place.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def grade_symbols_reference(
     return (shares - here.double()) * scale.double()[:, None]
 
 
-def _add_symbols_torch(total, of_target, logits, targets):
+def _add_symbols_torch(total: Tensor, of_target: Tensor, logits: Tensor, targets: Tensor) -> None:
     for rows in row_chunks(logits):
         part, place = logits[rows].float(), targets[rows]
         inside = (place >= 0) & (place < part.shape[1])
@@ -48,7 +49,7 @@ def _add_symbols_torch(total, of_target, logits, targets):
         total[rows] = torch.logaddexp(total[rows], sums.log_().add_(highest))
 
 
-def _grade_symbols_torch(logits, targets, total, scale):
+def _grade_symbols_torch(logits: Tensor, targets: Tensor, total: Tensor, scale: Tensor) -> None:
     symbols = torch.arange(logits.shape[1], device=logits.device)
     for rows in row_chunks(logits):
         shares = (logits[rows].float() - total[rows, None]).exp_()
@@ -93,7 +94,7 @@ def _grade_symbols_kernel(
     tl.store(ptrs, grad.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
-def _add_symbols_triton(total, of_target, logits, targets):
+def _add_symbols_triton(total: Tensor, of_target: Tensor, logits: Tensor, targets: Tensor) -> None:
     rows, symbols = logits.shape
     if rows:
         _add_symbols_kernel[(rows,)](
@@ -102,7 +103,7 @@ def _add_symbols_triton(total, of_target, logits, targets):
         )  # fmt: skip
 
 
-def _grade_symbols_triton(logits, targets, total, scale):
+def _grade_symbols_triton(logits: Tensor, targets: Tensor, total: Tensor, scale: Tensor) -> None:
     rows, symbols = logits.shape
     if rows:
         _grade_symbols_kernel[(rows,)](
@@ -147,7 +148,7 @@ def grade_symbols_(logits: Tensor, targets: Tensor, total: Tensor, scale: Tensor
     run(logits, targets, total, scale)
 
 
-def _check(logits, targets, **of_rows):
+def _check(logits: Tensor, targets: Tensor, **of_rows: Tensor) -> None:
     got = f"{logits.dtype} of shape {tuple(logits.shape)}"
     if logits.dtype not in (torch.float32, torch.bfloat16) or logits.dim() != 2:
         raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
@@ -196,15 +197,17 @@ def _grade_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (logits, targets, total, row), peer)
 
 
-def rounded_symbol_gradient(logits, *rest):
+def rounded_symbol_gradient(
+    logits: Tensor, targets: Tensor, total: Tensor, scale: Tensor
+) -> Tensor:
     """Round the reference of `grade_symbols_`, and nothing before it."""
-    return grade_symbols_reference(logits, *rest).to(logits.dtype)
+    return grade_symbols_reference(logits, targets, total, scale).to(logits.dtype)
 
 
-def _with_state(run, count: int):
+def _with_state(run: Callable, count: int) -> Callable:
     """Wrap an implementation so that it returns what it changed: its first arguments."""
 
-    def with_state(*inputs):
+    def with_state(*inputs: Any) -> Any:
         run(*inputs)
         return inputs[0] if count == 1 else inputs[:count]
 

@@ -43,7 +43,7 @@ def expert_combine_backward_reference(
     return grad_values, grad_gates
 
 
-def _expert_combine_torch(values, positions, gates):
+def _expert_combine_torch(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
     y = torch.zeros(len(positions), values.shape[1], dtype=torch.float32, device=values.device)
     for j in range(positions.shape[1]):
         part = values[positions[:, j]].float()
@@ -51,7 +51,9 @@ def _expert_combine_torch(values, positions, gates):
     return y.to(values.dtype)
 
 
-def _expert_combine_backward_torch(grad_y, values, positions, gates):
+def _expert_combine_backward_torch(
+    grad_y: Tensor, values: Tensor, positions: Tensor, gates: Tensor | None
+) -> tuple[Tensor, Tensor]:
     grad_values = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
     grad_gates = torch.empty(positions.shape, dtype=torch.float32, device=values.device)
     grad_y = grad_y.float()
@@ -114,7 +116,7 @@ def _expert_combine_backward_kernel(
     tl.store(grad_gates_ptr + m * SLOTS + offs_j, tl.sum(products, axis=1), mask=mask_j)
 
 
-def _expert_combine_triton(values, positions, gates):
+def _expert_combine_triton(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
     (tokens, slots), width = positions.shape, values.shape[1]
     y = torch.empty(tokens, width, dtype=values.dtype, device=values.device)
     if y.numel():
@@ -127,7 +129,9 @@ def _expert_combine_triton(values, positions, gates):
     return y
 
 
-def _expert_combine_backward_triton(grad_y, values, positions, gates):
+def _expert_combine_backward_triton(
+    grad_y: Tensor, values: Tensor, positions: Tensor, gates: Tensor | None
+) -> tuple[Tensor, Tensor]:
     tokens, slots = positions.shape
     # rows that are no token's have no gradient; where there are none, all is written
     make = torch.empty if len(values) == tokens * slots else torch.zeros
@@ -198,7 +202,7 @@ def expert_combine_backward(
     return run(grad_y, values, positions, gates)
 
 
-def _check(values, positions, gates):
+def _check(values: Tensor, positions: Tensor, gates: Tensor | None) -> None:
     if values.dtype not in (torch.float32, torch.bfloat16) or values.dim() != 2:
         got = f"{values.dtype} of shape {tuple(values.shape)}"
         raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
@@ -257,12 +261,14 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (grad_y, *inputs), peer)
 
 
-def rounded_sum(values, positions, gates):
+def rounded_sum(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
     """Round the reference of `expert_combine`, and nothing before it."""
     return expert_combine_reference(values, positions, gates).to(values.dtype)
 
 
-def rounded_gradients(grad_y, values, positions, gates):
+def rounded_gradients(
+    grad_y: Tensor, values: Tensor, positions: Tensor, gates: Tensor | None
+) -> tuple[Tensor, None]:
     """Round the first result of `expert_combine_backward`; the other is float32 always."""
     grad, _ = expert_combine_backward_reference(grad_y, values, positions, gates)
     return grad.to(values.dtype), None
@@ -284,7 +290,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing(label, inputs, peer=peer, peer_name="gather and bmm")
 
 
-def _gather_and_multiply(gates, values, positions):
+def _gather_and_multiply(gates: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     return torch.bmm(gates, values[positions])
 
 

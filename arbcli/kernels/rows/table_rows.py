@@ -32,7 +32,7 @@ def scatter_rows_reference(buffer: Tensor, rows: Tensor, values: Tensor) -> Tens
     return buffer
 
 
-def _gather_rows_torch(buffer, rows):
+def _gather_rows_torch(buffer: Tensor, rows: Tensor) -> Tensor:
     num_rows = len(buffer)
     if num_rows == 0:
         return buffer.new_zeros(len(rows), buffer.shape[1])
@@ -41,7 +41,7 @@ def _gather_rows_torch(buffer, rows):
     return found.masked_fill_(outside[:, None], 0)
 
 
-def _scatter_rows_torch(buffer, rows, values):
+def _scatter_rows_torch(buffer: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     inside = (rows >= 0) & (rows < len(buffer))
     return buffer.index_copy_(0, rows[inside], values[inside])
 
@@ -87,7 +87,7 @@ def _tiles(num_rows: int, num_bytes: int) -> tuple[tuple[int, int], dict[str, in
     return grid, {"BLOCK_R": block_r, "BLOCK_B": block_b}
 
 
-def _gather_rows_triton(buffer, rows):
+def _gather_rows_triton(buffer: Tensor, rows: Tensor) -> Tensor:
     (num_rows, num_bytes), count = buffer.shape, len(rows)
     values = torch.empty(count, num_bytes, dtype=buffer.dtype, device=buffer.device)
     if values.numel():
@@ -99,7 +99,7 @@ def _gather_rows_triton(buffer, rows):
     return values
 
 
-def _scatter_rows_triton(buffer, rows, values):
+def _scatter_rows_triton(buffer: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     (num_rows, num_bytes), count = buffer.shape, len(rows)
     if values.numel():
         grid, blocks = _tiles(count, num_bytes)
@@ -235,7 +235,8 @@ def _scatter_timings(device: torch.device, _group_size: int) -> Iterator[Timing]
         return ()  # the buffer is counted among the inputs
 
     for label, buffer, rows in _production_rows(device):
-        values = _draw(*buffer.shape, torch.Generator(device))
+        num_rows, num_bytes = buffer.shape
+        values = _draw(num_rows, num_bytes, torch.Generator(device))
         peer = partial(buffer.index_copy_, 0, rows, values)
         yield Timing(label, (buffer, rows, values), run=run, peer=peer)
 

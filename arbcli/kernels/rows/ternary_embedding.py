@@ -55,13 +55,17 @@ def decodes_whole(ids: Tensor, packed: Packed) -> bool:
     return packed.out_features < len(ids) and packed.out_features <= MOST_DECODED
 
 
-def _embedding_rows_torch(ids, packed, dtype=torch.bfloat16):
+def _embedding_rows_torch(
+    ids: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     if decodes_whole(ids, packed):
         return embedding(ids, decode_digits(packed, dtype))
     return decode_digits(packed.rows(ids), dtype)
 
 
-def _embedding_rows_native(ids, packed, dtype=torch.bfloat16):
+def _embedding_rows_native(
+    ids: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     y = torch.empty(len(ids), packed.in_features, dtype=dtype, device=ids.device)
     outside = native.call(
         "look_up", *native_arguments(packed), ids, ids.stride(0), packed.out_features, y,
@@ -72,7 +76,7 @@ def _embedding_rows_native(ids, packed, dtype=torch.bfloat16):
     return y
 
 
-def _embedding_grad_torch(grad_y, ids, num_embeddings):
+def _embedding_grad_torch(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
     # a bag is one id's tokens, and is summed by one thread in their order
     order, bounds = _segments(ids, num_embeddings)
     rows = grad_y.to(torch.float32).contiguous()
@@ -182,7 +186,9 @@ def _embedding_grad_kernel(
     tl.store(grad_ptr + v * D + offs_d, tl.sum(total, axis=0), mask=mask_d)
 
 
-def _embedding_rows_triton(ids, packed, dtype=torch.bfloat16):
+def _embedding_rows_triton(
+    ids: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     y = torch.empty(len(ids), packed.in_features, dtype=dtype, device=ids.device)
     if decodes_whole(ids, packed):
         grid = (triton.cdiv(len(ids), 8), triton.cdiv(packed.in_features, 256))
@@ -201,7 +207,7 @@ def _embedding_rows_triton(ids, packed, dtype=torch.bfloat16):
     return y
 
 
-def _embedding_grad_triton(grad_y, ids, num_embeddings):
+def _embedding_grad_triton(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
     width = grad_y.shape[1]
     grad = torch.empty(num_embeddings, width, dtype=torch.float32, device=grad_y.device)
     if grad.numel():
@@ -213,7 +219,7 @@ def _embedding_grad_triton(grad_y, ids, num_embeddings):
     return grad
 
 
-def _segments_triton(ids, num_embeddings):
+def _segments_triton(ids: Tensor, num_embeddings: int) -> tuple[Tensor, Tensor]:
     if num_embeddings > MOST_COUNTED:
         return _segments(ids, num_embeddings)
     order = torch.empty(len(ids), dtype=torch.int64, device=ids.device)

@@ -50,7 +50,7 @@ class TouchedRows(NamedTuple):
     """(S,) int64: slots sorted by id, in their order for each id; those of no row come last."""
     bounds: Tensor
     """(R + 1,) int64: the slots of rows[r] are order[bounds[r] : bounds[r + 1]]."""
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # in place of the method of tuples
     """int64 scalar: how many rows are touched, the rest of the R being padding."""
 
 
@@ -102,7 +102,9 @@ def _decoded_slots(ids: Tensor, packed: Packed) -> Iterator[tuple[slice, Tensor,
         yield part, inside, rows.view(*inside.shape, width)
 
 
-def _weighted_rows_torch(ids, weights, packed, dtype=torch.bfloat16):
+def _weighted_rows_torch(
+    ids: Tensor, weights: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     y = torch.zeros(len(ids), packed.in_features, device=ids.device)
     for part, inside, rows in _decoded_slots(ids, packed):
         weight = weights[part].masked_fill(~inside, 0)[..., None]
@@ -111,7 +113,7 @@ def _weighted_rows_torch(ids, weights, packed, dtype=torch.bfloat16):
     return y.to(dtype)
 
 
-def _weighted_rows_grad_weights_torch(grad_y, ids, packed):
+def _weighted_rows_grad_weights_torch(grad_y: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     grad = torch.zeros(ids.shape, device=ids.device)
     for part, inside, rows in _decoded_slots(ids, packed):
         rows *= grad_y[part].float()[:, None]  # summed by halves, which loses less than in order
@@ -119,7 +121,10 @@ def _weighted_rows_grad_weights_torch(grad_y, ids, packed):
     return grad
 
 
-def _weighted_rows_grad_torch(grad_y, weights, tokens, order, bounds, dtype=None):
+def _weighted_rows_grad_torch(
+    grad_y: Tensor, weights: Tensor, tokens: Tensor, order: Tensor, bounds: Tensor,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     dtype = dtype or grad_y.dtype
     num_rows, width = len(bounds) - 1, grad_y.shape[1]
     if num_rows * width == 0:
@@ -330,10 +335,12 @@ def _tile(chunks: int, slots: int, threads: int, most: int, unroll: int) -> dict
     }  # fmt: skip
 
 
-def _weighted_rows_triton(ids, weights, packed, dtype=torch.bfloat16):
+def _weighted_rows_triton(
+    ids: Tensor, weights: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     (num_tokens, slots), num_rows, dim = ids.shape, packed.out_features, packed.in_features
-    y = torch.zeros if slots * num_rows == 0 else torch.empty
-    y = y(num_tokens, dim, dtype=dtype, device=ids.device)
+    make = torch.zeros if slots * num_rows == 0 else torch.empty
+    y = make(num_tokens, dim, dtype=dtype, device=ids.device)
     if slots * num_rows * y.numel():
         width, chunks = _chunking(packed)
         tile = _tile(chunks, slots, threads=64, most=32, unroll=8)
@@ -346,7 +353,7 @@ def _weighted_rows_triton(ids, weights, packed, dtype=torch.bfloat16):
     return y
 
 
-def _weighted_rows_grad_weights_triton(grad_y, ids, packed):
+def _weighted_rows_grad_weights_triton(grad_y: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     (num_tokens, slots), num_rows, dim = ids.shape, packed.out_features, packed.in_features
     if dim * num_rows * ids.numel() == 0:
         return torch.zeros(ids.shape, device=ids.device)
@@ -362,7 +369,10 @@ def _weighted_rows_grad_weights_triton(grad_y, ids, packed):
     return parts[0] if len(parts) == 1 else parts.sum(dim=0)
 
 
-def _weighted_rows_grad_triton(grad_y, weights, tokens, order, bounds, dtype=None):
+def _weighted_rows_grad_triton(
+    grad_y: Tensor, weights: Tensor, tokens: Tensor, order: Tensor, bounds: Tensor,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     num_rows, width = len(bounds) - 1, grad_y.shape[1]
     grad = torch.empty(num_rows, width, dtype=dtype or grad_y.dtype, device=grad_y.device)
     if grad.numel():

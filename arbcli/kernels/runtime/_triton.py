@@ -39,7 +39,7 @@ class _Unlaunchable:
     """A kernel's definition, which can be read and not be launched."""
 
     def __init__(self, function: Callable) -> None:
-        update_wrapper(self, function)
+        update_wrapper(self, function)  # type: ignore[arg-type]
         self.fn = function
 
     def __getitem__(self, grid: object) -> Any:
@@ -67,8 +67,12 @@ try:
     HAS_TRITON = True
 except ImportError:
     HAS_TRITON = False
-    triton = _Stub(jit=_define, constexpr_function=lambda function: function)
-    tl = _Stub(constexpr=lambda value: _Constant(value) if type(value) is int else value)
+    triton = _Stub(  # type: ignore[assignment]
+        jit=_define, constexpr_function=lambda function: function
+    )
+    tl = _Stub(  # type: ignore[assignment]
+        constexpr=lambda value: _Constant(value) if type(value) is int else value
+    )
     TensorDescriptor = None
 
 # triton reads this when a kernel is defined, so this module's import is the last chance to set it

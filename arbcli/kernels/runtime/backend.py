@@ -44,6 +44,11 @@ def check_backend(name: str, device: torch.device) -> None:
     if name == "native":
         _check_native(device)
         return
+    if name == "triton" and device.type != "cuda":
+        raise ArbError(
+            f"the `triton` backend needs a CUDA device, and this run is on `{device}`",
+            hint="use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
+        )
     if not HAS_TRITON:
         raise TritonMissing(f"the `{name}` backend")
     if name == "interpreter" and not INTERPRETED:
@@ -51,18 +56,12 @@ def check_backend(name: str, device: torch.device) -> None:
             "the `interpreter` backend was not asked for before the kernels were defined",
             hint="set the environment variable `TRITON_INTERPRET=1`",
         )
-    if name == "triton":
-        if device.type != "cuda":
-            raise ArbError(
-                f"the `triton` backend needs a CUDA device, and this run is on `{device}`",
-                hint="use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
-            )
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            major, minor = torch.cuda.get_device_capability(device)
-            raise ArbError(
-                f"`{torch.cuda.get_device_name(device)}` is sm_{major}{minor}; kernels need sm_80",
-                hint="use `--backend torch`, or a GPU of 2020 or later",
-            )
+    if name == "triton" and torch.cuda.get_device_capability(device) < (8, 0):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise ArbError(
+            f"`{torch.cuda.get_device_name(device)}` is sm_{major}{minor}; kernels need sm_80",
+            hint="use `--backend torch`, or a GPU of 2020 or later",
+        )
 
 
 def _check_native(device: torch.device) -> None:
@@ -79,7 +78,7 @@ def _check_native(device: torch.device) -> None:
 
 
 @contextmanager
-def use_backend(name: str | None):
+def use_backend(name: str | None) -> Iterator[None]:
     """Force every kernel called inside onto one backend; `None` restores the default."""
     global _forced
     before, _forced = _forced, name
@@ -110,7 +109,7 @@ def choose(tensor: Tensor, triton: Callable, torch: Callable, native: Callable) 
 
 
 @contextmanager
-def compile_for(capability: tuple[int, int], processors: int = 5):
+def compile_for(capability: tuple[int, int], processors: int = 5) -> Iterator[None]:
     """Let launchers called inside choose as on a GPU of this compute capability.
 
     Processors are few unless said: interpreted one after another, some have several tiles to share.
@@ -140,7 +139,7 @@ def num_processors(tensor: Tensor) -> int:
 
 
 @contextmanager
-def chunks_of(elements: int | None):
+def chunks_of(elements: int | None) -> Iterator[None]:
     """Let the torch backend work on parts of so many elements; `None` is as many as it likes."""
     global _chunk_elements
     before, _chunk_elements = _chunk_elements, elements

@@ -2,6 +2,7 @@
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ OLDEST_DRIVER = 12040
 if HAS_TRITON:
 
     @tl.core.extern
-    def _set_condition(handle, value, _semantic=None):
+    def _set_condition(handle: Any, value: Any, _semantic: Any = None) -> Any:
         """Call a function that the driver has for kernels; it gives nothing back."""
         types = {(tl.int64, tl.int32): ("cudaGraphSetConditional", tl.int32)}
         return tl.core.extern_elementwise(

@@ -4,9 +4,17 @@ A kernel is given pointers: an input of another type, size or layout gives numbe
 """
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor
+
+
+class TensorOptions(TypedDict):
+    """What a new tensor is made of, and where."""
+
+    dtype: torch.dtype
+    device: torch.device
 
 
 def check_contiguous(name: str, x: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:

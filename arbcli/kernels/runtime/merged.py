@@ -145,7 +145,9 @@ def _constant_names(kernel: Any) -> set[str]:
 
 def _tabulated(wave: list[Launch]) -> Table:
     """Put what differs between launches into columns."""
-    columns, shared, plan = [[launch.programs for launch in wave]], [], []
+    columns = [[launch.programs for launch in wave]]
+    shared: list[Any] = []
+    plan: list[tuple[str, Any, int]] = []
     for values in zip(*(launch.arguments for launch in wave), strict=True):
         numbers = [*map(_as_integer, values)]
         if len(set(numbers)) == 1:

@@ -19,9 +19,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor  # as torch's warning says
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -55,7 +57,7 @@ LEVELS |= {"amd64": LEVELS["x86_64"], "arm64": LEVELS["aarch64"]}
 COMPILE_SECONDS = 300
 RECORDED = {"attend_position", "count", "look_up", "multiply_rows"}
 """Loops that a `Recording` can do again: all that they do is shared among threads."""
-NUMBERS = {int, bool, float, type(None)}
+NUMBERS = (int, float)
 """Types of arguments that go to a loop as they are."""
 ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.new_empty}
 """Operations of torch that compute nothing, besides views."""
@@ -92,6 +94,13 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
         return _load(), ""
     except (_Missing, OSError) as error:
         return None, str(error)
+
+
+def _loaded() -> ctypes.CDLL:
+    library, why = _library()
+    if library is None:
+        raise _Missing(why)
+    return library
 
 
 def _load() -> ctypes.CDLL:
@@ -186,13 +195,14 @@ def call(name: str, *arguments: Tensor | float | None) -> int:
     """
     if _recording is not None:
         _recording.take(name, arguments)
-    values = []
+    values: list[float | None] = []
     for argument in arguments:
-        if type(argument) not in NUMBERS:
-            if argument.is_meta or isinstance(argument, FakeTensor):
-                return 0
-            argument = argument.data_ptr()
-        values.append(argument)
+        if argument is None or isinstance(argument, NUMBERS):
+            values.append(argument)
+        elif argument.is_meta or isinstance(argument, FakeTensor):
+            return 0
+        else:
+            values.append(argument.data_ptr())
     if name not in _functions:
         _functions[name] = _find(name, arguments)
     return _functions[name](*values)
@@ -210,7 +220,9 @@ class _Watch(TorchDispatchMode):
         """Keep torch's compiler out: to tell it to leave this alone is to import it, for 2 s."""
         return False
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if not func.is_view and func.overloadpacket not in ALLOCATIONS:
             raise NotRecorded(str(func))
         return func(*args, **(kwargs or {}))
@@ -225,19 +237,20 @@ class Recording:
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
         """Tensors whose addresses were recorded."""
-        self._made, self._threads = 0, torch.get_num_threads()
+        self._library = _loaded()
+        self._made = ctypes.c_void_p()
+        self._threads = torch.get_num_threads()
 
     def __enter__(self) -> None:
         global _recording
         self._watch = _Watch()
         self._watch.__enter__()
         _recording = self
-        _library()[0].begin_recording()
+        self._library.begin_recording()
 
     def __exit__(self, *raised: object) -> None:
         global _recording
-        library = _library()[0]
-        _recording = None
+        library, _recording = self._library, None
         library.end_recording.restype = ctypes.c_void_p
         self._made = ctypes.c_void_p(library.end_recording())
         self._close = weakref.finalize(self, library.forget_recording, self._made)
@@ -255,7 +268,7 @@ class Recording:
 
     def replay(self) -> None:
         """Compute all of it again."""
-        _library()[0].replay(self._made, ctypes.c_int64(self._threads))
+        self._library.replay(self._made, ctypes.c_int64(self._threads))
 
 
 _recording: Recording | None = None
@@ -265,7 +278,7 @@ _recording: Recording | None = None
 def _find(name: str, arguments: tuple) -> Callable[..., int]:
     """Find a function by its name, and tell ctypes of what types such arguments are."""
     kinds = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_double}
-    function = getattr(_library()[0], name)
+    function = getattr(_loaded(), name)
     function.restype = ctypes.c_int64
     function.argtypes = [kinds.get(type(argument), ctypes.c_void_p) for argument in arguments]
     return function

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Results = Tensor | tuple[Tensor | None, ...]
+"""What an implementation returns; a peer has None where it computes nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -15,7 +18,7 @@ class Case:
     """Shapes and what is awkward about them."""
     inputs: tuple
     """Positional arguments; whoever runs the case passes clones, so updates in place are safe."""
-    peer: Callable[..., Tensor] | None = None
+    peer: Callable[..., Results] | None = None
     """torch's own operation on these inputs, where the gate is "no worse than torch"."""
     chunk_elements: int | None = None
     """Elements of the parts that the torch backend works on; None is as many as it likes."""
@@ -40,6 +43,10 @@ class Timing:
     peer_name: str = "torch"
     flops: int = 0
     """Multiplications and additions of a matrix product in bf16; 0 where there is none."""
+
+
+MakeCases = Callable[[torch.device, int], Iterator[Case]]
+MakeTimings = Callable[[torch.device, int], Iterator[Timing]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +85,7 @@ class KernelSpec:
     triton: Callable
     torch: Callable
     reference: Callable
-    cases: Callable[[torch.device, int], Iterator[Case]]
+    cases: MakeCases
     """(device, group size) to cases. A spec without `uses_scales` ignores the group size."""
     gate: Gate = EXACT
     uses_scales: bool = False
@@ -90,7 +97,7 @@ class KernelSpec:
     """Which float32 inputs may be bfloat16 too; None is all of them."""
     not_verified: tuple[str, ...] = ()
     """What the cases leave out and why, for the ledger."""
-    timings: Callable[[torch.device, int], Iterator[Timing]] | None = None
+    timings: MakeTimings | None = None
     """(device, group size) to what is timed, on a GPU only."""
     native: Callable | None = None
     """What the `native` backend has of its own; None is what `torch` has."""

@@ -40,7 +40,7 @@ def causal_conv_grad_w_reference(grad_y: Tensor, x: Tensor, taps: int) -> Tensor
     return grad
 
 
-def _shifted(x, taps, reverse):
+def _shifted(x: Tensor, taps: int, reverse: bool) -> Iterator[Tensor]:
     """Give, for each tap, what it multiplies."""
     ends = (0, 0, 0, taps - 1) if reverse else (0, 0, taps - 1, 0)
     padded = functional.pad(x, ends)
@@ -49,14 +49,14 @@ def _shifted(x, taps, reverse):
         yield padded[:, start : start + x.shape[1]].float()
 
 
-def _causal_conv_torch(x, w, reverse):
+def _causal_conv_torch(x: Tensor, w: Tensor, reverse: bool) -> Tensor:
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for tap, part in zip(w.unbind(1), _shifted(x, w.shape[1], reverse), strict=True):
         y += tap * part
     return y.to(x.dtype)
 
 
-def _causal_conv_grad_w_torch(grad_y, x, taps):
+def _causal_conv_grad_w_torch(grad_y: Tensor, x: Tensor, taps: int) -> Tensor:
     grads = [(grad_y.float() * part).sum(dim=(0, 1)) for part in _shifted(x, taps, False)]
     return torch.stack(grads, dim=1)
 
@@ -101,7 +101,7 @@ def _causal_conv_grad_w_kernel(
     tl.store(grad_w_ptr + (b * D + d) * TAPS + i, grad_w, mask=d < D)
 
 
-def _causal_conv_triton(x, w, reverse):
+def _causal_conv_triton(x: Tensor, w: Tensor, reverse: bool) -> Tensor:
     batch, length, width = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
@@ -114,7 +114,7 @@ def _causal_conv_triton(x, w, reverse):
     return y
 
 
-def _causal_conv_grad_w_triton(grad_y, x, taps):
+def _causal_conv_grad_w_triton(grad_y: Tensor, x: Tensor, taps: int) -> Tensor:
     batch, length, width = x.shape
     parts = torch.empty(batch, width, taps, dtype=torch.float32, device=x.device)
     if parts.numel():
@@ -165,7 +165,7 @@ def causal_conv_grad_w(grad_y: Tensor, x: Tensor, taps: int) -> Tensor:
     return run(grad_y, x, taps)
 
 
-def _check(x, taps):
+def _check(x: Tensor, taps: int) -> None:
     if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 3:
         got = f"{x.dtype} of shape {tuple(x.shape)}"
         raise ValueError(f"need float32 or bfloat16 positions, got {got}")
@@ -204,7 +204,7 @@ def _grad_w_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (grad_y, x, w.shape[1]))
 
 
-def rounded_conv(x, w, reverse):
+def rounded_conv(x: Tensor, w: Tensor, reverse: bool) -> Tensor:
     """Round the reference of `causal_conv`, and nothing before it."""
     return causal_conv_reference(x, w, reverse).to(x.dtype)
 

@@ -30,7 +30,7 @@ def decay_scan_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bo
     """Compute what `decay_scan` must return, a position at a time in float64."""
     q, k, v, g = (part.double() for part in (q, k, v, g))
     length, y = q.shape[1], torch.zeros(v.shape, dtype=torch.float64, device=v.device)
-    state = 0
+    state = q.new_zeros(())
     for t in reversed(range(length)) if reverse else range(length):
         step = t + 1 if reverse else t
         if 0 <= step < length:
@@ -40,12 +40,12 @@ def decay_scan_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bo
     return y
 
 
-def _decay_scan_torch(q, k, v, g, reverse):
+def _decay_scan_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool) -> Tensor:
     if reverse:
         g = torch.cat((torch.zeros_like(g[:, :1]), g.flip(1)[:, :-1]), dim=1)[:, : g.shape[1]]
         return _decay_scan_torch(q.flip(1), k.flip(1), v.flip(1), g, False).flip(1)
     y = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    state = 0
+    state = q.new_zeros(())
     for start in range(0, q.shape[1], PIECE):
         piece = slice(start, start + PIECE)
         # (B, H, L, ...) each
@@ -106,7 +106,7 @@ def _decay_scan_kernel(
         state = tl.exp(end) * state + tl.dot(tl.trans(fading), v, input_precision="ieee")
 
 
-def _decay_scan_triton(q, k, v, g, reverse):
+def _decay_scan_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool) -> Tensor:
     (batch, length, heads, states), width = q.shape, v.shape[3]
     y = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     if y.numel():
@@ -156,7 +156,10 @@ def decay_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool = False
     return (_decay_scan_triton if uses_triton(q) else _decay_scan_torch)(q, k, v, g, reverse)
 
 
-def _draw(generator, device, batch, length, heads, states, width) -> tuple:
+def _draw(
+    generator: torch.Generator, device: torch.device, batch: int, length: int, heads: int,
+    states: int, width: int,
+) -> tuple:  # fmt: skip
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
@@ -191,7 +194,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(f"2x700x5x64x128 bf16{' reverse' if reverse else ''}", inputs, scan_in_bf16)
 
 
-def scan_in_bf16(q, k, v, g, reverse):
+def scan_in_bf16(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool) -> Tensor:
     """Attend with scores and decays rounded to bfloat16, as torch would without a kernel."""
     c = g.double().cumsum(1).transpose(1, 2)
     apart = c[..., :, None] - c[..., None, :]
@@ -210,10 +213,9 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     q, k, v = draw(8, 4096, 1, 64), draw(8, 4096, 1, 64), draw(8, 4096, 16, 64)
     shared = q.expand(-1, -1, 16, -1), k.expand(-1, -1, 16, -1)
     inputs = *shared, v, -torch.rand(8, 4096, 16, device=device), False
-    peer = partial(
-        torch.nn.functional.scaled_dot_product_attention,
-        *(part.transpose(1, 2).contiguous() for part in (*shared, v)), is_causal=True,
-    )  # fmt: skip
+    query, key, value = (part.transpose(1, 2).contiguous() for part in (*shared, v))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    peer = partial(attend, query, key, value, is_causal=True)
     yield Timing("8x4096x16x64x64 bf16", inputs, peer=peer, peer_name="causal attention")
 
 

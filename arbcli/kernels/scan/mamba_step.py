@@ -11,7 +11,7 @@ know nothing of the others. A text that does not go on keeps its state, and the 
 position may hold anything.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -48,7 +48,9 @@ def mamba_step_reference(
     z, new, t = rows.split((inner, inner + 2 * states, heads))
     before = state.clone()
     ring[p % num_taps] = new
-    mixed = sum(taps[:, i].double() * ring[(p + 1 + i) % num_taps] for i in range(num_taps))
+    mixed = torch.zeros_like(new)
+    for i in range(num_taps):
+        mixed += taps[:, i].double() * ring[(p + 1 + i) % num_taps]
     mixed = mixed / (1 + torch.exp(-mixed))
     u, b, c = mixed.split((inner, states, states))
     y = torch.empty_like(u)
@@ -63,7 +65,10 @@ def mamba_step_reference(
 
 
 @text_by_text(7, *SHARED)
-def _mamba_step_torch(rows, ring, state, taps, rate, bias, skip, position, going_on=None):
+def _mamba_step_torch(
+    rows: Tensor, ring: Tensor, state: Tensor, taps: Tensor, rate: Tensor, bias: Tensor,
+    skip: Tensor, position: Tensor, going_on: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     heads, states, width = state.shape
     inner, num_taps = heads * width, len(ring)
     z, new, t = rows.split((inner, inner + 2 * states, heads))
@@ -161,7 +166,10 @@ def _mamba_step_kernel(
     tl.store(slot_ptr + of_c, new_c, mask=first)
 
 
-def _mamba_step_triton(rows, ring, state, taps, rate, bias, skip, position, going_on=None):
+def _mamba_step_triton(
+    rows: Tensor, ring: Tensor, state: Tensor, taps: Tensor, rate: Tensor, bias: Tensor,
+    skip: Tensor, position: Tensor, going_on: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     heads, states, width = state.shape[-3:]
     y = rows.new_empty(*position.shape, heads * width)
     _mamba_step_kernel[(heads, position.numel())](
@@ -277,10 +285,12 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case("9 texts of 16x64x64 bf16", inputs, _with_state(_mamba_step_torch))
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns what it left behind too."""
 
-    def with_state(rows, ring, state, *rest):
+    def with_state(
+        rows: Tensor, ring: Tensor, state: Tensor, *rest: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return run(rows, ring, state, *rest), ring, state
 
     return with_state

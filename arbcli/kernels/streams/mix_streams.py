@@ -15,6 +15,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.streams.stream_weights import STREAMS
 
@@ -24,7 +25,7 @@ def mix_streams_reference(
 ) -> Tensor:
     """Compute what `mix_streams` must return, in float64."""
     y = torch.einsum("mij,mjd->mid", weights.double(), x.double())
-    if added is not None:
+    if added is not None and gains is not None:
         y = y + torch.einsum("mi,md->mid", gains.double(), added.double())
     return y
 
@@ -34,7 +35,7 @@ def mix_streams_backward_reference(
 ) -> tuple[Tensor, ...]:
     """Compute what `mix_streams_backward` must return, by autograd in float64."""
     inputs = [part.double().requires_grad_() for part in (x, weights)]
-    if added is not None:
+    if added is not None and gains is not None:
         inputs += [part.double().requires_grad_() for part in (added, gains)]
     y = mix_streams_reference(*inputs, *[None] * (4 - len(inputs)))
     return torch.autograd.grad(y, inputs, grad_y.double())
@@ -50,13 +51,15 @@ def mix_streams_torch(
         for j in range(1, x.shape[1]):
             y = y + row[:, j : j + 1] * x[:, j].float()
         rows.append(y)
-    if added is not None:
+    if added is not None and gains is not None:
         f = added.float()
         rows = [y + gains[:, i : i + 1] * f for i, y in enumerate(rows)]
     return torch.stack(rows, dim=1).to(x.dtype)
 
 
-def _mix_streams_backward_torch(grad_y, x, weights, added, gains):
+def _mix_streams_backward_torch(
+    grad_y: Tensor, x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
+) -> tuple[Tensor, ...]:
     g, of_x = grad_y.float(), x.float()
     grad_x = torch.einsum("mij,mid->mjd", weights, g).to(x.dtype)
     grad_weights = torch.einsum("mid,mjd->mij", g, of_x)
@@ -128,12 +131,21 @@ def _mix_streams_backward_kernel(
         tl.store(grad_gains_ptr + m * ROWS + i, grad_gains)
 
 
-def _mix_streams_triton(x, weights, added, gains):
+def _added(
+    x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Find the tensors that the kernels are given for what is added, which they may not read."""
+    return (x[:, 0], weights[:, :, 0]) if added is None or gains is None else (added, gains)
+
+
+def _mix_streams_triton(
+    x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
+) -> Tensor:
     (length, n, width), rows = x.shape, weights.shape[1]
     y = torch.empty(length, rows, width, dtype=x.dtype, device=x.device)
     if y.numel():
         block = min(512, triton.next_power_of_2(width))
-        f, c = (x[:, 0], weights[:, :, 0]) if added is None else (added, gains)
+        f, c = _added(x, weights, added, gains)
         _mix_streams_kernel[(length, triton.cdiv(width, block))](
             x, weights, f, c, y,
             width, *x.stride(), *weights.stride(), *f.stride(), *c.stride(),
@@ -142,14 +154,16 @@ def _mix_streams_triton(x, weights, added, gains):
     return y
 
 
-def _mix_streams_backward_triton(grad_y, x, weights, added, gains):
+def _mix_streams_backward_triton(
+    grad_y: Tensor, x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
+) -> tuple[Tensor, ...]:
     (length, n, width), rows = x.shape, weights.shape[1]
-    like, real = {"dtype": x.dtype, "device": x.device}, {"device": x.device}
-    grads = [torch.empty(x.shape, **like), torch.empty(weights.shape, **real)]
-    if added is not None:
-        grads += [torch.empty(added.shape, **like), torch.empty(gains.shape, **real)]
+    like: TensorOptions = {"dtype": x.dtype, "device": x.device}
+    grads = [torch.empty(x.shape, **like), torch.empty(weights.shape, device=x.device)]
+    if added is not None and gains is not None:
+        grads += [torch.empty(added.shape, **like), torch.empty(gains.shape, device=x.device)]
     if length:
-        f, c = (x[:, 0], weights[:, :, 0]) if added is None else (added, gains)
+        f, c = _added(x, weights, added, gains)
         _mix_streams_backward_kernel[(length,)](
             grad_y, x, weights, f, c, *(grads if len(grads) == 4 else grads * 2),
             width, *grad_y.stride(), *x.stride(), *weights.stride(), *f.stride(), *c.stride(),
@@ -208,7 +222,7 @@ def mix_streams_backward(
     return run(grad_y, x, weights, added, gains)
 
 
-def _check(x, weights, added, gains):
+def _check(x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None) -> None:
     got = f"{x.dtype} of shape {tuple(x.shape)}"
     if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 3 or x.shape[1] not in STREAMS:
         raise ValueError(f"need float32 or bfloat16 streams, {STREAMS} of them, got {got}")
@@ -220,7 +234,7 @@ def _check(x, weights, added, gains):
         raise ValueError(f"need weights of {length} positions and {n} streams, got {got}")
     if (added is None) != (gains is None):
         raise ValueError("what is added and its gains belong together")
-    if added is None:
+    if added is None or gains is None:
         return
     if added.dtype != x.dtype or added.shape != (length, width):
         got = f"{added.dtype} {tuple(added.shape)}"
@@ -238,6 +252,7 @@ def _draw(device: torch.device) -> Iterator[tuple[str, tuple, Tensor]]:
         return torch.randn(shape, generator=generator).to(device)
 
     for length, rows, n, width in ((1, 1, 1, 1), (3, 4, 4, 33), (5, 1, 4, 7), (2, 8, 2, 600)):
+        inputs: tuple[Tensor | None, ...]
         inputs = normal(length, n, width), normal(length, rows, n), None, None
         grad_y = normal(length, rows, width)
         yield f"{length}x{n}x{width} to {rows}", inputs, grad_y
@@ -266,14 +281,16 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (grad_y, *inputs), peer)
 
 
-def rounded_mix(x, *others):
+def rounded_mix(x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None) -> Tensor:
     """Round the reference of `mix_streams`, and nothing before it."""
-    return mix_streams_reference(x, *others).to(x.dtype)
+    return mix_streams_reference(x, weights, added, gains).to(x.dtype)
 
 
-def rounded_mix_gradients(grad_y, x, *others):
+def rounded_mix_gradients(
+    grad_y: Tensor, x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """Round what `mix_streams_backward` rounds; gradients of weights are float32 always."""
-    found = mix_streams_backward_reference(grad_y, x, *others)
+    found = mix_streams_backward_reference(grad_y, x, weights, added, gains)
     return tuple(None if index % 2 else grad.to(x.dtype) for index, grad in enumerate(found))
 
 

@@ -48,9 +48,10 @@ def stream_weights_reference(
     n = count_streams(raw.shape[1])
     found = [_of_one(z, n, rounds) for z in raw.double() + bias.double()]
     if not found:
-        sizes = ((n,), (n, n), (n,))
-        return tuple(raw.new_zeros(0, *size, dtype=torch.float64) for size in sizes)
-    return tuple(torch.stack(part) for part in zip(*found, strict=True))
+        none = raw.new_zeros(0, n, dtype=torch.float64)
+        return none, none.new_zeros(0, n, n), none.clone()
+    a, b, c = (torch.stack(part) for part in zip(*found, strict=True))
+    return a, b, c
 
 
 def _of_one(z: Tensor, n: int, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +73,8 @@ def stream_weights_backward_reference(
     found = stream_weights_reference(raw, bias, rounds)
     if not len(raw):
         return torch.zeros_like(raw)
-    total = sum((w * g).sum() for w, g in zip(found, (grad_a, grad_b, grad_c), strict=True))
+    weighted = zip(found, (grad_a, grad_b, grad_c), strict=True)
+    total = torch.stack([(w * g).sum() for w, g in weighted]).sum()
     return torch.autograd.grad(total, raw)[0]
 
 
@@ -94,7 +96,9 @@ def stream_weights_torch(
     return torch.sigmoid(a), b, 2 * torch.sigmoid(c - SHIFT)
 
 
-def _stream_weights_backward_torch(grad_a, grad_b, grad_c, raw, bias, rounds):
+def _stream_weights_backward_torch(
+    grad_a: Tensor, grad_b: Tensor, grad_c: Tensor, raw: Tensor, bias: Tensor, rounds: int
+) -> Tensor:
     with torch.enable_grad():
         z = (raw.float() + bias).detach().requires_grad_()
         found = stream_weights_torch(z, torch.zeros_like(bias), rounds)
@@ -226,7 +230,7 @@ def _stream_weights_backward_kernel(
     tl.store(grad_ptrs, g, mask=mask3)
 
 
-def _stream_weights_triton(raw, bias, rounds):
+def _stream_weights_triton(raw: Tensor, bias: Tensor, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
     length, n = len(raw), count_streams(raw.shape[1])
     a, b, c = (
         torch.empty(length, *size, dtype=torch.float32, device=raw.device)
@@ -238,7 +242,9 @@ def _stream_weights_triton(raw, bias, rounds):
     return a, b, c
 
 
-def _stream_weights_backward_triton(grad_a, grad_b, grad_c, raw, bias, rounds):
+def _stream_weights_backward_triton(
+    grad_a: Tensor, grad_b: Tensor, grad_c: Tensor, raw: Tensor, bias: Tensor, rounds: int
+) -> Tensor:
     grad = torch.empty(raw.shape, dtype=torch.float32, device=raw.device)
     if len(raw):
         raw, grid, tile = _launch(raw, count_streams(raw.shape[1]))
@@ -249,7 +255,7 @@ def _stream_weights_backward_triton(grad_a, grad_b, grad_c, raw, bias, rounds):
     return grad
 
 
-def _launch(raw, n):
+def _launch(raw: Tensor, n: int) -> tuple[Tensor, tuple[int], dict[str, int]]:
     """Lay rows out densely, and choose programs of 128 weights of B a warp."""
     block = max(1, min(256 // (n * n), triton.next_power_of_2(len(raw))))
     raw = raw if raw.stride(1) == 1 else raw.contiguous()
@@ -312,7 +318,7 @@ def stream_weights_backward(
     return run(grad_a, grad_b, grad_c, raw, bias, rounds)
 
 
-def _check(raw, bias, rounds):
+def _check(raw: Tensor, bias: Tensor, rounds: int) -> None:
     if raw.dtype not in (torch.float32, torch.bfloat16) or raw.dim() != 2:
         got = f"{raw.dtype} of shape {tuple(raw.shape)}"
         raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")

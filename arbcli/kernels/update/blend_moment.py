@@ -65,8 +65,9 @@ def blend_moment_reference(
 
 
 def _blend_moment_torch(
-    moment, values, row_gain, column_gain, key, ok, squares, decay, gain, shift, nibble
-):
+    moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
+    key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: int, shift: int, nibble: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not ok:
         return moment, squares
     largest = moment_max(nibble)
@@ -87,12 +88,12 @@ def _blend_moment_torch(
 
 
 def _blend_moment_native(
-    moment, values, row_gain, column_gain, key, ok, squares, decay, gain, shift, nibble
-):
+    moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
+    key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: int, shift: int, nibble: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     direction = values, row_gain, column_gain
     if not native.in_rows(moment):
-        rest = decay, gain, shift, nibble
-        return _blend_moment_torch(moment, *direction, key, ok, squares, *rest)
+        return _blend_moment_torch(moment, *direction, key, ok, squares, decay, gain, shift, nibble)
     if ok:
         squares += native.call(
             "blend_moment", *native_arguments(*direction), moment, moment.stride(0), int(key),
@@ -150,8 +151,9 @@ def _blend_moment_kernel(
 
 
 def _blend_moment_triton(
-    moment, values, row_gain, column_gain, key, ok, squares, decay, gain, shift, nibble
-):
+    moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
+    key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: int, shift: int, nibble: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, columns = moment.shape
     if moment.numel():
         has_rows, has_columns = row_gain is not None, column_gain is not None
@@ -160,7 +162,7 @@ def _blend_moment_triton(
             moment, values, row_gain if has_rows else values,
             column_gain if has_columns else values, key, ok, squares,
             rows, columns, decay, gain, shift,
-            *moment.stride(), *values.stride(), row_gain.stride(0) if has_rows else 0,
+            *moment.stride(), *values.stride(), 0 if row_gain is None else row_gain.stride(0),
             LIMIT=DIRECTION_LIMIT, LARGEST=moment_max(nibble), NIBBLE=nibble,
             HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, BLOCK_P=1, BLOCK_K=512, STEPS=steps,
             enable_fp_fusion=False, num_warps=2,
@@ -242,8 +244,8 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(f"{shape} halfway", (moment, halves, one, None, *scalars))
         yield Case(f"{shape} zero direction", (moment, values * 0, *gains, *scalars))
         yield Case(f"{shape} refused", (moment, values, *gains, scalar(7), scalar(0), *scalars[2:]))
-        control = (scalar(7), scalar(1), scalar(0, torch.int64), 65536, 597, 9, nibble)
-        yield Case(f"{shape} no decay", (moment, values, *gains, *control))
+        undecayed = (scalar(7), scalar(1), scalar(0, torch.int64), 65536, 597, 9, nibble)
+        yield Case(f"{shape} no decay", (moment, values, *gains, *undecayed))
     strided = (moment[1::3, ::3], values.T.contiguous().T[1::3, ::3], gains[0][1::3])
     yield Case("6x87 strided", (*strided, gains[1][:87].contiguous(), *scalars))
 

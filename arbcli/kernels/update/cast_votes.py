@@ -32,6 +32,8 @@ from arbcli.kernels.runtime.inputs import check_scalars
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 
 SCALE_THRESHOLD = 4
+GRADIENTS = (torch.float32, torch.bfloat16, torch.int8)
+"""Dtypes of gradients whose signs are read."""
 
 
 def cast_trit_votes_reference(
@@ -67,7 +69,10 @@ def cast_scale_votes_reference(
     return new.to(torch.int8), (total - 4 * octaves).to(torch.int8)
 
 
-def _cast_trit_votes_torch(packed, votes, grad, ok, threshold, held=None):
+def _cast_trit_votes_torch(
+    packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor, threshold: Tensor,
+    held: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not ok:
         return packed, votes, torch.zeros((), dtype=torch.int64, device=packed.device)
     old = unpack_trits_torch(packed, votes.shape[1])
@@ -81,7 +86,9 @@ def _cast_trit_votes_torch(packed, votes, grad, ok, threshold, held=None):
     return packed, votes, (new != old).sum()
 
 
-def _cast_scale_votes_torch(exponent, votes, slope, ok):
+def _cast_scale_votes_torch(
+    exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor
+) -> tuple[Tensor, Tensor]:
     if ok:
         votes -= torch.sign(slope).to(torch.int8)
         octaves = (votes >= SCALE_THRESHOLD).to(torch.int8)
@@ -122,7 +129,7 @@ def _cast_trit_votes_kernel(
         mask = mask_n & (k < K)
         votes_ptrs = votes_ptr + offs_n * stride_an + k * stride_ak
         total = tl.load(votes_ptrs, mask=mask, other=0).to(tl.int32)
-        total -= _sign(tl.load(grad_ptr + offs_n * stride_gn + k * stride_gk, mask=mask, other=0.0))
+        total -= _sign(tl.load(grad_ptr + offs_n * stride_gn + k * stride_gk, mask=mask, other=0))
         total = tl.minimum(tl.maximum(total, -127), 127)
         moved = tl.abs(total) >= threshold
         if HOLDS:
@@ -162,13 +169,16 @@ def _cast_scale_votes_kernel(
     tl.store(votes_ptrs, (total - THRESHOLD * octaves).to(tl.int8), mask=mask)
 
 
-def _cast_trit_votes_triton(packed, votes, grad, ok, threshold, held=None):
+def _cast_trit_votes_triton(
+    packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor, threshold: Tensor,
+    held: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (rows, in_features), num_bytes = votes.shape, packed.shape[1]
     grid = byte_tiles(rows, num_bytes)
     flips = torch.empty(grid, dtype=torch.int32, device=packed.device)
     if flips.numel():
         holds = held is not None
-        held = held.view(torch.uint8) if holds else ok  # which is not read then
+        held = ok if held is None else held.view(torch.uint8)  # `ok` is not read
         _cast_trit_votes_kernel[grid](
             packed, votes, grad, ok, threshold, held, flips, rows, in_features, num_bytes,
             *packed.stride(), *votes.stride(), *grad.stride(), *(held.stride() or (0, 0)),
@@ -177,7 +187,9 @@ def _cast_trit_votes_triton(packed, votes, grad, ok, threshold, held=None):
     return packed, votes, flips.sum(dtype=torch.int64)
 
 
-def _cast_scale_votes_triton(exponent, votes, slope, ok):
+def _cast_scale_votes_triton(
+    exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor
+) -> tuple[Tensor, Tensor]:
     if slope.numel():
         _cast_scale_votes_kernel[(triton.cdiv(slope.numel(), 1024),)](
             exponent, votes, slope, ok, *slope.shape,
@@ -200,7 +212,7 @@ def cast_trit_votes(
     Args:
         packed: (N, row_bytes(K)) uint8.
         votes: (N, K) int8.
-        grad: (N, K) float32 or bfloat16, dL/dw; only its sign is read.
+        grad: (N, K) float32, bfloat16 or int8, dL/dw or its sign; only its sign is read.
         ok: int32 scalar tensor; where 0 nothing changes.
         threshold: int32 scalar tensor, 1..127.
         held: (N, K) bool, the trits that stay whatever their votes; None holds none.
@@ -212,7 +224,7 @@ def cast_trit_votes(
         ValueError: a dtype or a shape does not fit.
     """
     check_digits(packed, votes)
-    if grad.dtype not in (torch.float32, torch.bfloat16) or votes.shape != grad.shape:
+    if grad.dtype not in GRADIENTS or votes.shape != grad.shape:
         raise ValueError(f"votes {tuple(votes.shape)}, grad {grad.dtype} {tuple(grad.shape)}")
     if held is not None and (held.dtype != torch.bool or held.shape != votes.shape):
         raise ValueError(f"votes {tuple(votes.shape)}, held {held.dtype} {tuple(held.shape)}")
@@ -259,6 +271,8 @@ def _trit_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(f"{rows}x{columns}", (*inputs, *usual))
     yield Case("2x1311 refused", (*inputs, _scalar(0, device), usual[1]))
     yield Case("2x1311 at 2 votes", (*inputs, usual[0], _scalar(2, device)))
+    signs = torch.sign(inputs[2]).to(torch.int8)
+    yield Case("2x1311 signs", (*inputs[:2], signs, *usual))
     held = torch.rand(inputs[1].shape, generator=generator).to(device) < 0.5
     yield Case("2x1311 held", (*inputs, *usual, held))
     saturated = torch.full_like(inputs[1], 127)

@@ -11,7 +11,7 @@ stochastically: an average of logs trails behind, and a rounded one would stand 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous, check_scalars
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous, check_scalars
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
@@ -81,9 +81,9 @@ def gradient_gains_reference(
     refused += 1 - ok
     nonfinite |= int(not total <= 2.0**120)
     mean = float(slope_squares.sum()) / slope.numel()
-    like = {"device": squares.device, "dtype": torch.float64}
+    like: TensorOptions = {"device": squares.device, "dtype": torch.float64}
     gains = [torch.empty(0, **like)] * 2
-    if row_statistic is not None:
+    if row_statistic is not None and column_statistic is not None:
         num_rows, num_columns = rows.shape[1], columns.shape[1]
         _average_reference(row_statistic, rows.double().sum(0) / num_columns, row_key, ok)
         _average_reference(column_statistic, columns.double().sum(0) / num_rows, column_key, ok)
@@ -102,22 +102,23 @@ def _average_reference(statistic: Tensor, value: Tensor, key: Tensor, ok: int) -
     if ok:
         words = (random_bits_reference(int(key), 1, len(value))[0] % 65536).tolist()
         rows = zip(statistic.tolist(), (value + 2.0**-120).tolist(), words, strict=True)
-        digits = [averaged_digits(*pair, new, word) for pair, new, word in rows]
+        digits = [averaged_digits(high, low, new, word) for (high, low), new, word in rows]
         statistic.copy_(torch.tensor(digits, dtype=torch.int8).reshape(-1, 2))
 
 
 def _gradient_gains_torch(
-    slope, slope_squares, squares, rows, columns, row_statistic, column_statistic,
-    row_key, column_key, refused, nonfinite,
-):  # fmt: skip
+    slope: Tensor, slope_squares: Tensor, squares: Tensor, rows: Tensor, columns: Tensor,
+    row_statistic: Tensor | None, column_statistic: Tensor | None, row_key: Tensor,
+    column_key: Tensor, refused: Tensor, nonfinite: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     total, mean = float(squares.sum()), float(slope_squares.sum()) / slope.numel()
     usable = SMALLEST <= total <= LARGEST
     refused += not usable
     nonfinite |= not total <= LARGEST
     ok = torch.full_like(refused, usable, dtype=torch.int32)
-    slope_gain = min(UNIT / math.sqrt(mean), 3e38) if mean > 0 else 0.0
-    slope_gain = torch.full_like(refused, slope_gain, dtype=torch.float32)
-    if row_statistic is None:
+    gain = min(UNIT / math.sqrt(mean), 3e38) if mean > 0 else 0.0
+    slope_gain = torch.full_like(refused, gain, dtype=torch.float32)
+    if row_statistic is None or column_statistic is None:
         return ok, slope_gain, squares.new_empty(0), squares.new_empty(0)
     sizes = num_rows, num_columns = rows.shape[1], columns.shape[1]
     statistic = torch.cat([row_statistic, column_statistic])
@@ -245,18 +246,19 @@ def _gradient_gains_kernel(
 
 
 def _gradient_gains_triton(
-    slope, slope_squares, squares, rows, columns, row_statistic, column_statistic,
-    row_key, column_key, refused, nonfinite,
-):  # fmt: skip
+    slope: Tensor, slope_squares: Tensor, squares: Tensor, rows: Tensor, columns: Tensor,
+    row_statistic: Tensor | None, column_statistic: Tensor | None, row_key: Tensor,
+    column_key: Tensor, refused: Tensor, nonfinite: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (row_parts, num_rows), (column_parts, num_columns) = rows.shape, columns.shape
     factored, block_l, tiles = row_statistic is not None, 64, 1
     row_gain, column_gain = (squares.new_empty(n * factored) for n in (num_rows, num_columns))
     ok, slope_gain = torch.empty_like(refused, dtype=torch.int32), squares.new_empty(())
-    statistics, strides = (squares, squares), (0, 0, 0, 0)
-    if factored:
+    statistics, strides = (squares, squares), [0, 0, 0, 0]
+    if row_statistic is not None and column_statistic is not None:
         tiles += triton.cdiv(num_rows, block_l) + triton.cdiv(num_columns, block_l)
         statistics = (row_statistic, column_statistic)
-        strides = (*row_statistic.stride(), *column_statistic.stride())
+        strides = [*row_statistic.stride(), *column_statistic.stride()]
     _gradient_gains_kernel[(tiles,)](
         slope_squares, squares, rows, columns, *statistics, row_key, column_key,
         refused, nonfinite, ok, slope_gain, row_gain, column_gain,
@@ -373,10 +375,10 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("11264x2048", inputs, run=_gradient_gains_triton)
 
 
-def _with_state(run):
+def _with_state(run: Callable) -> Callable:
     """Wrap an implementation so that it returns its counters and decoded statistics, too."""
 
-    def with_state(*inputs):
+    def with_state(*inputs: Tensor | None) -> tuple[Tensor, ...]:
         found = run(*inputs)
         if int(found[0]) == 0:  # nobody reads these then
             found = (found[0], *(torch.zeros_like(gain) for gain in found[1:]))

@@ -6,7 +6,7 @@ and columns. Sums come in parts, one for each tile, so that adding them up in or
 bits every time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from arbcli.kernels.codec.scales import load_scale, scales_torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, row_chunks, tiles_of_a_program
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 TILE = 128
@@ -63,14 +64,17 @@ def gradient_statistics_reference(
     grad = grad.double()
     weight = digits_reference(packed) * scales_reference(packed).to(torch.bfloat16).double()
     products = (torch.sign(grad) if signs else grad) * weight
-    slope = [group.sum(1) for group in products.split(packed.group_size, dim=1)]
-    slope, squares = torch.stack(slope, dim=1), grad * grad
+    of_groups = [group.sum(1) for group in products.split(packed.group_size, dim=1)]
+    slope, squares = torch.stack(of_groups, dim=1), grad * grad
     rows, columns = (squares.sum(dim) * factored for dim in (1, 0))
     return slope, (slope * slope).sum(), squares.sum(), rows, columns
 
 
-def _gradient_statistics_torch(grad, packed, factored, signs):
-    (num_rows, in_features), like = grad.shape, {"dtype": torch.float32, "device": grad.device}
+def _gradient_statistics_torch(
+    grad: Tensor, packed: Packed, factored: bool, signs: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (num_rows, in_features) = grad.shape
+    like: TensorOptions = {"dtype": torch.float32, "device": grad.device}
     group_size = packed.group_size
     whole = in_features // group_size
     slope = torch.empty(packed.exponent.shape, **like)
@@ -96,8 +100,11 @@ def _gradient_statistics_torch(grad, packed, factored, signs):
     return slope, (wide * wide).sum()[None], squares, rows, columns
 
 
-def _gradient_statistics_native(grad, packed, factored, signs):
-    (num_rows, in_features), like = grad.shape, {"dtype": torch.float32, "device": grad.device}
+def _gradient_statistics_native(
+    grad: Tensor, packed: Packed, factored: bool, signs: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (num_rows, in_features) = grad.shape
+    like: TensorOptions = {"dtype": torch.float32, "device": grad.device}
     slope, rows = torch.empty(packed.exponent.shape, **like), torch.empty(1, num_rows, **like)
     columns = torch.empty(-(-num_rows // PART_ROWS) * factored, in_features, **like)
     grad = native.as_rows(grad)
@@ -290,7 +297,9 @@ def _scale_path(group_size: int) -> tuple[bool, bool]:
     return group_size == PLANE, group_size & (group_size - 1) == 0
 
 
-def _gradient_statistics_triton(grad, packed, factored, signs):
+def _gradient_statistics_triton(
+    grad: Tensor, packed: Packed, factored: bool, signs: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (rows, columns), groups, group_size = grad.shape, packed.num_groups, packed.group_size
     block_n, steps = 8, tiles_of_a_program(grad, 2, 16)
     tiles_n = triton.cdiv(rows, block_n * steps)
@@ -347,9 +356,16 @@ def gradient_statistics(
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
-    def case(label: str, rows: int, columns: int, view=lambda x: x, *flags: bool) -> Case:
+    def case(
+        label: str,
+        rows: int,
+        columns: int,
+        view: Callable[[Tensor], Tensor] = lambda x: x,
+        *flags: bool,
+    ) -> Case:
         grad = view(torch.randn(rows, columns, generator=generator).to(device))
-        packed = random_packed(*grad.shape, group_size, generator, spread=8).to(device)
+        rows, columns = grad.shape
+        packed = random_packed(rows, columns, group_size, generator, spread=8).to(device)
         return Case(label, (grad, packed, *(flags or (True, False))))
 
     for rows, columns in ((1, 1), (3, 33), (33, 123), (2, 1311)):
@@ -376,11 +392,13 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         yield Timing(f"11264x2048 bf16{name}", inputs, run=_gradient_statistics_triton)
 
 
-def _in_one_part(run):
+def _in_one_part(run: Callable) -> Callable:
     """Wrap an implementation so that it adds its parts up, in float64."""
 
-    def in_one_part(*inputs):
-        slope, *sums, rows, columns = run(*inputs)
+    def in_one_part(
+        grad: Tensor, packed: Packed, *flags: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        slope, *sums, rows, columns = run(grad, packed, *flags)
         sums = [part.double().sum() for part in sums]
         return slope, *sums, *(part.double().sum(0) for part in (rows, columns))
 

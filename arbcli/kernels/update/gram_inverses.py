@@ -41,7 +41,9 @@ def gram_inverses_reference(x: Tensor, shifts: Sequence[float], weights: Sequenc
     return (left * (factors / size.sqrt())[..., None, :]) @ left.mT
 
 
-def _gram_inverses_torch(x, shifts, weights):
+def _gram_inverses_torch(
+    x: Tensor, shifts: tuple[float, ...], weights: tuple[float, ...]
+) -> Tensor:
     square = x @ x.mT
     diagonal = square.diagonal(dim1=-2, dim2=-1)
     trace = diagonal.sum(-1)[..., None, None].clamp_(min=LEAST_TRACE)
@@ -57,7 +59,9 @@ def _gram_inverses_torch(x, shifts, weights):
     return q.mul_(trace.rsqrt() * norm.rsqrt())
 
 
-def _gram_inverses_native(x, shifts, weights):
+def _gram_inverses_native(
+    x: Tensor, shifts: tuple[float, ...], weights: tuple[float, ...]
+) -> Tensor:
     n, m = x.shape[-2:]
     x = x if 1 in x.stride()[-2:] else x.contiguous()
     q = torch.empty(*x.shape[:-1], n, dtype=torch.float32, device=x.device)

@@ -14,7 +14,8 @@ from arbcli.kernels.codec.packing import (
     unpack_trits_torch,
 )
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.inputs import check_scalars
+from arbcli.kernels.runtime.inputs import TensorOptions, check_scalars
+from arbcli.kernels.update.cast_votes import GRADIENTS
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference
 
 
@@ -48,7 +49,7 @@ def hold_flips(
     Args:
         packed: (N, row_bytes(K)) uint8.
         votes: (N, K) int8, before this gradient.
-        grad: (N, K) float32 or bfloat16, dL/dw; only its sign is read.
+        grad: (N, K) float32, bfloat16 or int8, dL/dw or its sign; only its sign is read.
         threshold: int32 scalar tensor, 1..127.
         key: int32 scalar tensor, from `stream_keys`.
         most: how many trits may flip, 1 or more.
@@ -60,12 +61,12 @@ def hold_flips(
         ValueError: a dtype, a shape or the bound does not fit.
     """
     check_digits(packed, votes)
-    if grad.dtype not in (torch.float32, torch.bfloat16) or votes.shape != grad.shape:
+    if grad.dtype not in GRADIENTS or votes.shape != grad.shape:
         raise ValueError(f"votes {tuple(votes.shape)}, grad {grad.dtype} {tuple(grad.shape)}")
     check_scalars(torch.int32, threshold=threshold, key=key)
     if most < 1:
         raise ValueError(f"most: need 1 or more, got {most}")
-    integer = {"dtype": torch.int32, "device": votes.device}
+    integer: TensorOptions = {"dtype": torch.int32, "device": votes.device}
     columns = torch.arange(votes.shape[1], **integer)
     rank = torch.empty(votes.shape, **integer)
     for rows in row_chunks(votes, 1 << 18):

@@ -9,6 +9,7 @@ trit and a byte of remainder, and as exact.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,9 @@ def _z_reference(trits: Tensor, remainder: Tensor, radix: int, nibble: bool) -> 
     return unpack_trits_reference(trits, remainder.shape[1]).long() * radix + low
 
 
-def _last_bits_torch(trits, remainder, radix, nibble, out=None):
+def _last_bits_torch(
+    trits: Tensor, remainder: Tensor, radix: int, nibble: bool, out: Tensor | None = None
+) -> Tensor:
     rows, columns = remainder.shape
     if out is None:
         out = torch.empty((rows + 1) // 2, columns, dtype=torch.uint8, device=trits.device)
@@ -73,7 +76,9 @@ def _last_bits_torch(trits, remainder, radix, nibble, out=None):
     return out
 
 
-def _take_last_bits_torch(trits, remainder, bits, radix, nibble):
+def _take_last_bits_torch(
+    trits: Tensor, remainder: Tensor, bits: Tensor, radix: int, nibble: bool
+) -> tuple[Tensor, Tensor]:
     half = radix // 2
     for some in row_chunks(remainder):
         state = remainder[some]
@@ -166,7 +171,9 @@ def _take_last_bits_kernel(
         tl.store(trits_ptrs, byte.to(tl.uint8), mask=mask_n & mask_b)
 
 
-def _launch(kernel, trits, remainder, bits, radix, nibble):
+def _launch(
+    kernel: Any, trits: Tensor, remainder: Tensor, bits: Tensor, radix: int, nibble: bool
+) -> None:
     rows, columns = remainder.shape
     if remainder.numel():
         block_p, num_bytes = 16, trits.shape[1]
@@ -177,7 +184,9 @@ def _launch(kernel, trits, remainder, bits, radix, nibble):
         )  # fmt: skip
 
 
-def _last_bits_triton(trits, remainder, radix, nibble, out=None):
+def _last_bits_triton(
+    trits: Tensor, remainder: Tensor, radix: int, nibble: bool, out: Tensor | None = None
+) -> Tensor:
     rows, columns = remainder.shape
     if out is None:
         out = torch.empty((rows + 1) // 2, columns, dtype=torch.uint8, device=trits.device)
@@ -185,7 +194,9 @@ def _last_bits_triton(trits, remainder, radix, nibble, out=None):
     return out
 
 
-def _take_last_bits_triton(trits, remainder, bits, radix, nibble):
+def _take_last_bits_triton(
+    trits: Tensor, remainder: Tensor, bits: Tensor, radix: int, nibble: bool
+) -> tuple[Tensor, Tensor]:
     _launch(_take_last_bits_kernel, trits, remainder, bits, radix, nibble)
     return trits, remainder
 
@@ -244,7 +255,9 @@ def _check(trits: Tensor, remainder: Tensor, bits: Tensor) -> None:
 SHAPES = ((1, 1), (3, 33), (33, 165), (2, 1311), (4, 160))
 
 
-def _state(shape: tuple[int, int], radix: int, nibble: bool, generator) -> tuple[Tensor, Tensor]:
+def _state(
+    shape: tuple[int, int], radix: int, nibble: bool, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Draw packed trits and remainders, all that z can be."""
     largest = radix + (7 if nibble else 63)
     z = torch.randint(-largest, largest + 1, shape, generator=generator)

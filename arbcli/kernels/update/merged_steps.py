@@ -32,7 +32,7 @@ def _one_by_one(run: Callable) -> Callable:
     return of_all
 
 
-def _merged_steps_triton(*inputs):
+def _merged_steps_triton(*inputs: Tensor) -> tuple[Tensor, ...]:
     runs = [partial(STEP_SCALES.triton, *part) for part in _parts(inputs)]
     merge_launches(runs, inputs[0].device)
     return tuple(itertools.chain(*(part[:2] for part in _parts(inputs))))
@@ -46,6 +46,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
 
 
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    assert STEP_SCALES.timings is not None
     (timing,) = STEP_SCALES.timings(device, group_size)
     rows = (slice(begin, begin + 256) for begin in range(0, 16 * 256, 256))
     inputs = [(*(x[some] for x in timing.inputs[:3]), *timing.inputs[3:]) for some in rows]

@@ -31,7 +31,7 @@ Shapes alone decide who computes what. An H200 took, in bfloat16 and microsecond
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
@@ -88,11 +88,11 @@ def gram_polynomial_reference(a: Tensor, alpha: float, beta: float, gamma: float
     return alpha * torch.eye(a.shape[-1], device=a.device) + beta * a + gamma * square
 
 
-def _gram_torch(x):
+def _gram_torch(x: Tensor) -> Tensor:
     return x @ x.mT
 
 
-def _gram_polynomial_torch(a, alpha, beta, gamma):
+def _gram_polynomial_torch(a: Tensor, alpha: float, beta: float, gamma: float) -> Tensor:
     add_product = torch.addmm if a.dim() == 2 else torch.baddbmm
     polynomial = add_product(a, a, a, beta=beta, alpha=gamma)
     polynomial.diagonal(dim1=-2, dim2=-1).add_(alpha)
@@ -156,6 +156,7 @@ def _store_tile(
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
+@no_type_check
 def _symmetric_kernel(
     x_desc, addend_ptr, y_desc, parts_ptr, ready_ptr,
     N, K, num_tiles, stride_matrix, stride_row,
@@ -217,10 +218,11 @@ def _symmetric_kernel(
             step += steps - first
 
 
-def _symmetric(x, has_addend, alpha, beta, gamma):
+def _symmetric(x: Tensor, has_addend: bool, alpha: float, beta: float, gamma: float) -> Tensor:
     """Compute a product for a matrix or a stack of them; the addend is x itself."""
     stack = _readable(x if x.dim() == 3 else x[None])
-    y = with_aligned_rows(*stack.shape[:2], stack.shape[1], x)
+    number, rows, _ = stack.shape
+    y = with_aligned_rows(number, rows, rows, x)
     if stack.numel():
         _launch(stack, has_addend, y, alpha, beta, gamma)
     else:
@@ -228,7 +230,9 @@ def _symmetric(x, has_addend, alpha, beta, gamma):
     return y if x.dim() == 3 else y[0]
 
 
-def _launch(stack, has_addend, y, alpha, beta, gamma):
+def _launch(
+    stack: Tensor, has_addend: bool, y: Tensor, alpha: float, beta: float, gamma: float
+) -> None:
     _, n, k = stack.shape
     (block, block_k, num_warps, num_stages), shared = _choose(stack, has_addend)
     num_programs = num_tiles = _num_tiles(stack, block)
@@ -250,7 +254,7 @@ def _launch(stack, has_addend, y, alpha, beta, gamma):
     )  # fmt: skip
 
 
-def _choose(stack, has_addend):
+def _choose(stack: Tensor, has_addend: bool) -> tuple[Tiling, bool]:
     """Choose a tiling, and whether programs share tiles, from the shape, the type and the GPU."""
     many = MANY * num_processors(stack)
     if not _fits(stack):
@@ -262,21 +266,22 @@ def _choose(stack, has_addend):
     return (POLYNOMIAL_TILES if has_addend else GRAM_TILES), True
 
 
-def _num_tiles(stack, block):
+def _num_tiles(stack: Tensor, block: int) -> int:
     tiles = triton.cdiv(stack.shape[1], block)
     return stack.shape[0] * (tiles * (tiles + 1) // 2)
 
 
-def _fits(x):
+def _fits(x: Tensor) -> bool:
     """Whether the tiles for matrix units are for this type and GPU."""
     return x.dtype == torch.bfloat16 and capability(x) == HOPPER
 
 
-def _readable(stack):
+def _readable(stack: Tensor) -> Tensor:
     """Return a stack, or a copy, that the copy engine can read: by rows or else by columns."""
     if has_aligned_rows(stack) or has_aligned_rows(stack.mT):
         return stack
-    return with_aligned_rows(*stack.shape, stack).copy_(stack)
+    number, rows, columns = stack.shape
+    return with_aligned_rows(number, rows, columns, stack).copy_(stack)
 
 
 def has_aligned_rows(stack: Tensor) -> bool:
@@ -285,18 +290,18 @@ def has_aligned_rows(stack: Tensor) -> bool:
     return stack.stride(2) == 1 and all(start % 16 == 0 and start > 0 for start in starts)
 
 
-def with_aligned_rows(matrices, n, k, like):
+def with_aligned_rows(matrices: int, n: int, k: int, like: Tensor) -> Tensor:
     """Make an uninitialised stack whose rows begin at multiples of 16 bytes."""
     unit = 16 // like.itemsize
     width = triton.cdiv(k, unit) * unit
     return torch.empty(matrices, n, width, dtype=like.dtype, device=like.device)[:, :, :k]
 
 
-def _gram_triton(x):
+def _gram_triton(x: Tensor) -> Tensor:
     return _symmetric(x, False, 0.0, 0.0, 1.0)
 
 
-def _gram_polynomial_triton(a, alpha, beta, gamma):
+def _gram_polynomial_triton(a: Tensor, alpha: float, beta: float, gamma: float) -> Tensor:
     return _symmetric(a, True, alpha, beta, gamma)
 
 
@@ -345,13 +350,13 @@ def gram_polynomial(a: Tensor, alpha: float, beta: float, gamma: float) -> Tenso
     return run(a, alpha, beta, gamma)
 
 
-def _check_matrix(x):
+def _check_matrix(x: Tensor) -> None:
     if x.dtype not in (torch.bfloat16, torch.float32) or x.dim() not in (2, 3):
         got = f"{x.dtype} of shape {tuple(x.shape)}"
         raise ValueError(f"need a bfloat16 or float32 matrix, or a stack of them, got {got}")
 
 
-def _pays(x, has_addend):
+def _pays(x: Tensor, has_addend: bool) -> bool:
     """Whether the kernel is faster than the matrix library; an addend is the polynomial's."""
     if not (uses_triton(x) and _fits(x)):
         return False

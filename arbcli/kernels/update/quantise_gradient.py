@@ -18,6 +18,7 @@ A row of zeros has `NONE`, and one that is not finite `NOT_FINITE`.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,13 +75,13 @@ def quantise_gradient_reference(
         octave = min(max(fits - limit.bit_length(), -100), 100) if normal else -128
         found.append(127 if largest == float("inf") else octave)
     new = torch.tensor(found, dtype=torch.int8, device=fitting.device)
-    fits = torch.maximum(fitting, new) if add else new
+    exponents = torch.maximum(fitting, new) if add else new
     if low is None:
-        return (sums.long() + q if add else q).to(sums.dtype), fits
+        return (sums.long() + q if add else q).to(sums.dtype), exponents
     total = together_reference(sums, low) + q if add else q
     bits = torch.cat([total, total.new_zeros(len(total) % 2, total.shape[1])]) % 16
     high = torch.div(total, 16, rounding_mode="floor").to(torch.int8)
-    return high, (bits[::2] + 16 * bits[1::2]).to(torch.uint8), fits
+    return high, (bits[::2] + 16 * bits[1::2]).to(torch.uint8), exponents
 
 
 def together_reference(sums: Tensor, low: Tensor | None) -> Tensor:
@@ -107,7 +108,10 @@ def fitting_exponents(largest: Tensor, limit: int) -> Tensor:
     return torch.where(field == 255, NOT_FINITE, e).to(torch.int8)
 
 
-def _quantise_gradient_torch(grad, exponent, key, sums, low, fitting, limit, block, add):
+def _quantise_gradient_torch(
+    grad: Tensor, exponent: Tensor, key: Tensor, sums: Tensor, low: Tensor | None, fitting: Tensor,
+    limit: int, block: int, add: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
     inverse = ((127 - exponent.int()) << 23).view(torch.float32)
     inverse = torch.where(exponent == NONE, 0.0, inverse)[:, None]
@@ -126,7 +130,7 @@ def _quantise_gradient_torch(grad, exponent, key, sums, low, fitting, limit, blo
         pairs = None if low is None else low[rows.start // 2 : (rows.stop + 1) // 2]
         if add:
             q += together(sums[rows], pairs)
-        if low is not None:
+        if pairs is not None:
             bits = q.bitwise_and(15).to(torch.uint8)
             pairs.copy_(bits[::2])
             pairs[: len(bits) // 2].bitwise_or_(bits[1::2] << 4)
@@ -234,7 +238,10 @@ def _quantise_gradient_kernel(
     _store_fitting(fitting_ptr, n1, N, largest1, BITS, ADD)
 
 
-def _quantise_gradient_triton(grad, exponent, key, sums, low, fitting, limit, block, add):
+def _quantise_gradient_triton(
+    grad: Tensor, exponent: Tensor, key: Tensor, sums: Tensor, low: Tensor | None, fitting: Tensor,
+    limit: int, block: int, add: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     rows, columns = grad.shape
     if grad.numel():
         block_k = min(512, triton.next_power_of_2(columns))
@@ -318,18 +325,22 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
     def case(
-        label: str, grad: Tensor, limit: int, add: bool, dtype=torch.int8, low=False, block=None
-    ) -> Case:
+        label: str, grad: Tensor, limit: int, add: bool, dtype: torch.dtype = torch.int8,
+        low: bool = False, block: int | None = None,
+    ) -> Case:  # fmt: skip
         rows, columns = grad.shape
         exponent = torch.randint(-8, 2, (rows,), generator=generator).to(torch.int8)
         exponent[::5] = NONE
         sums = torch.randint(-90, 90, grad.shape, generator=generator).to(dtype)
-        pairs = torch.randint(256, ((rows + 1) // 2, columns), generator=generator) if low else None
-        if low and rows % 2:
-            pairs[-1] &= 15
+        pairs = None
+        if low:
+            pairs = torch.randint(256, ((rows + 1) // 2, columns), generator=generator)
+            if rows % 2:
+                pairs[-1] &= 15
+            pairs = pairs.to(torch.uint8)
         fitting = torch.randint(-9, 0, (rows,), generator=generator).to(torch.int8)
         key = torch.tensor(-987654321, dtype=torch.int32)
-        found = (grad, exponent, key, sums, pairs.to(torch.uint8) if low else None, fitting)
+        found = (grad, exponent, key, sums, pairs, fitting)
         placed = (tensor if tensor is None else tensor.to(device) for tensor in found)
         return Case(label, (*placed, limit, block or block_of(columns), add))
 
@@ -341,9 +352,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield case(f"{rows}x{columns} added", draw(rows, columns), 31, True)
     for rows, columns in ((3, 2), (5, 48), (9, 40), (4, 640)):
         yield case(f"{rows}x{columns} in blocks", draw(rows, columns), 127, False)
-        twelve = {"dtype": torch.int8, "low": True}
-        yield case(f"{rows}x{columns} twelve bits", draw(rows, columns), 2047, False, **twelve)
-        yield case(f"{rows}x{columns} twelve bits added", draw(rows, columns), 511, True, **twelve)
+        twelve = partial(case, dtype=torch.int8, low=True)
+        yield twelve(f"{rows}x{columns} twelve bits", draw(rows, columns), 2047, False)
+        yield twelve(f"{rows}x{columns} twelve bits added", draw(rows, columns), 511, True)
     yield case("9x40 int16 added", draw(9, 40), 63, True, torch.int16)
     yield case("9x40 fifteen bits", draw(9, 40), 32767, False, torch.int16)
     yield case("9x40 int32 added", draw(9, 40), 31, True, torch.int32)

@@ -48,7 +48,10 @@ def step_scales_reference(
     return octave.to(torch.int8), (v - octave * 128).to(torch.int8)
 
 
-def _step_scales_torch(exponent, fraction, slope, slope_gain, key, gain, shift, ok):
+def _step_scales_torch(
+    exponent: Tensor, fraction: Tensor, slope: Tensor, slope_gain: Tensor, key: Tensor,
+    gain: Tensor, shift: Tensor, ok: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if ok:
         rows, columns = (
             torch.arange(size, dtype=torch.int32, device=exponent.device) for size in slope.shape
@@ -63,7 +66,10 @@ def _step_scales_torch(exponent, fraction, slope, slope_gain, key, gain, shift, 
     return exponent, fraction
 
 
-def _step_scales_native(exponent, fraction, slope, slope_gain, key, gain, shift, ok):
+def _step_scales_native(
+    exponent: Tensor, fraction: Tensor, slope: Tensor, slope_gain: Tensor, key: Tensor,
+    gain: Tensor, shift: Tensor, ok: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     state = exponent, fraction
     if not all(map(native.in_rows, state)):
         return _step_scales_torch(*state, slope, slope_gain, key, gain, shift, ok)
@@ -104,7 +110,10 @@ def _step_scales_kernel(
     tl.store(fraction_ptrs, (v & 127).to(tl.int8), mask=mask)
 
 
-def _step_scales_triton(exponent, fraction, slope, slope_gain, key, gain, shift, ok):
+def _step_scales_triton(
+    exponent: Tensor, fraction: Tensor, slope: Tensor, slope_gain: Tensor, key: Tensor,
+    gain: Tensor, shift: Tensor, ok: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if slope.numel():
         rows, groups = slope.shape
         block_g = min(triton.next_power_of_2(groups), 128)

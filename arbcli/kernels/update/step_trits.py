@@ -11,7 +11,7 @@ correctly rounded float32.
 `step_by_direction`: u is the step's own direction.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -72,9 +72,9 @@ def step_by_moment_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what `step_by_moment` leaves in `packed`, `remainder` and `flips`, in int64."""
     nibble = moment is None
-    u = remainder if nibble else moment
-    u = torch.div(u.to(torch.int64), 16 if nibble else 1, rounding_mode="floor")
-    gain = 0
+    u = (remainder if moment is None else moment).to(torch.int64)
+    u = torch.div(u, 16 if nibble else 1, rounding_mode="floor")
+    gain = 0.0
     if ok:  # in float32, whose rounding the gain is defined with
         size, total, number = (
             torch.tensor(x, dtype=torch.float32)
@@ -82,8 +82,9 @@ def step_by_moment_reference(
         )
         gain = float((size / (total / number).sqrt()).clamp(max=2**23) + 0.5) // 1
     step = u * int(gain)
-    state = (packed, remainder)
-    return _step_reference(*state, step, key, limit, ok, flips, radix, remainder_max, nibble)
+    return _step_reference(
+        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble
+    )
 
 
 def step_by_direction_reference(
@@ -104,13 +105,15 @@ def step_by_direction_reference(
     """Compute what `step_by_direction` leaves in `packed`, `remainder` and `flips`, in int64."""
     u = fixed_point_reference(values, row_gain, column_gain, 2**18)
     step = torch.div(u * gain.to(torch.int64), 2 ** int(shift), rounding_mode="floor")
-    state = (packed, remainder)
-    return _step_reference(*state, step, key, limit, ok, flips, radix, remainder_max, False)
+    return _step_reference(
+        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, False
+    )
 
 
 def _step_reference(
-    packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble
-) -> tuple[Tensor, Tensor, Tensor]:
+    packed: Tensor, remainder: Tensor, step: Tensor, key: Tensor, limit: Tensor, ok: Tensor,
+    flips: Tensor, radix: int, remainder_max: int, nibble: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not ok:
         return packed, remainder, flips
     trits = unpack_trits_reference(packed, remainder.shape[1]).to(torch.int64)
@@ -130,8 +133,9 @@ def _step_reference(
 
 
 def _step_by_moment_torch(
-    packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix, remainder_max
-):
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, step_size: Tensor,
+    squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if ok:
         gain = moment_gain(step_size, squares, remainder.numel())
 
@@ -139,28 +143,32 @@ def _step_by_moment_torch(
             u = remainder[rows] >> 4 if moment is None else moment[rows]
             return u.to(torch.int32).mul_(gain)
 
-        rule = (radix, remainder_max, moment is None)
-        _step_torch(packed, remainder, step_of, key, limit, flips, *rule)
+        nibble, most = moment is None, int(limit)
+        _step_torch(packed, remainder, step_of, key, most, flips, radix, remainder_max, nibble)
     return packed, remainder, flips
 
 
 def _step_by_direction_torch(
-    packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
-    radix, remainder_max,
-):  # fmt: skip
+    packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
+    column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
+    flips: Tensor, radix: int, remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if ok:
-        gain, shift = int(gain), int(shift)
+        factor, bits, most = int(gain), int(shift), int(limit)
 
         def step_of(rows: slice) -> Tensor:
             u = fixed_point_torch(values, row_gain, column_gain, rows, CLIP)
-            return u.mul_(gain).bitwise_right_shift_(shift)
+            return u.mul_(factor).bitwise_right_shift_(bits)
 
-        _step_torch(packed, remainder, step_of, key, limit, flips, radix, remainder_max, False)
+        _step_torch(packed, remainder, step_of, key, most, flips, radix, remainder_max, False)
     return packed, remainder, flips
 
 
-def _step_torch(packed, remainder, step_of, key, limit, flips, radix, remainder_max, nibble):
-    in_features, limit = remainder.shape[1], int(limit)
+def _step_torch(
+    packed: Tensor, remainder: Tensor, step_of: Callable[[slice], Tensor], key: Tensor, limit: int,
+    flips: Tensor, radix: int, remainder_max: int, nibble: bool,
+) -> None:  # fmt: skip
+    in_features = remainder.shape[1]
     columns = torch.arange(in_features, dtype=torch.int32, device=packed.device)
     half = radix // 2
     for rows in row_chunks(remainder):
@@ -184,30 +192,38 @@ def _step_torch(packed, remainder, step_of, key, limit, flips, radix, remainder_
 
 
 def _step_by_moment_native(
-    packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix, remainder_max
-):
-    state, rule = (packed, remainder, moment), (radix, remainder_max)
-    if not _native_can(*state):
-        control = key, step_size, squares, limit, ok, flips
-        return _step_by_moment_torch(*state, *control, *rule)
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, step_size: Tensor,
+    squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if not _native_can(packed, remainder, moment):
+        return _step_by_moment_torch(
+            packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix,
+            remainder_max,
+        )  # fmt: skip
     if ok:
         gain = moment_gain(step_size, squares, remainder.numel())
-        direction = None, None, None, 0, 0, 0, remainder.shape[1]
-        _step_native(direction, *state, key, gain, 0, limit, flips, *rule, moment is None)
+        _step_native(
+            (None, None, None, 0, 0, 0, remainder.shape[1]), packed, remainder, moment,
+            key, gain, 0, limit, flips, radix, remainder_max, moment is None,
+        )  # fmt: skip
     return packed, remainder, flips
 
 
 def _step_by_direction_native(
-    packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
-    radix, remainder_max,
-):  # fmt: skip
-    direction, rule = (values, row_gain, column_gain), (radix, remainder_max)
+    packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
+    column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
+    flips: Tensor, radix: int, remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not _native_can(packed, remainder):
-        control = key, gain, shift, limit, ok, flips
-        return _step_by_direction_torch(packed, remainder, *direction, *control, *rule)
+        return _step_by_direction_torch(
+            packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
+            radix, remainder_max,
+        )  # fmt: skip
     if ok:
-        direction, control = native_arguments(*direction), (key, gain, shift, limit, flips)
-        _step_native(direction, packed, remainder, None, *control, *rule, False)
+        _step_native(
+            native_arguments(values, row_gain, column_gain), packed, remainder, None,
+            key, gain, shift, limit, flips, radix, remainder_max, False,
+        )  # fmt: skip
     return packed, remainder, flips
 
 
@@ -216,9 +232,10 @@ def _native_can(*state: Tensor | None) -> bool:
 
 
 def _step_native(
-    direction, packed, remainder, moment, key, gain, shift, limit, flips, radix, remainder_max,
-    nibble,
-):  # fmt: skip
+    direction: tuple[Tensor | int | None, ...],
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, gain: Tensor | int,
+    shift: Tensor | int, limit: Tensor, flips: Tensor, radix: int, remainder_max: int, nibble: bool,
+) -> None:  # fmt: skip
     flips += native.call(
         "step_trits", *direction, packed, packed.stride(0), remainder, remainder.stride(0), moment,
         0 if moment is None else moment.stride(0), int(key), int(gain), int(shift), int(limit),
@@ -377,12 +394,13 @@ def _step(
 
 
 def _launch(
-    packed, remainder, source, direction, key, gain, shift, squares, limit, ok, flips,
-    radix, remainder_max,
-):  # fmt: skip
+    packed: Tensor, remainder: Tensor, source: str, values: Tensor, row_gain: Tensor | None,
+    column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, squares: Tensor,
+    limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
+) -> None:  # fmt: skip
     if not remainder.numel():
         return
-    (rows, columns), (values, row_gain, column_gain) = remainder.shape, direction
+    rows, columns = remainder.shape
     has_rows, has_columns = row_gain is not None, column_gain is not None
     blocks, block_p = triton.cdiv(columns, BLOCK), 16
     _step_trits_kernel[(triton.cdiv(rows, 2 * block_p) * blocks,)](
@@ -390,7 +408,7 @@ def _launch(
         column_gain if has_columns else values, key, gain, shift, squares, limit, ok, flips,
         rows, columns, blocks, float(rows * columns),
         *packed.stride(), *remainder.stride(), *values.stride(),
-        row_gain.stride(0) if has_rows else 0,
+        0 if row_gain is None else row_gain.stride(0),
         SOURCE=source, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, RADIX=radix,
         REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN, BLOCK_P=block_p,
         enable_fp_fusion=False,
@@ -398,25 +416,25 @@ def _launch(
 
 
 def _step_by_moment_triton(
-    packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix, remainder_max
-):
-    nibble = moment is None
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, step_size: Tensor,
+    squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    source, values = ("nibble", remainder) if moment is None else ("moment", moment)
     _launch(
-        packed, remainder, "nibble" if nibble else "moment",
-        (remainder if nibble else moment, None, None), key, step_size, step_size, squares, limit,
+        packed, remainder, source, values, None, None, key, step_size, step_size, squares, limit,
         ok, flips, radix, remainder_max,
     )  # fmt: skip
     return packed, remainder, flips
 
 
 def _step_by_direction_triton(
-    packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
-    radix, remainder_max,
-):  # fmt: skip
-    direction = (values, row_gain, column_gain)
+    packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
+    column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
+    flips: Tensor, radix: int, remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _launch(
-        packed, remainder, "direction", direction, key, gain, shift, gain, limit, ok, flips,
-        radix, remainder_max,
+        packed, remainder, "direction", values, row_gain, column_gain, key, gain, shift, gain,
+        limit, ok, flips, radix, remainder_max,
     )  # fmt: skip
     return packed, remainder, flips
 
@@ -458,8 +476,7 @@ def step_by_moment(
     check_scalars(torch.int32, key=key, limit=limit, ok=ok)
     check_scalars(torch.int64, step_size=step_size, squares=squares)
     run = choose(packed, _step_by_moment_triton, _step_by_moment_torch, _step_by_moment_native)
-    control = (key, step_size, squares, limit, ok, flips)
-    run(packed, remainder, moment, *control, radix, remainder_max)
+    run(packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix, remainder_max)
 
 
 def step_by_direction(
@@ -504,11 +521,13 @@ def step_by_direction(
     run = choose(
         packed, _step_by_direction_triton, _step_by_direction_torch, _step_by_direction_native
     )
-    direction = (values, row_gain, column_gain)
-    run(packed, remainder, *direction, key, gain, shift, limit, ok, flips, radix, remainder_max)
+    run(
+        packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
+        radix, remainder_max,
+    )  # fmt: skip
 
 
-def _check(packed, remainder, flips):
+def _check(packed: Tensor, remainder: Tensor, flips: Tensor) -> None:
     check_digits(packed, remainder)
     check_scalars(torch.int64, flips=flips)
 
@@ -520,7 +539,9 @@ def _scalar(value: int, device: torch.device, dtype: torch.dtype = torch.int32) 
     return torch.tensor(value, dtype=dtype, device=device)
 
 
-def _state(shape: tuple[int, int], radix: int, largest: int, generator) -> tuple[Tensor, Tensor]:
+def _state(
+    shape: tuple[int, int], radix: int, largest: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Draw packed trits and remainders, all that z can be."""
     low, high = -radix - largest, radix + largest + 1
     z = torch.randint(low, high, shape, generator=generator)

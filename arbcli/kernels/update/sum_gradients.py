@@ -13,6 +13,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
 from arbcli.kernels.update.hadamard import (
     LARGEST_BLOCK,
@@ -43,11 +44,11 @@ def sum_gradients_reference(
 ) -> Tensor:
     """Compute what `sum_gradients` must return, in int64 and float64."""
     total = together_reference(parts, low).sum(0)
-    about = {"dtype": torch.int64, "device": parts.device}
+    integer: TensorOptions = {"dtype": torch.int64, "device": parts.device}
     if block > 1:
-        mixer = torch.tensor(hadamard_matrix(block), **about)
+        mixer = torch.tensor(hadamard_matrix(block), **integer)
         blocks = total.reshape(-1, block, 1) * mixer  # a product of integers, on a GPU too
-        signs = torch.tensor(signs_reference(total.shape[1]), **about)
+        signs = torch.tensor(signs_reference(total.shape[1]), **integer)
         total = blocks.sum(1).reshape(total.shape) * signs
     found = total.double() / block * torch.exp2(exponent.double())[:, None]
     found = torch.where((exponent == -128)[:, None], 0, found)
@@ -55,7 +56,10 @@ def sum_gradients_reference(
     return torch.where(wrong, torch.inf, found).to(dtype)
 
 
-def _sum_gradients_torch(parts, low, exponent, fitting, block, dtype=torch.float32):
+def _sum_gradients_torch(
+    parts: Tensor, low: Tensor | None, exponent: Tensor, fitting: Tensor, block: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     grad = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     scale = ((127 + exponent.int()) << 23).view(torch.float32)
     scale = torch.where(exponent == NONE, 0.0, scale / block)
@@ -102,7 +106,10 @@ def _sum_gradients_kernel(
     tl.store(grad_ptr + n[:, None] * K + k, grad.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
-def _sum_gradients_triton(parts, low, exponent, fitting, block, dtype=torch.float32):
+def _sum_gradients_triton(
+    parts: Tensor, low: Tensor | None, exponent: Tensor, fitting: Tensor, block: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     number, rows, columns = parts.shape
     grad = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     if grad.numel():
@@ -184,8 +191,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for number, rows, columns in ((1, 1, 2), (4, 9, 48), (2, 4, 192)):
         parts = integers(-128, 128, number, rows, columns)
         bits = integers(0, 256, number, (rows + 1) // 2, columns, dtype=torch.uint8)
-        about = integers(-9, 9, rows), integers(-9, 0, number, rows), block_of(columns)
-        yield Case(f"{number}x{rows}x{columns} twelve bits", (parts, bits, *about, torch.float32))
+        scales, fit = integers(-9, 9, rows), integers(-9, 0, number, rows)
+        twelve = (parts, bits, scales, fit, block_of(columns), torch.float32)
+        yield Case(f"{number}x{rows}x{columns} twelve bits", twelve)
     wide, halves = integers(-31, 32, 4, 8 * 40 + 16), integers(0, 256, 4, 176, dtype=torch.uint8)
     apart = integers(-9, 9, 8), integers(-9, 0, 4, 24)[:, :8]
     wide = wide[:, :320].unflatten(1, (8, 40))

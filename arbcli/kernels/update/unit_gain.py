@@ -41,12 +41,16 @@ def row_squares_native(
     return squares
 
 
-def _unit_gain_native(values, row_gain, column_gain, ok):
+def _unit_gain_native(
+    values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, ok: Tensor
+) -> tuple[Tensor, Tensor]:
     squares = row_squares_native(values, row_gain, column_gain)
     return _gain_of(squares, values.numel(), row_gain, ok)
 
 
-def _unit_gain_torch(values, row_gain, column_gain, ok):
+def _unit_gain_torch(
+    values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, ok: Tensor
+) -> tuple[Tensor, Tensor]:
     squares = torch.empty(len(values), dtype=torch.float32, device=values.device)
     for rows in row_chunks(values):
         u = values[rows].to(torch.float32, copy=True)
@@ -58,7 +62,9 @@ def _unit_gain_torch(values, row_gain, column_gain, ok):
     return _gain_of(squares, values.numel(), row_gain, ok)
 
 
-def _gain_of(squares, elements, row_gain, ok):
+def _gain_of(
+    squares: Tensor, elements: int, row_gain: Tensor | None, ok: Tensor
+) -> tuple[Tensor, Tensor]:
     """Find the gain from the sums over rows."""
     mean_square = float(squares.cpu().sum(dtype=torch.float64)) / elements
     usable = 0 < mean_square < math.inf
@@ -111,7 +117,9 @@ def _unit_gain_kernel(
     tl.store(gain_ptr + offs_l, gains, mask=mask)
 
 
-def _unit_gain_triton(values, row_gain, column_gain, ok):
+def _unit_gain_triton(
+    values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, ok: Tensor
+) -> tuple[Tensor, Tensor]:
     rows, columns = values.shape
     has_rows, has_columns = row_gain is not None, column_gain is not None
     block_n, block_k = 4, 256

@@ -32,21 +32,21 @@ def unit_rows_reference(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
     return gain * (len(gain) / max(rows, 1)) ** 0.5, ok
 
 
-def _unit_rows_torch(values, ok):
+def _unit_rows_torch(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
     squares = torch.empty(len(values), dtype=torch.float32, device=values.device)
     for rows in row_chunks(values):
         torch.sum(values[rows].to(torch.float32, copy=True).square_(), dim=1, out=squares[rows])
     return _gains_of(squares, values.shape[1], ok)
 
 
-def _unit_rows_native(values, ok):
+def _unit_rows_native(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
     gain = torch.empty(len(values), dtype=torch.float32, device=values.device)
     direction, threads = (values, None, None), native.threads_for(values.numel())
     ok *= native.call("unit_rows", *native_arguments(*direction), gain, len(values), threads)
     return gain, ok
 
 
-def _gains_of(squares, width, ok):
+def _gains_of(squares: Tensor, width: int, ok: Tensor) -> tuple[Tensor, Tensor]:
     """Find the gains from the sums over rows."""
     gain = (squares / width).rsqrt_().mul_(UNIT)
     usable = (squares > 0) & (squares < float("inf"))
@@ -95,7 +95,7 @@ def _unit_rows_kernel(squares_ptr, ok_ptr, gain_ptr, N, UNIT: tl.constexpr, BLOC
     tl.store(gain_ptr + n, gain, mask=n < N)
 
 
-def _unit_rows_triton(values, ok):
+def _unit_rows_triton(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
     squares, gain = torch.empty(2, len(values), dtype=torch.float32, device=values.device)
     by_rows = values.stride(1) == 1  # else neighbours in memory are of one column
     block_n, block_k = (4, 512) if by_rows else (32, 32)

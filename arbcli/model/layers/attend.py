@@ -1,6 +1,7 @@
 """Attention of dense blocks, by the fastest kernels that repeat their bits, and with sinks."""
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,7 +125,7 @@ class _CausalAttention(Function):
     """cuDNN's forward, whose sums are those that any backward takes."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         y, logs, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, True, False
         )
@@ -132,6 +133,6 @@ class _CausalAttention(Function):
         return y
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         backward = causal_attention_backward if uses_triton(grad_y) else flash_attention_backward
         return backward(grad_y, *ctx.saved_tensors)

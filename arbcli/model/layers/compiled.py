@@ -95,12 +95,11 @@ def operator(
 class _Operator:
     """A function and its two operators, `arb::name` and `arb::name_backward`."""
 
-    def __init__(self, function: "type[Function] | Callable", fake: Callable | None) -> None:
-        self.function, self.fake = function, fake
+    def __init__(self, function: Any, fake: Callable | None) -> None:
         differentiable = isinstance(function, type)
-        self.run, self.run_plain = function, function
-        if differentiable:
-            self.run, self.run_plain = function.forward, function.apply
+        self.function, self.fake = function, fake
+        self.run: Callable = self.function.forward if differentiable else function
+        self.run_plain: Callable = self.function.apply if differentiable else function
         hints = get_type_hints(self.run)
         number = len(get_args(hints.pop("return"))) or 1
         self.trains, self.single = "anchor" in hints, number == 1

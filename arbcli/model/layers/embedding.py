@@ -1,5 +1,7 @@
 """The embedding over a packed table that is read whole."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -9,7 +11,6 @@ from arbcli.kernels.rows.ternary_embedding import embedding_grad, embedding_rows
 from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.layers.symbols import SymbolWeight, in_chunks
-from arbcli.model.layers.table import RowsWeight, gradient_of_rows
 
 
 class EmbeddingWeight(StreamedTensor):
@@ -20,25 +21,31 @@ class EmbeddingWeight(StreamedTensor):
         return embedding_grad(grad_y, source, self.out_features)
 
 
-class EmbeddingRows(RowsWeight):
-    """The weight of a `TernaryEmbedding` of many symbols, of which a step changes those it read."""
+class ManyEmbeddingsWeight(SymbolWeight):
+    """The weight of a `TernaryEmbedding` of many symbols, stepped in chunks of rows.
 
-    def hand_on(self, sources: tuple[Tensor, ...], grad_y: Tensor) -> None:
-        """Sum the gradients of the rows that were read, and give these to the sink."""
-        self.sink(self, *gradient_of_rows(torch.cat(sources), grad_y, self.out_features))
+    A batch may read no row of a chunk. Then nothing of it is stepped.
+    """
+
+    always_has_gradients = False
+
+    def __init__(self, vocabulary: int, dim: int, site: Site, *, area: str) -> None:
+        super().__init__(vocabulary, dim, site, area=area, std=1.0, lr_factor=1.0)
 
 
 class _Embedding(Function):
     """Rows of w. There is no gradient but that of w, which goes to the weight's sink."""
 
     @staticmethod
-    def forward(ctx, ids: Tensor, anchor: Tensor, weight: StreamedTensor, dtype) -> Tensor:
+    def forward(
+        ctx: Any, ids: Tensor, anchor: Tensor, weight: StreamedTensor, dtype: torch.dtype
+    ) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(ids)
         return embedding_rows(ids, weight.packed, dtype)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         ctx.weight.collect(*ctx.saved_tensors, grad_y)
         return None, None, None, None
 
@@ -58,8 +65,11 @@ class TernaryEmbedding(nn.Module):
         self, num_embeddings: int, dim: int, site: Site, *, area: str, tied: bool = False
     ) -> None:
         super().__init__()
-        kind = EmbeddingRows if in_chunks(num_embeddings) else EmbeddingWeight
-        kind = SymbolWeight if tied else kind
+        kind: type[StreamedTensor] = EmbeddingWeight
+        if tied:
+            kind = SymbolWeight
+        elif in_chunks(num_embeddings):
+            kind = ManyEmbeddingsWeight
         self.weight = kind(num_embeddings, dim, site, area=area)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:

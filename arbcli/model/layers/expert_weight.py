@@ -8,11 +8,13 @@ from torch.autograd import Function
 
 from arbcli.config.site import Site
 from arbcli.kernels.codec.decode_weight import decode_weight
-from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
+from arbcli.kernels.matmul.grouped_matmul import MOST_EXPERTS, grouped_grad_w, grouped_matmul
+from arbcli.kernels.matmul.round_nvfp4 import round_nvfp4, round_stack_nvfp4
+from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import Findable, operator
 from arbcli.model.layers.gained_norm import GainedRMSNorm
-from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 
 WEIGHTS_AT_ONCE = 2**25
 """Weights of experts that are decoded, or have their gradient formed, at the same time."""
@@ -20,6 +22,9 @@ WEIGHTS_AT_ONCE = 2**25
 
 class ExpertWeight(StreamedTensor):
     """One matrix for each expert, one above the other, each stepped as a matrix of its own."""
+
+    nvfp4 = False
+    """Whether products of many slots are computed as if in four bits: see `build_model`."""
 
     def __init__(
         self,
@@ -31,8 +36,14 @@ class ExpertWeight(StreamedTensor):
         area: str,
         std: float | None = None,
     ) -> None:
-        about = {"area": area, "std": std or projection_std(in_features), "matrices": experts}
-        super().__init__(experts * out_features, in_features, site, **about)
+        super().__init__(
+            experts * out_features,
+            in_features,
+            site,
+            area=area,
+            std=std or projection_std(in_features),
+            matrices=experts,
+        )
         self.of_one = out_features
 
     def multiply(self, x: Tensor, bounds: Tensor, before: Findable | None) -> Tensor:
@@ -59,32 +70,43 @@ class ExpertWeight(StreamedTensor):
         """
         width = self.in_features if transposed else self.of_one
         y = x.new_empty(len(x), width)  # every slot has an expert
+        in_four_bits, scales = self.nvfp4 and len(x) > FUSED_ROWS, []
+        if in_four_bits:
+            x, of_x = round_nvfp4(x)
         for some in self.gradient_ranges():
             rows = slice(some.start * self.of_one, some.stop * self.of_one)
             w = decode_weight(self.packed.rows(rows), x.dtype).view(len(some), self.of_one, -1)
             w = w.transpose(1, 2) if transposed else w
+            if in_four_bits:
+                w, of_w = round_stack_nvfp4(w)
+                scales.append(of_x * of_w)
             grouped_matmul(x, w, bounds[some.start : some.stop + 1], y, apart)
+        if in_four_bits:
+            slots = torch.arange(len(x), device=x.device)
+            owners = torch.searchsorted(bounds[1:], slots, right=True)
+            y *= torch.cat(scales)[owners, None]
         return y
 
-    def hand_on(self, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+    def hand_on(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
         """Form the gradients of some experts at a time, and give these to the sink."""
         x, bounds = sources[0]
         if len(sources) > 1:
-            owners = [
+            owners_of_each = [
                 torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
                 for x, bounds in sources
             ]
-            owners, order = torch.cat(owners).sort(stable=True)
+            owners, order = torch.cat(owners_of_each).sort(stable=True)
             x, grad_y = torch.cat([x for x, _ in sources])[order], grad_y[order]
             experts = torch.arange(self.matrices + 1, device=x.device)
             bounds = torch.searchsorted(owners, experts)
         for some in self.gradient_ranges():
             grads = grouped_grad_w(grad_y, x, bounds[some.start : some.stop + 1])
-            self.sink(self, grads, some)
+            sink(self, grads, some)
 
     def gradient_ranges(self) -> list[range]:
         """List which of the matrices are decoded, or have their gradients formed, together."""
         together = max(1, WEIGHTS_AT_ONCE // (self.of_one * self.in_features))
+        together = min(together, MOST_EXPERTS)
         everything = range(self.matrices)
         return [everything[start : start + together] for start in everything[::together]]
 
@@ -106,12 +128,12 @@ class _GroupedLinear(Function):
         return weight.product(before(x) if before else x, bounds)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, ctx.weight, bounds, ctx.before, *_ = inputs
         ctx.save_for_backward(x, bounds)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, bounds = ctx.saved_tensors
         grad_x = ctx.weight.product(grad_y, bounds, transposed=True)
         if ctx.before:

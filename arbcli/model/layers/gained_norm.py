@@ -1,5 +1,7 @@
 """The root-mean-square norm whose gains are trained."""
 
+from typing import Any
+
 from torch import Tensor
 from torch.autograd import Function
 
@@ -25,7 +27,7 @@ class GainedRMSNorm(TernaryVector):
         super().__init__([1.0] * dim, site, area="norms")
         self.eps = site.norm_eps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Normalise the last dimension of (..., D); differentiable."""
         return _gained_norm(x, super().forward(), self.eps)
 
@@ -38,12 +40,12 @@ class _GainedNorm(Function):
         return rms_norm(x, None, eps).mul_(gain)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *saved, ctx.eps = inputs
         ctx.save_for_backward(*saved)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, gain = ctx.saved_tensors
         grad_x, normal = rms_norm_backward(grad_y * gain.to(grad_y.dtype), x, None, ctx.eps)
         product = (grad_y.float() * normal).flatten(0, -2)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -26,24 +26,27 @@ from arbcli.model.widths import head_lr_factor
 
 
 class Layers(NamedTuple):
-    """What a dense model is built of; both kinds take the same arguments."""
+    """What a dense model is built of; both kinds take the same arguments.
 
-    linear: type[nn.Module]
-    embedding: type[nn.Module]
-    norm: type[nn.Module]
-    gained_norm: type[nn.Module]
-    gate: type[nn.Module]
+    What these make is either kind of layer. Steps of a text, such as `fused`, are of packed ones.
+    """
+
+    linear: Callable[..., Any]
+    embedding: Callable[..., Any]
+    norm: Callable[..., Any]
+    gained_norm: Callable[..., Any]
+    gate: Callable[..., Any]
     rotary_norm: Callable[[int, int, RotaryConfig], Callable[..., tuple[Tensor, Tensor, Tensor]]]
     """Makes the function, or the module, of a context, a width of heads and angles."""
     rotary_angles: Callable[[int, int, RotaryConfig], Callable[[Tensor], tuple[Tensor, Tensor]]]
     """Likewise, one that gives the angles of the positions of (B, T, ...)."""
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
-    vector: type[nn.Module]
-    taps: type[nn.Module]
+    vector: Callable[..., Any]
+    taps: Callable[..., Any]
     stream_weights: Callable[..., tuple[Tensor, Tensor, Tensor]]
     mix_streams: Callable[..., Tensor]
-    clamped_gate: type[nn.Module]
-    expert_weight: type[nn.Module]
+    clamped_gate: Callable[..., Any]
+    expert_weight: Callable[..., Any]
 
 
 def layers_for(site: Site) -> Layers:
@@ -93,7 +96,7 @@ def symbol_embedding(config: ModelConfig) -> nn.Module:
     return kind(config.vocabulary, site.dim, site, area="embedding", tied=config.tied)
 
 
-def symbol_head(config: ModelConfig, embedding: nn.Module) -> nn.Module:
+def symbol_head(config: ModelConfig, embedding: Any) -> nn.Module:
     """Make the linear layer that gives logits; it is never multiplied in eight bits."""
     site, ternary = config.site(), config.weights == "ternary"
     if config.tied and ternary:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +32,12 @@ from arbcli.kernels.matmul.ternary_matmul import (
     ternary_matmul_grad_x,
 )
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_native, uses_triton
+from arbcli.kernels.update.sign_gradient import sign_gradient
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import anchor, operator
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
-from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 from arbcli.model.widths import inner_lr_factor
 
 
@@ -67,8 +69,8 @@ class LinearWeight(StreamedTensor):
     ) -> tuple[Tensor, Tensor]:
         """Compute total = x + added, and before(total) @ w.T; returns that, and the total."""
         if self._in_fp8(x):
-            total, *rounded = before.rounded_sum(x, added)
-            return self._multiply_rounded(*rounded, x.dtype), total
+            total, q, scale = before.rounded_sum(x, added)
+            return self._multiply_rounded(q, scale, x.dtype), total
         if self._in_nvfp4(x):
             total = x + added
             return self.multiply(total, before), total
@@ -108,9 +110,10 @@ class LinearWeight(StreamedTensor):
         if self._in_fp8(grad_y):
             (version, largest), self._largest = self._largest, (None, None)
             known = largest if version == self.version else None
-            rounded = quantise_rows(grad_y)
-            about = {"transposed": True, "dtype": grad_y.dtype, "largest": known}
-            return fp8_matmul(*rounded, self.packed, **about)
+            q, scale = quantise_rows(grad_y)
+            return fp8_matmul(
+                q, scale, self.packed, transposed=True, dtype=grad_y.dtype, largest=known
+            )
         if self._in_nvfp4(grad_y):
             return nvfp4_product(grad_y, self.packed, transposed=True)
         if self.decodes_ahead and uses_triton(grad_y):
@@ -123,13 +126,12 @@ class LinearWeight(StreamedTensor):
         What was decoded before is used once, and only if the weights are still the same.
         """
         decoded, self._decoded = self._decoded, None
-        if decoded is None or decoded[:2] != (self.version, dtype):
-            together = (self, *fellows)
-            found = decode_weights_triton([weight.packed for weight in together], dtype)
-            for weight, dense in zip(together, found, strict=True):
-                weight._decoded = weight.version, dtype, dense
-            decoded, self._decoded = self._decoded, None
-        return decoded[2]
+        if decoded is not None and decoded[:2] == (self.version, dtype):
+            return decoded[2]
+        own, *others = decode_weights_triton([each.packed for each in (self, *fellows)], dtype)
+        for weight, dense in zip(fellows, others, strict=True):
+            weight._decoded = weight.version, dtype, dense
+        return own
 
     @contextmanager
     def decoded_once(self) -> Iterator[None]:
@@ -146,6 +148,14 @@ class LinearWeight(StreamedTensor):
     def _in_nvfp4(self, rows: Tensor) -> bool:
         return self.nvfp4 and len(rows) > FUSED_ROWS
 
+    def hand_on(self, sink: GradientSink, sources: tuple[Tensor, ...], grad_y: Tensor) -> None:
+        """Form the gradient, or its signs alone where no more is read, and give it to the sink."""
+        if self.rule.reads_signs and getattr(sink, "takes_signs", False):
+            source = sources[0] if len(sources) == 1 else torch.cat(sources)
+            sink(self, sign_gradient(grad_y, source, self.packed))
+        else:
+            super().hand_on(sink, sources, grad_y)
+
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
         """Multiply grad_y.T by x, summed in float32 and rounded once to the dtype of x."""
         return grad_y.T @ source
@@ -156,7 +166,9 @@ class LinearWeight(StreamedTensor):
         x: Tensor,
         before: "TernaryRMSNorm | None",
         wanted: bool,
-        *about_x: "Tensor | bool | None",
+        *,
+        beside: Tensor | None = None,
+        overwrite: bool = False,
     ) -> Tensor | None:
         """Take the gradient of what `multiply` gave: return that of x if it is wanted.
 
@@ -165,14 +177,14 @@ class LinearWeight(StreamedTensor):
             x: (M, K), or what `before` makes that of.
             before: as of `multiply`.
             wanted: whether to return the gradient of x.
-            about_x: what the backward of `before` takes besides: the gradient that x has elsewhere,
-                or whether a gate's gradient may take its place.
+            beside: the gradient that x has elsewhere, which `before` adds.
+            overwrite: whether the gradient of a gate may take the place of x.
         """
         grad_x, source = None, x
         if wanted:
             grad_x = self.propagate(grad_y)
             if before:
-                grad_x, source = before.backward(grad_x, x, *about_x)
+                grad_x, source = before.backward(grad_x, x, beside, overwrite)
         elif before:
             source = before(x)
         self.collect(source, grad_y)
@@ -225,15 +237,17 @@ class _Linear(Function):
         return weight.multiply(x, before)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, ctx.weight, ctx.before, ctx.consumes, *_ = inputs
         ctx.save_for_backward(x)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
-        (x,), about_x = ctx.saved_tensors, (True,) if ctx.consumes else ()
-        about = ctx.before, ctx.needs_input_grad[0], *about_x
-        return ctx.weight.pass_back(grad_y, x.detach(), *about), None, None, None, None, None
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        grad_x = ctx.weight.pass_back(
+            grad_y, x.detach(), ctx.before, ctx.needs_input_grad[0], overwrite=ctx.consumes
+        )
+        return grad_x, None, None, None, None, None
 
 
 _linear = operator(_Linear, lambda x, trits, *_: x.new_empty(len(x), len(trits)))
@@ -246,7 +260,10 @@ class _LinearOfSum(Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, added: Tensor, anchor: Tensor, weight: LinearWeight, before):
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor, anchor: Tensor, weight: LinearWeight,
+        before: TernaryRMSNorm,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.weight, ctx.before = weight, before
         ctx.set_materialize_grads(False)
         y, total = weight.multiply_sum(x, added, before)
@@ -254,9 +271,9 @@ class _LinearOfSum(Function):
         return y, total
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor, grad_total: Tensor | None):
+    def backward(ctx: Any, grad_y: Tensor, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:
         (total,) = ctx.saved_tensors
-        grad = ctx.weight.pass_back(grad_y, total, ctx.before, True, grad_total)
+        grad = ctx.weight.pass_back(grad_y, total, ctx.before, True, beside=grad_total)
         return grad, grad, None, None, None
 
 
@@ -292,12 +309,15 @@ class TernaryLinear(nn.Module):
         in_eight_bits: bool = True,
     ) -> None:
         super().__init__()
-        about = {
-            "std": std or projection_std(in_features),
-            "spread": spread,
-            "lr_factor": lr_factor or inner_lr_factor(site, site.direction),
-        }
-        self.weight = LinearWeight(out_features, in_features, site, area=area, **about)
+        self.weight = LinearWeight(
+            out_features,
+            in_features,
+            site,
+            area=area,
+            std=std or projection_std(in_features),
+            spread=spread,
+            lr_factor=lr_factor or inner_lr_factor(site, site.direction),
+        )
         self.weight.in_eight_bits = in_eight_bits
 
     def forward(
@@ -373,25 +393,27 @@ class TernaryLinear(nn.Module):
         all_digits = self.weight.rule.reads_all
         eps = NORM_EPS if normalise else None
         added = None if added is None else added.reshape(-1, added.shape[-1])
-        in_parts = isinstance(x, AttentionParts)
-        rows, shape = (x, (1, 1)) if in_parts else (x.reshape(-1, x.shape[-1]), x.shape[:-1])
         if self._arranged is None:
             of_digits = arrange_in_lanes if uses_native(self.weight.trits) else arrange_digits
             arrange = of_digits if all_digits else code
             self._arranged = arrange(self._above(beside), gated)
-        if in_parts or (len(rows) == 1 and self.takes_parts):
-            y = row_matmul(rows, self._arranged, eps, added, early=early)
-        elif all_digits:
+        weight = self._arranged
+        if isinstance(x, AttentionParts):
+            if not isinstance(weight, Coded):
+                raise ValueError("parts of attention need weights of trits")
+            return row_matmul(x, weight, eps, added, early=early).view(1, 1, -1)
+        rows, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
+        if isinstance(weight, ArrangedDigits):
             pieces = [slice(at, at + MOST_ROWS) for at in range(0, len(rows), MOST_ROWS)]
             found = [
-                digits_matmul(
-                    rows[some], self._arranged, eps, None if added is None else added[some]
-                )
+                digits_matmul(rows[some], weight, eps, None if added is None else added[some])
                 for some in pieces
             ]
             y = found[0] if len(found) == 1 else torch.cat(found)
+        elif len(rows) == 1 and self.takes_parts:
+            y = row_matmul(rows, weight, eps, added, early=early)
         else:
-            y = coded_rows(rows, self._arranged, eps, added)
+            y = coded_rows(rows, weight, eps, added)
         return y.view(*shape, -1)
 
     def _above(self, beside: "TernaryLinear | None") -> Packed:

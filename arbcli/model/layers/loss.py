@@ -1,5 +1,7 @@
 """The cross-entropy of bytes."""
 
+from typing import Any
+
 from torch import Tensor
 from torch.autograd import Function
 
@@ -11,12 +13,12 @@ class _CrossEntropy(Function):
     """Mean loss of all rows; the backward computes the probabilities again."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         ctx.save_for_backward(logits, targets)
         return losses_of_rows(logits, targets).mean()
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor):
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets = ctx.saved_tensors
         return cross_entropy_backward(logits, targets, grad_loss / len(logits)), None
 

@@ -54,7 +54,7 @@ class NormWeight(TernaryTensor):
 
     def _versions(self) -> list[int]:
         """Count the changes in place of each buffer, as torch does."""
-        return [buffer._version for buffer in self._buffers.values()]
+        return [buffer._version for buffer in self._buffers.values() if buffer is not None]
 
 
 def _find_ones(weight: NormWeight, _incompatible_keys: Any) -> None:
@@ -97,7 +97,7 @@ class TernaryRMSNorm(Findable):
         return add_rms_norm_e4m3(x, added, *self._norm())
 
     def backward(
-        self, grad_y: Tensor, x: Tensor, beside: Tensor | None = None
+        self, grad_y: Tensor, x: Tensor, beside: Tensor | None = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Compute the gradient of x, plus the one that it has beside, and the result again."""
         return rms_norm_backward(grad_y, x, *self._norm(), beside)
@@ -107,7 +107,7 @@ class TernaryRMSNorm(Findable):
         """Whether there are no weights to multiply by, or they are known to be ones."""
         return self.weight.are_ones
 
-    def _norm(self) -> tuple[Packed | None, float | None]:
+    def _norm(self) -> tuple[Packed | None, float]:
         """Give what kernels take for weights and eps; weights of ones are not even decoded."""
         return None if self.plain else self.weight.packed, NORM_EPS
 
@@ -121,7 +121,7 @@ class TernaryGate(TernaryRMSNorm):
 
     def __init__(self, dim: int, site: Site, *, normalise: bool) -> None:
         Findable.__init__(self)
-        self.weight = NormWeight(dim, site) if normalise else None
+        self.weight = NormWeight(dim, site) if normalise else None  # type: ignore[assignment]
 
     @property
     def found_by(self) -> Tensor:
@@ -131,26 +131,32 @@ class TernaryGate(TernaryRMSNorm):
     @torch.no_grad()
     def forward(self, gate_up: Tensor) -> Tensor:
         """Turn (..., 2 D) into (..., D); not differentiable."""
-        return gated_rms_norm(gate_up, *self._norm())
+        return gated_rms_norm(gate_up, *self._norm_of_gate())
 
     @torch.no_grad()
     def rounded(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         """Turn (M, 2 D) into (M, D), and round rows to e4m3; not differentiable."""
-        return gated_rms_norm_e4m3(gate_up, *self._norm())
+        return gated_rms_norm_e4m3(gate_up, *self._norm_of_gate())
 
     def backward(
-        self, grad_y: Tensor, gate_up: Tensor, overwrite: bool = False
+        self, grad_y: Tensor, x: Tensor, beside: Tensor | None = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of gate_up, in its place where it may be, and the result again."""
-        return gated_rms_norm_backward(grad_y, gate_up, *self._norm(), overwrite)
+        """Compute the gradient of x, in its place where it may be, and the result again.
+
+        Raises:
+            ValueError: x has another gradient beside, which nothing adds.
+        """
+        if beside is not None:
+            raise ValueError("what a gate is given has no gradient beside")
+        return gated_rms_norm_backward(grad_y, x, *self._norm_of_gate(), overwrite)
 
     @property
     def plain(self) -> bool:
         """Whether there are no weights to multiply by, or they are known to be ones."""
         return self.weight is None or super().plain
 
-    def _norm(self) -> tuple[Packed | None, float | None]:
-        return super()._norm() if self.weight else (None, None)
+    def _norm_of_gate(self) -> tuple[Packed | None, float | None]:
+        return self._norm() if self.weight else (None, None)
 
 
 class ClampedGate(TernaryGate):
@@ -166,11 +172,13 @@ class ClampedGate(TernaryGate):
         """Turn (M, 2 D) into (M, D), and round rows to e4m3; not differentiable."""
         return super().rounded(clamp_halves(gate_up))
 
-    def backward(self, grad_y: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of gate_up, and the result again."""
-        clamped = clamp_halves(gate_up)
-        grad, y = super().backward(grad_y, clamped)
-        return grad * (clamped == gate_up), y
+    def backward(
+        self, grad_y: Tensor, x: Tensor, beside: Tensor | None = None, overwrite: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of x, and the result again."""
+        clamped = clamp_halves(x)
+        grad, y = super().backward(grad_y, clamped, beside)
+        return grad * (clamped == x), y
 
 
 def clamp_halves(gate_up: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Rotary positions: the table of angles, and queries and keys turned where they lie."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.autograd import Function
 
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.kernels.attention.rotary_norm import rotary_norm_, rotary_norm_backward
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import NORM_EPS
 
@@ -25,8 +27,9 @@ def _compute_table(
 ) -> tuple[Tensor, Tensor]:
     # in float32 far positions lose digits, and a GPU of Apple has no float64
     on_mps = torch.empty(0, device=device).is_mps
-    exact = {"device": "cpu" if on_mps else device, "dtype": torch.float64}
-    frequency = rotary_rates(turned, rotary, exact["device"])
+    place = torch.device("cpu") if on_mps else device
+    exact: TensorOptions = {"device": place, "dtype": torch.float64}
+    frequency = rotary_rates(turned, rotary, place)
     if turned < head_dim:
         still = torch.zeros((head_dim - turned) // 2, **exact)
         frequency = torch.cat((frequency, still))
@@ -66,6 +69,7 @@ def _kept_share(frequency: Tensor, rotary: RotaryConfig) -> Tensor | float:
     if rotary.scaling == "linear":
         return 0.0
     low, high = rotary.bounds
+    assert rotary.original_ctx is not None  # the configuration needs it
     if rotary.scaling == "llama3":
         turns = rotary.original_ctx * frequency / (2 * math.pi)
         return ((turns - low) / (high - low)).clamp(0, 1)
@@ -79,7 +83,7 @@ def _kept_share(frequency: Tensor, rotary: RotaryConfig) -> Tensor | float:
     return 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
 
 
-def _new_cache():
+def _new_cache() -> Callable[..., tuple[Tensor, Tensor]]:
     return lru_cache(maxsize=8)(_compute_table)
 
 
@@ -136,7 +140,8 @@ def _copy_table(
 
 
 def _empty_table(like: Tensor, length: int, head_dim: int, *_: object) -> tuple[Tensor, Tensor]:
-    return tuple(torch.empty(length, head_dim // 2, device=like.device) for _ in range(2))
+    cos, sin = (torch.empty(length, head_dim // 2, device=like.device) for _ in range(2))
+    return cos, sin
 
 
 _copied_table = operator(_copy_table, _empty_table)
@@ -169,13 +174,13 @@ class _RotaryNorm(Function):
     """Turn and normalise queries and keys where they are; nothing else is kept of them."""
 
     @staticmethod
-    def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor):
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         r = rotary_norm_(qkv, cos, sin, NORM_EPS)
         ctx.save_for_backward(qkv, r, cos, sin)
         return _parts(qkv)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return rotary_norm_backward(list(grads), *ctx.saved_tensors), None, None
 
 
@@ -188,12 +193,12 @@ class _RotaryNormOfCopy(Function):
         return qkv, rotary_norm_(qkv, cos, sin, NORM_EPS)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*output, *inputs[1:])
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    def backward(ctx, grad: Tensor, _r: Tensor):
+    def backward(ctx: Any, grad: Tensor, _r: Tensor) -> tuple[Tensor | None, ...]:
         return rotary_norm_backward(list(_parts(grad)), *ctx.saved_tensors), None, None
 
 
@@ -205,7 +210,8 @@ def _table_for(qkv: Tensor, rotary: RotaryConfig = PLAIN) -> tuple[Tensor, Tenso
 
 
 def _parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return qkv.permute(2, 0, 3, 1, 4).unbind()
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
+    return q, k, v
 
 
 def rotary_norm(

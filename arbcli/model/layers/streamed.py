@@ -48,7 +48,7 @@ class StreamedTensor(Findable, TernaryTensor):
     sink: GradientSink | None = None
     """Who takes the gradient; None drops it."""
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.forget()
 
@@ -81,22 +81,22 @@ class StreamedTensor(Findable, TernaryTensor):
         uses = self._pairs
         self.forget()
         if self.sink is not None:
-            self.hand_on_uses(uses)
+            self.hand_on_uses(self.sink, uses)
 
     @property
     def is_last_use(self) -> bool:
         """Whether the next backward is that of the only use."""
         return self._awaited <= 1 and not self._pairs
 
-    def hand_on_uses(self, uses: list[tuple[Any, Tensor]]) -> None:
+    def hand_on_uses(self, sink: GradientSink, uses: list[tuple[Any, Tensor]]) -> None:
         """Form the gradient from the pairs of all uses, and give it to the sink."""
         sources, grads = zip(*uses, strict=True)
-        self.hand_on(sources, grads[0] if len(grads) == 1 else torch.cat(grads))
+        self.hand_on(sink, sources, grads[0] if len(grads) == 1 else torch.cat(grads))
 
-    def hand_on(self, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+    def hand_on(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
         """Form the gradient from what all uses saw, and give it to the sink."""
         source = sources[0] if len(sources) == 1 else torch.cat(sources)
-        self.sink(self, self.gradient(source, grad_y))
+        sink(self, self.gradient(source, grad_y))
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
         """Form dL/dw, (N, K) float32 or bfloat16, from what all uses saw."""

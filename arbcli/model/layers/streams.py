@@ -1,5 +1,7 @@
 """Mixing of residual streams by the kernels, differentiable."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -17,13 +19,15 @@ class _StreamWeights(Function):
         return make_weights(raw, bias)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):
+    def backward(
+        ctx: Any, grad_a: Tensor, grad_b: Tensor, grad_c: Tensor
+    ) -> tuple[Tensor | None, ...]:
         raw, bias = ctx.saved_tensors
-        grad = stream_weights_backward(*grads, raw, bias)
+        grad = stream_weights_backward(grad_a, grad_b, grad_c, raw, bias)
         return grad.to(raw.dtype), grad.sum(dim=0)
 
 
@@ -33,11 +37,11 @@ class _MixStreams(Function):
         return mix(x, weights, added, gains)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         grads = mix_streams_backward(grad_y, *ctx.saved_tensors)
         return *grads, *[None] * (4 - len(grads))
 

@@ -1,4 +1,4 @@
-"""The weight of a head of many symbols, and one that embedding and head share.
+"""The weight of an embedding or a head of many symbols, and one that both share.
 
 Of a large vocabulary it is stepped in chunks of rows, each a matrix of its own. Losses are computed
 from the stream a chunk of symbols at a time, and again in the backward, so that neither the logits
@@ -6,7 +6,7 @@ of all positions nor the gradient of the whole weight ever exists.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,13 @@ from arbcli.config.site import Site
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.output.symbol_losses import add_symbols_, grade_symbols_
 from arbcli.kernels.rows.table_rows import scatter_rows_
+from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
 from arbcli.model.initial import head_std
 from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
-from arbcli.model.layers.table import gradient_of_rows
+from arbcli.model.packed import GradientSink
 from arbcli.model.widths import head_lr_factor
 
 MOST_AT_ONCE = 4096
@@ -47,22 +48,39 @@ class Scored(NamedTuple):
 
 
 class SymbolWeight(LinearWeight):
-    """The weight of a `SymbolHead`, which a `TernaryEmbedding` may share.
+    """The weight of a `SymbolHead`, of a `TernaryEmbedding`, or of both.
 
     Args:
         vocabulary: V.
         dim: D.
         site: where it stands.
         area: the part of the model that it belongs to.
+        std: standard deviation of the weights at the start; None is a head's.
+        lr_factor: what the learning rate is multiplied by; None is a head's.
     """
 
     in_eight_bits = False
     always_has_gradients = True
 
-    def __init__(self, vocabulary: int, dim: int, site: Site, *, area: str) -> None:
-        about = {"std": head_std(dim), "lr_factor": head_lr_factor(site)}
-        matrices = -(-vocabulary // MOST_AT_ONCE)
-        super().__init__(vocabulary, dim, site, area=area, matrices=matrices, **about)
+    def __init__(
+        self,
+        vocabulary: int,
+        dim: int,
+        site: Site,
+        *,
+        area: str,
+        std: float | None = None,
+        lr_factor: float | None = None,
+    ) -> None:
+        super().__init__(
+            vocabulary,
+            dim,
+            site,
+            area=area,
+            std=std or head_std(dim),
+            lr_factor=lr_factor or head_lr_factor(site),
+            matrices=-(-vocabulary // MOST_AT_ONCE),
+        )
 
     @property
     def matrix_rows(self) -> int:
@@ -102,7 +120,7 @@ class SymbolWeight(LinearWeight):
             self.collect(scored, scale)
         return grad_x.to(scored.x.dtype)
 
-    def hand_on_uses(self, uses: list[tuple[Scored | Tensor, Tensor]]) -> None:
+    def hand_on_uses(self, sink: GradientSink, uses: list[tuple[Scored | Tensor, Tensor]]) -> None:
         """Form the gradients of the chunks from what all uses saw, and give these to the sink."""
         self._form_gradients(uses)
 
@@ -120,48 +138,52 @@ class SymbolWeight(LinearWeight):
         uses = [use for use in uses if not _are_ids(use[0])]
         if looked_up:
             ids, grads = map(torch.cat, zip(*looked_up, strict=True))
-            of_rows, touched = gradient_of_rows(ids, grads, self.out_features)
-        dtype = uses[0][0][0].dtype if uses else torch.float32
-        for index, (rows, w) in enumerate(self._chunks(dtype)):
-            grad = _gradient_of_chunk(uses, rows, w, grad_x)
+            of_rows, touched = _gradient_of_rows(ids, grads, self.out_features)
+        for index, some in enumerate(self.gradient_ranges()):
+            rows = self.rows_of(some)
+            grad = self._gradient_of_chunk(uses, rows, grad_x)
             if looked_up:
-                dense = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
+                shape = rows.stop - rows.start, self.in_features
+                dense = torch.zeros(shape, dtype=torch.float32, device=of_rows.device)
                 places = touched.rows - rows.start
                 scatter_rows_(dense.view(torch.uint8), places, of_rows.view(torch.uint8))
                 grad = dense if grad is None else dense.add_(grad)
-            if self.sink is None:
+            if self.sink is None or grad is None:
                 continue
             if self.matrices == 1:
                 self.sink(self, grad)
             else:
                 self.sink(self, grad[None], range(index, index + 1))
 
+    def _gradient_of_chunk(
+        self, uses: list[tuple[Scored | Tensor, Tensor]], rows: slice, grad_x: Tensor | None
+    ) -> Tensor | None:
+        """Form that of some rows from losses and products; None if there are none."""
+        grad, w = None, None
+        for source, of_result in uses:
+            if isinstance(source, Scored):
+                w = self._decode(rows, source.x.dtype) if w is None else w
+                of_logits, x = _gradient_of_logits(source, of_result, rows, w), source.x
+                if grad_x is not None:
+                    grad_x += of_logits @ w
+            else:
+                of_logits, x = of_result[:, rows], source
+            part = of_logits.T @ x
+            grad = part if grad is None else grad + part
+        return grad
+
+    def _decode(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        return decode_weight(self.packed.rows(rows), dtype)
+
     def _chunks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """Decode one chunk after another: which rows, and their weights, (N, D) of `dtype`."""
         for some in self.gradient_ranges():
             rows = self.rows_of(some)
-            yield rows, decode_weight(self.packed.rows(rows), dtype)
+            yield rows, self._decode(rows, dtype)
 
 
 def _are_ids(source: Scored | Tensor) -> bool:
     return isinstance(source, Tensor) and not source.is_floating_point()
-
-
-def _gradient_of_chunk(
-    uses: list[tuple[Scored | Tensor, Tensor]], rows: slice, w: Tensor, grad_x: Tensor | None
-) -> Tensor | None:
-    """Form the gradient of a chunk of weights from losses and products; None if there are none."""
-    grad = None
-    for source, of_result in uses:
-        if isinstance(source, Scored):
-            of_logits, x = _gradient_of_logits(source, of_result, rows, w), source.x
-            if grad_x is not None:
-                grad_x += of_logits @ w
-        else:
-            of_logits, x = of_result[:, rows], source
-        part = of_logits.T @ x
-        grad = part if grad is None else grad + part
-    return grad
 
 
 def _gradient_of_logits(scored: Scored, scale: Tensor, rows: slice, w: Tensor) -> Tensor:
@@ -170,12 +192,29 @@ def _gradient_of_logits(scored: Scored, scale: Tensor, rows: slice, w: Tensor) -
     return logits
 
 
+def _gradient_of_rows(ids: Tensor, grad_y: Tensor, num_rows: int) -> tuple[Tensor, TouchedRows]:
+    """Sum the gradients of rows that were looked up.
+
+    Args:
+        ids: (M,) int64.
+        grad_y: (M, D).
+        num_rows: V, of the table.
+
+    Returns:
+        (R, D) float32, R being min(M, V), and which rows these are.
+    """
+    touched = touched_rows(ids, num_rows)
+    ones = torch.ones(len(ids), dtype=torch.float32, device=ids.device)
+    slots = torch.arange(len(ids), device=ids.device)
+    return weighted_rows_grad(grad_y, ones, slots, touched, torch.float32), touched
+
+
 class _Losses(Function):
     """Cross-entropy of each row of before(x) @ w.T; the gradient of w goes to the weight's sink."""
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         x: Tensor,
         targets: Tensor,
         _anchor: Tensor,
@@ -188,7 +227,7 @@ class _Losses(Function):
         return losses
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, targets, total = ctx.saved_tensors
         before = ctx.before
         scored = Scored(before(x) if before else x, targets, total)
@@ -216,11 +255,12 @@ class SymbolHead(TernaryLinear):
         Returns:
             (...) float32.
         """
-        if isinstance(before, GainedRMSNorm):
-            x, before = before(x), None
+        gained = isinstance(before, GainedRMSNorm)
+        x = before(x) if gained else x
         self.weight.note_use()
         rows = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-        return _Losses.apply(*rows, anchor(x), self.weight, before).view(targets.shape)
+        within = None if gained else before
+        return _Losses.apply(*rows, anchor(x), self.weight, within).view(targets.shape)
 
 
 class TiedHead(SymbolHead):
@@ -231,6 +271,6 @@ class TiedHead(SymbolHead):
         self._of_embedding = (weight,)  # a tuple, so that the state has it once
 
     @property
-    def weight(self) -> SymbolWeight:
+    def weight(self) -> SymbolWeight:  # type: ignore[override]
         """The weight of the embedding."""
         return self._of_embedding[0]

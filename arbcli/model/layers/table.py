@@ -14,7 +14,6 @@ from torch.autograd import Function
 from arbcli.config.site import Site
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import (
-    TouchedRows,
     touched_rows,
     weighted_rows,
     weighted_rows_grad,
@@ -22,7 +21,7 @@ from arbcli.kernels.rows.weighted_rows import (
 )
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import anchor
-from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 
 SPARSE_SPREAD = 0.2
 """Spread of z at the start, as a share of the rule's: 4 % of the trits are not zero."""
@@ -30,50 +29,26 @@ MOST_USES = 127
 """Where the counters of rows stop."""
 
 
-def gradient_of_rows(ids: Tensor, grad_y: Tensor, num_rows: int) -> tuple[Tensor, TouchedRows]:
-    """Sum the gradients of rows that were looked up.
-
-    Args:
-        ids: (M,) int64.
-        grad_y: (M, D).
-        num_rows: V, of the table.
-
-    Returns:
-        (R, D) float32, R being min(M, V), and which rows these are.
-    """
-    touched = touched_rows(ids, num_rows)
-    ones = torch.ones(len(ids), dtype=torch.float32, device=ids.device)
-    slots = torch.arange(len(ids), device=ids.device)
-    return weighted_rows_grad(grad_y, ones, slots, touched, torch.float32), touched
-
-
-class RowsWeight(StreamedTensor):
-    """A tensor of many rows, of which a step changes those that were read."""
-
-    by_rows = True
-
-    def count_use(self, rows: Tensor) -> None:
-        """Count nothing: every row is as good as one that was stepped."""
-
-    def declare_wire(self) -> None:
-        """Declare nothing: what a step sends of a row has an exponent of its own."""
-
-
-class TableWeight(RowsWeight):
+class TableWeight(StreamedTensor):
     """The rows of a `TernaryTable`.
 
     Trits are nearly all zero at first, so that a row that was never read before adds no noise.
     A further buffer, `usage`, (V, 1) int8, counts the steps that changed a row, up to 127.
     """
 
+    usage: Tensor
+
     def __init__(self, num_rows: int, dim: int, site: Site, *, area: str) -> None:
-        about = {"std": projection_std(dim), "spread": SPARSE_SPREAD}
-        super().__init__(num_rows, dim, site, area=area, **about)
+        std = projection_std(dim)
+        super().__init__(num_rows, dim, site, area=area, std=std, spread=SPARSE_SPREAD)
         self.declare("usage", torch.empty(num_rows, 1, dtype=torch.int8), "counters")
 
-    def hand_on(self, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+    def hand_on(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
         """Sum the gradients of the rows that were touched, and give these to the sink."""
-        ids, weights, tokens, first = [], [], [], 0
+        ids: list[Tensor] = []
+        weights: list[Tensor] = []
+        tokens: list[Tensor] = []
+        first = 0
         for of_ids, of_weights in sources:
             rows = torch.arange(first, first + len(of_ids), device=grad_y.device)
             ids.append(of_ids.flatten())
@@ -82,14 +57,17 @@ class TableWeight(RowsWeight):
             first += len(of_ids)
         touched = touched_rows(torch.cat(ids), self.out_features)
         grad = weighted_rows_grad(grad_y, torch.cat(weights), torch.cat(tokens), touched)
-        self.sink(self, grad, touched)
-        if not getattr(self.sink, "counts_rows", False):
+        sink(self, grad, touched)
+        if not getattr(sink, "counts_rows", False):
             self.count_use(touched.rows)
 
     def count_use(self, rows: Tensor) -> None:
         """Count a step of some rows, (R,) int64; one that does not exist is dropped."""
         used = gather_rows(self.usage, rows)
         scatter_rows_(self.usage, rows, used + (used < MOST_USES).to(torch.int8))
+
+    def declare_wire(self) -> None:
+        """Declare nothing: what a step sends of a row has an exponent of its own."""
 
     def alive(self) -> float:
         """Find the share of rows that any step has changed; waits for the device."""
@@ -100,13 +78,20 @@ class _WeightedRows(Function):
     """y[m] = sum of weights[m, j] * w[ids[m, j]]; the gradient of w goes to the table's sink."""
 
     @staticmethod
-    def forward(ctx, ids: Tensor, weights: Tensor, _anchor: Tensor, table: TableWeight, dtype):
+    def forward(
+        ctx: Any,
+        ids: Tensor,
+        weights: Tensor,
+        _anchor: Tensor,
+        table: TableWeight,
+        dtype: torch.dtype,
+    ) -> Tensor:
         ctx.table = table
         ctx.save_for_backward(ids, weights)
         return weighted_rows(ids, weights, table.packed, dtype)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         ids, weights = ctx.saved_tensors
         table, grad_weights = ctx.table, None
         if ctx.needs_input_grad[1]:

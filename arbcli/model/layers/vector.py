@@ -18,7 +18,7 @@ from arbcli.directions.base import State
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, Packed
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.model.layers.compiled import operator
-from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 
 DIRECTION = "factored"
 """Of steps: rows have nothing to be orthogonal to, and gradients of sizes of their own."""
@@ -27,9 +27,9 @@ DIRECTION = "factored"
 class ReadWeight(StreamedTensor):
     """A packed tensor that is decoded, and whose gradient comes as it is."""
 
-    def hand_on(self, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+    def hand_on(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
         """Add up the gradients of all uses, and give that to the sink."""
-        self.sink(self, grad_y.view(len(sources), self.out_features, -1).sum(dim=0))
+        sink(self, grad_y.view(len(sources), self.out_features, -1).sum(dim=0))
 
 
 SCALE_OF_ZERO = 0.1
@@ -51,8 +51,7 @@ class VectorWeight(ReadWeight):
         for buffer in self.buffers():
             buffer.zero_()
         rule, device, share = self.rule, self.trits.device, 1.0
-        signs = [[(value > 0) - (value < 0)] for value in self.values]
-        signs = torch.tensor(signs, device=device)
+        signs = torch.tensor([[(value > 0) - (value < 0)] for value in self.values], device=device)
         self.trits.copy_(pack_trits(signs.to(torch.int8)))
         if self.packed.remainder is not None:
             # half-way to the end, where a unit is a small share and there is room to grow
@@ -79,8 +78,9 @@ class VectorWeight(ReadWeight):
         packed = super().packed_of(state)
         if "remainder" not in state:
             return packed
-        about = {"radix": self.rule.radix, "nibble": self.rule.share_a_byte}
-        return packed._replace(remainder=state["remainder"], **about)
+        return packed._replace(
+            remainder=state["remainder"], radix=self.rule.radix, nibble=self.rule.share_a_byte
+        )
 
 
 class _Read(Function):
@@ -93,11 +93,11 @@ class _Read(Function):
         return weight.weight(torch.float32)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.weight = inputs[0]
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.weight.collect(None, grad)
         return None, None, None, None
 
@@ -160,8 +160,9 @@ class TernaryTaps(_ReadWhole):
 
     def __init__(self, channels: int, taps: int, site: Site, *, area: str) -> None:
         super().__init__()
-        about = {"std": 1 / math.sqrt(taps), "direction": DIRECTION}
-        self.weight = ReadWeight(channels, taps, site, area=area, **about)
+        self.weight = ReadWeight(
+            channels, taps, site, area=area, std=1 / math.sqrt(taps), direction=DIRECTION
+        )
 
     def forward(self) -> Tensor:
         """Decode to (D, W) float32; differentiable."""

@@ -53,7 +53,7 @@ from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
 from arbcli.model.mark import Written
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.window import attend_in_window
-from arbcli.model.state import Clock, State
+from arbcli.model.state import Clock, Rows, State
 
 
 def fits_kernels(config: AttentionConfig) -> bool:
@@ -70,29 +70,30 @@ class Attention(CachedAttention):
 
     def __init__(self, config: AttentionConfig, site: Site) -> None:
         super().__init__()
-        parts, about, dim = layers_for(site), {"area": "attention"}, site.dim
+        parts, dim = layers_for(site), site.dim
         self.heads, self.kv_heads, self.width = config.heads, config.key_heads, config.width(site)
         self.window, self.rotary = config.window, config.rotary
+        self.turned = config.rotated(site)
         self.normalises, self.eps = config.query_key_norm != "none", site.norm_eps
         inner, kv = self.heads * self.width, self.kv_heads * self.width
         self.fits_kernels = fits_kernels(config)
         self.steps_fused = inner % 8 == 0  # kernels of a row read eight numbers at once
         turning = parts.rotary_norm if self.fits_kernels else parts.rotary_angles
         self.turning = turning(site.ctx, self.width, self.rotary)
-        self.qkv = parts.linear(inner + 2 * kv, dim, site, **about)
+        self.qkv = parts.linear(inner + 2 * kv, dim, site, area="attention")
         self.bias = self.query_gain = self.key_gain = self.sinks = self.output_bias = None
         if config.bias:
-            self.bias = parts.vector([0.0] * (inner + 2 * kv), site, **about)
+            self.bias = parts.vector([0.0] * (inner + 2 * kv), site, area="attention")
         if config.query_key_norm == "gain":
-            self.query_gain = parts.vector([1.0] * self.width, site, **about)
-            self.key_gain = parts.vector([1.0] * self.width, site, **about)
+            self.query_gain = parts.vector([1.0] * self.width, site, area="attention")
+            self.key_gain = parts.vector([1.0] * self.width, site, area="attention")
         if config.sink:
-            self.sinks = parts.vector([0.0] * self.heads, site, **about)
+            self.sinks = parts.vector([0.0] * self.heads, site, area="attention")
         self.sub_norm = parts.norm(inner, site) if config.sub_norm else None
         std = output_std(inner, site.depth)
-        self.output = parts.linear(dim, inner, site, **about, std=std)
+        self.output = parts.linear(dim, inner, site, area="attention", std=std)
         if config.output_bias:
-            self.output_bias = parts.vector([0.0] * dim, site, **about)
+            self.output_bias = parts.vector([0.0] * dim, site, area="attention")
 
     def forward(
         self,
@@ -107,7 +108,7 @@ class Attention(CachedAttention):
         batch, length, _ = x.shape
         if self.fits_kernels:
             qkv = qkv.view(batch, length, 3, self.heads, self.width)
-        if self.fits_kernels and state is not None and length == 1:
+        if self.fits_kernels and state is not None and length == 1 and state.fuses:
             y = state.attend_one(qkv)
         else:
             y = self._attend_after(state, qkv) if state else self._attend(qkv)
@@ -148,7 +149,7 @@ class Attention(CachedAttention):
         prepare = self.turning if self.fits_kernels else self._prepare
         q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
         length, sink = q.shape[-2], self._sinks()
-        k, v = self.as_stored(k, v)
+        (k,), (v,) = self.as_stored(k, turned=self.turned), self.as_stored(v)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
         short = self.window is not None and self.window < length
         if sink is not None:
@@ -181,6 +182,8 @@ class Attention(CachedAttention):
 
     def new_state(self, clock: Clock) -> "Ring":
         """Make rings for keys and values."""
+        if clock.mixed:
+            return MixedRing(clock, self)
         return Ring(clock, self.kv_heads, self.width, self.window, self.rotary)
 
     def linears(self) -> tuple[nn.Module, ...]:
@@ -227,19 +230,26 @@ class Ring(State):
         window: int | None,
         rotary: RotaryConfig = PLAIN,
     ) -> None:
-        super().__init__(clock)
-        self.window = min(window or clock.ctx, clock.ctx, clock.positions)
-        clock.limit(self.window)
-        self.short = window is not None
-        """Whether the rings have the length of a window, however long the context."""
+        self._begin(clock, width, window, rotary)
         ring = (heads, self.window, width)
         self.keys, self.values = (clock.zeros(*ring, dtype=clock.stored) for _ in range(2))
         self.exponents: Tensor | None = None
         if clock.stored:
             self.exponents = clock.zeros(2, heads, self.window, dtype=torch.int8)
-        rows = table_rows(clock.positions, clock.ctx)
-        self.rotary, self.table = rotary, rotary_table(rows, width, clock.device, rotary=rotary)
         self.tickets = clock.kept(("tickets", heads), lambda: clock.zeros(heads, dtype=torch.int32))
+
+    fuses = True
+    """Whether kernels of a step read what is kept."""
+
+    def _begin(self, clock: Clock, width: int, window: int | None, rotary: RotaryConfig) -> None:
+        State.__init__(self, clock)
+        self.window = min(window or clock.ctx, clock.ctx, clock.positions)
+        clock.limit(self.window)
+        self.short = window is not None
+        """Whether the rings have the length of a window, however long the context."""
+        rows = table_rows(clock.positions, clock.ctx)
+        self.width, self.rotary = width, rotary
+        self.table = rotary_table(rows, width, clock.device, rotary=rotary)
 
     def written(self) -> Iterator[Written]:
         """List the rings."""
@@ -253,7 +263,7 @@ class Ring(State):
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
         """Rows of the rotary table for the positions that are being read: (T, d / 2) each."""
-        clock, key = self.clock, ("angles", self.keys.shape[-1], self.rotary)
+        clock, key = self.clock, ("angles", self.width, self.rotary)
         return clock.here(key, lambda: tuple(part[clock.places] for part in self.table))
 
     @property
@@ -289,10 +299,7 @@ class Ring(State):
         Returns:
             (1, H, T, d).
         """
-        new, entries, here = (k[0], v[0]), [(k[0],), (v[0],)], self.here
-        if self.exponents is not None:
-            entries = [quantise_entries(part, self.keys.dtype) for part in new]
-            new = tuple(decode_entries(*entry, q.dtype) for entry in entries)
+        entries, new, here = *self._entries(k[0], v[0]), self.here
         if self.clock.length == 1:
             self._store(entries)
             return attend_to(q, *self._read(q.dtype), here.mask, sink)
@@ -302,6 +309,14 @@ class Ring(State):
         y = attend_to(q, *new, here.mask, sink)
         self._store(entries)
         return y
+
+    def _entries(self, *new: Tensor) -> tuple[list, tuple[Tensor, ...]]:
+        """Make what is stored of new keys and values, (heads, T, d), and what is read of that."""
+        if self.exponents is None:
+            return [(part,) for part in new], new
+        entries = [quantise_entries(part, self.keys.dtype) for part in new]
+        pairs = zip(entries, new, strict=True)
+        return entries, tuple(decode_entries(*entry, part.dtype) for entry, part in pairs)
 
     def _read(self, dtype: torch.dtype, slots: Tensor | slice = slice(None)) -> list[Tensor]:
         """Read keys and values of some slots, (heads, n, d) each."""
@@ -333,16 +348,23 @@ class Ring(State):
         Returns:
             (B, heads, 1, d).
         """
-        clock = self.clock
-        about = (clock.position, *self.table, self.tickets, NORM_EPS)
+        clock, (cos, sin) = self.clock, self.table
         if clock.texts is not None and self.exponents is None:
-            return decode_attention_rows(qkv[:, 0], self.keys, self.values, *about)[:, :, None]
+            y = decode_attention_rows(
+                qkv[:, 0], self.keys, self.values, clock.position, cos, sin, self.tickets, NORM_EPS
+            )
+            return y[:, :, None]
         rows = qkv.view(*clock.position.shape, *qkv.shape[2:])
         if self.exponents is None:
-            y = decode_attention(rows, self.keys, self.values, *about, self.short)
+            y = decode_attention(
+                rows, self.keys, self.values, clock.position, cos, sin, self.tickets, NORM_EPS,
+                self.short,
+            )  # fmt: skip
         else:
-            rings = (self.keys, self.values, self.exponents)
-            y = decode_attention_8bit(rows, *rings, *about)
+            y = decode_attention_8bit(
+                rows, self.keys, self.values, self.exponents, clock.position, cos, sin,
+                self.tickets, NORM_EPS,
+            )  # fmt: skip
         return y.view(-1, *y.shape[-2:])[:, :, None]
 
     def leaves_parts(self, qkv: Tensor) -> bool:
@@ -352,5 +374,44 @@ class Ring(State):
 
     def attend_in_parts(self, qkv: Tensor) -> AttentionParts:
         """Do as `attend_one` of one text, but leave the parts to the kernel that reads them."""
-        about = (self.clock.position, *self.table, NORM_EPS)
-        return attend_parts(qkv[0, 0], self.keys, self.values, *about)
+        cos, sin = self.table
+        return attend_parts(
+            qkv[0, 0], self.keys, self.values, self.clock.position, cos, sin, NORM_EPS
+        )
+
+
+class MixedRing(Ring):
+    """Rings of values and of keys in eight bits, but for the numbers of keys that turn.
+
+    They are read by plain operations. Of heads that turn whole, keys stay as they are.
+
+    Args:
+        clock: of the list of blocks.
+        layer: the attention.
+    """
+
+    by_text = ("keys", "values")
+    fuses = False
+
+    def __init__(self, clock: Clock, layer: Attention) -> None:
+        self._begin(clock, layer.width, layer.window, layer.rotary)
+        shape = (self.window, layer.kv_heads, layer.width)
+        self.keys, self.values = Rows(clock, *shape, layer.turned), Rows(clock, *shape)
+
+    def written(self) -> Iterator[Written]:
+        """List the rings."""
+        for rows in (self.keys, self.values):
+            yield from rows.written(lambda position: position)
+
+    def _entries(self, *new: Tensor) -> tuple[list, tuple[Tensor, ...]]:
+        pairs = zip((self.keys, self.values), new, strict=True)
+        return list(new), tuple(rows.rounded(part) for rows, part in pairs)
+
+    def _read(self, _dtype: torch.dtype, slots: Tensor | None = None) -> list[Tensor]:
+        if slots is None:
+            slots = torch.arange(self.window, device=self.clock.device)
+        return [rows.get(slots).transpose(0, 1) for rows in (self.keys, self.values)]
+
+    def _store(self, entries: list[Tensor]) -> None:
+        for rows, part in zip((self.keys, self.values), entries, strict=True):
+            rows.put(self.here.slots, part.transpose(0, 1))

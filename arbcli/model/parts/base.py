@@ -80,9 +80,12 @@ class CachedAttention(Part):
 
     stored: torch.dtype | None = None
     """The dtype that a forward without a state rounds them to, as a state in eight bits does."""
+    mixed = False
+    """Whether numbers of keys that turn stay as they are."""
 
-    def as_stored(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Round tensors of entries, (..., d), to what is read back of them."""
+    def as_stored(self, *parts: Tensor, turned: int = 0) -> tuple[Tensor, ...]:
+        """Round tensors of entries, (..., d), of which some numbers turn, to what is read back."""
         if self.stored is None:
             return parts
-        return tuple(round_entries(part, self.stored) for part in parts)
+        turned = turned if self.mixed else 0
+        return tuple(round_entries(part, self.stored, turned) for part in parts)

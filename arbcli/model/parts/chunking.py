@@ -14,7 +14,7 @@ Source: S. Hwang et al., "Dynamic Chunking for End-to-End Hierarchical Sequence 
 https://arxiv.org/abs/2507.07955.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -127,29 +127,29 @@ def share_of(p: Tensor) -> Tensor:
 
 class _BoundaryScores(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, qk: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, qk: Tensor) -> Tensor:
         ctx.save_for_backward(x, qk)
         return boundary_scores(x, qk)
 
     @staticmethod
-    def backward(ctx, grad_p: Tensor):
+    def backward(ctx: Any, grad_p: Tensor) -> tuple[Tensor | None, ...]:
         return boundary_scores_backward(grad_p, *ctx.saved_tensors)
 
 
 class _TakeChunks(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, chunks: Chunks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, chunks: Chunks) -> Tensor:
         ctx.save_for_backward(chunks.slot)
         return gather_chunks(x, chunks.first)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         return gather_chunks(grad_y, *ctx.saved_tensors), None
 
 
 class _Spread(Function):
     @staticmethod
-    def forward(ctx, z: Tensor, p: Tensor, residual: Tensor, chunks: Chunks) -> Tensor:
+    def forward(ctx: Any, z: Tensor, p: Tensor, residual: Tensor, chunks: Chunks) -> Tensor:
         of_chunks = p.gather(1, chunks.first.clamp(min=0))
         share = share_of(of_chunks)
         s = smooth_chunks(z, share)
@@ -159,7 +159,7 @@ class _Spread(Function):
         return spread_chunks(residual, s, chunks.owner)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         z, share, s, first, owner, slot = ctx.saved_tensors
         grad_s, grad_c = spread_chunks_backward(grad_y, s, owner, first)
         grad_z, grad_share = smooth_chunks_backward(grad_s, z, share, s)

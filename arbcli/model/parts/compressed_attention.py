@@ -12,6 +12,9 @@ head, and R_t the turn by the angles of position t:
     (6) stream + norm(y) O
 
 Softmax and product of (3) are of each number by itself; beta and the sinks of heads are learned.
+With `pooling` of `mean` there are neither A nor beta, and v[j] is n of the mean of V; with
+`key_gain` learned gains multiply n in (2), and v[j] in (4).
+
 Where an entry has few bytes there are many, and an indexer chooses. A choice is made by each byte
 t = g m - 1 that completes an entry, for itself and the m - 1 bytes behind it, among g entries:
 
@@ -74,18 +77,19 @@ class _Attend(Function):
         sin: Tensor,
         sight: Sight,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        about = (chosen, sink, cos, sin)
-        y, logs, shares = compressed_attention(x, recent, entries, *about, sight, NORM_EPS)
+        y, logs, shares = compressed_attention(
+            x, recent, entries, chosen, sink, cos, sin, sight, NORM_EPS
+        )
         return y, logs, x.new_empty(0) if shares is None else shares
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *inputs, ctx.sight = inputs
         ctx.save_for_backward(*output[:2], *inputs)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor, *_: Any):
+    def backward(ctx: Any, grad_y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         given = (*ctx.saved_tensors, ctx.sight, NORM_EPS)
         grad_x, *grads = compressed_attention_backward(grad_y.contiguous(), *given)
         of_recent, of_entries = (grad.to(grad_x.dtype) for grad in grads[:2])
@@ -102,13 +106,15 @@ class _Compress(Function):
         return compress_blocks(x, beta, cos, sin, heads, NORM_EPS)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *inputs, ctx.heads = inputs
         ctx.save_for_backward(*inputs)
         ctx.mark_non_differentiable(output[2])
 
     @staticmethod
-    def backward(ctx, grad_recent: Tensor, grad_entries: Tensor, _still: Any):
+    def backward(
+        ctx: Any, grad_recent: Tensor, grad_entries: Tensor, _still: Any
+    ) -> tuple[Tensor | None, ...]:
         given = (grad_recent, grad_entries, *ctx.saved_tensors, ctx.heads, NORM_EPS)
         return *compress_blocks_backward(*given), None, None, None
 
@@ -122,12 +128,12 @@ class _KeysOfChoices(Function):
         return keys[rows, chosen.clamp(min=0)]
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         _, chosen, ctx.entries = inputs
         ctx.save_for_backward(chosen)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (chosen,) = ctx.saved_tensors
         return sum_choices(grad.contiguous(), chosen, ctx.entries).to(grad.dtype), None, None
 
@@ -149,12 +155,14 @@ class Indexer(nn.Module):
 
     def __init__(self, config: CompressedAttentionConfig, site: Site) -> None:
         super().__init__()
-        parts, about = layers_for(site), {"area": "indexer"}
+        parts = layers_for(site)
         self.heads, self.width = config.index_heads, config.index_width
         self.top_k, self.norm_gain = config.top_k, site.norm_gain
         queries = self.heads * (self.width + 1)
-        self.query = parts.linear(queries, site.dim, site, **about)
-        self.key = parts.linear(self.width, config.kv_heads * config.width(site), site, **about)
+        self.query = parts.linear(queries, site.dim, site, area="indexer")
+        self.key = parts.linear(
+            self.width, config.kv_heads * config.width(site), site, area="indexer"
+        )
 
     def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Give the angles of so many positions, of which a half of a head turns by them."""
@@ -256,21 +264,27 @@ class CompressedAttention(CachedAttention):
     """Causal self-attention to entries of several positions, and to the last positions."""
 
     name = "attention"
-    steps_fused = True
 
     def __init__(self, config: CompressedAttentionConfig, site: Site) -> None:
         super().__init__()
-        parts, about = layers_for(site), {"area": "attention"}
+        parts = layers_for(site)
         self.heads, self.kv_heads, self.width = config.heads, config.kv_heads, config.width(site)
         self.turned, self.ratio = config.rotated(site), config.ratio
         self.sight = Sight(config.window, self.ratio, config.entries(site))
         self.inner, self.kv = self.heads * self.width, self.kv_heads * self.width
-        self.projection = parts.linear(self.inner + 3 * self.kv, site.dim, site, **about)
-        self.beta = parts.taps(self.kv, self.ratio, site, **about)
-        self.sink = parts.vector([SINK] * self.heads, site, **about)
+        projected = self.inner + config.vectors * self.kv
+        self.projection = parts.linear(projected, site.dim, site, area="attention")
+        self.beta = self.key_gain = None
+        if config.pooling == "softmax":
+            self.beta = parts.taps(self.kv, self.ratio, site, area="attention")
+        if config.key_gain:
+            self.key_gain = parts.vector([1.0] * self.width, site, area="attention")
+        self.steps_fused = self.key_gain is None
+        self.sink = parts.vector([SINK] * self.heads, site, area="attention")
         self.sub_norm = parts.norm(self.inner, site) if config.sub_norm else None
-        about["std"] = output_std(self.inner, site.depth)
-        self.output = parts.linear(site.dim, self.inner, site, **about)
+        self.output = parts.linear(
+            site.dim, self.inner, site, area="attention", std=output_std(self.inner, site.depth)
+        )
         self.indexer = Indexer(config, site) if config.top_k is not None else None
 
     def forward(
@@ -288,15 +302,15 @@ class CompressedAttention(CachedAttention):
         """
         projected, x = project(self.projection, x, norm, added)
         batch, length, _ = x.shape
-        q, rest = projected.split((self.inner, 3 * self.kv), dim=-1)
+        q, rest = self._parted(projected)
         q = q.unflatten(-1, (self.heads, self.width))
         if state is not None:
             y = state.attend(x, norm, q, *rest.split(self.kv, dim=-1))
             return Flow(x, self.output(y.reshape(batch, length, self.inner), self.sub_norm))
         table = self.table(length, x.device)
-        recent, entries, still = _compress(rest, self.beta(), *table, self.kv_heads)
+        recent, entries, still = self._compressed(rest, table)
         number = entries.shape[1]
-        recent, entries = self.as_stored(recent, entries)
+        recent, entries = self.as_stored(recent, entries, turned=self.turned)
         chosen = found = None
         if self.indexer:
             found, chosen = self._choose(x, norm, still)
@@ -318,9 +332,9 @@ class CompressedAttention(CachedAttention):
 
     def step(self, x: Tensor, state: CompressedState, *, whole: bool = True) -> Tensor:
         """Mix one position with those before it: see `Part.step`."""
-        rows = self.projection.fused(x, normalise=True)
-        q, new = rows.split((self.inner, 3 * self.kv), dim=-1)
-        still = state.append(new.unflatten(-1, (3, self.kv_heads, -1)), self.beta.prepared())
+        q, new = self._parted(self.projection.fused(x, normalise=True))
+        beta = self.beta.prepared() if self.beta else state.no_beta
+        still = state.append(new.unflatten(-1, (3, self.kv_heads, -1)), beta)
         if self.indexer:
             query = self.indexer.query.fused(x, normalise=True)
             state.choose(query, self.indexer.key.fused(still.flatten(2), normalise=False))
@@ -331,6 +345,37 @@ class CompressedAttention(CachedAttention):
     def new_state(self, clock: Clock) -> CompressedState:
         """Make rings for the last positions and for entries."""
         return CompressedState(clock, self)
+
+    def _parted(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Part what was projected into queries, (..., H d), and vectors, values and gates of keys.
+
+        These are (..., 3 G d); the gates of a mean are zeros.
+        """
+        q, rest = projected.tensor_split((self.inner,), dim=-1)
+        if self.beta is None:
+            rest = functional.pad(rest, (0, self.kv))
+        return q, rest
+
+    def gate_bias(self, device: torch.device) -> Tensor:
+        """Decode beta, (G d, m) float32; that of a mean is zeros."""
+        if self.beta is None:
+            return torch.zeros(self.kv, self.ratio, device=device)
+        return self.beta()
+
+    def _compressed(
+        self, rest: Tensor, table: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute (2) to (4): bytes, entries, and these before they are turned, (B, n, G, d)."""
+        beta = self.gate_bias(rest.device)
+        if self.key_gain is None:
+            return _compress(rest, beta, *table, self.kv_heads)
+        cos, sin = table
+        flat = torch.ones_like(cos), torch.zeros_like(sin)
+        recent, entries, still = _compress(rest, beta, *flat, self.kv_heads)
+        here = [part[:, None] for part in table]
+        starts = [part[:: self.ratio][: entries.shape[1]] for part in here]
+        recent, entries = self.placed(recent, here), self.placed(entries, starts)
+        return recent.to(rest.dtype), entries.to(rest.dtype), still
 
     def _choose(
         self, x: Tensor, norm: nn.Module | None, still: Tensor
@@ -361,11 +406,18 @@ class CompressedAttention(CachedAttention):
         Returns:
             (B, T, G, d).
         """
-        cos, sin = angles
-        return turned(recent.unflatten(-1, (self.kv_heads, -1)), (cos[:, None], sin[:, None]))
+        x = recent.unflatten(-1, (self.kv_heads, -1)).float()
+        normal = functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
+        return self.placed(normal, [part[:, None] for part in angles]).to(recent.dtype)
+
+    def placed(self, x: Tensor, angles: Any) -> Tensor:
+        """Multiply normalised (..., d) by the gains, if there are any, and turn it: in float32."""
+        if self.key_gain:
+            x = x.float() * self.key_gain()
+        return rotate(x, *angles)
 
     def compress(self, values: Tensor, gates: Tensor) -> Tensor:
         """Make entries of blocks, (B, E, m, G d) each: (B, E, G, d), normalised and not turned."""
-        share = torch.softmax(gates.float() + self.beta().T, dim=2)
+        share = torch.softmax(gates.float() + self.gate_bias(gates.device).T, dim=2)
         entries = (share * values.float()).sum(dim=2).unflatten(-1, (self.kv_heads, -1))
         return functional.rms_norm(entries, entries.shape[-1:], eps=NORM_EPS).to(values.dtype)

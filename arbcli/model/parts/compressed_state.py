@@ -6,8 +6,8 @@ in slot j mod the slots. It is made anew with every byte of its block, and seen 
 complete.
 """
 
-import copy
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,63 +18,11 @@ from arbcli.kernels.attention.append_position import append_position_
 from arbcli.kernels.attention.choose_next import choose_next_
 from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
 from arbcli.kernels.attention.decode_compressed import decode_compressed
-from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
 from arbcli.model.mark import Written
-from arbcli.model.state import Clock, State
-
-
-class Rows:
-    """Vectors in slots, (n, G, d), in a dtype or in eight bits with an exponent each.
-
-    Those of several texts have a dimension for them in front.
-    """
-
-    def __init__(self, clock: Clock, *shape: int) -> None:
-        self.codes = clock.zeros(*shape, dtype=clock.stored)
-        self.exponents = clock.zeros(*shape[:2], dtype=torch.int8) if clock.stored else None
-        self.dtype = clock.dtype
-
-    def __len__(self) -> int:
-        """Count the slots."""
-        return self.codes.shape[-3]
-
-    def __getitem__(self, text: int) -> "Rows":
-        """Take those of one of several texts, in the same tensors."""
-        own = copy.copy(self)
-        own.codes = self.codes[text]
-        own.exponents = None if self.exponents is None else self.exponents[text]
-        return own
-
-    def written(self, number: Callable[[Tensor], Tensor]) -> Iterator[Written]:
-        """List codes and exponents, where a position writes a row of some number."""
-
-        def slot(position: Tensor) -> Tensor:
-            return number(position) % len(self)
-
-        yield Written(self.codes, slot, -3)
-        if self.exponents is not None:
-            yield Written(self.exponents, slot)
-
-    def put(self, slots: Tensor, rows: Tensor) -> Tensor:
-        """Store (n, G, d) in slots, (n,) int64, and return what is read back of them."""
-        if self.exponents is None:
-            self.codes.index_copy_(0, slots, rows)
-            return rows
-        codes, exponents = quantise_entries(rows, self.codes.dtype)
-        # torch copies no e4m3 by index
-        self.codes.view(torch.int8).index_copy_(0, slots, codes.view(torch.int8))
-        self.exponents.index_copy_(0, slots, exponents)
-        return decode_entries(codes, exponents, self.dtype)
-
-    def get(self, slots: Tensor) -> Tensor:
-        """Read slots, (n,) int64: (n, G, d)."""
-        if self.exponents is None:
-            return self.codes[slots]
-        codes = self.codes.view(torch.int8)[slots].view(self.codes.dtype)
-        return decode_entries(codes, self.exponents[slots], self.dtype)
+from arbcli.model.state import Clock, Rows, State
 
 
 class CompressedState(State):
@@ -95,12 +43,16 @@ class CompressedState(State):
         vector, device = (layer.kv_heads, layer.width), clock.device
         rows = table_rows(positions, clock.ctx)
         self.table = rotary_table(rows, layer.width, device, layer.turned)
+        self.no_beta: Tensor | None = None
+        """Beta of a mean."""
+        if layer.beta is None:
+            self.no_beta = layer.gate_bias(device)
         self.tickets = clock.kept(
             ("tickets", layer.heads), lambda: clock.zeros(layer.heads, dtype=torch.int32)
         )
-        self.recent = Rows(clock, min(self.window, positions), *vector)
+        self.recent = Rows(clock, min(self.window, positions), *vector, layer.turned)
         slots = min(self.most, positions // self.ratio) + 1
-        self.entries = Rows(clock, slots, *vector)
+        self.entries = Rows(clock, slots, *vector, layer.turned)
         self.open = clock.zeros(2, self.ratio, layer.kv)
         """Values and gates of the bytes of the open block."""
         self.keys: Tensor | None = None
@@ -165,7 +117,7 @@ class CompressedState(State):
         new = layer.in_place(recent, here)[0]
         last = min(length, ring)
         places = torch.arange(start + length - last, start + length, device=device) % ring
-        stored = self._rounded(self.recent, new)
+        stored = self.recent.rounded(new)
         self.recent.put(places, new[-last:])
         recent = torch.cat((before, stored))[None]
 
@@ -179,7 +131,7 @@ class CompressedState(State):
         still = layer.compress(*full)  # (1, number, G, d)
         firsts = torch.arange(done, done + number, device=device)
         angles = [part[:, None] for part in rows(self.table, firsts * m)]
-        turned = rotate(still[0], *angles).to(still.dtype)
+        turned = layer.placed(still[0], angles).to(still.dtype)
         rest = block[0].shape[1] - number * m
         for kept_part, part in zip(self.open, block, strict=True):
             kept_part[:rest] = part[0, number * m :]
@@ -188,7 +140,7 @@ class CompressedState(State):
         lowest = max(0, group - self.most)
         slots = len(self.entries)
         old = torch.arange(lowest, done, device=device) % slots
-        entries = torch.cat((self.entries.get(old), self._rounded(self.entries, turned)))[None]
+        entries = torch.cat((self.entries.get(old), self.entries.rounded(turned)))[None]
         fits = min(number, slots)  # later ones would be written over
         self.entries.put(firsts[number - fits :] % slots, turned[number - fits :])
         sight = Sight(self.window, m, self.most, start - lowest * m)
@@ -211,12 +163,6 @@ class CompressedState(State):
         return compressed_attention(
             q, recent, entries, chosen, layer.sink(), *here, sight, NORM_EPS
         )[0]
-
-    def _rounded(self, of: Rows, rows: Tensor) -> Tensor:
-        """Round new rows as they will be stored."""
-        if of.exponents is None:
-            return rows
-        return decode_entries(*quantise_entries(rows, of.codes.dtype), rows.dtype)
 
     def _choose(
         self,
@@ -257,7 +203,7 @@ class CompressedState(State):
         """Attend with one new byte; no shape depends on its position."""
         layer = self.layer
         new = torch.stack((recent, values, gates), dim=2).unflatten(-1, (layer.kv_heads, -1))
-        still = self.append(new, layer.beta())
+        still = self.append(new, layer.gate_bias(new.device))
         if self.keys is not None:
             self.choose(layer.indexer.query(x, norm), layer.indexer.key(still.flatten(2)))
         return self.attend_one(q, layer.sink())
@@ -272,11 +218,33 @@ class CompressedState(State):
         Returns:
             (B, 1, G, d), the open entries.
         """
+        if self.layer.key_gain or self.clock.mixed:
+            return self._append_plainly(new[0, 0].contiguous(), beta)[None, None]
         texts = self.clock.position.shape
         rest = (self.open, beta, self.clock.position, *self.table, NORM_EPS, self.exponents)
         new = new.reshape(*texts, *new.shape[2:]).contiguous()
         still = append_position_(new, self.recent.codes, self.entries.codes, *rest)
         return still.view(-1, 1, *still.shape[-2:])
+
+    def _append_plainly(self, new: Tensor, beta: Tensor) -> Tensor:
+        """Do as `append` does with (3, G, d) of one text, by plain operations behind the norm."""
+        (cos, sin), place = self.table, self.clock.position.long()[None]
+        flat, rows = (torch.ones_like(cos), torch.zeros_like(sin)), torch.empty_like(new[:2, None])
+        about = (self.open, beta, self.clock.position, *flat, NORM_EPS)
+        still = append_position_(new, *rows, *about)
+        number = place // self.ratio
+        for kept, slot, at, row in (
+            (self.recent, place, place, rows[0]),
+            (self.entries, number, number * self.ratio, rows[1]),
+        ):
+            angles = [part[at, None] for part in self.table]
+            kept.put(slot % len(kept), self.layer.placed(row, angles).to(new.dtype))
+        return still
+
+    @property
+    def fuses(self) -> bool:
+        """Whether kernels of a step read what is kept."""
+        return not self.clock.mixed
 
     @property
     def exponents(self) -> tuple[Tensor, Tensor] | None:
@@ -293,19 +261,47 @@ class CompressedState(State):
             key: what it makes of the entry, likewise.
         """
         texts = self.clock.position.shape
-        about = (self.clock.position, *self.index_table, self.ratio, self.most, NORM_EPS)
-        rows = (part.view(*texts, -1) for part in (query, key))
-        choose_next_(*rows, self.keys, self.choice, *about)
+        cos, sin = self.index_table
+        query, key = (part.view(*texts, -1) for part in (query, key))
+        choose_next_(
+            query, key, self.keys, self.choice, self.clock.position, cos, sin, self.ratio,
+            self.most, NORM_EPS,
+        )  # fmt: skip
 
     def attend_one(self, q: Tensor, sink: Tensor) -> Tensor:
         """Attend with the byte that was stored last, (B, 1, H, d) as projected."""
         choice = self.choice
         if choice is not None and choice.shape[-1] >= len(self.entries) - 1:
             choice = None  # all that are complete are chosen
-        about = (choice, sink, self.clock.position, *self.table, self.tickets)
+        if self.clock.mixed:
+            return self._attend_plainly(q[0, 0], sink, choice)[None, None]
+        cos, sin = self.table
         x = q.reshape(*self.clock.position.shape, *q.shape[2:]).contiguous()
         y = decode_compressed(
-            x, self.recent.codes, self.entries.codes, *about, self.ratio, self.most, NORM_EPS,
-            self.exponents,
+            x, self.recent.codes, self.entries.codes, choice, sink, self.clock.position, cos, sin,
+            self.tickets, self.ratio, self.most, NORM_EPS, self.exponents,
         )  # fmt: skip
         return y.view(q.shape)
+
+    def _attend_plainly(self, q: Tensor, sink: Tensor, choice: Tensor | None) -> Tensor:
+        """Do as `attend_one` does with (H, d) of one text; no shape depends on the position."""
+        position, (window, slots) = self.clock.position, (len(self.recent), len(self.entries))
+        complete = (position + 1) // self.ratio
+        if choice is not None:
+            numbers = choice.long()
+        else:  # the last one of each slot, of which one may be open
+            every = torch.arange(slots, device=q.device)
+            numbers = complete - 1 - (complete - 1 - every) % slots
+        there = (numbers >= 0) & (numbers >= complete - self.most)
+        places = torch.arange(window, device=q.device)
+        seen = torch.cat((there, places <= position))
+        keys = torch.cat((self.entries.get(numbers % slots), self.recent.get(places)))
+        cos, sin = (part[position.long()[None]] for part in self.table)
+        normal = functional.rms_norm(q.float(), q.shape[-1:], eps=NORM_EPS)
+        heads = rotate(normal, cos, sin).unflatten(0, (keys.shape[1], -1))  # (G, heads, d)
+        keys = keys.float().movedim(1, 0)
+        scores = (heads @ keys.mT) / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(~seen, -torch.inf)
+        scores = torch.cat((scores, sink.view(len(keys), -1, 1)), dim=-1)
+        y = (torch.softmax(scores, dim=-1)[..., :-1] @ keys).flatten(0, 1)
+        return rotate(y, cos, -sin).to(q.dtype)

@@ -26,6 +26,11 @@ class Edges(StepMemory):
     score: int8, 0..127; an edge of score 0 is none.
     """
 
+    source: Tensor
+    target: Tensor
+    sign: Tensor
+    score: Tensor
+
     def __init__(self, edges: tuple[int, int]) -> None:
         super().__init__(area="moe_graph")
         for name, dtype in (
@@ -129,7 +134,7 @@ class Edges(StepMemory):
 
 class _Leaving(Function):
     @staticmethod
-    def forward(ctx, codes: Tensor, _anchor: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, codes: Tensor, _anchor: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:
         ctx.edges = edges
         targets, weights = edges.find(codes)
         ctx.save_for_backward(codes, targets)
@@ -137,6 +142,6 @@ class _Leaving(Function):
         return targets, weights
 
     @staticmethod
-    def backward(ctx, _grad_targets, grad: Tensor):
+    def backward(ctx: Any, _grad_targets: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.edges.vote(*ctx.saved_tensors, grad)
         return None, None, None

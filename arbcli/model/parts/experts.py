@@ -75,11 +75,11 @@ class _Dispatch(Function):
         return x[tokens]
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(inputs[2])
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (positions,) = ctx.saved_tensors
         return expert_combine(grad, positions, None), None, None
 
@@ -92,11 +92,11 @@ class _Combine(Function):
         return expert_combine(values, positions, gates)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         grad_values, grad_gates = expert_combine_backward(grad_y, *ctx.saved_tensors)
         return grad_values, None, grad_gates
 
@@ -118,6 +118,9 @@ class Gate(Findable, StepMemory):
         site: where they stand.
         area: the part of the model that they are.
     """
+
+    balance: Tensor
+    _load: Tensor | None
 
     def __init__(self, config: ExpertsConfig, width: int, site: Site, area: str) -> None:
         super().__init__(area=area)
@@ -190,7 +193,7 @@ class Gate(Findable, StepMemory):
 
     def forget(self) -> None:
         """Forget the load of a step that never ended."""
-        self._load: Tensor | None = None
+        self._load = None
 
     def gauges(self) -> dict[str, float]:
         """Measure the load; waits for the device.
@@ -212,12 +215,14 @@ _counted = operator(_count, lambda chosen, *_: chosen)
 class SharedExpert(nn.Module):
     """The expert that every position goes to, besides those that it chooses."""
 
-    def __init__(self, config: ExpertsConfig, dim: int, site: Site, **about: Any) -> None:
+    def __init__(
+        self, config: ExpertsConfig, dim: int, site: Site, *, area: str, std: float | None
+    ) -> None:
         super().__init__()
-        parts, std = layers_for(site), about.pop("std")
-        self.gate_up = parts.linear(2 * config.width, dim, site, **about)
+        parts = layers_for(site)
+        self.gate_up = parts.linear(2 * config.width, dim, site, area=area)
         self.sub_norm = _middle(config, site)
-        self.down = parts.linear(dim, config.width, site, std=std, **about)
+        self.down = parts.linear(dim, config.width, site, area=area, std=std)
 
     def forward(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """Transform every position of (M, dim)."""
@@ -263,12 +268,14 @@ class Experts(Part):
         super().__init__()
         parts, width, number = layers_for(site), dim or site.dim, config.experts
         # what is added to the stream is small at first
-        about = {"area": area, "std": output_std(config.width, site.depth) if dim is None else None}
+        std = output_std(config.width, site.depth) if dim is None else None
         self.gate = Gate(config, query or site.dim, site, area)
         self.gate_up = parts.expert_weight(number, 2 * config.width, width, site, area=area)
         self.sub_norm = _middle(config, site)
-        self.down = parts.expert_weight(number, width, config.width, site, **about)
-        self.shared = SharedExpert(config, width, site, **about) if config.shared else None
+        self.down = parts.expert_weight(number, width, config.width, site, area=area, std=std)
+        self.shared = None
+        if config.shared:
+            self.shared = SharedExpert(config, width, site, area=area, std=std)
 
     def forward(
         self,
@@ -298,13 +305,16 @@ class Experts(Part):
         slots = self.down.product(slots, routing.bounds, apart=True)
         y = expert_combine(slots, routing.positions, gates)
         if self.shared:
-            y = y + each_text(lambda row: self.shared(row, norm), rows)
+            shared = self.shared
+            y = y + each_text(lambda row: shared(row, norm), rows)
         return y.view(x.shape)
 
     def by_hash(self, reading: Reading | None) -> Tensor | None:
         """Choose experts by the text, (M, k) int64; None if the gate chooses."""
         if self.gate.kind != "hash":
             return None
+        if reading is None or reading.grams is None:
+            raise ValueError("experts that are chosen by the text need it")
         return hashed_experts(reading.grams, self.gate.experts, self.gate.top_k)
 
     def mix(

@@ -55,12 +55,12 @@ class HyperConnection(nn.Module):
     def __init__(self, site: Site, streams: int, read: int) -> None:
         super().__init__()
         self.parts = layers_for(site)
-        width, about = streams * site.dim, {"area": "streams"}
+        width = streams * site.dim
         self.norm = self.parts.norm(width, site)
         self.projection = self.parts.linear(
-            streams * (streams + 2), width, site, **about, spread=0.0, in_eight_bits=False
+            streams * (streams + 2), width, site, area="streams", spread=0.0, in_eight_bits=False
         )
-        self.bias = self.parts.vector(first_biases(streams, read), site, **about)
+        self.bias = self.parts.vector(first_biases(streams, read), site, area="streams")
 
     def forward(
         self, x: Tensor, branch: Callable[[Tensor], Tensor], *, fused: bool = False
@@ -74,7 +74,8 @@ class HyperConnection(nn.Module):
         """
         batch, length, streams, dim = x.shape
         rows = x.reshape(-1, streams, dim)
-        read, keep, write = (self.step_weights if fused else self.weights)(rows)
+        weigh = self.step_weights if fused else self.weights
+        read, keep, write = weigh(rows)
         found = branch(self.parts.mix_streams(rows, read[:, None]).view(batch, length, dim))
         return self.parts.mix_streams(rows, keep, found.reshape(-1, dim), write).view(x.shape)
 

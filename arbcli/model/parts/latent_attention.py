@@ -44,17 +44,18 @@ class LatentAttention(CachedAttention):
 
     def __init__(self, config: LatentAttentionConfig, site: Site) -> None:
         super().__init__()
-        parts, about, dim = layers_for(site), {"area": "attention"}, site.dim
+        parts, dim = layers_for(site), site.dim
         self.heads, self.head_dim = config.heads, config.head_width(site)
         self.latent, self.rotary = config.latent, config.rotary
         self.still = self.head_dim - self.rotary
-        self.query_down = parts.linear(dim + self.latent + self.rotary, dim, site, **about)
+        self.query_down = parts.linear(dim + self.latent + self.rotary, dim, site, area="attention")
         self.latent_norm = parts.norm(self.latent, site)
         up = self.heads * (self.still + self.head_dim)
-        self.up = parts.linear(up, self.latent, site, **about)
+        self.up = parts.linear(up, self.latent, site, area="attention")
         self.sub_norm = parts.norm(dim, site) if config.sub_norm else None
-        about["std"] = output_std(dim, site.depth)
-        self.output = parts.linear(dim, dim, site, **about)
+        self.output = parts.linear(
+            dim, dim, site, area="attention", std=output_std(dim, site.depth)
+        )
 
     def forward(
         self,

@@ -13,6 +13,7 @@ Source: T. Dao and A. Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,16 +64,16 @@ class Mamba(Part):
         self.states = config.states
         self.mixed = self.inner + 2 * self.states
         rates, biases = mamba_values(self.heads)
-        parts, about = layers_for(site), {"area": "mamba"}
+        parts = layers_for(site)
         projected = self.inner + self.mixed + self.heads
-        self.projection = parts.linear(projected, site.dim, site, **about)
-        self.taps = parts.taps(self.mixed, TAPS, site, **about)
-        self.rate = parts.vector(rates, site, **about)
-        self.bias = parts.vector(biases, site, **about)
-        self.skip = parts.vector([1.0] * self.heads, site, **about)
+        self.projection = parts.linear(projected, site.dim, site, area="mamba")
+        self.taps = parts.taps(self.mixed, TAPS, site, area="mamba")
+        self.rate = parts.vector(rates, site, area="mamba")
+        self.bias = parts.vector(biases, site, area="mamba")
+        self.skip = parts.vector([1.0] * self.heads, site, area="mamba")
         self.gate = parts.gate(self.inner, site, normalise=True)
         std = projection_std(self.inner) / math.sqrt(site.depth)  # one of them in each block
-        self.output = parts.linear(site.dim, self.inner, site, std=std, **about)
+        self.output = parts.linear(site.dim, self.inner, site, std=std, area="mamba")
 
     def forward(
         self,
@@ -93,12 +94,11 @@ class Mamba(Part):
         u = u.unflatten(-1, (self.heads, -1))  # (B, T, H, P)
         dt = functional.softplus(dt.float() + self.bias())
         decay = -self.rate().exp() * dt  # (B, T, H), its logarithm
-        values = (u.float() * dt[..., None]).to(x.dtype)
+        values = (u * dt[..., None]).to(x.dtype)  # in float32
         b, c = (part[:, :, None].expand(-1, -1, self.heads, -1) for part in (b, c))
         scan = _scan if state is None else state.scan
         y = scan(c, b, values, decay)
-        y = (y + self.skip()[:, None] * u.float()).to(x.dtype)
-        return Flow(x, self.output(torch.cat((z, y.flatten(-2)), dim=-1), self.gate))
+        return Flow(x, self.output(_beside(z, y, self.skip(), u), self.gate))
 
     def step(self, x: Tensor, state: "MambaState", *, whole: bool = True) -> Tensor:
         """Mix one position with those before it: see `Part.step`."""
@@ -127,11 +127,11 @@ class _CausalConv(Function):
         return causal_conv(x, taps)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, taps = ctx.saved_tensors
         return causal_conv(grad_y, taps, reverse=True), causal_conv_grad_w(grad_y, x, taps.shape[1])
 
@@ -142,11 +142,11 @@ class _DecayScan(Function):
         return decay_scan(q, k, v, g)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs, output)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, y = ctx.saved_tensors
         low = grad_y.to(q.dtype)
         grad_v = decay_scan(k, q, low, g, reverse=True)
@@ -155,6 +155,37 @@ class _DecayScan(Function):
         of_sums = (grad_y * y).sum(dim=-1) - (grad_v * v.float()).sum(dim=-1)
         grad_g = running_sum(of_sums, reverse=True)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_g
+
+
+class _Beside(Function):
+    """z, and behind it y + skip * u, which is rounded where it is written."""
+
+    @staticmethod
+    def forward(z: Tensor, y: Tensor, skip: Tensor, u: Tensor) -> Tensor:
+        both = z.new_empty(*z.shape[:-1], 2 * z.shape[-1])
+        first, second = both.chunk(2, dim=-1)
+        first.copy_(z)
+        torch.add(y, skip[:, None] * u, out=second.unflatten(-1, y.shape[-2:]))
+        return both
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[2:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        skip, u = ctx.saved_tensors
+        grad_z, grad_y = grad.chunk(2, dim=-1)
+        grad_y = grad_y.unflatten(-1, u.shape[-2:]).float()
+        grad_skip = (grad_y * u).sum(dim=(0, 1, 3))
+        return grad_z, grad_y, grad_skip, (grad_y * skip[:, None]).to(u.dtype)
+
+
+def _beside(z: Tensor, y: Tensor, skip: Tensor, u: Tensor) -> Tensor:
+    """Put z, (B, T, H P), before y + skip * u, (B, T, H, P) float32: (B, T, 2 H P)."""
+    if torch.compiler.is_compiling():
+        return torch.cat((z, (y + skip[:, None] * u).to(z.dtype).flatten(-2)), dim=-1)
+    return _Beside.apply(z, y, skip, u)
 
 
 _convolve, _scan = operator(_CausalConv), operator(_DecayScan)
@@ -186,11 +217,13 @@ class MambaState(State):
         self.ring.zero_()
         self.state.zero_()
 
-    def step(self, rows: Tensor, *vectors: Tensor) -> Tensor:
+    def step(self, rows: Tensor, taps: Tensor, rate: Tensor, bias: Tensor, skip: Tensor) -> Tensor:
         """Do as `mamba_step` does with (B, 1, n); positions are counted elsewhere."""
         clock = self.clock
         rows = rows.view(*clock.position.shape, -1)
-        y = mamba_step(rows, self.ring, self.state, *vectors, clock.position, clock.going_on)
+        y = mamba_step(
+            rows, self.ring, self.state, taps, rate, bias, skip, clock.position, clock.going_on
+        )
         return y.view(-1, 1, y.shape[-1])
 
     def convolve(self, x: Tensor, taps: Tensor) -> Tensor:

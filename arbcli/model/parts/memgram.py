@@ -34,6 +34,9 @@ class MemGram(StepMemory):
         strength: int8, 0..127; an entry of strength 0 is none.
     """
 
+    symbol: Tensor
+    strength: Tensor
+
     def __init__(self, config: MemGramConfig, site: Site) -> None:
         super().__init__(area="memgram")
         for name in ("symbol", "strength"):

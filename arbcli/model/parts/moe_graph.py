@@ -3,8 +3,9 @@
 An iteration adds to the stream what a few experts make of it, what a low-rank adapter of its own
 adds, and what the graph's edges carry to the position's code, one hop further each time. Then the
 stream is drawn a little towards what it was at first, so that any number of iterations stays
-bounded. A position's result is the mean of its streams, weighted by its probabilities of halting.
-Source: A. Graves, "Adaptive Computation Time", https://arxiv.org/abs/1603.08983.
+bounded. What edges carry may enter the choice of experts, and scale what is inside of adapters,
+from the first iteration on. A position's result is the mean of its streams, weighted by its
+probabilities of halting. Source: A. Graves, "Adaptive Computation Time", https://arxiv.org/abs/1603.08983.
 """
 
 import math
@@ -91,9 +92,16 @@ class MoEGraph(nn.Module):
             to_stream(config.adapter_rank) for _ in range(config.iterations)
         )
         if config.edges:
+            if code_width is None:
+                raise ValueError("a graph of codes needs the width of a codebook")
             self.edges = Edges(config.edges)
             self.message_norm = TernaryRMSNorm(code_width, site)
             self.message = to_stream(code_width)
+        self.edge_query = self.edge_scale = None
+        if config.graph_gate and code_width is not None:
+            self.edge_query = linear(query, code_width)
+        if config.graph_adapters and code_width is not None:
+            self.edge_scale = linear(config.adapter_rank, code_width)
 
     def forward(
         self,
@@ -115,6 +123,8 @@ class MoEGraph(nn.Module):
         codes, mixture = None, self.config.experts
         chosen = self.experts.by_hash(reading) if mixture else None
         if self.config.edges:
+            if found is None or codebook is None:
+                raise ValueError("a graph of codes needs a codebook and what it found")
             codes = found.codes.flatten()
             if torch.is_grad_enabled():
                 self.edges.note(found.codes)
@@ -123,16 +133,21 @@ class MoEGraph(nn.Module):
         gone = torch.zeros(len(stream), device=x.device)  # what has halted, 0..1
         result, shares = torch.zeros_like(stream), []
         for index, adapter in enumerate(self.adapters):
-            inward = self.inward(stream, self.norm).split(self.parts, dim=-1)
-            change = adapter(inward[2], self.adapter_norm)
+            inner, query, low, halting = self.inward(stream, self.norm).split(self.parts, dim=-1)
+            if codes is not None and codebook is not None:
+                rows, strength, codes = self._hop(codes, sure, codebook, x.dtype)
+            if self.edge_scale:
+                low = low * (1 + self.edge_scale(rows, self.message_norm) * strength)
+            change = adapter(low, self.adapter_norm)
+            if self.edge_query:
+                query = query + self.edge_query(rows, self.message_norm) * strength
             if mixture:
-                mixed = self.experts.mix(inward[0], inward[1], chosen) + inward[0]
+                mixed = self.experts.mix(inner, query, chosen) + inner
                 change = change + self.output(mixed, self.sub_norm)
             if codes is not None:
-                message, codes = self._hop(codes, sure, codebook, x.dtype)
-                change = change + message
+                change = change + self.message(rows, self.message_norm) * strength
             stream = start + KEEP * (stream - start) + change
-            halt = torch.sigmoid(inward[3][:, 0].float() + HALT_BIAS)
+            halt = torch.sigmoid(halting[:, 0].float() + HALT_BIAS)
             last = (gone + halt >= HALT_AT) | (index == len(self.adapters) - 1)
             share = torch.where(last, 1 - gone, halt) * (gone < HALT_AT)
             shares.append(share)
@@ -142,8 +157,13 @@ class MoEGraph(nn.Module):
 
     def _hop(
         self, codes: Tensor, sure: Tensor, codebook: Codebook, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Find the messages to (M,) codes, (M, D), and the codes one hop further on."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Find what edges carry to (M,) codes.
+
+        Returns:
+            Rows of the codebook, (M, width); how strong the edges are, (M, 1); and the codes one
+            hop further on.
+        """
         ids, weights = self.edges(codes, anchor(codes))
         total = weights.abs().sum(dim=1, keepdim=True)
         rows = codebook.table(ids, weights / total.clamp(min=1e-6), dtype)
@@ -151,5 +171,4 @@ class MoEGraph(nn.Module):
         strength = (total.clamp(max=1) * sure).to(dtype)
         best = weights.detach().abs().argmax(dim=1, keepdim=True)
         on = ids.gather(1, best)[:, 0]  # a code without an edge stays
-        message = self.message(rows, self.message_norm) * strength
-        return message, torch.where(on >= 0, on, codes)
+        return rows, strength, torch.where(on >= 0, on, codes)

@@ -189,7 +189,7 @@ class Group:
         if owner == 0:
             return tensor if self.first else None
         with explained_loss():
-            if self.rank == owner:
+            if tensor is not None and self.rank == owner:
                 _exchange(dist.P2POp(dist.isend, tensor.contiguous(), 0))
             elif self.first:
                 result = torch.empty(like.shape, dtype=like.dtype, device=self.device)
@@ -274,11 +274,15 @@ def joined(device: torch.device, command: str) -> Iterator[Group]:
         return
     if place.one_machine:
         os.environ |= INTERFACES
-    about: dict[str, Any] = {"backend": "gloo", "rank": place.rank, "world_size": place.size}
-    if device.type == "cuda":
-        about |= {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    on_gpus = device.type == "cuda"
     with explained_loss():
-        dist.init_process_group(store=meet(place, command), **about)
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+            rank=place.rank,
+            world_size=place.size,
+            store=meet(place, command),
+            device_id=device if on_gpus else None,
+        )
     group = Group(place.rank, place.size, device)
     try:
         yield group
@@ -297,6 +301,8 @@ def _abort() -> None:
 
     It is given some seconds, as what is told is the error that led here, whatever NCCL does.
     """
+    if dist.group.WORLD is None:
+        return
     thread = Thread(target=dist.group.WORLD.abort, daemon=True)
     thread.start()
     thread.join(ABORT_SECONDS)

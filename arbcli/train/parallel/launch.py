@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -114,16 +114,19 @@ def is_said(message: str) -> bool:
     return False
 
 
-def _start(command: Sequence[str], about: dict[str, str]) -> Popen:
-    """Start one process, in a session of its own: signals of the terminal reach the launcher."""
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | about
+def _start(command: Sequence[str], variables: dict[str, str]) -> Popen:
+    """Start one process with variables of its environment, in a session of its own.
+
+    Signals of the terminal reach the launcher.
+    """
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | variables
     first = None
     if sys.platform == "linux":
         first = partial(_end_with, os.getpid(), ctypes.CDLL(None).prctl)
     return Popen(command, env=environment, start_new_session=True, preexec_fn=first)
 
 
-def _end_with(parent: int, prctl: ctypes._CFuncPtr) -> None:
+def _end_with(parent: int, prctl: Callable[[int, int], int]) -> None:
     """Have the kernel kill this process when its parent ends, even by SIGKILL."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call

@@ -17,6 +17,7 @@ from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.hadamard import LARGEST_BLOCK
 from arbcli.kernels.update.last_bits import LARGEST_CHANGE
 from arbcli.kernels.update.quantise_gradient import LARGEST_OF_PLANES
+from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules.base import STEP_OF_RADIX
 from arbcli.train.updater import step_limit
@@ -139,7 +140,7 @@ def are_told_by_bits(tensor: TernaryTensor, lr: float) -> bool:
         lr: the largest learning rate of its steps.
     """
     rule = tensor.rule
-    if not tensor.reads_digits or tensor.by_rows:
+    if not tensor.reads_digits or isinstance(tensor, TableWeight):
         return False
     limit = step_limit(lr * tensor.lr_factor * rule.radix * STEP_OF_RADIX)
     return -(-limit // UNIT) <= LARGEST_CHANGE
@@ -185,9 +186,10 @@ def plan(
         Buckets, in about the order of a backward; each table, whose rows travel, has its own. Those
         of a stack of matrices are no larger than what of its gradient comes at once.
     """
-    buckets, weights = [], 0
+    buckets: list[Bucket] = []
+    weights = 0
     for tensor in reversed([*tensors]):
-        alone, owner = tensor.by_rows, owners[id(tensor)]
+        alone, owner = isinstance(tensor, TableWeight), owners[id(tensor)]
         by_bits = are_told_by_bits(tensor, lr)
         for matrices in tensor.gradient_ranges():
             number = len(matrices) * (tensor.num_weights // tensor.matrices)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from threading import Thread
@@ -14,10 +15,10 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
-import arbcli
 from arbcli.environment import number_in
 from arbcli.errors import ArbError
 from arbcli.train.parallel.launch import MASTER, STORE, Place
+from arbcli.version import __version__
 
 WAIT = "ARB_JOIN_SECONDS"
 """Environment variable: seconds that processes wait for each other at the start."""
@@ -81,13 +82,13 @@ def program(command: str) -> dict[str, str]:
     """List by name what must be the same in all processes before they exchange anything."""
     return {
         "command": command,
-        "version of arb": arbcli.__version__,
+        "version of arb": __version__,
         "version of torch": torch.__version__,
         "digest of arb's sources": source_digest()[:16],
     }
 
 
-def source_digest(package: Path = Path(arbcli.__file__).parent) -> str:
+def source_digest(package: Path = Path(__file__).parents[2]) -> str:
     """Find the SHA-256 of all sources of this package and of their paths in it."""
     digest = sha256()
     for path in sorted(package.rglob("*")):
@@ -119,13 +120,15 @@ def _open_store(place: Place, seconds: int) -> tuple[dist.Store, bool]:
     if STORE in os.environ:
         return dist.FileStore(os.environ[STORE], place.size), False
     host, port = os.environ[MASTER[0]], number_in(os.environ, MASTER[1], 1, 2**16 - 1)
-    about = {"world_size": place.size, "timeout": STORE_TIMEOUT, "wait_for_workers": False}
+    store = partial(
+        dist.TCPStore, host, port, place.size, timeout=STORE_TIMEOUT, wait_for_workers=False
+    )
     # torchrun's own process may hold the store instead
     holds = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     if holds:
-        about |= {"is_master": True, "master_listen_fd": _listen(host, port)}
+        store = partial(store, is_master=True, master_listen_fd=_listen(host, port))
     try:
-        return _within(seconds, lambda: dist.TCPStore(host, port, **about)), holds
+        return _within(seconds, store), holds
     except (TimeoutError, RuntimeError) as error:
         raise ArbError(
             f"process 0 does not answer at `{host}:{port}`, where they are to meet",

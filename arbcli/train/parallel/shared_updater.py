@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.update.hadamard import block_of
 from arbcli.kernels.update.last_bits import last_bits, take_last_bits_
 from arbcli.kernels.update.quantise_gradient import (
@@ -26,6 +27,7 @@ from arbcli.kernels.update.quantise_gradient import (
 )
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.kernels.update.sum_gradients import sum_gradients
+from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
 from arbcli.train.parallel.group import Group, Travelling
 from arbcli.train.parallel.owners import (
@@ -292,7 +294,7 @@ class SharedUpdater:
     def _own_sums(self, bucket: Bucket, member: Member) -> tuple[Tensor, Tensor | None, Tensor]:
         """Find where the sums of a tensor lie: `_read_sums` of the one part that is here."""
         if id(bucket) not in self._sent:
-            like = {"dtype": torch.uint8, "device": self.device}
+            like: TensorOptions = {"dtype": torch.uint8, "device": self.device}
             self._sent[id(bucket)] = torch.empty(sum(bucket.up_sizes), **like)
         begin = sum(bucket.up_sizes[: member.owner])
         own = self._sent[id(bucket)][begin : begin + bucket.up_sizes[member.owner]]
@@ -400,12 +402,12 @@ class SharedUpdater:
     def _pass_bits(self, member: Member, place: Tensor, *, into: bool) -> None:
         """Write the last bits of all digits to their place, or read them from there."""
         tensor, rule = member.tensor, member.tensor.rule
-        state = tensor.trits[member.rows], tensor.remainder[member.rows]
-        about, bits = (rule.radix, rule.share_a_byte), place.view(member.bits_shape)
+        trits, remainder = tensor.trits[member.rows], tensor.remainder[member.rows]
+        bits = place.view(member.bits_shape)
         if into:
-            last_bits(*state, *about, out=bits)
+            last_bits(trits, remainder, rule.radix, rule.share_a_byte, out=bits)
         else:
-            take_last_bits_(*state, bits, *about)
+            take_last_bits_(trits, remainder, bits, rule.radix, rule.share_a_byte)
 
     def _receive(self) -> None:
         """Take what the owners of a bucket tell."""
@@ -456,9 +458,9 @@ class SharedUpdater:
             return
         most = min(number * self.micro_batches, tensor.out_features)
         message = torch.empty(self._rows_bytes(tensor, most), dtype=torch.uint8, device=self.device)
-        if own:
-            places = self._places_of_rows(tensor, message, most)
-            next(places)[1].copy_(rows[:, None])
+        if rows is not None:
+            told_rows, places = self._places_of_rows(tensor, message, most)
+            told_rows.copy_(rows[:, None])
             for part, place in places:
                 place.copy_(gather_rows(part, rows))
         self._down.append((bucket, [(member.owner, self.group.tell_all(message, member.owner))]))
@@ -478,7 +480,8 @@ class SharedUpdater:
         values = sums.view(-1, columns).to(self.dtype)  # which has all of an int8
         grad = weighted_rows_grad(values, weights, tokens, touched, torch.float32)
         self.updates(tensor, grad, touched)
-        tensor.count_use(touched.rows)
+        if isinstance(tensor, TableWeight):
+            tensor.count_use(touched.rows)
         return touched.rows
 
     def _rows_bytes(self, tensor: TernaryTensor, number: int) -> int:
@@ -487,24 +490,29 @@ class SharedUpdater:
 
     def _places_of_rows(
         self, tensor: TernaryTensor, message: Tensor, number: int
-    ) -> Iterator[tuple[Tensor | None, Tensor]]:
-        """Go through what is told of rows: their numbers, then each buffer; (R, width) places."""
-        yield None, message[: 4 * number].view(torch.int32)[:, None]
-        begin = rounded_up(4 * number)
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Find the places of what is told of rows: (R, 1) of their numbers, then of each buffer.
+
+        Returns:
+            Where the numbers are, and each buffer with the (R, width) place of its rows.
+        """
+        begin, places = rounded_up(4 * number), []
         for part in told(tensor).values():
             size = number * part.shape[1]
-            yield part, message[begin : begin + size].view(part.dtype).view(number, -1)
+            places.append((part, message[begin : begin + size].view(part.dtype).view(number, -1)))
             begin += rounded_up(size)
+        return message[: 4 * number].view(torch.int32)[:, None], places
 
     def _receive_rows(self, bucket: Bucket, message: Tensor) -> None:
         """Write what the owner of a table tells of the rows that were touched."""
         tensor = bucket.members[0].tensor
         number = min(self._num_rows[id(bucket)] * self.micro_batches, tensor.out_features)
-        places = self._places_of_rows(tensor, message, number)
-        rows = next(places)[1][:, 0].to(torch.int64)
+        told_rows, places = self._places_of_rows(tensor, message, number)
+        rows = told_rows[:, 0].to(torch.int64)
         for part, place in places:
             scatter_rows_(part, rows, place)
-        tensor.count_use(rows)
+        if isinstance(tensor, TableWeight):
+            tensor.count_use(rows)
 
     # before the first step
 
@@ -535,6 +543,8 @@ class SharedUpdater:
 
     def _measure(self, member: Member, grad: Tensor) -> None:
         """Find what would fit a gradient; without exponents its parts are zeros."""
+        if self._measured is None:
+            raise ValueError("nothing is being measured")
         so_far = self._measured[id(member.tensor)][member.rows]
         none, found = torch.full_like(so_far, NONE), torch.empty_like(so_far)
         sums = torch.empty(grad.shape, dtype=torch.int16, device=self.device)

@@ -5,12 +5,13 @@ import math
 import torch
 from torch import Tensor
 
+from arbcli.config.parts.attention import AttentionConfig
 from arbcli.verify.parts.base import Reading, Weights, norm, positions, sees_last, turn
 
 
 def attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Tensor:
     """Attend over the normalised stream h, (T, D)."""
-    config, site = reading.config, reading.site
+    config, site = reading.config_of(AttentionConfig), reading.site
     size, rotary = config.width(site), config.rotary
     heads, kv = config.heads, config.kv_heads or config.heads
     qkv = h @ w["qkv"].T

@@ -8,6 +8,7 @@ multiplies by 1.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
 
 Weights = Mapping[str, Tensor]
+Kind = TypeVar("Kind", bound=PartConfig)
 
 
 @dataclass(slots=True)
@@ -41,7 +43,8 @@ class Choices:
 class Reading:
     """Where a part stands, and what it reads besides the stream of one text."""
 
-    config: PartConfig
+    config: PartConfig | None
+    """Of the part; None is outside of all parts."""
     site: Site
     name: str = ""
     """Of the part in the model."""
@@ -65,6 +68,27 @@ class Reading:
     def within(self, name: str, config: PartConfig, iteration: int = 0) -> "Reading":
         """Give what a part within this one reads."""
         return replace(self, name=self.full_name(name), config=config, iteration=iteration)
+
+    def config_of(self, kind: type[Kind]) -> Kind:
+        """Return the configuration, which must be of this kind.
+
+        Raises:
+            TypeError: it is of another.
+        """
+        if not isinstance(self.config, kind):
+            raise TypeError(f"need a configuration of {kind.__name__}, got {self.config}")
+        return self.config
+
+    @property
+    def judged(self) -> Choices:
+        """The choices of the model, where they are taken.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if self.choices is None:
+            raise ValueError("there are no choices to judge")
+        return self.choices
 
     def full_name(self, name: str) -> str:
         """Name a module within the part."""
@@ -118,6 +142,7 @@ def _rate(i: int, width: int, rotary: RotaryConfig) -> float:
         low, high = rotary.low or 1.0, rotary.high or 4.0
         kept = min(max((turns - low) / (high - low), 0.0), 1.0)
     elif rotary.scaling == "yarn":
+        assert rotary.original_ctx is not None  # the configuration needs it
         # the number of the pair, not an integer, that turns so many times in the original context
         first, last = (
             width * math.log(rotary.original_ctx / (turns * 2 * math.pi), rotary.base) / 2

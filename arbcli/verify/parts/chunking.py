@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.verify.parts.base import Reading, Weights
 
 SPACES = b" \t\n\v\f\r"
@@ -17,7 +18,7 @@ def boundaries(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, list[bo
         x: the stream.
         reading: of the stage, with the configuration of its chunks.
     """
-    config, length = reading.config, len(x)
+    config, length = reading.config_of(ChunkingConfig), len(x)
     if config.boundaries == "learned":
         q, k = w["router.query_key"].chunk(2)
         u, v = x[:-1] + x[:-1] @ q.T, x[1:] + x[1:] @ k.T
@@ -28,14 +29,14 @@ def boundaries(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, list[bo
         if taken:
             begins = taken[0][:length]
             either = torch.stack([1 - p, p], dim=1)
-            reading.choices.judge(either.gather(1, begins.long()[:, None]), either)
+            reading.judged.judge(either.gather(1, begins.long()[:, None]), either)
         return p, begins.tolist()
     if config.boundaries == "every":
-        begins = [t % config.length == 0 for t in range(length)]
+        places = [t % config.length == 0 for t in range(length)]
     else:
         space = [byte in SPACES for byte in reading.text]
-        begins = [t == 0 or (space[t - 1] and not space[t]) for t in range(length)]
-    return torch.tensor(begins, dtype=torch.float64, device=x.device), begins
+        places = [t == 0 or (space[t - 1] and not space[t]) for t in range(length)]
+    return torch.tensor(places, dtype=torch.float64, device=x.device), places
 
 
 def spread(z: Tensor, p: Tensor, starts: list[int], residual: Tensor) -> Tensor:

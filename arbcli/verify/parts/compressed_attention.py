@@ -5,23 +5,34 @@ import math
 import torch
 from torch import Tensor
 
+from arbcli.config.parts.compressed_attention import CompressedAttentionConfig
 from arbcli.verify.parts.base import Reading, Weights, norm, positions, sees_last, turn, under
 
 
 def compressed_attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Tensor:
     """Attend over the normalised stream h, (T, D); note the indexer's divergences."""
-    config, site, place, m = reading.config, reading.site, positions(h), reading.config.ratio
+    config, site, place, m = (
+        reading.config_of(CompressedAttentionConfig),
+        reading.site,
+        positions(h),
+        reading.config_of(CompressedAttentionConfig).ratio,
+    )
     heads, kv, size = config.heads, config.kv_heads, config.width(site)
     turned, number = config.rotated(site), len(h) // m
-    parts = (heads * size, *[kv * size] * 3)
-    q, recent, value, gate = (h @ w["projection"].T).split(parts, dim=1)
+    parts, gain = (heads * size, kv * size, kv * size), w.get("key_gain", h.new_ones(size))
+    projected = (h @ w["projection"].T).tensor_split((parts[0], sum(parts[:2]), sum(parts)), dim=1)
+    q, recent, value, gate = projected
     q = turn(norm(q.view(-1, heads, size)), place, turned)
-    recent = turn(norm(recent.view(-1, kv, size)), place, turned)
+    recent = turn(norm(recent.view(-1, kv, size), gain), place, turned)
 
-    value, gate = (part[: number * m].view(number, m, kv * size) for part in (value, gate))
-    share = (gate + w["beta"].T).softmax(dim=1)
-    still = norm((share * value).sum(dim=1).view(number, kv, size))
-    entries = turn(still, place[:number] * m, turned)
+    blocks = value[: number * m].view(number, m, kv * size)
+    if config.pooling == "mean":
+        pooled = blocks.mean(dim=1)
+    else:
+        share = (gate[: number * m].view(blocks.shape) + w["beta"].T).softmax(dim=1)
+        pooled = (share * blocks).sum(dim=1)
+    still = norm(pooled.view(number, kv, size))
+    entries = turn(still * gain.flatten(), place[:number] * m, turned)
 
     # what a group of positions, those behind g complete entries, sees of the entries
     group, entry = torch.arange(number + 1, device=h.device)[:, None], place[:number]
@@ -39,7 +50,8 @@ def compressed_attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) ->
     y = turn(torch.einsum("hts,shd->thd", weights, keys), -place, turned).flatten(1)
     if config.top_k is not None and max(reading.slots, len(h)) >= m:
         attended = weights.detach()[:, :, :number].sum(dim=0)
-        _note_divergences(scores, attended, sees, reading)
+        if scores is not None:
+            _note_divergences(scores, attended, sees, reading)
     return (norm(y, w.get("sub_norm")) if config.sub_norm else y) @ w["output"].T
 
 
@@ -56,7 +68,7 @@ def _scores(w: Weights, ends: Tensor, still: Tensor, sees: Tensor, reading: Read
     Returns:
         (N, N).
     """
-    config, number = reading.config, positions(ends)
+    config, number = reading.config_of(CompressedAttentionConfig), positions(ends)
     heads, width, m = config.index_heads, config.index_width, config.ratio
     q, weight = (ends.detach() @ w["query"].T).split((heads * width, heads), dim=1)
     q = turn(norm(q.view(-1, heads, width)), number * m + m - 1, width // 2)
@@ -67,7 +79,7 @@ def _scores(w: Weights, ends: Tensor, still: Tensor, sees: Tensor, reading: Read
     if taken:  # a rounding may change a sign
         wanted, above = above.detach(), products * taken[1][: len(ends), :, : len(ends)]
         shown = sees[:, None].expand_as(above)
-        reading.choices.products.append((above.detach()[shown], wanted[shown]))
+        reading.judged.products.append((above.detach()[shown], wanted[shown]))
     return (weight[..., None] * above).sum(dim=1) / math.sqrt(heads * width)
 
 
@@ -77,24 +89,23 @@ def _choose(scores: Tensor, sees: Tensor, reading: Reading) -> Tensor:
     for g, (row, visible) in enumerate(zip(scores.detach(), sees, strict=True)):
         seen = visible.nonzero()[:, 0].tolist()
         best = sorted(zip(row[seen].tolist(), seen, strict=True), reverse=True)
-        picked = [j for _, j in best[: reading.config.top_k]]
+        picked = [j for _, j in best[: reading.config_of(CompressedAttentionConfig).top_k]]
         if taken:
             mine = row.new_full((len(picked),), -math.inf)  # of those missing, or not there
             picked = sorted(set(taken[0][g].tolist()) & set(seen))
             mine[: len(picked)] = row[picked]
-            reading.choices.judge(mine, row[seen])
+            reading.judged.judge(mine, row[seen])
         chosen[g, picked] = True
     return chosen
 
 
-def _note_divergences(
-    scores: Tensor | None, attended: Tensor, sees: Tensor, reading: Reading
-) -> None:
+def _note_divergences(scores: Tensor, attended: Tensor, sees: Tensor, reading: Reading) -> None:
     """Note each group's divergence of shares of attention, (T, N) over heads, from scores.
 
     A group that its text ends in counts only where the window ends there, too.
     """
-    m, length, terms = reading.config.ratio, len(attended), [attended.new_zeros(0)]
+    m, length = reading.config_of(CompressedAttentionConfig).ratio, len(attended)
+    terms = [attended.new_zeros(0)]
     for g in range(1, len(sees)):
         last = min((g + 1) * m - 1, max(reading.slots, length))
         if last <= length:

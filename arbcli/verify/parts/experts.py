@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from arbcli.config.parts.experts import ExpertsConfig
 from arbcli.verify.parts.base import Reading, Weights, gated, norm
 from arbcli.verify.parts.sequencer import MIX, ngram_row, ngrams
 
@@ -16,7 +17,7 @@ HASHED = 3
 
 def experts(w: Weights, x: Tensor, h: Tensor, reading: Reading) -> Tensor:
     """Send positions of h, (T, D), to experts that are chosen by the stream x, or by the text."""
-    config = reading.config
+    config = reading.config_of(ExpertsConfig)
     number, limit = config.experts, LIMIT if config.clamp else math.inf
     gates = _gates(w, x, reading)
     up, down = (w[name].unflatten(0, (number, -1)) for name in ("gate_up", "down"))
@@ -30,7 +31,8 @@ def experts(w: Weights, x: Tensor, h: Tensor, reading: Reading) -> Tensor:
 
 def _gates(w: Weights, query: Tensor, reading: Reading) -> Tensor:
     """Weigh experts by (T, D) queries: (T, experts), 0 for those that are not chosen."""
-    config, softmax = reading.config, reading.config.gate == "softmax"
+    config = reading.config_of(ExpertsConfig)
+    softmax = config.gate == "softmax"
     scores = norm(query, w.get("gate.norm")) @ w["gate.keys"].T
     if not softmax:
         scores = torch.log(1 + torch.exp(scores)).sqrt()
@@ -42,7 +44,7 @@ def _gates(w: Weights, query: Tensor, reading: Reading) -> Tensor:
         chosen = chances.topk(config.top_k).indices
         if taken:
             chosen = taken[reading.iteration][: len(query)]
-            reading.choices.judge(chances.gather(1, chosen), chances)
+            reading.judged.judge(chances.gather(1, chosen), chances)
     gates = scores.gather(1, chosen)
     gates = gates.softmax(dim=1) if softmax else gates / gates.sum(dim=1, keepdim=True)
     return torch.zeros_like(scores).scatter(1, chosen, gates)
@@ -52,9 +54,9 @@ def hashed_experts(reading: Reading) -> list[list[int]]:
     """Draw experts by the 3-gram that ends at each position's byte, from those that are left."""
     found = []
     for place in reading.places:
-        left, chosen = list(range(reading.config.experts)), []
+        left, chosen = list(range(reading.config_of(ExpertsConfig).experts)), []
         row = ngram_row(ngrams(reading.text, HASHED)[place], 2**31)
-        for draw in range(reading.config.top_k):
+        for draw in range(reading.config_of(ExpertsConfig).top_k):
             key = (row + draw * 2**40) * MIX % 2**64
             key = (key ^ (key >> 32)) * MIX % 2**64
             chosen.append(left.pop((key >> 32) % 2**31 * len(left) >> 31))

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from arbcli.config.parts.latent_attention import LatentAttentionConfig
 from arbcli.verify.parts.base import Reading, Weights, norm, positions, sees_last, turn
 
 SHARPNESS = 2.0
@@ -12,7 +13,8 @@ SHARPNESS = 2.0
 
 def latent_attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Tensor:
     """Attend over the normalised stream h, (T, D)."""
-    config, site, place = reading.config, reading.site, positions(h)
+    config = reading.config_of(LatentAttentionConfig)
+    site, place = reading.site, positions(h)
     heads, size, rotary = config.heads, config.head_width(site), config.rotary
     still = size - rotary
     q, latent, key = (h @ w["query_down"].T).split((heads * size, config.latent, rotary), dim=1)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.config.parts.mamba import EXPAND
+from arbcli.config.parts.mamba import EXPAND, MambaConfig
 from arbcli.verify.parts.base import Reading, Weights, norm
 
 TAPS = 4
@@ -11,12 +11,12 @@ TAPS = 4
 
 def mamba(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Tensor:
     """Mix positions of the normalised stream h, (T, D)."""
-    config, inner = reading.config, EXPAND * h.shape[1]
+    config, inner = reading.config_of(MambaConfig), EXPAND * h.shape[1]
     heads, states = EXPAND * config.heads, config.states
     parts = (inner, inner + 2 * states, heads)
     z, mixed, dt = (h @ w["projection"].T).split(parts, dim=1)
     before = torch.cat([mixed.new_zeros(TAPS - 1, mixed.shape[1]), mixed])
-    mixed = sum(w["taps"][:, i] * before[i : i + len(h)] for i in range(TAPS))
+    mixed = torch.stack([w["taps"][:, i] * before[i : i + len(h)] for i in range(TAPS)]).sum(0)
     mixed = mixed * torch.sigmoid(mixed)
     u, b, c = mixed.split((inner, states, states), dim=1)
     u = u.view(-1, heads, inner // heads)

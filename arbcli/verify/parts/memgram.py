@@ -12,8 +12,8 @@ ORDER = 6
 def memgram(w: Weights, reading: Reading) -> Tensor:
     """Recall what followed each 6-gram: what is added to the embedding, (T, D)."""
     symbol, strength = reading.memory("symbol"), reading.memory("strength")
-    rows = [ngram_row(history, len(symbol)) for history in ngrams(reading.text, ORDER)]
-    rows = torch.tensor(rows, device=symbol.device)
+    found = [ngram_row(history, len(symbol)) for history in ngrams(reading.text, ORDER)]
+    rows = torch.tensor(found, device=symbol.device)
     held = strength[rows.clamp(min=0)].long() * (rows >= 0)
     recalled = torch.where(held > 0, symbol[rows.clamp(min=0)].long() + 128, 0)
     said = norm(w["table"][recalled], w.get("norm")) @ w["output"].T

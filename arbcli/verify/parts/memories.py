@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from arbcli.config.parts.memories import CodebookConfig, IteratedConfig, MemoriesConfig
 from arbcli.verify.parts.base import Reading, Weights, norm, under
 from arbcli.verify.parts.experts import experts
 
@@ -20,12 +21,13 @@ def memories(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, list[Tens
     Returns:
         The stream, and the result of each codebook.
     """
-    config, before, found = reading.config, x, {}
+    config, before = reading.config_of(MemoriesConfig), x
+    found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     for name, book in config.codebooks.items():
         found[name] = codebook(under(w, name), before, reading.within(name, book))
         x = x + found[name][0]
     if config.iterated:
-        codes = found["codebook"][1:] if config.codebook else None
+        codes = found["codebook"][1:] if config.codebook else None  # rows and weights
         own = reading.within("moe_graph", config.iterated)
         x, shares = iterated(under(w, "moe_graph"), x, codes, w.get("codebook.table"), own)
         own.note("ponder", ponder_costs(shares))
@@ -34,7 +36,7 @@ def memories(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, list[Tens
 
 def codebook(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
     """Score all rows of the table; return the result, the first head's best rows, and weights."""
-    config, taken = reading.config, reading.taken()
+    config, taken = reading.config_of(CodebookConfig), reading.taken()
     query = (norm(x, w.get("norm")) @ w["query"].T).view(len(x), config.heads, 2, -1)
     query = norm(query, w.get("query_norm"))
     left, right = query[..., 0, :] @ w["left"].T, query[..., 1, :] @ w["right"].T
@@ -44,7 +46,7 @@ def codebook(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, Tensor, T
         there = taken[0][: len(x)] < scores.shape[-1]
         rows = taken[0][: len(x)] * there
         best = scores.gather(-1, rows).masked_fill(~there, -torch.inf)
-        reading.choices.judge(best, scores)
+        reading.judged.judge(best, scores)
     weights = best.softmax(dim=-1)
     values = (weights[..., None] * w["table"][rows]).sum(dim=-2).flatten(-2)
     return norm(values, w.get("sub_norm")) @ w["output"].T, rows[..., 0, 0], weights[..., 0, 0]
@@ -69,27 +71,34 @@ def iterated(
     Returns:
         The result, and (iterations, T): what of each position halted with each iteration.
     """
-    config, mixture = reading.config, reading.config.experts
+    config = reading.config_of(IteratedConfig)
+    mixture = config.experts
     width, query = (config.expert_dim, config.gate_dim) if mixture else (0, 0)
     parts = (width, query, config.adapter_rank, 1)
     halted = reading.taken()
-    code, edges = (codes[0].tolist(), edges_by_code(reading)) if config.edges else ([], {})
-    stream, result, shares = start, 0, []
+    code = codes[0].tolist() if codes else []
+    edges = edges_by_code(reading) if config.edges else {}
+    stream, result, shares = start, torch.zeros_like(start), []
     left = start.new_ones(len(start))
     running = torch.ones_like(left, dtype=torch.bool)
     for index in range(config.iterations):
         inward = norm(stream, w.get("norm")) @ w["inward"].T
         into, asked, low, halting = inward.split(parts, dim=1)
+        if config.edges and codes and table is not None:
+            carried, strength, code = _hop(code, edges, table)
+            carried = norm(carried, w.get("message_norm"))
+            strong = (strength * (1 + codes[1] - codes[1].detach()))[:, None]
+        if config.graph_gate:
+            asked = asked + carried @ w["edge_query"].T * strong
+        if config.graph_adapters:
+            low = low * (1 + carried @ w["edge_scale"].T * strong)
         change = norm(low, w.get("adapter_norm")) @ w[f"adapters.{index}"].T
         if mixture:
             own = reading.within("experts", mixture, index)
             mixed = experts(under(w, "experts"), asked, into, own) + into
             change = change + norm(mixed, w.get("sub_norm")) @ w["output"].T
         if config.edges:
-            carried, strength, code = _hop(code, edges, table)
-            message = norm(carried, w.get("message_norm")) @ w["message"].T
-            sure = 1 + codes[1] - codes[1].detach()
-            change = change + message * (strength * sure)[:, None]
+            change = change + carried @ w["message"].T * strong
         stream = start + KEEP * (stream - start) + change
         halt = torch.sigmoid(halting[:, 0] - 1.0)
         gone = (1 - left + halt).detach()
@@ -98,7 +107,7 @@ def iterated(
         if halted and not last:
             done = halted[0][: len(start)] == index
             within = torch.where(done, gone.clamp(min=HALT_AT), gone.clamp(max=HALT_AT))
-            reading.choices.scores.append((gone[running], within[running]))
+            reading.judged.scores.append((gone[running], within[running]))
         share = torch.where(done | last, left, halt) * running
         left, running = left - share, running & ~done
         shares.append(share)
@@ -138,7 +147,7 @@ def ponder_costs(shares: Tensor) -> Tensor:
 
     Each iteration ought to halt a quarter of what is left, and the last one all of it.
     """
-    cost, left = 0, 1.0
+    cost, left = shares.new_zeros(shares.shape[1]), 1.0
     for index, share in enumerate(shares):
         expected = left if index == len(shares) - 1 else left * HALT_PRIOR
         left -= expected

@@ -15,4 +15,4 @@ def router(w: Weights, taps: list[Tensor]) -> Tensor:
     bias = torch.zeros_like(scores)
     bias[:, 0] = BIAS
     shares = (scores + bias).softmax(dim=1)
-    return sum(share[:, None] * tap for share, tap in zip(shares.unbind(1), taps, strict=True))
+    return (shares[..., None] * torch.stack(taps, dim=1)).sum(dim=1)

@@ -30,9 +30,10 @@ def ngram_row(history: list[int], num_rows: int) -> int:
 
 def sequencer(w: Weights, reading: Reading) -> Tensor:
     """Add up the rows of 2-, 3- and 4-grams: what is added to the embedding, (T, D)."""
-    table, y = w["table"], 0
+    table = w["table"]
+    y = table.new_zeros(len(reading.text), table.shape[1])
     for order in ORDERS:
-        rows = [ngram_row(history, len(table)) for history in ngrams(reading.text, order)]
-        rows = torch.tensor(rows, device=table.device)
+        found = [ngram_row(history, len(table)) for history in ngrams(reading.text, order)]
+        rows = torch.tensor(found, device=table.device)
         y = y + table[rows.clamp(min=0)] * (rows >= 0)[:, None]
     return norm(y, w.get("norm")) @ w["projection"].T

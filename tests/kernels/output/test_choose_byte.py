@@ -70,7 +70,7 @@ def test_rejects_what_does_not_fit(device):
     for wrong, match in (
         ((byte, text, logits.double(), integer, integer), "float64"),
         ((byte, text, logits.expand(2, 256), integer, integer), r"\(V,\)"),
-        ((byte, text, logits.repeat(2), integer, integer), "1 to 256"),
+        ((byte, text, logits.repeat(2), integer, integer), "text torch.uint8"),
         ((byte, text.long(), logits, integer, integer), "text"),
         ((byte.int(), text, logits, integer, integer), "byte"),
         ((byte, text, logits, integer.long(), integer), "position"),

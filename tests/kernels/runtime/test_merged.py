@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import needs_triton
 
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
@@ -52,6 +53,7 @@ def test_tables_of_captured_launches_have_a_room_of_their_own(device):
     assert tables.bring([9], device).data_ptr() != room.data_ptr()
 
 
+@needs_triton
 @pytest.mark.parametrize("others", [(), (16,), (24,), (16, 24)])
 def test_what_is_hinted_of_an_argument_is_true_of_all_launches(others, device):
     """A compiler loads words at once where 16 divides an address, or a stride."""

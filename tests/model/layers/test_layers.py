@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from arbcli.config.parts.rotary import PLAIN
 from arbcli.config.presets import preset
@@ -17,7 +16,7 @@ from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.rotary import rotary_table
-from arbcli.model.stack import RECOMPUTE
+from arbcli.model.stack import recomputed
 
 TINY = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16}
 
@@ -202,7 +201,7 @@ def test_recomputed_forward_is_no_use():
         found = collect(lm)
         if recompute:
             for block in lm.blocks:
-                block.forward = partial(checkpoint, block.forward, **RECOMPUTE)
+                block.forward = partial(recomputed, block.forward)
         lm.loss(*batch()).backward()
         assert {len(seen) for seen in found.values()} == {1}
         grads.append({name: seen[0] for name, seen in found.items()})

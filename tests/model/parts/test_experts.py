@@ -1,5 +1,7 @@
 """Experts: who gets which positions, what they make of them, and how the load is kept even."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from graph_parts import (
@@ -16,7 +18,11 @@ from graph_parts import (
 )
 
 from arbcli.config.parts import ExpertsConfig
+from arbcli.config.presets import preset
 from arbcli.kernels.codec.packing import pack_trits
+from arbcli.kernels.matmul.nvfp4_matmul import nvfp4_matmul
+from arbcli.kernels.matmul.round_nvfp4 import round_nvfp4
+from arbcli.model.build import build_model
 from arbcli.model.flow import Reading
 from arbcli.model.layers import expert_weight
 from arbcli.model.layers.expert_weight import ExpertWeight
@@ -30,6 +36,7 @@ from arbcli.model.parts.experts import (
 )
 from arbcli.model.parts.hashed_experts import hashed_experts
 from arbcli.model.parts.ngrams import ngram_keys
+from arbcli.train.updater import Updater
 from arbcli.verify.parts.experts import experts
 from arbcli.verify.parts.experts import hashed_experts as experts_by_hash
 
@@ -83,6 +90,54 @@ def test_experts_equal_a_loop_over_positions(top_k, at_once, monkeypatch):
     monkeypatch.setattr(expert_weight, "WEIGHTS_AT_ONCE", at_once)
     tested = part(moe_top_k=top_k)
     assert_same(tested, inputs(), tested.mix, reference(tested, config_of(moe_top_k=top_k)))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("at_once", [1, 2**25], ids=["an expert at a time", "together"])
+def test_products_in_four_bits_are_those_of_each_matrix(at_once, transposed, monkeypatch):
+    monkeypatch.setattr(expert_weight, "WEIGHTS_AT_ONCE", at_once)
+    weight = initialised(ExpertWeight(4, 48, 32, site(), area="experts"))
+    weight.exponent[48:96] -= 5  # experts of other sizes
+    slots, bounds = 70, torch.tensor([0, 30, 30, 41, 70])
+    x = normal(slots, 48 if transposed else 32)
+    exact = weight.product(x, bounds, transposed=transposed)
+    weight.nvfp4 = True
+    found = weight.product(x, bounds, transposed=transposed)
+    q, scale = round_nvfp4(x)
+    for expert, (first, last) in enumerate(pairwise(bounds.tolist())):
+        packed = weight.packed.rows(slice(48 * expert, 48 * expert + 48))
+        wanted = nvfp4_matmul(q[first:last].contiguous(), scale, packed, transposed, x.dtype)
+        assert torch.equal(found[first:last], wanted)
+    assert 0.02 < (found - exact).norm() / exact.norm() < 0.2
+    few = torch.tensor([0, 1, 1, 1, 2])
+    weight.nvfp4 = False
+    exact = weight.product(x[:2], few, transposed=transposed)
+    weight.nvfp4 = True
+    assert torch.equal(weight.product(x[:2], few, transposed=transposed), exact)
+
+
+def test_six_of_384_experts_step_together():
+    config = preset(
+        "tiny", dim=16, heads=1, layers=1, ffn=4, ctx=8, experts=384, top_k_experts=6,
+        direction="factored",
+    )  # fmt: skip
+    lm = build_model(config, torch.float32)
+    lm.initialise(0)
+    (experts,) = (part for part in lm.modules() if isinstance(part, Experts))
+    assert experts.gate_up.matrices == 384
+    updater = Updater(lm.weights().values(), 0, torch.float32)
+    for weight in lm.weights().values():
+        weight.sink = updater
+    before = experts.down.trits.clone()
+    updater.begin(0, 16.0)
+    lm.loss(text(2, 8), text(2, 8)).backward()
+    updater.finish()
+    lm.after_step()
+    gate = experts.gate
+    assert gate.load.sum() == 2 * 8 * 6
+    moved = (experts.down.trits != before).view(384, -1).any(dim=1)
+    assert moved.any()
+    assert not moved[gate.load == 0].any()
 
 
 KINDS = (
@@ -167,9 +222,12 @@ def test_two_uses_give_every_expert_one_gradient():
 def test_expert_without_positions_gets_no_gradient():
     weight = initialised(ExpertWeight(4, 5, 6, site(), area="experts"))
     grads = {}
-    weight.sink = lambda _, stack, where: grads.update(zip(where, stack, strict=True))
     bounds = torch.tensor([0, 4, 4, 8, 10])
-    weight.hand_on(((normal(10, 6), bounds),), normal(10, 5))
+
+    def sink(_, stack, where):
+        grads.update(zip(where, stack, strict=True))
+
+    weight.hand_on(sink, ((normal(10, 6), bounds),), normal(10, 5))
     assert sorted(grads) == [0, 1, 2, 3]
     assert grads[1].eq(0).all()
     assert all(grads[expert].ne(0).any() for expert in (0, 2, 3))

@@ -18,6 +18,7 @@ from graph_parts import (
 )
 from torch import nn
 
+from arbcli.errors import ArbError
 from arbcli.model.flow import Reading
 from arbcli.model.parts.codebook import Codebook, Found
 from arbcli.model.parts.moe_graph import HALT_AT, HALT_PRIOR, Iterated, MoEGraph
@@ -62,6 +63,9 @@ def joined(x, shares) -> torch.Tensor:
         {},
         {"moe": False},
         {"graph": False},
+        {"graph_gate": True},
+        {"graph_adapters": True, "moe": False},
+        {"graph_gate": True, "graph_adapters": True, "moe_gate": "softplus"},
         {"max_moe_iters": 1},
         {"moe_top_k": 4},
         {"moe_gate": "hash", "shared_expert": True, "graph": False},
@@ -191,6 +195,46 @@ def test_edges_that_were_used_are_voted_on():
     both(*inputs()).x.sum().backward()
     both.graph.edges.after_step()
     assert (both.graph.edges.sign != before).any()
+
+
+@pytest.mark.parametrize("options", [{}, {"graph_gate": True}], ids=str)
+def test_filled_graph_changes_the_first_choice_where_edges_enter_the_query(options):
+    both, made = Both(**options), {}
+    assert (both.graph.edges.score > 0).any()
+    for state in ("filled", "empty"):
+        keep = made.setdefault(state, []).append
+        hook = both.graph.experts.gate.register_forward_hook(lambda *call, keep=keep: keep(call[2]))
+        both(*inputs())
+        hook.remove()
+        both.graph.edges.score.zero_()
+    (filled, _), (empty, _) = made["filled"][0], made["empty"][0]
+    assert torch.equal(filled, empty) == (not options)
+    assert not torch.equal(made["filled"][1][0], made["empty"][1][0])  # through the stream
+
+
+def test_filled_graph_scales_adapters_and_an_empty_one_does_not():
+    options = {"moe": False, "max_moe_iters": 1}
+    both, plain = Both(**options, graph_adapters=True), Both(**options)
+    state = both.state_dict()
+    plain.load_state_dict({name: state[name] for name in plain.state_dict()})
+    for silent in (both, plain):
+        silent.graph.message.weight.trits.fill_(121)  # zeros: messages carry nothing
+    assert not torch.equal(both(*inputs()).x, plain(*inputs()).x)
+    both.graph.edges.score.zero_()
+    assert torch.equal(both(*inputs()).x, plain(*inputs()).x)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"graph_gate": True, "graph": False}, "`graph_gate` needs `edges`"),
+        ({"graph_gate": True, "moe": False}, "`graph_gate` needs `experts`"),
+        ({"graph_adapters": True, "graph": False}, "`graph_adapters` needs `edges`"),
+    ],
+)
+def test_what_reads_no_graph_is_refused(options, message):
+    with pytest.raises(ArbError, match=message):
+        graph_config(**options)
 
 
 def test_codes_that_followed_become_edges():

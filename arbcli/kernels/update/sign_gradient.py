@@ -1,0 +1,231 @@
+"""The signs of a weight's gradient, from inputs and output gradients, a tile at a time.
+
+    g[n, k] = sum over m of grad_y[m, n] * x[m, k]
+    signs[n, k] = sign(g[n, k]),   slope[n, j] = sum over k in group j of signs[n, k] * w[n, k]
+
+For rules that need no more of a gradient than its signs: g lives in registers, and no float of the
+shape of the weight is stored. The squares of g are added up besides, which tells whether it can be
+used; a NaN has the sign 0.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.decode_digits import digits_reference, scales_reference
+from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.packing import trit_at, trit_positions
+from arbcli.kernels.codec.scales import load_scale
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
+from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
+
+TILE = 128
+"""Columns of a tile: as many whole groups as fit, and at least one."""
+PARTS = 4
+"""Into how many parts the torch backend cuts a matrix, at least."""
+
+
+class SignGradient(NamedTuple):
+    """What a rule of signs reads of a gradient."""
+
+    signs: Tensor
+    """(N, K) int8."""
+    statistics: GradientStatistics
+    """Slopes of the signs, and squares of the gradient."""
+
+
+def sign_gradient_reference(grad_y: Tensor, x: Tensor, packed: Packed) -> tuple[Tensor, ...]:
+    """Compute what `sign_gradient` must return, in float64, and sums in one part each."""
+    grad = torch.einsum("mn,mk->nk", grad_y.double(), x.double())
+    signs = torch.sign(grad)
+    weight = digits_reference(packed) * scales_reference(packed).to(torch.bfloat16).double()
+    groups = (signs * weight).split(packed.group_size, dim=1)
+    slope = torch.stack([group.sum(dim=1) for group in groups], dim=1)
+    return signs.to(torch.int8), slope, slope.square().sum(), grad.square().sum()
+
+
+def _sign_gradient_torch(grad_y: Tensor, x: Tensor, packed: Packed) -> tuple[Tensor, ...]:
+    rows, columns = packed.out_features, x.shape[1]
+    signs = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
+    step = max(1, min(-(-rows // PARTS), chunk_elements(1 << 22) // columns))
+    found = []
+    for start in range(0, rows, step):
+        some = slice(start, min(start + step, rows))
+        grad = grad_y[:, some].T @ x
+        found.append(gradient_statistics(grad, packed.rows(some), signs=True))
+        signs[some] = grad.sign_().nan_to_num_(0).to(torch.int8)
+    sums = zip(*(part[:3] for part in found), strict=True)
+    return signs, *(torch.cat(parts) for parts in sums)
+
+
+@triton.jit
+def _sign_gradient_kernel(
+    grad_y_ptr, x_ptr, packed_ptr, exponent_ptr, fraction_ptr,
+    signs_ptr, slope_ptr, slope_squares_ptr, squares_ptr,
+    M, N, K, num_groups, tiles,
+    stride_ym, stride_yn, stride_xm, stride_xk, stride_pn, stride_pb, stride_en, stride_eg,
+    stride_fn, stride_fg,
+    GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile_n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, GROUPS * LANES)
+    k = (tile * GROUPS + lane // LANES) * GROUP + lane % LANES
+    mask_k = (k < K) & (lane % LANES < GROUP)
+    mask_n = n < N
+    grad = tl.zeros((BLOCK_N, GROUPS * LANES), dtype=tl.float32)
+    for start in range(0, M, BLOCK_M):
+        m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
+        y = tl.load(  # [BLOCK_N, BLOCK_M]
+            grad_y_ptr + m[None, :] * stride_ym + n[:, None] * stride_yn,
+            mask=(m < M)[None, :] & mask_n[:, None], other=0.0,
+        )  # fmt: skip
+        x = tl.load(  # [BLOCK_M, lanes]
+            x_ptr + m[:, None] * stride_xm + k[None, :] * stride_xk,
+            mask=(m < M)[:, None] & mask_k[None, :], other=0.0,
+        )  # fmt: skip
+        grad = tl.dot(y, x, grad, input_precision="ieee")
+    mask = mask_n[:, None] & mask_k[None, :]
+    sign = (grad > 0).to(tl.int32) - (grad < 0).to(tl.int32)
+    tl.store(signs_ptr + n[:, None] * K + k[None, :], sign.to(tl.int8), mask=mask)
+    tl.store(squares_ptr + tl.program_id(0), tl.sum(tl.where(mask, grad * grad, 0)))
+
+    offs_byte, factor = trit_positions(k, K)
+    byte = tl.load(
+        packed_ptr + n[:, None] * stride_pn + offs_byte[None, :] * stride_pb, mask=mask, other=0
+    ).to(tl.uint32)
+    product = tl.where(mask, sign.to(tl.float32) * trit_at(byte, factor[None, :]), 0)
+    slope = tl.sum(tl.reshape(product, (BLOCK_N, GROUPS, LANES)), axis=2)
+    group = tile * GROUPS + tl.arange(0, GROUPS)
+    mask_g = mask_n[:, None] & (group < num_groups)[None, :]
+    slope *= load_scale(
+        exponent_ptr, fraction_ptr, n[:, None], group[None, :], mask_g,
+        stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
+    )  # fmt: skip
+    tl.store(slope_ptr + n[:, None] * num_groups + group[None, :], slope, mask=mask_g)
+    slope = tl.where(mask_g, slope, 0).to(tl.float64)
+    tl.store(slope_squares_ptr + tl.program_id(0), tl.sum(slope * slope))
+
+
+def _scale_path(group_size: int) -> bool:
+    """Tell whether the lanes of groups are all of them."""
+    return group_size & (group_size - 1) == 0
+
+
+def _sign_gradient_triton(grad_y: Tensor, x: Tensor, packed: Packed) -> tuple[Tensor, ...]:
+    (length, columns), rows = x.shape, packed.out_features
+    group_size = packed.group_size
+    lanes = triton.next_power_of_2(group_size)
+    groups = max(TILE, lanes) // lanes
+    low = x.dtype == torch.bfloat16
+    block_n = 64 if low else 16
+    tiles = triton.cdiv(packed.num_groups, groups)
+    programs = triton.cdiv(rows, block_n) * tiles
+    signs = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
+    slope = torch.empty(rows, packed.num_groups, dtype=torch.float32, device=x.device)
+    slope_squares = torch.empty(programs, dtype=torch.float64, device=x.device)
+    squares = torch.empty(programs, dtype=torch.float32, device=x.device)
+    _sign_gradient_kernel[(programs,)](
+        grad_y, x, *packed.pointers, signs, slope, slope_squares, squares,
+        length, rows, columns, packed.num_groups, tiles,
+        *grad_y.stride(), *x.stride(), *packed.strides, **packed.constants,
+        LANES=lanes, GROUPS=groups, BLOCK_M=64 if low else 16, BLOCK_N=block_n, num_warps=8,
+    )  # fmt: skip
+    return signs, slope, slope_squares, squares
+
+
+def sign_gradient(grad_y: Tensor, x: Tensor, packed: Packed) -> SignGradient:
+    """Find the signs of the gradient of a matrix, and the slopes of its scales by them.
+
+    Args:
+        grad_y: (M, N) float32 or bfloat16, any strides: the gradient of x @ w.T.
+        x: (M, K) like it, any strides.
+        packed: w, N rows by K weights that are trits, not empty.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    for name, part in (("grad_y", grad_y), ("x", x)):
+        if part.dtype not in (torch.float32, torch.bfloat16) or part.dim() != 2:
+            got = f"{part.dtype} of shape {tuple(part.shape)}"
+            raise ValueError(f"{name}: need a float32 or bfloat16 matrix, got {got}")
+    packed.check(in_features=x.shape[1])
+    fits = grad_y.shape == (len(x), packed.out_features) and grad_y.dtype == x.dtype
+    if not fits or packed.remainder is not None or not packed.trits.numel():
+        got = f"{grad_y.dtype} {tuple(grad_y.shape)}, x {x.dtype} {tuple(x.shape)}"
+        raise ValueError(f"grad_y {got} fit no matrix of {packed.out_features} rows of trits")
+    run = _sign_gradient_triton if uses_triton(x) else _sign_gradient_torch
+    signs, slope, slope_squares, squares = run(grad_y, x, packed)
+    none = squares.new_empty(0, packed.out_features), squares.new_empty(0, x.shape[1])
+    return SignGradient(signs, GradientStatistics(slope, slope_squares, squares, *none))
+
+
+def _draw(generator: torch.Generator, *shape: int) -> Tensor:
+    """Draw small integers, whose sums are exact in any order, so that a sign is no accident."""
+    return torch.randint(-4, 5, shape, generator=generator).float()
+
+
+def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 1, 1), (5, 33, 41), (17, 3, 165), (3, 65, 7), (33, 2, 1311)]
+    dtypes = [torch.float32]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        shapes += [(300, 260, 776)]
+        dtypes += [torch.bfloat16]
+    for length, rows, columns in shapes:
+        packed = random_packed(rows, columns, group_size, generator, spread=8).to(device)
+        grad_y, x = (_draw(generator, length, width).to(device) for width in (rows, columns))
+        for dtype in dtypes:
+            label = f"{length}x{rows}x{columns}" + " bf16" * (dtype == torch.bfloat16)
+            yield Case(label, (grad_y.to(dtype), x.to(dtype), packed))
+    grad_y, x = _draw(generator, 5, 9), _draw(generator, 5, 40)
+    packed = random_packed(9, 40, group_size, generator, spread=8).to(device)
+    grad_y, x = grad_y.to(device), x.to(device)
+    yield Case("5x9x40 whole octaves", (grad_y, x, packed._replace(fraction=None)))
+    yield Case("5x9x40 zeros", (torch.zeros_like(grad_y), x, packed))
+    yield Case("0x9x40 empty", (grad_y[:0], x[:0], packed))
+    wide_y, wide_x = (_draw(generator, 10, 2 * width).to(device) for width in (9, 40))
+    yield Case("5x9x40 strided", (wide_y[::2, ::2], wide_x[1::2, 1::2], packed))
+
+
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    length, rows, columns = 8192, 11264, 2048
+    packed = random_packed(rows, columns, group_size, torch.Generator(device), spread=8)
+    grad_y, x = (
+        torch.randn(length, width, device=device, dtype=torch.bfloat16) for width in (rows, columns)
+    )
+    yield Timing(
+        f"{length}x{rows}x{columns}", (grad_y, x, packed),
+        peer=lambda: gradient_statistics(grad_y.T @ x, packed, signs=True),
+        peer_name="cuBLAS, then statistics", flops=2 * length * rows * columns,
+    )  # fmt: skip
+
+
+def _in_one_part(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Wrap an implementation so that it adds its parts up, in float64."""
+
+    def in_one_part(*inputs: Any) -> tuple[Tensor, ...]:
+        signs, slope, *sums = run(*inputs)
+        return signs, slope, *(part.double().sum() for part in sums)
+
+    return in_one_part
+
+
+SIGN_GRADIENT = KernelSpec(
+    "sign_gradient",
+    _in_one_part(_sign_gradient_triton),
+    _in_one_part(_sign_gradient_torch),
+    sign_gradient_reference,
+    _cases,
+    # the square of a slope counts its error twice
+    Gate(exact=False, relative=4e-6, reason="signs equal; float32 sums over a group"),
+    uses_scales=True,
+    scale_path=_scale_path,
+    bfloat16=(0, 1),
+    timings=_timings,
+)
