@@ -56,8 +56,8 @@ SLOWEST = (
     "row_matmul", "coded_rows", "append_position_8bit", "quantise_gradient", "decode_latent",
 )  # fmt: skip
 """Kernels that take longest to be compiled, the longest first: they are begun before others."""
-SMALL = 1 << 15
-"""Elements of the inputs of a case whose reference runs on the host, beside a GPU."""
+LARGE = 1 << 15
+"""Elements of the inputs of a case of a GPU that is compared as real matrices are."""
 SHARED = 12
 """Of these, several processes compile so many first ones."""
 
@@ -474,15 +474,14 @@ def _expected(spec: KernelSpec, part: _Part, case: Case, reference: Callable) ->
     """Compute what the reference returns.
 
     Processes that share a GPU wait for one another at each of its many small operations. So it runs
-    on the host, and large cases on a GPU have the reference of real matrices, if there is one.
+    on the host, and large cases of a GPU have the reference of real matrices, if there is one.
     """
-    inputs = copies(case.inputs)
-    if part.kind == "real" or torch.device(part.device).type == "cpu":
+    inputs, device = copies(case.inputs), torch.device(part.device)
+    if part.kind == "real" or device.type == "cpu":
         return as_tuple(reference(*inputs))
-    if _size(inputs) > SMALL:
-        return as_tuple((DRAWINGS[spec.name].reference or reference)(*inputs))
-    found = as_tuple(reference(*_moved(inputs, torch.device("cpu"))))
-    return _moved(found, torch.device(part.device))
+    if _size(inputs) > LARGE:
+        reference = DRAWINGS[spec.name].reference or reference
+    return _moved(as_tuple(reference(*_moved(inputs, torch.device("cpu")))), device)
 
 
 def _run_on_copies(run: Callable, case: Case) -> object:
@@ -520,7 +519,7 @@ def _is_chosen(
         return True
     with use_backend(backend):
         run = partial(_run_on_copies, spec.triton, case)
-        return sample.takes(case.label, part.scale_type, run, known=part.kind == "cases")
+        return sample.takes(case.label, part.scale_type, run, fixed=part.kind == "cases")
 
 
 def _run_case(

@@ -157,10 +157,12 @@ def _check(
 
     names, scale_types = request.names, request.scale_types
     group_size = SCALE_TYPES[request.scale_type or DEFAULT_SCALE_TYPE]  # compiled ahead and timed
-    shapes = matrix_shapes() if "triton" in backends else ()
-    checks = Checks(shapes, request.fuzz, request.seed, request.sampled)
-    memory = Memory(describe_machine(device), fresh=request.fresh, show=show)
     with Workers(1 if names else _num_workers(device)) as workers:
+        if "triton" in backends:  # they take their time, and nearly always there is work
+            workers.start()
+        shapes = matrix_shapes() if "triton" in backends else ()
+        checks = Checks(shapes, request.fuzz, request.seed, request.sampled)
+        memory = Memory(describe_machine(device), fresh=request.fresh, show=show)
         progress = keep("kernels", found.kernels)
         kernels = begin_kernels(
             names, scale_types, device, backends, checks, workers, progress, memory

@@ -73,10 +73,10 @@ def is_long(kernel: str, label: str) -> bool:
 class CompiledSample:
     """Chooses cases of a kernel by what a GPU would have to compile for them.
 
-    A fixed case that compiles nothing new runs. Others run if a fact about them is new: each type,
-    each switch, each argument that is 1, is or is not a multiple of 16, each size of tiles up to a
-    factor of 4, and all that a label says besides numbers, in both types of `ALWAYS`, is met once,
-    but not each combination.
+    A fixed case that compiles nothing new runs, and so does one real matrix of each order of
+    magnitude. Others run if a fact about them is new: each type, each switch, each argument that is
+    1, is or is not a multiple of 16, each size of tiles up to a factor of 4, and all that a label
+    says besides numbers, in both types of `ALWAYS`, is met once, but not each combination.
 
     Args:
         spec: of the kernel.
@@ -86,9 +86,10 @@ class CompiledSample:
         self._others = {other.triton.__module__ for other in KERNELS} - {spec.triton.__module__}
         self._compiled: set[str] = set()
         self._facts: set[Hashable] = set()
+        self._orders: set[str] = set()
 
     def takes(
-        self, label: str, scale_type: str | None, run: Callable[[], object], *, known: bool = True
+        self, label: str, scale_type: str | None, run: Callable[[], object], *, fixed: bool = True
     ) -> bool:
         """Tell whether a case runs, and count it as run if so.
 
@@ -96,7 +97,7 @@ class CompiledSample:
             label: of the case.
             scale_type: of the case; None if it has none.
             run: launches its kernels, which is recorded and not done.
-            known: whether a case runs though all of it is known, as it compiles nothing.
+            fixed: whether it is a fixed case, and no real matrix.
         """
         variants: dict[str, Variant] = {}
 
@@ -112,11 +113,15 @@ class CompiledSample:
         # kernels that others verify are compiled for them
         own = [v for v in variants.values() if v.function.fn.__module__ not in self._others]
         facts = {fact for variant in own or variants.values() for fact in _facts(variant)}
+        kind = label.removesuffix(" bf16")
         if scale_type is None or scale_type in ALWAYS:
-            facts.add((re.sub(r"\d+", "0", label.removesuffix(" bf16")), scale_type))
-        if (known and variants.keys() <= self._compiled) or not facts <= self._facts:
+            facts.add((re.sub(r"\d+", "0", kind), scale_type))
+        order = re.sub(r"\d+", lambda number: str(len(number[0])), kind)
+        compiled = variants.keys() <= self._compiled
+        if not facts <= self._facts or (compiled and (fixed or order not in self._orders)):
             self._compiled |= variants.keys()
             self._facts |= facts
+            self._orders.add(order)
             return True
         return False
 

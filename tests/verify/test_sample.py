@@ -147,7 +147,7 @@ def test_models_are_sampled_on_a_gpu_and_in_triton_alone(backend, monkeypatch):
 
 
 def takes(
-    sample: CompiledSample, monkeypatch, *launched: dict, label="2x3", scale_type=None
+    sample: CompiledSample, monkeypatch, *launched: dict, label="2x3", scale_type=None, **how
 ) -> bool:
     """Offer a case that launches kernels, each with these arguments."""
     names = ("x_ptr", "rows", "HEADS", "WIDE")
@@ -167,7 +167,7 @@ def takes(
         yield
 
     monkeypatch.setattr(sample_module, "recorded_launches", recorded)
-    return sample.takes(label, scale_type, lambda: None)
+    return sample.takes(label, scale_type, lambda: None, **how)
 
 
 def test_each_fact_is_compiled_and_no_combination_of_them(monkeypatch):
@@ -287,7 +287,7 @@ def test_references_run_on_the_host_beside_a_gpu(monkeypatch):
     """But for real matrices, and large cases of kernels that have a reference for these."""
     (spec,) = find_kernels(["gradient_statistics"])
     called, places = [], []
-    small, large = (Case("", (torch.zeros(n),)) for n in (3, verify.SMALL + 1))
+    small, large = (Case("", (torch.zeros(n),)) for n in (3, verify.LARGE + 1))
     drawing = SimpleNamespace(reference=lambda x: called.append("large") or x)
     monkeypatch.setitem(verify.DRAWINGS, spec.name, drawing)
     monkeypatch.setattr(verify, "_moved", lambda x, place: places.append(place.type) or x)
@@ -298,7 +298,7 @@ def test_references_run_on_the_host_beside_a_gpu(monkeypatch):
         part = verify._Part(spec.name, "T6", 6, device, ("torch",), Checks(), 0, kind)
         verify._expected(spec, part, case, lambda x: called.append("small") or x)
     assert called == [*["small"] * 3, "large", "small"]
-    assert places == ["cpu", "cuda"]  # there and back, once
+    assert places == ["cpu", "cuda"] * 2  # there and back
 
 
 def test_inputs_are_moved_with_all_that_they_are_made_of():
@@ -306,3 +306,12 @@ def test_inputs_are_moved_with_all_that_they_are_made_of():
     (again, number), meta = verify._moved((packed, 4), torch.device("meta")), torch.device("meta")
     assert (again.trits.device, again.fraction, again.group_size, number) == (meta, None, 6, 4)
     assert verify._size((packed, 4, torch.zeros(7))) == 6 + 2 + 7
+
+
+def test_of_real_matrices_one_of_each_order_of_magnitude_runs(monkeypatch):
+    sample = CompiledSample(replace(KERNELS[0], triton=lambda: None))
+    about = {"fixed": False, "scale_type": "T32"}
+    assert takes(sample, monkeypatch, {}, label="64x256", **about)
+    for label, new in (("64x768", False), ("64x2048 bf16", True), ("64x5632", False)):
+        assert takes(sample, monkeypatch, {}, label=label, **about) == new, label
+    assert not takes(sample, monkeypatch, {"warps": 5}, label="1x1", **about)  # it is compiled anew

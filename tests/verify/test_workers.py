@@ -52,3 +52,11 @@ def test_processes_are_ended_at_once_after_an_error_alone(kind):
     assert process.terminate.called == (kind is not None)
     some._pool.shutdown.assert_called_once_with(cancel_futures=True)
     some._locks.cleanup.assert_called_once_with()
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_processes_are_started_before_there_are_jobs(number, monkeypatch):
+    given = []
+    monkeypatch.setattr(Workers, "_submit", lambda _, jobs: given.extend(jobs))
+    Workers(number).start()
+    assert [batch.function(0) for batch, _ in given] == [None] * (number if number > 1 else 0)
