@@ -859,6 +859,11 @@ FAULTS = [
         rewrite("tl.abs(t) >= h", "tl.abs(t) > h"),
     ),
     kernel(
+        "sign", "signs of gradients turned", "sign_gradient",
+        rewrite("(a > 0).to(tl.int32) - (a < 0).to(tl.int32)",
+                "(a < 0).to(tl.int32) - (a > 0).to(tl.int32)"),
+    ),
+    kernel(
         "threshold", "scales never fall", "cast_scale_votes",
         rewrite("t <= -THRESHOLD", "t < -127"),
     ),
@@ -998,7 +1003,7 @@ FAULTS = [
     ),
     module(
         "sink", "table's gradient to the next row", "model.layers.table",
-        rewrite("self.sink(self, g, t)", "self.sink(self, g, t._replace(rows=t.rows - 1))"),
+        rewrite("s(self, g, t)", "s(self, g, t._replace(rows=t.rows - 1))"),
         "graph: whole gradient",
     ),
     module(

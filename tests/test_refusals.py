@@ -202,7 +202,7 @@ def test_folder_of_transformers_that_is_damaged_is_refused(saved, tmp_path):
     config, weights = folder / "config.json", folder / "model.safetensors"
     whole = config.read_text(), weights.read_bytes()
     for damage, why in (
-        (lambda: config.write_text("{}"), "has no valid `hidden_size`: it is missing"),
+        (lambda: config.write_text("{}"), "has no `model_type`"),
         (lambda: config.write_text("[]"), "is `[]`, and not values by name"),
         (lambda: weights.write_bytes(whole[1][:9] + b"?" + whole[1][10:]), "it is none of"),
         (lambda: weights.write_bytes(whole[1][:100]), "its weights are truncated"),

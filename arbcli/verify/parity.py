@@ -465,15 +465,6 @@ def has_mamba(config: ModelConfig) -> bool:
     return any(part.kind == "mamba" for _, part in config.sited_parts())
 
 
-def is_bounded(config: ModelConfig) -> bool:
-    """Tell whether a stream of a model is bounded.
-
-    In bf16 they are not compared: the bound takes the most of a gradient away, and leaves what was
-    rounded.
-    """
-    return any(stage.bound is not None for stage in config.stages)
-
-
 def shortened(config: ModelConfig) -> ModelConfig:
     """Make a model as short as its reference is slow, with blocks of all kinds that it has."""
     stages = []
@@ -547,7 +538,7 @@ def _subjects(
             config = replace(config, scale_type=first)
             parts = ("blocks", "whole") if interpreted else ("blocks", "whole", "bits")
             yield Subject(f"{name} {first}", config, 2, *place, parts)
-            if half and not has_mamba(config) and not is_bounded(config):
+            if half and not has_mamba(config):
                 subject = Subject(f"{name} {first}", config, 2, *half, device, backend)
                 yield replace(subject, parts=("blocks", "whole"))
         for scale_type in others[:1] if interpreted else others:

@@ -293,8 +293,7 @@ def _left_out(
         yield "causality and determinism of small models in more than one scale type"
         yield (
             "Mamba in bf16 against float64: a gated output near 0 is normalised, and what was"
-            " rounded before is most of it; and bounded streams, whose bound takes most of a"
-            " gradient away"
+            " rounded before is most of it"
         )
         if "triton" in backends:
             yield (

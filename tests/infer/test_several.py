@@ -141,6 +141,7 @@ def test_tokens_are_made_beside_others(device):
         lm = LanguageModel(replace(config, vocabulary=700), torch.float32)
     lm.initialise(0)
     lm.tokenizer = SimpleNamespace(
+        beginning=(),
         encode=lambda text: [3 * each for each in text],
         decoded=lambda _, parts: (each.to_bytes(2, "big") for part in parts for each in part),
     )

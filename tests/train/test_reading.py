@@ -480,7 +480,7 @@ def test_every_setting_that_decides_a_run_is_held_against_its_beginning(options)
     free = {
         "data", "val", "field", "save_every", "eval_every", "log_every", "sample_every", "keep",
         "keep_best", "recompute", "device", "backend", "model",
-        "wire",  # a checkpoint has it in its data
+        "wire", "tokenizer",  # a checkpoint has them in its data
     }  # fmt: skip
     settings = {name for name in TrainConfig.__dataclass_fields__ if name not in free}
     of_model = {f"model.{name}" for name in asdict(config.model)}
@@ -533,6 +533,7 @@ def test_facts_of_a_run_are_those_of_its_texts_and_of_this_program(options, monk
     assert text == {
         "description": f"{options['data'][0]} (1 file)",
         "split": None,
+        "tokenizer": None,
         "digest": training.text_digest(texts),
         "paths": {"data": options["data"], "val": [str(tmp_path / "held.txt")]},
         "train_bytes": 4000,

@@ -712,7 +712,7 @@ def test_change_of_any_other_setting_is_seen_by_its_name(field):
     other = {
         "model": dataclasses.replace(given.model, ctx=7), "data": ("a",), "val": ("b",),
         "schedule": "wsd", "optimizer": "adamw", "compute": "other", "field": "c",
-        "device": "cuda", "backend": "triton",
+        "device": "cuda", "backend": "triton", "scale_losses": ("a",),
     }.get(field)  # fmt: skip
     if other is None:
         before = getattr(given, field)
@@ -731,7 +731,7 @@ def test_checkpoint_of_another_run_is_refused_by_field(started):
     accept = accept_of(started, facts, train_config_from(facts))
     accept(saved)
     settings = saved.data["settings"]
-    assert {*settings, "seed"} == {*DECISIVE, "init_from"}
+    assert {*settings, "seed"} == {*DECISIVE, "init_from", "scale_losses"}
     others = [(saved.config, "heads", "heads", 1), (saved.config, "ctx", "ctx", 8)]
     others += [(saved.config, "direction", "direction", "sign")]
     others += [

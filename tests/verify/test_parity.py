@@ -18,7 +18,6 @@ from arbcli.verify.parity import (
     check_parity,
     fitting_dtypes,
     has_mamba,
-    is_bounded,
     matrix_shapes,
     shortened,
 )
@@ -126,7 +125,7 @@ def test_every_loss_is_compared(of_torch, name):
 def test_models_differ_in_bf16_where_choices_are_their_own(of_torch):
     for name, config in MODELS.items():
         results = [r for r in of_torch if r.model == f"{name} T32 bf16"]
-        assert bool(results) != (has_mamba(config) or is_bounded(config))
+        assert bool(results) != has_mamba(config)
         if results:
             assert max(r.relative_error for r in results if r.item == "logits") > 1e-3
 
@@ -259,9 +258,7 @@ RAGGED_MODELS = (
 DIGITS = tuple(f"all digits of {name} T32" for name in ("moment", "nibble", "carry"))
 SMALL = tuple(f"{name} T32" for name in MODELS)
 OTHER_SCALES = ("graph T6", "compressed T6")
-HALF = tuple(
-    f"{name} T32" for name in MODELS if not (has_mamba(MODELS[name]) or is_bounded(MODELS[name]))
-)
+HALF = tuple(f"{name} T32" for name in MODELS if not has_mamba(MODELS[name]))
 UPDATES = (
     "moment orthogonal", "moment factored", "moment sign", "moment orthogonal all digits",
     "nibble orthogonal", "nibble factored", "nibble sign", "nibble orthogonal all digits",

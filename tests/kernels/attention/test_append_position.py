@@ -15,7 +15,9 @@ def test_slots_that_are_not_filled_may_hold_no_numbers(backend, device):
     for case in APPEND_POSITION.cases(device, 32):
         inputs = [*copies(case.inputs)]
         opened, position = inputs[3], inputs[5]
-        opened[:, int(position) % opened.shape[1] + 1 :] = torch.nan
+        texts = position.dim() > 0
+        for each, at in zip(opened if texts else opened[None], position.reshape(-1), strict=True):
+            each[:, int(at) % each.shape[1] + 1 :] = torch.nan
         with use_backend(backend):
             wanted = APPEND_POSITION.run(backend)(*copies(case.inputs))
             found = APPEND_POSITION.run(backend)(*inputs)

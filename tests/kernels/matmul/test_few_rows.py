@@ -57,7 +57,7 @@ def test_every_pair_of_bytes_is_decoded(device):
     ),
 )
 def test_every_plan_gives_the_product(device, monkeypatch, rows, plan):
-    monkeypatch.setattr(module, "_plan", lambda *_: {**plan, "maxnreg": None})
+    monkeypatch.setattr(module, "_plan", lambda *_: (plan, None))
     generator = torch.Generator().manual_seed(0)
     packed = random_packed(36, 805, 32, generator, spread=8)
     # read where it is, with what is behind an odd number of columns
