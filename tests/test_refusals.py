@@ -204,12 +204,12 @@ def test_folder_of_transformers_that_is_damaged_is_refused(saved, tmp_path):
     for damage, why in (
         (lambda: config.write_text("{}"), "has no `model_type`"),
         (lambda: config.write_text("[]"), "is `[]`, and not values by name"),
-        (lambda: weights.write_bytes(whole[1][:9] + b"?" + whole[1][10:]), "it is none of"),
-        (lambda: weights.write_bytes(whole[1][:100]), "its weights are truncated"),
-        (lambda: weights.write_bytes(whole[1][:-1]), "are truncated, or were altered"),
+        (lambda: weights.write_bytes(whole[1][:9] + b"?" + whole[1][10:]), "is not JSON"),
+        (lambda: weights.write_bytes(whole[1][:100]), "model.safetensors` is truncated"),
+        (lambda: weights.write_bytes(whole[1][:-1]), "model.safetensors` is truncated"),
         (lambda: config.write_text(whole[0].replace('"num_hidden_layers": 2',
-                                                    '"num_hidden_layers": 999')), "more layers"),
-        (lambda: weights.write_bytes(moved(whole[1])), "are truncated, or were altered"),
+                                                    '"num_hidden_layers": 999')), "which arb has not"),
+        (lambda: weights.write_bytes(moved(whole[1])), "is at the bytes"),
     ):  # fmt: skip
         damage()
         with pytest.raises(ArbError) as caught:
