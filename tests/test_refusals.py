@@ -207,8 +207,12 @@ def test_folder_of_transformers_that_is_damaged_is_refused(saved, tmp_path):
         (lambda: weights.write_bytes(whole[1][:9] + b"?" + whole[1][10:]), "is not JSON"),
         (lambda: weights.write_bytes(whole[1][:100]), "model.safetensors` is truncated"),
         (lambda: weights.write_bytes(whole[1][:-1]), "model.safetensors` is truncated"),
-        (lambda: config.write_text(whole[0].replace('"num_hidden_layers": 2',
-                                                    '"num_hidden_layers": 999')), "which arb has not"),
+        (
+            lambda: config.write_text(
+                whole[0].replace('"num_hidden_layers": 2', '"num_hidden_layers": 999')
+            ),
+            "which arb has not",
+        ),
         (lambda: weights.write_bytes(moved(whole[1])), "is at the bytes"),
     ):  # fmt: skip
         damage()
