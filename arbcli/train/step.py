@@ -90,6 +90,8 @@ class TrainingStep:
         self, names: tuple[str, ...], areas: frozenset[str], ids: Tensor, targets: Tensor
     ) -> None:
         """Find the slopes of the scales of some areas by parts of the loss, and step nothing."""
+        if not isinstance(self.updates, Updater):
+            raise ValueError("slopes are found of packed weights, in one process")
         with self.updates.finding_slopes(areas):
             parts = self.model.losses(ids, targets)
             chosen = {name: parts[name] for name in names if name in parts}

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.directions.base import unit_gradient
+from arbcli.directions.base import Direction, unit_gradient
 from arbcli.errors import ArbError
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
@@ -65,9 +65,17 @@ class _Averaged(NamedTuple):
     """A matrix whose moment has taken in its gradients, and whose weights have yet to step."""
 
     tensor: TernaryTensor
+    direction: Direction
     state: State
     gains: GradientGains
     control: StepControl
+
+
+def _step_one(averaged: _Averaged, values: Tensor) -> None:
+    """Step a matrix along what its direction made of its moment, (N, K)."""
+    tensor, direction, state, gains, control = averaged
+    ingredients = direction.ingredients(values, gains, control.share)
+    tensor.rule.step_along(state, ingredients, gains.ok, control)
 
 
 def step_limit(step_size: float) -> int:
@@ -201,14 +209,17 @@ class Updater:
         ends = 8 * factors
         self._step = integers[ends]
         self.keys = integers[ends + 1 :].view(self._num_matrices, NUM_STREAMS)
+        sizes = integers[:ends].view(factors, 8)
         self._sizes = {
-            factor: _StepSizes(*zip(found[:6:2], found[1:6:2], strict=True), *found[6:], size)
-            for factor, size, found in zip(
-                self._lr_factors,
-                control,
-                map(Tensor.unbind, integers[:ends].view(factors, 8)),
-                strict=False,
+            factor: _StepSizes(
+                scale_gain=(found[0], found[1]),
+                direct_gain=(found[2], found[3]),
+                whole_gain=(found[4], found[5]),
+                limit=found[6],
+                row_limit=found[7],
+                step_size=size,
             )
+            for factor, size, found in zip(self._lr_factors, control, sizes, strict=False)
         }
         self._squares.zero_()
 
@@ -250,12 +261,14 @@ class Updater:
         if self._finding is not None:
             if tensor.area in self._finding:
                 self._keep_slopes(tensor, grad, index, where)
-        elif where is None and self._may_hold(tensor):
+        elif where is None and not isinstance(grad, SignGradient) and self._may_hold(tensor):
             self._held.append((tensor, grad))
             if sum(held.nbytes for _, held in self._held) >= self._held_bytes:
                 self.step_held()
         elif where is None:
             self._update_whole(tensor, grad)
+        elif isinstance(grad, SignGradient):
+            raise ValueError("signs are of the one matrix of a tensor")
         elif isinstance(where, range):
             direction = tensor.direction
             values, averaged = grad, []
@@ -297,19 +310,23 @@ class Updater:
             self._finding = None
 
     def _keep_slopes(
-        self, tensor: TernaryTensor, grad: Tensor, index: int, where: "range | TouchedRows | None"
+        self,
+        tensor: TernaryTensor,
+        grad: Tensor | SignGradient,
+        index: int,
+        where: "range | TouchedRows | None",
     ) -> None:
+        if isinstance(grad, SignGradient):
+            self._slopes[index] = grad.statistics.slope, grad.statistics.slope_squares
+            return
         if isinstance(where, range):
             parts = [(index + n, tensor.matrix(n), grad[i]) for i, n in enumerate(where)]
         else:
             state = tensor.matrix(0) if where is None else tensor.gather(where.rows)
             parts = [(index, state, grad)]
         for number, state, values in parts:
-            if isinstance(values, SignGradient):
-                found = values.statistics
-            else:
-                about = {"factored": False, "signs": tensor.rule.steps_by_signs}
-                found = gradient_statistics(values, tensor.packed_of(state), **about)
+            packed, signs = tensor.packed_of(state), tensor.rule.steps_by_signs
+            found = gradient_statistics(values, packed, factored=False, signs=signs)
             self._slopes[number] = found.slope, found.slope_squares
 
     def _with_own_slope(
@@ -366,13 +383,12 @@ class Updater:
 
     def _step_along(self, averaged: list[_Averaged]) -> None:
         """Step weights along the direction of the moments that have taken in their gradients."""
-        for direction in dict.fromkeys(each.tensor.direction for each in averaged):
-            some = [each for each in averaged if each.tensor.direction is direction]
+        for direction in dict.fromkeys(each.direction for each in averaged):
+            some = [each for each in averaged if each.direction is direction]
             moments = [each.tensor.rule.digits(each.state)["moment"][0] for each in some]
             found = direction.values_of([m.to(self.dtype) for m in moments], self.dtype)
             parts = [
-                partial(self._step_one, each, values)
-                for each, values in zip(some, found, strict=True)
+                partial(_step_one, each, values) for each, values in zip(some, found, strict=True)
             ]
             if all(self._may_hold(each.tensor) for each in some):
                 self._together(parts)
@@ -380,18 +396,12 @@ class Updater:
                 for part in parts:
                     part()
 
-    @staticmethod
-    def _step_one(averaged: _Averaged, values: Tensor) -> None:
-        tensor, state, gains, control = averaged
-        direction = tensor.direction.ingredients(values, gains, control.share)
-        tensor.rule.step_along(state, direction, gains.ok, control)
-
-    def _update_whole(self, tensor: TernaryTensor, grad: Tensor) -> None:
+    def _update_whole(self, tensor: TernaryTensor, grad: Tensor | SignGradient) -> None:
         """Update the one matrix of a tensor."""
         self._step_along(self._begin_whole(tensor, grad))
 
     def _begin_whole(
-        self, tensor: TernaryTensor, grad: Tensor, values: Tensor | None = None
+        self, tensor: TernaryTensor, grad: Tensor | SignGradient, values: Tensor | None = None
     ) -> list[_Averaged]:
         index = self._index[id(tensor)]
         refused = self._refused[index]
@@ -403,7 +413,7 @@ class Updater:
         self,
         tensor: TernaryTensor,
         state: State,
-        grad: Tensor,
+        grad: Tensor | SignGradient,
         index: int,
         refused: Tensor,
         first: bool,
@@ -435,8 +445,9 @@ class Updater:
         if isinstance(grad, SignGradient):
             grad, statistics = grad
         else:
-            about = {"factored": averages, "signs": rule.steps_by_signs}
-            statistics = gradient_statistics(grad, packed, **about)
+            statistics = gradient_statistics(
+                grad, packed, factored=averages, signs=rule.steps_by_signs
+            )
         statistics = self._with_own_slope(tensor, statistics, index)
         if share is not None:
             statistics = statistics._replace(
@@ -446,7 +457,7 @@ class Updater:
         counters = refused, self._nonfinite[index]
         gains = gradient_gains(statistics, *running, keys[ROW], keys[COLUMN], *counters)
         ingredients = None
-        if tensor.averages_gradients:
+        if direction is not None and tensor.averages_gradients:
             ingredients = unit_gradient(grad, gains.ok, share)
         elif direction is not None:
             values = direction.values(grad, self.dtype) if values is None else values
@@ -467,11 +478,11 @@ class Updater:
             accumulation=self.accumulation,
         )
         gradient = Gradient(grad, packed, statistics, gains, ingredients)
-        if not tensor.averages_gradients:
+        if direction is None or not tensor.averages_gradients:
             rule.step(state, gradient, control)
             return []
         rule.average(state, gradient, control)
-        return [_Averaged(tensor, state, gains, control)] if last else []
+        return [_Averaged(tensor, direction, state, gains, control)] if last else []
 
     def index_of(self, tensor: TernaryTensor) -> int:
         """Find the place of a tensor's first matrix among all matrices."""
