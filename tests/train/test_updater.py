@@ -34,8 +34,9 @@ COMBINATIONS = [
 ]
 
 
-def build(rule: str, direction: str | None, device, shape=(33, 123)):
-    config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
+def build(rule: str, direction: str | None, device, shape=(33, 123), digits="trit"):
+    given = {"direction": direction} if direction else {}
+    config = preset("tiny", rule=rule, digits=digits, **given)
     with torch.device(device):
         tensor = TernaryTensor(*shape, config, area="mlp", std=0.1)
     tensor.initialise(seed=0, index=0)
@@ -228,6 +229,59 @@ def test_accumulation_decays_the_moment_once(device):
     assert moments[0] == pytest.approx(50 * 0.9 + 6.35, abs=0.05)
     assert moments[1] == pytest.approx(moments[0], abs=0.1)
     assert moments[2] == pytest.approx(moments[0], abs=0.1)
+
+
+def unlike_gradient(device, step: int = 0, shape=(64, 480)) -> torch.Tensor:
+    """Draw a gradient whose singular values, rows and columns are of unlike size."""
+    falling = torch.logspace(0, -0.5, shape[0], device=device)[:, None]
+    return gradient(device, step, shape) * falling
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_all_digits_average_gradients_and_step_along_the_average(parts, device):
+    """The moment is of gradients of unit size, and weights step by its direction, once."""
+    tensor, updater, _ = build("moment", "orthogonal", device, (64, 480), "all")
+    before, lr = z_of(tensor), 0.35
+    for micro in range(parts):
+        updater.begin(0, lr, micro, parts)
+        assert torch.equal(z_of(tensor), before)
+        updater(tensor, unlike_gradient(device, micro))
+    unit = 0.0
+    for micro in range(parts):
+        grad = unlike_gradient(device, micro)
+        unit += grad / grad.square().mean().sqrt() / parts
+    expected = (0.1 * unit * 127 / tensor.rule.moment_range).clamp(-127, 127)
+    # rounded once in each, and the gain to ten bits
+    assert (tensor.moment - expected).abs().amax() < 1.2 * parts
+    along = orthogonalise(tensor.moment.float(), torch.float32)
+    along = along / along.square().mean(dim=1, keepdim=True).sqrt()
+    size = lr * tensor.rule.radix * STEP_OF_RADIX
+    largest = tensor.rule.radix + tensor.rule.remainder_max
+    wanted = (before - size * along.clamp(-4, 4)).clamp(-largest, largest)
+    error = z_of(tensor) - wanted
+    assert error.abs().amax() < 1.01
+    assert error.mean().abs() < 0.02
+
+
+def test_matrices_of_one_tensor_average_gradients_each_for_itself(device):
+    config = preset("tiny", rule="moment", digits="all", direction="orthogonal")
+    with torch.device(device):
+        stacked = TernaryTensor(96, 40, config, area="mlp", std=0.1, matrices=3)
+        alone = TernaryTensor(32, 40, config, area="mlp", std=0.1)
+    stacked.initialise(seed=0, index=0)
+    for name, part in alone.named_buffers():
+        part.copy_(stacked.state[name][: len(part)])
+    grads = torch.stack([unlike_gradient(device, index, (32, 40)) for index in range(2)])
+    updater = Updater([stacked], seed=3, dtype=torch.float32)
+    updater.begin(0, 0.35)
+    untouched = z_of(stacked)[64:].clone()
+    updater(stacked, grads, range(2))
+    single = Updater([alone], seed=3, dtype=torch.float32)
+    single.begin(0, 0.35)
+    single(alone, grads[0])
+    for name, part in alone.named_buffers():
+        assert torch.equal(part, stacked.state[name][: len(part)]), name
+    assert torch.equal(z_of(stacked)[64:], untouched)
 
 
 def test_scales_saturate_and_never_wrap(device):
@@ -662,10 +716,18 @@ SHAPES = ((17, 33), (16, 40), (17, 33))
 )
 def test_gradients_that_are_held_give_the_same_bits(rule, direction, device):
     """Of every rule, `votes` too, which waits for nothing, and in two micro-batches of a step."""
+    check_held(rule, direction, "trit", device)
+
+
+def test_averaged_gradients_that_are_held_give_the_same_bits(device):
+    check_held("moment", "orthogonal", "all", device)
+
+
+def check_held(rule: str, direction: str | None, digits: str, device) -> None:
     states = []
     for held_bytes in (0, 2**20):
         with use_backend("triton" if device.type == "cuda" else "interpreter"):
-            built = [build(rule, direction, device, shape) for shape in SHAPES]
+            built = [build(rule, direction, device, shape, digits) for shape in SHAPES]
             tensors = [tensor for tensor, _, _ in built]
             updater = Updater(tensors, 3, torch.float32, held_bytes)
             updater.set_step(0, 1.0, accumulation=2)
