@@ -41,7 +41,7 @@ LONGEST_LINE = 2**16
 VERSION = 1
 """Of how a text is cut and tokenised: another one makes the files of the cache anew."""
 HALF = "\ufffd"
-"""What a tokenizer writes for bytes that are no character, or not yet."""
+"""Replacement character, which stands for bytes that do not, or not yet, form a character."""
 
 
 class Tokenizer:
@@ -147,7 +147,7 @@ class Tokenizer:
 
 
 class _OfTokens(Text):
-    """What texts of tokens have alike: lengths and places are in tokens, files those of bytes."""
+    """Base of texts of tokens: lengths and places are in tokens, files are those of the bytes."""
 
     tokens: Tokenizer
     _source: Text

@@ -183,7 +183,7 @@ class ModelConfig:
     vocabulary: int = VOCABULARY
     """Number of symbols: 256 is every byte, and another number is the tokens of a tokenizer."""
     norm_eps: float = NORM_EPS
-    """What norms add to the mean of squares; another number than 1e-6 needs gains in all norms."""
+    """Added to the mean square by every norm; other values than 1e-6 need gains in all norms."""
     tied: bool = False
     """Whether the head multiplies by the weight of the embedding."""
 

@@ -28,9 +28,9 @@ class Architecture(NamedTuple):
     model_type: str
     """Its name in a `config.json`."""
     class_name: str
-    """What Transformers makes of it."""
+    """Name of its architecture in Transformers."""
     gguf: str
-    """What llama.cpp calls it."""
+    """Name of its architecture in llama.cpp."""
     interleaved: bool
     """Whether llama.cpp turns neighbouring numbers of a head as a pair, and not i and i + d / 2."""
 

@@ -50,7 +50,7 @@ class TensorReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportReport:
-    """What was read, and what it became."""
+    """Report of an import: the folder, the model and the errors of its tensors."""
 
     source: str
     run: str

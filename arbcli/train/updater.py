@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.directions.base import Direction, unit_gradient
+from arbcli.directions.base import Direction, unit_ingredients
 from arbcli.errors import ArbError
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
@@ -350,20 +350,12 @@ class Updater:
     def step_held(self) -> None:
         """Update the tensors whose gradients were held, together."""
         held, self._held = self._held, []
-        values: list[Tensor | None] = [None] * len(held)
-        of_gradients = [
-            None if tensor.averages_gradients else tensor.direction for tensor, _ in held
-        ]
-        for direction in dict.fromkeys(of_gradients):
-            places = [i for i, each in enumerate(of_gradients) if each is direction]
-            if direction is None:
-                continue
-            found = direction.values_of([held[i][1] for i in places], self.dtype)
-            for i, part in zip(places, found, strict=True):
-                values[i] = part
+        values = self._values_of(
+            [(None if each.averages_gradients else each.direction, grad) for each, grad in held]
+        )
         averaged: list[_Averaged] = []
 
-        def begin(tensor: TernaryTensor, grad: Tensor, part: Tensor | None) -> None:
+        def begin(tensor: TernaryTensor, grad: Tensor, part: Tensor) -> None:
             averaged.extend(self._begin_whole(tensor, grad, part))
 
         self._together(
@@ -383,18 +375,33 @@ class Updater:
 
     def _step_along(self, averaged: list[_Averaged]) -> None:
         """Step weights along the direction of the moments that have taken in their gradients."""
-        for direction in dict.fromkeys(each.direction for each in averaged):
-            some = [each for each in averaged if each.direction is direction]
-            moments = [each.tensor.rule.digits(each.state)["moment"][0] for each in some]
-            found = direction.values_of([m.to(self.dtype) for m in moments], self.dtype)
-            parts = [
-                partial(_step_one, each, values) for each, values in zip(some, found, strict=True)
+        moments = [each.tensor.rule.digits(each.state)["moment"][0] for each in averaged]
+        found = self._values_of(
+            [
+                (each.direction, moment.to(self.dtype))
+                for each, moment in zip(averaged, moments, strict=True)
             ]
-            if all(self._may_hold(each.tensor) for each in some):
-                self._together(parts)
-            else:
-                for part in parts:
-                    part()
+        )
+        parts = [
+            partial(_step_one, each, values) for each, values in zip(averaged, found, strict=True)
+        ]
+        if all(self._may_hold(each.tensor) for each in averaged):
+            self._together(parts)
+        else:
+            for part in parts:
+                part()
+
+    def _values_of(self, pairs: list[tuple[Direction | None, Tensor]]) -> list[Tensor]:
+        """Make what gains turn into directions, of matrices; one without a direction stays."""
+        values = [matrix for _, matrix in pairs]
+        for direction in dict.fromkeys(direction for direction, _ in pairs):
+            if direction is None:
+                continue
+            places = [i for i, (each, _) in enumerate(pairs) if each is direction]
+            found = direction.values_of([pairs[i][1] for i in places], self.dtype)
+            for i, part in zip(places, found, strict=True):
+                values[i] = part
+        return values
 
     def _update_whole(self, tensor: TernaryTensor, grad: Tensor | SignGradient) -> None:
         """Update the one matrix of a tensor."""
@@ -458,7 +465,7 @@ class Updater:
         gains = gradient_gains(statistics, *running, keys[ROW], keys[COLUMN], *counters)
         ingredients = None
         if direction is not None and tensor.averages_gradients:
-            ingredients = unit_gradient(grad, gains.ok, share)
+            ingredients = unit_ingredients(grad, gains.ok, share)
         elif direction is not None:
             values = direction.values(grad, self.dtype) if values is None else values
             ingredients = direction.ingredients(values, gains, share)

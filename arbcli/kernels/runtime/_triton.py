@@ -13,7 +13,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 class TritonMissing(ArbError):
-    """What was asked for needs Triton, which is not installed.
+    """Raised where Triton is needed and not installed.
 
     Args:
         what: needs it.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class TensorOptions(TypedDict):
-    """What a new tensor is made of, and where."""
+    """Keyword arguments `dtype` and `device` of a new tensor."""
 
     dtype: torch.dtype
     device: torch.device

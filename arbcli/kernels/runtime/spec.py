@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 Results = Tensor | tuple[Tensor | None, ...]
-"""What an implementation returns; a peer has None where it computes nothing."""
+"""Outputs of an implementation; None where a peer computes nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from arbcli.model.widths import head_lr_factor
 
 
 class Layers(NamedTuple):
-    """What a dense model is built of; both kinds take the same arguments.
+    """Layers of a dense model; packed and float ones take the same arguments.
 
     What these make is either kind of layer. Steps of a text, such as `fused`, are of packed ones.
     """

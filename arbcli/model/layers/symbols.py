@@ -37,7 +37,7 @@ def in_chunks(vocabulary: int) -> bool:
 
 
 class Scored(NamedTuple):
-    """What losses were computed from."""
+    """Inputs of the losses of a batch, kept for the backward."""
 
     x: Tensor
     """(M, D)."""
