@@ -81,7 +81,7 @@ def row_error(
     added = torch.randn(1, weight.out_features, generator=generator) if gated else None
     inputs = *weight, eps, added, torch.float32
     with emulated(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_matmul, "_tiling", lambda *_: row_matmul.Tiling(*tiling))
+        patch.setattr(row_matmul, "tiling_of", lambda *_: row_matmul.Tiling(*tiling))
         y = row_matmul.ROW_MATMUL.triton(x, *inputs)
     return error(y, coded.coded_reference(row, *inputs))
 
