@@ -9,9 +9,10 @@ each phase of a step, and the host waits to know which of them to run.
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +22,14 @@ from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.infer.step_graph import StepGraph
 from arbcli.infer.tokens import bytes_of, symbols_of
+from arbcli.kernels.attention.attend_ahead import keep_accepted_, table_of
+from arbcli.kernels.output.choose_ahead import accept_ahead_, choose_ahead_
 from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.model.cache import Cache
 from arbcli.model.language_model import LanguageModel, Phase
 
 WARM_UP_STEPS = 3
@@ -67,6 +71,81 @@ class Sampling:
                 raise ArbError(f"`--{option}` is {value}", hint=f"use {hint}")
 
 
+class Checks:
+    """Steps that each propose bytes of a text, check them at once, and accept those that are right.
+
+    All of it happens on the device. The text is the one that is made a byte at a time.
+
+    Args:
+        model: that `can_check`, with a head beyond the next byte.
+        cache: of the text.
+        size: bytes of a check: the last one of the text, and proposals behind it.
+    """
+
+    def __init__(self, model: LanguageModel, cache: Cache, size: int) -> None:
+        self.size, self._model, self._cache = size, model, cache
+        device, integers = model.device, {"dtype": torch.int32, "device": model.device}
+        self._ids = torch.zeros(1, size, dtype=torch.int64, device=device)
+        self._chosen = torch.zeros(size, dtype=torch.int64, device=device)
+        self._places = torch.zeros(size, **integers)
+        self.accepted = torch.zeros(2, **integers)
+        """(2,) int32: positions before the last check, and how many bytes it made."""
+        like = {"dtype": model.compute_dtype, "device": device}
+        self._last = torch.zeros(1, 1, model.config.dim, **like)
+        self._table = table_of(cache.kept(size))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is not stored yet."""
+        return sum(part.new.nbytes for part in self._table.rings)
+
+    @property
+    def byte(self) -> Tensor:
+        """The last byte of the text, of one element."""
+        return self._ids[0, :1]
+
+    def begin(self, byte: Tensor) -> None:
+        """Go on from a text whose last byte, of one element, is not read yet."""
+        self.byte.copy_(byte.flatten())
+        numbers = torch.arange(self.size, dtype=torch.int32, device=byte.device)
+        self._places.copy_(self._cache.position + numbers)
+
+    def run(self, text: Tensor, key: Tensor, how: Sampling) -> None:
+        """Do a check; the text gets one byte more at least, and `size` at most.
+
+        Args:
+            text: (P,) uint8, with room for `size` bytes.
+            key: of the random numbers.
+            how: bytes are chosen.
+        """
+        settings = how.temperature, how.top_k, how.top_p
+        position, x = self._cache.position, self._last
+        for number in range(1, self.size):
+            byte, place = self._ids[:, number - 1 : number], self._places[number]
+            x, logits = self._model.propose(x, byte)
+            proposed = self._ids[0, number : number + 1]
+            choose_byte_(proposed, text, logits, place, key, *settings)
+        logits, rows = self._model.check(self._ids, self._cache)
+        choose_ahead_(self._chosen, text, logits[0], position, key, *settings)
+        accept_ahead_(
+            self._ids[0], self._chosen, rows[0], self._last.view(-1), position, self._places,
+            self.accepted,
+        )  # fmt: skip
+        keep_accepted_(self._table, self.accepted[0], self.accepted[1])
+
+
+class _Fetch(NamedTuple):
+    """Checks that were launched, and their results on the way to the host."""
+
+    checks: int
+    begin: int
+    """Bytes of the text that were known when they were launched."""
+    position: Callable[[], Sequence[int]]
+    """Waits for the position behind them."""
+    text: Callable[[], Sequence[int]]
+    """Waits for the bytes from `begin` on, and what may be behind them."""
+
+
 class Decoder:
     """A model, its cache, and the text so far.
 
@@ -79,6 +158,8 @@ class Decoder:
         capture: whether a step is replayed as one CUDA graph, or on a CPU as one list of loops,
             which gives the same bits; None is wherever it can be.
         stream: which of the random streams of the seed.
+        ahead: bytes of a check, where the model has a head that proposes them and `can_check`; 1 is
+            none, and None as many as it was trained to predict. It changes no bit of the text.
 
     Raises:
         ArbError: the text is longer than `LONGEST_TEXT`.
@@ -94,6 +175,7 @@ class Decoder:
         backend: str | None = None,
         capture: bool | None = None,
         stream: int = 0,
+        ahead: int | None = None,
     ) -> None:
         if positions > LONGEST_TEXT:
             raise ArbError(
@@ -113,6 +195,10 @@ class Decoder:
         seed = torch.tensor(self.sampling.seed, dtype=torch.int32, device=device)
         self._key = stream_keys(seed, torch.full_like(seed, stream), 1, 1)[0, 0]
         self._phases = model.step_phases(self._byte, self.cache)
+        self.checks = self._new_checks(ahead)
+        """What makes several bytes at once; None is one at a time."""
+        self.checks_made, self.checked_bytes = 0, 0
+        self._check: Callable[[], None] = self._run_check
         self.recorded = False
         """Whether a step is replayed as one list of loops."""
         can_capture = device.type == "cuda" and self.backend == "triton"
@@ -152,6 +238,8 @@ class Decoder:
         """
         if not 0 < self.length <= len(self._text) - length:
             raise ValueError(f"no room for {length} bytes after {self.length}")
+        if self.checks is not None:
+            length = yield from self._stream_checked(self.checks, length)
         together = FETCHED_STEPS if self.device.type == "cuda" else 1
         fetched: deque[Callable[[], Sequence[int]]] = deque()
         end = self.length + length
@@ -163,6 +251,50 @@ class Decoder:
             if len(fetched) == 2:
                 yield fetched.popleft()()
         yield from (fetch() for fetch in fetched)
+
+    def _new_checks(self, ahead: int | None) -> Checks | None:
+        """Make what checks several bytes at once, if that is possible and asked for."""
+        model = self.model
+        if model.ahead is None or ahead == 1:
+            return None
+        size = min(ahead or model.ahead.config.positions, self.cache.window, len(self._text) - 1)
+        with use_backend(self.backend):
+            return Checks(model, self.cache, size) if size > 1 and model.can_check() else None
+
+    @torch.no_grad()
+    def _run_check(self) -> None:
+        if self.checks is not None:
+            with use_backend(self.backend), overlapping():
+                self.checks.run(self._text, self._key, self.sampling)
+
+    def _stream_checked(self, checks: Checks, length: int) -> Generator[Sequence[int], None, int]:
+        """Make bytes by checks as long as each has room, while later checks run.
+
+        Returns:
+            Bytes that are left to be made one at a time.
+        """
+        end, size = self.length + length, checks.size
+        together = FETCHED_STEPS if self.device.type == "cuda" else 1
+        checks.begin(self._byte)
+        under_way: deque[_Fetch] = deque()
+        while True:
+            launched = sum(group.checks for group in under_way)
+            more = min(together, (end - self.length) // size - launched)
+            if more > 0 and len(under_way) < 2:
+                for _ in range(more):
+                    self._check()
+                most = self._text[self.length : self.length + (launched + more) * size]
+                position = copied_to_host(self.cache.position[None])
+                under_way.append(_Fetch(more, self.length, position, copied_to_host(most)))
+            elif under_way:
+                group, begin = under_way.popleft(), self.length
+                self.length = group.position()[0] + 1
+                self.checks_made += group.checks
+                self.checked_bytes += self.length - begin
+                yield group.text()[begin - group.begin : self.length - group.begin]
+            else:
+                self._byte.copy_(checks.byte)
+                return end - self.length
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -215,6 +347,15 @@ class Decoder:
         else:
             pairs = zip(self._phases, graphs, strict=True)
             self._phases = [_replayed(phase, graph) for phase, graph in pairs]
+        if self.checks is not None:
+            for _ in range(WARM_UP_STEPS):
+                self.cache.reset()
+                self.checks.begin(self._byte)
+                self._run_check()
+            checks = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(checks, pool=graphs[-1].pool()):
+                self._run_check()
+            self._check = checks.replay
         self.cache.reset()
 
     def _record(self) -> None:

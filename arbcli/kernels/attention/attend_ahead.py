@@ -8,7 +8,7 @@ of them stay is said later, and `keep_accepted_` stores those.
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +21,14 @@ from arbcli.kernels.attention.attend_parts import (
     attend_parts,
     attend_parts_reference,
     attend_rows_triton,
-    fits_parts,
+    fits_heads,
 )
 from arbcli.kernels.attention.decode_attention import check_new_byte, check_rings, decode_attention
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import check_contiguous, check_scalars
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.spec import EXACT, Case, Gate, KernelSpec
+from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec
 
 MOST_AHEAD = 8
 """Bytes at a time."""
@@ -44,8 +44,9 @@ def _in_turn(
     qkv: Tensor,
     keys: Tensor,
     values: Tensor,
+    new: Tensor,
     position: Tensor,
-) -> tuple[list, Tensor]:
+) -> list:
     """Attend from one position after another, and take back what they store.
 
     Args:
@@ -53,24 +54,26 @@ def _in_turn(
         qkv: (M, 3, heads, d).
         keys: the ring, (heads, W, d).
         values: likewise.
+        new: (2, M, heads, d), set to the keys and values that it stored.
         position: int32 scalar.
 
     Returns:
-        What `attend` gives for each, and the keys and values that it stored, (2, M, heads, d).
+        What `attend` gives for each.
     """
     slots = slots_of(position, len(qkv), keys.shape[1])
     before = keys[:, slots], values[:, slots]
     found = [attend(row, position + number) for number, row in enumerate(qkv.unbind())]
-    new = torch.stack([ring[:, slots].transpose(0, 1) for ring in (keys, values)])
-    for ring, old in zip((keys, values), before, strict=True):
+    for ring, old, stored in zip((keys, values), before, new, strict=True):
+        stored.copy_(ring[:, slots].transpose(0, 1))
         ring.index_copy_(1, slots, old)
-    return found, new
+    return found
 
 
 def attend_ahead_reference(
     qkv: Tensor,
     keys: Tensor,
     values: Tensor,
+    new: Tensor,
     position: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -78,7 +81,7 @@ def attend_ahead_reference(
     most: int = MOST_PARTS,
 ) -> tuple[Tensor, ...]:
     """Compute the values and totals of `attend_ahead`, and new keys and values: float64."""
-    averages, totals, new = [], [], []
+    averages, totals, stored = [], [], []
     for row, of_row in enumerate(qkv):
         at = int(position) + row
         place = torch.tensor(at)
@@ -89,49 +92,49 @@ def attend_ahead_reference(
         averages.append(average)
         totals.append(total)
         slot = at % keys.shape[1]
-        new.append(torch.stack([keys[:, slot], values[:, slot]]))
-    return torch.stack(averages), torch.stack(totals), torch.stack(new, dim=1)
+        stored.append(torch.stack([keys[:, slot], values[:, slot]]))
+    return torch.stack(averages), torch.stack(totals), torch.stack(stored, dim=1)
 
 
 def _attend_ahead_torch(
-    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    eps: float, most: int = MOST_PARTS,
-) -> tuple[PartsOfRows, Tensor]:  # fmt: skip
+    qkv: Tensor, keys: Tensor, values: Tensor, new: Tensor, position: Tensor, cos: Tensor,
+    sin: Tensor, eps: float, most: int = MOST_PARTS,
+) -> PartsOfRows:  # fmt: skip
     def attend(row: Tensor, place: Tensor) -> AttentionParts:
         return attend_parts(row, keys, values, place, cos, sin, eps, most)
 
-    found, new = _in_turn(attend, qkv, keys, values, position)
+    found = _in_turn(attend, qkv, keys, values, new, position)
     values_of_rows, totals = (
         torch.stack([getattr(part, name) for part in found]) for name in ("values", "totals")
     )
-    return PartsOfRows(values_of_rows, totals, position, found[0].span), new
+    return PartsOfRows(values_of_rows, totals, position, found[0].span)
 
 
 def _attend_ahead_triton(
-    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    eps: float, most: int = MOST_PARTS,
-) -> tuple[PartsOfRows, Tensor]:  # fmt: skip
-    new = torch.empty(2, len(qkv), *qkv.shape[2:], dtype=qkv.dtype, device=qkv.device)
-    parts = attend_rows_triton(qkv, keys, values, position, cos, sin, eps, new, most)
-    return parts, new
+    qkv: Tensor, keys: Tensor, values: Tensor, new: Tensor, position: Tensor, cos: Tensor,
+    sin: Tensor, eps: float, most: int = MOST_PARTS,
+) -> PartsOfRows:  # fmt: skip
+    return attend_rows_triton(qkv, keys, values, position, cos, sin, eps, new, most)
 
 
 def attend_ahead(
     qkv: Tensor,
     keys: Tensor,
     values: Tensor,
+    new: Tensor,
     position: Tensor,
     cos: Tensor,
     sin: Tensor,
     eps: float,
     most: int = MOST_PARTS,
-) -> tuple[PartsOfRows, Tensor]:
+) -> PartsOfRows:
     """Attend from several new bytes, in parts.
 
     Args:
         qkv: (M, 3, heads, d) bfloat16, contiguous, of 2 to 8 bytes, d 64 or 128.
         keys: (heads, W, d) bfloat16, of at least M slots, as of `attend_parts`; not changed.
         values: like `keys`.
+        new: (2, M, heads, d), set to the keys as they are to be stored, and the values.
         position: int32 scalar tensor: how many bytes came before the first one.
         cos: (P, d / 2) float32, contiguous.
         sin: like `cos`.
@@ -139,34 +142,37 @@ def attend_ahead(
         most: parts of a head at most.
 
     Returns:
-        Parts of each byte, with the bits of `attend_parts`, and (2, M, heads, d), the keys as they
-        are to be stored and the values.
+        Parts of each byte, with the bits of `attend_parts`.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(qkv, keys, values, position, cos, sin)
+    _check(qkv, keys, values, new, position, cos, sin)
+    if len(qkv) < 2 or not fits_heads(qkv):
+        raise ValueError(f"need rows of bfloat16 heads of 64 or 128, got {tuple(qkv.shape)}")
     run = _attend_ahead_triton if uses_triton(qkv) else _attend_ahead_torch
-    return run(qkv, keys, values, position, cos, sin, eps, most)
+    return run(qkv, keys, values, new, position, cos, sin, eps, most)
 
 
 def attend_in_turn(
     qkv: Tensor,
     keys: Tensor,
     values: Tensor,
+    new: Tensor,
     position: Tensor,
     cos: Tensor,
     sin: Tensor,
     tickets: Tensor,
     eps: float,
     alone: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Do the same by `decode_attention`, of one byte after another.
 
     Args:
         qkv: (M, 3, heads, d) float32 or bfloat16, contiguous.
         keys: as of `decode_attention`, of at least M slots; it is what it was afterwards.
         values: like `keys`.
+        new: (2, M, heads, d), set to the keys as they are to be stored, and the values.
         position: int32 scalar tensor: how many bytes came before the first one.
         cos: as of `decode_attention`, like those that follow.
         sin: likewise.
@@ -175,25 +181,26 @@ def attend_in_turn(
         alone: likewise.
 
     Returns:
-        (M, heads, d), and (2, M, heads, d), the keys as they are to be stored and the values.
+        (M, heads, d).
     """
-    _check(qkv, keys, values, position, cos, sin)
+    _check(qkv, keys, values, new, position, cos, sin)
 
     def attend(row: Tensor, place: Tensor) -> Tensor:
         return decode_attention(row, keys, values, place, cos, sin, tickets, eps, alone)
 
-    found, new = _in_turn(attend, qkv, keys, values, position)
-    return torch.stack(found), new
+    return torch.stack(_in_turn(attend, qkv, keys, values, new, position))
 
 
 def _check(
-    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor
-) -> None:
+    qkv: Tensor, keys: Tensor, values: Tensor, new: Tensor, position: Tensor, cos: Tensor,
+    sin: Tensor,
+) -> None:  # fmt: skip
     got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
     if qkv.dim() != 4 or not 1 <= len(qkv) <= MOST_AHEAD or not qkv.is_contiguous():
         raise ValueError(f"need contiguous (M, 3, heads, d) of 1 to {MOST_AHEAD} rows, got {got}")
     check_new_byte(qkv[0], position, cos, sin, None)
     check_rings(qkv[0], keys, values)
+    check_contiguous("new", new, qkv.dtype, (2, len(qkv), *qkv.shape[2:]))
     if keys.shape[1] < len(qkv):
         raise ValueError(f"{len(qkv)} rows do not fit in a ring of {keys.shape[1]} slots")
 
@@ -322,6 +329,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         parts = [torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes]
         angle = 7 * torch.randn(position + rows, width // 2, generator=generator).to(device)
         at = torch.tensor(position, dtype=torch.int32, device=device)
+        parts.append(torch.zeros(2, rows, heads, width, dtype=torch.bfloat16, device=device))
         label = f"{rows} rows of {heads}x{window}x{width} at {position} in {most} or fewer"
         yield Case(label, (*parts, at, angle.cos(), angle.sin(), 1e-6, most))
 
@@ -330,14 +338,17 @@ def _without_gaps(run: Callable) -> Callable:
     """Wrap an implementation so that parts that nobody writes are 0."""
 
     def without_gaps(
-        qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-        eps: float, most: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        found, new = run(qkv, keys, values, position, cos, sin, eps, most)
+        qkv: Tensor, keys: Tensor, values: Tensor, new: Tensor, position: Tensor, *others: Any
+    ) -> tuple[Tensor, ...]:
+        before = keys.clone(), values.clone()
+        found = run(qkv, keys, values, new, position, *others)
         begins = found.span * torch.arange(found.totals.shape[1], device=qkv.device)
         rows = torch.arange(len(qkv), device=qkv.device)[:, None]
         used = (begins <= position + rows)[..., None]
         sums, totals = (torch.where(used, part, 0) for part in found[:2])
+        same = [torch.equal(*pair) for pair in zip(before, (keys, values), strict=True)]
+        if not all(same):
+            raise ValueError("a ring was changed")
         return sums, totals, new
 
     return without_gaps

@@ -503,8 +503,12 @@ def fits_parts(qkv: Tensor) -> bool:
     Args:
         qkv: (..., d), the byte's query, key and value.
     """
-    fits = qkv.dtype == torch.bfloat16 and qkv.shape[-1] in WIDTHS
-    return fits and uses_triton(qkv) and torch.version.hip is None
+    return fits_heads(qkv) and uses_triton(qkv) and torch.version.hip is None
+
+
+def fits_heads(qkv: Tensor) -> bool:
+    """Whether queries, keys and values are of a dtype and a width that this is for."""
+    return qkv.dtype == torch.bfloat16 and qkv.shape[-1] in WIDTHS
 
 
 def attend_parts(
@@ -542,7 +546,7 @@ def attend_parts(
     check_new_byte(qkv, position, cos, sin, None)
     check_rings(qkv, keys, values)
     got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
-    if qkv.dtype != torch.bfloat16 or qkv.shape[-1] not in WIDTHS:
+    if not fits_heads(qkv):
         raise ValueError(f"need bfloat16 heads of 64 or 128, got {got}")
     if keys.data_ptr() % 16 or values.data_ptr() % 16:
         raise ValueError("need rings that begin at multiples of 16 bytes")

@@ -5,10 +5,10 @@ and how x is rounded are those of `row_matmul`, and so is the order of every sum
 planes of a block, of the blocks of a step, of the steps of a row, and of the squares of a row. The
 sums of integers, which are exact in any order, are formed otherwise.
 
-Work. Weights are loaded once for all rows. The matrix instruction multiplies a block of 16 rows of w
-by four rows of x, two columns each: thread 4 r + c has j = c of each block, and the results of rows
-r and r + 8 of w and row c of x. As many rows of x as fit in shared memory, four at most, are rounded
-and multiplied at a time.
+Work. Weights are loaded once for all rows. The matrix instruction multiplies a block of 16 rows of
+w by four rows of x, two columns each: thread 4 r + c has j = c of each block, and the results of
+rows r and r + 8 of w and row c of x. As many rows of x as fit in shared memory, four at most, are
+rounded and multiplied at a time.
 """
 
 from functools import partial
@@ -239,7 +239,6 @@ def _row_by_row_kernel(
     THREADS: tl.constexpr = 32 * WARPS
     thread = tl.arange(0, THREADS)
     warp, r, c = thread // 32, thread // 4 % 8, thread % 4
-    zero = tl.zeros(thread.shape, tl.float32)
     PER_TILE: tl.constexpr = (BLOCKS + ABREAST - 1) // ABREAST
     STEPS: tl.constexpr = HEIGHT * PER_TILE
     WIDE: tl.constexpr = width_of(BLOCKS, ABREAST)

@@ -316,6 +316,7 @@ def take_x(
 
 @triton.constexpr_function
 def mask_of(plane):
+    """Mask the codes of a plane in a word."""
     return (0x03030303, 0x0C0C0C0C, 0x30303030, -0x3F3F3F40)[plane]
 
 
@@ -552,8 +553,8 @@ def _row_matmul_triton(
         *about_parts[2:],
         NORM=eps is not None, GATED=gated, ADD=added is not None,
         ABREAST=abreast, HEIGHT=height, BLOCKS=blocks, WARPS=warps,
-        WIDTH=width, WHOLE=in_features == BLOCK * width_of(blocks, abreast), EARLY=early, BYTES=size,
-        PTX=HAS_PTX, num_warps=warps, maxnreg=registers, **overlap_options(x),
+        WIDTH=width, WHOLE=in_features == BLOCK * width_of(blocks, abreast), EARLY=early,
+        BYTES=size, PTX=HAS_PTX, num_warps=warps, maxnreg=registers, **overlap_options(x),
     )  # fmt: skip
     return y
 
