@@ -32,6 +32,7 @@ KEYS = {
     "cpu_text": ("preset", "digits", "task", "program", "threads", "level"),
     "exports": ("model", "program", "type"),
     "imports": ("kind", "rule", "scale_type"),
+    "large_tuning": ("shape", "kind"),
     "hnet": ("preset", "kind"),
     "long": ("preset", "kind"),
     "long_quality": ("kind", "seconds", "batch", "seed"),
