@@ -39,9 +39,12 @@ class FloatQwen(nn.Module):
         shape: its sizes.
         dtype: of its weights.
         recompute: whether a backward computes the inside of a block again.
+        device: where it is.
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, *, recompute: bool) -> None:
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, *, recompute: bool, device: str = "cuda"
+    ) -> None:
         super().__init__()
         self.shape, self.recompute = shape, recompute
         q, kv = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
@@ -53,7 +56,7 @@ class FloatQwen(nn.Module):
         }  # fmt: skip
 
         def drawn(size: tuple[int, ...]) -> nn.Parameter:
-            weight = torch.empty(size, dtype=dtype, device="cuda")
+            weight = torch.empty(size, dtype=dtype, device=device)
             return nn.Parameter(weight.fill_(1) if len(size) == 1 else weight.normal_(0, 0.02))
 
         self.blocks = nn.ModuleList(
@@ -67,10 +70,10 @@ class FloatQwen(nn.Module):
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Compute the mean cross-entropy, in nats a token, of (B, T) int64."""
-        turned = _turns(ids.shape[1], self.shape.head_width)
+        turned = _turns(ids.shape[1], self.shape.head_width, ids.device)
         x = functional.embedding(ids, self.embedding).to(torch.bfloat16)
-        for block in self.blocks:
-            weights = [block[name] for name in ORDER]
+        for index in range(self.shape.layers):
+            weights = self.weights_of(index)
             if self.recompute:
                 x = checkpoint(
                     self._block, x, *turned, self.shape.head_width, *weights, use_reentrant=False
@@ -79,6 +82,10 @@ class FloatQwen(nn.Module):
                 x = self._block(x, *turned, self.shape.head_width, *weights)
         x = functional.rms_norm(x, x.shape[-1:], self.norm.to(x.dtype), EPS)
         return _Loss.apply(x.flatten(0, 1), self.head, targets.flatten())
+
+    def weights_of(self, index: int) -> list[Tensor]:
+        """List the weights of a block, in `ORDER`."""
+        return [self.blocks[index][name] for name in ORDER]
 
 
 ORDER = ("norm", "q", "k", "v", "q_norm", "k_norm", "o", "ffn_norm", "gate", "up", "down")
@@ -101,9 +108,9 @@ def _block(x: Tensor, cos: Tensor, sin: Tensor, width: int, *weights: Tensor) ->
     return x + functional.linear(gated, w["down"])
 
 
-def _turns(length: int, width: int) -> tuple[Tensor, Tensor]:
-    rates = 1e6 ** (-torch.arange(0, width, 2, device="cuda") / width)
-    angles = torch.arange(length, device="cuda")[:, None] * rates
+def _turns(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    rates = 1e6 ** (-torch.arange(0, width, 2, device=device) / width)
+    angles = torch.arange(length, device=device)[:, None] * rates
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
 
@@ -160,13 +167,14 @@ class ReleasedAdafactor:
     """
 
     def __init__(self, model: nn.Module, lr: float) -> None:
-        self.lr = torch.tensor(lr, device="cuda")
-        self.decay = torch.tensor(0.0, device="cuda")
+        device = next(model.parameters()).device
+        self.lr = torch.tensor(lr, device=device)
+        self.decay = torch.tensor(0.0, device=device)
         self.steps = 0
         self.state: dict[Tensor, tuple[Tensor, ...]] = {}
         for weight in model.parameters():
             sizes = weight.shape if weight.dim() == 2 else weight.shape[:1]
-            self.state[weight] = tuple(torch.zeros(size, device="cuda") for size in sizes)
+            self.state[weight] = tuple(torch.zeros(size, device=device) for size in sizes)
             weight.register_post_accumulate_grad_hook(self._step)
 
     def next_step(self) -> None:
