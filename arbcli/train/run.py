@@ -25,6 +25,8 @@ from arbcli.checkpoint import (
     write_file,
     write_json,
 )
+from arbcli.chat_template import keep_template
+from arbcli.chats import has_documents
 from arbcli.config.initial import check_initial
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data import Texts
@@ -253,6 +255,8 @@ def start_run(
             if group.first and save:
                 if texts.tokenizer:
                     write_file(run / FILE, lambda file: file.write(texts.tokenizer.content))
+                if has_documents(config.field):
+                    keep_template(str(config.tokenizer), run)
                 write_json(run / CONFIG, facts)
             return _run(trainer, run, facts, observer, profile)
 
