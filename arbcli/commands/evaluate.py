@@ -134,8 +134,7 @@ def _of_kind(kind: "KindLoss") -> list[list[str]]:
     if kind.peer_bits_per_unit is not None:
         sizes = {"this model": kind.bits_per_unit, **kind.peer_bits_per_unit}
         shown = ", ".join(f"{name} {bits:.3f}" for name, bits in sizes.items())
-        unit = {"sound": "sample", "picture": "pixel"}[kind.kind]
-        rows.append([f"{kind.kind}: bits a {unit}", shown])
+        rows.append([f"{kind.kind}: bits a {kind.unit}", shown])
     return rows
 
 

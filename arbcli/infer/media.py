@@ -22,8 +22,10 @@ class KindLoss:
     """`text`, `sound` or `picture`."""
     bytes: int
     nats_per_byte: float
+    unit: str | None = None
+    """`sample` of a sound, `pixel` of a picture; None of text."""
     units: int | None = None
-    """Samples of sounds, over all channels, or pixels of pictures; None of text."""
+    """How many; samples are those of all channels."""
     bits_per_unit: float | None = None
     """Headers included, as in the sizes of files."""
     peer_bits_per_unit: dict[str, float] | None = None
@@ -92,17 +94,17 @@ class MediaLosses:
         if between := len(self.text) - sum(part.stop - part.start for part in self.parts):
             nats = sum(sums[::2]) / between
             found.append(KindLoss(kind="text", bytes=between, nats_per_byte=nats))
-        for kind in ("sound", "picture"):
+        for kind, unit in (("sound", "sample"), ("picture", "pixel")):
             each = [
                 (part, nats)
                 for part, nats in zip(self.parts, sums[1::2], strict=True)
                 if part.header.kind == kind
             ]
             if each:
-                found.append(self._of_kind(kind, each))
+                found.append(self._of_kind(kind, unit, each))
         return tuple(found)
 
-    def _of_kind(self, kind: str, each: list[tuple[Part, float]]) -> KindLoss:
+    def _of_kind(self, kind: str, unit: str, each: list[tuple[Part, float]]) -> KindLoss:
         units, peers = 0, dict[str, int]()
         for part, _ in each:
             body, header = self.text.read(*part.body_range), part.header
@@ -118,6 +120,7 @@ class MediaLosses:
             kind=kind,
             bytes=size,
             nats_per_byte=nats / size,
+            unit=unit,
             units=units,
             bits_per_unit=nats / math.log(2) / max(units, 1),
             peer_bits_per_unit={name: 8 * count / max(units, 1) for name, count in peers.items()},
