@@ -56,7 +56,8 @@ def test_hostile_template_is_refused_in_one_line(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArbError) as caught:
         ChatTemplate(source, "it", {}).render([{"role": "user", "content": "hi"}])
-    assert str(caught.value).startswith("`it` ") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("`it` ")
+    assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -116,7 +116,9 @@ def test_questions_and_texts(tmp_path, tokenizer):
     text = chats(tmp_path, tokenizer, [{"text": "you are"}], field="+text")
     ((ids, targets),) = documents_of(text)
     assert tokenizer.decode([ids[0], *targets]) == "you are<|im_end|>"
-    assert has_documents("+text") and has_documents("messages") and not has_documents("text")
+    assert has_documents("+text")
+    assert has_documents("messages")
+    assert not has_documents("text")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,8 @@ def test_questions_and_texts(tmp_path, tokenizer):
 def test_damaged_record_is_refused_by_its_place(tmp_path, tokenizer, record, why):
     with pytest.raises(ArbError, match=r"record at byte 0 of .*") as caught:
         chats(tmp_path, tokenizer, [record])
-    assert why in str(caught.value) and "\n" not in str(caught.value)
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_records_that_a_split_cuts_are_left_out(tmp_path, tokenizer):
@@ -227,7 +230,8 @@ def test_batches_follow_from_seed_and_step(tmp_path, tokenizer):
     found = chats(tmp_path, tokenizer, [chat(f"{i}", f"{i}" * i) for i in range(30)], context=32)
     given = {"seed": 0, "micro": 0, "batch_size": 3, "context": 32, "device": "cpu"}
     first, again = (batch(found, step=5, **given) for _ in range(2))
-    assert all(map(torch.equal, first, again)) and first[0].shape == (3, 32)
+    assert all(map(torch.equal, first, again))
+    assert first[0].shape == (3, 32)
     assert not torch.equal(first[0], batch(found, step=6, **given)[0])
 
 
@@ -245,3 +249,11 @@ def test_command_trains_on_chats_and_resumes_to_the_same_bits(tmp_path, folder, 
     (run / "step-000004.safetensors").unlink()
     assert arb_here("train", "--resume", str(run), "--quiet").returncode == 0
     assert (run / "step-000004.safetensors").read_bytes() == wanted
+    ask = ["generate", "--checkpoint", str(run), "--chat", "--length", "5", "--device", "cpu"]
+    report = json.loads(arb_here(*ask, "--prompt", "you", "--json").stdout)
+    assert report["prompt"] == "<|im_start|>user\nyou<|im_end|>\n<|im_start|>assistant\n"
+    done = arb_here(*ask, "--prompt", "<|im_end|>")
+    assert done.returncode == 2
+    assert "which is a special token" in done.stderr
+    done = arb_here("evaluate", "--checkpoint", str(run))
+    assert "was trained on documents" in done.stderr

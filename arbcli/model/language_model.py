@@ -238,9 +238,7 @@ class LanguageModel(nn.Module):
         x = each_text(lambda row: self._embed(row, length)[0], text)
         return x, Reading.of_text(text, length) if self.config.reads_text else Reading()
 
-    def _whole(
-        self, ids: Tensor, seen: list[Chunked], documents: Tensor | None = None
-    ) -> Flow:
+    def _whole(self, ids: Tensor, seen: list[Chunked], documents: Tensor | None = None) -> Flow:
         """Compute the stream before the head; what the stages make of the batch is `seen`."""
         x, reading = self._embed(ids, ids.shape[1])
         if documents is not None:

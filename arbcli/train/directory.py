@@ -25,8 +25,7 @@ from arbcli.config.training import TrainConfig, train_config_dict, train_config_
 from arbcli.data import Text, Texts, entropy, open_texts
 from arbcli.errors import ArbError
 from arbcli.infer.tokens import check_digest, check_vocabulary
-from arbcli.plain_text import Conversion
-from arbcli.plain_text import PLAIN
+from arbcli.plain_text import PLAIN, Conversion
 from arbcli.reading import read_json
 from arbcli.run_files import CONFIG, RUNS
 from arbcli.tokens import FILE, Tokenizer, tokenised

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from arbcli.chat_template import keep_template
+from arbcli.chats import has_documents
 from arbcli.checkpoint import (
     Accept,
     Checkpoint,
@@ -25,8 +27,6 @@ from arbcli.checkpoint import (
     write_file,
     write_json,
 )
-from arbcli.chat_template import keep_template
-from arbcli.chats import has_documents
 from arbcli.config.initial import check_initial
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data import Texts

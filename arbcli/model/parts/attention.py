@@ -12,9 +12,9 @@ the turn by the angles of position t:
 
 In (2) gains come before the turn, which turns the numbers i and i + d / 2 of a head as a pair: so
 do Llama and its descendants in Transformers. Without gains the order does not matter, and kernels
-turn first. Every head of keys serves as many heads of queries, which lie side by side. Of a window of several
-documents s goes through those of t's document alone. Only differences of angles matter, so they
-need not begin anew with each.
+turn first. Every head of keys serves as many heads of queries, which lie side by side. Of a
+window of several documents s goes through the positions of t's document alone; only differences of
+angles matter, so these need not begin anew with each.
 
 Kernels compute this where `fits_kernels` says so; all other shapes are plain operations.
 
