@@ -10,6 +10,9 @@ from arbcli.config.presets import assembled, config_from_dict
 from arbcli.config.settings import OPTIMISATION, RUN, TEXT, Setting, decisive, settings_of
 from arbcli.config.short_forms import ARGUMENTS
 from arbcli.errors import ArbError
+from arbcli.media import pictures
+from arbcli.media.sound import FORMS as SOUND_FORMS
+from arbcli.plain_text import Conversion
 from arbcli.rules import FADED, LR, LR_OF_DIGITS
 
 EVAL_EVERY = (50, 500)
@@ -68,6 +71,24 @@ class TrainConfig:
     field: Annotated[
         str | None,
         Setting("Field of .jsonl or .parquet files that holds the text.", TEXT, metavar="FIELD"),
+    ] = None
+    sound: Annotated[
+        str | None,
+        Setting(
+            "Bytes of the samples of sounds: mulaw, one each, or pcm16, two.",
+            TEXT,
+            choices=SOUND_FORMS,
+            default="mulaw, and sounds in folders are left out",
+        ),
+    ] = None
+    picture: Annotated[
+        str | None,
+        Setting(
+            "Mode of pictures, rgb or grey, and a size for all if wanted, as in rgb:64x48.",
+            TEXT,
+            metavar="FORM",
+            default="rgb, and pictures in folders are left out",
+        ),
     ] = None
     tokenizer: Annotated[
         str | None,
@@ -226,6 +247,7 @@ class TrainConfig:
         check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])
         if self.scale_losses:
             self._check_scale_losses()
+        self._check_media()
         if self.wire is not None:
             if self.model.weights != "ternary":
                 raise ArbError(
@@ -292,6 +314,18 @@ class TrainConfig:
                 fields=("final_lr", "schedule"),
             )
 
+    def _check_media(self) -> None:
+        """Check the forms of sounds and pictures, which are read as bytes alone."""
+        if self.picture is not None:
+            pictures.check_form(self.picture)
+        given = [name for name in ("sound", "picture") if getattr(self, name) is not None]
+        if given and self.tokenizer is not None:
+            raise ArbError(
+                f"a tokenizer reads text, and `{given[0]}` asks for bytes of other kinds",
+                hint=f"leave `{given[0]}` or `tokenizer` out",
+                fields=(given[0], "tokenizer"),
+            )
+
     def _check_scale_losses(self) -> None:
         """Check what moves scales: its spelling, and that the run has nothing that it bars."""
         for entry in self.scale_losses:
@@ -316,6 +350,11 @@ class TrainConfig:
                 hint="leave it out, or change that",
                 fields=("scale_losses",),
             )
+
+    @property
+    def conversion(self) -> Conversion:
+        """Conversion of files that are not plain text to bytes."""
+        return Conversion(self.field, self.sound, self.picture)
 
     @property
     def scale_routes(self) -> dict[tuple[str, ...], frozenset[str]]:

@@ -124,7 +124,7 @@ def test_settings_name_other_settings_only():
 
 
 CHOSEN = {
-    "tokenizer": "tokenizer.json",
+    "tokenizer": "tokenizer.json", "sound": "pcm16", "picture": "grey:64x48",
     "preset": "hnet-tiny", "data": ["a.txt", "b.txt"], "val": ["c.txt"], "field": "body",
     "schedule": "wsd", "rule": "nibble", "digits": "all", "direction": "sign",
     "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
@@ -204,7 +204,7 @@ def test_way_out_names_options_too_and_a_switch_without_a_value(arb_here):
 
 def test_page_of_help_shows_defaults_and_only_groups_that_fit(arb_here):
     page = " ".join(arb_here("generate", "--help").stdout.split())
-    for default in ("512", "0.8", "256", "1.0"):
+    for default in ("512, or the rest of a file", "0.8", "256", "1.0"):
         assert f"[default: {default}]" in page
     assert "x>=" not in page
     assert "--prompt TEXT" in page
