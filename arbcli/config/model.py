@@ -11,6 +11,7 @@ from functools import partial
 
 from arbcli.config.checks import check_at_least, check_at_most, check_choice, check_fields
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
+from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.parts.memories import MemoriesConfig
 from arbcli.config.parts.mlp import MLPConfig
@@ -164,6 +165,8 @@ class ModelConfig:
     """Parts whose results are added to the embedding: of `arbcli.config.parts.BESIDE`."""
     head: MLPConfig | None = None
     """A gated MLP before the linear head; None is the linear head alone."""
+    ahead: AheadConfig | None = None
+    """A second head, which predicts bytes beyond the next one; None is none."""
     scale_type: str = "T32"
     """How many weights share a scale: a name of `SCALE_TYPES`."""
     rule: str = "moment"
@@ -286,7 +289,7 @@ class ModelConfig:
         parts = [part for _, part in self.sited_parts()]
         main = self.main
         plain = main.streams == 1 and main.adds_plainly and not main.router
-        plain = plain and not self.outer and not self.head
+        plain = plain and not (self.outer or self.head or self.ahead)
         gained = self.norm_gain and plain and all(part.kind in EPS_KINDS for part in parts)
         unit = any(getattr(part, "query_key_norm", None) == "unit" for part in parts)
         if not gained or unit or any(getattr(part, "sub_norm", False) for part in parts):
@@ -310,7 +313,7 @@ class ModelConfig:
     def _check_tokens(self) -> None:
         spaces = any(chunking.boundaries == "space" for chunking in self.chunkings)
         kinds = [part.kind for _, part in self.sited_parts() if part.reads_text]
-        kinds += [part.kind for part in self.beside]
+        kinds += [part.kind for part in (*self.beside, self.ahead) if part]
         if spaces or kinds:
             name = kinds[0] if kinds else "boundaries=space"
             raise ArbError(
@@ -405,8 +408,9 @@ class ModelConfig:
             yield from ((site, part) for part in block.parts)
         if self.main.memories:
             yield self.site(-1), self.main.memories
-        if self.head:
-            yield self.site(), self.head
+        for part in (self.head, self.ahead):
+            if part:
+                yield self.site(), part
 
     @property
     def reads_text(self) -> bool:
@@ -421,7 +425,9 @@ class ModelConfig:
         of = partial(self._stage_products, lengths=self.lengths)
         found = sum(of(index) for index in range(len(self.stages)))
         site = self.site()
-        ends = [part.products(site, self.ctx) for part in (*self.beside, self.head) if part]
+        ends = [
+            part.products(site, self.ctx) for part in (*self.beside, self.head, self.ahead) if part
+        ]
         return found + self.ctx * (sum(ends) + self.vocabulary * site.dim)
 
     def _stage_products(self, index: int, lengths: tuple[float, ...]) -> float:

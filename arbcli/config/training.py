@@ -9,6 +9,8 @@ from arbcli.config.model import ModelConfig
 from arbcli.config.presets import assembled, config_from_dict
 from arbcli.config.short_forms import ARGUMENTS
 from arbcli.errors import ArbError
+from arbcli.media import pictures, sound
+from arbcli.plain_text import Conversion
 from arbcli.rules import FADED, LR, LR_OF_DIGITS
 
 EVAL_EVERY = (50, 500)
@@ -54,6 +56,11 @@ class TrainConfig:
     """Held-out text; none splits it off the data."""
     field: str | None = None
     """Which field of files of records has the text."""
+    sound: str | None = None
+    """Form of the samples of sounds; None is `mulaw`, and leaves sounds in folders out."""
+    picture: str | None = None
+    """Mode of pictures, and one size for all if it has one, as in `rgb:64x64`; None is `rgb`, and
+    leaves pictures in folders out."""
     tokenizer: str | None = None
     """A `tokenizer.json` that makes tokens of the text; None is bytes."""
     steps: int = 400
@@ -108,6 +115,7 @@ class TrainConfig:
         check_choice("schedule", self.schedule, SCHEDULES)
         if self.scale_losses:
             self._check_scale_losses()
+        self._check_media()
         if self.wire is not None:
             check_choice("wire", self.wire, WIRES)
             if self.model.weights != "ternary":
@@ -189,6 +197,20 @@ class TrainConfig:
         if not 0 <= self.seed <= MOST:
             raise ArbError(f"`seed` is {self.seed}", hint=f"use 0 to {MOST}", fields=("seed",))
 
+    def _check_media(self) -> None:
+        """Check the forms of sounds and pictures, which are read as bytes alone."""
+        if self.sound is not None:
+            check_choice("sound", self.sound, sound.FORMS)
+        if self.picture is not None:
+            pictures.check_form(self.picture)
+        given = [name for name in ("sound", "picture") if getattr(self, name) is not None]
+        if given and self.tokenizer is not None:
+            raise ArbError(
+                f"a tokenizer reads text, and `{given[0]}` asks for bytes of other kinds",
+                hint=f"leave `{given[0]}` or `tokenizer` out",
+                fields=(given[0], "tokenizer"),
+            )
+
     def _check_scale_losses(self) -> None:
         """Check what moves scales: its spelling, and that the run has nothing that it bars."""
         for entry in self.scale_losses:
@@ -213,6 +235,11 @@ class TrainConfig:
                 hint="leave it out, or change that",
                 fields=("scale_losses",),
             )
+
+    @property
+    def conversion(self) -> Conversion:
+        """Conversion of files that are not plain text to bytes."""
+        return Conversion(self.field, self.sound, self.picture)
 
     @property
     def scale_routes(self) -> dict[tuple[str, ...], frozenset[str]]:

@@ -31,6 +31,7 @@ from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.layers.symbols import in_chunks
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.packed import StateModule, TernaryTensor
+from arbcli.model.parts.ahead import Ahead
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.codebook import Codebook
 from arbcli.model.parts.mlp import MLP
@@ -114,6 +115,7 @@ class LanguageModel(nn.Module):
             self.byte_mlp = MLP(config.head, outermost, area="head")
         self.norm = stream_norm(outermost)
         self.head = symbol_head(config, self.embedding)
+        self.ahead = Ahead(config.ahead, outermost) if config.ahead else None
         self._counts: Tensor | None = None
 
     def forward(self, ids: Tensor, cache: Cache | SeveralCache | None = None) -> Tensor:
@@ -147,12 +149,12 @@ class LanguageModel(nn.Module):
         return self.losses(ids, targets)["text"]
 
     def losses(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Compute the parts of the loss that a step minimises, each times its `LOSS_WEIGHTS`.
+        """Compute the parts of the loss that a step minimises, each times its `loss_weights`.
 
         Returns:
             Float32 scalars by name: `text`, the cross-entropy in nats a symbol; `ponder`, see
             `Iterated.ponder_cost`; `ratio`, the sum over the stages that learn where chunks begin;
-            `indexer`, the mean over the blocks with an indexer.
+            `indexer`, the mean over the blocks with an indexer; `next_2` and so on, see `Ahead`.
         """
         seen: list[Chunked] = []
         flow = self._whole(ids, seen)
@@ -163,7 +165,17 @@ class LanguageModel(nn.Module):
             if found := flow.losses.get(name):
                 losses[name] = sum(found) / len(found) if len(found) > 1 else found[0]
         ratios = [stage.ratio for stage in seen if stage.ratio is not None]
+        if self.ahead:
+            losses |= self.ahead.losses(flow.whole(), ids)
         return losses | ({"ratio": sum(ratios)} if ratios else {})
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """What each part of a loss counts in what is minimised, the text's being 1."""
+        ahead = self.config.ahead
+        if ahead is None:
+            return LOSS_WEIGHTS
+        return LOSS_WEIGHTS | dict.fromkeys(ahead.losses, ahead.weight / len(ahead.losses))
 
     def _text_loss(self, flow: Flow, targets: Tensor) -> Tensor:
         if self.scores_in_chunks:

@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from arbcli.model.language_model import LOSS_WEIGHTS, LanguageModel
+from arbcli.model.language_model import LanguageModel
 from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.parallel.group import Group
 from arbcli.train.parallel.shared_updater import SharedUpdater
 from arbcli.train.updater import Updater
 
 
-def minimised(parts: dict[str, Tensor]) -> Tensor:
+def minimised(parts: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
     """Add the other parts of a loss, each times its weight, to that of the text, if that is one."""
-    others = [LOSS_WEIGHTS[name] * part for name, part in parts.items() if name != "text"]
+    others = [weights[name] * part for name, part in parts.items() if name != "text"]
     return sum(others, parts["text"]) if "text" in parts else sum(others[1:], others[0])
 
 
@@ -69,7 +69,7 @@ class TrainingStep:
                 self._find_slopes(names, areas, ids, targets)
             parts = (self.losses or self.model.losses)(ids, targets)
             reached("forward")
-            loss = minimised(parts)
+            loss = minimised(parts, self.model.loss_weights)
             (loss if self.updates.averages else loss / local).backward()
             reached("backward")
             for name, part in parts.items():
@@ -96,5 +96,5 @@ class TrainingStep:
             parts = self.model.losses(ids, targets)
             chosen = {name: parts[name] for name in names if name in parts}
             if chosen:
-                minimised(chosen).backward()
+                minimised(chosen, self.model.loss_weights).backward()
         self.model.forget_uses()

@@ -279,7 +279,8 @@ class Trainer:
             with use_backend(self.config.backend), shared.measuring():
                 for ids, targets in self._micro_batches:
                     self.model.forget_uses()
-                    minimised(self.model.losses(ids, targets)).backward()
+                    losses = self.model.losses(ids, targets)
+                    minimised(losses, self.model.loss_weights).backward()
                 self.model.forget_uses()
         self._measured = True
 
