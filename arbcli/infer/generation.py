@@ -9,7 +9,7 @@ each phase of a step, and the host waits to know which of them to run.
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -18,18 +18,17 @@ import torch
 from torch import Tensor
 
 from arbcli.config.model import MOST, VOCABULARY
+from arbcli.config.parts.ahead import AheadConfig
 from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
+from arbcli.infer.checks import Checks
 from arbcli.infer.step_graph import StepGraph
 from arbcli.infer.tokens import bytes_of, symbols_of
-from arbcli.kernels.attention.attend_ahead import keep_accepted_, table_of
-from arbcli.kernels.output.choose_ahead import accept_ahead_, choose_ahead_
 from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.kernels.update.random_bits import stream_keys
-from arbcli.model.cache import Cache
 from arbcli.model.language_model import LanguageModel, Phase
 
 WARM_UP_STEPS = 3
@@ -71,69 +70,6 @@ class Sampling:
                 raise ArbError(f"`--{option}` is {value}", hint=f"use {hint}")
 
 
-class Checks:
-    """Steps that each propose bytes of a text, check them at once, and accept those that are right.
-
-    All of it happens on the device. The text is the one that is made a byte at a time.
-
-    Args:
-        model: that `can_check`, with a head beyond the next byte.
-        cache: of the text.
-        size: bytes of a check: the last one of the text, and proposals behind it.
-    """
-
-    def __init__(self, model: LanguageModel, cache: Cache, size: int) -> None:
-        self.size, self._model, self._cache = size, model, cache
-        device, integers = model.device, {"dtype": torch.int32, "device": model.device}
-        self._ids = torch.zeros(1, size, dtype=torch.int64, device=device)
-        self._chosen = torch.zeros(size, dtype=torch.int64, device=device)
-        self._places = torch.zeros(size, **integers)
-        self.accepted = torch.zeros(2, **integers)
-        """(2,) int32: positions before the last check, and how many bytes it made."""
-        like = {"dtype": model.compute_dtype, "device": device}
-        self._last = torch.zeros(1, 1, model.config.dim, **like)
-        self._table = table_of(cache.kept(size))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is not stored yet."""
-        return sum(part.new.nbytes for part in self._table.rings)
-
-    @property
-    def byte(self) -> Tensor:
-        """The last byte of the text, of one element."""
-        return self._ids[0, :1]
-
-    def begin(self, byte: Tensor) -> None:
-        """Go on from a text whose last byte, of one element, is not read yet."""
-        self.byte.copy_(byte.flatten())
-        numbers = torch.arange(self.size, dtype=torch.int32, device=byte.device)
-        self._places.copy_(self._cache.position + numbers)
-
-    def run(self, text: Tensor, key: Tensor, how: Sampling) -> None:
-        """Do a check; the text gets one byte more at least, and `size` at most.
-
-        Args:
-            text: (P,) uint8, with room for `size` bytes.
-            key: of the random numbers.
-            how: bytes are chosen.
-        """
-        settings = how.temperature, how.top_k, how.top_p
-        position, x = self._cache.position, self._last
-        for number in range(1, self.size):
-            byte, place = self._ids[:, number - 1 : number], self._places[number]
-            x, logits = self._model.propose(x, byte)
-            proposed = self._ids[0, number : number + 1]
-            choose_byte_(proposed, text, logits, place, key, *settings)
-        logits, rows = self._model.check(self._ids, self._cache)
-        choose_ahead_(self._chosen, text, logits[0], position, key, *settings)
-        accept_ahead_(
-            self._ids[0], self._chosen, rows[0], self._last.view(-1), position, self._places,
-            self.accepted,
-        )  # fmt: skip
-        keep_accepted_(self._table, self.accepted[0], self.accepted[1])
-
-
 class _Fetch(NamedTuple):
     """Checks that were launched, and their results on the way to the host."""
 
@@ -158,10 +94,11 @@ class Decoder:
         capture: whether a step is replayed as one CUDA graph, or on a CPU as one list of loops,
             which gives the same bits; None is wherever it can be.
         stream: which of the random streams of the seed.
-        ahead: bytes of a check, where the model has a head that proposes them and `can_check`; 1 is
-            none, and None as many as it was trained to predict. It changes no bit of the text.
+        ahead: bytes that a step makes at most: a head of the model proposes all but the first, and
+            the model checks them. It changes no bit of the text.
 
     Raises:
+        ArbError: bytes are to be proposed, and the model has no head for it or cannot check them.
         ArbError: the text is longer than `LONGEST_TEXT`.
     """
 
@@ -175,7 +112,7 @@ class Decoder:
         backend: str | None = None,
         capture: bool | None = None,
         stream: int = 0,
-        ahead: int | None = None,
+        ahead: int = 1,
     ) -> None:
         if positions > LONGEST_TEXT:
             raise ArbError(
@@ -198,6 +135,7 @@ class Decoder:
         self.checks = self._new_checks(ahead)
         """What makes several bytes at once; None is one at a time."""
         self.checks_made, self.checked_bytes = 0, 0
+        """Checks, and bytes that they made."""
         self._check: Callable[[], None] = self._run_check
         self.recorded = False
         """Whether a step is replayed as one list of loops."""
@@ -206,6 +144,16 @@ class Decoder:
             self._capture()
         elif self.backend == "native" and capture is not False:
             self._record()
+
+    @property
+    def bytes_per_check(self) -> float | None:
+        """Bytes that a check made, on average."""
+        return self.checked_bytes / self.checks_made if self.checks_made else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keys, values and other states of the text take."""
+        return self.cache.nbytes + (self.checks.nbytes if self.checks else 0)
 
     @torch.no_grad()
     def read(self, prompt: Sequence[int]) -> None:
@@ -252,14 +200,25 @@ class Decoder:
                 yield fetched.popleft()()
         yield from (fetch() for fetch in fetched)
 
-    def _new_checks(self, ahead: int | None) -> Checks | None:
-        """Make what checks several bytes at once, if that is possible and asked for."""
-        model = self.model
-        if model.ahead is None or ahead == 1:
+    def _new_checks(self, ahead: int) -> Checks | None:
+        """Make what checks several bytes at once, if that is asked for and the text has as many."""
+        model, size = self.model, min(ahead, self.cache.window, len(self._text) - 1)
+        if ahead == 1:
             return None
-        size = min(ahead or model.ahead.config.positions, self.cache.window, len(self._text) - 1)
+        if not 1 <= ahead <= AheadConfig.MOST:
+            raise ArbError(f"`--ahead` is {ahead}", hint=f"use 1 to {AheadConfig.MOST}")
+        if model.ahead is None:
+            raise ArbError(
+                "the model has no head that proposes bytes, which `--ahead` is for",
+                hint="leave `--ahead` out, or train a model with `ahead`",
+            )
         with use_backend(self.backend):
-            return Checks(model, self.cache, size) if size > 1 and model.can_check() else None
+            if not model.can_check():
+                raise ArbError(
+                    "bytes of this model cannot be checked several at once",
+                    hint="leave `--ahead` out; docs/models.md says which models can",
+                )
+            return Checks(model, self.cache, size) if size > 1 else None
 
     @torch.no_grad()
     def _run_check(self) -> None:
@@ -422,22 +381,26 @@ def _replayed(phase: Phase, graph: torch.cuda.CUDAGraph) -> Phase:
 
 def generate(
     model: LanguageModel,
-    prompt: bytes,
+    prompt: bytes | list[int],
     length: int,
     sampling: Sampling | None = None,
     *,
     backend: str | None = None,
     kv: str | None = None,
+    ends: Collection[int] = (),
+    ahead: int = 1,
 ) -> Iterator[bytes]:
     """Continue a prompt.
 
     Args:
         model: any `LanguageModel`; every byte sees the `config.ctx` - 1 before it.
-        prompt: at least one byte; a model of tokens reads them as its tokenizer has it.
+        prompt: at least one byte; a model of tokens reads them as its tokenizer has it. Or tokens.
         length: bytes, or tokens, to make.
         sampling: how they are chosen.
         backend: what runs the kernels; None is the device's own.
         kv: what keys and values are kept in: see `LanguageModel.keeping`.
+        ends: symbols before which the text ends.
+        ahead: bytes that a step makes at most: see `Decoder`.
 
     Yields:
         One or more bytes at a time.
@@ -449,9 +412,25 @@ def generate(
     with explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
         symbols = symbols_of(model, prompt)
         with model.keeping(kv):
-            decoder = Decoder(model, len(symbols) + length, sampling, backend=backend)
+            room_for = len(symbols) + length
+            decoder = Decoder(model, room_for, sampling, backend=backend, ahead=ahead)
         decoder.read(symbols)
-        yield from bytes_of(model, symbols, decoder.stream(length))
+        yield from bytes_of(model, symbols, _until(decoder.stream(length), ends))
+
+
+def _until(parts: Iterator[Sequence[int]], ends: Collection[int]) -> Iterator[Sequence[int]]:
+    """Hand on symbols up to the first of `ends`."""
+    for part in parts:
+        place = next((i for i, symbol in enumerate(part) if symbol in ends), None)
+        yield part[:place]
+        if place is not None:
+            return
+
+
+def _counting(parts: Iterator[Sequence[int]], counted: list[int]) -> Iterator[Sequence[int]]:
+    for part in parts:
+        counted[0] += len(part)
+        yield part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -475,6 +454,10 @@ class GenerateReport:
     """What keys and values were kept in."""
     cache_bytes: int
     """What those of this text take, or a model's states."""
+    ahead: int
+    """Bytes that a step makes at most."""
+    bytes_per_check: float | None
+    """Bytes that a check of several made, on average; None where there was none."""
     device: str
     backend: str
 
@@ -482,12 +465,14 @@ class GenerateReport:
 def continue_text(
     model: LanguageModel,
     checkpoint: str,
-    prompt: bytes,
+    prompt: bytes | list[int],
     length: int,
     sampling: Sampling,
     *,
     backend: str,
     kv: str | None = None,
+    ends: Collection[int] = (),
+    ahead: int = 1,
     on_bytes: Callable[[bytes], None] = lambda _: None,
 ) -> GenerateReport:
     """Continue a prompt and measure how fast; the same bits every time on the same machine.
@@ -495,11 +480,13 @@ def continue_text(
     Args:
         model: any `LanguageModel`.
         checkpoint: its name, for the report.
-        prompt: at least one byte.
+        prompt: at least one byte, or token.
         length: bytes, or tokens, to make.
         sampling: how they are chosen.
         backend: what runs the kernels.
         kv: what keys and values are kept in: see `LanguageModel.keeping`.
+        ends: symbols before which the text ends.
+        ahead: bytes that a step makes at most: see `Decoder`.
         on_bytes: is given the bytes as they come.
 
     Raises:
@@ -510,25 +497,33 @@ def continue_text(
     with deterministic(), explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
         symbols = symbols_of(model, prompt)
         with model.keeping(kv):
-            decoder = Decoder(model, len(symbols) + length, sampling, backend=backend)
+            room_for = len(symbols) + length
+            decoder = Decoder(model, room_for, sampling, backend=backend, ahead=ahead)
             kept_in = model.kept_in
         decoder.read(symbols)
         if decoder.device.type == "cuda":
             torch.cuda.synchronize(decoder.device)
-        started = time.perf_counter()
-        for part in bytes_of(model, symbols, decoder.stream(length)):
+        started, counted = time.perf_counter(), [0]
+        parts = _counting(_until(decoder.stream(length), ends), counted)
+        for part in bytes_of(model, symbols, parts):
             made += part
             on_bytes(part)
         seconds = time.perf_counter() - started
+    if isinstance(prompt, bytes):
+        asked = prompt.decode(errors="replace")
+    else:
+        asked = model.tokenizer.decode(prompt)
     return GenerateReport(
         checkpoint=checkpoint,
-        prompt=prompt.decode(errors="replace"),
+        prompt=asked,
         text=made.decode(errors="replace"),
-        length=length,
+        length=counted[0],
         bytes_per_second=len(made) / seconds,
         **dataclasses.asdict(sampling),
         kv=kept_in,
-        cache_bytes=decoder.cache.nbytes,
+        cache_bytes=decoder.nbytes,
+        ahead=ahead,
+        bytes_per_check=decoder.bytes_per_check,
         device=str(decoder.device),
         backend=decoder.backend,
     )

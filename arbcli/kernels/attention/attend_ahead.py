@@ -26,9 +26,9 @@ from arbcli.kernels.attention.attend_parts import (
 from arbcli.kernels.attention.decode_attention import check_new_byte, check_rings, decode_attention
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous, check_scalars
+from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous, check_scalars
+from arbcli.kernels.runtime.operation import EXACT, Case, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec
 
 MOST_AHEAD = 8
 """Bytes at a time."""
@@ -354,7 +354,7 @@ def _without_gaps(run: Callable) -> Callable:
     return without_gaps
 
 
-ATTEND_AHEAD = KernelSpec(
+ATTEND_AHEAD = Operation(
     "attend_ahead", _without_gaps(_attend_ahead_triton), _without_gaps(_attend_ahead_torch),
     attend_ahead_reference, _cases, ATTEND_PARTS.gate,
 )  # fmt: skip
@@ -366,7 +366,7 @@ def _kept_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         for accepted in (1, 3, 4):
             sizes = (heads, window, width), (heads, window, width), (2, 4, heads, width)
             parts = [torch.randn(size, generator=generator).to(device) for size in sizes]
-            place = {"dtype": torch.int32, "device": device}
+            place: TensorOptions = {"dtype": torch.int32, "device": device}
             at, count = torch.tensor(position, **place), torch.tensor(accepted, **place)
             yield Case(f"{accepted} of 4 in {heads}x{window}x{width}", (*parts, at, count))
 
@@ -383,7 +383,7 @@ def _in_one_pair(run: Callable[[Table, Tensor, Tensor], None]) -> Callable:
     return in_one_pair
 
 
-KEEP_ACCEPTED = KernelSpec(
+KEEP_ACCEPTED = Operation(
     "keep_accepted", _in_one_pair(_keep_accepted_triton),
     _in_one_pair(lambda table, *given: _keep_accepted_torch(table.rings, *given)),
     keep_accepted_reference, _kept_cases, EXACT,

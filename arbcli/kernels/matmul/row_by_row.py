@@ -43,6 +43,7 @@ from arbcli.kernels.matmul.row_matmul import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, num_processors
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
     memory_of,
@@ -51,7 +52,6 @@ from arbcli.kernels.runtime.shared_memory import (
     write,
     write_where,
 )
-from arbcli.kernels.runtime.spec import KernelSpec
 from arbcli.kernels.runtime.threads import across, load_constant, warp_number
 
 SHARED_BYTES = 47 << 10
@@ -359,7 +359,7 @@ SHAPES = (
 """(M, rows, K, G, gated, eps, whether something is added)."""
 TIMED = tuple((4, *shape[1:]) for shape in of_row.TIMED)
 
-ROW_BY_ROW = KernelSpec(
+ROW_BY_ROW = Operation(
     "row_by_row", _row_by_row_triton, _row_by_row_torch, coded_reference,
     partial(coded_cases, SHAPES), of_row.ROW_MATMUL.gate, timings=partial(coded_timings, TIMED),
     native=_row_by_row_native,

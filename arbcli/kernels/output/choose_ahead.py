@@ -6,23 +6,23 @@ one is a byte of the text whatever was proposed; and each following one is, as l
 before it equal their proposals. So what is accepted is what would be chosen one by one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.output.choose_byte import (
     CHOICES,
-    CHOOSE_BYTE,
     MAX_SYMBOLS,
     choose_byte_reference,
+    choose_byte_torch,
     choose_symbol,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous, check_scalars
+from arbcli.kernels.runtime.arguments import INT32, INT64, UINT8, Array, Number
+from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.operation import EXACT, Case, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec
 
 MOST_AHEAD = 8
 """Bytes at a time."""
@@ -55,7 +55,7 @@ def _choose_ahead_torch(
 ) -> None:  # fmt: skip
     for row, of_row in enumerate(logits):
         byte, place = chosen[row : row + 1], position + (1 + row)
-        CHOOSE_BYTE.torch(byte, text, of_row, place, key, temperature, top_k, top_p)
+        choose_byte_torch(byte, text, of_row, place, key, temperature, top_k, top_p)
 
 
 @triton.jit
@@ -114,16 +114,7 @@ def choose_ahead_(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    got = f"{logits.dtype} of shape {tuple(logits.shape)}"
-    fits = logits.dim() == 2 and 1 <= len(logits) <= MOST_AHEAD and logits.is_contiguous()
-    of_bytes = logits.dim() == 2 and 1 <= logits.shape[1] <= MAX_SYMBOLS
-    if logits.dtype not in (torch.float32, torch.bfloat16) or not (fits and of_bytes):
-        raise ValueError(f"need contiguous float32 or bfloat16 logits of 1 to 8 bytes, got {got}")
-    check_contiguous("chosen", chosen, torch.int64, (len(logits),))
-    check_contiguous("text", text, torch.uint8, text.shape[:1])
-    check_scalars(torch.int32, position=position, key=key)
-    run = _choose_ahead_triton if uses_triton(logits) else _choose_ahead_torch
-    run(chosen, text, logits, position, key, temperature, top_k, top_p)
+    CHOOSE_AHEAD(chosen, text, logits, position, key, temperature, top_k, top_p)
 
 
 def accept_ahead_reference(
@@ -221,21 +212,7 @@ def accept_ahead_(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    size = len(chosen)
-    if rows.dim() != 2 or not 1 <= size <= MOST_AHEAD:
-        raise ValueError(f"need 1 to {MOST_AHEAD} rows, got {size} of shape {tuple(rows.shape)}")
-    for name, value, dtype, shape in (
-        ("ids", ids, torch.int64, (size,)),
-        ("chosen", chosen, torch.int64, (size,)),
-        ("rows", rows, rows.dtype, (size, rows.shape[1])),
-        ("last", last, rows.dtype, rows.shape[1:]),
-        ("places", places, torch.int32, (size,)),
-        ("accepted", accepted, torch.int32, (2,)),
-    ):
-        check_contiguous(name, value, dtype, tuple(shape))
-    check_scalars(torch.int32, position=position)
-    run = _accept_ahead_triton if uses_triton(rows) else _accept_ahead_torch
-    run(ids, chosen, rows, last, position, places, accepted)
+    ACCEPT_AHEAD(ids, chosen, rows, last, position, places, accepted)
 
 
 def _choices(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -277,33 +254,36 @@ def _acceptances(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, tuple(part.to(device) for part in inputs))
 
 
-def _with_chosen(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it changed."""
-
-    def with_chosen(chosen: Tensor, text: Tensor, *inputs: object) -> tuple[Tensor, Tensor]:
-        run(chosen, text, *inputs)
-        return chosen, text
-
-    return with_chosen
-
-
-def _with_accepted(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it changed."""
-
-    def with_accepted(
-        ids: Tensor, chosen: Tensor, rows: Tensor, last: Tensor, *counts: Tensor
-    ) -> tuple[Tensor, ...]:
-        run(ids, chosen, rows, last, *counts)
-        return ids, last, *counts
-
-    return with_accepted
-
-
-CHOOSE_AHEAD = KernelSpec(
-    "choose_ahead", _with_chosen(_choose_ahead_triton), _with_chosen(_choose_ahead_torch),
-    choose_ahead_reference, _choices, EXACT,
+CHOOSE_AHEAD = Operation(
+    "choose_ahead", _choose_ahead_triton, _choose_ahead_torch, choose_ahead_reference, _choices,
+    EXACT,
+    {
+        "chosen": Array("M", INT64, dense=True, values=(0, 255)),
+        "text": Array("P", UINT8, dense=True),
+        "logits": Array("M, V", dense=True, values=lambda dice, *shape: 4 * dice.reals(*shape)),
+        "position": Array("", INT32, values=(0, "P - M - 1")),
+        "key": Array("", INT32),
+        "temperature": Number((0.0, 0.5, 1.0, 2.0)),
+        "top_k": Number(("1", "(V + 1) // 2", "V")),
+        "top_p": Number((1.0, 0.9, 0.3)),
+    },
+    where=(f"1 <= M <= {MOST_AHEAD}", f"1 <= V <= {MAX_SYMBOLS}"),
+    sizes={"M": f"min(m + 1, {MOST_AHEAD})", "V": f"min(k + 1, {MAX_SYMBOLS})", "P": "n + 10"},
+    compared=("chosen", "text"),
 )  # fmt: skip
-ACCEPT_AHEAD = KernelSpec(
-    "accept_ahead", _with_accepted(_accept_ahead_triton), _with_accepted(_accept_ahead_torch),
-    accept_ahead_reference, _acceptances, EXACT,
+ACCEPT_AHEAD = Operation(
+    "accept_ahead", _accept_ahead_triton, _accept_ahead_torch, accept_ahead_reference,
+    _acceptances, EXACT,
+    {
+        "ids": Array("M", INT64, dense=True, values=(0, 1)),
+        "chosen": Array("M", INT64, dense=True, values=(0, 1)),
+        "rows": Array("M, D", dense=True),
+        "last": Array("D", dense=True),
+        "position": Array("", INT32, values=(0, 1000)),
+        "places": Array("M", INT32, dense=True),
+        "accepted": Array("2", INT32, dense=True),
+    },
+    where=(f"1 <= M <= {MOST_AHEAD}",),
+    sizes={"M": f"min(m + 1, {MOST_AHEAD})", "D": "k + 1"},
+    compared=("ids", "last", "position", "places", "accepted"),
 )  # fmt: skip

@@ -17,6 +17,10 @@ TILINGS = [
 ]  # fmt: skip
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def matrix(rows, in_features, device, *, gated=False):
     generator = torch.Generator().manual_seed(0)
     return code(random_packed(rows, in_features, 32, generator, spread=8).to(device), gated)
@@ -36,7 +40,7 @@ def check_bits(backend, x, weight, eps, added):
             assert torch.equal(got[row], row_matmul(own, weight, eps, of_row)[0])
 
 
-@pytest.mark.parametrize("rows", [2, 5, 8])
+@pytest.mark.parametrize("rows", [2, slow(5), slow(8)])
 @pytest.mark.parametrize("backend", [KERNELS, "torch", "native"])
 @pytest.mark.parametrize(("gated", "eps", "adds"), [(True, 1e-6, False), (False, None, True)])
 def test_each_row_has_the_bits_that_it_has_alone(rows, backend, gated, eps, adds, device):
@@ -48,7 +52,7 @@ def test_each_row_has_the_bits_that_it_has_alone(rows, backend, gated, eps, adds
     check_bits(backend, x, weight, eps, added)
 
 
-@pytest.mark.parametrize(("shape", "tiling"), TILINGS)
+@pytest.mark.parametrize(("shape", "tiling"), [slow(*each) for each in TILINGS])
 def test_bits_are_the_same_however_work_is_shared_out(shape, tiling, monkeypatch, device):
     weight, x = matrix(*shape, device), draw(5, shape[1], device=device)
     monkeypatch.setattr(of_row, "tiling_of", lambda *_: Tiling(*tiling))
@@ -56,7 +60,7 @@ def test_bits_are_the_same_however_work_is_shared_out(shape, tiling, monkeypatch
 
 
 @pytest.mark.parametrize("backend", [KERNELS, "torch"])
-@pytest.mark.parametrize("position", [0, 93, 250])
+@pytest.mark.parametrize("position", [slow(0), 93, slow(250)])
 def test_parts_of_attention_are_averaged_as_those_of_a_row(backend, position, device):
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(3, 5, 128, generator=generator).bfloat16().to(device)
