@@ -271,11 +271,12 @@ class Table(NamedTuple):
 
 def table_of(rings: list[Kept]) -> Table:
     """Make the table of some rings; all have as many new vectors, of one dtype."""
-    addresses, sizes = [], []
+    addresses: list[tuple[int, int]] = []
+    sizes: list[tuple[int, ...]] = []
     for keys, values, new in rings:
         for ring, of_ring in zip((keys, values), new, strict=True):
             addresses.append((ring.data_ptr(), of_ring.data_ptr()))
-            sizes.append(ring.shape)
+            sizes.append(tuple(ring.shape))
     device = rings[0].keys.device
     return Table(
         rings,
@@ -306,8 +307,11 @@ def keep_accepted_(table: Table, position: Tensor, accepted: Tensor) -> None:
     """
     check_scalars(torch.int32, position=position, accepted=accepted)
     for keys, values, new in table.rings:
-        check_contiguous("new", new, keys.dtype, (2, new.shape[1], len(keys), keys.shape[2]))
+        if keys.dim() != 3 or new.dim() != 4:
+            raise ValueError(f"need keys (heads, W, d), got {keys.shape} and {new.shape}")
+        check_contiguous("keys", keys, keys.dtype, keys.shape)
         check_contiguous("values", values, keys.dtype, keys.shape)
+        check_contiguous("new", new, keys.dtype, (2, new.shape[1], len(keys), keys.shape[2]))
     if uses_triton(table.addresses):
         _keep_accepted_triton(table, position, accepted)
     else:

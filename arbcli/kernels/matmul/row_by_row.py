@@ -340,14 +340,13 @@ def row_by_row(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    row = x.values[:, 0] if isinstance(x, PartsOfRows) else x
-    dtype = dtype or row.dtype
-    rows = row.contiguous()
+    rows = x.values[:, 0].contiguous() if isinstance(x, PartsOfRows) else x
+    dtype = dtype or rows.dtype
     check_few_rows(rows, weight.in_features, added, (dtype, weight.out_features), 8, MOST_ROWS)
     if weight.in_features > MOST_COLUMNS:
         raise ValueError(f"need at most {MOST_COLUMNS} columns, got {weight.in_features}")
     weight.check()
-    run = choose(row, _row_by_row_triton, _row_by_row_torch, _row_by_row_native)
+    run = choose(rows, _row_by_row_triton, _row_by_row_torch, _row_by_row_native)
     return run(x, *weight, eps, added, dtype, early)
 
 
