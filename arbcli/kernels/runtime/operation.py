@@ -22,6 +22,7 @@ from arbcli.kernels.runtime.arguments import (
     compiled_check,
     evaluate,
     names_in,
+    never,
 )
 from arbcli.kernels.runtime.backend import choose
 
@@ -253,13 +254,17 @@ class Operation:
         for name, how in self.sizes.items():
             how = dice.pick(how) if isinstance(how, tuple) else how
             known[name] = evaluate(how, known)
-        return tuple(self._draw(kind, dice, group_size, known) for kind in self.arguments.values())
+        return tuple(
+            self._draw(kind, dice, group_size, known)
+            for kind in self.arguments.values()
+            if not isinstance(kind, Number) or kind.drawn
+        )
 
     def _draw(self, kind: Argument, dice: Any, group_size: int, known: dict[str, Any]) -> Any:
         if isinstance(kind, Number):
             chosen = dice.pick(kind.drawn)
             return chosen if kind.named else evaluate(chosen, known)
-        if kind.optional and dice.chance(0.3):
+        if kind.optional and (getattr(kind, "values", None) is never or dice.chance(0.3)):
             return None
         shape: list[int] = []
         for size in kind.dims:
@@ -267,6 +272,8 @@ class Operation:
         if isinstance(kind, Matrix):
             return dice.packed(*shape[:2], group_size, kind.spread, kind.digits)
         dtype = kind.dtypes[0]
+        if dtype != torch.float32:
+            dtype = dice.pick(kind.dtypes)
         if callable(kind.values):
             drawn = kind.values(dice, *shape)
         elif torch.bfloat16 in kind.dtypes:
@@ -280,4 +287,4 @@ class Operation:
             low, high = kind.values or (limits.min, limits.max)
             low, high = evaluate(low, known), evaluate(high, known)
             drawn = dice.integers(low, high, *shape, dtype=dtype)
-        return drawn.contiguous() if kind.dense and drawn is not None else drawn
+        return drawn.contiguous() if kind.dense is True and drawn is not None else drawn
