@@ -84,7 +84,7 @@ Arguments = Mapping[str, Argument]
 
 
 def never(*_: Any) -> None:
-    """Draw None for what random cases leave out."""
+    """Leave an argument out of random cases, as the last one."""
 
 
 def evaluate(expression: Any, known: Mapping[str, Any]) -> Any:

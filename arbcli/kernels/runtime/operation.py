@@ -257,14 +257,14 @@ class Operation:
         return tuple(
             self._draw(kind, dice, group_size, known)
             for kind in self.arguments.values()
-            if not isinstance(kind, Number) or kind.drawn
+            if (kind.drawn if isinstance(kind, Number) else getattr(kind, "values", 0) is not never)
         )
 
     def _draw(self, kind: Argument, dice: Any, group_size: int, known: dict[str, Any]) -> Any:
         if isinstance(kind, Number):
             chosen = dice.pick(kind.drawn)
             return chosen if kind.named else evaluate(chosen, known)
-        if kind.optional and (getattr(kind, "values", None) is never or dice.chance(0.3)):
+        if kind.optional and dice.chance(0.3):
             return None
         shape: list[int] = []
         for size in kind.dims:
@@ -287,4 +287,4 @@ class Operation:
             low, high = kind.values or (limits.min, limits.max)
             low, high = evaluate(low, known), evaluate(high, known)
             drawn = dice.integers(low, high, *shape, dtype=dtype)
-        return drawn.contiguous() if kind.dense is True and drawn is not None else drawn
+        return drawn.contiguous() if kind.dense is True else drawn
