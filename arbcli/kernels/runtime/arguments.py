@@ -38,7 +38,7 @@ class Array:
     parts, x[0] and so on; else it may have any strides."""
     optional: bool = False
     """Whether None stands for it; so do other kinds."""
-    values: tuple[str | int, str | int] | Callable[..., Tensor | None] | None = None
+    values: tuple[str | int, str | int] | Callable[..., Any] | None = None
     """What is drawn: between two numbers or sizes, or (dice, *shape) to a tensor; None is normal
     numbers, or all that an integer can be."""
     one: bool = False
