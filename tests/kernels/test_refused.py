@@ -180,7 +180,6 @@ def letters_of(kind: Argument, x: Tensor | Packed | None, named: Counter, reals:
 
 SEEDS = {
     "row_matmul": 1,
-    "row_by_row": 1,
     "digits_matmul": 1,
     "decode_attention": 1,
     "decode_attention_8bit": 1,
