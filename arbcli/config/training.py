@@ -70,7 +70,12 @@ class TrainConfig:
     ] = ()
     field: Annotated[
         str | None,
-        Setting("Field of .jsonl or .parquet files that holds the text.", TEXT, metavar="FIELD"),
+        Setting(
+            "Field of .jsonl or .parquet files that holds the text; or `messages`, or"
+            " `question+answer` by their names, for chats.",
+            TEXT,
+            metavar="FIELD",
+        ),
     ] = None
     sound: Annotated[
         str | None,
