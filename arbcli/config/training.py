@@ -71,8 +71,8 @@ class TrainConfig:
     field: Annotated[
         str | None,
         Setting(
-            "Field of .jsonl or .parquet files that holds the text; or `messages`, or"
-            " `question+answer` by their names, for chats.",
+            "Field of .jsonl or .parquet files that holds the text; for chats messages, or"
+            " QUESTION+ANSWER, two fields by their names.",
             TEXT,
             metavar="FIELD",
         ),
