@@ -60,6 +60,12 @@ def _row_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return (8 * x).round(), *rest
 
 
+def _row_by_row(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    rows = 1 + (m - 1) % MOST_ROWS
+    x, *rest = _rows_of_trits(dice, group_size, rows, n, min(k, MOST_COLUMNS), code)
+    return (8 * x).round(), *rest
+
+
 def _coded_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return _rows_of_trits(dice, group_size, 1 + (m - 1) % MOST_TEXTS, n, k, code)
 
@@ -123,6 +129,30 @@ def _attend_parts(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
         # a ring begins at a multiple of 16 bytes
         qkv, *(ring.clone().view(heads, n, width) for ring in rings), dice.scalar(position),
         angle.cos(), angle.sin(), 1e-6, dice.pick((1, 3, MOST_PARTS)),
+    )  # fmt: skip
+
+
+def _attend_ahead(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    rows, heads, width = 2 + m % (MOST_ROWS - 1), 1 + dice.below(3), WIDTHS[k % 2]
+    slots, position, half = max(n, rows), dice.below(3 * n), {"dtype": torch.bfloat16}
+    qkv = dice.reals(rows * 3 * heads, width, **half).contiguous().view(rows, 3, heads, width)
+    rings = [dice.reals(heads * slots, width, **half).contiguous() for _ in range(2)]
+    angle = dice.reals(position + rows, width // 2, dtype=torch.float32).contiguous()
+    return (
+        qkv, *(ring.clone().view(heads, slots, width) for ring in rings),
+        torch.zeros(2, rows, heads, width, device=dice.device, **half), dice.scalar(position),
+        angle.cos(), angle.sin(), 1e-6, dice.pick((1, 3, MOST_PARTS)),
+    )  # fmt: skip
+
+
+def _keep_accepted(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    rows, heads, width = 1 + m % MOST_ROWS, 1 + dice.below(3), 1 + k
+    slots = max(n, rows)
+    rings = [dice.reals(heads * slots, width).contiguous() for _ in range(2)]
+    new = dice.reals(2 * rows * heads, width).contiguous().view(2, rows, heads, width)
+    return (
+        *(ring.view(heads, slots, width) for ring in rings), new, dice.scalar(dice.below(3 * n)),
+        dice.scalar(1 + dice.below(rows)),
     )  # fmt: skip
 
 
@@ -281,6 +311,7 @@ class Drawing:
 
 DRAWINGS = {
     "row_matmul": Drawing(_row_matmul, None, ROW_MATMUL.torch, one_layout=True),
+    "row_by_row": Drawing(_row_by_row, None, ROW_MATMUL.torch, needs_rows=True, one_layout=True),
     "coded_rows": Drawing(_coded_rows, None, CODED_ROWS.torch, one_layout=True),
     "digits_matmul": Drawing(_digits_matmul, None, DIGITS_MATMUL.torch, one_layout=True),
     "rotary_norm": Drawing(
@@ -296,6 +327,8 @@ DRAWINGS = {
         _decode_attention, None, DECODE_ATTENTION.torch, one_layout=True
     ),
     "attend_parts": Drawing(_attend_parts, one_layout=True),
+    "attend_ahead": Drawing(_attend_ahead, one_layout=True),
+    "keep_accepted": Drawing(_keep_accepted, one_layout=True),
     "decode_attention_8bit": Drawing(_decode_attention_8bit, one_layout=True),
     "decode_attention_rows": Drawing(
         _decode_attention_rows, None, DECODE_ATTENTION_ROWS.torch, one_layout=True

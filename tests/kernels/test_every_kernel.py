@@ -293,7 +293,8 @@ DENSE = {"rotary_norm_backward": (3, 4, 5, 6), "causal_attention_backward": (5,)
 """Inputs that lie as they do, one element after the other, at least in each row."""
 NOT_ANYWHERE = {
     "choose_entries", "smooth_chunks", "smooth_chunks_backward", "fp8_matmul", "nvfp4_matmul",
-    "gradient_gains", "row_matmul", "coded_rows", "digits_matmul", "merged_steps",
+    "gradient_gains", "row_matmul", "row_by_row", "coded_rows", "digits_matmul",
+    "merged_steps", "keep_accepted",
     *(spec.name for spec in KERNELS if "rms_norm" in spec.name), *IN_TURNS,
 } - {"compressed_attention"}  # fmt: skip
 """Those that take long, copy their rows first, are watched elsewhere, or know addresses alone."""
