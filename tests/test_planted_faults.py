@@ -844,6 +844,10 @@ FAULTS = [
         rewrite("z - n * RADIX", "tl.where(n == 1, z - n * RADIX, 0)"),  # 1 stands for trit 0
     ),
     kernel(
+        "missing term", "moment thrown away by a step along a direction", "step_by_direction",
+        rewrite("(a & -16) | (b & 15)", "b & 15"),
+    ),
+    kernel(
         "threshold", "trit flips one unit early", "step_by_moment",
         rewrite("z - RADIX - RADIX // 2 - 1", "z - RADIX - RADIX // 2"),
     ),

@@ -200,7 +200,9 @@ def _decode_weight(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple
 
 
 def _decode_digits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return (dice.packed(n, k, group_size, spread=90, digits="all"),)
+    packed, kept = dice.packed(n, k, group_size, spread=90, digits="all"), 1 + dice.below(16)
+    radix = kept * packed.radix + (16 - kept) * packed.unit  # they fade
+    return (packed._replace(radix=radix, low=kept) if dice.chance(0.3) else packed,)
 
 
 def _decode_e4m3(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -880,10 +882,14 @@ def _step_by_direction(dice: Dice, group_size: int, m: int, n: int, k: int) -> t
     gains = _gains(dice, n, k, dice.pick((2.0**14, 2.0**16, 2.0**19)))
     limit = dice.pick((2**14, 2**19, 2**23))
     control = map(dice.scalar, (dice.below(2**12), 6 + dice.below(8), limit))
+    digits = radix, largest, nibble = dice.pick(((32, 127, False), (14, 7, True)))
+    packed, remainder = _weights(dice, n, k, radix, largest)
+    if nibble:
+        remainder = dice.view(dice.integers(-7, 7, n, k) * 16 + remainder % 16)
     return (
-        *_weights(dice, n, k, 32, 127), dice.reals(n, k), *gains, dice.key(), *control,
+        packed, remainder, dice.reals(n, k), *gains, dice.key(), *control,
         dice.scalar(not dice.chance(0.1)), torch.tensor(dice.below(1000), device=dice.device),
-        32, 127,
+        *digits,
     )  # fmt: skip
 
 

@@ -101,12 +101,13 @@ def step_by_direction_reference(
     flips: Tensor,
     radix: int,
     remainder_max: int,
+    nibble: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what `step_by_direction` leaves in `packed`, `remainder` and `flips`, in int64."""
     u = fixed_point_reference(values, row_gain, column_gain, 2**18)
     step = torch.div(u * gain.to(torch.int64), 2 ** int(shift), rounding_mode="floor")
     return _step_reference(
-        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, False
+        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble
     )
 
 
@@ -151,7 +152,7 @@ def _step_by_moment_torch(
 def _step_by_direction_torch(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
-    flips: Tensor, radix: int, remainder_max: int,
+    flips: Tensor, radix: int, remainder_max: int, nibble: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if ok:
         factor, bits, most = int(gain), int(shift), int(limit)
@@ -160,7 +161,7 @@ def _step_by_direction_torch(
             u = fixed_point_torch(values, row_gain, column_gain, rows, CLIP)
             return u.mul_(factor).bitwise_right_shift_(bits)
 
-        _step_torch(packed, remainder, step_of, key, most, flips, radix, remainder_max, False)
+        _step_torch(packed, remainder, step_of, key, most, flips, radix, remainder_max, nibble)
     return packed, remainder, flips
 
 
@@ -212,17 +213,17 @@ def _step_by_moment_native(
 def _step_by_direction_native(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
-    flips: Tensor, radix: int, remainder_max: int,
+    flips: Tensor, radix: int, remainder_max: int, nibble: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not _native_can(packed, remainder):
         return _step_by_direction_torch(
             packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
-            radix, remainder_max,
+            radix, remainder_max, nibble,
         )  # fmt: skip
     if ok:
         _step_native(
             native_arguments(values, row_gain, column_gain), packed, remainder, None,
-            key, gain, shift, limit, flips, radix, remainder_max, False,
+            key, gain, shift, limit, flips, radix, remainder_max, nibble,
         )  # fmt: skip
     return packed, remainder, flips
 
@@ -249,11 +250,14 @@ def _step_trits_kernel(
     key_ptr, gain_ptr, shift_ptr, squares_ptr, limit_ptr, ok_ptr, flips_ptr,
     N, K, blocks, num_weights,
     stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-    SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    SOURCE: tl.constexpr, NIBBLE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
     LARGEST_GAIN: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Step pairs of rows in one block of 160 columns; `SOURCE` is moment, nibble or direction."""
+    """Step pairs of rows in one block of 160 columns; `SOURCE` is moment or direction.
+
+    With `NIBBLE` a remainder is the low half of a byte, and the high half is the moment.
+    """
     if tl.load(ok_ptr) == 0:
         return
     gain, shift = _gain(gain_ptr, shift_ptr, squares_ptr, num_weights, SOURCE, LARGEST_GAIN)
@@ -266,14 +270,14 @@ def _step_trits_kernel(
             packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
             key, gain, shift, limit, first, block, 32, N, K,
             stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P, 1,
+            SOURCE, NIBBLE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P, 1,
         )  # fmt: skip
     else:  # any width, so loads are bytes; with a quarter of the rows at once no register spills
         flips = _step_block(
             packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
             key, gain, shift, limit, first, block, width, N, K,
             stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P // 4, 4,
+            SOURCE, NIBBLE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P // 4, 4,
         )  # fmt: skip
     tl.atomic_add(flips_ptr, flips)
 
@@ -296,7 +300,7 @@ def _step_block(
     packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
     key, gain, shift, limit, first, block, width, N, K,
     stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-    SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    SOURCE: tl.constexpr, NIBBLE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
     BLOCK_P: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -321,32 +325,32 @@ def _step_block(
         for plane in range(5):
             k = block * 160 + width * (4 - plane) + j
             mask_k = mask_j & (k < K)
-            even_u, even_low = _load_tile(
+            even_u, even_state = _load_tile(
                 remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, even, k, N, mask_k,
                 stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-                SOURCE, HAS_ROWS, HAS_COLUMNS, CLIP,
+                SOURCE, NIBBLE, HAS_ROWS, HAS_COLUMNS, CLIP,
             )  # fmt: skip
-            odd_u, odd_low = _load_tile(
+            odd_u, odd_state = _load_tile(
                 remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, odd, k, N, mask_k,
                 stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-                SOURCE, HAS_ROWS, HAS_COLUMNS, CLIP,
+                SOURCE, NIBBLE, HAS_ROWS, HAS_COLUMNS, CLIP,
             )  # fmt: skip
             words = random_words(key, pair, k)
             even_thrice, odd_thrice = even_left.to(tl.uint64) * 3, odd_left.to(tl.uint64) * 3
             even_left, odd_left = even_thrice.to(tl.uint32), odd_thrice.to(tl.uint32)
             even_old, odd_old = (even_thrice >> 32).to(tl.int32), (odd_thrice >> 32).to(tl.int32)
-            even_new, even_low = _step(
-                even_old, even_low, even_u, words & 0xFFFF, gain, shift, limit,
-                SOURCE, RADIX, REMAINDER_MAX,
+            even_new, even_state = _step(
+                even_old, even_state, even_u, words & 0xFFFF, gain, shift, limit,
+                NIBBLE, RADIX, REMAINDER_MAX,
             )  # fmt: skip
-            odd_new, odd_low = _step(
-                odd_old, odd_low, odd_u, words >> 16, gain, shift, limit,
-                SOURCE, RADIX, REMAINDER_MAX,
+            odd_new, odd_state = _step(
+                odd_old, odd_state, odd_u, words >> 16, gain, shift, limit,
+                NIBBLE, RADIX, REMAINDER_MAX,
             )  # fmt: skip
             even_ptrs = remainder_ptr + even * stride_an + k * stride_ak
             odd_ptrs = remainder_ptr + odd * stride_an + k * stride_ak
-            tl.store(even_ptrs, even_low.to(tl.int8), mask=(even < N) & mask_k)
-            tl.store(odd_ptrs, odd_low.to(tl.int8), mask=(odd < N) & mask_k)
+            tl.store(even_ptrs, even_state.to(tl.int8), mask=(even < N) & mask_k)
+            tl.store(odd_ptrs, odd_state.to(tl.int8), mask=(odd < N) & mask_k)
             even_byte, odd_byte = even_byte * 3 + even_new, odd_byte * 3 + odd_new
             flips += (even_new != even_old).to(tl.int32) + (odd_new != odd_old).to(tl.int32)
         tl.store(even_bytes, even_byte.to(tl.uint8), mask=(even < N) & mask_j)
@@ -358,29 +362,34 @@ def _step_block(
 def _load_tile(
     remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, n, k, N, mask_k,
     stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-    SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, CLIP: tl.constexpr,
+    SOURCE: tl.constexpr, NIBBLE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    CLIP: tl.constexpr,
 ):  # fmt: skip
-    """Load u and A of some weights as int32; zeros where masked."""
+    """Load u and the remainder's byte of some weights as int32; zeros where masked."""
     mask_n = n < N
     mask = mask_n & mask_k
-    low = tl.load(remainder_ptr + n * stride_an + k * stride_ak, mask=mask, other=0).to(tl.int32)
-    if SOURCE == "nibble":
-        return low >> 4, (low << 28) >> 28
+    state = tl.load(remainder_ptr + n * stride_an + k * stride_ak, mask=mask, other=0).to(tl.int32)
+    if NIBBLE and SOURCE == "moment":
+        return state >> 4, state
     u = tl.load(values_ptr + n * stride_vn + k * stride_vk, mask=mask, other=0)
     if SOURCE == "direction":
         row_gain = load_gain(row_gain_ptr, n * stride_rn, mask_n, HAS_ROWS)
         u = fixed_point(
             u, row_gain, load_gain(column_gain_ptr, k, mask_k, HAS_COLUMNS), CLIP, HAS_ROWS
         )
-    return u.to(tl.int32), low
+    return u.to(tl.int32), state
 
 
 @triton.jit
 def _step(
-    old, low, u, random, gain, shift, limit,
-    SOURCE: tl.constexpr, RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr,
+    old, state, u, random, gain, shift, limit,
+    NIBBLE: tl.constexpr, RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Step weights and return both digits; trits are 0, 1, 2 here, and so z is P more."""
+    """Step weights: return the trit and the remainder's byte.
+
+    Trits are 0, 1, 2 here, and so z is P more.
+    """
+    low = (state << 28) >> 28 if NIBBLE else state
     step = tl.minimum(tl.maximum((u * gain) >> shift, -limit), limit)
     z = old * (RADIX << 16) + (low << 16) - step + random.to(tl.int32)
     # clipped before the shift, as an addition and a maximum are one instruction
@@ -388,13 +397,12 @@ def _step(
     z = tl.minimum(tl.maximum(z, -REMAINDER_MAX << 16), HIGHEST) >> 16
     new = 2 + ((z - RADIX - RADIX // 2 - 1) >> 31) + ((z - RADIX // 2) >> 31)
     low = z - new * RADIX
-    if SOURCE == "nibble":
-        low = (u << 4) | (low & 15)
-    return new, low
+    return new, (state & -16) | (low & 15) if NIBBLE else low
 
 
 def _launch(
-    packed: Tensor, remainder: Tensor, source: str, values: Tensor, row_gain: Tensor | None,
+    packed: Tensor, remainder: Tensor, source: str, nibble: bool, values: Tensor,
+    row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, squares: Tensor,
     limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
 ) -> None:  # fmt: skip
@@ -409,7 +417,7 @@ def _launch(
         rows, columns, blocks, float(rows * columns),
         *packed.stride(), *remainder.stride(), *values.stride(),
         0 if row_gain is None else row_gain.stride(0),
-        SOURCE=source, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, RADIX=radix,
+        SOURCE=source, NIBBLE=nibble, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, RADIX=radix,
         REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN, BLOCK_P=block_p,
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -419,10 +427,10 @@ def _step_by_moment_triton(
     packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, step_size: Tensor,
     squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    source, values = ("nibble", remainder) if moment is None else ("moment", moment)
+    values = remainder if moment is None else moment
     _launch(
-        packed, remainder, source, values, None, None, key, step_size, step_size, squares, limit,
-        ok, flips, radix, remainder_max,
+        packed, remainder, "moment", moment is None, values, None, None, key, step_size, step_size,
+        squares, limit, ok, flips, radix, remainder_max,
     )  # fmt: skip
     return packed, remainder, flips
 
@@ -430,11 +438,11 @@ def _step_by_moment_triton(
 def _step_by_direction_triton(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
-    flips: Tensor, radix: int, remainder_max: int,
+    flips: Tensor, radix: int, remainder_max: int, nibble: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _launch(
-        packed, remainder, "direction", values, row_gain, column_gain, key, gain, shift, gain,
-        limit, ok, flips, radix, remainder_max,
+        packed, remainder, "direction", nibble, values, row_gain, column_gain, key, gain, shift,
+        gain, limit, ok, flips, radix, remainder_max,
     )  # fmt: skip
     return packed, remainder, flips
 
@@ -493,12 +501,13 @@ def step_by_direction(
     flips: Tensor,
     radix: int,
     remainder_max: int,
+    nibble: bool = False,
 ) -> None:
     """Step a matrix of weights along a direction, in place, carrying between trit and remainder.
 
     Args:
         packed: (N, row_bytes(K)) uint8, the trits T.
-        remainder: (N, K) int8, A.
+        remainder: (N, K) int8, A; with `nibble`, bytes of 16 m + (A mod 16).
         values: (N, K) float32 or bfloat16, any strides.
         row_gain: (N,) float32; u = values * row_gain * column_gain in units of 2**-16, saturating
             at +-4. None for the sign of the values.
@@ -511,6 +520,7 @@ def step_by_direction(
         flips: int64 scalar tensor; the number of trits that changed is added to it.
         radix: P, what a trit is worth in units of A.
         remainder_max: z is clipped to +-(P + remainder_max).
+        nibble: whether A is the low half of a byte, whose high half stays.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
@@ -523,7 +533,7 @@ def step_by_direction(
     )
     run(
         packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
-        radix, remainder_max,
+        radix, remainder_max, nibble,
     )  # fmt: skip
 
 
@@ -585,17 +595,21 @@ def _moment_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def _direction_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
-    def control(ok: int = 1) -> tuple:
+    def control(ok: int = 1, digits: tuple[int, int, bool] = (32, 127, False)) -> tuple:
         values = (-5, 3000, 10, 4 * 2 * 2**16, ok)
-        return (
-            *(_scalar(x, device) for x in values), _scalar(-3, device, torch.int64), 32, 127
-        )  # fmt: skip
+        scalars = (_scalar(x, device) for x in values)
+        return (*scalars, _scalar(-3, device, torch.int64), *digits)
 
     for shape in SHAPES:
         state = [x.to(device) for x in _state(shape, 32, 127, generator)]
         values = torch.randn(shape, generator=generator).to(device)
         gains = [torch.rand(n, generator=generator).to(device) * 600 for n in shape]
         yield Case(f"{shape[0]}x{shape[1]}", (*state, values, *gains, *control()))
+        packed, low = _state(shape, 14, 7, generator)
+        byte = torch.randint(-7, 8, shape, generator=generator) * 16 + low % 16
+        nibble = (packed.to(device), byte.to(torch.int8).to(device))
+        of_nibble = control(digits=(14, 7, True))
+        yield Case(f"{shape[0]}x{shape[1]} nibble", (*nibble, values, *gains, *of_nibble))
     yield Case("2x1311 rows only", (*state, values, gains[0], None, *control()))
     yield Case("2x1311 sign", (*state, values, None, None, *control()))
     yield Case("2x1311 refused", (*state, values, *gains, *control(0)))
@@ -632,8 +646,9 @@ def _direction_timings(device: torch.device, _group_size: int) -> Iterator[Timin
     gains = [torch.full((size,), 2.0**8, device=device) for size in MATRIX]
     control = torch.tensor((-5, 3000, 10, 2**19, 1), dtype=torch.int32, device=device)
     flips = torch.zeros((), dtype=torch.int64, device=device)
-    inputs = (*_random_state(device), values, *gains, *control, flips, 32, 127)
-    yield Timing("11264x2048 bf16", inputs)
+    inputs = (*_random_state(device), values, *gains, *control, flips)
+    yield Timing("11264x2048 bf16", (*inputs, 32, 127, False))
+    yield Timing("11264x2048 bf16 nibble", (*inputs, 14, 7, True))
 
 
 STEP_BY_MOMENT = KernelSpec(
