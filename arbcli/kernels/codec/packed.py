@@ -134,7 +134,7 @@ class Packed(NamedTuple):
 
     @property
     def worths(self) -> tuple[float, float]:
-        """What such a kernel names of_trit and of_low: what T and A count, in units of the scale."""
+        """What such a kernel names of_trit and of_low: what T and A count, in units of a scale."""
         return self.radix / self.unit, self.low / self.unit
 
     @property

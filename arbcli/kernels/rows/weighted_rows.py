@@ -180,7 +180,11 @@ def _load_slot(
     )  # fmt: skip
     byte = tl.load(packed_ptr + v * stride_pn + offs_byte * stride_pb)
     trit, offset = trit_at(byte, factor), v * stride_an + k * stride_ak
-    return inside, scale, add_remainder(trit, remainder_ptr, offset, k < D, of_trit, of_low, DIGITS, NIBBLE)
+    return (
+        inside,
+        scale,
+        add_remainder(trit, remainder_ptr, offset, k < D, of_trit, of_low, DIGITS, NIBBLE),
+    )
 
 
 @triton.jit

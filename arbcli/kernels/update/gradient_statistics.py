@@ -203,7 +203,9 @@ def _read_planes(
             if DIGITS:
                 trit = double * (0.5 if digit % 2 else -0.5)
                 offset = n * stride_an + (block * 160 + 32 * digit + offs_j) * stride_ak
-                double = add_remainder(trit, remainder_ptr, offset, mask_n, of_trit, of_low, DIGITS, NIBBLE)
+                double = add_remainder(
+                    trit, remainder_ptr, offset, mask_n, of_trit, of_low, DIGITS, NIBBLE
+                )
             found = tl.where(part == digit, tl.sum(value * double, axis=1)[:, None], found)
         of_columns = summed
         of_row = tl.sum(of_rows, axis=1)
@@ -266,7 +268,9 @@ def _read_groups(
             value = tl.where(grad > 0, 1.0, tl.where(grad < 0, -1.0, 0.0))
         offset = n[:, None] * stride_an + k[None, :] * stride_ak
         trit = trit_at(byte, factor[None, :])
-        product = value * add_remainder(trit, remainder_ptr, offset, mask, of_trit, of_low, DIGITS, NIBBLE)
+        product = value * add_remainder(
+            trit, remainder_ptr, offset, mask, of_trit, of_low, DIGITS, NIBBLE
+        )
         slope = tl.sum(tl.reshape(product, (BLOCK_N, GROUPS, LANES)), axis=2)
 
         mask_g = mask_n[:, None] & (offs_g < num_groups)[None, :]
