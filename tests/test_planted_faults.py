@@ -1071,6 +1071,11 @@ FAULTS = [
         "gradient", "gradient of gains averaged over positions", "model.layers.gained_norm",
         rewrite("p.sum(dim=0)", "p.mean(dim=0)"), "grouped: gradient",
     ),
+    # the head beyond the next byte
+    module(
+        "position", "byte beyond the next one read a position late", "model.parts.ahead",
+        rewrite("i[:, k:n]", "i[:, k - 1 : n - 1]"), "ahead: end to end",
+    ),
     # the model of chunks
     module(
         "causality", "window of attention sees later bytes", "model.parts",
@@ -1203,6 +1208,7 @@ MODELS: dict[str, Callable[[str], list]] = {
     "mamba:": partial(of_model, "hnet mamba"),
     "mixed:": partial(of_model, "mixed"),
     "grouped:": partial(of_model, "grouped"),
+    "ahead:": partial(of_model, "ahead"),
     "update": of_update,
     "rotary": lambda _: list(parity._rotary(CPU)),
 }

@@ -20,7 +20,7 @@ from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
 
 TILE = 128
@@ -216,7 +216,7 @@ def _in_one_part(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[
     return in_one_part
 
 
-SIGN_GRADIENT = KernelSpec(
+SIGN_GRADIENT = Operation(
     "sign_gradient",
     _in_one_part(_sign_gradient_triton),
     _in_one_part(_sign_gradient_torch),
