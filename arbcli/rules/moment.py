@@ -102,7 +102,7 @@ class MomentOfAllDigits(Moment):
     """
 
     reads_all, remainder_max = True, 63
-    spread, fade_growth = 1.0, 2.857
+    spread, fade_growth = 1.0, 2.0
 
 
 RULE, ALL_DIGITS = Moment(), MomentOfAllDigits()

@@ -226,7 +226,7 @@ def captured_on_a_cpu(trainer: Trainer, graphs: list[Graph]) -> Trainer:
 
 def test_steps_are_captured_anew_at_every_stage(text, graphs, monkeypatch):
     """A few eager steps come first, and what is replayed is the step of the stage."""
-    steps, start, eager_steps = 24, 3, 1
+    steps, start, eager_steps = 80, 3, 1
     monkeypatch.setattr(training, "EAGER_STEPS", eager_steps)
     config = new_config(**SMALL | {"steps": steps}, data=[text])
     texts = open_texts(config.data, None, seed=0, context=16)
