@@ -35,7 +35,7 @@ FADING = ("moment", "nibble")
 
 DIRECTION = {"moment": "orthogonal", "nibble": "orthogonal", "carry": "factored", "votes": None}
 """Default direction of each rule; None where the rule takes none."""
-LR = {"moment": 0.5, "nibble": 0.4, "carry": 1.0, "votes": 1.0}
+LR = {"moment": 0.7, "nibble": 0.4, "carry": 1.0, "votes": 1.0}
 """Default learning rate of each rule, where weights are trits."""
 LR_OF_DIGITS = {"moment": 0.35, "nibble": 0.4, "carry": 0.25}
 """The same where they are all digits, or begin so."""
