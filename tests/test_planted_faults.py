@@ -350,6 +350,26 @@ FAULTS = [
                 "r // 2 == c ^ 1 if ABREAST == 4 else r < 2"),
     ),
     kernel(
+        "neighbour", "rows of a text exchanged in pairs", "row_by_row",
+        rewrite("tl.minimum(r // 2, ROWS - 1)", "tl.minimum(r // 2 ^ 1, ROWS - 1)"),
+    ),
+    kernel(
+        "missing term", "bytes before one that may be taken back not seen", "attend_ahead",
+        rewrite("(m < r) & (s >= f) & (s < e)", "(m < 0) & (s >= f) & (s < e)"),
+    ),
+    kernel(
+        "too far", "one byte more kept than was accepted", "keep_accepted",
+        rewrite("r < tl.load(accepted_ptr)", "r <= tl.load(accepted_ptr)"),
+    ),
+    kernel(
+        "position", "bytes of a check chosen by the numbers of those before", "choose_ahead",
+        rewrite("tl.load(position_ptr) + (1 + r)", "tl.load(position_ptr) + r"),
+    ),
+    kernel(
+        "too far", "a byte accepted behind one that was not proposed", "accept_ahead",
+        rewrite("tl.where(c == p, 8, r + 1)", "tl.where(c == p, 8, r + 2)"),
+    ),
+    kernel(
         "diagonal", "squares of the neighbouring row", "coded_rows",
         rewrite("write_where(t, s, c == r // 2, p)", "write_where(t, s, c == (r // 2 ^ 1), p)"),
     ),
@@ -842,10 +862,6 @@ FAULTS = [
     kernel(
         "carry", "remainder thrown away when a trit flips", "step_by_direction",
         rewrite("z - n * RADIX", "tl.where(n == 1, z - n * RADIX, 0)"),  # 1 stands for trit 0
-    ),
-    kernel(
-        "missing term", "moment thrown away by a step along a direction", "step_by_direction",
-        rewrite("(a & -16) | (b & 15)", "b & 15"),
     ),
     kernel(
         "threshold", "trit flips one unit early", "step_by_moment",

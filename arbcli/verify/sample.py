@@ -39,7 +39,7 @@ LONG_CASES = {
     "weighted_rows_grad_weights": ("150x3*",),
     "unit_rows": ("2311x3",),
     "step_by_moment": ("33x165 nibble", "2x1311 moment", "2x1311 nibble", "2x1311 step*"),
-    "step_by_direction": ("2x1311", "2x1311 nibble", "2x1311 rows only", "2x1311 saturated -1"),
+    "step_by_direction": ("2x1311", "2x1311 rows only", "2x1311 saturated -1"),
     "cast_trit_votes": ("2x1311",),
     "take_last_bits": ("2x1311*",),
 }

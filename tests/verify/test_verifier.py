@@ -470,7 +470,7 @@ CASES = {
     "sign_gradient": 9,
     "gradient_gains": 14, "unit_gain": 8, "gram": 15, "gram_polynomial": 14, "step_scales": 9,
     "merged_steps": 2,
-    "blend_moment": 21, "step_by_moment": 13, "step_by_direction": 14, "cast_trit_votes": 10,
+    "blend_moment": 21, "step_by_moment": 13, "step_by_direction": 10, "cast_trit_votes": 10,
     "cast_scale_votes": 7, "boundary_scores": 9, "boundary_scores_backward": 9,
     "find_chunks": 11, "gather_chunks": 7, "smooth_chunks": 7, "smooth_chunks_backward": 7,
     "spread_chunks": 6, "spread_chunks_backward": 6, "route_position": 39, "take_chunk": 12,

@@ -24,6 +24,7 @@ from arbcli.kernels.codec.packing import (
 from arbcli.kernels.codec.scales import ROOTS, load_scale, scales_torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import Matrix
 from arbcli.kernels.runtime.backend import uses_native
 from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
@@ -273,13 +274,8 @@ def in_rounded_float32(decode: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 DECODE_DIGITS = Operation(
-    "decode_digits",
-    in_rounded_float32(decode_digits_triton),
-    in_rounded_float32(decode_digits_torch),
-    decode_digits_reference,
-    _cases,
-    uses_scales=True,
-    scale_path=in_planes,
-    timings=_timings,
+    "decode_digits", in_rounded_float32(decode_digits_triton),
+    in_rounded_float32(decode_digits_torch), decode_digits_reference, _cases,
+    arguments={"packed": Matrix(spread=90, digits="all")}, scale_path=in_planes, timings=_timings,
     native=in_rounded_float32(decode_digits_native),
-)
+)  # fmt: skip

@@ -32,8 +32,8 @@ from arbcli.kernels.matmul.quantise_rows import (
     to_e4m3,
 )
 from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import INT8, Array, Matrix, Number, never
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
 from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 
 MOST_PARTS = 128
@@ -320,12 +320,6 @@ def _largest_triton(packed: Packed) -> Tensor:
     return largest
 
 
-def check_largest(largest: Tensor | None) -> None:
-    """Raise ValueError unless it is what `largest_exponents` finds, or None."""
-    if largest is not None:
-        check_contiguous("largest", largest, torch.int8, (largest.numel(),))
-
-
 def largest_exponents(packed: Packed) -> Tensor:
     """Find the largest exponents of parts of a matrix, int8; there may be one part."""
     if uses_triton(packed.trits):
@@ -350,10 +344,7 @@ def decode_e4m3(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    packed.check()
-    check_largest(largest)
-    run = _decode_e4m3_triton if uses_triton(packed.trits) else _decode_e4m3_torch
-    return run(packed, transposed, largest)
+    return DECODE_E4M3(packed, transposed, largest)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -389,13 +380,16 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         yield Timing(label, (all_digits, transposed), run=_decode_e4m3_triton)
 
 
+LARGEST = Array("L", INT8, dense=True, optional=True, values=never)
+"""What `largest_exponents` finds, which random cases leave to be found."""
+
 DECODE_E4M3 = Operation(
-    "decode_e4m3",
-    in_float32(_decode_e4m3_triton),
-    in_float32(_decode_e4m3_torch),
-    decode_e4m3_reference,
-    _cases,
-    uses_scales=True,
+    "decode_e4m3", in_float32(_decode_e4m3_triton), in_float32(_decode_e4m3_torch),
+    decode_e4m3_reference, _cases,
+    arguments={
+        "packed": Matrix(spread=12), "transposed": Number((False, True)), "largest": LARGEST
+    },
+    launch=(_decode_e4m3_triton, _decode_e4m3_torch, _decode_e4m3_torch),
     scale_path=lambda group_size: (in_planes(group_size), BLOCK % group_size == 0),
     timings=_timings,
-)
+)  # fmt: skip

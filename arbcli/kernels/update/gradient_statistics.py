@@ -14,6 +14,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import (
     add_remainder,
+    decode_digits_torch,
     digits_reference,
     digits_torch,
     native_arguments,
@@ -26,7 +27,8 @@ from arbcli.kernels.codec.packing import first_digit, take_trit, trit_at, trit_p
 from arbcli.kernels.codec.scales import load_scale, scales_torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, row_chunks, tiles_of_a_program
+from arbcli.kernels.runtime.arguments import Array, Matrix, Number
+from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
 
@@ -339,16 +341,7 @@ def gradient_statistics(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    got = f"{grad.dtype} of shape {tuple(grad.shape)}"
-    if grad.dtype not in (torch.float32, torch.bfloat16) or grad.dim() != 2 or not grad.numel():
-        raise ValueError(f"need a float32 or bfloat16 matrix that is not empty, got {got}")
-    packed.check(in_features=grad.shape[1])
-    if len(grad) != packed.out_features:
-        raise ValueError(f"{len(grad)} rows of a gradient of {packed.out_features} of weights")
-    run = choose(
-        grad, _gradient_statistics_triton, _gradient_statistics_torch, _gradient_statistics_native
-    )
-    return GradientStatistics(*run(grad, packed, factored, signs))
+    return GradientStatistics(*GRADIENT_STATISTICS(grad, packed, factored, signs))
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -390,30 +383,34 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         yield Timing(f"11264x2048 bf16{name}", inputs, run=_gradient_statistics_triton)
 
 
-def _in_one_part(run: Callable) -> Callable:
-    """Wrap an implementation so that it adds its parts up, in float64."""
+def _in_one_part(_inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Add parts up, in float64."""
+    slope, *sums, rows, columns = found
+    sums = [part.double().sum() for part in sums]
+    return slope, *sums, *(part.double().sum(0) for part in (rows, columns))
 
-    def in_one_part(
-        grad: Tensor, packed: Packed, *flags: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        slope, *sums, rows, columns = run(grad, packed, *flags)
-        sums = [part.double().sum() for part in sums]
-        return slope, *sums, *(part.double().sum(0) for part in (rows, columns))
 
-    return in_one_part
+def _in_float64(grad: Tensor, packed: Packed, factored: bool, signs: bool) -> tuple[Tensor, ...]:
+    grad = grad.double()
+    products = (grad.sign() if signs else grad) * decode_digits_torch(
+        packed, torch.float32
+    ).double()
+    groups = torch.arange(packed.in_features, device=grad.device) // packed.group_size
+    slope = products.new_zeros(packed.exponent.shape).index_add_(1, groups, products)
+    squares = grad.square()
+    of_both = (squares.sum(dim) * factored for dim in (1, 0))
+    return slope, slope.square().sum(), squares.sum(), *of_both
 
 
 GRADIENT_STATISTICS = Operation(
-    "gradient_statistics",
-    _in_one_part(_gradient_statistics_triton),
-    _in_one_part(_gradient_statistics_torch),
-    gradient_statistics_reference,
-    _cases,
+    "gradient_statistics", _gradient_statistics_triton, _gradient_statistics_torch,
+    gradient_statistics_reference, _cases,
     # the square of a slope counts its error twice
     Gate(exact=False, relative=4e-6, reason="float32 sums of products that cancel in part"),
-    uses_scales=True,
-    scale_path=_scale_path,
-    timings=_timings,
-    bfloat16=(0,),
-    native=_in_one_part(_gradient_statistics_native),
-)
+    {
+        "grad": Array("N, K"), "packed": Matrix(), "factored": Number((False, True)),
+        "signs": Number((False, False, False, True)),
+    },
+    where=("N > 0 and K > 0",), compared=_in_one_part, large_reference=_in_float64,
+    scale_path=_scale_path, timings=_timings, native=_gradient_statistics_native,
+)  # fmt: skip

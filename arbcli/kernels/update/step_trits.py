@@ -18,20 +18,23 @@ from torch import Tensor
 
 from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packing import (
-    check_digits,
     pack_trits_reference,
     pack_trits_torch,
     random_trits,
     unpack_trits_reference,
     unpack_trits_torch,
 )
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, row_chunks
-from arbcli.kernels.runtime.inputs import check_scalars
+from arbcli.kernels.runtime.arguments import INT8, INT32, INT64, UINT8, Array, Number
+from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 from arbcli.kernels.update.direction import (
-    check_direction,
+    DIRECTION,
+    GAINS_BELONG,
+    OK,
+    draw_gains,
     fixed_point,
     fixed_point_reference,
     fixed_point_torch,
@@ -101,13 +104,12 @@ def step_by_direction_reference(
     flips: Tensor,
     radix: int,
     remainder_max: int,
-    nibble: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what `step_by_direction` leaves in `packed`, `remainder` and `flips`, in int64."""
     u = fixed_point_reference(values, row_gain, column_gain, 2**18)
     step = torch.div(u * gain.to(torch.int64), 2 ** int(shift), rounding_mode="floor")
     return _step_reference(
-        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble
+        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, False
     )
 
 
@@ -152,7 +154,7 @@ def _step_by_moment_torch(
 def _step_by_direction_torch(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
-    flips: Tensor, radix: int, remainder_max: int, nibble: bool,
+    flips: Tensor, radix: int, remainder_max: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if ok:
         factor, bits, most = int(gain), int(shift), int(limit)
@@ -161,7 +163,7 @@ def _step_by_direction_torch(
             u = fixed_point_torch(values, row_gain, column_gain, rows, CLIP)
             return u.mul_(factor).bitwise_right_shift_(bits)
 
-        _step_torch(packed, remainder, step_of, key, most, flips, radix, remainder_max, nibble)
+        _step_torch(packed, remainder, step_of, key, most, flips, radix, remainder_max, False)
     return packed, remainder, flips
 
 
@@ -213,17 +215,17 @@ def _step_by_moment_native(
 def _step_by_direction_native(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
-    flips: Tensor, radix: int, remainder_max: int, nibble: bool,
+    flips: Tensor, radix: int, remainder_max: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not _native_can(packed, remainder):
         return _step_by_direction_torch(
             packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
-            radix, remainder_max, nibble,
+            radix, remainder_max,
         )  # fmt: skip
     if ok:
         _step_native(
             native_arguments(values, row_gain, column_gain), packed, remainder, None,
-            key, gain, shift, limit, flips, radix, remainder_max, nibble,
+            key, gain, shift, limit, flips, radix, remainder_max, False,
         )  # fmt: skip
     return packed, remainder, flips
 
@@ -250,14 +252,11 @@ def _step_trits_kernel(
     key_ptr, gain_ptr, shift_ptr, squares_ptr, limit_ptr, ok_ptr, flips_ptr,
     N, K, blocks, num_weights,
     stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-    SOURCE: tl.constexpr, NIBBLE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
     LARGEST_GAIN: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Step pairs of rows in one block of 160 columns; `SOURCE` is moment or direction.
-
-    With `NIBBLE` a remainder is the low half of a byte, and the high half is the moment.
-    """
+    """Step pairs of rows in one block of 160 columns; `SOURCE` is moment, nibble or direction."""
     if tl.load(ok_ptr) == 0:
         return
     gain, shift = _gain(gain_ptr, shift_ptr, squares_ptr, num_weights, SOURCE, LARGEST_GAIN)
@@ -270,14 +269,14 @@ def _step_trits_kernel(
             packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
             key, gain, shift, limit, first, block, 32, N, K,
             stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-            SOURCE, NIBBLE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P, 1,
+            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P, 1,
         )  # fmt: skip
     else:  # any width, so loads are bytes; with a quarter of the rows at once no register spills
         flips = _step_block(
             packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
             key, gain, shift, limit, first, block, width, N, K,
             stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-            SOURCE, NIBBLE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P // 4, 4,
+            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P // 4, 4,
         )  # fmt: skip
     tl.atomic_add(flips_ptr, flips)
 
@@ -300,7 +299,7 @@ def _step_block(
     packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
     key, gain, shift, limit, first, block, width, N, K,
     stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-    SOURCE: tl.constexpr, NIBBLE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
     BLOCK_P: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -325,32 +324,32 @@ def _step_block(
         for plane in range(5):
             k = block * 160 + width * (4 - plane) + j
             mask_k = mask_j & (k < K)
-            even_u, even_state = _load_tile(
+            even_u, even_low = _load_tile(
                 remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, even, k, N, mask_k,
                 stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-                SOURCE, NIBBLE, HAS_ROWS, HAS_COLUMNS, CLIP,
+                SOURCE, HAS_ROWS, HAS_COLUMNS, CLIP,
             )  # fmt: skip
-            odd_u, odd_state = _load_tile(
+            odd_u, odd_low = _load_tile(
                 remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, odd, k, N, mask_k,
                 stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-                SOURCE, NIBBLE, HAS_ROWS, HAS_COLUMNS, CLIP,
+                SOURCE, HAS_ROWS, HAS_COLUMNS, CLIP,
             )  # fmt: skip
             words = random_words(key, pair, k)
             even_thrice, odd_thrice = even_left.to(tl.uint64) * 3, odd_left.to(tl.uint64) * 3
             even_left, odd_left = even_thrice.to(tl.uint32), odd_thrice.to(tl.uint32)
             even_old, odd_old = (even_thrice >> 32).to(tl.int32), (odd_thrice >> 32).to(tl.int32)
-            even_new, even_state = _step(
-                even_old, even_state, even_u, words & 0xFFFF, gain, shift, limit,
-                NIBBLE, RADIX, REMAINDER_MAX,
+            even_new, even_low = _step(
+                even_old, even_low, even_u, words & 0xFFFF, gain, shift, limit,
+                SOURCE, RADIX, REMAINDER_MAX,
             )  # fmt: skip
-            odd_new, odd_state = _step(
-                odd_old, odd_state, odd_u, words >> 16, gain, shift, limit,
-                NIBBLE, RADIX, REMAINDER_MAX,
+            odd_new, odd_low = _step(
+                odd_old, odd_low, odd_u, words >> 16, gain, shift, limit,
+                SOURCE, RADIX, REMAINDER_MAX,
             )  # fmt: skip
             even_ptrs = remainder_ptr + even * stride_an + k * stride_ak
             odd_ptrs = remainder_ptr + odd * stride_an + k * stride_ak
-            tl.store(even_ptrs, even_state.to(tl.int8), mask=(even < N) & mask_k)
-            tl.store(odd_ptrs, odd_state.to(tl.int8), mask=(odd < N) & mask_k)
+            tl.store(even_ptrs, even_low.to(tl.int8), mask=(even < N) & mask_k)
+            tl.store(odd_ptrs, odd_low.to(tl.int8), mask=(odd < N) & mask_k)
             even_byte, odd_byte = even_byte * 3 + even_new, odd_byte * 3 + odd_new
             flips += (even_new != even_old).to(tl.int32) + (odd_new != odd_old).to(tl.int32)
         tl.store(even_bytes, even_byte.to(tl.uint8), mask=(even < N) & mask_j)
@@ -362,34 +361,29 @@ def _step_block(
 def _load_tile(
     remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, n, k, N, mask_k,
     stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-    SOURCE: tl.constexpr, NIBBLE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
-    CLIP: tl.constexpr,
+    SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """Load u and the remainder's byte of some weights as int32; zeros where masked."""
+    """Load u and A of some weights as int32; zeros where masked."""
     mask_n = n < N
     mask = mask_n & mask_k
-    state = tl.load(remainder_ptr + n * stride_an + k * stride_ak, mask=mask, other=0).to(tl.int32)
-    if NIBBLE and SOURCE == "moment":
-        return state >> 4, state
+    low = tl.load(remainder_ptr + n * stride_an + k * stride_ak, mask=mask, other=0).to(tl.int32)
+    if SOURCE == "nibble":
+        return low >> 4, (low << 28) >> 28
     u = tl.load(values_ptr + n * stride_vn + k * stride_vk, mask=mask, other=0)
     if SOURCE == "direction":
         row_gain = load_gain(row_gain_ptr, n * stride_rn, mask_n, HAS_ROWS)
         u = fixed_point(
             u, row_gain, load_gain(column_gain_ptr, k, mask_k, HAS_COLUMNS), CLIP, HAS_ROWS
         )
-    return u.to(tl.int32), state
+    return u.to(tl.int32), low
 
 
 @triton.jit
 def _step(
-    old, state, u, random, gain, shift, limit,
-    NIBBLE: tl.constexpr, RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr,
+    old, low, u, random, gain, shift, limit,
+    SOURCE: tl.constexpr, RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Step weights: return the trit and the remainder's byte.
-
-    Trits are 0, 1, 2 here, and so z is P more.
-    """
-    low = (state << 28) >> 28 if NIBBLE else state
+    """Step weights and return both digits; trits are 0, 1, 2 here, and so z is P more."""
     step = tl.minimum(tl.maximum((u * gain) >> shift, -limit), limit)
     z = old * (RADIX << 16) + (low << 16) - step + random.to(tl.int32)
     # clipped before the shift, as an addition and a maximum are one instruction
@@ -397,12 +391,13 @@ def _step(
     z = tl.minimum(tl.maximum(z, -REMAINDER_MAX << 16), HIGHEST) >> 16
     new = 2 + ((z - RADIX - RADIX // 2 - 1) >> 31) + ((z - RADIX // 2) >> 31)
     low = z - new * RADIX
-    return new, (state & -16) | (low & 15) if NIBBLE else low
+    if SOURCE == "nibble":
+        low = (u << 4) | (low & 15)
+    return new, low
 
 
 def _launch(
-    packed: Tensor, remainder: Tensor, source: str, nibble: bool, values: Tensor,
-    row_gain: Tensor | None,
+    packed: Tensor, remainder: Tensor, source: str, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, squares: Tensor,
     limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
 ) -> None:  # fmt: skip
@@ -417,7 +412,7 @@ def _launch(
         rows, columns, blocks, float(rows * columns),
         *packed.stride(), *remainder.stride(), *values.stride(),
         0 if row_gain is None else row_gain.stride(0),
-        SOURCE=source, NIBBLE=nibble, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, RADIX=radix,
+        SOURCE=source, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, RADIX=radix,
         REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN, BLOCK_P=block_p,
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -427,10 +422,10 @@ def _step_by_moment_triton(
     packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, step_size: Tensor,
     squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    values = remainder if moment is None else moment
+    source, values = ("nibble", remainder) if moment is None else ("moment", moment)
     _launch(
-        packed, remainder, "moment", moment is None, values, None, None, key, step_size, step_size,
-        squares, limit, ok, flips, radix, remainder_max,
+        packed, remainder, source, values, None, None, key, step_size, step_size, squares, limit,
+        ok, flips, radix, remainder_max,
     )  # fmt: skip
     return packed, remainder, flips
 
@@ -438,11 +433,11 @@ def _step_by_moment_triton(
 def _step_by_direction_triton(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
-    flips: Tensor, radix: int, remainder_max: int, nibble: bool,
+    flips: Tensor, radix: int, remainder_max: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _launch(
-        packed, remainder, "direction", nibble, values, row_gain, column_gain, key, gain, shift,
-        gain, limit, ok, flips, radix, remainder_max,
+        packed, remainder, "direction", values, row_gain, column_gain, key, gain, shift, gain,
+        limit, ok, flips, radix, remainder_max,
     )  # fmt: skip
     return packed, remainder, flips
 
@@ -478,13 +473,9 @@ def step_by_moment(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(packed, remainder, flips)
-    if moment is not None and (moment.dtype != torch.int8 or moment.shape != remainder.shape):
-        raise ValueError(f"moment {moment.dtype} {tuple(moment.shape)} does not fit")
-    check_scalars(torch.int32, key=key, limit=limit, ok=ok)
-    check_scalars(torch.int64, step_size=step_size, squares=squares)
-    run = choose(packed, _step_by_moment_triton, _step_by_moment_torch, _step_by_moment_native)
-    run(packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix, remainder_max)
+    STEP_BY_MOMENT(
+        packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix, remainder_max
+    )
 
 
 def step_by_direction(
@@ -501,13 +492,12 @@ def step_by_direction(
     flips: Tensor,
     radix: int,
     remainder_max: int,
-    nibble: bool = False,
 ) -> None:
     """Step a matrix of weights along a direction, in place, carrying between trit and remainder.
 
     Args:
         packed: (N, row_bytes(K)) uint8, the trits T.
-        remainder: (N, K) int8, A; with `nibble`, bytes of 16 m + (A mod 16).
+        remainder: (N, K) int8, A.
         values: (N, K) float32 or bfloat16, any strides.
         row_gain: (N,) float32; u = values * row_gain * column_gain in units of 2**-16, saturating
             at +-4. None for the sign of the values.
@@ -520,26 +510,25 @@ def step_by_direction(
         flips: int64 scalar tensor; the number of trits that changed is added to it.
         radix: P, what a trit is worth in units of A.
         remainder_max: z is clipped to +-(P + remainder_max).
-        nibble: whether A is the low half of a byte, whose high half stays.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(packed, remainder, flips)
-    check_direction(values, row_gain, column_gain, remainder.shape)
-    check_scalars(torch.int32, key=key, gain=gain, shift=shift, limit=limit, ok=ok)
-    run = choose(
-        packed, _step_by_direction_triton, _step_by_direction_torch, _step_by_direction_native
+    STEP_BY_DIRECTION(
+        packed,
+        remainder,
+        values,
+        row_gain,
+        column_gain,
+        key,
+        gain,
+        shift,
+        limit,
+        ok,
+        flips,
+        radix,
+        remainder_max,
     )
-    run(
-        packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
-        radix, remainder_max, nibble,
-    )  # fmt: skip
-
-
-def _check(packed: Tensor, remainder: Tensor, flips: Tensor) -> None:
-    check_digits(packed, remainder)
-    check_scalars(torch.int64, flips=flips)
 
 
 SHAPES = ((1, 1), (3, 33), (33, 165), (2, 1311))
@@ -595,21 +584,17 @@ def _moment_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def _direction_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
-    def control(ok: int = 1, digits: tuple[int, int, bool] = (32, 127, False)) -> tuple:
+    def control(ok: int = 1) -> tuple:
         values = (-5, 3000, 10, 4 * 2 * 2**16, ok)
-        scalars = (_scalar(x, device) for x in values)
-        return (*scalars, _scalar(-3, device, torch.int64), *digits)
+        return (
+            *(_scalar(x, device) for x in values), _scalar(-3, device, torch.int64), 32, 127
+        )  # fmt: skip
 
     for shape in SHAPES:
         state = [x.to(device) for x in _state(shape, 32, 127, generator)]
         values = torch.randn(shape, generator=generator).to(device)
         gains = [torch.rand(n, generator=generator).to(device) * 600 for n in shape]
         yield Case(f"{shape[0]}x{shape[1]}", (*state, values, *gains, *control()))
-        packed, low = _state(shape, 14, 7, generator)
-        byte = torch.randint(-7, 8, shape, generator=generator) * 16 + low % 16
-        nibble = (packed.to(device), byte.to(torch.int8).to(device))
-        of_nibble = control(digits=(14, 7, True))
-        yield Case(f"{shape[0]}x{shape[1]} nibble", (*nibble, values, *gains, *of_nibble))
     yield Case("2x1311 rows only", (*state, values, gains[0], None, *control()))
     yield Case("2x1311 sign", (*state, values, None, None, *control()))
     yield Case("2x1311 refused", (*state, values, *gains, *control(0)))
@@ -646,27 +631,69 @@ def _direction_timings(device: torch.device, _group_size: int) -> Iterator[Timin
     gains = [torch.full((size,), 2.0**8, device=device) for size in MATRIX]
     control = torch.tensor((-5, 3000, 10, 2**19, 1), dtype=torch.int32, device=device)
     flips = torch.zeros((), dtype=torch.int64, device=device)
-    inputs = (*_random_state(device), values, *gains, *control, flips)
-    yield Timing("11264x2048 bf16", (*inputs, 32, 127, False))
-    yield Timing("11264x2048 bf16 nibble", (*inputs, 14, 7, True))
+    inputs = (*_random_state(device), values, *gains, *control, flips, 32, 127)
+    yield Timing("11264x2048 bf16", inputs)
 
+
+def draw_weights(dice: Dice, n: int, k: int, radix: int, largest: int) -> tuple[Tensor, Tensor]:
+    """Draw trits and remainders, all that z can be."""
+    z = dice.integers(-radix - largest, radix + largest, n, k, dtype=torch.int32)
+    trits = torch.sign(z) * (z.abs() > radix // 2)
+    packed = dice.view(pack_trits_torch(trits.to(torch.int8)))
+    return packed, dice.view((z - radix * trits).to(torch.int8))
+
+
+def _draw_by_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    nibble = dice.below(2) == 1
+    radix, largest = (8, 7) if nibble else (32, 127)
+    packed, remainder = draw_weights(dice, n, k, radix, largest)
+    moment = None if nibble else dice.integers(-127, 127, n, k)
+    if nibble:
+        remainder = dice.view(dice.integers(-7, 7, n, k) * 16 + remainder % 16)
+    step_size, squares, flips = (
+        torch.tensor(value, device=dice.device)
+        for value in (dice.below(2**36), dice.below(n * k * largest**2), dice.below(1000))
+    )
+    limit = dice.scalar(dice.pick((2**14, 2**19, 2**23)))
+    return (
+        packed, remainder, moment, dice.key(), step_size, squares, limit,
+        dice.scalar(not dice.chance(0.1)), flips, radix, largest,
+    )  # fmt: skip
+
+
+def _draw_by_direction(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    gains = draw_gains(dice, n, k, dice.pick((2.0**14, 2.0**16, 2.0**19)))
+    limit = dice.pick((2**14, 2**19, 2**23))
+    control = map(dice.scalar, (dice.below(2**12), 6 + dice.below(8), limit))
+    return (
+        *draw_weights(dice, n, k, 32, 127), dice.reals(n, k), *gains, dice.key(), *control,
+        dice.scalar(not dice.chance(0.1)), torch.tensor(dice.below(1000), device=dice.device),
+        32, 127,
+    )  # fmt: skip
+
+
+_WEIGHTS = {"packed": Array("N, row_bytes(K)", UINT8), "remainder": Array("N, K", INT8)}
+_INT32, _INT64 = Array("", INT32), Array("", INT64)
+_RADIX = {"radix": Number(()), "remainder_max": Number(())}
 
 STEP_BY_MOMENT = Operation(
-    "step_by_moment",
-    _step_by_moment_triton,
-    _step_by_moment_torch,
-    step_by_moment_reference,
+    "step_by_moment", _step_by_moment_triton, _step_by_moment_torch, step_by_moment_reference,
     _moment_cases,
-    timings=_moment_timings,
+    arguments={
+        **_WEIGHTS, "moment": Array("N, K", INT8, optional=True), "key": _INT32,
+        "step_size": _INT64, "squares": _INT64, "limit": _INT32, "ok": OK, "flips": _INT64,
+        **_RADIX,
+    },
+    draw=_draw_by_moment, needs_rows=False, timings=_moment_timings,
     native=_step_by_moment_native,
-)
+)  # fmt: skip
 STEP_BY_DIRECTION = Operation(
-    "step_by_direction",
-    _step_by_direction_triton,
-    _step_by_direction_torch,
-    step_by_direction_reference,
-    _direction_cases,
-    timings=_direction_timings,
-    bfloat16=(2,),
+    "step_by_direction", _step_by_direction_triton, _step_by_direction_torch,
+    step_by_direction_reference, _direction_cases,
+    arguments={
+        **_WEIGHTS, **DIRECTION, "key": _INT32, "gain": _INT32, "shift": _INT32, "limit": _INT32,
+        "ok": OK, "flips": _INT64, **_RADIX,
+    },
+    where=(GAINS_BELONG,), draw=_draw_by_direction, needs_rows=False, timings=_direction_timings,
     native=_step_by_direction_native,
-)
+)  # fmt: skip
