@@ -26,19 +26,22 @@ from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.arranged import (
     ROWS,
     arrange_native,
     check_trits,
-    grid_of,
+    few_rows_of,
     in_tiles,
     multiply_native,
+    tiles_by,
     tiles_reference,
     with_torch,
 )
 from arbcli.kernels.runtime._triton import tl
+from arbcli.kernels.runtime.arguments import UINT8, Array
 from arbcli.kernels.runtime.backend import uses_native
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Timing
 
 BLOCK = 4 * PLANE
@@ -64,15 +67,20 @@ class Coded(NamedTuple):
     gated: bool
     """Whether a tile has eight rows of each half of the matrix."""
 
-    def check(self) -> None:
-        """Refuse pieces that are not those of such a matrix.
 
-        Raises:
-            ValueError: a dtype or a shape does not fit.
-        """
-        grid = grid_of(self.out_features, self.in_features, self.gated, BLOCK)
-        shape = *grid, PIECE_BYTES.value
-        check_contiguous("pieces", self.pieces, torch.uint8, shape)
+def draw_coded(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    """Draw rows, a coded matrix and what is done with their product."""
+    gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
+    n, k = n + n % 2, -(-k // 8) * 8
+    weight = code(dice.packed(n, k, size, digits="trit"), gated)
+    x = dice.reals(m, k, dtype=torch.bfloat16).contiguous()
+    added = dice.reals(m, weight.out_features).contiguous() if dice.below(2) else None
+    return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
+
+
+CODED_ARGUMENTS = few_rows_of(
+    {"pieces": Array(f"{tiles_by(BLOCK)}, {PIECE_BYTES.value}", UINT8, dense=True)}
+)
 
 
 def code(packed: Packed, gated: bool = False) -> Coded:

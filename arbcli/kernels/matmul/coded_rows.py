@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, multiply_pairs
-from arbcli.kernels.matmul.arranged import check_few_rows, store_both
+from arbcli.kernels.dice import Dice
+from arbcli.kernels.matmul.arranged import few_rows_fit, store_both
 from arbcli.kernels.matmul.coded import (
     CODE_BYTES,
+    CODED_ARGUMENTS,
     PIECE_BYTES,
     Coded,
     coded_cases,
@@ -34,9 +36,10 @@ from arbcli.kernels.matmul.coded import (
     coded_reference,
     coded_timings,
     coded_torch,
+    draw_coded,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, num_processors
+from arbcli.kernels.runtime.backend import num_processors
 from arbcli.kernels.runtime.operation import MATRIX, Gate, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
@@ -370,12 +373,7 @@ def coded_rows(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    dtype = dtype or x.dtype
-    like = dtype, weight.out_features
-    check_few_rows(x, weight.in_features, added, like, multiple=8, most=MOST_TEXTS)
-    weight.check()
-    run = choose(x, _coded_rows_triton, coded_torch, coded_native)
-    return run(x, *weight, eps, added, dtype)
+    return CODED_ROWS(x, *weight, eps, added, dtype or x.dtype)
 
 
 SHAPES = (
@@ -385,6 +383,10 @@ SHAPES = (
     (2, 20, 2600, 32, False, 1e-6, True),
 )  # fmt: skip
 """(M, rows, K, G, gated, eps, whether something is added)."""
+
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return draw_coded(dice, group_size, 1 + (m - 1) % MOST_TEXTS, n, k)
 
 
 CODED_ROWS = Operation(
@@ -397,6 +399,7 @@ CODED_ROWS = Operation(
         reason="float32 sums of up to 2600 products, added up by the matrix units; in bf16 one"
         " rounding, as torch's float32 has",
     ),
-    timings=partial(coded_timings, [(m, *MATRIX, True) for m in (4, 16, 64)]),
+    CODED_ARGUMENTS, where=few_rows_fit(MOST_TEXTS), draw=_draw, needs_rows=False,
+    torch_is_peer=True, timings=partial(coded_timings, [(m, *MATRIX, True) for m in (4, 16, 64)]),
     native=coded_native,
 )  # fmt: skip

@@ -32,9 +32,11 @@ from arbcli.kernels.codec.warp_products import (
     unpair,
     unpair_four,
 )
-from arbcli.kernels.matmul.arranged import check_few_rows
+from arbcli.kernels.dice import Dice
+from arbcli.kernels.matmul.arranged import few_rows_fit
 from arbcli.kernels.matmul.coded import (
     BLOCK,
+    CODED_ARGUMENTS,
     PIECE_BYTES,
     Coded,
     coded_cases,
@@ -42,9 +44,10 @@ from arbcli.kernels.matmul.coded import (
     coded_reference,
     coded_timings,
     coded_torch,
+    draw_coded,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import num_processors, uses_native, uses_triton
+from arbcli.kernels.runtime.backend import num_processors, uses_triton
 from arbcli.kernels.runtime.operation import MATRIX, Gate, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
@@ -574,18 +577,13 @@ def row_matmul(
         ValueError: a dtype or a shape does not fit.
     """
     row = x.values[:1] if isinstance(x, AttentionParts) else x
-    dtype = dtype or row.dtype
-    like = dtype, weight.out_features
-    check_few_rows(row, weight.in_features, added, like, multiple=8, most=1)
-    if weight.in_features > MOST_COLUMNS:
-        raise ValueError(f"need at most {MOST_COLUMNS} columns, got {weight.in_features}")
-    weight.check()
+    inputs = *weight, eps, added, dtype or row.dtype
+    ROW_MATMUL.check(row, *inputs)
     if isinstance(x, AttentionParts):
         x.check()
     if uses_triton(row):
-        return _row_matmul_triton(x, *weight, eps, added, dtype, early)
-    run = _row_matmul_native if uses_native(row) else _row_matmul_torch
-    return run(x, *weight, eps, added, dtype)
+        return _row_matmul_triton(x, *inputs, early)
+    return ROW_MATMUL.chosen(row)(x, *inputs)
 
 
 SHAPES = (
@@ -600,6 +598,13 @@ TIMED = (
 )  # fmt: skip
 """(M, rows, K, gated)."""
 
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    x, *rest = draw_coded(dice, group_size, 1, n, min(k, MOST_COLUMNS))
+    # whole numbers, which 15 bits hold: of a few results, what is rounded may be most
+    return (8 * x).round(), *rest
+
+
 ROW_MATMUL = Operation(
     "row_matmul", _row_matmul_triton, _row_matmul_torch, coded_reference,
     partial(coded_cases, SHAPES),
@@ -611,6 +616,7 @@ ROW_MATMUL = Operation(
         " of the largest of them, some 1e-4 of the norm of a product and 3e-4 behind a gate; then"
         " float32 sums; in bf16 one rounding, as torch's float32 has",
     ),
-    timings=partial(coded_timings, TIMED),
+    CODED_ARGUMENTS, where=(*few_rows_fit(1), f"in_features <= {MOST_COLUMNS}"), draw=_draw,
+    needs_rows=False, torch_is_peer=True, timings=partial(coded_timings, TIMED),
     native=_row_matmul_native,
 )  # fmt: skip
