@@ -103,7 +103,7 @@ def names_in(expression: str) -> set[str]:
 
 
 def compiled_check(
-    operation: str, arguments: Mapping[str, Argument], where: tuple[str, ...]
+    operation: str, arguments: Mapping[str, Argument], where: tuple[str, ...] = ()
 ) -> Callable[..., None]:
     """Write the check of a declaration, and compile it: every eager call is checked."""
     space: dict[str, Any] = {"_refuse": _refuse, "_refuse_values": _refuse_values}
