@@ -491,7 +491,7 @@ CASES = {
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_no_case_of_a_kernel_is_gone(spec):
     labels = [case.label for case in spec.cases(CPU, SCALE_TYPES["T32"])]
-    assert len(set(labels)) == len(labels) >= CASES[spec.name]
+    assert len(set(labels)) == len(labels) >= CASES.get(spec.name, 1)
 
 
 def test_every_case_is_run_on_every_backend(monkeypatch):

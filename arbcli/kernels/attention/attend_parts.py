@@ -9,6 +9,17 @@ weighted by that. So y is the mean of all parts, weighted by their totals.
 Whoever reads y takes that mean while it reads. So no program waits for another here, as the last
 one does that adds up the parts; that takes longer than to read the parts.
 
+Spans of a ring in S = 3 parts, and slots of width 128 in the threads of a warp:
+
+    slots    | span 0 | span 1 | span 2 | span 3 | span 4 | span 5 | 6, not filled
+    part         0        1        2        0        1        2
+    thread   0 .. 15: slot s, elements 8 t .. 8 t + 7;   16 .. 31: slot s + 1;   next warp: s + 2
+
+Why so: 16 bytes a thread are the widest load, and 16 threads load a slot of 256 bytes as a whole. A
+score is summed over these 16 threads by shuffles, and every one of them has it then, for the eight
+elements of the value that are its own. Parts take spans in turn, so that all have as many while a
+ring fills up.
+
 Work. A program has a part of a head. In each pass a warp has two slots of width 128, or four of 64:
 a thread has eight elements of a slot. A span is on its way to registers before the program waits
 for the kernel that makes query, key and value. A long ring has more spans than parts, so that who

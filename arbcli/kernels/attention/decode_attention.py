@@ -5,6 +5,14 @@ the oldest is overwritten first. Query and key are rotated by row p of the table
 `rotary_norm_` does; key and value are stored before any attention. Only differences of positions
 matter to q . k, and a sum over keys does not depend on their order, so the ring is never reordered.
 
+    slots     | block 0 | block 1 | block 2 | ... | not filled |       W of a head
+    program       0         1         2       ...                     sums and total to memory, then
+    tickets   0 -> 1 -> 2 -> ... -> n: who takes the last adds all up, and sets it to 0 again
+
+Why so: one head's ring in one program would leave most processors idle, and a second launch to add
+up costs as much as the attention of a short ring. The count of those that have finished is in the
+buffer that is 0 between launches, so that a captured graph needs nothing set.
+
 The filled slots of a head are divided among programs: a block to each, or several where programs
 are too few, the next loaded while one is multiplied. Each computes, over its slots, the sum of
 exp(score) and the sum of the values weighted by that. Queries and keys are normalised, so no score

@@ -365,10 +365,15 @@ def _draw_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple
 _QKV, _TABLE = Array("B, T, 3, H, D", dense=True), Array("T, D // 2", FLOAT, dense=True)
 _GRAD = Array("B, H, T, D")
 
+
+def _with_qkv(inputs: tuple, r: Tensor) -> tuple[Tensor, Tensor]:
+    return inputs[0], r
+
+
 ROTARY_NORM = Operation(
     "rotary_norm", _rotary_norm_triton, _rotary_norm_torch, rotary_norm_reference, _cases, _GATE,
     {"qkv": _QKV, "cos": _TABLE, "sin": _TABLE, "eps": Number(())},
-    where=("D % 2 == 0",), compared=lambda inputs, r: (inputs[0], r), draw=_draw, needs_rows=True,
+    where=("D % 2 == 0",), compared=_with_qkv, draw=_draw, needs_rows=True,
     peer=rounded_once, timings=_timings, native=_rotary_norm_native,
 )  # fmt: skip
 ROTARY_NORM_BACKWARD = Operation(

@@ -9,6 +9,17 @@ its columns 32 i .. 32 i + 31, is bits 2 i and 2 i + 1 of each byte.
   32 i, the next 2 + 32 i, then 1 + 32 i and 3 + 32 i: every second one is a neighbour.
 - 128 bytes of scales, bf16. For r in 0..7: those of planes 0, 1, 2, 3 of row r, then of row r + 8.
 
+A piece of 640 bytes, of which thread 4 r + c loads the 16 of j = c and r:
+
+    byte 0         16                     112       128                       512        640
+         | j=0 r=0 | j=0 r=1 | ... | j=0 r=7 | j=1, r=0..7 | j=2 | j=3 | scales r=0..7 |
+           | q=0: row r, row r + 8 | q=1: row r, row r + 8 |     four bytes each, 4 planes a byte
+
+Why so: what a thread needs of rows r and r + 8 for its columns 8 c .. 8 c + 7 of four planes is one
+load of 16 bytes, and eight threads of equal c load 128 bytes side by side. Two bits and not 1.6: a
+code is a mask away from a number, where the digits of a byte come out one after the other. Every
+second column is a neighbour, so that one mask leaves two codes in the two halves of a word.
+
 Codes beyond K are 0, scales beyond it are those of the last group, and rows beyond N are 0
 throughout. If the result is gated, row r + 8 of a piece is the row of w half a matrix below row r.
 """

@@ -9,6 +9,16 @@ Decoding. A code T + 1, shifted to the top of 16 bits and with all bits flipped,
 2 T once the other bits are cleared: 00 becomes 11, -2; 01 becomes 10, -0; and 10 becomes 01, 2. Its
 product with its scale is exact. The half too much is taken from the sums.
 
+Shared memory, of a program with W warps and S pieces of each of its tiles and warps:
+
+    warp 0                          warp 1               warp W - 1       squares
+    | tile 0: S x 640 | tile 1 | .. | tile 0 | ..   ...  | ..         |   W x rows of x, float32 |
+      later its sums: 512 bytes an octet of rows, 16 a thread
+
+Why so: a warp copies and waits for its own pieces alone, and no barrier stops the others. Copies do
+not pass through registers, which the sums of all rows of x need. Sums take the place of pieces
+that were multiplied, and one barrier later any warp adds up those of all, in the order of warps.
+
 Work. A program has some tiles of 16 rows, and all their pieces are copied to shared memory before
 it waits for the kernel that makes x; of a long row, as many as there is room for. Thread 4 r + c of
 a warp has columns 8 c .. 8 c + 7 of each plane: of rows r and r + 8 of w, and of row r of x. The

@@ -9,6 +9,13 @@ magnitude in seven bits, and its sign. Thread 4 r + c of a warp has the 16 bytes
 is the row half a matrix below row r. Scales, over the unit of z, are bf16, one a row and piece.
 Incomplete pieces are padded with zeros: 1.06 bytes a weight.
 
+    a piece, 512 bytes:   thread 4 r + c has 16:  | row r: 8 c .. 8 c + 7 | row r + 8: the same |
+    a byte:               | below 0 | magnitude of z, 7 bits |
+
+Why so: one load of 16 bytes is all that a thread needs of a plane, in the order of `warp_products`,
+and a warp loads 512 bytes side by side. Sign and magnitude, and not a signed byte, since 128 + m is
+a bf16 number with the bits of m, so that no conversion is needed.
+
 Work. The warps of a program share the pieces of 16 rows, and each multiplies its own by all rows of
 x with the matrix instruction of `warp_products`, whose rows of x beyond M are 0. A magnitude m is
 put into the last bits of the bf16 number 128 + m, and one multiply-add makes (128 + m) * scale -

@@ -12,6 +12,17 @@ i has too much goes into the powers of two. What codes have more than trits, a s
 back from the sums of the lower bytes. All this is in integers; what is left is one float32 product
 and sum for each 32 columns. If an element of x is not finite, every result is NaN.
 
+In the instruction of bytes, of 16 rows by 8 columns, the columns are for up to four blocks of 128:
+
+    column     0      1      2      3      4      5      6      7
+    x of      block 0       block 1       block 2       block 3          upper and lower bytes
+    w of      thread c = 0        1             2             3          its own block of each row
+
+Why so: one row of x would leave six columns empty. With four blocks abreast a thread loads all that
+it needs of a piece for itself, 64 bytes of codes of rows r and r + 8, and x is 0 where column and
+block differ. Registers and not shared memory hold w: it is loaded before the wait, when nothing is,
+and only one thread uses a byte, once.
+
 Work. A program has some tiles of 16 rows. Its threads load all its pieces to registers before they
 wait for the kernel that makes x, then round x to shared memory together. The instruction has room
 for eight rows of x: for four blocks *abreast*, of which each thread has one. Then a warp multiplies
