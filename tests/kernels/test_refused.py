@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.append_position import append_position_, in_eight_bits
+from arbcli.kernels.attention.attend_ahead import Kept, keep_accepted_, table_of
 from arbcli.kernels.attention.attend_parts import attend_parts
 from arbcli.kernels.attention.decode_compressed import decode_compressed
 from arbcli.kernels.attention.rotary_norm import rotary_norm_backward
@@ -22,6 +23,7 @@ from arbcli.kernels.matmul.coded import Coded, code
 from arbcli.kernels.matmul.coded_rows import coded_rows
 from arbcli.kernels.matmul.digits_matmul import ArrangedDigits, arrange_digits, digits_matmul
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
+from arbcli.kernels.matmul.row_by_row import row_by_row
 from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.registry import BY_NAME, KERNELS
 from arbcli.kernels.rows.weighted_rows import TouchedRows, weighted_rows_grad
@@ -43,6 +45,10 @@ ADAPTED = {
     "append_position_8bit": lambda *x: append_position_(*x[:-2], x[-2:]),
     "coded_rows": lambda x, *rest: coded_rows(x, Coded(*rest[:4]), *rest[4:]),
     "row_matmul": lambda x, *rest: row_matmul(x, Coded(*rest[:4]), *rest[4:]),
+    "row_by_row": lambda x, *rest: row_by_row(x, Coded(*rest[:4]), *rest[4:]),
+    "keep_accepted": lambda keys, values, new, *counts: keep_accepted_(
+        table_of([Kept(keys, values, new)]), *counts
+    ),
     "digits_matmul": lambda x, *rest: digits_matmul(x, ArrangedDigits(*rest[:5]), *rest[5:]),
     "rotary_norm_backward": lambda *inputs: rotary_norm_backward(inputs[:3], *inputs[3:]),
     "weighted_rows_grad": lambda grad_y, weights, tokens, order, bounds, *kind: (
