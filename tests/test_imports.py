@@ -17,6 +17,7 @@ RANK = {
     "signals": 0,
     "cached_files": 1,
     "environment": 1,
+    "media": 1,
     "output": 1,
     "reading": 1,
     "sockets": 1,

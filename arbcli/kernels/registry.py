@@ -54,7 +54,7 @@ from arbcli.kernels.rows.weighted_rows import (
     WEIGHTED_ROWS_GRAD,
     WEIGHTED_ROWS_GRAD_WEIGHTS,
 )
-from arbcli.kernels.runtime.spec import KernelSpec
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.scan.causal_conv import CAUSAL_CONV, CAUSAL_CONV_GRAD_W
 from arbcli.kernels.scan.decay_scan import DECAY_SCAN
 from arbcli.kernels.scan.mamba_step import MAMBA_STEP
@@ -75,7 +75,7 @@ from arbcli.kernels.update.sum_gradients import SUM_GRADIENTS
 from arbcli.kernels.update.unit_gain import UNIT_GAIN
 from arbcli.kernels.update.unit_rows import UNIT_ROWS
 
-KERNELS: tuple[KernelSpec, ...] = (
+KERNELS: tuple[Operation, ...] = (
     PACK_TRITS,
     UNPACK_TRITS,
     DECODE_WEIGHT,

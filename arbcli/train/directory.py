@@ -23,6 +23,7 @@ from arbcli.config.training import TrainConfig, train_config_dict, train_config_
 from arbcli.data import Text, Texts, entropy, open_texts
 from arbcli.errors import ArbError
 from arbcli.infer.tokens import check_digest, check_vocabulary
+from arbcli.plain_text import Conversion
 from arbcli.reading import read_json
 from arbcli.run_files import CONFIG, RUNS
 from arbcli.tokens import FILE, Tokenizer, tokenised
@@ -231,7 +232,12 @@ def open_run_texts(
     """
     data, val = (paths["data"], paths["val"]) if paths else (config.data, config.val)
     texts = open_texts(
-        data, val, seed=config.seed, context=config.model.ctx, field=config.field, split=split
+        data,
+        val,
+        seed=config.seed,
+        context=config.model.ctx,
+        conversion=config.conversion,
+        split=split,
     )
     tokenizer = None if config.tokenizer is None else Tokenizer.read(config.tokenizer)
     check_vocabulary(config.model, tokenizer, str(config.tokenizer))
@@ -268,6 +274,19 @@ def run_config(run: Path, facts: dict[str, Any]) -> TrainConfig:
 def run_of(path: Path) -> Path:
     """Find the run of a checkpoint; a directory is the run itself."""
     return path if path.is_dir() else path.parent
+
+
+def run_conversion(path: Path, field: str | None = None) -> Conversion:
+    """Return how the run of a checkpoint converts files, plain where it has no `config.json`.
+
+    Args:
+        path: of a run, or of a file that was saved.
+        field: of records, in place of the run's.
+    """
+    run = run_of(path)
+    if not (run / CONFIG).exists():
+        return Conversion(field)
+    return dataclasses.replace(train_config_from(read_facts(run)).conversion, field=field)
 
 
 def held_out_text(run: Path) -> tuple[Text, str]:

@@ -7,7 +7,6 @@ dice that also decide strides, offsets, types and states. Loaded dice leave thos
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,15 +36,12 @@ from arbcli.kernels.attention.decode_latent import DECODE_LATENT
 from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
 from arbcli.kernels.attention.sum_choices import random_choices
-from arbcli.kernels.chunks.boundary_scores import rounded_score_gradients
-from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS
-from arbcli.kernels.chunks.route_position import ROUTE_POSITION, ROUTERS, TAKE_CHUNK
-from arbcli.kernels.chunks.smooth_chunks import SMOOTH_CHUNKS, rounded_smooth_gradients
-from arbcli.kernels.chunks.spread_chunks import rounded_spread
 from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
-from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
-from arbcli.kernels.codec.packing import PLANE, pack_trits_torch
+from arbcli.kernels.codec.layout import PLANE
+from arbcli.kernels.codec.packed import Packed, num_groups
+from arbcli.kernels.codec.packing import pack_trits_torch
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.arranged import MOST_ROWS
 from arbcli.kernels.matmul.coded import code
 from arbcli.kernels.matmul.coded_rows import CODED_ROWS, MOST_TEXTS
@@ -57,22 +53,10 @@ from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
 from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, ROW_MATMUL
 from arbcli.kernels.matmul.scaled_nvfp4 import ENCODE_NVFP4
 from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
-from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm_in_its_dtype
-from arbcli.kernels.norm.rms_norm import (
-    add_rms_norm_in_its_dtype,
-    gradient_and_output,
-    rms_norm_in_its_dtype,
-)
-from arbcli.kernels.output.cross_entropy import rounded_cross_entropy
-from arbcli.kernels.output.symbol_losses import rounded_symbol_gradient
+from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.rows.expert_combine import rounded_gradients, rounded_sum
 from arbcli.kernels.rows.weighted_rows import touched_rows
-from arbcli.kernels.runtime.spec import Case, KernelSpec
-from arbcli.kernels.scan.causal_conv import rounded_conv
-from arbcli.kernels.scan.decay_scan import scan_in_bf16
-from arbcli.kernels.scan.mamba_step import MAMBA_STEP, draw_step
-from arbcli.kernels.streams.mix_streams import rounded_mix, rounded_mix_gradients
-from arbcli.kernels.streams.stream_weights import STREAMS, count_streams, stream_weights_torch
+from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.kernels.update.blend_moment import moment_max
 from arbcli.kernels.update.hadamard import block_of
 from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
@@ -80,111 +64,9 @@ from arbcli.kernels.update.quantise_gradient import NONE
 
 TILES = (16, 32, 64, 128, 160, 256, 320)
 """Where tiles, planes and blocks of weights end."""
-SMALL_SIZES = (1, 2, 3, 5)
 ROW_TILES = (8, 16, 32, 64, 128)
 """The same of rows of activations, which fused products take up to 64 of."""
 REAL_ROWS = (1, 64, 2048)
-
-
-class Dice:
-    """Random numbers and tensors of one case, all from one seed.
-
-    Args:
-        seed: decides everything.
-        device: of the tensors.
-        dtype: of real values. None draws it, and lets tensors be views of larger ones.
-    """
-
-    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        self.generator = torch.Generator(device).manual_seed(seed)
-        self.device, self.plain = device, dtype is not None
-        # the interpreter computes wrongly in bf16
-        choices = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
-        self.dtype = dtype or self.pick(choices)
-
-    def below(self, limit: int) -> int:
-        """Roll 0..limit-1."""
-        like = {"generator": self.generator, "device": self.generator.device}
-        return int(torch.randint(limit, (), **like))
-
-    def pick(self, choices):
-        """Choose one of a sequence."""
-        return choices[self.below(len(choices))]
-
-    def near(self, boundaries: tuple[int, ...]) -> int:
-        """Choose a size: small, or at most one away from a boundary."""
-        if self.below(5) == 0:
-            return self.pick(SMALL_SIZES)
-        return self.pick(boundaries) - 1 + self.below(3)
-
-    def chance(self, share: float) -> bool:
-        """Say yes to a share of questions; never with loaded dice."""
-        return not self.plain and self.below(1000) < 1000 * share
-
-    def scalar(self, value: int) -> Tensor:
-        """Make the int32 scalar tensor that kernels read their control from."""
-        return torch.tensor(value, dtype=torch.int32, device=self.device)
-
-    def key(self) -> Tensor:
-        """Draw the key of a random stream."""
-        return self.scalar(self.below(2**32) - 2**31)
-
-    def integers(self, low: int, high: int, *shape: int, dtype=torch.int8) -> Tensor:
-        """Draw integers in low..high, now and then all of them the same."""
-        if self.chance(0.15):
-            value = self.pick((low, high, (low + high) // 2))
-            return self.view(torch.full(shape, value, dtype=dtype, device=self.device))
-        like = {"generator": self.generator, "device": self.device, "dtype": dtype}
-        return self.view(torch.randint(low, high + 1, shape, **like))
-
-    def reals(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Draw normal numbers, in the type of the case."""
-        values = torch.randn(shape, generator=self.generator, device=self.device)
-        return self.view(values.to(dtype or self.dtype))
-
-    def trits(self, rows: int, columns: int) -> Tensor:
-        """Draw packed trits; their padding is 0."""
-        return self.view(pack_trits_torch(self.integers(-1, 1, rows, columns)))
-
-    def packed(
-        self, rows: int, columns: int, group_size: int, spread: int = 8, digits: str = "any"
-    ) -> Packed:
-        """Draw a matrix, E within `spread` of -1; one in ten has no F.
-
-        The weights of three in ten are all digits, unless `digits` says which: `trit` or `all`.
-        """
-        trits, groups = self.trits(rows, columns), (rows, num_groups(columns, group_size))
-        low, high = max(-96, -1 - spread), min(31, spread - 1)
-        exponent = self.integers(low, high, *groups)
-        fraction = None if self.chance(0.1) else self.integers(0, OCTAVE - 1, *groups)
-        packed = Packed(trits, exponent, fraction, columns, group_size)
-        if digits == "trit" or (digits == "any" and not self.chance(0.3)):
-            return packed
-        radix, nibble = self.pick(((64, False), (14, True)))
-        remainder = self.integers(-128, 127, rows, columns)
-        return packed._replace(remainder=remainder, radix=radix, nibble=nibble)
-
-    def view(self, values: Tensor) -> Tensor:
-        """Lay the same values out at random strides and offset, in a larger tensor."""
-        if values.dim() == 0 or not self.chance(0.5):
-            return values
-        steps = [1 + self.below(3) for _ in values.shape]
-        starts = [self.below(3) for _ in values.shape]
-        sizes = [z + s * n for z, s, n in zip(starts, steps, values.shape, strict=True)]
-        turned = values.dim() == 2 and self.chance(0.5)
-        base = torch.empty(sizes[::-1] if turned else sizes, dtype=values.dtype, device=self.device)
-        base = base.T if turned else base
-        corner = zip(starts, steps, values.shape, strict=True)
-        view = base[tuple(slice(z, z + s * n, s) for z, s, n in corner)]
-        return view.copy_(values)
-
-
-class ShapeDice(Dice):
-    """Dice for tensors without numbers, as `without_memory` has them: they roll on the CPU."""
-
-    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        super().__init__(seed, torch.device("cpu"), dtype)
-        self.device = device
 
 
 def _pack_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -301,148 +183,6 @@ def _expert_combine(dice: Dice, group_size: int, m: int, n: int, k: int) -> tupl
 
 def _expert_combine_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(m, k), *_expert_combine(dice, group_size, m, n, k)
-
-
-def _boundary_scores(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    sequences, k = dice.pick((1, 3)), max(k, 5)  # of one number a cosine has no gradient
-    return dice.reals(sequences, m, k), dice.reals(sequences, m, 2 * k)
-
-
-def _boundary_scores_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    x, qk = _boundary_scores(dice, group_size, m, n, k)
-    return dice.reals(*x.shape[:2], dtype=torch.float32), x, qk
-
-
-def _boundaries(dice: Dice, sequences: int, length: int) -> Tensor:
-    """Draw boundaries, few or many of them."""
-    share = dice.pick((0.05, 0.25, 0.9))
-    values = torch.rand(sequences, length, generator=dice.generator, device=dice.device)
-    return dice.view(values < share)
-
-
-def _find_chunks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return _boundaries(dice, m, k), dice.pick((1, 7, k, 2 * k))
-
-
-def _gather_chunks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    sequences = dice.pick((1, 3))
-    places = dice.integers(-1, m - 1, sequences, dice.pick((1, 9, m)), dtype=torch.int64)
-    return dice.reals(sequences, m, k), places
-
-
-def _smooth_chunks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    z = dice.reals(dice.pick((1, 3)), m, k)
-    p = torch.rand(z.shape[:2], generator=dice.generator, device=dice.device)
-    return z, dice.view(p.clamp(1e-4, 1 - 1e-4))
-
-
-def _smooth_chunks_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    z, p = _smooth_chunks(dice, group_size, m, n, k)
-    s = SMOOTH_CHUNKS.torch(z, p)
-    return dice.reals(*z.shape, dtype=torch.float32), z, p, s
-
-
-def _spread_chunks_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    sequences, chunks = dice.pick((1, 3)), dice.pick((1, 7, m))
-    found = FIND_CHUNKS.torch(_boundaries(dice, sequences, m), chunks)
-    s = dice.reals(sequences, chunks, k, dtype=torch.float32)
-    return dice.reals(sequences, m, k), s, dice.view(found.owner), dice.view(found.first)
-
-
-def _spread_chunks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return _spread_chunks_backward(dice, group_size, m, n, k)[:3]
-
-
-def _route_position(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    router = dice.pick(ROUTERS)
-    rows = dice.reals((3 if router == "learned" else 1) * k).contiguous()
-    x, last = dice.reals(k).contiguous(), dice.reals(2 * k).contiguous()
-    mean = dice.reals(k, dtype=torch.float32).contiguous()
-    byte, ids = (torch.tensor([[dice.below(48)]], device=dice.device) for _ in range(2))
-    places = dice.scalar(dice.pick((0, 1, m, 4 * n))), dice.scalar(7)
-    return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 1e-6, None
-
-
-def _take_chunk(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    z, residual, y = (dice.reals(k).contiguous() for _ in range(3))
-    p = torch.rand(1, generator=dice.generator, device=dice.device)
-    mean = dice.reals(k, dtype=torch.float32).contiguous()
-    return z, p, residual, mean, y, dice.scalar(m) if dice.below(2) else None
-
-
-def _stream_weights(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    streams = dice.pick(STREAMS)
-    numbers = streams * (streams + 2)
-    bias = torch.randn(numbers, generator=dice.generator, device=dice.device)
-    return dice.reals(m, numbers), bias, dice.pick((1, 3, 7))
-
-
-def _stream_weights_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    raw, bias, rounds = _stream_weights(dice, group_size, m, n, k)
-    streams = count_streams(len(bias))
-    sizes = (m, streams), (m, streams, streams), (m, streams)
-    return *(dice.reals(*size, dtype=torch.float32) for size in sizes), raw, bias, rounds
-
-
-def _mix_streams(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    streams, rows = dice.pick(STREAMS), dice.pick(STREAMS)
-    x, weights = dice.reals(m, streams, k), dice.reals(m, rows, streams, dtype=torch.float32)
-    if dice.chance(0.3):
-        return x, weights, None, None
-    return x, weights, dice.reals(m, k), dice.reals(m, rows, dtype=torch.float32)
-
-
-def _mix_streams_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    inputs = _mix_streams(dice, group_size, m, n, k)
-    return dice.reals(m, inputs[1].shape[1], k), *inputs
-
-
-def _decay_scan(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    batch, heads, states = dice.pick((1, 2)), dice.pick((1, 3)), dice.pick((1, 9, 32))
-    q, k_ = (dice.reals(batch, m, heads, states) for _ in range(2))
-    g = -dice.reals(batch, m, heads, dtype=torch.float32).square()
-    v = dice.reals(batch, m, heads, min(n, 70))
-    return q, k_, v, dice.view(g), dice.below(2) == 1
-
-
-def _mamba_step(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    heads, states, taps = dice.pick((3, 4)), dice.pick((1, 9, 64)), dice.pick((2, 4, 8))
-    shape = heads, states, min(n, 70), taps, dice.below(9)
-    return draw_step(*shape, dice.dtype, dice.generator)
-
-
-def _causal_conv(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    taps = dice.reals(k, dice.pick((1, 4, 8)), dtype=torch.float32)
-    return dice.reals(dice.pick((1, 3)), m, k), taps, dice.below(2) == 1
-
-
-def _causal_conv_grad_w(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    shape = dice.pick((1, 3)), m + 8, k
-    return dice.reals(*shape), dice.reals(*shape), dice.pick((1, 4, 8))
-
-
-def _rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    eps = 1e-6 if k > 4 else 0.1  # the gradient of a narrow norm cancels
-    weight = None if dice.chance(0.3) else dice.packed(1, k, group_size, spread=2)
-    return dice.reals(m, k), weight, eps
-
-
-def _add_rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.reals(m, k), *_rms_norm(dice, group_size, m, n, k)
-
-
-def _rms_norm_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.reals(m, k), *_rms_norm(dice, group_size, m, n, k)
-
-
-def _gated_rms_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    _, weight, eps = _rms_norm(dice, group_size, 1, n, k)
-    norm = (None, None) if dice.chance(0.2) else (weight, eps)
-    return dice.reals(m, 2 * k), *norm
-
-
-def _gated_rms_norm_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.reals(m, k), *_gated_rms_norm(dice, group_size, m, n, k)
 
 
 def _rotary_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -620,53 +360,6 @@ def _decode_compressed(dice: Dice, group_size: int, m: int, n: int, k: int) -> t
         2 * (1 + min(k, 63)), 1 + dice.below(70), most + 1, dice.pick((0, 2, 9, 40)), ratio, most,
         dice.below(2 * most * ratio),
     )  # fmt: skip
-
-
-def _choose_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    symbols, place = min(k + 1, 256), dice.below(n)
-    byte, text = (dice.integers(0, 127, size, dtype=t).contiguous()
-                  for size, t in ((1, torch.int64), (n, torch.uint8)))  # fmt: skip
-    logits = (4 * dice.reals(symbols)).contiguous()
-    kept = (1 + dice.below(symbols), dice.pick((1.0, 0.9, 0.3)))
-    temperature = dice.pick((0.0, 0.5, 1.0, 2.0))
-    return byte, text, logits, dice.scalar(place), dice.key(), temperature, *kept
-
-
-def _choose_bytes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    texts = 1 + m % 5
-    rows = [_choose_byte(dice, group_size, m, n, k) for _ in range(texts)]
-    _, _, logits, place, key, heat, top_k, top_p = zip(*rows, strict=True)
-    symbols = min(len(each) for each in logits)
-    here = {"device": dice.device}
-    return (
-        torch.full((texts, 1), 300, **here), torch.zeros(texts, n, dtype=torch.uint8, **here),
-        torch.stack([each[:symbols] for each in logits]), torch.stack(place), torch.stack(key),
-        torch.tensor(heat, **here), torch.tensor(top_k, dtype=torch.int32, **here),
-        torch.tensor(top_p, **here),
-    )  # fmt: skip
-
-
-def _cross_entropy(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.reals(m, k + 1), dice.integers(0, k, m, dtype=torch.int64)
-
-
-def _cross_entropy_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    scale = torch.tensor(0.1, device=dice.device)
-    return *_cross_entropy(dice, group_size, m, n, k), scale
-
-
-def _add_symbols(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    logits, targets = dice.reals(m, k + 1), dice.integers(-k, 2 * k, m, dtype=torch.int64)
-    total, of_target = dice.reals(2, m, dtype=torch.float32).contiguous().unbind()
-    if dice.chance(0.3):
-        total = torch.full_like(total, -torch.inf)
-    return total, of_target, logits, targets
-
-
-def _grade_symbols(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    total, scale, logits, targets = _add_symbols(dice, group_size, m, n, k)
-    total = torch.logsumexp(logits.float(), dim=1) + total.abs().clamp(max=5)
-    return logits, targets, total, scale
 
 
 def _embedding_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -934,16 +627,6 @@ def _fp8_matmul_in_float64(q, scale, packed, transposed, dtype):
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
-def _stream_weights_in_float64(raw, bias, rounds):
-    return stream_weights_torch(raw, bias, rounds, torch.float64)
-
-
-def _stream_weights_backward_in_float64(grad_a, grad_b, grad_c, raw, bias, rounds):
-    raw = raw.double().requires_grad_()
-    found = _stream_weights_in_float64(raw, bias, rounds)
-    return torch.autograd.grad(found, raw, [part.double() for part in (grad_a, grad_b, grad_c)])[0]
-
-
 def _embedding_grad_in_float64(grad_y, ids, num_embeddings):
     zeros = grad_y.new_zeros(num_embeddings, grad_y.shape[1], dtype=torch.float64)
     return zeros.index_add_(0, ids, grad_y.double())
@@ -985,19 +668,6 @@ def _weighted_rows_grad_in_float64(grad_y, weights, tokens, order, bounds):
     slots = order[: len(rows)]
     grad = grad_y.new_zeros(len(sizes), grad_y.shape[1], dtype=torch.float64)
     return grad.index_add_(0, rows, weights[slots, None].double() * grad_y[tokens[slots]])
-
-
-def _spread_chunks_in_float64(x, s, owner):
-    rows = torch.arange(len(x), device=x.device)[:, None]
-    return x.double() + s.double()[rows, owner]
-
-
-def _spread_chunks_backward_in_float64(grad_y, s, owner, _first):
-    rows = torch.arange(len(s), device=s.device)[:, None]
-    grad_y, s = grad_y.double(), s.double()
-    places = (owner + rows * s.shape[1]).flatten()
-    grad_s = torch.zeros_like(s.flatten(0, 1)).index_add_(0, places, grad_y.flatten(0, 1))
-    return grad_s.view(s.shape), (grad_y * s[rows, owner]).sum(dim=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1047,20 +717,6 @@ DRAWINGS = {
         _expert_combine_backward, _expert_combine_backward_in_float64, rounded_gradients,
         needs_rows=True,
     ),
-    "rms_norm": Drawing(_rms_norm, None, rms_norm_in_its_dtype, needs_rows=True),
-    "add_rms_norm": Drawing(_add_rms_norm, None, add_rms_norm_in_its_dtype, needs_rows=True),
-    "rms_norm_backward": Drawing(
-        _rms_norm_backward, None, partial(gradient_and_output, rms_norm_in_its_dtype),
-        needs_rows=True,
-    ),
-    "gated_rms_norm": Drawing(_gated_rms_norm, None, gated_rms_norm_in_its_dtype, needs_rows=True),
-    "gated_rms_norm_backward": Drawing(
-        _gated_rms_norm_backward, None, partial(gradient_and_output, gated_rms_norm_in_its_dtype),
-        needs_rows=True,
-    ),
-    "rms_norm_e4m3": Drawing(_rms_norm, needs_rows=True),
-    "add_rms_norm_e4m3": Drawing(_add_rms_norm, needs_rows=True),
-    "gated_rms_norm_e4m3": Drawing(_gated_rms_norm, needs_rows=True),
     "rotary_norm": Drawing(
         _rotary_norm, None, rounded_once, needs_rows=True, one_layout=True
     ),
@@ -1079,7 +735,6 @@ DRAWINGS = {
         _decode_attention_rows, None, DECODE_ATTENTION_ROWS.torch, one_layout=True
     ),
     "decode_latent": Drawing(_decode_latent, None, DECODE_LATENT.torch, one_layout=True),
-    "choose_bytes": Drawing(_choose_bytes, one_layout=True),
 
 
     "compress_blocks": Drawing(
@@ -1104,13 +759,6 @@ DRAWINGS = {
     "decode_compressed": Drawing(
         _decode_compressed, None, DECODE_COMPRESSED.torch, one_layout=True
     ),
-    "choose_byte": Drawing(_choose_byte, one_layout=True),
-    "cross_entropy": Drawing(_cross_entropy, needs_rows=True),
-    "cross_entropy_backward": Drawing(
-        _cross_entropy_backward, None, rounded_cross_entropy, needs_rows=True
-    ),
-    "add_symbols": Drawing(_add_symbols, needs_rows=True),
-    "grade_symbols": Drawing(_grade_symbols, None, rounded_symbol_gradient, needs_rows=True),
     "embedding_rows": Drawing(_embedding_rows, needs_rows=True),
     "embedding_grad": Drawing(_embedding_grad, _embedding_grad_in_float64, needs_rows=True),
     "weighted_rows": Drawing(_weighted_rows, _weighted_rows_in_float64, needs_rows=True),
@@ -1122,36 +770,6 @@ DRAWINGS = {
     ),
     "gather_rows": Drawing(_gather_rows, needs_rows=True),
     "scatter_rows": Drawing(_scatter_rows, needs_rows=True),
-    "boundary_scores": Drawing(_boundary_scores, needs_rows=True),
-    "boundary_scores_backward": Drawing(
-        _boundary_scores_backward, None, rounded_score_gradients, needs_rows=True
-    ),
-    "find_chunks": Drawing(_find_chunks, needs_rows=True),
-    "gather_chunks": Drawing(_gather_chunks, needs_rows=True),
-    "smooth_chunks": Drawing(_smooth_chunks, needs_rows=True),
-    "smooth_chunks_backward": Drawing(
-        _smooth_chunks_backward, None, rounded_smooth_gradients, needs_rows=True
-    ),
-    "spread_chunks": Drawing(
-        _spread_chunks, _spread_chunks_in_float64, rounded_spread, needs_rows=True
-    ),
-    "spread_chunks_backward": Drawing(
-        _spread_chunks_backward, _spread_chunks_backward_in_float64, needs_rows=True
-    ),
-    "stream_weights": Drawing(_stream_weights, _stream_weights_in_float64, needs_rows=True),
-    "stream_weights_backward": Drawing(
-        _stream_weights_backward, _stream_weights_backward_in_float64, needs_rows=True
-    ),
-    "mix_streams": Drawing(_mix_streams, None, rounded_mix, needs_rows=True),
-    "mix_streams_backward": Drawing(
-        _mix_streams_backward, None, rounded_mix_gradients, needs_rows=True
-    ),
-    "route_position": Drawing(_route_position, None, ROUTE_POSITION.torch, one_layout=True),
-    "take_chunk": Drawing(_take_chunk, None, TAKE_CHUNK.torch, one_layout=True),
-    "decay_scan": Drawing(_decay_scan, None, scan_in_bf16, needs_rows=True),
-    "causal_conv": Drawing(_causal_conv, None, rounded_conv, needs_rows=True),
-    "causal_conv_grad_w": Drawing(_causal_conv_grad_w, needs_rows=True),
-    "mamba_step": Drawing(_mamba_step, None, MAMBA_STEP.torch, one_layout=True),
     "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
     "sign_gradient": Drawing(_sign_gradient, needs_rows=True),
     "gradient_gains": Drawing(_gradient_gains),
@@ -1171,6 +789,15 @@ DRAWINGS = {
     "last_bits": Drawing(_last_bits),
     "take_last_bits": Drawing(_take_last_bits),
 }  # fmt: skip
+
+
+DRAWINGS |= {
+    spec.name: Drawing(
+        spec.drawn, spec.large_reference, spec.peer, bool(spec.needs_rows), spec.one_layout
+    )
+    for spec in KERNELS
+    if spec.arguments
+}
 
 
 def fuzz_cases(
@@ -1326,7 +953,7 @@ def _form(value: Any) -> Any:
     return tuple(map(_form, value)) if isinstance(value, tuple) else repr(value)
 
 
-def real_reference(spec: KernelSpec) -> Callable:
+def real_reference(spec: Operation) -> Callable:
     """Choose what large cases are compared with, as the references take a weight at a time."""
     if DRAWINGS[spec.name].reference:
         return DRAWINGS[spec.name].reference

@@ -35,7 +35,7 @@ from arbcli.directions import DIRECTIONS
 from arbcli.inspect.trace import without_memory
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import compile_for, use_backend
-from arbcli.kernels.runtime.spec import EXACT, Gate
+from arbcli.kernels.runtime.operation import EXACT, Gate
 from arbcli.kernels.update.cast_votes import cast_scale_votes_reference, cast_trit_votes_reference
 from arbcli.kernels.update.gradient_statistics import gradient_statistics_reference
 from arbcli.model.build import build_model

@@ -10,12 +10,13 @@ from interpreter import arguments_left_in_place, barriers_where_needed, within_a
 
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.verify.compare import as_tuple, poisoned
-from arbcli.verify.fuzz import DRAWINGS, Dice
+from arbcli.verify.fuzz import DRAWINGS
 from arbcli.verify.kernels import KERNELS, compare, copies
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
@@ -248,8 +249,6 @@ def by_columns(value):
 def inputs_to_lay_out(spec, device) -> tuple:
     dice = Dice(40, device, torch.float32)  # who shows a moment, and steps that change octaves
     inputs = DRAWINGS[spec.name].draw(dice, SCALE_TYPES["T6"], 5, 7, 37)
-    if spec.name == "rms_norm_backward":
-        inputs = (*inputs, torch.ones_like(inputs[0]))
     return inputs
 
 
@@ -294,8 +293,7 @@ DENSE = {
     "rotary_norm_backward": (3, 4, 5, 6), "stream_weights": (1,), "stream_weights_backward": (4,),
     "weighted_rows_grad": (3, 4), "unit_gain": (1, 2), "blend_moment": (3,),
     "step_by_direction": (4,), "quantise_gradient": (1, 3, 5), "sum_gradients": (0, 2, 3),
-    "take_last_bits": (2,), "causal_attention_backward": (5,), "add_symbols": (0, 1),
-    "grade_symbols": (2, 3),
+    "take_last_bits": (2,), "causal_attention_backward": (5,),
 }  # fmt: skip
 """Inputs that lie as they do, one element after the other, at least in each row."""
 NOT_ANYWHERE = {
@@ -348,6 +346,8 @@ def inputs_to_lay_anywhere(spec, scale_type: str, device) -> tuple:
 
 
 def places_that_are_dense(spec, inputs):
+    if spec.arguments:
+        return spec.dense
     return range(len(inputs)) if DRAWINGS[spec.name].one_layout else DENSE.get(spec.name, ())
 
 

@@ -14,7 +14,7 @@ import torch
 import arbcli.kernels
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.runtime.spec import Case
+from arbcli.kernels.runtime.operation import Case
 from arbcli.verify import kernels as verify
 from arbcli.verify import parity, variants
 from arbcli.verify import sample as sample_module

@@ -22,7 +22,7 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import PACK_TRITS
 from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime.backend import chunk_elements
-from arbcli.kernels.runtime.spec import Case
+from arbcli.kernels.runtime.operation import Case
 from arbcli.verify import kernels as verify_module
 from arbcli.verify import run as stages
 from arbcli.verify import workers as workers_module

@@ -13,7 +13,7 @@ from arbcli.kernels.codec.packing import PACK_TRITS
 from arbcli.kernels.names import kernel_names
 from arbcli.kernels.norm.rms_norm import RMS_NORM
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime.spec import Gate
+from arbcli.kernels.runtime.operation import Gate
 from arbcli.verify import kernels as verify
 from arbcli.verify.compare import as_tuple, compare, errors, worst
 from arbcli.verify.fuzz import DRAWINGS, fuzz_cases, real_cases, real_reference

@@ -31,7 +31,7 @@ from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_refer
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
 
 SHARED = (4, 6, 7)
@@ -416,14 +416,14 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         yield Timing(label, texts, run=_append_position_triton)
 
 
-APPEND_POSITION = KernelSpec(
+APPEND_POSITION = Operation(
     "append_position", _with_state(_append_position_triton), _with_state(_append_position_torch),
     append_position_reference, _cases,
     Gate(exact=False, relative=1e-5, peer_slack=0.1,
          reason="float32 sums over a block; in bf16 no worse than torch by 10 %"),
     bfloat16=(0, 1, 2, 3), timings=_timings,
 )  # fmt: skip
-APPEND_POSITION_8BIT = KernelSpec(
+APPEND_POSITION_8BIT = Operation(
     "append_position_8bit", _with_numbers(_append_position_triton),
     _with_numbers(_append_position_torch), append_position_8bit_reference, _cases_8bit,
     Gate(exact=False, relative=1e-2,

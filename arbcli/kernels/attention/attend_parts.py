@@ -33,9 +33,9 @@ from arbcli.kernels.codec.warp_products import HAS_PTX, round_pair, unpair, unpa
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous, check_scalars
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import memory_of, read_float, write_four, write_where
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.runtime.threads import across, load_new, load_where, warp_number
 
 WIDTHS = (64, 128)
@@ -492,7 +492,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         )
 
 
-ATTEND_PARTS = KernelSpec(
+ATTEND_PARTS = Operation(
     "attend_parts", _with_state(_attend_parts_triton), _with_state(_attend_parts_torch),
     attend_parts_reference, _cases,
     Gate(

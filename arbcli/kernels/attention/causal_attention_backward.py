@@ -22,7 +22,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import capability, uses_triton
 from arbcli.kernels.runtime.descriptors import described
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 LOG2_E = 1.4426950408889634
 HOPPER = (9, 0)
@@ -326,7 +326,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         )
 
 
-CAUSAL_ATTENTION_BACKWARD = KernelSpec(
+CAUSAL_ATTENTION_BACKWARD = Operation(
     "causal_attention_backward",
     _causal_attention_backward_triton,
     _causal_attention_backward_torch,

@@ -18,7 +18,7 @@ from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import EXACT, Case, Operation, Timing
 
 ELEMENTS = 1 << 24
 """Of the scores that are computed at a time."""
@@ -227,7 +227,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("1x4096 of 4x32, 128 of 4096 e4m3", eight, peer=peer)
 
 
-CHOOSE_ENTRIES = KernelSpec(
+CHOOSE_ENTRIES = Operation(
     "choose_entries", _choose_entries_triton, _choose_entries_torch, choose_entries_reference,
     _cases, EXACT, timings=_timings,
     not_verified=("scores that differ by a rounding alone: which of them is chosen",),

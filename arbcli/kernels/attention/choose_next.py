@@ -27,7 +27,7 @@ from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_refer
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
 
 SHARED = (5, 6)
@@ -368,7 +368,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         yield Timing(f"16 texts of 128 of 4096 at {position}", texts, run=_with_state(run))
 
 
-CHOOSE_NEXT = KernelSpec(
+CHOOSE_NEXT = Operation(
     "choose_next", _with_state(_choose_next_triton), _with_state(_choose_next_torch),
     choose_next_reference, _cases,
     Gate(

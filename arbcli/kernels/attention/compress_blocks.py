@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
 def compress_blocks_reference(
@@ -433,11 +433,11 @@ _GATE = Gate(
     exact=False, relative=1e-5, peer_slack=0.5,
     reason="float32 sums over a block; in bf16 what the gradient of beta adds up is rounded",
 )  # fmt: skip
-COMPRESS_BLOCKS = KernelSpec(
+COMPRESS_BLOCKS = Operation(
     "compress_blocks", _compress_blocks_triton, _compress_blocks_torch, compress_blocks_reference,
     _cases, _GATE, bfloat16=(0,), timings=_timings,
 )  # fmt: skip
-COMPRESS_BLOCKS_BACKWARD = KernelSpec(
+COMPRESS_BLOCKS_BACKWARD = Operation(
     "compress_blocks_backward", _compress_blocks_backward_triton, _compress_blocks_backward_torch,
     compress_blocks_backward_reference, _backward_cases, _GATE, bfloat16=(2,),
     timings=_backward_timings,

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
 class Sight(NamedTuple):
@@ -636,7 +636,7 @@ GATE = Gate(
     peer_slack=0.5,
     reason="float32 sums; in bf16 weights are rounded before products, which torch's are not",
 )
-COMPRESSED_ATTENTION = KernelSpec(
+COMPRESSED_ATTENTION = Operation(
     "compressed_attention", _without_none(_compressed_attention_triton),
     _without_none(_compressed_attention_torch), _without_none(compressed_attention_reference),
     _cases, GATE, bfloat16=(0, 1, 2), timings=_timings,

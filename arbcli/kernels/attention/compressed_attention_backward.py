@@ -38,7 +38,7 @@ from arbcli.kernels.attention.compressed_attention import (
 from arbcli.kernels.attention.sum_choices import sum_choices
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
 def compressed_attention_backward_reference(
@@ -492,7 +492,7 @@ GATE = Gate(
     peer_slack=0.5,
     reason="float32 sums; in bf16 the peer rounds what products take and groups keep, else nothing",
 )
-COMPRESSED_ATTENTION_BACKWARD = KernelSpec(
+COMPRESSED_ATTENTION_BACKWARD = Operation(
     "compressed_attention_backward", _compressed_attention_backward_triton,
     _compressed_attention_backward_torch, compressed_attention_backward_reference, _cases, GATE,
     bfloat16=(0, 1, 3, 4, 5), timings=_timings,

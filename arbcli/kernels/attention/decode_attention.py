@@ -24,8 +24,8 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, uses_native
 from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous, check_scalars
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 TILE = 8192
 """The most elements of keys of a block."""
@@ -462,7 +462,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     )
 
 
-DECODE_ATTENTION = KernelSpec(
+DECODE_ATTENTION = Operation(
     "decode_attention", _with_state(_decode_attention_triton),
     _with_state(_decode_attention_torch), decode_attention_reference, _cases,
     Gate(

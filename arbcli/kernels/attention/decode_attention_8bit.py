@@ -41,8 +41,8 @@ from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_refer
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
 
 SHARED = (5, 6)
@@ -352,7 +352,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
                 yield Timing(label, texts, run=_decode_attention_8bit_triton)
 
 
-DECODE_ATTENTION_8BIT = KernelSpec(
+DECODE_ATTENTION_8BIT = Operation(
     "decode_attention_8bit", _with_state(_decode_attention_8bit_triton),
     _with_state(_decode_attention_8bit_torch), decode_attention_8bit_reference, _cases,
     Gate(

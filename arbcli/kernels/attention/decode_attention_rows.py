@@ -22,8 +22,8 @@ from arbcli.kernels.attention.decode_attention import (
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 WARPS = 8
 TILE, SLOTS = 8192, 64
@@ -259,7 +259,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     )
 
 
-DECODE_ATTENTION_ROWS = KernelSpec(
+DECODE_ATTENTION_ROWS = Operation(
     "decode_attention_rows", _with_state(_decode_attention_rows_triton),
     _with_state(_decode_attention_rows_torch), decode_attention_rows_reference, _cases,
     Gate(

@@ -34,7 +34,7 @@ from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
 
 SLOTS = 32
@@ -402,7 +402,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         yield Timing(label, texts, run=_decode_compressed_triton)
 
 
-DECODE_COMPRESSED = KernelSpec(
+DECODE_COMPRESSED = Operation(
     "decode_compressed", _with_state(_decode_compressed_triton),
     _with_state(_decode_compressed_torch), decode_compressed_reference, _cases,
     Gate(exact=False, relative=1e-5, peer_slack=0.1,

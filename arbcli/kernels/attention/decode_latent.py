@@ -25,8 +25,8 @@ from arbcli.kernels.attention.decode_attention import check_place
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
 
 SHARED = (1, 6, 7)
@@ -351,7 +351,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     )  # fmt: skip
 
 
-DECODE_LATENT = KernelSpec(
+DECODE_LATENT = Operation(
     "decode_latent", _with_state(_decode_latent_triton), _with_state(_decode_latent_torch),
     decode_latent_reference, _cases,
     Gate(

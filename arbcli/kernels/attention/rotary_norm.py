@@ -17,7 +17,7 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, row_chunks
 from arbcli.kernels.runtime.inputs import check_contiguous
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
 def _rotary_norm_float64(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
@@ -378,12 +378,12 @@ _GATE = Gate(
     reason="float32 sums of at most 128 squares; in bf16 no worse than one rounding",
 )
 
-ROTARY_NORM = KernelSpec(
+ROTARY_NORM = Operation(
     "rotary_norm", _with_state(_rotary_norm_triton), _with_state(_rotary_norm_torch),
     rotary_norm_reference, _cases, _GATE, timings=_timings,
     native=_with_state(_rotary_norm_native),
 )  # fmt: skip
-ROTARY_NORM_BACKWARD = KernelSpec(
+ROTARY_NORM_BACKWARD = Operation(
     "rotary_norm_backward", _flat(_rotary_norm_backward_triton),
     _flat(_rotary_norm_backward_torch), _flat(rotary_norm_backward_reference), _backward_cases,
     _GATE, timings=_backward_timings, native=_flat(_rotary_norm_backward_native),

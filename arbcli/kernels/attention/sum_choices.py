@@ -14,7 +14,7 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
 def sum_choices_reference(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
@@ -156,7 +156,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("1x4096x128 of 4096, width 128 bf16", (x, chosen, 4096))
 
 
-SUM_CHOICES = KernelSpec(
+SUM_CHOICES = Operation(
     "sum_choices", _sum_choices_triton, _sum_choices_torch, sum_choices_reference, _cases,
     Gate(exact=False, relative=1e-5, reason="float32 sums over groups"),
     bfloat16=(0,), timings=_timings,

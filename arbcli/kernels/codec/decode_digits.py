@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import (
-    BLOCK,
     digit_of,
     in_planes,
     unpack_trits_reference,
@@ -25,7 +25,7 @@ from arbcli.kernels.codec.scales import ROOTS, load_scale, scales_torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_native
-from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
 ROWS = 32
 """Rows of a program, each of one block."""
@@ -261,7 +261,7 @@ def in_rounded_float32(decode: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-DECODE_DIGITS = KernelSpec(
+DECODE_DIGITS = Operation(
     "decode_digits",
     in_rounded_float32(decode_digits_triton),
     in_rounded_float32(decode_digits_torch),

@@ -19,8 +19,9 @@ from arbcli.kernels.codec.decode_digits import (
     round_weight,
     with_remainders,
 )
+from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import BLOCK, byte_tiles, digit_of, in_planes, plane_offsets
+from arbcli.kernels.codec.packing import byte_tiles, digit_of, in_planes, plane_offsets
 from arbcli.kernels.codec.scales import load_scale, scale_of
 from arbcli.kernels.codec.warp_products import first_digits, take_digits
 from arbcli.kernels.matmul.quantise_rows import (
@@ -33,7 +34,7 @@ from arbcli.kernels.matmul.quantise_rows import (
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import check_contiguous
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 
 MOST_PARTS = 128
 """Programs that share out the exponents, at most, where kernels look for the largest."""
@@ -387,7 +388,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         yield Timing(label, (all_digits, transposed), run=_decode_e4m3_triton)
 
 
-DECODE_E4M3 = KernelSpec(
+DECODE_E4M3 = Operation(
     "decode_e4m3",
     in_float32(_decode_e4m3_triton),
     in_float32(_decode_e4m3_torch),

@@ -26,15 +26,9 @@ from arbcli.kernels.codec.decode_digits import (
     decode_digits_triton,
     in_rounded_float32,
 )
+from arbcli.kernels.codec.layout import BLOCK, LARGEST_BYTE, PLANE
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import (
-    BLOCK,
-    LARGEST_BYTE,
-    PLANE,
-    in_planes,
-    positions_in_block,
-    trit_at,
-)
+from arbcli.kernels.codec.packing import in_planes, positions_in_block, trit_at
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
@@ -49,8 +43,8 @@ from arbcli.kernels.codec.warp_products import (
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.merged import merge_launches
+from arbcli.kernels.runtime.operation import Case, Operation, Timing
 from arbcli.kernels.runtime.shared_memory import allocate, read_four, wait_for_warp, write_four
-from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
 
 ABREAST, COLUMN_ROWS = 4, 16
 """Of the eight blocks a warp decodes at once, those of one row; rows of a program by columns."""
@@ -285,7 +279,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         yield Timing(f"{rows}x{in_features}", (packed,), run=decode_weight_triton)
 
 
-DECODE_WEIGHT = KernelSpec(
+DECODE_WEIGHT = Operation(
     "decode_weight",
     in_rounded_float32(decode_weight_triton),
     in_rounded_float32(decode_digits_torch),

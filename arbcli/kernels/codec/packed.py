@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.packing import LARGEST_BYTE, check_packed, row_bytes
+from arbcli.kernels.codec.layout import LARGEST_BYTE, row_bytes
+from arbcli.kernels.codec.packing import check_packed
 
 OCTAVE = 128
 """Steps of v = 128 E + F in a doubling of the scale."""

@@ -1,10 +1,6 @@
 """Pack trits five to a byte and back: byte = sum over d of (trit_d + 1) * 3**d, 0..242.
 
-A row of K weights is a sequence of blocks of 160 weights in 32 bytes. Byte j of block b holds the
-weights k = 160 b + 32 d + j for d = 0..4, so that one digit of a block is 32 neighbours: a tile
-of a power of two, and with T32 exactly one group. These 32 weights are a *plane*. The last block of
-a row may be short: with `rest` weights left its planes are ceil(rest / 5) wide. Every row starts on
-a byte, and padding trits are 0.
+`layout` says where each weight is.
 """
 
 from collections.abc import Iterator
@@ -12,21 +8,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.layout import (
+    BLOCK,
+    LARGEST_BYTE,
+    PLANE,
+    TRITS_PER_BYTE,
+    row_bytes,
+)
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
-
-TRITS_PER_BYTE = 5
-PLANE = 32
-"""Bytes of a full block, and weights of one digit of it."""
-BLOCK = PLANE * TRITS_PER_BYTE
-LARGEST_BYTE = 3**TRITS_PER_BYTE - 1
-
-
-def row_bytes(in_features: int) -> int:
-    """Count the bytes of one packed row of `in_features` weights."""
-    blocks, rest = divmod(in_features, BLOCK)
-    return blocks * PLANE + -(-rest // TRITS_PER_BYTE)
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 
 
 def in_planes(group_size: int) -> bool:
@@ -369,7 +360,7 @@ def _unpack_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("11264x2048", (packed, MATRIX[1]))
 
 
-PACK_TRITS = KernelSpec(
+PACK_TRITS = Operation(
     "pack_trits",
     _pack_trits_triton,
     pack_trits_torch,
@@ -377,7 +368,7 @@ PACK_TRITS = KernelSpec(
     _pack_cases,
     timings=_pack_timings,
 )
-UNPACK_TRITS = KernelSpec(
+UNPACK_TRITS = Operation(
     "unpack_trits",
     _unpack_trits_triton,
     unpack_trits_torch,

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.codec.decode_digits import native_arguments
+from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import PLANE
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_native, uses_triton

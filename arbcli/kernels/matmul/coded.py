@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import PLANE, unpack_trits
+from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.matmul.arranged import (
     ROWS,
@@ -38,7 +39,7 @@ from arbcli.kernels.matmul.arranged import (
 from arbcli.kernels.runtime._triton import tl
 from arbcli.kernels.runtime.backend import uses_native
 from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
-from arbcli.kernels.runtime.spec import Case, Timing
+from arbcli.kernels.runtime.operation import Case, Timing
 
 BLOCK = 4 * PLANE
 """Weights of a row in a piece."""

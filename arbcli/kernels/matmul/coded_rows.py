@@ -37,6 +37,7 @@ from arbcli.kernels.matmul.coded import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, num_processors
+from arbcli.kernels.runtime.operation import MATRIX, Gate, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
     commit,
@@ -49,7 +50,6 @@ from arbcli.kernels.runtime.shared_memory import (
     write_four,
     write_where,
 )
-from arbcli.kernels.runtime.spec import MATRIX, Gate, KernelSpec
 from arbcli.kernels.runtime.threads import load_where
 
 MOST_TEXTS = 64
@@ -387,7 +387,7 @@ SHAPES = (
 """(M, rows, K, G, gated, eps, whether something is added)."""
 
 
-CODED_ROWS = KernelSpec(
+CODED_ROWS = Operation(
     "coded_rows", _coded_rows_triton, coded_torch, coded_reference,
     partial(coded_cases, SHAPES),
     Gate(

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.codec.decode_digits import digits_torch, round_weight, with_remainders
+from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import PLANE
 from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, pair, unpair
 from arbcli.kernels.matmul.arranged import (
@@ -43,8 +43,8 @@ from arbcli.kernels.matmul.few_rows import load_eight_over, load_int
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, num_processors, uses_native
 from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
+from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
 
 LARGEST_Z = 127
 SIGN = 128
@@ -430,7 +430,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         )
 
 
-DIGITS_MATMUL = KernelSpec(
+DIGITS_MATMUL = Operation(
     "digits_matmul",
     _digits_matmul_triton,
     _digits_matmul_torch,

@@ -19,8 +19,8 @@ from typing import no_type_check
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.layout import BLOCK, PLANE
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import BLOCK, PLANE
 from arbcli.kernels.codec.scales import scale_of
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,

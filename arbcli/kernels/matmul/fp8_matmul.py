@@ -20,7 +20,7 @@ from arbcli.kernels.codec.decode_e4m3 import (
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 MULTIPLE = 16
 """What both sizes of a matrix must be a multiple of, by the matrix library."""
@@ -133,7 +133,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         )
 
 
-FP8_MATMUL = KernelSpec(
+FP8_MATMUL = Operation(
     "fp8_matmul",
     _fp8_matmul_triton,
     _fp8_matmul_torch,

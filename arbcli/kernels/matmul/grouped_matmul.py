@@ -17,7 +17,7 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import capability, num_processors, uses_triton
 from arbcli.kernels.runtime.descriptors import described
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.update.newton_schulz import (
     HOPPER,
     has_aligned_rows,
@@ -483,11 +483,11 @@ _GATE = Gate(
     reason="float32 sums of hundreds of products; in bf16 no worse than torch's product by 10 %",
 )
 
-GROUPED_MATMUL = KernelSpec(
+GROUPED_MATMUL = Operation(
     "grouped_matmul", _grouped_matmul_triton, _grouped_matmul_torch, grouped_matmul_reference,
     _matmul_cases, _GATE, timings=_matmul_timings,
 )  # fmt: skip
-GROUPED_GRAD_W = KernelSpec(
+GROUPED_GRAD_W = Operation(
     "grouped_grad_w", _grouped_grad_w_triton, _grouped_grad_w_torch, grouped_grad_w_reference,
     _grad_w_cases, _GATE, timings=_grad_w_timings,
 )  # fmt: skip

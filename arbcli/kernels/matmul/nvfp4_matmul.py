@@ -17,7 +17,7 @@ from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.round_nvfp4 import BLOCK, ROUND_NVFP4, round_nvfp4_reference
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import check_contiguous
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
 def nvfp4_matmul_reference(
@@ -117,7 +117,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     )
 
 
-NVFP4_MATMUL = KernelSpec(
+NVFP4_MATMUL = Operation(
     "nvfp4_matmul",
     _nvfp4_matmul_triton,
     _nvfp4_matmul_torch,

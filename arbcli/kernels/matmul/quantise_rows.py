@@ -16,7 +16,7 @@ from torch import Tensor
 from arbcli.kernels.norm.rms_norm import tiling
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
 from arbcli.kernels.runtime.backend import capability, row_chunks, uses_triton
-from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_OCTAVE = 7
@@ -200,7 +200,7 @@ def in_float32(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple
     return widened
 
 
-QUANTISE_ROWS = KernelSpec(
+QUANTISE_ROWS = Operation(
     "quantise_rows",
     in_float32(_quantise_rows_triton),
     in_float32(_quantise_rows_torch),

@@ -20,7 +20,7 @@ from torch import Tensor
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
 BLOCK = 16
 """Columns of a scale."""
@@ -187,7 +187,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("16384x2048 bf16", (x,))
 
 
-ROUND_NVFP4 = KernelSpec(
+ROUND_NVFP4 = Operation(
     "round_nvfp4", _round_nvfp4_triton, _round_nvfp4_torch, round_nvfp4_reference, _cases,
     timings=_timings,
 )  # fmt: skip

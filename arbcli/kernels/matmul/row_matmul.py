@@ -45,6 +45,7 @@ from arbcli.kernels.matmul.coded import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors, uses_native, uses_triton
+from arbcli.kernels.runtime.operation import MATRIX, Gate, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
     memory_of,
@@ -55,7 +56,6 @@ from arbcli.kernels.runtime.shared_memory import (
     write_two,
     write_where,
 )
-from arbcli.kernels.runtime.spec import MATRIX, Gate, KernelSpec
 from arbcli.kernels.runtime.threads import (
     across,
     load_constant,
@@ -600,7 +600,7 @@ TIMED = (
 )  # fmt: skip
 """(M, rows, K, gated)."""
 
-ROW_MATMUL = KernelSpec(
+ROW_MATMUL = Operation(
     "row_matmul", _row_matmul_triton, _row_matmul_torch, coded_reference,
     partial(coded_cases, SHAPES),
     Gate(

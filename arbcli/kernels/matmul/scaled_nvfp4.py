@@ -35,7 +35,7 @@ from arbcli.kernels.matmul.round_nvfp4 import (
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
 from arbcli.kernels.runtime.backend import capability, uses_triton
 from arbcli.kernels.runtime.inputs import check_contiguous
-from arbcli.kernels.runtime.spec import EXACT, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import EXACT, Case, Gate, Operation, Timing
 
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of e2m1, by code."""
@@ -335,11 +335,11 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     )
 
 
-ENCODE_NVFP4 = KernelSpec(
+ENCODE_NVFP4 = Operation(
     "encode_nvfp4", _encode_nvfp4_triton, _encode_nvfp4_torch, encode_nvfp4_reference, _cases,
     EXACT, timings=ROUND_NVFP4.timings,
 )  # fmt: skip
-SCALED_NVFP4_MATMUL = KernelSpec(
+SCALED_NVFP4_MATMUL = Operation(
     "scaled_nvfp4_matmul",
     _scaled_nvfp4_matmul_triton,
     _scaled_nvfp4_matmul_torch,

@@ -19,13 +19,14 @@ from arbcli.kernels.codec.decode_digits import (
     with_remainders,
 )
 from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
+from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import PLANE, digit_of, in_planes, plane_offsets
+from arbcli.kernels.codec.packing import digit_of, in_planes, plane_offsets
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.matmul.few_rows import few_rows, fits_few_rows
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FUSED_ROWS = 64
 """Largest M that is multiplied without decoding the whole matrix first."""
@@ -265,7 +266,7 @@ GATE = Gate(
     reason="float32 sums of up to 1311 products; in bf16 no worse than torch's product by 10 %",
 )
 
-TERNARY_MATMUL = KernelSpec(
+TERNARY_MATMUL = Operation(
     "ternary_matmul",
     _ternary_matmul_triton,
     _ternary_matmul_torch,
@@ -276,7 +277,7 @@ TERNARY_MATMUL = KernelSpec(
     scale_path=lambda group_size: (in_planes(group_size), group_size == PLANE),
     timings=partial(_timings, False),
 )
-TERNARY_MATMUL_GRAD_X = KernelSpec(
+TERNARY_MATMUL_GRAD_X = Operation(
     "ternary_matmul_grad_x",
     _ternary_matmul_grad_x_triton,
     _ternary_matmul_grad_x_torch,

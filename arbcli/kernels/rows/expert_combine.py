@@ -14,7 +14,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 MOST_SLOTS = 16
 """Of a token: a program loads from all of them at once."""
@@ -307,11 +307,11 @@ _GATE = Gate(
     reason="float32 sums of up to thousands of products; in bf16 no worse than one rounding",
 )
 
-EXPERT_COMBINE = KernelSpec(
+EXPERT_COMBINE = Operation(
     "expert_combine", _expert_combine_triton, _expert_combine_torch, expert_combine_reference,
     _cases, _GATE, bfloat16=(0,), timings=_timings,
 )  # fmt: skip
-EXPERT_COMBINE_BACKWARD = KernelSpec(
+EXPERT_COMBINE_BACKWARD = Operation(
     "expert_combine_backward", _expert_combine_backward_triton, _expert_combine_backward_torch,
     expert_combine_backward_reference, _backward_cases, _GATE, bfloat16=(0, 1),
     timings=_backward_timings,

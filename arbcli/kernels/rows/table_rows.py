@@ -13,7 +13,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
 
 def gather_rows_reference(buffer: Tensor, rows: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def _scatter_timings(device: torch.device, _group_size: int) -> Iterator[Timing]
         yield Timing(label, (buffer, rows, values), run=run, peer=peer)
 
 
-GATHER_ROWS = KernelSpec(
+GATHER_ROWS = Operation(
     "gather_rows",
     _gather_rows_triton,
     _gather_rows_torch,
@@ -249,7 +249,7 @@ GATHER_ROWS = KernelSpec(
     _gather_cases,
     timings=_gather_timings,
 )
-SCATTER_ROWS = KernelSpec(
+SCATTER_ROWS = Operation(
     "scatter_rows",
     _scatter_rows_triton,
     _scatter_rows_torch,

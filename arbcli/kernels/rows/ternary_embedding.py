@@ -21,14 +21,15 @@ from arbcli.kernels.codec.decode_digits import (
     with_remainders,
 )
 from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
+from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import PLANE, byte_tiles, digit_of, in_planes, plane_offsets
+from arbcli.kernels.codec.packing import byte_tiles, digit_of, in_planes, plane_offsets
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, uses_triton
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 MOST_DECODED = 4096
 """Rows of a table that is decoded whole where it is read more often than it has rows."""
@@ -342,7 +343,7 @@ def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("16384x2048 to 256 bf16", (grad_y, ids, 256), peer=peer)
 
 
-EMBEDDING_ROWS = KernelSpec(
+EMBEDDING_ROWS = Operation(
     "embedding_rows",
     in_rounded_float32(_embedding_rows_triton),
     in_rounded_float32(_embedding_rows_torch),
@@ -353,7 +354,7 @@ EMBEDDING_ROWS = KernelSpec(
     timings=_rows_timings,
     native=in_rounded_float32(_embedding_rows_native),
 )
-EMBEDDING_GRAD = KernelSpec(
+EMBEDDING_GRAD = Operation(
     "embedding_grad",
     _embedding_grad_triton,
     _embedding_grad_torch,

@@ -33,7 +33,7 @@ from arbcli.kernels.rows.ternary_embedding import check_ids
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
 from arbcli.kernels.runtime.inputs import check_contiguous
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FEW = 8
 """Rows with at most so many slots are summed side by side, a slot at a time."""
@@ -670,7 +670,7 @@ def _add_products(grad_y: Tensor, weights: Tensor, tokens: Tensor, rows: Tensor)
     return products.new_zeros(products.shape).index_add_(0, rows, products)
 
 
-WEIGHTED_ROWS = KernelSpec(
+WEIGHTED_ROWS = Operation(
     "weighted_rows",
     partial(_weighted_rows_triton, dtype=torch.float32),
     partial(_weighted_rows_torch, dtype=torch.float32),
@@ -682,7 +682,7 @@ WEIGHTED_ROWS = KernelSpec(
     bfloat16=(),
     timings=_weighted_rows_timings,
 )
-WEIGHTED_ROWS_GRAD_WEIGHTS = KernelSpec(
+WEIGHTED_ROWS_GRAD_WEIGHTS = Operation(
     "weighted_rows_grad_weights",
     _weighted_rows_grad_weights_triton,
     _weighted_rows_grad_weights_torch,
@@ -694,7 +694,7 @@ WEIGHTED_ROWS_GRAD_WEIGHTS = KernelSpec(
     bfloat16=(0,),
     timings=_grad_weights_timings,
 )
-WEIGHTED_ROWS_GRAD = KernelSpec(
+WEIGHTED_ROWS_GRAD = Operation(
     "weighted_rows_grad",
     partial(_weighted_rows_grad_triton, dtype=torch.float32),
     partial(_weighted_rows_grad_torch, dtype=torch.float32),

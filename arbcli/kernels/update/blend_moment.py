@@ -16,7 +16,7 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.inputs import check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 from arbcli.kernels.update.direction import (
     check_direction,
     fixed_point,
@@ -261,7 +261,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         yield Timing(f"11264x2048 bf16{' nibble' if nibble else ''}", inputs)
 
 
-BLEND_MOMENT = KernelSpec(
+BLEND_MOMENT = Operation(
     "blend_moment",
     _blend_moment_triton,
     _blend_moment_torch,

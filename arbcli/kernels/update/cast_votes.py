@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, num_groups
 from arbcli.kernels.codec.packing import (
-    PLANE,
     byte_tiles,
     check_digits,
     digit_of,
@@ -29,7 +29,7 @@ from arbcli.kernels.codec.packing import (
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 
 SCALE_THRESHOLD = 4
 GRADIENTS = (torch.float32, torch.bfloat16, torch.int8)
@@ -316,7 +316,7 @@ def _scale_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     yield Timing(f"{shape[0]}x{shape[1]}", (exponent, votes, slope, _scalar(1, device)))
 
 
-CAST_TRIT_VOTES = KernelSpec(
+CAST_TRIT_VOTES = Operation(
     "cast_trit_votes",
     _cast_trit_votes_triton,
     _cast_trit_votes_torch,
@@ -324,7 +324,7 @@ CAST_TRIT_VOTES = KernelSpec(
     _trit_cases,
     timings=_trit_timings,
 )
-CAST_SCALE_VOTES = KernelSpec(
+CAST_SCALE_VOTES = Operation(
     "cast_scale_votes",
     _cast_scale_votes_triton,
     _cast_scale_votes_torch,

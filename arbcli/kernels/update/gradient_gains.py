@@ -20,7 +20,7 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous, check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference, random_words
@@ -388,7 +388,7 @@ def _with_state(run: Callable) -> Callable:
     return with_state
 
 
-GRADIENT_GAINS = KernelSpec(
+GRADIENT_GAINS = Operation(
     "gradient_gains",
     _with_state(_gradient_gains_triton),
     _with_state(_gradient_gains_torch),

@@ -20,21 +20,15 @@ from arbcli.kernels.codec.decode_digits import (
     scales_reference,
     with_remainders,
 )
+from arbcli.kernels.codec.layout import BLOCK, PLANE
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import (
-    BLOCK,
-    PLANE,
-    first_digit,
-    take_trit,
-    trit_at,
-    trit_positions,
-)
+from arbcli.kernels.codec.packing import first_digit, take_trit, trit_at, trit_positions
 from arbcli.kernels.codec.scales import load_scale, scales_torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
 
 TILE = 128
 """Columns of a tile: as many whole groups as fit, and at least one."""
@@ -405,7 +399,7 @@ def _in_one_part(run: Callable) -> Callable:
     return in_one_part
 
 
-GRADIENT_STATISTICS = KernelSpec(
+GRADIENT_STATISTICS = Operation(
     "gradient_statistics",
     _in_one_part(_gradient_statistics_triton),
     _in_one_part(_gradient_statistics_torch),

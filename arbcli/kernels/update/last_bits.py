@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packing import (
-    PLANE,
     check_digits,
     digit_of,
     pack_trits_reference,
@@ -28,7 +28,7 @@ from arbcli.kernels.codec.packing import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks, uses_triton
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 
 LARGEST_CHANGE = 7
 """Of z, in either direction, that four bits tell."""
@@ -305,7 +305,7 @@ def _take_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("11264x2048", (*_random_state(device), bits, 64, False))
 
 
-LAST_BITS = KernelSpec(
+LAST_BITS = Operation(
     "last_bits",
     _last_bits_triton,
     _last_bits_torch,
@@ -313,7 +313,7 @@ LAST_BITS = KernelSpec(
     _cases,
     timings=_timings,
 )
-TAKE_LAST_BITS = KernelSpec(
+TAKE_LAST_BITS = Operation(
     "take_last_bits",
     _take_last_bits_triton,
     _take_last_bits_torch,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime.merged import merge_launches
-from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Operation, Timing
 from arbcli.kernels.update.step_scales import STEP_SCALES
 
 NUM_INPUTS = 8
@@ -53,7 +53,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     yield Timing("16 of 256x64", tuple(itertools.chain(*inputs)))
 
 
-MERGED_STEPS = KernelSpec(
+MERGED_STEPS = Operation(
     "merged_steps",
     _merged_steps_triton,
     _one_by_one(STEP_SCALES.torch),

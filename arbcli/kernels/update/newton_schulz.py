@@ -39,7 +39,7 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
 from arbcli.kernels.runtime.backend import capability, num_processors, uses_triton
 from arbcli.kernels.runtime.descriptors import described
-from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
 
 HOPPER = (9, 0)
 """Compute capability of the H100 and H200, which the kernel is tuned for."""
@@ -433,12 +433,12 @@ def _polynomial_timings(device: torch.device, _group_size: int) -> Iterator[Timi
         yield Timing(f"{n}x{n} bf16", inputs, peer=peer, peer_name="cuBLAS", flops=2 * n**3)
 
 
-GRAM = KernelSpec(
+GRAM = Operation(
     "gram", _gram_triton, _gram_torch, gram_reference, _gram_cases, _GATE,
     not_verified=("kernels of the matrix library, which computes the other shapes",),
     timings=_gram_timings,
 )  # fmt: skip
-GRAM_POLYNOMIAL = KernelSpec(
+GRAM_POLYNOMIAL = Operation(
     "gram_polynomial", _gram_polynomial_triton, _gram_polynomial_torch, gram_polynomial_reference,
     _polynomial_cases, _GATE, timings=_polynomial_timings,
 )  # fmt: skip

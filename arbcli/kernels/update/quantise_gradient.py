@@ -26,7 +26,7 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks, uses_triton
 from arbcli.kernels.runtime.inputs import check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 from arbcli.kernels.update.hadamard import (
     LARGEST_BLOCK,
     block_of,
@@ -384,7 +384,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
             yield Timing(f"11264x2048 bf16, {bits} bits{' added' if add else ''}", inputs)
 
 
-QUANTISE_GRADIENT = KernelSpec(
+QUANTISE_GRADIENT = Operation(
     "quantise_gradient",
     _quantise_gradient_triton,
     _quantise_gradient_torch,

@@ -20,7 +20,7 @@ from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
 
 TILE = 128
@@ -217,7 +217,7 @@ def _in_one_part(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[
     return in_one_part
 
 
-SIGN_GRADIENT = KernelSpec(
+SIGN_GRADIENT = Operation(
     "sign_gradient",
     _in_one_part(_sign_gradient_triton),
     _in_one_part(_sign_gradient_torch),
@@ -228,8 +228,8 @@ SIGN_GRADIENT = KernelSpec(
         exact=False,
         relative=4e-6,
         peer_slack=0.1,
-        reason="signs equal; float32 sums over a group; in bf16 no worse than torch's product, which"
-        " rounds the gradient before it is squared",
+        reason="signs equal; float32 sums over a group; in bf16 no worse than torch's product,"
+        " which rounds the gradient before it is squared",
     ),
     uses_scales=True,
     scale_path=_scale_path,

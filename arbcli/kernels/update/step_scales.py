@@ -16,7 +16,7 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose
 from arbcli.kernels.runtime.inputs import check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 from arbcli.kernels.update.direction import round_to_int
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference, random_words
 
@@ -196,7 +196,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     yield Timing(f"{shape[0]}x{shape[1]}", (exponent, fraction, slope, slope_gain, *control))
 
 
-STEP_SCALES = KernelSpec(
+STEP_SCALES = Operation(
     "step_scales",
     _step_scales_triton,
     _step_scales_torch,

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packing import (
-    BLOCK,
     check_digits,
     pack_trits_reference,
     pack_trits_torch,
@@ -29,7 +29,7 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, row_chunks
 from arbcli.kernels.runtime.inputs import check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 from arbcli.kernels.update.direction import (
     check_direction,
     fixed_point,
@@ -636,7 +636,7 @@ def _direction_timings(device: torch.device, _group_size: int) -> Iterator[Timin
     yield Timing("11264x2048 bf16", inputs)
 
 
-STEP_BY_MOMENT = KernelSpec(
+STEP_BY_MOMENT = Operation(
     "step_by_moment",
     _step_by_moment_triton,
     _step_by_moment_torch,
@@ -645,7 +645,7 @@ STEP_BY_MOMENT = KernelSpec(
     timings=_moment_timings,
     native=_step_by_moment_native,
 )
-STEP_BY_DIRECTION = KernelSpec(
+STEP_BY_DIRECTION = Operation(
     "step_by_direction",
     _step_by_direction_triton,
     _step_by_direction_torch,

@@ -14,7 +14,7 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import row_chunks, uses_triton
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 from arbcli.kernels.update.hadamard import (
     LARGEST_BLOCK,
     block_of,
@@ -214,7 +214,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         yield Timing(f"{number} parts of 11264x2048{bits}", inputs)
 
 
-SUM_GRADIENTS = KernelSpec(
+SUM_GRADIENTS = Operation(
     "sum_gradients",
     _sum_gradients_triton,
     _sum_gradients_torch,

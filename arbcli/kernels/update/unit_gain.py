@@ -13,7 +13,7 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.inputs import check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
 from arbcli.kernels.update.direction import UNIT, check_direction, load_gain, native_arguments
 from arbcli.kernels.update.gradient_gains import sum_parts
 
@@ -199,7 +199,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     )
 
 
-UNIT_GAIN = KernelSpec(
+UNIT_GAIN = Operation(
     "unit_gain",
     _unit_gain_triton,
     _unit_gain_torch,

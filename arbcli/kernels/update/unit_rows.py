@@ -15,7 +15,7 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import choose, row_chunks
 from arbcli.kernels.runtime.inputs import check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
 from arbcli.kernels.update.direction import UNIT, check_direction, native_arguments
 
 
@@ -162,7 +162,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("2048x11264 bf16 transposed", (values.T, ok))
 
 
-UNIT_ROWS = KernelSpec(
+UNIT_ROWS = Operation(
     "unit_rows",
     _unit_rows_triton,
     _unit_rows_torch,

@@ -3,13 +3,8 @@
 import pytest
 import torch
 
-from arbcli.kernels.codec.packing import (
-    BLOCK,
-    illegal_bytes,
-    pack_trits,
-    row_bytes,
-    unpack_trits,
-)
+from arbcli.kernels.codec.layout import BLOCK, row_bytes
+from arbcli.kernels.codec.packing import illegal_bytes, pack_trits, unpack_trits
 
 
 def test_every_byte_unpacks_to_its_base_3_digits():

@@ -13,11 +13,12 @@ import torch
 
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.decode_digits import decode_digits_native, decode_digits_torch
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import check_backend, default_backend, use_backend, uses_native
 from arbcli.verify.compare import as_tuple, compare
-from arbcli.verify.fuzz import DRAWINGS, Dice
+from arbcli.verify.fuzz import DRAWINGS
 from arbcli.verify.kernels import copies, verify_kernels
 
 CPU = torch.device("cpu")
