@@ -242,7 +242,7 @@ def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -
     if len(request.scale_types) > 1:
         met = {(r.kernel, r.scale_type) for r in found.kernels if r.backend in IN_TRITON}
         types = sum(scale_type is not None for _, scale_type in met)
-        every = sum(spec.uses_scales for spec in find_kernels(request.names))
+        every = sum(bool(spec.uses_scales) for spec in find_kernels(request.names))
         every *= len(request.scale_types)
         if types < every:
             also = " and torch" if {"triton", "torch"} <= {*backends} else ""
