@@ -174,9 +174,6 @@ class TrainConfig:
         int | None,
         Setting("Steps between samples of text.", RUN, least=1, default="only at the end"),
     ] = None
-    sample_bytes: Annotated[
-        int | None, Setting("Bytes of a sample of text.", RUN, least=1, most=2**16, default="256")
-    ] = None
     keep: Annotated[int, Setting("Newest checkpoints to keep.", RUN, least=1, most=MOST)] = 2
     keep_best: Annotated[
         bool,

@@ -796,8 +796,7 @@ class _Loop:
         if not symbols_of(model, prompt):  # a tokenizer may drop it
             prompt = self.texts.val.source.read(0, PROMPT_BYTES)
         with self._not_timed():
-            length = config.sample_bytes or SAMPLE_BYTES
-            text = generate(model, prompt, length, sampling, backend=config.backend)
+            text = generate(model, prompt, SAMPLE_BYTES, sampling, backend=config.backend)
             return b"".join(text).decode(errors="replace")
 
     @contextmanager
