@@ -64,7 +64,7 @@ def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
     checked = mock.Mock()
     monkeypatch.setattr(room, "check_memory", checked)
     words = ["train", "--out", "some/run", "--device", "cpu", "--minutes", "2.5", "--profile", "4"]
-    words += ["--init-from", "model", "--ctx", "32", "--digits", "fade"]
+    words += ["--init-from", "model", "--ctx", "32", "--weights", "anneal"]
     call = asked("arbcli.train.run.start_run", *words)
     config, out, _ = call.args
     model = config.model
@@ -94,7 +94,7 @@ def test_logger_that_is_named_twice_hears_once(asked, monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "processes", "wire"),
-    [([], 1, None), ([], 2, "int12"), (["--wire", "int16"], 2, "int16"),
+    [([], 1, None), ([], 2, "int12"), (["--reduce-dtype", "int16"], 2, "int16"),
      (["--weights", "float"], 2, None)],
 )  # fmt: skip
 def test_several_processes_send_twelve_bits_unless_told_otherwise(
