@@ -153,6 +153,9 @@ class Text:
             offset, length, index = offset + taken, length - taken, index + 1
         return b"".join(parts)
 
+    packs = False
+    """Whether windows hold documents: see `arbcli.chats`."""
+
     def windows(self, length: int) -> int:
         """Count the windows of `length` bytes."""
         return max(0, len(self) - length + 1)
@@ -169,6 +172,10 @@ class Text:
 
         windows = bytearray().join([self.read(start, length) for start in starts])
         return torch.frombuffer(windows, dtype=torch.uint8).view(len(starts), length)
+
+    def packed_batch(self, starts: Sequence[int]) -> "tuple[Tensor, Tensor, Tensor]":
+        """Fill windows with documents: of `arbcli.chats.Chats` alone."""
+        raise NotImplementedError
 
     def _read_piece(self, index: int, offset: int, length: int) -> bytes:
         path, start, stop = self._pieces[index]
@@ -238,7 +245,7 @@ def batch(
     batch_size: int,
     context: int,
     device: "torch.device | str",
-) -> "tuple[Tensor, Tensor]":
+) -> "tuple[Tensor, ...]":
     """Draw one micro-batch, each window of the text equally likely.
 
     The starts of the windows are a hash of (seed, step, micro), the same on every machine.
@@ -253,7 +260,8 @@ def batch(
         device: where the batch goes.
 
     Returns:
-        Inputs and targets, (B, T) int64, contiguous; targets are one byte, or token, further on.
+        Inputs and targets, (B, T) int64, contiguous; targets are one byte, or token, further on. Of
+        documents also what `packed_batch` gives besides.
 
     Raises:
         ArbError: a file has vanished or become shorter.
@@ -264,6 +272,8 @@ def batch(
     # not torch.Generator: on the CPU it keeps 32 bits of its seed, too few for long runs
     key = f"arb batch {seed} {step} {micro}".encode()
     starts = text.starts(key, batch_size, context + 1)
+    if text.packs:
+        return tuple(part.to(device) for part in text.packed_batch(starts))
     windows = text.window_batch(starts, context + 1).to(device).long()  # (B, T + 1) int64
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
@@ -276,7 +286,7 @@ def evaluation_batches(
     batch_size: int,
     context: int,
     device: "torch.device | str",
-) -> Iterator["tuple[Tensor, Tensor]"]:
+) -> Iterator["tuple[Tensor, ...]"]:
     """Draw the batches of steps 0 to `num_batches` - 1, the same on every call."""
     sizes = {"batch_size": batch_size, "context": context}
     for step in range(num_batches):

@@ -107,6 +107,10 @@ def generate(
     kv: KeptIn = None,
     device: Device = None,
     backend: Backend = None,
+    chats: Annotated[
+        bool,
+        typer.Option("--chat", help="The prompt is a message, answered by the chat template."),
+    ] = False,
     raw: Annotated[
         bool, typer.Option("--bytes", help="Write bytes as they come, not as UTF-8.")
     ] = False,
@@ -141,7 +145,8 @@ def generate(
         kind_of(out)
     alone = {
         "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
-        "--out": out is not None, "--bytes": raw, "--chunks": chunks, "--json": as_json,
+        "--out": out is not None, "--chat": chats, "--bytes": raw, "--chunks": chunks,
+        "--json": as_json,
     }  # fmt: skip
     for option, is_given in alone.items():
         if prompts is not None and is_given:
@@ -155,6 +160,7 @@ def generate(
         from arbcli.device import resolve_backend, resolve_device
         from arbcli.infer import generation  # torch takes seconds, so not for `arb --help`
         from arbcli.infer.chunks import check_chunks, chunk_depths
+        from arbcli.infer.conversation import Conversation
         from arbcli.infer.load import load_named_model
         from arbcli.infer.prompts import read_prompts
 
@@ -172,8 +178,9 @@ def generate(
         _continue_several(model, requests, batch, backend, kv)
         return
     asks = prompt is None and prompt_file is None
+    conversation = Conversation(model, Path(name)) if chats else None
     if asks and not (raw or as_json or chunks or out) and is_terminal():
-        chat(model, length or LENGTH, sampling, backend, kv)
+        chat(model, length or LENGTH, sampling, backend, kv, conversation)
         return
     if prompt_file is not None:
         given, length = _prompt_of(prompt_file, checkpoint, model, keep, length)
@@ -183,16 +190,18 @@ def generate(
     length = length or LENGTH
     if chunks:
         check_chunks(model)
+    read = conversation.ask(given) if conversation else given
     made, collects = bytearray(given), as_json or chunks or out is not None
     with TextWriter() as text:
         report = generation.continue_text(
             model,
             name,
-            given,
+            read,
             length,
             sampling,
             backend=backend,
             kv=kv,
+            ends=conversation.ends if conversation else (),
             on_bytes=write_bytes if raw else made.extend if collects else text.write,
         )
     if out is not None:
@@ -206,8 +215,8 @@ def generate(
     rate, cache = f"{report.bytes_per_second:,.0f}", f"{report.cache_bytes:,}"
     note("")
     note(
-        f"{length} {made_of}, {rate} bytes/s on {place}, backend {backend}, cache of {cache} bytes"
-        f" in {report.kv}"
+        f"{report.length} {made_of}, {rate} bytes/s on {place}, backend {backend}, cache of"
+        f" {cache} bytes in {report.kv}"
     )
 
 

@@ -31,6 +31,7 @@ from arbcli.data import check_named
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.output import LiveLine, emit_json, note, write_bytes
+from arbcli.rules import LR_OF_TUNING
 from arbcli.signals import exit_code
 from arbcli.sockets import pin_to_socket
 
@@ -295,6 +296,8 @@ def _read_initial(path: Path, given: dict[str, Any], display: RunDisplay) -> "Sa
     given["preset"] = saved = saved_config(initial.checkpoint)
     if saved_tokenizer(*initial, saved):
         given.setdefault("tokenizer", str(initial.path.with_name(FILE)))
+    if saved.digits != "trit" and (initial.path.parent / run_files.COMPANIONS).exists():
+        given.setdefault("lr", LR_OF_TUNING)
     return initial
 
 

@@ -307,6 +307,26 @@ class ModelConfig:
         if self.vocabulary != VOCABULARY:
             self._check_tokens()
 
+    def check_documents(self) -> None:
+        """Check that windows can hold documents that know nothing of each other.
+
+        Raises:
+            ArbError: a part passes something from one document to the next.
+        """
+        found = {f"`{part.kind}`": part.across for _, part in self.sited_parts() if part.across}
+        main = self.main
+        for name, is_there in (
+            ("chunks", bool(self.outer)), ("memories", main.memories is not None),
+            ("the head of later bytes", self.ahead is not None),
+        ):  # fmt: skip
+            if is_there:
+                found[name] = "documents begin anywhere in what it reads"
+        for name, why in found.items():
+            raise ArbError(
+                f"the model cannot keep the documents of a window apart: {name}, {why}",
+                hint="train on plain text, or use blocks of `attention`",
+            )
+
     def _check_storage(self) -> None:
         able = WITH_DIGITS if self.digits in ("all", "trit") else FADING
         stores = self.rule in WITH_DIGITS and self.weights == "ternary"

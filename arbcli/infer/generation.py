@@ -9,7 +9,7 @@ each phase of a step, and the host waits to know which of them to run.
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -281,22 +281,24 @@ def _replayed(phase: Phase, graph: torch.cuda.CUDAGraph) -> Phase:
 
 def generate(
     model: LanguageModel,
-    prompt: bytes,
+    prompt: bytes | list[int],
     length: int,
     sampling: Sampling | None = None,
     *,
     backend: str | None = None,
     kv: str | None = None,
+    ends: Collection[int] = (),
 ) -> Iterator[bytes]:
     """Continue a prompt.
 
     Args:
         model: any `LanguageModel`; every byte sees the `config.ctx` - 1 before it.
-        prompt: at least one byte; a model of tokens reads them as its tokenizer has it.
+        prompt: at least one byte; a model of tokens reads them as its tokenizer has it. Or tokens.
         length: bytes, or tokens, to make.
         sampling: how they are chosen.
         backend: what runs the kernels; None is the device's own.
         kv: what keys and values are kept in: see `LanguageModel.keeping`.
+        ends: symbols before which the text ends.
 
     Yields:
         One or more bytes at a time.
@@ -310,7 +312,22 @@ def generate(
         with model.keeping(kv):
             decoder = Decoder(model, len(symbols) + length, sampling, backend=backend)
         decoder.read(symbols)
-        yield from bytes_of(model, symbols, decoder.stream(length))
+        yield from bytes_of(model, symbols, _until(decoder.stream(length), ends))
+
+
+def _until(parts: Iterator[Sequence[int]], ends: Collection[int]) -> Iterator[Sequence[int]]:
+    """Hand on symbols up to the first of `ends`."""
+    for part in parts:
+        place = next((i for i, symbol in enumerate(part) if symbol in ends), None)
+        yield part[:place]
+        if place is not None:
+            return
+
+
+def _counting(parts: Iterator[Sequence[int]], counted: list[int]) -> Iterator[Sequence[int]]:
+    for part in parts:
+        counted[0] += len(part)
+        yield part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,12 +358,13 @@ class GenerateReport:
 def continue_text(
     model: LanguageModel,
     checkpoint: str,
-    prompt: bytes,
+    prompt: bytes | list[int],
     length: int,
     sampling: Sampling,
     *,
     backend: str,
     kv: str | None = None,
+    ends: Collection[int] = (),
     on_bytes: Callable[[bytes], None] = lambda _: None,
 ) -> GenerateReport:
     """Continue a prompt and measure how fast; the same bits every time on the same machine.
@@ -354,11 +372,12 @@ def continue_text(
     Args:
         model: any `LanguageModel`.
         checkpoint: its name, for the report.
-        prompt: at least one byte.
+        prompt: at least one byte, or token.
         length: bytes, or tokens, to make.
         sampling: how they are chosen.
         backend: what runs the kernels.
         kv: what keys and values are kept in: see `LanguageModel.keeping`.
+        ends: symbols before which the text ends.
         on_bytes: is given the bytes as they come.
 
     Raises:
@@ -374,16 +393,21 @@ def continue_text(
         decoder.read(symbols)
         if decoder.device.type == "cuda":
             torch.cuda.synchronize(decoder.device)
-        started = time.perf_counter()
-        for part in bytes_of(model, symbols, decoder.stream(length)):
+        started, counted = time.perf_counter(), [0]
+        parts = _counting(_until(decoder.stream(length), ends), counted)
+        for part in bytes_of(model, symbols, parts):
             made += part
             on_bytes(part)
         seconds = time.perf_counter() - started
+    if isinstance(prompt, bytes):
+        asked = prompt.decode(errors="replace")
+    else:
+        asked = model.tokenizer.decode(prompt)
     return GenerateReport(
         checkpoint=checkpoint,
-        prompt=prompt.decode(errors="replace"),
+        prompt=asked,
         text=made.decode(errors="replace"),
-        length=length,
+        length=counted[0],
         bytes_per_second=len(made) / seconds,
         **dataclasses.asdict(sampling),
         kv=kept_in,

@@ -22,7 +22,7 @@ from arbcli.kernels.attention.eight_bits import FORMATS
 from arbcli.kernels.matmul.arranged import fits_arranged
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
-from arbcli.model.flow import Flow, Reading, each_text, rows_of
+from arbcli.model.flow import Documents, Flow, Reading, each_text, rows_of
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
@@ -144,12 +144,21 @@ class LanguageModel(nn.Module):
                 return each_text(lambda row: self._logits(Flow(row)), flow.whole())
             return self._logits(flow)
 
-    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Average the cross-entropy, in nats a symbol, over (B, T) int64 inputs and targets."""
-        return self.losses(ids, targets)["text"]
+    def loss(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Average the cross-entropy, in nats a symbol: see `losses`."""
+        return self.losses(ids, targets, documents)["text"]
 
-    def losses(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def losses(
+        self, ids: Tensor, targets: Tensor, documents: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Compute the parts of the loss that a step minimises, each times its `loss_weights`.
+
+        Args:
+            ids: (B, T) int64.
+            targets: (B, T) int64. With `documents` those that are negative count for nothing, and
+                the mean is over the others.
+            documents: (B, T) int64, numbers of the documents of each window, which know nothing of
+                each other; None is windows of one text.
 
         Returns:
             Float32 scalars by name: `text`, the cross-entropy in nats a symbol; `ponder`, see
@@ -157,10 +166,11 @@ class LanguageModel(nn.Module):
             `indexer`, the mean over the blocks with an indexer; `next_2` and so on, see `Ahead`.
         """
         seen: list[Chunked] = []
-        flow = self._whole(ids, seen)
+        flow = self._whole(ids, seen, documents)
         if seen and torch.is_grad_enabled():
             self._counts = torch.stack([stage.counts for stage in seen])
-        losses = {"text": self._text_loss(flow, targets)}
+        of_text = self._text_loss if documents is None else self._learnt_loss
+        losses = {"text": of_text(flow, targets)}
         for name in ("ponder", "indexer"):
             if found := flow.losses.get(name):
                 losses[name] = sum(found) / len(found) if len(found) > 1 else found[0]
@@ -182,6 +192,17 @@ class LanguageModel(nn.Module):
             return self._score(flow, targets).mean()
         logits = self._logits(flow)
         return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def _learnt_loss(self, flow: Flow, targets: Tensor) -> Tensor:
+        """Average over the targets that are not negative."""
+        learnt = targets >= 0
+        if self.scores_in_chunks:
+            total = (self._score(flow, targets) * learnt).sum()
+        else:
+            logits = self._logits(flow).float().flatten(0, 1)
+            numbers = targets.masked_fill(~learnt, -1).flatten()
+            total = functional.cross_entropy(logits, numbers, ignore_index=-1, reduction="sum")
+        return total / learnt.sum().clamp(min=1)
 
     @property
     def scores_in_chunks(self) -> bool:
@@ -217,9 +238,11 @@ class LanguageModel(nn.Module):
         x = each_text(lambda row: self._embed(row, length)[0], text)
         return x, Reading.of_text(text, length) if self.config.reads_text else Reading()
 
-    def _whole(self, ids: Tensor, seen: list[Chunked]) -> Flow:
+    def _whole(self, ids: Tensor, seen: list[Chunked], documents: Tensor | None = None) -> Flow:
         """Compute the stream before the head; what the stages make of the batch is `seen`."""
         x, reading = self._embed(ids, ids.shape[1])
+        if documents is not None:
+            reading = reading._replace(documents=Documents.of(documents))
         return self._through(0, x, ids, seen, reading)
 
     def _through(

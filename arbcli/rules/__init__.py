@@ -31,6 +31,8 @@ LR = {"moment": 1.0, "nibble": 0.4, "carry": 1.0, "votes": 1.0}
 """Default learning rate of each rule, where weights are trits."""
 LR_OF_DIGITS = {"moment": 0.35, "nibble": 0.4, "carry": 0.25}
 """The same where they are all digits, or begin so."""
+LR_OF_TUNING = 0.03
+"""The same of a model that another program trained: as gentle as AdamW at 3e-4."""
 
 
 VOTES_FIXES = ("threshold", "order", "start", "bound")

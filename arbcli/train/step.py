@@ -47,13 +47,13 @@ class TrainingStep:
 
     def __call__(
         self,
-        micro_batches: Iterable[tuple[Tensor, Tensor]],
+        micro_batches: Iterable[tuple[Tensor, ...]],
         reached: Callable[[str], None] = lambda stage: None,
     ) -> dict[str, Tensor]:
         """Do the step.
 
         Args:
-            micro_batches: of this process: inputs and targets, (B, T) int64 each, on the device.
+            micro_batches: of this process: what `LanguageModel.losses` takes, on the device.
             reached: is told of each stage of a micro-batch that ends: `forward`, then `backward`.
 
         Returns:
@@ -63,11 +63,11 @@ class TrainingStep:
         shares: dict[str, list[Tensor]] = {}
         self.model.forget_uses()
         local = self.accumulation // self.group.size
-        for micro, (ids, targets) in enumerate(micro_batches):
+        for micro, given in enumerate(micro_batches):
             self.updates.begin_micro(micro)
             for names, areas in self.scale_routes.items():
-                self._find_slopes(names, areas, ids, targets)
-            parts = (self.losses or self.model.losses)(ids, targets)
+                self._find_slopes(names, areas, given)
+            parts = (self.losses or self.model.losses)(*given)
             reached("forward")
             loss = minimised(parts, self.model.loss_weights)
             (loss if self.updates.averages else loss / local).backward()
@@ -87,13 +87,13 @@ class TrainingStep:
         return totals
 
     def _find_slopes(
-        self, names: tuple[str, ...], areas: frozenset[str], ids: Tensor, targets: Tensor
+        self, names: tuple[str, ...], areas: frozenset[str], given: tuple[Tensor, ...]
     ) -> None:
         """Find the slopes of the scales of some areas by parts of the loss, and step nothing."""
         if not isinstance(self.updates, Updater):
             raise ValueError("slopes are found of packed weights, in one process")
         with self.updates.finding_slopes(areas):
-            parts = self.model.losses(ids, targets)
+            parts = self.model.losses(*given)
             chosen = {name: parts[name] for name in names if name in parts}
             if chosen:
                 minimised(chosen, self.model.loss_weights).backward()

@@ -12,7 +12,9 @@ the turn by the angles of position t:
 
 In (2) gains come before the turn, which turns the numbers i and i + d / 2 of a head as a pair: so
 do Llama and its descendants in Transformers. Without gains the order does not matter, and kernels
-turn first. Every head of keys serves as many heads of queries, which lie side by side.
+turn first. Every head of keys serves as many heads of queries, which lie side by side. Of a
+window of several documents s goes through the positions of t's document alone; only differences of
+angles matter, so these need not begin anew with each.
 
 Kernels compute this where `fits_kernels` says so; all other shapes are plain operations.
 
@@ -39,7 +41,7 @@ from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.attention.decode_attention_8bit import decode_attention_8bit
 from arbcli.kernels.attention.decode_attention_rows import decode_attention_rows
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
-from arbcli.model.flow import Flow, Reading, project
+from arbcli.model.flow import Documents, Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
     attend_causally,
@@ -111,7 +113,8 @@ class Attention(CachedAttention):
         if self.fits_kernels and state is not None and length == 1 and state.fuses:
             y = state.attend_one(qkv)
         else:
-            y = self._attend_after(state, qkv) if state else self._attend(qkv)
+            documents = reading.documents if reading else None
+            y = self._attend_after(state, qkv) if state else self._attend(qkv, documents)
         y = y.transpose(1, 2).reshape(batch, length, -1)
         return Flow(x, self._biased(self.output(y, self.sub_norm)))
 
@@ -144,14 +147,19 @@ class Attention(CachedAttention):
             y = functional.rms_norm(y, y.shape[-1:], gain() if gain else None, self.eps)
         return rotate(y, *angles).to(x.dtype)
 
-    def _attend(self, qkv: Tensor) -> Tensor:
-        """Attend within whole windows, (2) and (3)."""
+    def _attend(self, qkv: Tensor, documents: Documents | None = None) -> Tensor:
+        """Attend within whole windows, or within each of their documents, (2) and (3)."""
         prepare = self.turning if self.fits_kernels else self._prepare
         q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
         length, sink = q.shape[-2], self._sinks()
         (k,), (v,) = self.as_stored(k, turned=self.turned), self.as_stored(v)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
         short = self.window is not None and self.window < length
+        if documents is not None:
+            seen = documents.within(self.window)
+            if sink is not None:
+                return attend_with_sink(q, k, v, sink, seen)
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         if sink is not None:
             place = torch.arange(length, device=q.device)
             seen = place[:, None] >= place
