@@ -103,6 +103,15 @@ def generate(
     ] = 256,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus (top-p) sampling.")] = 1.0,
     seed: Seed = None,
+    ahead: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=8,
+            help="Bytes that a step makes at most: a head of the model proposes them, and the model"
+            " checks them. The text is the same. [default: 1]",
+        ),
+    ] = None,
     compute: ComputeOfRun = None,
     kv: KeptIn = None,
     device: Device = None,
@@ -146,6 +155,7 @@ def generate(
     alone = {
         "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
         "--out": out is not None, "--chat": chats, "--bytes": raw, "--chunks": chunks,
+        "--ahead": ahead is not None,
         "--json": as_json,
     }  # fmt: skip
     for option, is_given in alone.items():
@@ -202,6 +212,7 @@ def generate(
             backend=backend,
             kv=kv,
             ends=conversation.ends if conversation else (),
+            ahead=ahead or 1,
             on_bytes=write_bytes if raw else made.extend if collects else text.write,
         )
     if out is not None:
@@ -212,11 +223,13 @@ def generate(
     elif depths is not None:
         write_chunks(bytes(made), depths)
     made_of = "bytes" if model.tokenizer is None else "tokens"
+    checked = report.bytes_per_check
+    by_checks = "" if checked is None else f", {checked:.2f} bytes a check"
     rate, cache = f"{report.bytes_per_second:,.0f}", f"{report.cache_bytes:,}"
     note("")
     note(
         f"{report.length} {made_of}, {rate} bytes/s on {place}, backend {backend}, cache of"
-        f" {cache} bytes in {report.kv}"
+        f" {cache} bytes in {report.kv}{by_checks}"
     )
 
 

@@ -71,7 +71,12 @@ class TrainConfig:
     ] = ()
     field: Annotated[
         str | None,
-        Setting("Field of .jsonl or .parquet files that holds the text.", TEXT, metavar="FIELD"),
+        Setting(
+            "Field of .jsonl or .parquet files that holds the text; for chats messages, or"
+            " QUESTION+ANSWER, two fields by their names.",
+            TEXT,
+            metavar="FIELD",
+        ),
     ] = None
     sound: Annotated[
         str | None,

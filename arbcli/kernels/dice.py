@@ -58,6 +58,10 @@ class Dice:
         """Make a float32 scalar tensor."""
         return torch.tensor(value, device=self.device)
 
+    def ok(self) -> Tensor:
+        """Make the flag by which a step is made or not; a tenth are not."""
+        return self.scalar(not self.chance(0.1))
+
     def key(self) -> Tensor:
         """Draw the key of a random stream."""
         return self.scalar(self.below(2**32) - 2**31)

@@ -339,6 +339,54 @@ class LanguageModel(nn.Module):
                 x = each_text(lambda row: self.byte_mlp(row, self.byte_norm).whole(), x)
         return self.head.fused(x, normalise=True)
 
+    def check(self, ids: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
+        """Read bytes of a text that may be taken back, each with the bits that it has by itself.
+
+        The cache is left as it is, but for what `Cache.kept` names: `keep_accepted_` stores those
+        that stay, and whoever calls that counts them. It is for models that `can_check`.
+
+        Args:
+            ids: (1, M) int64, at most as many bytes as a ring has slots.
+            cache: of `new_cache`.
+
+        Returns:
+            (1, M, 256) logits, and the stream behind the last block, (1, M, D).
+        """
+        with cache.main.clock.checking():
+            x = self.blocks.step(self.embedding(ids, self.compute_dtype), cache.main)
+        return self._fused_logits(x), x
+
+    @torch.no_grad()
+    def can_check(self) -> bool:
+        """Tell whether there is a `check`, inside of `prepared_weights`.
+
+        It needs fused steps, a single stage and stream of blocks whose parts `steps_ahead`, nothing
+        that reads the text besides, and keys and values as they are.
+        """
+        main, config = self.config.main, self.config
+        others = self.stages or config.beside or config.reads_text or main.memories or main.router
+        if others or main.streams > 1 or self.stored is not None:
+            return False
+        parts = [branch.part for block in self.blocks for branch in block.branches]
+        if config.head:
+            parts.append(self.byte_mlp)
+        x = torch.empty(1, 1, main.dim, dtype=self.compute_dtype, device=self.device)
+        return self._fuses(x) and all(part.steps_ahead and part.steps_fused for part in parts)
+
+    def propose(self, x: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
+        """Predict the byte behind one that follows, by the head beyond the next byte.
+
+        Args:
+            x: (1, 1, D), of the position before `byte`: its stream, or what this returned.
+            byte: (1, 1) int64.
+
+        Returns:
+            What to go on with, like x, and (256,) logits.
+        """
+        fused = self._fuses(x) and self.ahead.mlp.steps_fused
+        x, logits = self.ahead.step(x, byte) if fused else self.ahead(x, byte)
+        return x, logits[0, 0]
+
     def boundaries(self, ids: Tensor) -> list[Tensor]:
         """Find where chunks begin in (B, T) bytes: for each stage (B, T) bool, at bytes."""
         seen: list[Chunked] = []

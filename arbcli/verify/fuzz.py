@@ -36,31 +36,16 @@ from arbcli.kernels.attention.decode_latent import DECODE_LATENT
 from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries
 from arbcli.kernels.attention.rotary_norm import ROTARY_NORM, rounded_gradient, rounded_once
 from arbcli.kernels.attention.sum_choices import random_choices
-from arbcli.kernels.codec.decode_digits import decode_digits_torch
-from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.layout import PLANE
-from arbcli.kernels.codec.packed import Packed, num_groups
-from arbcli.kernels.codec.packing import pack_trits_torch
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.arranged import MOST_ROWS
 from arbcli.kernels.matmul.coded import code
 from arbcli.kernels.matmul.coded_rows import CODED_ROWS, MOST_TEXTS
 from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL, arrange_digits
-from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
-from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
-from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
-from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
 from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, ROW_MATMUL
-from arbcli.kernels.matmul.scaled_nvfp4 import ENCODE_NVFP4
-from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
 from arbcli.kernels.registry import KERNELS
-from arbcli.kernels.rows.expert_combine import rounded_gradients, rounded_sum
-from arbcli.kernels.rows.weighted_rows import touched_rows
 from arbcli.kernels.runtime.operation import Case, Operation
-from arbcli.kernels.update.blend_moment import moment_max
-from arbcli.kernels.update.hadamard import block_of
-from arbcli.kernels.update.newton_schulz import GRAM, GRAM_POLYNOMIAL
-from arbcli.kernels.update.quantise_gradient import NONE
 
 TILES = (16, 32, 64, 128, 160, 256, 320)
 """Where tiles, planes and blocks of weights end."""
@@ -69,61 +54,15 @@ ROW_TILES = (8, 16, 32, 64, 128)
 REAL_ROWS = (1, 64, 2048)
 
 
-def _pack_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return (dice.integers(-1, 1, n, k),)
-
-
-def _unpack_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.trits(n, k), k
-
-
-def _decode_weight(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return (dice.packed(n, k, group_size, spread=127),)
-
-
-def _decode_digits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return (dice.packed(n, k, group_size, spread=90, digits="all"),)
-
-
-def _decode_e4m3(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.packed(n, k, group_size, spread=12), dice.below(2) == 1
-
-
-def _quantise_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return (dice.view(dice.reals(m, k) * dice.pick((1.0, 2.0**-40, 2.0**40))),)
-
-
-def _fp8_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, dice.below(2)
-    packed = dice.packed(n, k, group_size)
-    q, scale = QUANTISE_ROWS.torch(dice.reals(m, n if transposed else k))
-    return q.to(E4M3), scale, packed, transposed == 1, dice.dtype
-
-
-def _nvfp4_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, dice.below(2)
-    packed = dice.packed(n, k, group_size)
-    q, scale = ROUND_NVFP4.torch(dice.reals(m, n if transposed else k))
-    return q, scale, packed, transposed == 1, dice.dtype
-
-
-def _scaled_nvfp4_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    sides = [ENCODE_NVFP4.torch(dice.reals(rows, k)) for rows in (m, n)]
-    (a, of_a, first), (b, of_b, second) = sides
-    return a, of_a, b, of_b, first * second, dice.dtype
-
-
-def _ternary_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.reals(m, k), dice.packed(n, k, group_size)
-
-
-def _ternary_matmul_grad_x(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.reals(m, n), dice.packed(n, k, group_size)
-
-
 def _row_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     x, *rest = _rows_of_trits(dice, group_size, 1, n, min(k, MOST_COLUMNS), code)
     # whole numbers, which 15 bits hold: of a few results, what is rounded may be most
+    return (8 * x).round(), *rest
+
+
+def _row_by_row(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    rows = 1 + (m - 1) % MOST_ROWS
+    x, *rest = _rows_of_trits(dice, group_size, rows, n, min(k, MOST_COLUMNS), code)
     return (8 * x).round(), *rest
 
 
@@ -150,39 +89,6 @@ def _digits_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple
     x = dice.reals(1 + (m - 1) % MOST_ROWS, k, dtype=torch.bfloat16).contiguous()
     added = dice.reals(len(x), weight.out_features).contiguous() if dice.below(2) else None
     return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
-
-
-def _bounds(dice: Dice, slots: int) -> Tensor:
-    """Draw bounds of experts; now and then half of the rows are nobody's."""
-    experts = dice.pick((1, 2, 4, 9))
-    spare = slots // 4 if dice.chance(0.3) else 0
-    inner = dice.integers(spare, slots - spare, experts - 1, dtype=torch.int64)
-    ends = [spare, *sorted(inner.tolist()), slots - spare]
-    return dice.view(torch.tensor(ends, dtype=torch.int64, device=dice.device))
-
-
-def _grouped_matmul(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    bounds = _bounds(dice, m)
-    w = dice.reals(len(bounds) - 1, n, k)
-    if dice.chance(0.3):
-        w = w.mT.contiguous().mT
-    return dice.reals(m, k), w, bounds, dice.reals(m, n) if dice.chance(0.5) else None
-
-
-def _grouped_grad_w(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.reals(m, n), dice.reals(m, k), _bounds(dice, m)
-
-
-def _expert_combine(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    slots, spare = dice.pick((1, 2, 3, 8)), dice.below(3)
-    order = torch.randperm(m * slots + spare, generator=dice.generator, device=dice.device)
-    positions = dice.view(order[: m * slots].view(m, slots))
-    gates = None if dice.chance(0.2) else dice.reals(m, slots, dtype=torch.float32)
-    return dice.reals(len(order), k), positions, gates
-
-
-def _expert_combine_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.reals(m, k), *_expert_combine(dice, group_size, m, n, k)
 
 
 def _rotary_norm(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -223,6 +129,30 @@ def _attend_parts(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
         # a ring begins at a multiple of 16 bytes
         qkv, *(ring.clone().view(heads, n, width) for ring in rings), dice.scalar(position),
         angle.cos(), angle.sin(), 1e-6, dice.pick((1, 3, MOST_PARTS)),
+    )  # fmt: skip
+
+
+def _attend_ahead(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    rows, heads, width = 2 + m % (MOST_ROWS - 1), 1 + dice.below(3), WIDTHS[k % 2]
+    slots, position, half = max(n, rows), dice.below(3 * n), {"dtype": torch.bfloat16}
+    qkv = dice.reals(rows * 3 * heads, width, **half).contiguous().view(rows, 3, heads, width)
+    rings = [dice.reals(heads * slots, width, **half).contiguous() for _ in range(2)]
+    angle = dice.reals(position + rows, width // 2, dtype=torch.float32).contiguous()
+    return (
+        qkv, *(ring.clone().view(heads, slots, width) for ring in rings),
+        torch.zeros(2, rows, heads, width, device=dice.device, **half), dice.scalar(position),
+        angle.cos(), angle.sin(), 1e-6, dice.pick((1, 3, MOST_PARTS)),
+    )  # fmt: skip
+
+
+def _keep_accepted(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    rows, heads, width = 1 + m % MOST_ROWS, 1 + dice.below(3), 1 + k
+    slots = max(n, rows)
+    rings = [dice.reals(heads * slots, width).contiguous() for _ in range(2)]
+    new = dice.reals(2 * rows * heads, width).contiguous().view(2, rows, heads, width)
+    return (
+        *(ring.view(heads, slots, width) for ring in rings), new, dice.scalar(dice.below(3 * n)),
+        dice.scalar(1 + dice.below(rows)),
     )  # fmt: skip
 
 
@@ -362,314 +292,6 @@ def _decode_compressed(dice: Dice, group_size: int, m: int, n: int, k: int) -> t
     )  # fmt: skip
 
 
-def _embedding_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    ids = dice.integers(0, n - 1, m, dtype=torch.int64)
-    return ids, *_decode_weight(dice, group_size, m, n, k)
-
-
-def _embedding_grad(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.reals(m, k), dice.integers(0, n - 1, m, dtype=torch.int64), n
-
-
-def _slots(dice: Dice, m: int, n: int) -> Tensor:
-    """Draw the ids of at least 64 slots, the same number of every token, some of them outside."""
-    return dice.integers(-1, n, m, max(1 + dice.below(12), -(-64 // m)), dtype=torch.int64)
-
-
-def _weighted_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    ids = _slots(dice, max(m, -(-64 // k)), n)  # few sums can cancel
-    weights = dice.reals(*ids.shape, dtype=torch.float32)
-    return ids, weights, dice.packed(n, k, group_size)
-
-
-def _weighted_rows_grad_weights(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    packed = dice.packed(n, k, group_size)
-    m = max(m, 16)  # all slots can have one id, and few products can cancel
-    return dice.reals(m, k), _slots(dice, m, n), packed
-
-
-def _weighted_rows_grad(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    ids = _slots(dice, m, n)
-    tokens = torch.arange(ids.numel(), device=dice.device) // ids.shape[1]
-    _, order, bounds, _ = touched_rows(ids.flatten(), n)
-    weights = dice.reals(ids.numel(), dtype=torch.float32)
-    return dice.reals(m, k), weights, dice.view(tokens), order, bounds
-
-
-def _gather_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    dtype = dice.pick((torch.int8, torch.uint8))
-    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    return dice.integers(low, high, n, k, dtype=dtype), dice.integers(-1, n, m, dtype=torch.int64)
-
-
-def _scatter_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    buffer, _ = _gather_rows(dice, group_size, m, n, k)
-    rows = torch.randperm(n, generator=dice.generator, device=dice.device)[:m]
-    rows = torch.where(dice.integers(0, 3, len(rows)) == 0, n, rows)  # a quarter is outside
-    limits = torch.iinfo(buffer.dtype)
-    values = dice.integers(limits.min, limits.max, len(rows), k, dtype=buffer.dtype)
-    return buffer, dice.view(rows), values
-
-
-def _gradient_statistics(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    packed = dice.packed(n, k, group_size)
-    return dice.reals(n, k), packed, dice.below(2) == 1, dice.chance(0.2)
-
-
-def _sign_gradient(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    """Draw integers, so that sums are exact and no sign is an accident of their order."""
-    grad_y, x = (dice.view(dice.integers(-4, 4, m, width).to(dice.dtype)) for width in (n, k))
-    return grad_y, x, dice.packed(n, k, group_size, digits="trit")
-
-
-def _gradient_gains(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    def digits(length: int) -> Tensor:
-        if dice.chance(0.15):
-            return dice.view(dice.integers(30, 30, length, 2))
-        whole = dice.integers(-128 if dice.chance(0.5) else -30, 30, length, 1)
-        return dice.view(torch.cat([whole, dice.integers(0, 127, length, 1)], dim=1))
-
-    def sums(*shape: int) -> Tensor:
-        return dice.reals(*shape, dtype=torch.float32).mul(8).exp().contiguous()
-
-    slope = torch.zeros(n, num_groups(k, group_size), device=dice.device)
-    parts = sums(m), sums(m + 2, n), sums(m + 5, k)
-    counters = [torch.zeros((), dtype=torch.int64, device=dice.device) for _ in range(2)]
-    squares = parts[0] * dice.pick((1.0, 1.0, 2.0**140))
-    state = (digits(n), digits(k)) if dice.below(4) else (None, None)
-    return slope, parts[0].double(), squares, *parts[1:], *state, dice.key(), dice.key(), *counters
-
-
-def _gram(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    stack = (1 + dice.below(3),) if dice.chance(0.3) else ()
-    return (dice.reals(*stack, min(n, k), max(n, k)),)
-
-
-def _gram_polynomial(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    (x,) = _gram(dice, group_size, m, n, k)
-    x = x.float() / max(n, k) ** 0.5
-    a = x @ x.mT
-    return dice.view(((a + a.mT) / 4).to(dice.dtype)), 3.4445, -4.775, 2.0315
-
-
-def _gains(dice: Dice, n: int, k: int, size: float) -> tuple:
-    """Draw gains of rows and of columns, of the rows only, or none."""
-    rows, columns = (dice.reals(length, dtype=torch.float32).exp() for length in (n, k))
-    return dice.pick(((rows * size, columns), (rows * size, None), (None, None)))
-
-
-def _unit_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    values = dice.reals(n, k)
-    if dice.chance(0.3):
-        values[:: 1 + dice.below(3)] = 0
-    return values, dice.scalar(1)
-
-
-def _unit_gain(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return dice.reals(n, k), *_gains(dice, n, k, 1.0), dice.scalar(1)
-
-
-def _step_scales(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    exponent = dice.integers(-96, 31, n, k)
-    slope = dice.reals(n, k, dtype=torch.float32)
-    slope_gain = torch.tensor(dice.pick((2.0**8, 2.0**16, 3e19)), device=dice.device)
-    control = (dice.scalar(dice.below(2**12 + 1)), dice.scalar(dice.below(20)))
-    return (
-        exponent, dice.integers(0, 127, n, k), slope, slope_gain, dice.key(), *control,
-        dice.scalar(not dice.chance(0.1)),
-    )  # fmt: skip
-
-
-def _merged_steps(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    shapes = [(n, k), *((1 + dice.below(n), 1 + dice.below(k)) for _ in range(dice.below(4)))]
-    matrices = (_step_scales(dice, group_size, m, *shape) for shape in shapes)
-    return tuple(part for inputs in matrices for part in inputs)
-
-
-def _blend_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    nibble = dice.below(2) == 1
-    largest = moment_max(nibble)
-    moment = dice.integers(-largest, largest, n, k)
-    if nibble:
-        moment = dice.view(moment * 16 + dice.integers(0, 15, n, k))
-    gains = _gains(dice, n, k, dice.pick((2.0**14, 2.0**16, 2.0**22)))
-    squares = torch.tensor(dice.below(1000), device=dice.device)
-    return (
-        moment, dice.reals(n, k), *gains, dice.key(), dice.scalar(not dice.chance(0.1)), squares,
-        dice.pick((0, 58982, 65536)), dice.below(1024), 4 + dice.below(12), nibble,
-    )  # fmt: skip
-
-
-def _quantise_gradient(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    dtype = dice.pick((torch.int8, torch.int16, torch.int32))
-    sums = torch.full((n, k), dice.below(99), dtype=dtype, device=dice.device)
-    exponent, fitting = (dice.integers(-9, 1, n).contiguous() for _ in range(2))
-    if dice.chance(0.2):
-        exponent[:: 1 + dice.below(4)] = NONE
-    low, room = None, 29  # in sums of int8
-    if dtype == torch.int8 and dice.chance(0.5):
-        low, room = dice.integers(0, 15, (n + 1) // 2, k).contiguous().view(torch.uint8), 450
-    block = block_of(k) if dice.chance(0.9) else 1
-    about = fitting, 1 + dice.below(room), block, True
-    return dice.reals(n, k), exponent, dice.key(), sums, low, *about
-
-
-def _sum_gradients(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    number, dtype = 1 + dice.below(4), dice.pick((torch.int8, torch.int16, torch.int32))
-    low = None
-    if dtype == torch.int8 and dice.chance(0.5):
-        halves = dice.integers(-128, 127, number, (n + 1) // 2 * k + dice.below(3))
-        low = halves.contiguous().view(torch.uint8)[:, : (n + 1) // 2 * k]
-        low = low.unflatten(1, ((n + 1) // 2, k))
-    room = torch.zeros(number, n * k + dice.below(3), dtype=dtype, device=dice.device)
-    parts = room[:, : n * k].unflatten(1, (n, k))
-    parts.copy_(dice.integers(-127, 127, number, n, k))
-    about = (dice.integers(-9, 9, *shape).contiguous() for shape in ((n,), (number, n)))
-    return parts, low, *about, block_of(k) if dice.chance(0.9) else 1
-
-
-def _weights(dice: Dice, n: int, k: int, radix: int, largest: int) -> tuple[Tensor, Tensor]:
-    """Draw trits and remainders, all that z can be."""
-    z = dice.integers(-radix - largest, radix + largest, n, k, dtype=torch.int32)
-    trits = torch.sign(z) * (z.abs() > radix // 2)
-    packed = dice.view(pack_trits_torch(trits.to(torch.int8)))
-    return packed, dice.view((z - radix * trits).to(torch.int8))
-
-
-def _step_by_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    nibble = dice.below(2) == 1
-    radix, largest = (8, 7) if nibble else (32, 127)
-    packed, remainder = _weights(dice, n, k, radix, largest)
-    moment = None if nibble else dice.integers(-127, 127, n, k)
-    if nibble:
-        remainder = dice.view(dice.integers(-7, 7, n, k) * 16 + remainder % 16)
-    step_size, squares, flips = (
-        torch.tensor(value, device=dice.device)
-        for value in (dice.below(2**36), dice.below(n * k * largest**2), dice.below(1000))
-    )
-    limit = dice.scalar(dice.pick((2**14, 2**19, 2**23)))
-    return (
-        packed, remainder, moment, dice.key(), step_size, squares, limit,
-        dice.scalar(not dice.chance(0.1)), flips, radix, largest,
-    )  # fmt: skip
-
-
-def _last_bits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    nibble = dice.below(2) == 1
-    radix = 14 if nibble else 64
-    packed, remainder = _weights(dice, n, k, radix, 7 if nibble else 63)
-    if nibble:
-        remainder = dice.view(dice.integers(-7, 7, n, k) * 16 + remainder % 16)
-    return packed, remainder, radix, nibble
-
-
-def _take_last_bits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    *state, radix, nibble = _last_bits(dice, group_size, m, n, k)
-    bits = dice.integers(0, 255, (n + 1) // 2, k, dtype=torch.uint8).contiguous()
-    return *state, bits, radix, nibble
-
-
-def _step_by_direction(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    gains = _gains(dice, n, k, dice.pick((2.0**14, 2.0**16, 2.0**19)))
-    limit = dice.pick((2**14, 2**19, 2**23))
-    control = map(dice.scalar, (dice.below(2**12), 6 + dice.below(8), limit))
-    return (
-        *_weights(dice, n, k, 32, 127), dice.reals(n, k), *gains, dice.key(), *control,
-        dice.scalar(not dice.chance(0.1)), torch.tensor(dice.below(1000), device=dice.device),
-        32, 127,
-    )  # fmt: skip
-
-
-def _cast_trit_votes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    votes = dice.integers(-127, 127, n, k) if dice.chance(0.2) else dice.integers(-2, 2, n, k)
-    grad = torch.relu(dice.reals(n, k)) - torch.relu(dice.reals(n, k))  # a quarter is 0
-    scalars = dice.scalar(not dice.chance(0.1)), dice.scalar(dice.pick((1, 3, 7, 127)))
-    held = dice.integers(0, 1, n, k).bool() if dice.chance(0.3) else None
-    return dice.trits(n, k), votes, dice.view(grad), *scalars, held
-
-
-def _cast_scale_votes(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    slope = dice.reals(n, k, dtype=torch.float32)
-    votes = dice.integers(-3, 3, n, k)
-    return dice.integers(-96, 31, n, k), votes, slope, dice.scalar(not dice.chance(0.1))
-
-
-def _in_float64(packed: Packed) -> Tensor:
-    return decode_digits_torch(packed, torch.float32).double()
-
-
-def _matmul_in_float64(x, packed):
-    return x.double() @ _in_float64(packed).T
-
-
-def _grad_x_in_float64(grad_y, packed):
-    return grad_y.double() @ _in_float64(packed)
-
-
-def _gradient_statistics_in_float64(grad, packed, factored, signs):
-    grad = grad.double()
-    products = (grad.sign() if signs else grad) * _in_float64(packed)
-    groups = torch.arange(packed.in_features, device=grad.device) // packed.group_size
-    slope = products.new_zeros(packed.exponent.shape).index_add_(1, groups, products)
-    squares = grad.square()
-    of_both = (squares.sum(dim) * factored for dim in (1, 0))
-    return slope, slope.square().sum(), squares.sum(), *of_both
-
-
-def _nvfp4_matmul_in_float64(q, scale, packed, transposed, dtype):
-    weight = decode_digits_torch(packed, torch.float32)
-    weight, weight_scale = ROUND_NVFP4.torch(weight.T if transposed else weight)
-    return q.double() @ weight.double().T * (scale.double() * weight_scale.double())
-
-
-def _fp8_matmul_in_float64(q, scale, packed, transposed, dtype):
-    weight, weight_scale = DECODE_E4M3.torch(packed, transposed)
-    return (q.double() * scale) @ (weight.double() * weight_scale.T).T
-
-
-def _embedding_grad_in_float64(grad_y, ids, num_embeddings):
-    zeros = grad_y.new_zeros(num_embeddings, grad_y.shape[1], dtype=torch.float64)
-    return zeros.index_add_(0, ids, grad_y.double())
-
-
-def _expert_combine_in_float64(values, positions, gates):
-    gates = torch.ones_like(positions) if gates is None else gates
-    return torch.einsum("mj,mjd->md", gates.double(), values.double()[positions])
-
-
-def _expert_combine_backward_in_float64(grad_y, values, positions, gates):
-    gates = torch.ones_like(positions) if gates is None else gates
-    grad = gates.double()[..., None] * grad_y.double()[:, None]
-    grad_values = torch.zeros_like(values, dtype=torch.float64).index_put_((positions,), grad)
-    return grad_values, torch.einsum("md,mjd->mj", grad_y.double(), values.double()[positions])
-
-
-def _weighted_rows_in_float64(ids, weights, packed):
-    rows, weights, num_rows = _padded(packed), weights.double(), packed.out_features
-    ids = ids.where((ids >= 0) & (ids < num_rows), num_rows)
-    return sum(weights[:, j, None] * rows[ids[:, j]] for j in range(ids.shape[1]))
-
-
-def _grad_weights_in_float64(grad_y, ids, packed):
-    rows, grad_y, num_rows = _padded(packed), grad_y.double(), packed.out_features
-    ids = ids.where((ids >= 0) & (ids < num_rows), num_rows)
-    return torch.stack([(grad_y * rows[slot]).sum(dim=1) for slot in ids.unbind(1)], dim=1)
-
-
-def _padded(packed: Packed) -> Tensor:
-    """Decode a table and append a row of zeros, in float64."""
-    table = _in_float64(packed)
-    return torch.cat([table, table.new_zeros(1, table.shape[1])])
-
-
-def _weighted_rows_grad_in_float64(grad_y, weights, tokens, order, bounds):
-    sizes = bounds.diff()
-    rows = torch.arange(len(sizes), device=bounds.device).repeat_interleave(sizes)
-    slots = order[: len(rows)]
-    grad = grad_y.new_zeros(len(sizes), grad_y.shape[1], dtype=torch.float64)
-    return grad.index_add_(0, rows, weights[slots, None].double() * grad_y[tokens[slots]])
-
-
 @dataclass(frozen=True, slots=True)
 class Drawing:
     """How the cases of a kernel are drawn, and what large ones are compared with."""
@@ -688,35 +310,10 @@ class Drawing:
 
 
 DRAWINGS = {
-    "pack_trits": Drawing(_pack_trits),
-    "unpack_trits": Drawing(_unpack_trits),
-    "decode_weight": Drawing(_decode_weight),
-    "decode_digits": Drawing(_decode_digits),
-    "decode_e4m3": Drawing(_decode_e4m3),
-    "quantise_rows": Drawing(_quantise_rows, needs_rows=True),
-    "round_nvfp4": Drawing(_quantise_rows, None, ROUND_NVFP4.torch, needs_rows=True),
-    "nvfp4_matmul": Drawing(_nvfp4_matmul, _nvfp4_matmul_in_float64, needs_rows=True),
-    "encode_nvfp4": Drawing(_quantise_rows, None, ENCODE_NVFP4.torch, needs_rows=True),
-    "scaled_nvfp4_matmul": Drawing(_scaled_nvfp4_matmul, needs_rows=True, one_layout=True),
-    "fp8_matmul": Drawing(_fp8_matmul, _fp8_matmul_in_float64, needs_rows=True),
-    "ternary_matmul": Drawing(
-        _ternary_matmul, _matmul_in_float64, TERNARY_MATMUL.torch, needs_rows=True
-    ),
-    "ternary_matmul_grad_x": Drawing(
-        _ternary_matmul_grad_x, _grad_x_in_float64, TERNARY_MATMUL_GRAD_X.torch, needs_rows=True
-    ),
     "row_matmul": Drawing(_row_matmul, None, ROW_MATMUL.torch, one_layout=True),
+    "row_by_row": Drawing(_row_by_row, None, ROW_MATMUL.torch, needs_rows=True, one_layout=True),
     "coded_rows": Drawing(_coded_rows, None, CODED_ROWS.torch, one_layout=True),
     "digits_matmul": Drawing(_digits_matmul, None, DIGITS_MATMUL.torch, one_layout=True),
-    "grouped_matmul": Drawing(_grouped_matmul, None, GROUPED_MATMUL.torch, needs_rows=True),
-    "grouped_grad_w": Drawing(_grouped_grad_w, None, GROUPED_GRAD_W.torch, needs_rows=True),
-    "expert_combine": Drawing(
-        _expert_combine, _expert_combine_in_float64, rounded_sum, needs_rows=True
-    ),
-    "expert_combine_backward": Drawing(
-        _expert_combine_backward, _expert_combine_backward_in_float64, rounded_gradients,
-        needs_rows=True,
-    ),
     "rotary_norm": Drawing(
         _rotary_norm, None, rounded_once, needs_rows=True, one_layout=True
     ),
@@ -730,6 +327,8 @@ DRAWINGS = {
         _decode_attention, None, DECODE_ATTENTION.torch, one_layout=True
     ),
     "attend_parts": Drawing(_attend_parts, one_layout=True),
+    "attend_ahead": Drawing(_attend_ahead, one_layout=True),
+    "keep_accepted": Drawing(_keep_accepted, one_layout=True),
     "decode_attention_8bit": Drawing(_decode_attention_8bit, one_layout=True),
     "decode_attention_rows": Drawing(
         _decode_attention_rows, None, DECODE_ATTENTION_ROWS.torch, one_layout=True
@@ -759,35 +358,6 @@ DRAWINGS = {
     "decode_compressed": Drawing(
         _decode_compressed, None, DECODE_COMPRESSED.torch, one_layout=True
     ),
-    "embedding_rows": Drawing(_embedding_rows, needs_rows=True),
-    "embedding_grad": Drawing(_embedding_grad, _embedding_grad_in_float64, needs_rows=True),
-    "weighted_rows": Drawing(_weighted_rows, _weighted_rows_in_float64, needs_rows=True),
-    "weighted_rows_grad_weights": Drawing(
-        _weighted_rows_grad_weights, _grad_weights_in_float64, needs_rows=True
-    ),
-    "weighted_rows_grad": Drawing(
-        _weighted_rows_grad, _weighted_rows_grad_in_float64, needs_rows=True
-    ),
-    "gather_rows": Drawing(_gather_rows, needs_rows=True),
-    "scatter_rows": Drawing(_scatter_rows, needs_rows=True),
-    "gradient_statistics": Drawing(_gradient_statistics, _gradient_statistics_in_float64),
-    "sign_gradient": Drawing(_sign_gradient, needs_rows=True),
-    "gradient_gains": Drawing(_gradient_gains),
-    "unit_gain": Drawing(_unit_gain),
-    "unit_rows": Drawing(_unit_rows),
-    "gram": Drawing(_gram, None, GRAM.torch),
-    "gram_polynomial": Drawing(_gram_polynomial, None, GRAM_POLYNOMIAL.torch),
-    "step_scales": Drawing(_step_scales),
-    "merged_steps": Drawing(_merged_steps),
-    "blend_moment": Drawing(_blend_moment),
-    "step_by_moment": Drawing(_step_by_moment),
-    "step_by_direction": Drawing(_step_by_direction),
-    "cast_trit_votes": Drawing(_cast_trit_votes),
-    "cast_scale_votes": Drawing(_cast_scale_votes),
-    "quantise_gradient": Drawing(_quantise_gradient),
-    "sum_gradients": Drawing(_sum_gradients),
-    "last_bits": Drawing(_last_bits),
-    "take_last_bits": Drawing(_take_last_bits),
 }  # fmt: skip
 
 
@@ -796,7 +366,7 @@ DRAWINGS |= {
         spec.drawn, spec.large_reference, spec.peer, bool(spec.needs_rows), spec.one_layout
     )
     for spec in KERNELS
-    if spec.arguments
+    if spec.arguments or spec.draw
 }
 
 

@@ -923,7 +923,10 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
             )
             for name, size in unit.items():
                 got = (after[name] / size, wanted[name] / size)
-                yield _rounded(subject, f"{name} of micro-batch {micro + 1}/{micros}", *got)
+                # of statistics that are stored to 0.54 % a moment is as far off, of 127 units
+                within = 1.7 if name == "m" and config.direction == "factored" else 1.1
+                item = f"{name} of micro-batch {micro + 1}/{micros}"
+                yield _rounded(subject, item, *got, within)
     before = {name: buffer.clone() for name, buffer in tensor.named_buffers()}
     grad[3, 5] = torch.nan
     with use_backend(subject.backend):
@@ -932,13 +935,15 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
         yield subject.result("update", f"{name} given NaN", buffer, before[name], EXACT)
 
 
-def _rounded(subject: Subject, item: str, got: Tensor, wanted: Tensor) -> ParityResult:
+def _rounded(
+    subject: Subject, item: str, got: Tensor, wanted: Tensor, within: float
+) -> ParityResult:
     """Compare numbers that were rounded stochastically to integers, first each, then the mean."""
     error, bias = got - wanted, 5 * 0.5 / got.numel() ** 0.5
     gate = Gate(exact=False, reason="rounding moves by less than 1; statistics are stored to 0.5 %")
     result = subject.result("update", item, got, wanted, gate)
-    passed = bool((error.abs() <= 1.1).all()) and abs(float(error.mean())) <= bias
-    return replace(result, gate=f"each within 1.1, mean within {bias:.2f}", passed=passed)
+    passed = bool((error.abs() <= within).all()) and abs(float(error.mean())) <= bias
+    return replace(result, gate=f"each within {within}, mean within {bias:.2f}", passed=passed)
 
 
 def _votes(subject: Subject) -> Iterator[ParityResult]:

@@ -289,16 +289,12 @@ def test_columns_of_any_one_input_of_a_loop_in_c_may_lie_apart(spec):
         check_laid_out(spec, "native", laid_out, wanted)
 
 
-DENSE = {
-    "rotary_norm_backward": (3, 4, 5, 6), "stream_weights": (1,), "stream_weights_backward": (4,),
-    "weighted_rows_grad": (3, 4), "unit_gain": (1, 2), "blend_moment": (3,),
-    "step_by_direction": (4,), "quantise_gradient": (1, 3, 5), "sum_gradients": (0, 2, 3),
-    "take_last_bits": (2,), "causal_attention_backward": (5,),
-}  # fmt: skip
+DENSE = {"rotary_norm_backward": (3, 4, 5, 6), "causal_attention_backward": (5,)}
 """Inputs that lie as they do, one element after the other, at least in each row."""
 NOT_ANYWHERE = {
     "choose_entries", "smooth_chunks", "smooth_chunks_backward", "fp8_matmul", "nvfp4_matmul",
-    "gradient_gains", "row_matmul", "coded_rows", "digits_matmul", "merged_steps",
+    "gradient_gains", "row_matmul", "row_by_row", "coded_rows", "digits_matmul",
+    "merged_steps", "keep_accepted",
     *(spec.name for spec in KERNELS if "rms_norm" in spec.name), *IN_TURNS,
 } - {"compressed_attention"}  # fmt: skip
 """Those that take long, copy their rows first, are watched elsewhere, or know addresses alone."""

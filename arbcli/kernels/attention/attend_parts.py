@@ -93,6 +93,24 @@ class AttentionParts(NamedTuple):
         return (sums * (1 / total)).to(torch.bfloat16).flatten()
 
 
+class PartsOfRows(NamedTuple):
+    """Attention of several positions of a text, each in parts: see `AttentionParts`."""
+
+    values: Tensor
+    """(M, S, heads * d) bfloat16."""
+    totals: Tensor
+    """(M, S, heads) float32."""
+    position: Tensor
+    """int32 scalar tensor: how many bytes came before the first of them."""
+    span: int
+    """Slots of a span."""
+
+    def of(self, row: int) -> AttentionParts:
+        """Take those of one position."""
+        place = self.position + row
+        return AttentionParts(self.values[row], self.totals[row], place, self.span)
+
+
 class Sharing(NamedTuple):
     """How the slots of a ring are shared out."""
 
@@ -266,11 +284,68 @@ def _add_span(
 
 
 @triton.jit
+def _turned_angles(cos_ptr, sin_ptr, position, d, HALF: tl.constexpr, PTX: tl.constexpr):
+    """Load the angles of a position for a thread's eight elements; sines with a half's sign."""
+    angle = position.to(tl.int64) * HALF + d % HALF
+    cos, sin = _angles(cos_ptr + angle, PTX), ()
+    unsigned = _angles(sin_ptr + angle, PTX)
+    for i in tl.static_range(8):
+        sin = sin + (tl.where(d < HALF, -unsigned[i], unsigned[i]),)  # noqa: RUF005
+    return cos, sin
+
+
+@triton.jit
+def _put_before(
+    keys, values, of_k, cos_ptr, sin_ptr, position, row, mine, first, W, HEADS, eps, d,
+    M: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Put the keys and values of the rows before `row` where they will be stored in a span.
+
+    Args:
+        keys: a thread's of the span, as loaded.
+        values: likewise.
+        of_k: where the key of the first row is, for a thread's elements.
+        cos_ptr: of the table.
+        sin_ptr: likewise.
+        position: that of the first row.
+        row: whose span it is.
+        mine: a thread's first slot of the span.
+        first: the span's first slot.
+        W: slots of the ring.
+        HEADS: of the ring.
+        eps: of the norm of keys.
+        d: a thread's first element.
+        M: rows.
+        WIDTH: of a head.
+        STRIDE: slots from a thread's to its next one.
+        PTX: whether PTX is understood.
+    """
+    HALF: tl.constexpr = WIDTH // 2
+    for m in tl.static_range(M - 1):
+        slot = (position + m) % W
+        if (m < row) & (slot >= first) & (slot < first + STRIDE * len(keys)):
+            k_words = load_new(of_k + 3 * HEADS * HALF * m, PTX)
+            v_words = load_new(of_k + HEADS * HALF * (3 * m + 1), PTX)
+            cos, sin = _turned_angles(cos_ptr, sin_ptr, position + m, d, HALF, PTX)
+            k_words = _turn(k_words, cos, sin, eps, WIDTH, PTX)
+            new_keys, new_values = (), ()
+            for i in tl.static_range(len(keys)):
+                here, of_key, of_value = mine + STRIDE * i == slot, (), ()
+                for j in tl.static_range(4):
+                    of_key = of_key + (tl.where(here, k_words[j], keys[i][j]),)  # noqa: RUF005
+                    of_value = of_value + (tl.where(here, v_words[j], values[i][j]),)  # noqa: RUF005
+                new_keys = new_keys + (of_key,)  # noqa: RUF005
+                new_values = new_values + (of_value,)  # noqa: RUF005
+            keys, values = new_keys, new_values
+    return keys, values
+
+
+@triton.jit
 def _attend_parts_kernel(
     qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, averages_ptr, totals_ptr,
-    instead_ptr, W, HEADS, scale, eps,
-    WIDTH: tl.constexpr, PASSES: tl.constexpr, SEVERAL: tl.constexpr, WARPS: tl.constexpr,
-    PTX: tl.constexpr, OVERLAP: tl.constexpr,
+    new_ptr, instead_ptr, W, HEADS, scale, eps,
+    M: tl.constexpr, WIDTH: tl.constexpr, PASSES: tl.constexpr, SEVERAL: tl.constexpr,
+    WARPS: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = WIDTH // 2
     LANES: tl.constexpr = WIDTH // 8  # threads that share a slot
@@ -280,7 +355,10 @@ def _attend_parts_kernel(
     warp, lane = thread // 32, thread % 32
     d = 8 * (lane % LANES)
     head, part = tl.program_id(0), tl.program_id(1)
-    position = tl.load(position_ptr)
+    before, row = tl.load(position_ptr), 0
+    if M > 1:
+        row = tl.program_id(2)
+    position = before + row
     slot, seen = position % W, tl.minimum(position + 1, W)
     SPAN: tl.constexpr = STRIDE * PASSES
     first = part * SPAN
@@ -291,16 +369,13 @@ def _attend_parts_kernel(
         keys, values = _load_span(
             keys_of_head, values_of_head, mine, seen, slot, WIDTH, STRIDE, PASSES, PTX
         )
-        angle = position.to(tl.int64) * HALF + d % HALF
-        cos, sin = _angles(cos_ptr + angle, PTX), ()
-        unsigned = _angles(sin_ptr + angle, PTX)
-        for i in tl.static_range(8):
-            sin = sin + (tl.where(d < HALF, -unsigned[i], unsigned[i]),)  # noqa: RUF005
+        cos, sin = _turned_angles(cos_ptr, sin_ptr, position, d, HALF, PTX)
         memory = memory_of(instead_ptr, thread, OF_WARP * WARPS, PTX)
         adds_new = slot // SPAN % tl.num_programs(1) == part
         wait_for_last(OVERLAP, True)
 
-        of_q = qkv_ptr + head * HALF + d // 2
+        of_first = qkv_ptr + head * HALF + d // 2
+        of_q = of_first + 3 * HEADS * HALF * row
         q_words = load_new(of_q, PTX)
         k_words = load_new(of_q + HEADS * HALF, PTX)
         v_words = load_new(of_q + 2 * HEADS * HALF, PTX)
@@ -319,9 +394,14 @@ def _attend_parts_kernel(
             for i in tl.static_range(8):
                 added = added + (total * v[i],)  # noqa: RUF005
             sums = added
+            if M == 1:
+                to_key, to_value = keys_of_head + slot * HALF, values_of_head + slot * HALF
+            else:  # it is not said yet whether the row stays
+                to_key = new_ptr + (row * HEADS + head) * HALF + d // 2
+                to_value = to_key + M * HEADS * HALF
             for i in tl.static_range(4):
-                tl.store(keys_of_head + (slot * HALF + i), k_words[i], mask=stores)
-                tl.store(values_of_head + (slot * HALF + i), v_words[i], mask=stores)
+                tl.store(to_key + i, k_words[i], mask=stores)
+                tl.store(to_value + i, v_words[i], mask=stores)
         if SEVERAL:
             apart = SPAN * tl.num_programs(1)
             for start in range(first, seen, apart):
@@ -330,11 +410,21 @@ def _attend_parts_kernel(
                     keys_of_head, values_of_head, of_span + apart, seen, slot,
                     WIDTH, STRIDE, PASSES, PTX,
                 )  # fmt: skip
+                if M > 1:
+                    keys, values = _put_before(
+                        keys, values, of_first + HEADS * HALF, cos_ptr, sin_ptr, before, row,
+                        of_span, start, W, HEADS, eps, d, M, WIDTH, STRIDE, PTX,
+                    )  # fmt: skip
                 sums, total = _add_span(
                     sums, total, keys, values, q, of_span, seen, slot, scale, WIDTH, STRIDE, PTX
                 )
                 keys, values = next_keys, next_values
         else:
+            if M > 1:
+                keys, values = _put_before(
+                    keys, values, of_first + HEADS * HALF, cos_ptr, sin_ptr, before, row,
+                    mine, first, W, HEADS, eps, d, M, WIDTH, STRIDE, PTX,
+                )  # fmt: skip
             sums, total = _add_span(
                 sums, total, keys, values, q, mine, seen, slot, scale, WIDTH, STRIDE, PTX
             )
@@ -357,7 +447,7 @@ def _attend_parts_kernel(
             for w in tl.static_range(WARPS):
                 found += read_float(memory + (OF_WARP * w + 4 * of_d), PTX)
                 whole += read_float(memory + (OF_WARP * w + 4 * WIDTH), PTX)
-            place, average = part * HEADS + head, found / whole
+            place, average = (row * tl.num_programs(1) + part) * HEADS + head, found / whole
             rounded = round_pair(average, average, PTX).to(tl.int16)
             tl.store(averages_ptr + place * WIDTH + of_d, rounded, mask=thread < WIDTH)
             tl.store(totals_ptr + place + 0 * thread, whole, mask=thread == 0)
@@ -367,21 +457,44 @@ def _attend_parts_triton(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
     eps: float, most: int = MOST_PARTS,
 ) -> AttentionParts:  # fmt: skip
-    heads, window, width = keys.shape
+    parts = attend_rows_triton(qkv[None], keys, values, position, cos, sin, eps, None, most)
+    return AttentionParts(parts.values[0], parts.totals[0], position, parts.span)
+
+
+def attend_rows_triton(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    eps: float, new: Tensor | None, most: int = MOST_PARTS,
+) -> PartsOfRows:  # fmt: skip
+    """Attend to a ring from one position, which is stored there, or from several, which are not.
+
+    Args:
+        qkv: (M, 3, heads, d).
+        keys: of the ring, as the following ones see `attend_parts`.
+        values: likewise.
+        position: of the first row.
+        cos: of the table.
+        sin: likewise.
+        eps: of the norm.
+        new: (2, M, heads, d), to which keys and values of several positions are written; None is
+            one position.
+        most: parts.
+    """
+    rows, (heads, window, width) = len(qkv), keys.shape
     parts, passes, span = sharing(window, width, most)
-    averages = torch.empty(parts, heads * width, dtype=qkv.dtype, device=qkv.device)
-    totals = torch.empty(parts, heads, dtype=torch.float32, device=qkv.device)
+    averages = torch.empty(rows, parts, heads * width, dtype=qkv.dtype, device=qkv.device)
+    totals = torch.empty(rows, parts, heads, dtype=torch.float32, device=qkv.device)
     aligned = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (qkv, cos, sin))
     qkv, cos, sin = (x.view(torch.int32) for x in aligned)
     size = heads * parts * WARPS * (4 * width + 16)
     instead = totals if HAS_PTX else torch.empty(size, dtype=torch.uint8, device=qkv.device)
-    _attend_parts_kernel[(heads, parts)](
+    _attend_parts_kernel[(heads, parts) if rows == 1 else (heads, parts, rows)](
         qkv, keys.view(torch.int32), values.view(torch.int32), position, cos, sin,
-        averages.view(torch.int16), totals, instead, window, heads, width**-0.5, eps,
-        WIDTH=width, PASSES=passes, SEVERAL=window > parts * span, WARPS=WARPS, PTX=HAS_PTX,
-        num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
+        averages.view(torch.int16), totals, totals if new is None else new.view(torch.int32),
+        instead, window, heads, width**-0.5, eps,
+        M=rows, WIDTH=width, PASSES=passes, SEVERAL=window > parts * span, WARPS=WARPS,
+        PTX=HAS_PTX, num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
     )  # fmt: skip
-    return AttentionParts(averages, totals, position, span)
+    return PartsOfRows(averages, totals, position, span)
 
 
 def fits_parts(qkv: Tensor) -> bool:
@@ -390,8 +503,12 @@ def fits_parts(qkv: Tensor) -> bool:
     Args:
         qkv: (..., d), the byte's query, key and value.
     """
-    fits = qkv.dtype == torch.bfloat16 and qkv.shape[-1] in WIDTHS
-    return fits and uses_triton(qkv) and torch.version.hip is None
+    return fits_heads(qkv) and uses_triton(qkv) and torch.version.hip is None
+
+
+def fits_heads(qkv: Tensor) -> bool:
+    """Whether queries, keys and values are of a dtype and a width that this is for."""
+    return qkv.dtype == torch.bfloat16 and qkv.shape[-1] in WIDTHS
 
 
 def attend_parts(
@@ -429,7 +546,7 @@ def attend_parts(
     check_new_byte(qkv, position, cos, sin, None)
     check_rings(qkv, keys, values)
     got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
-    if qkv.dtype != torch.bfloat16 or qkv.shape[-1] not in WIDTHS:
+    if not fits_heads(qkv):
         raise ValueError(f"need bfloat16 heads of 64 or 128, got {got}")
     if keys.data_ptr() % 16 or values.data_ptr() % 16:
         raise ValueError("need rings that begin at multiples of 16 bytes")

@@ -33,7 +33,9 @@ class Packed(NamedTuple):
     """(N, K) int8, A: the digit below the trit, where weights are all digits, z = T * P + A; None
     where they are the trit alone."""
     radix: int = 1
-    """P: what a trit is worth in units of the remainder."""
+    """What a trit is worth, in units of 1 / `unit`: P, unless weights fade."""
+    low: int = 1
+    """What a unit of the remainder is worth in them."""
     nibble: bool = False
     """Whether the remainder is only the low four bits of each byte."""
 
@@ -132,10 +134,14 @@ class Packed(NamedTuple):
         return (*self.strides, *((0, 0) if self.remainder is None else self.remainder.stride()))
 
     @property
+    def worths(self) -> tuple[float, float]:
+        """What such a kernel names of_trit and of_low: what T and A count, in units of a scale."""
+        return self.radix / self.unit, self.low / self.unit
+
+    @property
     def all_constants(self) -> dict[str, Any]:
-        """`constants`, and RADIX, P or 0 where weights are trits alone, UNIT and NIBBLE."""
-        radix = 0 if self.remainder is None else self.radix
-        return self.constants | {"RADIX": radix, "UNIT": self.unit, "NIBBLE": self.nibble}
+        """`constants`, and DIGITS, whether weights are all digits, and NIBBLE."""
+        return self.constants | {"DIGITS": self.remainder is not None, "NIBBLE": self.nibble}
 
     @property
     def _fraction_or_any(self) -> Tensor:

@@ -16,7 +16,7 @@ from arbcli.kernels.codec.layout import (
     row_bytes,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.arguments import INT8, UINT8, Array, Number
 from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 
 
@@ -272,9 +272,7 @@ def pack_trits(trits: Tensor) -> Tensor:
     Raises:
         ValueError: not a matrix of int8.
     """
-    if trits.dtype != torch.int8 or trits.dim() != 2:
-        raise ValueError(f"need an int8 matrix, got {trits.dtype} of shape {tuple(trits.shape)}")
-    return _pack_trits_triton(trits) if uses_triton(trits) else pack_trits_torch(trits)
+    return PACK_TRITS(trits)
 
 
 def unpack_trits(packed: Tensor, in_features: int) -> Tensor:
@@ -290,25 +288,12 @@ def unpack_trits(packed: Tensor, in_features: int) -> Tensor:
     Raises:
         ValueError: not a matrix of uint8, or not as wide as K weights are.
     """
-    check_packed(packed, in_features)
-    if uses_triton(packed):
-        return _unpack_trits_triton(packed, in_features)
-    return unpack_trits_torch(packed, in_features)
+    return UNPACK_TRITS(packed, in_features)
 
 
 def check_packed(packed: Tensor, in_features: int) -> None:
     """Raise ValueError unless `packed` has the dtype and width of rows of `in_features` weights."""
-    if packed.dtype != torch.uint8 or packed.dim() != 2:
-        raise ValueError(f"need a uint8 matrix, got {packed.dtype} of shape {tuple(packed.shape)}")
-    if packed.shape[1] != row_bytes(in_features):
-        raise ValueError(f"packed {tuple(packed.shape)} is not rows of {in_features} weights")
-
-
-def check_digits(packed: Tensor, digits: Tensor) -> None:
-    """Raise ValueError unless `digits` are int8, (N, K), one for each trit of `packed`."""
-    if digits.dtype != torch.int8 or digits.dim() != 2 or digits.shape[:1] != packed.shape[:1]:
-        raise ValueError(f"need an int8 of each trit, got {digits.dtype} {tuple(digits.shape)}")
-    check_packed(packed, digits.shape[1])
+    UNPACK_TRITS.check(packed, in_features)
 
 
 def illegal_bytes(packed: Tensor) -> int:
@@ -361,18 +346,14 @@ def _unpack_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 
 PACK_TRITS = Operation(
-    "pack_trits",
-    _pack_trits_triton,
-    pack_trits_torch,
-    pack_trits_reference,
-    _pack_cases,
-    timings=_pack_timings,
-)
+    "pack_trits", _pack_trits_triton, pack_trits_torch, pack_trits_reference, _pack_cases,
+    arguments={"trits": Array("N, K", INT8, values=(-1, 1))}, timings=_pack_timings,
+)  # fmt: skip
 UNPACK_TRITS = Operation(
-    "unpack_trits",
-    _unpack_trits_triton,
-    unpack_trits_torch,
-    unpack_trits_reference,
+    "unpack_trits", _unpack_trits_triton, unpack_trits_torch, unpack_trits_reference,
     _unpack_cases,
-    timings=_unpack_timings,
-)
+    arguments={
+        "packed": Array("N, row_bytes(in_features)", UINT8), "in_features": Number(("K",))
+    },
+    draw=lambda dice, group_size, m, n, k: (dice.trits(n, k), k), timings=_unpack_timings,
+)  # fmt: skip

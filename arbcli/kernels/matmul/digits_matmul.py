@@ -298,6 +298,10 @@ def _digits_matmul_kernel(
         store_both(upper, lower, added_ptr, y_ptr, m, n, N, m < M, GATED, ADD)
 
 
+ROWS_ALIKE = 4
+"""Of so many rows each has the bits that it has by itself."""
+
+
 class Tiling(NamedTuple):
     """How the work of a tile is shared out."""
 
@@ -312,7 +316,7 @@ def _tiling(rows: int, tiles: int, planes: int, processors: int) -> Tiling:
     if tiles <= processors and planes >= 64:
         return Tiling(16, 4)
     if planes >= 128:
-        return Tiling(8 if rows <= 4 else 4, 8)
+        return Tiling(8 if rows <= ROWS_ALIKE else 4, 8)
     return Tiling(8 if planes >= 32 else 4, 4)
 
 

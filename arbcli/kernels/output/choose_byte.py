@@ -105,14 +105,12 @@ def _noise(key: Tensor, position: Tensor, symbol: Tensor) -> Tensor:
 
 
 @triton.jit
-def _choose_byte_kernel(
-    byte_ptr, text_ptr, logits_ptr, position_ptr, key_ptr,
-    temperature, top_k, top_p, V,
+def choose_symbol(
+    logits_ptr, position, key, temperature, top_k, top_p, V,
     GREEDY: tl.constexpr, KEEP_ALL: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    wait_for_last(OVERLAP)
-    position, symbol = tl.load(position_ptr), tl.arange(0, BLOCK_V)
+    """Choose the symbol of a position by V logits."""
+    symbol = tl.arange(0, BLOCK_V)
     kept = symbol < V
     score = tl.load(logits_ptr + symbol, mask=kept, other=float("-inf")).to(tl.float32)
     if not GREEDY:
@@ -132,10 +130,25 @@ def _choose_byte_kernel(
             kept &= rank < top_k
             total = tl.sum(tl.where(kept, tl.exp(score), 0))
             kept &= (before < top_p * total) | (top_p >= 1)
-        word = random_words(tl.load(key_ptr), position, symbol)
+        word = random_words(key, position, symbol)
         uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
         score = tl.where(kept, score - tl.log(-tl.log(uniform)), float("-inf"))
-    choice = tl.argmax(score, axis=0)
+    return tl.argmax(score, axis=0)
+
+
+@triton.jit
+def _choose_byte_kernel(
+    byte_ptr, text_ptr, logits_ptr, position_ptr, key_ptr,
+    temperature, top_k, top_p, V,
+    GREEDY: tl.constexpr, KEEP_ALL: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_last(OVERLAP)
+    position = tl.load(position_ptr)
+    choice = choose_symbol(
+        logits_ptr, position, tl.load(key_ptr), temperature, top_k, top_p, V,
+        GREEDY, KEEP_ALL, BLOCK_V, BLOCK_J,
+    )  # fmt: skip
     tl.store(byte_ptr, choice.to(tl.int64))
     tl.store(text_ptr + position, choice.to(tl.uint8))
 

@@ -8,7 +8,7 @@ sizes need those of a later one is checked after it.
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,11 +33,12 @@ class Array:
     """Its shape, as the module says."""
     dtypes: tuple = REAL
     """Types that it may have."""
-    dense: bool = False
-    """Whether its elements must lie one after the other; else it may have any strides."""
+    dense: bool | Literal["rows", "parts"] = False
+    """Whether its elements must lie one after the other, or those of each of its rows, or of its
+    parts, x[0] and so on; else it may have any strides."""
     optional: bool = False
     """Whether None stands for it; so do other kinds."""
-    values: tuple[str | int, str | int] | Callable[..., Tensor | None] | None = None
+    values: tuple[str | int, str | int] | Callable[..., Any] | None = None
     """What is drawn: between two numbers or sizes, or (dice, *shape) to a tensor; None is normal
     numbers, or all that an integer can be."""
     one: bool = False
@@ -71,7 +72,8 @@ class Number:
     """A number, or a name, that is known to the host."""
 
     drawn: tuple[Any, ...]
-    """What it is in random cases, one of these; a string is a name or computed from sizes."""
+    """What it is in random cases, one of these; a string is a name or computed from sizes. None at
+    all leave it out, as the last argument."""
     named: bool = False
     """Whether these are all that it may be."""
     optional: bool = False
@@ -82,7 +84,7 @@ Arguments = Mapping[str, Argument]
 
 
 def never(*_: Any) -> None:
-    """Draw None for what random cases leave out."""
+    """Leave an argument out of random cases, as the last one."""
 
 
 def evaluate(expression: Any, known: Mapping[str, Any]) -> Any:
@@ -156,15 +158,18 @@ def _lines_of(name: str, kind: Argument, known: set[str], space: dict[str, Any])
                 lines.append(f"{size} = {name}.{part}")
                 known.add(size)
             else:
-                wrong.append(f"{name}.{part} != {size}")
+                wrong.append(f"{name}.{part} != ({size})")
         return [*lines, f"if {' or '.join(wrong)}: {refuse}"] if wrong else lines
     lead = dims[0][1:] if dims and dims[0].startswith("*") else None
     new = {size.strip("*") for size in dims if size.strip("*").isidentifier()} - known
-    wrong = [_wrong_dtype(name, kind, known, space)]
-    if kind.dense or kind.one:
+    wrong, after = [_wrong_dtype(name, kind, known, space)], list[str]()
+    if kind.dense == "rows":
+        wrong.append(f"({name}.shape[-1] > 1 and {name}.stride(-1) != 1)")
+    elif kind.dense == "parts":
+        after.append(f"if len({name}) and not {name}[0].is_contiguous(): {refuse}")
+    elif kind.dense or kind.one:
         wrong.append(f"not {name}.is_contiguous()")
-    shape = ", ".join(dims) + ("," if dims else "")
-    after: list[str] = []
+    shape = "".join(f"{d}, " if d.startswith("*") else f"({d}), " for d in dims)
     if kind.one:
         texts = f"_count({lead})" if lead else "1"
         space["_count"] = lambda texts: texts.numel()
@@ -191,7 +196,7 @@ def _lines_of(name: str, kind: Argument, known: set[str], space: dict[str, Any])
                 known.add(size)
             else:
                 targets.append(f"_{place}")
-                unequal.append(f"_{place} != {size}")
+                unequal.append(f"_{place} != ({size})")
         if targets:
             taken = f"{name}.shape[-{number}:]" if lead else f"{name}.shape"
             after.append(f"{', '.join(targets)}, = {taken}")
@@ -207,7 +212,7 @@ def _lines_of(name: str, kind: Argument, known: set[str], space: dict[str, Any])
 
 
 def _wrong_dtype(name: str, kind: Array, known: set[str], space: dict[str, Any]) -> str:
-    if torch.bfloat16 in kind.dtypes and torch.float32 in kind.dtypes:
+    if kind.dtypes in (REAL, SOME_REAL):
         if kind.dtypes == REAL and "_real" in known:
             return f"{name}.dtype is not _real"
         return f"({name}.dtype is not _float32 and {name}.dtype is not _bfloat16)"
@@ -237,7 +242,8 @@ def _refuse(
     need = f"one {types} of each text" if kind.one else f"{types} {need}"
     got = f"{str(given.dtype).removeprefix('torch.')} of shape {tuple(given.shape)}"
     if kind.dense or kind.one:
-        need, strided = f"contiguous {need}", not given.is_contiguous()
+        which = f" {kind.dense}" if isinstance(kind.dense, str) else ""
+        need, strided = f"contiguous{which} {need}", not given.is_contiguous()
         got += f" and strides {given.stride()}" if strided else ""
     raise ValueError(f"{operation}: {name}: need {need}, got {got}")
 

@@ -22,6 +22,7 @@ from arbcli.kernels.runtime.arguments import (
     compiled_check,
     evaluate,
     names_in,
+    never,
 )
 from arbcli.kernels.runtime.backend import choose
 
@@ -253,7 +254,11 @@ class Operation:
         for name, how in self.sizes.items():
             how = dice.pick(how) if isinstance(how, tuple) else how
             known[name] = evaluate(how, known)
-        return tuple(self._draw(kind, dice, group_size, known) for kind in self.arguments.values())
+        return tuple(
+            self._draw(kind, dice, group_size, known)
+            for kind in self.arguments.values()
+            if (kind.drawn if isinstance(kind, Number) else getattr(kind, "values", 0) is not never)
+        )
 
     def _draw(self, kind: Argument, dice: Any, group_size: int, known: dict[str, Any]) -> Any:
         if isinstance(kind, Number):
@@ -267,6 +272,8 @@ class Operation:
         if isinstance(kind, Matrix):
             return dice.packed(*shape[:2], group_size, kind.spread, kind.digits)
         dtype = kind.dtypes[0]
+        if dtype != torch.float32:
+            dtype = dice.pick(kind.dtypes)
         if callable(kind.values):
             drawn = kind.values(dice, *shape)
         elif torch.bfloat16 in kind.dtypes:
@@ -280,4 +287,4 @@ class Operation:
             low, high = kind.values or (limits.min, limits.max)
             low, high = evaluate(low, known), evaluate(high, known)
             drawn = dice.integers(low, high, *shape, dtype=dtype)
-        return drawn.contiguous() if kind.dense and drawn is not None else drawn
+        return drawn.contiguous() if kind.dense is True else drawn

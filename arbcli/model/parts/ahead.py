@@ -54,6 +54,12 @@ class Ahead(nn.Module):
         logits, _ = project(self.head, x, self.head_norm, None)
         return x, logits
 
+    def step(self, x: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
+        """Go on by a byte of one text, (1, 1, D), by kernels for a row."""
+        carried = self.carry.fused(x, normalise=True, added=self.embedding(byte, x.dtype))
+        x = self.mlp.step(carried)
+        return x, self.head.fused(x, normalise=True)
+
     def losses(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Average the cross-entropy of each byte beyond the next one.
 

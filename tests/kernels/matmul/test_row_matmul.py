@@ -107,7 +107,7 @@ TILINGS = [
 def test_every_way_to_share_work_out(shape, tiling, monkeypatch, device):
     packed, x = matrix(device, *shape), row(device, shape[1])
     expected = x.double() @ decode_digits_reference(packed).double().T
-    monkeypatch.setattr(module, "_tiling", lambda *_: Tiling(*tiling))
+    monkeypatch.setattr(module, "tiling_of", lambda *_: Tiling(*tiling))
     with use_backend(KERNELS):
         y = row_matmul(x, code(packed), dtype=torch.float32)
     assert (y - expected).abs().max() < 1e-4 * expected.abs().max()
@@ -115,7 +115,7 @@ def test_every_way_to_share_work_out(shape, tiling, monkeypatch, device):
 
 def test_matrices_of_a_large_model_are_shared_out_as_was_fastest():
     found = [
-        module._tiling(tiles, in_features // 128, 132)
+        module.tiling_of(tiles, in_features // 128, 132)
         for tiles, in_features in ((384, 2048), (128, 2048), (704, 2048), (128, 5632))
     ]
     assert found == [(4, 3, 8, 128), (1, 1, 16, 64), (4, 4, 8, 96), (4, 1, 8, 128)]
@@ -124,7 +124,7 @@ def test_matrices_of_a_large_model_are_shared_out_as_was_fastest():
 def test_no_matrix_needs_more_memory_than_a_program_may_share():
     for tiles in (1, 40, 132, 133, 300, 1000, 5000):
         for blocks in range(1, MOST_COLUMNS // 128 + 1):
-            tiling = module._tiling(tiles, blocks, 132)
+            tiling = module.tiling_of(tiles, blocks, 132)
             assert tiling.shared_bytes(blocks) <= 47 << 10
             assert tiling.height * -(-blocks // tiling.abreast) <= 3 * tiling.warps
             assert tiling.height <= 2 * tiling.warps
