@@ -22,8 +22,8 @@ file. `arb train --print-config` prints all settings of a run as such a file.
 `--preset`, `--model` and `--attention` choose a whole model or a kind of block:
 [commands.md](commands.md#arb-train).
 
-A file may also call a field as its option, with `_` for `-`. `config.json` and `--print-config` have
-the fields `digits` and `direction` for the words of `--weights` and `--optimizer`.
+A file may also call a field as its option, with `_` for `-`. `config.json` and `--print-config`
+have the fields `digits` and `direction` for the words of `--weights` and `--optimizer`.
 
 The page is written by `python tests/settings_page.py`, from the declarations of the fields.
 """

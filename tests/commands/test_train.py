@@ -212,7 +212,7 @@ ERRORS = {
     "unknown scale type": (["--tscale-type", "T5"], "`--tscale-type` is `T5`"),
     "heads that do not divide": (["--dim", "30", "--heads", "4"], "4 heads do not divide"),
     "direction of votes": (["--rule", "votes", "--optimizer", "sign"], "takes no direction"),
-    "optimizer of ternary weights": (["--optimizer", "adamw"], "stepped by a rule"),
+    "optimizer of ternary weights": (["--optimizer", "adamw"], "only works with float weights"),
     "unknown optimizer": (["--weights", "float", "--optimizer", "sgd"], "`--optimizer` is `sgd`"),
     "unknown device": (["--device", "tpu"], "no device is named `tpu`"),
     "triton without a GPU": (["--device", "cpu", "--backend", "triton"], "needs a CUDA device"),
@@ -317,7 +317,7 @@ OPTIONS = {
     "train": "attention config dry-run force gpus init-from json log minutes model no-save out pin"
     " plot preset print-config profile quiet resume",
     "check": "json",
-    "generate": "backend batch bytes checkpoint chunks compute device json keep kv length out"
+    "generate": "ahead backend batch bytes chat checkpoint chunks compute device json keep kv length out"
     " prompt prompt-file prompts seed temperature top-k top-p",
     "export": "json out to type",
     "inspect": "diff json",
