@@ -42,6 +42,7 @@ KEYS = {
     "streams": ("part", "variant", "seed", "steps"),
     "deep": ("part", "variant"),
     "search": ("text", "ctx", "kind", "digits", "seconds", "seed"),
+    "step_kernels": ("model",),
 }
 """Fields that name a row, by file."""
 RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")
