@@ -15,7 +15,7 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 from benchmarks import results
-from benchmarks.long_quality import empty
+from benchmarks.training_step import empty
 
 READ: dict[str, Any] = {"preset": "hnet-small", "ctx": 1024, "batch": 8}
 MODELS = {
@@ -35,7 +35,9 @@ def stage_of(name: str) -> str:
     return f"outer {second}" if first == "stages" else "main" if first == "blocks" else "around"
 
 
-def build(options: dict, paths: tuple[str, str], stage: str, factor: float, **given) -> Trainer:
+def build(
+    options: dict, paths: tuple[str, str], stage: str, factor: float, **given: Any
+) -> Trainer:
     """Make a trainer, one of whose stages steps by another rate."""
     config = new_config(**options, data=[paths[0]], val=[paths[1]], **given)
     texts = open_texts(config.data, config.val, seed=given["seed"], context=config.model.ctx)

@@ -84,7 +84,7 @@ def with_model_file(given: dict[str, Any]) -> dict[str, Any]:
     return given | {"preset": read_model(path)}
 
 
-KEPT_IN = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed")
+KEPT_IN = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed", "fp8-queries", "int8-queries")
 """What keys and values can be kept in."""
 BACKENDS = ("triton", "native", "torch", "interpreter")
 """What runs kernels; `arbcli.kernels` has them too, and imports torch."""
