@@ -40,8 +40,8 @@ MODELS: dict[str, dict[str, Any]] = {
 TRACED, TIMED = 3, 20
 """Steps."""
 KINDS = {
-    "products": r"gemm|nvjet|cutlass|xmma|cublas|matmul|splitk",
     "attention": r"attention|flash|fmha",
+    "products": r"gemm|nvjet|cutlass|xmma|cublas|matmul|splitk",
     "scan and convolution": r"scan|conv",
     "chunks": r"chunk|boundar|smooth|spread",
     "decoding of weights": r"decode",
