@@ -214,9 +214,10 @@ def evaluate(
     from arbcli.data import open_text
     from arbcli.infer import evaluation
     from arbcli.kernels.runtime.backend import default_backend
+    from arbcli.plain_text import Conversion
 
     backend = default_backend(model.device)
-    text, name = open_text(data, field)
+    text, name = open_text(data, Conversion(field))
     return evaluation.evaluate(
         model, "", text, name, stride=stride, batch=batch, backend=backend, kv=kv
     )

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbcli.errors import ArbError
-from arbcli.plain_text import plain_file
+from arbcli.plain_text import MEDIA, PLAIN, Conversion, plain_file
 from arbcli.reading import shown
 
 if TYPE_CHECKING:
@@ -153,6 +153,9 @@ class Text:
             offset, length, index = offset + taken, length - taken, index + 1
         return b"".join(parts)
 
+    packs = False
+    """Whether windows hold documents: see `arbcli.chats`."""
+
     def windows(self, length: int) -> int:
         """Count the windows of `length` bytes."""
         return max(0, len(self) - length + 1)
@@ -169,6 +172,10 @@ class Text:
 
         windows = bytearray().join([self.read(start, length) for start in starts])
         return torch.frombuffer(windows, dtype=torch.uint8).view(len(starts), length)
+
+    def packed_batch(self, starts: Sequence[int]) -> "tuple[Tensor, Tensor, Tensor]":
+        """Fill windows with documents: of `arbcli.chats.Chats` alone."""
+        raise NotImplementedError
 
     def _read_piece(self, index: int, offset: int, length: int) -> bytes:
         path, start, stop = self._pieces[index]
@@ -238,7 +245,7 @@ def batch(
     batch_size: int,
     context: int,
     device: "torch.device | str",
-) -> "tuple[Tensor, Tensor]":
+) -> "tuple[Tensor, ...]":
     """Draw one micro-batch, each window of the text equally likely.
 
     The starts of the windows are a hash of (seed, step, micro), the same on every machine.
@@ -253,7 +260,8 @@ def batch(
         device: where the batch goes.
 
     Returns:
-        Inputs and targets, (B, T) int64, contiguous; targets are one byte, or token, further on.
+        Inputs and targets, (B, T) int64, contiguous; targets are one byte, or token, further on. Of
+        documents also what `packed_batch` gives besides.
 
     Raises:
         ArbError: a file has vanished or become shorter.
@@ -264,6 +272,8 @@ def batch(
     # not torch.Generator: on the CPU it keeps 32 bits of its seed, too few for long runs
     key = f"arb batch {seed} {step} {micro}".encode()
     starts = text.starts(key, batch_size, context + 1)
+    if text.packs:
+        return tuple(part.to(device) for part in text.packed_batch(starts))
     windows = text.window_batch(starts, context + 1).to(device).long()  # (B, T + 1) int64
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
@@ -276,7 +286,7 @@ def evaluation_batches(
     batch_size: int,
     context: int,
     device: "torch.device | str",
-) -> Iterator["tuple[Tensor, Tensor]"]:
+) -> Iterator["tuple[Tensor, ...]"]:
     """Draw the batches of steps 0 to `num_batches` - 1, the same on every call."""
     sizes = {"batch_size": batch_size, "context": context}
     for step in range(num_batches):
@@ -349,14 +359,15 @@ def open_texts(
     *,
     seed: int,
     context: int,
-    field: str | None = None,
+    conversion: Conversion = PLAIN,
     split: str | None = None,
 ) -> Texts:
     """Find the files of a run and split them into training and validation.
 
     An entry is a file, a glob (`**` for any depth) or a folder: all regular files below it, but for
-    what is hidden or behind a link to a folder, saved runs and models, and binary files. A file
-    named twice counts once. Files that are not plain are unpacked: see `plain_text`.
+    what is hidden or behind a link to a folder, saved runs and models, and binary files, sounds and
+    pictures among them unless `conversion` has a form for them. A file named twice counts once.
+    Files that are not plain are unpacked: see `plain_text`.
 
     Entries of the form `book.txt:0.7` are a mixture: windows are drawn from each by its weight, and
     each is split for itself.
@@ -369,7 +380,7 @@ def open_texts(
             files, or another kind of text, it is the last tenth of each of them.
         seed: seed of the split by file.
         context: in bytes; each text must hold one window of `context` + 1.
-        field: of records, which has the text.
+        conversion: of files that are not plain to bytes.
         split: how several files are split, as `Texts.split` has it; None chooses.
 
     Raises:
@@ -377,18 +388,18 @@ def open_texts(
     """
     left_out: list[str] = []
     if data:
-        parts = _find_parts(data, left_out)
+        parts = _find_parts(data, left_out, conversion)
         name = _name(data)
     else:
         parts = [(_find_standard_library(), None)]
         name = f"standard library source of Python {sys.version_info[0]}.{sys.version_info[1]}"
     weights, found = [weight for _, weight in parts], None
     if val:
-        train = _mix([_plain_text(files, field) for files, _ in parts], weights)
-        held_out = _plain_text(_find_files(val, left_out), field)
+        train = _mix([_plain_text(files, conversion) for files, _ in parts], weights)
+        held_out = _plain_text(_find_files(val, left_out, conversion), conversion)
     else:
         how = split if data else "files"
-        each = [_split(files, seed, field, how, context) for files, _ in parts]
+        each = [_split(files, seed, conversion, how, context) for files, _ in parts]
         train = _mix([text for _, (text, _) in each], weights)
         held_out = _mix([text for _, (_, text) in each], weights)
         if len(each) == 1:  # texts of a mixture are each split in their own way, found again
@@ -405,7 +416,7 @@ def open_texts(
     return Texts(train, held_out, _describe(name, num_files, left_out), found)
 
 
-def open_text(entries: Sequence[str], field: str | None = None) -> tuple[Text, str]:
+def open_text(entries: Sequence[str], conversion: Conversion = PLAIN) -> tuple[Text, str]:
     """Find the files that `entries` name, as `open_texts` does, and read them as one text.
 
     Returns:
@@ -415,12 +426,12 @@ def open_text(entries: Sequence[str], field: str | None = None) -> tuple[Text, s
         ArbError: an entry names nothing, or what cannot be read.
     """
     left_out: list[str] = []
-    files = _find_files(entries, left_out)
-    return _plain_text(files, field), _describe(_name(entries), len(files), left_out)
+    files = _find_files(entries, left_out, conversion)
+    return _plain_text(files, conversion), _describe(_name(entries), len(files), left_out)
 
 
 def _find_parts(
-    entries: Sequence[str], left_out: list[str]
+    entries: Sequence[str], left_out: list[str], conversion: Conversion
 ) -> list[tuple[list[Path], float | None]]:
     """Find the files of each text of a mixture, and its weight; of no mixture one text, and None.
 
@@ -430,7 +441,7 @@ def _find_parts(
     weighed = [_weight(entry) for entry in entries]
     weights = [weight for _, weight in weighed]
     if all(weight is None for weight in weights):
-        return [(_find_files(entries, left_out), None)]
+        return [(_find_files(entries, left_out, conversion), None)]
     for entry, weight in zip(entries, weights, strict=True):
         if not weight or weight > MOST_WEIGHT:
             raise ArbError(
@@ -438,7 +449,7 @@ def _find_parts(
                 " text has one",
                 hint="give all of them one, as in `--data a.txt:0.7 --data b.txt:0.3`, or none",
             )
-    return [(_find_files([entry], left_out), weight) for entry, weight in weighed]
+    return [(_find_files([entry], left_out, conversion), weight) for entry, weight in weighed]
 
 
 def _weight(entry: str) -> tuple[str, float | None]:
@@ -456,8 +467,8 @@ def _mix(texts: list[Text], weights: list[float | None]) -> Text:
     return Mixture([(text, weight or 0.0) for text, weight in zip(texts, weights, strict=True)])
 
 
-def _plain_text(files: Sequence[Path], field: str | None) -> Text:
-    return Text([plain_file(file, field) for file in files])
+def _plain_text(files: Sequence[Path], conversion: Conversion) -> Text:
+    return Text([plain_file(file, conversion) for file in files])
 
 
 def _name(entries: Sequence[str]) -> str:
@@ -473,18 +484,18 @@ def _describe(name: str, num_files: int, left_out: Sequence[str]) -> str:
 
 
 def _split(
-    files: list[Path], seed: int, field: str | None, how: str | None, context: int
+    files: list[Path], seed: int, conversion: Conversion, how: str | None, context: int
 ) -> tuple[str | None, tuple[Text, Text]]:
     """Hold out the last tenth of a single file, or a tenth of several, and tell how of these.
 
     Args:
         files: one or more.
         seed: of a split by file.
-        field: of records, which has the text.
+        conversion: of files that are not plain to bytes.
         how: several files are split, see `Texts.split`; None chooses.
         context: in bytes.
     """
-    plain = {file: plain_file(file, field) for file in files}
+    plain = {file: plain_file(file, conversion) for file in files}
     if len(files) > 1 and how != "within":
         train, val = (Text([plain[file] for file in part]) for part in _split_files(files, seed))
         if how == "files" or len(files) >= FEW_FILES or _are_alike(train, val):
@@ -530,14 +541,14 @@ def _find_standard_library() -> list[Path]:
     return files
 
 
-def _find_files(entries: Sequence[str], left_out: list[str]) -> list[Path]:
+def _find_files(entries: Sequence[str], left_out: list[str], conversion: Conversion) -> list[Path]:
     """List the files with any bytes that `entries` name, each once, in the order of `entries`.
 
     What a folder has of runs, models and binary files is added to `left_out`.
     """
     unique: dict[str, Path] = {}
     for entry in entries:
-        for file in _expand(entry, left_out):
+        for file in _expand(entry, left_out, conversion):
             unique.setdefault(os.path.realpath(file), file)
     files = [file for file in unique.values() if _file_bytes(file)]
     if not files:
@@ -546,7 +557,7 @@ def _find_files(entries: Sequence[str], left_out: list[str]) -> list[Path]:
     return files
 
 
-def _expand(entry: str, left_out: list[str]) -> list[Path]:
+def _expand(entry: str, left_out: list[str], conversion: Conversion) -> list[Path]:
     path = os.path.expanduser(entry)
     is_named = _mode(path) != 0
     files = []
@@ -554,7 +565,7 @@ def _expand(entry: str, left_out: list[str]) -> list[Path]:
         mode = _mode(match)
         if stat.S_ISDIR(mode):
             below = _files_below(match, left_out)
-            binary = {file for file in below if _is_binary(file)}
+            binary = {file for file in below if _is_left_out(file, conversion)}
             left_out += map(str, binary)
             files += [file for file in below if file not in binary]
         elif is_named or stat.S_ISREG(mode):
@@ -645,9 +656,12 @@ def _files_below(
     return sorted(files, key=Path.as_posix)
 
 
-def _is_binary(path: Path) -> bool:
-    """Tell whether a file is no text, by a byte 0 where it begins."""
-    if path.name.lower().endswith(PACKED):
+def _is_left_out(path: Path, conversion: Conversion) -> bool:
+    """Return whether a file of a folder is binary, by a byte 0 where it begins, or unwanted."""
+    name = path.name.lower()
+    if name.endswith(MEDIA):
+        return not conversion.takes(name)
+    if name.endswith(PACKED):
         return False
     try:
         with path.open("rb") as file:

@@ -13,6 +13,8 @@ SETTINGS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # torch's profiler would say on stderr when it begins and ends
     "KINETO_LOG_LEVEL": "8",
+    # torch would add a stack of its own to the error that says that a process is gone
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """Set for every command."""
 TERNARY_SETTINGS = {

@@ -1,9 +1,9 @@
 """Compressed and structured files as files of plain bytes, made once and kept.
 
 Texts are mapped, so what is read is a file of plain bytes. A `.gz` or `.zst` file, the field of a
-`.jsonl` or `.parquet` file, is written to such a file a block at a time, and found again by the
-path, size and time of what it was made of. A small file may unpack to terabytes, so both the plain
-bytes and a record of them are bounded.
+`.jsonl` or `.parquet` file, a sound and a picture (see `arbcli.media`) are written to such a file a
+block at a time, and found again by the path, size and time of what it was made of. A small file may
+unpack to terabytes, so both the plain bytes and a record of them are bounded.
 """
 
 import gzip
@@ -12,6 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 from arbcli.cached_files import cache_folder, is_cached, write_cached
 from arbcli.environment import number_in
 from arbcli.errors import ArbError
+from arbcli.media import pictures, sound
 
 COMPRESSED = (".gz", ".zst")
 BLOCK_BYTES = 2**20
@@ -35,18 +37,43 @@ FEWEST_BYTES, MOST_TIMES = 2**29, 100
 """Without it: so many bytes, or so many times those of the file, whichever is more."""
 
 
+MEDIA = sound.SUFFIXES + pictures.SUFFIXES
+"""Ends of names of sounds and pictures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """How files that are not plain become bytes."""
+
+    field: str | None = None
+    """Of records, which has the text, one record a line; None takes JSON lines as they are."""
+    sound: str | None = None
+    """One of `arbcli.media.sound.FORMS`; None is `mulaw`, for sounds that are named."""
+    picture: str | None = None
+    """As `arbcli.media.pictures.FORM` has it; None is `rgb`, for pictures that are named."""
+
+    def takes(self, name: str) -> bool:
+        """Return whether a file of a folder is read: sounds and pictures only if asked for."""
+        name = name.lower()
+        if name.endswith(sound.SUFFIXES):
+            return self.sound is not None
+        return self.picture is not None if name.endswith(pictures.SUFFIXES) else True
+
+
+PLAIN = Conversion()
+
+
 def texts_folder() -> Path:
     """Return where plain files are kept."""
     return cache_folder() / "texts"
 
 
-def plain_file(path: Path, field: str | None) -> Path:
+def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
     """Find the plain bytes of a file.
 
     Args:
-        path: of a file; by its name it is compressed, or has records.
-        field: which field of records is the text, one record a line; None takes JSON lines as
-            they are.
+        path: of a file; by its name it is compressed, has records, or is a sound or a picture.
+        conversion: to bytes.
 
     Returns:
         The file itself if it is plain, or one that is kept.
@@ -55,23 +82,25 @@ def plain_file(path: Path, field: str | None) -> Path:
         ArbError: it cannot be read, has no such field or unpacks to too much, the cache cannot be
             written, or a package is missing.
     """
-    name = _name_inside(path)
-    is_table = name.endswith(".parquet")
+    name, field = _name_inside(path), conversion.field
+    is_table, is_medium = name.endswith(".parquet"), name.endswith(MEDIA)
     if is_table and field is None:
         raise ArbError(
             f"`{path}` has columns, and none of them was named",
             hint="name the one with the text: `--field text`",
         )
-    if name == path.name.lower() and not is_table and not (field and name.endswith(".jsonl")):
+    has_records = field is not None and name.endswith(".jsonl")
+    if name == path.name.lower() and not (is_table or is_medium or has_records):
         return path
     try:
         status = path.stat()
     except OSError as error:
         raise _unreadable(path, error) from error
-    about = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{field or ''}"
-    plain = texts_folder() / sha256(about.encode(errors="surrogateescape")).hexdigest()
+    how = [field or "", *(given for given in astuple(conversion)[1:] if given)]
+    key = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{' '.join(how)}"
+    plain = texts_folder() / sha256(key.encode(errors="surrogateescape")).hexdigest()
     if not is_cached(plain):
-        write_cached(plain, _bounded(_blocks(path, name, field), path, status.st_size))
+        write_cached(plain, _bounded(_blocks(path, name, conversion), path, status.st_size))
     return plain
 
 
@@ -113,8 +142,14 @@ def _name_inside(path: Path) -> str:
     return name
 
 
-def _blocks(path: Path, name: str, field: str | None) -> Iterator[bytes]:
+def _blocks(path: Path, name: str, conversion: Conversion) -> Iterator[bytes]:
     """Read the plain bytes of a file."""
+    field = conversion.field
+    if name.endswith(MEDIA):
+        if name != path.name.lower():
+            raise ArbError(f"`{path}` is a compressed sound or picture", hint="unpack it")
+        yield from _medium(path, conversion)
+        return
     if name.endswith(".parquet"):
         if name != path.name.lower():
             raise ArbError(
@@ -125,7 +160,14 @@ def _blocks(path: Path, name: str, field: str | None) -> Iterator[bytes]:
         yield from _column(path, field)
         return
     blocks = _unpacked(path)
-    yield from _records(blocks, path, field) if field and name.endswith(".jsonl") else blocks
+    yield from _records(blocks, path, conversion) if field and name.endswith(".jsonl") else blocks
+
+
+def _medium(path: Path, conversion: Conversion) -> Iterator[bytes]:
+    """Read a sound or a picture."""
+    if path.name.lower().endswith(sound.SUFFIXES):
+        return sound.sound_bytes(path, conversion.sound or sound.FORMS[0])
+    return pictures.picture_bytes(path, conversion.picture or "rgb")
 
 
 def _unpacked(path: Path) -> Iterator[bytes]:
@@ -161,11 +203,11 @@ def _frames(blocks: Iterator[bytes], decompressor: Any) -> Iterator[bytes]:
         raise import_module("zstandard").ZstdError("it ends within a frame")
 
 
-def _records(blocks: Iterator[bytes], path: Path, field: str) -> Iterator[bytes]:
+def _records(blocks: Iterator[bytes], path: Path, conversion: Conversion) -> Iterator[bytes]:
     """Take a field of each line that is an object."""
     for number, line in enumerate(_lines(blocks, path), 1):
         if line.strip():
-            yield _text_of(line, number, path, field)
+            yield from _text_of(line, number, path, conversion)
 
 
 def _lines(blocks: Iterator[bytes], path: Path) -> Iterator[bytes]:
@@ -192,18 +234,43 @@ def _lines(blocks: Iterator[bytes], path: Path) -> Iterator[bytes]:
             begun, size = [others[-1]], len(others[-1])
 
 
-def _text_of(line: bytes, number: int, path: Path, field: str) -> bytes:
+def _text_of(line: bytes, number: int, path: Path, conversion: Conversion) -> Iterator[bytes]:
+    """Read the field of a record: a text, or a list of parts, and a newline after it."""
+    field = conversion.field
     try:
-        text = json.loads(line)[field]
-        if not isinstance(text, str):
-            raise TypeError("it is no text")
+        value = json.loads(line)[field]
+        parts = [_part(part) for part in value] if isinstance(value, list) else [("text", value)]
+        if not all(isinstance(part, str) for _, part in parts):
+            raise TypeError("it is neither a text nor a list of parts")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         why = f"it has no `{field}`" if isinstance(error, KeyError) else str(error)
         raise ArbError(
             f"line {number} of `{path}`: {why}",
-            hint="each line must be an object; `--field` names the one with the text",
+            hint="each line must be an object; `--field` names the one with the text, or with"
+            ' parts, as in [{"text": "a dog"}, {"sound": "dog.wav"}]',
         ) from None
-    return text.encode(errors="surrogatepass") + b"\n"
+    for kind, part in parts:
+        if kind == "text":
+            yield part.encode(errors="surrogatepass")
+            continue
+        file = path.parent / part
+        if not file.name.lower().endswith(SUFFIXES_OF[kind]):
+            raise ArbError(
+                f"line {number} of `{path}`: `{part}` is not a {kind}",
+                hint=f"name a file that ends in {', '.join(SUFFIXES_OF[kind])}",
+            )
+        yield from _medium(file, conversion)
+    yield b"\n"
+
+
+SUFFIXES_OF = {"sound": sound.SUFFIXES, "picture": pictures.SUFFIXES}
+
+
+def _part(part: Any) -> tuple[str, Any]:
+    """Read one part of a record, `{"text": ...}`, `{"sound": FILE}` or `{"picture": FILE}`."""
+    if not isinstance(part, dict) or len(part) != 1 or not {"text", *SUFFIXES_OF} & part.keys():
+        raise TypeError("a part needs exactly one of `text`, `sound` and `picture`")
+    return next(iter(part.items()))
 
 
 def _column(path: Path, field: str) -> Iterator[bytes]:
@@ -225,7 +292,7 @@ def _column(path: Path, field: str) -> Iterator[bytes]:
         with parquet.ParquetFile(path, read_dictionary=[field]) as table:
             for rows in table.iter_batches(batch_size=ROWS, columns=[field]):
                 for value in rows.column(0):
-                    text = value.as_py()
+                    text = _value(value, path, field)
                     if isinstance(text, str | bytes):
                         yield (text.encode() if isinstance(text, str) else text) + b"\n"
                     elif text is not None:
@@ -233,6 +300,21 @@ def _column(path: Path, field: str) -> Iterator[bytes]:
     except arrow.ArrowException as error:
         raise ArbError(
             f"`{path}` cannot be read: {error}", hint="it is truncated or damaged: fetch it again"
+        ) from None
+
+
+def _value(value: Any, path: Path, field: str) -> Any:
+    """Read a value of a column.
+
+    Raises:
+        ArbError: it is a string, and not UTF-8.
+    """
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        raise ArbError(
+            f"`{path}` cannot be read: a value of `{field}` is not UTF-8: {error.reason}",
+            hint="it is truncated or damaged: fetch it again",
         ) from None
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, BinaryIO, get_args, get_origin
+from typing import Annotated, Any, BinaryIO, get_args, get_origin
 
 from arbcli.errors import ArbError
 
@@ -167,6 +167,8 @@ def is_of(value: Any, kind: Any) -> bool:
 def test_of(kind: Any) -> Callable[[Any], bool]:
     """Return what `is_of` calls for a type."""
     of, parts = get_origin(kind), get_args(kind)
+    if of is Annotated:  # with its setting: see `arbcli.config.settings`
+        return test_of(parts[0])
     if isinstance(kind, UnionType):
         tests = [test_of(part) for part in parts]
         return lambda value: any(test(value) for test in tests)

@@ -108,6 +108,29 @@ class Tokenizer:
         return cls(content, str(path))
 
     @property
+    def specials(self) -> list[str]:
+        """List the texts of special tokens."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
+
+    def special(self, text: str) -> int | None:
+        """Find the token of a text that is one, as an end of a text is; None if there is none."""
+        return self._tokenizer.token_to_id(text) if text else None
+
+    def encode_marked(self, text: str) -> list[tuple[int, int]]:
+        """Turn a text that a template wrote into tokens, special ones too.
+
+        Returns:
+            Each token, and the character where it begins.
+        """
+        self._tokenizer.encode_special_tokens = False
+        try:
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return [(token, start) for token, (start, _) in zip(found.ids, found.offsets, strict=True)]
+
+    @property
     def dtype(self) -> np.dtype:
         """The integers that tokens are in a file."""
         return np.dtype("<u2" if self.size <= MOST_OF_TWO_BYTES else "<u4")

@@ -32,6 +32,8 @@ KEYS = {
     "cpu_text": ("preset", "digits", "task", "program", "threads", "level"),
     "exports": ("model", "program", "type"),
     "imports": ("kind", "rule", "scale_type"),
+    "large_tuning": ("shape", "kind"),
+    "tuning": ("part", "kind", "lr", "seed"),
     "hnet": ("preset", "kind"),
     "long": ("preset", "kind"),
     "long_quality": ("kind", "seconds", "batch", "seed"),

@@ -645,7 +645,8 @@ def batches(runs: Runs) -> str:
         ]
         for row in sorted(rows, key=lambda row: (row["kind"] != "tiny", row["batch"]))
     ]
-    return _measured(["preset", "batch", "ms", "bytes/s", "first step, s", "peak, MiB"], lines, runs)
+    head = ["preset", "batch", "ms", "bytes/s", "first step, s", "peak, MiB"]
+    return _measured(head, lines, runs)
 
 
 def searched(runs: Runs) -> str:

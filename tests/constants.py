@@ -14,6 +14,7 @@ from arbcli.config.presets import PRESETS
 
 PACKAGE = Path(arbcli.__file__).parent
 WRITTEN = Path(__file__).with_name("constants.txt")
+BOUNDS = ("min", "max", "least", "most")
 LONGEST = 60
 """Letters of a string: what is longer is said to people."""
 PARTS = (
@@ -44,7 +45,8 @@ def _found(body: list[ast.stmt], owner: str) -> Iterator[str]:
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if _is_constant(node.value):
-                yield f"{owner}{ast.unparse(target)} = {ast.unparse(node.value)}"
+                bounds = _bounds(node.annotation) if isinstance(node, ast.AnnAssign) else ""
+                yield f"{owner}{ast.unparse(target)} = {ast.unparse(node.value)}{bounds}"
             elif bounds := _bounds(node.value):
                 yield f"{owner}{ast.unparse(target)}:{bounds}"
 
@@ -63,8 +65,12 @@ def _defaults(function: ast.FunctionDef, owner: str) -> Iterator[str]:
 def _bounds(value: ast.AST) -> str:
     """Find the least and the most that options take, wherever they are declared."""
     calls = [node for node in ast.walk(value) if isinstance(node, ast.Call)]
-    found = [each for call in calls for each in call.keywords if each.arg in ("min", "max")]
-    return "".join(f" {ast.unparse(each)}" for each in found if _is_constant(each.value))
+    found = [each for call in calls for each in call.keywords if each.arg in BOUNDS]
+    return "".join(
+        f" {ast.unparse(each)}"
+        for each in found
+        if isinstance(each.value, ast.Name) or _is_constant(each.value)
+    )
 
 
 def _is_constant(value: ast.expr) -> bool:

@@ -1,8 +1,11 @@
-"""Runs that are killed over and over, with nobody left to read what they say; a script.
+"""Runs that are killed over and over, with nobody left to read their output; a script.
 
-Every process is forked from one that has loaded everything, so that a hundred take minutes.
+Every process is forked from one that has loaded everything, the workers of a launcher too, so that
+200 kills take minutes. A run that may be shared out resumes with another number of processes each
+time.
 """
 
+import gzip
 import json
 import os
 import random
@@ -10,39 +13,138 @@ import signal
 import sys
 import time
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import torch
 from cells import Cell
 from graph_parts import graph_config
 
 from arbcli import cli
+from arbcli.config.model import ModelConfig
 from arbcli.config.model_file import model_lines
+from arbcli.config.presets import preset
 from arbcli.run_files import checkpoints
 from arbcli.train import run as run_module
+from arbcli.train.parallel import launch
 from arbcli.train.record import METRICS
+from arbcli.train.trainer import Trainer
 
-STEPS = 120
-PLAN = (
-    f"--batch 2 --steps {STEPS} --save-every 7 --eval-every 5 --keep-best --log-every 3"
-    " --accum 2 --wire int12 --device cpu"
-)
-MODELS = {
-    "dense": Cell("attention", "mlp", 1, "plain").model(),
-    "chunks": Cell("latent", "none", 1, "chunked").model(),
-    "compressed": Cell("compressed", "mlp", 1, "plain").model(),
-    "streams": Cell("mamba", "experts", 4, "plain").model(),
-    "grouped": Cell("grouped", "experts", 1, "chunked").model(),
-    "graph": graph_config(),
-}
-"""Small models of each kind."""
-TIMINGS = ("seconds", "bytes_per_second", "seconds_left", "mfu", "peak_bytes")
-"""Fields of a record that differ from run to run."""
-TORCH_FORKED = "Invalid thread pool!"
-"""What torch sometimes says in a process that was forked, rarely; it is tried again."""
+STEPS = 24
+PLAN = f"--steps {STEPS} --save-every 7 --eval-every 5 --log-every 3 --device cpu"
+ALONE, SHARED = "--batch 2", "--batch 1 --accum 4 --wire int12"
+"""Micro-batches of a run in one process, and of one that 1, 2 or 4 processes share."""
+PROCESSES = (1, 2, 4)
+DENSE = {"dim": 16, "layers": 2, "heads": 2, "ffn": 24, "ctx": 8}
+HNET = {
+    "dim": 16, "layers": 1, "heads": 2, "ffn": 24, "ctx": 12, "outer_dim": (16,),
+    "outer_layers": (1,), "outer_heads": (2,), "outer_ffn": (24,), "chunk_length": (3,),
+    "window": 6,
+}  # fmt: skip
+COMPRESSED = {
+    "dim": 16, "layers": 2, "heads": 2, "ffn": 24, "ctx": 12, "head_width": 8, "rotary": 4,
+    "window": 4, "ratios": (2, 4), "indexed_ratio": 2, "top_k": 2, "index_heads": 2,
+    "index_width": 8,
+}  # fmt: skip
+TOKENS = "--preset tiny --dim 16 --layers 1 --heads 1 --ffn 16 --ctx 8 --tokenizer TOKENIZER"
+
+
+def dense(**options: str) -> ModelConfig:
+    return preset("tiny", **DENSE, **options)
+
+
+RUNS: dict[str, tuple[ModelConfig | None, str]] = {
+    "moment": (dense(), SHARED),
+    "moment-all": (dense(digits="all", direction="factored"), SHARED),
+    "moment-fade": (dense(digits="fade"), SHARED),
+    "nibble": (dense(rule="nibble"), SHARED),
+    "nibble-all": (dense(rule="nibble", digits="all"), SHARED),
+    "nibble-fade": (dense(rule="nibble", digits="fade"), ALONE),
+    "carry": (dense(rule="carry", direction="sign"), SHARED),
+    "carry-fp8": (dense(rule="carry"), f"{ALONE} --compute fp8 --recompute"),
+    "votes": (dense(rule="votes"), ALONE),
+    "arb-tiny": (graph_config(), SHARED),
+    "arb-3b": (graph_config(rule="nibble", direction="factored"), ALONE),
+    "hnet": (preset("hnet-tiny", **HNET), SHARED),
+    "hnet-every": (preset("hnet-every", **HNET), ALONE),
+    "hnet-fade": (preset("hnet-tiny", **HNET, digits="fade"), ALONE),
+    "arb-long": (preset("arb-long", **COMPRESSED), SHARED),
+    "arb-deep": (
+        preset(
+            "arb-deep", **COMPRESSED, streams=2, experts=4, moe_gate="softplus", hash_layers=1,
+            shared_expert=True, moe_clamp=True,
+        ),
+        SHARED,
+    ),
+    "latent-chunked": (Cell("latent", "none", 1, "chunked").model(), ALONE),
+    "mamba-experts": (Cell("mamba", "experts", 4, "plain").model(), ALONE),
+    "grouped-experts": (Cell("grouped", "experts", 1, "chunked").model(), ALONE),
+    "tokens": (None, f"{SHARED} {TOKENS}"),
+    "mixture": (dense(), f"{ALONE} --data MIXED:2 --field text"),
+    "samples": (dense(), f"{ALONE} --sample-every 4 --keep 1"),
+}  # fmt: skip
+"""A model, unless options choose it, and options: the families of presets, rules, digits."""
+MEASURED = ("seconds", "bytes_per_second", "seconds_left", "mfu", "peak_bytes", "state_bytes")
+"""Fields of a record that differ from run to run, or with the number of processes."""
 KILLS_OF_A_RUN = 5
-SIGNALS = (signal.SIGKILL,) * 5 + (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGKILL,) * 4 + (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 OUTPUTS = ("kept", "pipe", "full", "closed")
+TEXT = b"ternary weights learn to read, and to be killed. " * 200
+
+
+class Forked:
+    """A process as `subprocess.Popen` has it, forked from this one.
+
+    Args:
+        words: arguments of `arb`.
+        variables: of its environment.
+    """
+
+    def __init__(self, words: list[str], variables: dict[str, str]) -> None:
+        parent, self.returncode = os.getpid(), None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        os.setsid()
+        if sys.platform == "linux":
+            launch._end_with(parent, launch.ctypes.CDLL(None).prctl)
+        os.environ |= variables
+        run_arb(words)
+
+    def poll(self) -> int | None:
+        return self.wait(os.WNOHANG)
+
+    def wait(self, options: int = 0) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run_arb(words: list[str]) -> None:
+    """Run `arb` in this forked process, and end it."""
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)  # else the first threads race to make torch's pool after a fork
+    sys.argv = ["arb", *words]
+    try:
+        cli.main()
+    except SystemExit as stopped:
+        os._exit(stopped.code or 0)
+    finally:
+        os._exit(99)
 
 
 def break_output(how: str, log: Path) -> None:
@@ -66,90 +168,188 @@ def start(words: list[str], how: str, log: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
-    try:
-        for number in (signal.SIGHUP, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        break_output(how, log)
-        sys.argv = ["arb", *words]
-        cli.main()
-    except SystemExit as stopped:
-        os._exit(stopped.code or 0)
-    finally:
-        os._exit(99)
+    launch._start = lambda command, variables: Forked(
+        command[command.index("arbcli") + 1 :], variables
+    )
+    break_output(how, log)
+    run_arb(words)
 
 
-def go_on(run: Path, text: Path, options: str, how: str, log: Path) -> int:
+def go_on(run: Path, options: list[str], processes: int, how: str, log: Path) -> int:
     """Start a run, or resume it, and return the id of its process."""
     begun = (run / "config.json").exists()
-    new = ["--data", str(text), *options.split(), "--out", str(run)]
-    words = ["--resume", str(run)] if begun else new
-    if "--gpus" in options and begun:
-        words += ["--gpus", options.partition("--gpus ")[2]]
-    if how == "pipe":
-        words.append("--json")
-    return start(["train", *words], how, log)
+    words = ["--resume", str(run)] if begun else [*options, "--out", str(run)]
+    words += ["--gpus", str(processes)] if processes > 1 else []
+    words += ["--device", "cpu"] if begun else []
+    return start(["train", *words, *(["--json"] if how == "pipe" else [])], how, log)
+
+
+def processes_of(pid: int) -> list[int]:
+    """List a process and its children; none of one that has ended."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [pid, *map(int, children)]
 
 
 def records(run: Path) -> list[dict]:
-    """Read the records of a run, without what differs from run to run."""
-    lines = (json.loads(line) for line in (run / METRICS).read_text().splitlines())
-    return [{key: v for key, v in line.items() if key not in TIMINGS} for line in lines]
+    """Read the records of a run, without what differs from run to run.
+
+    Traffic is that of the last step of these processes: a record before their first has none.
+    """
+    found = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    for record in found:
+        record["gauges"].pop("wire", None)
+    return [{key: v for key, v in record.items() if key not in MEASURED} for record in found]
 
 
-def contents(run: Path, *, with_records: bool) -> str:
-    """Hash the last and the best checkpoint of a run, and its records.
+def contents(run: Path) -> dict[str, object]:
+    """Hash the last and the best checkpoint of a run, if one is kept, and read its records.
 
     Raises:
-        AssertionError: the run has not ended, or has no best checkpoint.
+        AssertionError: the run has not ended, or left a temporary file.
     """
-    newest, (best,) = checkpoints(run)[0], run.glob("best-*.safetensors")
+    newest, best = checkpoints(run)[0], [*run.glob("best-*.safetensors")]
     assert newest.name == f"step-{STEPS:06d}.safetensors", newest
-    digest = sha256(newest.read_bytes() + best.name.encode() + best.read_bytes())
-    digest.update(json.dumps(records(run)).encode() if with_records else b"")
-    return digest.hexdigest()
+    assert not [*run.glob(".*.tmp")], run
+    files = {path.name: sha256(path.read_bytes()).hexdigest() for path in (newest, *best)}
+    return files | {"records": records(run)}
 
 
-def kill_runs(folder: Path, kills: int, seed: int, options: str) -> None:
-    """Kill runs so many times in all, let each end at last, and compare all with one left alone.
+def options_of(name: str, folder: Path) -> list[str]:
+    """List the options of a kind of run, and write the files that they name."""
+    config, options = RUNS[name]
+    fades = config is not None and config.digits == "fade"
+    words = [*options.split(), *PLAN.split(), *([] if fades else ["--keep-best"])]
+    if config is not None:
+        (folder / "model.toml").write_text("\n".join(model_lines(config)))
+        words += ["--model", str(folder / "model.toml")]
+    (folder / "text.txt").write_bytes(TEXT)
+    mixed = "MIXED:2" in words
+    words += ["--data", str(folder / "text.txt") + ":1" * mixed]
+    if mixed:
+        lines = b"".join(b'{"text": "records of %d are read"}\n' % n for n in range(200))
+        (folder / "mixed.jsonl.gz").write_bytes(gzip.compress(lines))
+        words[words.index("MIXED:2")] = f"{folder / 'mixed.jsonl.gz'}:2"
+    if "TOKENIZER" in words:
+        write_tokenizer(folder / "tokenizer.json")
+        words[words.index("TOKENIZER")] = str(folder / "tokenizer.json")
+    return words
 
-    A run that is only ever killed by SIGKILL has its records too; one that was asked to stop
-    recorded that.
+
+def write_tokenizer(path: Path) -> None:
+    """Train a small tokenizer of bytes on the text."""
+    import tokenizers
+
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=270, initial_alphabet=alphabet, show_progress=False
+    )
+    trained.train_from_iterator([TEXT.decode()], trainer)
+    trained.save(str(path))
+
+
+def kill_run(
+    run: Path, options: list[str], kills: int, draw: random.Random, seconds: dict[int, float]
+) -> int:
+    """Kill a run so many times, then let it end; return how often it was alive to be killed.
+
+    Args:
+        run: its directory.
+        options: of the run.
+        kills: how many.
+        draw: chooses times, signals, outputs and processes.
+        seconds: that a whole run takes, by the number of processes.
+
+    Raises:
+        AssertionError: it does not end well, or a process outlives its launcher.
+    """
+    log, killed = run.with_suffix(".log"), 0
+    while killed < kills:
+        processes = draw.choice([*seconds])
+        pid = go_on(run, options, processes, draw.choice(OUTPUTS), log)
+        time.sleep(draw.uniform(0, seconds[processes]))
+        alive = processes_of(pid)
+        if alive:
+            os.kill(draw.choice(alive), draw.choice(SIGNALS))
+            killed += 1
+        os.waitpid(pid, 0)
+        until = time.monotonic() + 5
+        while any(Path(f"/proc/{child}").exists() for child in alive):
+            assert time.monotonic() < until, f"{run}: a process outlived its launcher"
+            time.sleep(0.01)
+        if checkpoints(run)[:1] and checkpoints(run)[0].name == f"step-{STEPS:06d}.safetensors":
+            break
+    let_end(run, options, draw.choice([*seconds]))
+    return killed
+
+
+def let_end(run: Path, options: list[str], processes: int) -> float:
+    """Start a run, or resume it, and wait for its end; return the seconds.
+
+    Raises:
+        AssertionError: it does not end well.
+    """
+    log, began = run.with_suffix(".log"), time.monotonic()
+    _, status = os.waitpid(go_on(run, options, processes, "kept", log), 0)
+    assert os.waitstatus_to_exitcode(status) == 0, (str(run), status, log.read_text()[-3000:])
+    return time.monotonic() - began
+
+
+def kill_runs(folder: Path, name: str, kills: int, seed: int) -> int:
+    """Kill runs of one kind so many times in all, and compare all with one left alone.
 
     Raises:
         AssertionError: a run ends otherwise.
     """
-    torch.set_num_threads(1)  # threads do not survive a fork
-    run_module.SAMPLE_BYTES = 1
-    text = folder / "text.txt"
-    text.write_bytes(b"ternary weights learn to read, and to be killed. " * 200)
-    draw, killed, number, seconds = random.Random(seed), 0, 0, 0.0
-    while killed < kills or not number:
-        run, log, of_run = folder / f"run{number}", folder / f"log{number}", 0
-        signals = SIGNALS if number % 2 == 0 else (signal.SIGKILL,)
-        while True:
-            left_alone = number == 0 or of_run == KILLS_OF_A_RUN
-            how, began = "kept" if left_alone else draw.choice(OUTPUTS), time.monotonic()
-            pid = go_on(run, text, options, how, log)
-            if not left_alone:
-                time.sleep(draw.uniform(0, seconds))
-                os.kill(pid, draw.choice(signals))
-                of_run += 1
-            _, status = os.waitpid(pid, 0)
-            if left_alone and TORCH_FORKED not in log.read_text():
-                assert os.waitstatus_to_exitcode(status) == 0, (run, status, log.read_text())
-                break
-        seconds = seconds or time.monotonic() - began
-        killed += of_run
-        for with_records in (False, number % 2 == 1):
-            wanted = contents(folder / "run0", with_records=with_records)
-            assert contents(run, with_records=with_records) == wanted, run
+    folder.mkdir()
+    options, draw = options_of(name, folder), random.Random(seed)
+    shared = PROCESSES if "--wire" in options else (1,)
+    whole = folder / "whole"
+    seconds = {1: let_end(whole, options, 1)}
+    seconds |= dict.fromkeys(shared[1:], 2 * seconds[1])
+    expected, killed, number = contents(whole), 0, 0
+    while killed < kills:
+        run = folder / f"run{number}"
+        killed += kill_run(run, options, min(kills - killed, KILLS_OF_A_RUN), draw, seconds)
+        found = contents(run)
+        assert found == expected, f"{run} differs from {whole}"
         number += 1
-    sys.stdout.write(f"{killed} kills of {number - 1} runs\n")
+    return killed
+
+
+def main(place: str, kills: str, seed: str, *names: str) -> int:
+    """Kill runs of each kind so many times, and say what came of it; return how many kinds failed.
+
+    Args:
+        place: folder for all files, which stay.
+        kills: of each kind.
+        seed: of the random choices.
+        names: of `RUNS`; none are all.
+    """
+    torch.set_num_threads(1)
+    run_module.SAMPLE_BYTES = 1
+    os.environ["XDG_CACHE_HOME"] = str(Path(place) / "cache")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else it complains of the fork
+    bad = 0
+    evaluate = Trainer.evaluate
+    with mock.patch.object(Trainer, "evaluate", lambda trainer: evaluate(trainer, 2)):
+        for name in names or RUNS:
+            if name == "tokens" and not find_spec("tokenizers"):
+                continue
+            began = time.monotonic()
+            try:
+                told = f"{kill_runs(Path(place) / name, name, int(kills), int(seed))} kills"
+            except AssertionError as error:
+                told, bad = f"BAD {error}", bad + 1
+            sys.stdout.write(f"{name}: {told}, {time.monotonic() - began:.0f} s\n")
+            sys.stdout.flush()
+    return bad
 
 
 if __name__ == "__main__":
-    place, kills, seed, name, *more = sys.argv[1:]
-    model = Path(place) / "model.toml"
-    model.write_text("\n".join(model_lines(MODELS[name])))
-    kill_runs(Path(place), int(kills), int(seed), " ".join([f"--model {model}", PLAN, *more]))
+    sys.exit(bool(main(*sys.argv[1:])))

@@ -1,7 +1,7 @@
 """Plant a fault on purpose: a function's syntax tree is changed, or a constant of a module.
 
 A fault is planted on a seam, which survives a rename of locals and the moving of files. A *place*
-finds functions: those that a kernel's `KernelSpec` reaches, the methods of a class, all that is
+finds functions: those that a kernel's `Operation` reaches, the methods of a class, all that is
 defined in a room. A *change* is a pattern of an expression or a statement, and what takes its
 place. A lower-case letter in a pattern is anything at all, the same wherever it is met, so what
 locals are called does not matter; other names, constants and what is called are meant. A change

@@ -492,14 +492,14 @@ def test_folder_leaves_binary_files_out_and_says_so(tmp_path):
     for name in ("a.txt", "b/b.txt"):
         write(tmp_path / name, b"x" * 100)
     late = bytes([120] * 8192 + [0])
-    for name, content in (("b/c.png", b"y\0y"), ("d.bin", late[1:]), ("late.txt", late),
+    for name, content in (("b/c.obj", b"y\0y"), ("d.bin", late[1:]), ("late.txt", late),
                           ("model.safetensors", b"y" * 9)):  # fmt: skip
         write(tmp_path / name, content)
     text, about = open_text([str(tmp_path)])
     assert about == f"{tmp_path} (3 files; 1 saved by arb and 2 binary left out)"
     assert set(read_all(text)) == {0, ord("x")}
-    assert open_text([str(tmp_path / "b/c.png")])[1].endswith("(1 file)")  # as it was named
-    assert open_text([str(tmp_path / "**/*.png")])[1].endswith("(1 file)")
+    assert open_text([str(tmp_path / "b/c.obj")])[1].endswith("(1 file)")  # as it was named
+    assert open_text([str(tmp_path / "**/*.obj")])[1].endswith("(1 file)")
     write(tmp_path / "e" / "f.bin", b"\0")
     with pytest.raises(ArbError, match="has no files of text"):
         open_text([str(tmp_path / "e")])

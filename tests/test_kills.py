@@ -6,21 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from killing import RUNS
 
 SCRIPT = Path(__file__).with_name("killing.py")
 SHAPE = "--dim 16 --layers 1 --heads 1 --ffn 16 --ctx 8 --batch 2 --steps 12 --device cpu"
+KILLS = 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kills", "model"),
-    [
-        (80, "dense"), (20, "chunks"), (20, "compressed"), (20, "streams"), (20, "grouped"),
-        (20, "graph"), (20, "dense --gpus 2"),
-    ],
-)  # fmt: skip
-def test_killed_runs_end_with_the_files_of_one_that_was_not(kills, model, tmp_path):
-    command = [sys.executable, str(SCRIPT), str(tmp_path), str(kills), "0", *model.split()]
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+@pytest.mark.parametrize("name", RUNS)
+def test_killed_runs_end_with_the_files_and_records_of_one_that_was_not(name, tmp_path):
+    command = [sys.executable, str(SCRIPT), str(tmp_path), str(KILLS), "0", name]
     path = {"PYTHONPATH": str(SCRIPT.parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,6 +14,7 @@ import arbcli
 from arbcli.errors import ArbError
 from arbcli.infer.load import load_model
 from arbcli.kernels.runtime.backend import default_backend
+from arbcli.plain_text import Conversion
 from arbcli.train.run import Observer, start_run
 
 PAGE = Path(__file__).parents[1] / "docs" / "library.md"
@@ -125,7 +126,7 @@ def test_every_argument_reaches_what_it_is_for(book, monkeypatch):
     opened = spy("arbcli.data.open_text")
     opened.return_value = ("a text", "its name")
     arbcli.evaluate(model, ["a.jsonl"], field="said")
-    assert opened.call_args == mock.call(["a.jsonl"], "said")
+    assert opened.call_args == mock.call(["a.jsonl"], Conversion("said"))
     assert measured.call_args.args == (model, "", "a text", "its name")
 
 

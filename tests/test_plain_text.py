@@ -16,7 +16,7 @@ import pytest
 
 from arbcli.data import open_text, open_texts
 from arbcli.errors import ArbError
-from arbcli.plain_text import RECORD_BYTES, plain_file, texts_folder
+from arbcli.plain_text import RECORD_BYTES, Conversion, plain_file, texts_folder
 
 TEXT = ("naïve ternary weights\n" * 100).encode()
 
@@ -28,26 +28,26 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 def read(path: Path, field: str | None = None) -> bytes:
-    return plain_file(path, field).read_bytes()
+    return plain_file(path, Conversion(field)).read_bytes()
 
 
 def test_plain_file_is_itself(tmp_path, cache):
     path = tmp_path / "book.txt"
     path.write_bytes(TEXT)
-    assert plain_file(path, None) == plain_file(path, "text") == path
+    assert plain_file(path) == plain_file(path, Conversion("text")) == path
     records = tmp_path / "book.jsonl"
     records.write_bytes(TEXT)
-    assert plain_file(records, None) == records
+    assert plain_file(records) == records
     assert not cache.exists()
 
 
 def test_gzip_is_unpacked_once(tmp_path, cache):
     path = tmp_path / "book.txt.GZ"
     path.write_bytes(gzip.compress(TEXT))
-    plain = plain_file(path, None)
+    plain = plain_file(path)
     assert plain.read_bytes() == TEXT
     before = plain.stat().st_mtime_ns
-    assert plain_file(path, None) == plain
+    assert plain_file(path) == plain
     assert plain.stat().st_mtime_ns == before
     plain.write_bytes(TEXT[:-1] + b"!")  # not what was written
     assert read(path) == TEXT
@@ -81,7 +81,7 @@ def test_field_of_records_is_the_text(tmp_path, name, block, end, monkeypatch):
     assert read(tmp_path / name, "text") == expected
     with pytest.raises(ArbError, match=r"line 1 of .* it has no `body`"):
         read(tmp_path / name, "body")
-    with pytest.raises(ArbError, match="it is no text"):
+    with pytest.raises(ArbError, match="it is neither a text nor"):
         read(tmp_path / name, "id")
 
 
@@ -113,7 +113,7 @@ def peak_of_reading(path: Path, field: str | None = None) -> tuple[int, int]:
     """Return how long a file unpacks to, and the most memory that Python held for it, in bytes."""
     tracemalloc.start()
     try:
-        size = plain_file(path, field).stat().st_size
+        size = plain_file(path, Conversion(field)).stat().st_size
         return size, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -255,6 +255,10 @@ def test_column_of_a_table_is_the_text(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ArbError, match="cannot be read"):
         read(path, "text")
+    parquet.write_table(arrow.table({"text": ["naïve"]}), path, compression="none")
+    path.write_bytes(path.read_bytes().replace("naïve".encode(), b"na\x80\x80ve"))
+    with pytest.raises(ArbError, match="a value of `text` is not UTF-8"):
+        read(path, "text")
     parquet.write_table(arrow.table({"text": [["naïve"]]}), path)
     with pytest.raises(ArbError, match="has no text"):
         read(path, "text")
@@ -281,7 +285,7 @@ def test_files_are_not_taken_for_others_of_their_name_size_or_time(tmp_path, mon
             os.utime(place, ns=(time, time))
             assert read(place) == content.encode()
     (tmp_path / "link.gz").symlink_to(tmp_path / "b" / place)
-    assert plain_file(tmp_path / "link.gz", None) == plain_file(place, None)
+    assert plain_file(tmp_path / "link.gz") == plain_file(place)
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.zst", "zstandard"), ("a.parquet", "pyarrow")])

@@ -195,7 +195,7 @@ FAULTS = [
     ),
     kernel(
         "missing term", "slopes of all digits by the trit alone", "gradient_statistics",
-        rewrite("(t * RADIX + l.to(tl.float32)) * (1.0 / UNIT)", "t * (RADIX / UNIT)"),
+        rewrite("t * a + l.to(tl.float32) * b", "t * a"),
     ),
     kernel(
         "octave", "all digits in e4m3 an octave too large", "decode_e4m3",
@@ -348,6 +348,26 @@ FAULTS = [
         "neighbour", "columns given to the neighbouring block", "row_matmul",
         rewrite("r // 2 == c if ABREAST == 4 else r < 2",
                 "r // 2 == c ^ 1 if ABREAST == 4 else r < 2"),
+    ),
+    kernel(
+        "neighbour", "rows of a text exchanged in pairs", "row_by_row",
+        rewrite("tl.minimum(r // 2, ROWS - 1)", "tl.minimum(r // 2 ^ 1, ROWS - 1)"),
+    ),
+    kernel(
+        "missing term", "bytes before one that may be taken back not seen", "attend_ahead",
+        rewrite("(m < r) & (s >= f) & (s < e)", "(m < 0) & (s >= f) & (s < e)"),
+    ),
+    kernel(
+        "too far", "one byte more kept than was accepted", "keep_accepted",
+        rewrite("r < tl.load(accepted_ptr)", "r <= tl.load(accepted_ptr)"),
+    ),
+    kernel(
+        "position", "bytes of a check chosen by the numbers of those before", "choose_ahead",
+        rewrite("tl.load(position_ptr) + (1 + r)", "tl.load(position_ptr) + r"),
+    ),
+    kernel(
+        "too far", "a byte accepted behind one that was not proposed", "accept_ahead",
+        rewrite("tl.where(c == p, 8, r + 1)", "tl.where(c == p, 8, r + 2)"),
     ),
     kernel(
         "diagonal", "squares of the neighbouring row", "coded_rows",
@@ -1067,6 +1087,11 @@ FAULTS = [
         "gradient", "gradient of gains averaged over positions", "model.layers.gained_norm",
         rewrite("p.sum(dim=0)", "p.mean(dim=0)"), "grouped: gradient",
     ),
+    # the head beyond the next byte
+    module(
+        "position", "byte beyond the next one read a position late", "model.parts.ahead",
+        rewrite("i[:, k:n]", "i[:, k - 1 : n - 1]"), "ahead: end to end",
+    ),
     # the model of chunks
     module(
         "causality", "window of attention sees later bytes", "model.parts",
@@ -1199,6 +1224,7 @@ MODELS: dict[str, Callable[[str], list]] = {
     "mamba:": partial(of_model, "hnet mamba"),
     "mixed:": partial(of_model, "mixed"),
     "grouped:": partial(of_model, "grouped"),
+    "ahead:": partial(of_model, "ahead"),
     "update": of_update,
     "rotary": lambda _: list(parity._rotary(CPU)),
 }

@@ -25,7 +25,7 @@ from arbcli.export.run import export
 from arbcli.infer.load import load_weights
 from arbcli.inspect.saved import open_saved
 from arbcli.model.build import build_model
-from arbcli.plain_text import plain_file
+from arbcli.plain_text import Conversion, plain_file
 from arbcli.rules.base import fixed_point_gain
 from arbcli.train.directory import make_directory
 from arbcli.train.record import append_record, keep_records
@@ -337,7 +337,7 @@ def test_table_that_cannot_be_read_is_refused(name, field, message, tmp_path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / name).write_bytes(b"PAR1")
     with pytest.raises(ArbError, match=message):
-        plain_file(tmp_path / name, field)
+        plain_file(tmp_path / name, Conversion(field))
 
 
 def test_gain_that_a_step_cannot_have_is_refused():

@@ -7,29 +7,13 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from arbcli.commands._options import GRAPH_PARTS, HNET_PARTS, MODEL
+from arbcli.config.settings import GROUPS
 
-PARTS = "Parts of arb-tiny and arb-3b"
-GROUPS = {
-    "Model": " ".join((*MODEL, "weights sub_norms")),
-    "Parts of hnet presets": " ".join(HNET_PARTS),
-    PARTS: " ".join(GRAPH_PARTS),
-    "Text": "data val field tokenizer",
-    "Optimisation": "steps minutes batch accum lr warmup schedule final_lr optimizer recompute"
-    " compute init_from",
-    "Run": "config_file print_config out resume save_every keep keep_best no_save eval_every"
-    " log_every sample_every seed gpus wire device backend pin force dry_run",
-    "Output": "plot log profile quiet as_json",
-}
-"""Names of parameters, by the heading of their group; any other stands before these."""
-_GROUP_OF = {name: title for title, names in GROUPS.items() for name in names.split()}
-NEEDED = {"Model": "preset", "Optimisation": "lr"}
-"""Parameters that a command of such a group has: in others its names mean something else."""
 _RANGE = re.compile(r"(?:\s*\[|; )[^\[\];]*\bx[<>]=?[^\[\];]*(\]?)")
 _TYPE = re.compile(r" (<.+>|[A-Z][A-Z ]*)$")
-"""What Typer writes behind an option, in its present words and in those of earlier versions."""
+"""The type that Typer writes after an option, in the words of present and earlier versions."""
 TYPES = {"int": "N", "float": "X", "path": "PATH", "list": "PATH"}
-"""What stands for a value, by how Typer calls its type; a name for any other."""
+"""Placeholders of values, by the type in the words of Typer; any other is NAME."""
 
 
 def summary(command: Callable) -> str:
@@ -42,15 +26,11 @@ class Command(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options, a group at a time."""
-        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
-        for title in GROUPS:
-            groups[title] = []
-        names = {param.name for param in self.get_params(ctx)}
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *GROUPS)}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None:
-                title = _GROUP_OF.get(param.name, "Options")
-                title = title if NEEDED.get(title, param.name) in names else "Options"
+                title = getattr(param, "rich_help_panel", None) or "Options"
                 row = (_with_readable_type(param, record[0]), _without_range(record[1]))
                 groups[title].append(row)
         for title, rows in groups.items():

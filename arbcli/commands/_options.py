@@ -5,45 +5,33 @@ import re
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, get_args
 
 import typer
 
 from arbcli import run_files
-from arbcli.config.checks import check_choice
+from arbcli.config.checks import check_choice, check_setting
 from arbcli.config.file import read_model
-from arbcli.config.parts.chunking import BOUNDARIES
-from arbcli.config.parts.experts import GATES
 from arbcli.config.presets import ATTENTIONS, GRAPH_ATTENTIONS, check_preset
-from arbcli.config.short_forms import OUTER_BLOCKS
-from arbcli.config.site import SCALE_TYPES
-from arbcli.config.training import COMPUTES, train_config
+from arbcli.config.settings import MODEL, OUTPUT, RUN, Declared, replaced
+from arbcli.config.short_forms import MODEL_SETTINGS
+from arbcli.config.training import RUN_SETTINGS, train_config
 from arbcli.data import check_named
-from arbcli.directions import DIRECTIONS
 from arbcli.environment import may_have_gpu, no_cuda_device
 from arbcli.errors import ArbError
 from arbcli.output import note
-from arbcli.rules import DIGITS, RULES, VOTES_FIXES
+from arbcli.rules import FADING
 
-OPTION_OF_FIELD = {
-    "model_file": "--model",
-    "scale_type": "--tscale-type",
-    "sequencer": "--sequencer/--no-sequencer",
-    "codebook": "--codebook/--no-codebook",
-    "knowledge_codebook": "--knowledge/--no-knowledge",
-    "moe": "--moe/--no-moe",
-    "graph": "--graph/--no-graph",
-    "router": "--router/--no-router",
-    "memgram": "--memgram/--no-memgram",
-    "shared_expert": "--shared-expert/--no-shared-expert",
-    "moe_clamp": "--moe-clamp/--no-moe-clamp",
-}
-"""Options that are not called as the field of a configuration that they set."""
+SETTINGS = MODEL_SETTINGS | RUN_SETTINGS
+"""Everything that a field of a configuration declares, by its name."""
 
 
 def option_of(field: str) -> str:
-    """Name the option that sets a field of a configuration."""
-    return OPTION_OF_FIELD.get(field, f"--{field.replace('_', '-')}")
+    """Return the name of the option that sets a field, and of its negation after a `/`."""
+    if field in SETTINGS:
+        return SETTINGS[field].option
+    return "--model" if field == "model_file" else f"--{field.replace('_', '-')}"
 
 
 def in_options(text: str, fields: Iterable[str]) -> str:
@@ -85,9 +73,7 @@ def with_model_file(given: dict[str, Any]) -> dict[str, Any]:
 
 
 KEPT_IN = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed", "fp8-queries", "int8-queries")
-"""What keys and values can be kept in."""
-BACKENDS = ("triton", "native", "torch", "interpreter")
-"""What runs kernels; `arbcli.kernels` has them too, and imports torch."""
+"""Choices of `--kv`."""
 REPEATED = ("--data", "--val")
 """Options of several values, which may follow one another: a shell makes them of `*.txt`."""
 
@@ -201,81 +187,89 @@ def check_device(name: str | None) -> str | None:
     return name
 
 
-def _split_fixes(names: str | None) -> tuple[str, ...] | None:
-    if names is None:
-        return None
-    fixes = tuple(names.split(","))
-    for name in fixes:
-        check_choice("votes_fixes", name, VOTES_FIXES)
-    return fixes
+def _checked(declared: Declared, *, splits: bool) -> Callable[[Any], Any]:
+    """Make a callback that refuses a value while options are read, before torch is imported."""
+
+    def check(value: Any) -> Any:
+        if splits and value is not None:
+            value = tuple(value.split(","))
+        check_setting(declared.name, value, declared.setting)
+        return value
+
+    return check
 
 
-def _name(field: str, known: Iterable[str], what: str) -> Any:
-    """Declare an option that is one of some names, which stand for its value where they are few."""
-    choices = "|".join(known)
-    metavar = choices if len(choices) <= MOST_METAVAR else field.rpartition("_")[2].upper()
+def option_for(name: str, callback: Callable | None = None, **changes: Any) -> Any:
+    """Make the option of a setting, as the annotation of a parameter.
+
+    Args:
+        name: of the field.
+        callback: checks the value; None checks the choices and the bounds.
+        changes: fields of `Setting` that differ for this command.
+    """
+    declared = replaced(SETTINGS[name], **changes)
+    setting = declared.setting
+    kinds = get_args(declared.kind) if isinstance(declared.kind, UnionType) else (declared.kind,)
+    kind: Any = next((one for one in (bool, int, float, str) if one in kinds), list[str])
+    metavar = setting.metavar
+    splits = kind == list[str] and bool(setting.choices)
+    if setting.choices and metavar is None:
+        words = "|".join(setting.choices)
+        metavar = words if len(words) <= MOST_METAVAR else name.upper()
+    said = in_options(setting.help, SETTINGS).replace("`", "")
     return Annotated[
-        str | None,
-        typer.Option(option_of(field), help=what, callback=one_of(field, known), metavar=metavar),
+        (str if splits else kind) | None,
+        typer.Option(
+            declared.option,
+            help=f"{said} [default: {declared.default}]" if declared.default else said,
+            metavar=metavar,
+            callback=callback or _checked(declared, splits=splits),
+            rich_help_panel=setting.group,
+        ),
     ]
-
-
-def _part(field: str, what: str) -> Any:
-    """Declare the switch of a part."""
-    return Annotated[bool | None, typer.Option(option_of(field), help=what)]
-
-
-def _number(what: str, min: int) -> Any:
-    return Annotated[int | None, typer.Option(help=what, min=min)]
-
-
-def _size(what: str) -> Any:
-    return _number(f"Override the preset's {what}.", min=1)
-
-
-Backend = _name(
-    "backend",
-    BACKENDS,
-    "triton, native, torch or interpreter. [default: triton on a GPU, native on a CPU with a C"
-    " compiler, else torch]",
-)
-Compute = _name(
-    "compute",
-    COMPUTES,
-    "Activations: bf16 or fp32; or fp8, which is bf16 with products in eight bits; or nvfp4, the"
-    " same in four bits, emulated."
-    " [default: bf16 where it is fast]",
-)
-ComputeOfRun = _name(
-    "compute",
-    ("bf16", "fp32"),
-    "Activations: bf16 or fp32. [default: as the run was trained]",
-)
-KeptIn = _name(
-    "kv",
-    KEPT_IN,
-    "Keys and values: bf16, or in eight bits fp8 or int8; with -mixed, numbers of keys that turn by"
-    " position stay as activations. [default: as activations]",
-)
-Recompute = Annotated[
-    bool | None,
-    typer.Option("--recompute", help="Compute activations again in the backward: less memory."),
-]
 
 
 def _device(callback: Callable[[str | None], str | None]) -> Any:
-    return Annotated[
-        str | None,
-        typer.Option(
-            metavar="cpu|cuda|mps", help="[default: cuda if there is one]", callback=callback
-        ),
-    ]
+    return option_for("device", callback)
 
 
 Device = _device(check_device)
 PredictedDevice = _device(_check_device_name)
 """One that need not be here."""
-Seed = Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="[default: 0]")]
+Backend = option_for("backend")
+Seed = option_for("seed")
+Field = option_for("field")
+ScaleType = option_for("scale_type")
+ComputeOfRun = option_for(
+    "compute",
+    choices=("bf16", "fp32"),
+    help="Activations.",
+    group=RUN,
+    default="as the run was trained",
+)
+HalfWarmup = option_for("warmup", default="half of them")
+RuleToCome = option_for(
+    "rule",
+    choices=FADING,
+    help="Rule of later training, which sets the number of levels: 255 with moment, 43 with"
+    " nibble.",
+    default="",
+)
+ScaleTypeToCome = option_for("scale_type", default="")
+DirectionToCome = option_for(
+    "direction", help="Direction of later training, which the state is made for.", default=""
+)
+KeptIn = Annotated[
+    str | None,
+    typer.Option(
+        "--kv",
+        help="Keys and values: bf16, or eight bits as fp8 or int8. With -mixed, the elements of"
+        " keys that rotary embedding rotates stay as activations. [default: as activations]",
+        metavar="|".join(KEPT_IN),
+        callback=one_of("kv", KEPT_IN),
+        rich_help_panel=RUN,
+    ),
+]
 Checkpoint = Annotated[
     Path,
     typer.Option(
@@ -283,49 +277,23 @@ Checkpoint = Annotated[
         help="A run, or one of its checkpoints; auto is the run that was started last.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and no table.")]
-Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="File, folder or glob; may be given again, and all with weights, as a.txt:0.7."
-        " .gz, .zst and .parquet are unpacked. [default: Python's own source]"
-    ),
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print JSON on stdout, and no table.", rich_help_panel=OUTPUT),
 ]
-Field = Annotated[
-    str | None,
-    typer.Option(metavar="FIELD", help="Field of .jsonl or .parquet files that has the text."),
-]
-Tokens = Annotated[
-    str | None,
-    typer.Option(
-        "--tokenizer", metavar="FILE", help="A tokenizer.json: read tokens, and not bytes."
-    ),
-]
-Val = Annotated[
-    list[str] | None,
-    typer.Option(help="Held-out text. [default: the last tenth of one file, or a tenth of files]"),
-]
-Batch = Annotated[int | None, typer.Option(min=1, help="Windows a batch. [default: 16]")]
-Accum = Annotated[int | None, typer.Option(min=1, help="Batches a step. [default: 1]")]
-ScaleType = _name(
-    "scale_type",
-    SCALE_TYPES,
-    "How many weights share a scale: T4, T6, T8, T16, T32, T64, T96 or T128."
-    " [default: the preset's]",
-)
-
-MODEL = {
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.", rich_help_panel=OUTPUT)]
+BY_HAND = {
     "preset": Annotated[
         str | None,
         typer.Option(
             metavar="PRESET",
-            help="Kind and size of the model: tiny, small, base or 1b, of dense blocks; arb-long,"
-            " of these with compressed attention; arb-deep-small or arb-deep, of compressed"
-            " attention and experts on four streams; arb-tiny or arb-3b, of n-grams, codebooks,"
-            " experts and a graph; hnet-tiny, hnet-small, hnet-base"
-            " or hnet-two-stage, which find chunks of their own; hnet-every, of chunks of 16 bytes."
-            " [default: tiny]",
+            help="Kind and size of the model. Dense blocks: tiny, small, base or 1b. Compressed"
+            " attention: arb-long; with experts and four residual streams: arb-deep-small or"
+            " arb-deep. N-grams, codebooks, experts and a graph: arb-tiny or arb-3b. Chunks that"
+            " the model finds: hnet-tiny, hnet-small, hnet-base or hnet-two-stage; chunks of 16"
+            " bytes: hnet-every. [default: tiny]",
             callback=_check_preset,
+            rich_help_panel=MODEL,
         ),
     ],
     "model_file": Annotated[
@@ -333,138 +301,45 @@ MODEL = {
         typer.Option(
             "--model",
             metavar="FILE",
-            help="Instead of a preset: the whole model of a file, as --print-config writes it."
-            " Only --ctx and how weights are stored can be given with it.",
+            help="A file with a whole model, as --print-config writes it, instead of a preset."
+            " Only --ctx and options of how weights are stored can be combined with it.",
+            rich_help_panel=MODEL,
         ),
     ],
-    "ctx": Annotated[
-        int | None, typer.Option(min=1, help="Context in bytes. [default: the preset's]")
-    ],
-    "scale_type": ScaleType,
-    "rule": _name("rule", RULES, f"Update rule: {', '.join(RULES)}. [default: the preset's]"),
-    "digits": _name(
-        "digits",
-        DIGITS,
-        "What a weight is: the trit, or all digits that the rule stores, which learns better in the"
-        " same memory; or fade: all at first and the trit at the end. [default: trit]",
-    ),
-    "votes_fixes": Annotated[
+    "attention": Annotated[
         str | None,
         typer.Option(
-            help=f"Of the rule votes, with commas between them: {', '.join(VOTES_FIXES)}."
-            " [default: none]",
-            callback=_split_fixes,
-            metavar="FIXES",
+            help="Of dense blocks: dense, or compressed, to entries of several bytes. Of arb-tiny"
+            " and arb-3b: latent, or none (--no-attention). [default: the preset's]",
+            metavar="|".join(ATTENTIONS + GRAPH_ATTENTIONS),
+            callback=one_of("attention", ATTENTIONS + GRAPH_ATTENTIONS),
+            rich_help_panel=MODEL,
         ),
     ],
-    "direction": _name(
-        "direction", DIRECTIONS, f"Of a step: {', '.join(DIRECTIONS)}. [default: the rule's]"
-    ),
-    "dim": _size("width"),
-    "layers": _size("blocks"),
-    "heads": _size("attention heads"),
-    "key_heads": _number(
-        "Only with tiny, small, base and 1b: heads of keys and values, each of which serves as many"
-        " heads of queries. [default: as many as heads]",
-        min=1,
-    ),
-    "ffn": _size("MLP width"),
-    "streams": _number(
-        "Residual streams of the innermost stage, mixed by hyper-connections: 1, 2, 4 or 8;"
-        " codebooks and routers read one. [default: 1]",
-        min=1,
-    ),
-    "experts": _number(
-        "Experts of a block of the innermost stage, each as wide as --ffn, instead of its MLP; of"
-        " presets with a graph, experts that are iterated. [default: the preset's]",
-        min=1,
-    ),
-    "top_k_experts": _number(
-        "Experts that a position uses; of presets with a graph the same as --moe-top-k."
-        " [default: the preset's, or 2]",
-        min=1,
-    ),
-    "moe_gate": _name(
-        "moe_gate",
-        GATES,
-        "How experts are chosen: softmax or softplus, by scores of what they are weighed by; hash,"
-        " by the last three bytes. [default: softmax]",
-    ),
-    "hash_layers": _number(
-        "First blocks of the innermost stage that choose experts by a hash. [default: the"
-        " preset's]",
-        min=0,
-    ),
-    "shared_expert": _part("shared_expert", "One more expert, which every position goes to."),
-    "moe_clamp": _part("moe_clamp", "Bounds of 10 on what the experts' gates let in."),
-    "attention": _name(
-        "attention",
-        ATTENTIONS + GRAPH_ATTENTIONS,
-        "Of dense blocks: dense, or compressed, to entries of several bytes; of arb-tiny and"
-        " arb-3b: latent or none (--no-attention). [default: the preset's]",
-    ),
-    "window": _number(
-        "Last bytes that compressed attention sees as they are, or that outer blocks of hnet"
-        " presets see. [default: the preset's]",
-        min=1,
-    ),
-    "top_k": _number(
-        "Entries that compressed attention chooses, or rows that a codebook's head reads."
-        " [default: the preset's]",
-        min=1,
-    ),
 }
-"""Options of every model, by the fields that they set."""
-GRAPH_PARTS = {
-    "sequencer": _part("sequencer", "N-grams beside the embedding."),
-    "codebook": _part("codebook", "The shared codebook, which the graph needs."),
-    "knowledge_codebook": _part("knowledge_codebook", "The knowledge codebook."),
-    "moe": _part("moe", "Experts that are iterated."),
-    "graph": _part("graph", "The graph of codes."),
-    "router": _part("router", "The router before the byte head."),
-    "memgram": _part("memgram", "A memory of what followed the text's n-grams."),
-    "moe_top_k": _number("Experts a position. [default: the preset's]", min=1),
-    "max_moe_iters": _number("Iterations over the experts. [default: the preset's]", min=1),
-}
-"""Options that only the presets with a graph have."""
-HNET_PARTS = {
-    "boundaries": _name(
-        "boundaries",
-        BOUNDARIES,
-        "Where chunks begin: learned, every (so many bytes) or space (after one)."
-        " [default: learned]",
-    ),
-    "chunk_length": _number(
-        "Positions of a chunk on average, at every stage. [default: the preset's]", min=2
-    ),
-    "outer_blocks": _name(
-        "outer_blocks",
-        OUTER_BLOCKS,
-        "Only with hnet presets: what encoders and decoders are made of, attention (in a window) or"
-        " mamba (Mamba-2). [default: attention]",
-    ),
-}
-"""Options that only the presets with chunks have."""
+"""Options of a model that choose between several fields."""
 
 
-def takes_model(first: str = "") -> Callable[[Callable], Callable]:
-    """Give a command the options of a model, in place of its `**model`, which they are handed to.
+def takes_settings(*names: str) -> Callable[[Callable], Callable]:
+    """Give a command options that set fields, in place of its `**given`, which gets their values.
 
     Args:
-        first: names of parameters that pages of help show before others, in this order.
+        names: of settings of a run, besides all settings of a model but `weights`.
     """
+    shared = [name for name in MODEL_SETTINGS if name != "weights"]
+    options = BY_HAND | {name: option_for(name) for name in (*shared, *names)}
 
     def add(command: Callable) -> Callable:
         signature = inspect.signature(command)
         *own, _ = signature.parameters.values()
+        taken = {one.name for one in own}
         added = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-            for name, kind in (MODEL | GRAPH_PARTS | HNET_PARTS).items()
+            for name, kind in options.items()
+            if name not in taken
         ]
-        named = {param.name: param.replace(kind=added[0].kind) for param in (*added, *own)}
-        order = dict.fromkeys((*first.split(), *named))
         added_to: Any = command
-        added_to.__signature__ = signature.replace(parameters=[named[name] for name in order])
+        added_to.__signature__ = signature.replace(parameters=[*own, *added])
         return command
 
     return add

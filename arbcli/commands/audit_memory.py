@@ -10,18 +10,13 @@ from rich.console import Group
 from rich.table import Table
 
 from arbcli.commands._options import (
-    Accum,
     Backend,
-    Batch,
-    Compute,
     Json,
     PredictedDevice,
-    Recompute,
-    Seed,
     check_device,
     check_settings,
     given_options,
-    takes_model,
+    takes_settings,
     with_model_file,
 )
 from arbcli.commands._outputs import check_file
@@ -47,12 +42,8 @@ STAGES = {
 }
 
 
-@takes_model()
+@takes_settings("batch", "accum", "compute", "recompute", "seed")
 def audit_memory(
-    batch: Batch = None,
-    accum: Accum = None,
-    compute: Compute = None,
-    recompute: Recompute = None,
     steps: Annotated[int, typer.Option(min=2, help="Real steps to measure.")] = 3,
     budget: Annotated[
         str | None,
@@ -75,9 +66,8 @@ def audit_memory(
     ] = False,
     device: PredictedDevice = None,
     backend: Backend = None,
-    seed: Seed = None,
     as_json: Json = False,
-    **model: Any,
+    **given: Any,
 ) -> None:
     """Measure real steps: `arb audit-memory --preset small`; exit 1 on float state or growth."""
     if budget is not None and what_if:
@@ -98,15 +88,7 @@ def audit_memory(
         budget_bytes(budget)  # refuses what is none, before torch is imported
     else:
         check_device(device)
-    given = given_options(
-        **model,
-        batch=batch,
-        accum=accum,
-        compute=compute,
-        recompute=recompute,
-        steps=steps,
-        seed=seed,
-    )
+    given = given_options(**given, steps=steps)
     given = with_model_file(given)
     if ranks is not None:
         given = {"accum": ranks, "wire": "int12"} | given

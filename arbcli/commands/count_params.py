@@ -6,7 +6,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from arbcli.commands._options import Json, takes_model, with_model_file
+from arbcli.commands._options import Json, given_options, takes_settings, with_model_file
 from arbcli.commands._parts_table import parts_table
 from arbcli.config.presets import assembled
 from arbcli.output import emit, table
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from arbcli.inspect.memory import Footprint, StateReport
 
 
-@takes_model()
-def count_params(as_json: Json = False, **model: Any) -> None:
+@takes_settings()
+def count_params(as_json: Json = False, **given: Any) -> None:
     """Count weights and bytes of a model without making it: `arb count-params --preset 1b`."""
-    given = with_model_file(model)
-    config = assembled(given.pop("preset") or "tiny", **given)
+    given = with_model_file(given_options(**given))
+    config = assembled(given.pop("preset", "tiny"), **given)
     from arbcli.inspect.memory import predict_parts  # imports torch, which takes seconds
 
     report = predict_parts(config)

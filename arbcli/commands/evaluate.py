@@ -23,6 +23,7 @@ from arbcli.output import LiveLine, emit, note, table
 
 if TYPE_CHECKING:
     from arbcli.infer.evaluation import EvaluateReport
+    from arbcli.infer.media import KindLoss
 
 
 def evaluate(
@@ -60,9 +61,12 @@ def evaluate(
         from arbcli.device import resolve_backend, resolve_device
         from arbcli.infer import evaluation  # torch takes seconds, so not for `arb --help`
         from arbcli.infer.load import load_named_model
-        from arbcli.train.directory import held_out_text, run_of
+        from arbcli.train.directory import held_out_text, run_conversion, run_of
 
-        text = open_text(data, field) if data else held_out_text(run_of(checkpoint))
+        if data:
+            text = open_text(data, run_conversion(checkpoint, field))
+        else:
+            text = held_out_text(run_of(checkpoint))
         place = resolve_device(device)
         backend = resolve_backend(backend, place)
         model, name = load_named_model(checkpoint, place, note, compute)
@@ -120,7 +124,18 @@ def _table(report: "EvaluateReport") -> Table:
             rows.append(
                 [f"at positions {part.first:,} to {part.last:,}", f"{part.nats_per_byte:.4f}"]
             )
+    for kind in report.by_kind:
+        rows += _of_kind(kind)
     return table(f"Loss of a whole text: {report.device}, backend {report.backend}", ["", ""], rows)
+
+
+def _of_kind(kind: "KindLoss") -> list[list[str]]:
+    rows = [[f"{kind.kind}: nats a byte, bytes", f"{kind.nats_per_byte:.4f}, {kind.bytes:,}"]]
+    if kind.peer_bits_per_unit is not None:
+        sizes = {"this model": kind.bits_per_unit, **kind.peer_bits_per_unit}
+        shown = ", ".join(f"{name} {bits:.3f}" for name, bits in sizes.items())
+        rows.append([f"{kind.kind}: bits a {kind.unit}", shown])
+    return rows
 
 
 def _of_tokens(report: "EvaluateReport") -> list[list[str]]:

@@ -21,6 +21,7 @@ from arbcli.commands._options import (
     find_run,
 )
 from arbcli.errors import ArbError
+from arbcli.media.continuing import kind_of, prompt_and_length, write_first
 from arbcli.output import (
     LiveLine,
     TextWriter,
@@ -30,9 +31,13 @@ from arbcli.output import (
     write_bytes,
     write_chunks,
 )
+from arbcli.plain_text import plain_file
+from arbcli.reading import open_regular
 
+LENGTH = 512
+"""Bytes, or tokens, that are made by default."""
 MOST_PROMPT_BYTES = 2**26
-"""Of a file of prompts."""
+"""Of a file of prompts, or of a prompt."""
 
 if TYPE_CHECKING:
     from arbcli.infer.several import Request, TextReport
@@ -49,6 +54,27 @@ def generate(
             " newline]",
         ),
     ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A text to continue, or a sound or picture, half of which is the prompt and the"
+            " rest is made.",
+        ),
+    ] = None,
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Share of a sound or picture that is the prompt. [default: 0.5]"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the sound or picture that is made: .wav, .flac, .ogg, .png, .jpg or .webp.",
+        ),
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -61,7 +87,14 @@ def generate(
         int | None,
         typer.Option(min=1, max=64, help="How many texts of --prompts at once. [default: 16]"),
     ] = None,
-    length: Annotated[int, typer.Option(min=1, max=2**24, help="Bytes, or tokens, to make.")] = 512,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=2**24,
+            help="Bytes, or tokens, to make. [default: 512, or the rest of a file]",
+        ),
+    ] = None,
     temperature: Annotated[
         float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
     ] = 0.8,
@@ -70,10 +103,23 @@ def generate(
     ] = 256,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus (top-p) sampling.")] = 1.0,
     seed: Seed = None,
+    ahead: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=8,
+            help="Bytes that a step makes at most: a head of the model proposes them, and the model"
+            " checks them. The text is the same. [default: 1]",
+        ),
+    ] = None,
     compute: ComputeOfRun = None,
     kv: KeptIn = None,
     device: Device = None,
     backend: Backend = None,
+    chats: Annotated[
+        bool,
+        typer.Option("--chat", help="The prompt is a message, answered by the chat template."),
+    ] = False,
     raw: Annotated[
         bool, typer.Option("--bytes", help="Write bytes as they come, not as UTF-8.")
     ] = False,
@@ -94,11 +140,24 @@ def generate(
     """
     if raw and as_json:
         raise ArbError("`--bytes` and `--json` are two outputs", hint="choose one")
+    if raw and out is not None:
+        raise ArbError("`--bytes` and `--out` are two outputs", hint="choose one")
     if raw and chunks:
         raise ArbError("`--chunks` marks text, and `--bytes` has none", hint="choose one")
     if prompts is None and batch is not None:
         raise ArbError("`--batch` is for several prompts", hint="give them by `--prompts FILE`")
-    alone = {"--prompt": prompt is not None, "--bytes": raw, "--chunks": chunks, "--json": as_json}
+    if prompt is not None and prompt_file is not None:
+        raise ArbError("`--prompt` and `--prompt-file` both give a prompt", hint="give one of them")
+    if keep is not None and prompt_file is None:
+        raise ArbError("`--keep` only applies with `--prompt-file`", hint="give a sound or picture")
+    if out is not None:
+        kind_of(out)
+    alone = {
+        "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
+        "--out": out is not None, "--chat": chats, "--bytes": raw, "--chunks": chunks,
+        "--ahead": ahead is not None,
+        "--json": as_json,
+    }  # fmt: skip
     for option, is_given in alone.items():
         if prompts is not None and is_given:
             raise ArbError(
@@ -111,51 +170,87 @@ def generate(
         from arbcli.device import resolve_backend, resolve_device
         from arbcli.infer import generation  # torch takes seconds, so not for `arb --help`
         from arbcli.infer.chunks import check_chunks, chunk_depths
+        from arbcli.infer.conversation import Conversation
         from arbcli.infer.load import load_named_model
         from arbcli.infer.prompts import read_prompts
 
         sampling = generation.Sampling(
             temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0
         )
-        requests = read_prompts(lines, str(prompts), length, sampling) if prompts else None
+        if prompts:
+            requests = read_prompts(lines, str(prompts), length or LENGTH, sampling)
+        else:
+            requests = None
         place = resolve_device(device)
         backend = resolve_backend(backend, place)
         model, name = load_named_model(checkpoint, place, note, compute)
     if requests:
         _continue_several(model, requests, batch, backend, kv)
         return
-    chatting = prompt is None and not (raw or as_json or chunks) and is_terminal()
-    prompt = "\n" if prompt is None else prompt
-    given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
-    if chatting:
-        chat(model, length, sampling, backend, kv)
+    asks = prompt is None and prompt_file is None
+    conversation = Conversation(model, Path(name)) if chats else None
+    if asks and not (raw or as_json or chunks or out) and is_terminal():
+        chat(model, length or LENGTH, sampling, backend, kv, conversation)
         return
+    if prompt_file is not None:
+        given, length = _prompt_of(prompt_file, checkpoint, model, keep, length)
+    else:
+        prompt = "\n" if prompt is None else prompt
+        given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
+    length = length or LENGTH
     if chunks:
         check_chunks(model)
-    made = bytearray(given)
+    read = conversation.ask(given) if conversation else given
+    made, collects = bytearray(given), as_json or chunks or out is not None
     with TextWriter() as text:
         report = generation.continue_text(
             model,
             name,
-            given,
+            read,
             length,
             sampling,
             backend=backend,
             kv=kv,
-            on_bytes=made.extend if as_json or chunks else write_bytes if raw else text.write,
+            ends=conversation.ends if conversation else (),
+            ahead=ahead or 1,
+            on_bytes=write_bytes if raw else made.extend if collects else text.write,
         )
+    if out is not None:
+        note(f"`{out}` has {write_first(out, bytes(made))}")
     depths = chunk_depths(model, bytes(made), backend) if chunks else None
     if as_json:
         emit_json(asdict(report) | ({"chunk_depths": depths} if chunks else {}))
     elif depths is not None:
         write_chunks(bytes(made), depths)
     made_of = "bytes" if model.tokenizer is None else "tokens"
+    checked = report.bytes_per_check
+    by_checks = "" if checked is None else f", {checked:.2f} bytes a check"
     rate, cache = f"{report.bytes_per_second:,.0f}", f"{report.cache_bytes:,}"
     note("")
     note(
-        f"{length} {made_of}, {rate} bytes/s on {place}, backend {backend}, cache of {cache} bytes"
-        f" in {report.kv}"
+        f"{report.length} {made_of}, {rate} bytes/s on {place}, backend {backend}, cache of"
+        f" {cache} bytes in {report.kv}{by_checks}"
     )
+
+
+def _prompt_of(
+    file: Path, checkpoint: Path, model: "LanguageModel", keep: float | None, length: int | None
+) -> tuple[bytes, int | None]:
+    """Read a file as the run's texts were read; return the prompt, and the bytes to make."""
+    from arbcli.train.directory import run_conversion
+
+    plain = plain_file(file, run_conversion(checkpoint))
+    with open_regular(plain) as source:
+        content = source.read(MOST_PROMPT_BYTES + 1)
+    if len(content) > MOST_PROMPT_BYTES:
+        raise ArbError(
+            f"`{file}` has more than {MOST_PROMPT_BYTES:,} bytes", hint="give a shorter prompt"
+        )
+    if model.tokenizer is not None and plain != file:
+        raise ArbError(
+            "a model of tokens reads text alone", hint="give a file of text, or a model of bytes"
+        )
+    return prompt_and_length(content, keep, length)
 
 
 def _lines(file: Path) -> list[bytes]:

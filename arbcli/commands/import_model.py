@@ -9,16 +9,13 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
-from arbcli.commands._options import Json, one_of
+from arbcli.commands._options import DirectionToCome, Json, RuleToCome, ScaleTypeToCome
 from arbcli.commands._outputs import check_folder
 from arbcli.config.model import VOCABULARY
 from arbcli.config.model_file import model_lines
-from arbcli.config.site import SCALE_TYPES
-from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
 from arbcli.imports.config_json import read_folder_config
 from arbcli.output import LiveLine, bytes_text, emit, note, table, write_bytes
-from arbcli.rules import FADING
 from arbcli.run_files import RUNS
 from arbcli.tokens import FILE as TOKENIZER
 
@@ -37,31 +34,9 @@ def import_model(
     out: Annotated[
         Path | None, typer.Option(help="Run to make. [default: runs/imported-NAME]")
     ] = None,
-    rule: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(FADING),
-            help="Of the steps to come, and how many levels weights have: 255 or 43.",
-            callback=one_of("rule", FADING),
-        ),
-    ] = "moment",
-    scale_type: Annotated[
-        str,
-        typer.Option(
-            "--tscale-type",
-            metavar="TYPE",
-            help="How many weights share a scale, T4 to T128.",
-            callback=one_of("scale_type", SCALE_TYPES),
-        ),
-    ] = "T32",
-    direction: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(DIRECTIONS),
-            help="Of the steps to come, which the state is made for.",
-            callback=one_of("direction", DIRECTIONS),
-        ),
-    ] = "orthogonal",
+    rule: RuleToCome = "moment",
+    scale_type: ScaleTypeToCome = "T32",
+    direction: DirectionToCome = "orthogonal",
     print_config: Annotated[
         bool,
         typer.Option("--print-config", help="Print the model as TOML, and read no weights."),

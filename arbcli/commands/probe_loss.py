@@ -13,20 +13,14 @@ from rich.text import Text
 
 from arbcli.commands._options import (
     Backend,
-    Batch,
-    Compute,
-    Data,
     Device,
-    Field,
+    HalfWarmup,
     Json,
-    Seed,
-    Tokens,
-    Val,
     check_settings,
     find_run,
     given_options,
     option_of,
-    takes_model,
+    takes_settings,
     with_model_file,
 )
 from arbcli.commands._outputs import PICTURES, check_file
@@ -39,25 +33,15 @@ if TYPE_CHECKING:
 STEPS = 12
 """Enough for the warm-up to reach full speed, and for votes to gather, flip and gather again."""
 OF_A_STEP = ("data", "val", "field", "batch", "lr", "seed", "compute")
-"""Fields that can be given with a saved model; the others are what it is."""
+"""Fields that can be given with a saved model; the others are its own."""
 
 
-@takes_model()
+@takes_settings("data", "val", "field", "tokenizer", "batch", "lr", "seed", "compute")
 def probe_loss(
-    data: Data = None,
-    val: Val = None,
-    field: Field = None,
-    tokenizer: Tokens = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to do.")] = STEPS,
-    batch: Batch = None,
-    lr: Annotated[float | None, typer.Option(help="[default: the rule's]")] = None,
-    warmup: Annotated[
-        int | None, typer.Option(min=0, help="Steps, at most half of them. [default: half]")
-    ] = None,
+    warmup: HalfWarmup = None,
     backend: Backend = None,
     device: Device = None,
-    seed: Seed = None,
-    compute: Compute = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(metavar="auto|RUN|FILE", help="Probe a saved model, left as it is."),
@@ -66,7 +50,7 @@ def probe_loss(
         Path | None, typer.Option(help="Draw stream, flips, loss, logits: .png, .pdf or .svg.")
     ] = None,
     as_json: Json = False,
-    **model: Any,
+    **given: Any,
 ) -> None:
     """Do a few steps, measure everything, name what is wrong: `arb probe-loss --rule votes`.
 
@@ -75,24 +59,13 @@ def probe_loss(
     """
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
-    given = given_options(
-        **model,
-        data=data,
-        val=val,
-        field=field,
-        tokenizer=tokenizer,
-        batch=batch,
-        lr=lr,
-        warmup=warmup,
-        seed=seed,
-        compute=compute,
-    )
+    given = given_options(**given, warmup=warmup)
     if checkpoint is None:
         given = with_model_file(given)
         check_settings(given | {"steps": steps})
     else:
         _refuse_changes(given)
-        if field is not None and data is None:
+        if "field" in given and "data" not in given:
             raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
         checkpoint = find_run(checkpoint, loads=True)
     with LiveLine() as line:

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from arbcli.config.settings import Setting, parted
 from arbcli.errors import ArbError
 from arbcli.reading import is_of, shown
 
@@ -19,7 +20,7 @@ LEAST_OF = {"place": 0}
 
 
 def check_fields(config: Any) -> None:
-    """Refuse a field whose value is not of its type; `True` is no int, and an int is a float.
+    """Refuse a field whose value does not have its type, or is outside the bounds of its setting.
 
     Args:
         config: a dataclass.
@@ -28,7 +29,36 @@ def check_fields(config: Any) -> None:
         ArbError: there is one.
     """
     for field in dataclasses.fields(config):
-        check_type(field.name, getattr(config, field.name), field.type)
+        check_value(field.name, getattr(config, field.name), field.type)
+
+
+def check_value(field: str, value: Any, annotation: Any) -> None:
+    """Refuse a value that does not have its type, or is outside the bounds of its setting.
+
+    Raises:
+        ArbError: it does not, or is.
+    """
+    kind, setting = parted(annotation)
+    check_type(field, value, kind)
+    if setting is not None:
+        check_setting(field, value, setting)
+
+
+def check_setting(field: str, value: Any, setting: Setting) -> None:
+    """Refuse a value that is no choice of a setting, or outside its bounds; None is any.
+
+    Raises:
+        ArbError: it is one.
+    """
+    for one in value if isinstance(value, tuple) else (value,):
+        if one is None:
+            continue
+        if setting.choices:
+            check_choice(field, one, (*setting.choices, *setting.also))
+        if setting.least is not None:
+            check_at_least(field, one, setting.least)
+        if setting.most is not None:
+            check_at_most(field, one, setting.most)
 
 
 def check_type(field: str, value: Any, kind: Any) -> None:
@@ -80,7 +110,7 @@ def check_choice(field: str, value: object, known: Iterable[object]) -> None:
         )
 
 
-def check_at_least(field: str, value: int, least: int = 1) -> None:
+def check_at_least(field: str, value: float, least: float = 1) -> None:
     """Refuse a number below what makes sense.
 
     Raises:
@@ -90,7 +120,7 @@ def check_at_least(field: str, value: int, least: int = 1) -> None:
         raise ArbError(f"`{field}` is {shown(value)}", hint=f"use {least} or more", fields=(field,))
 
 
-def check_at_most(field: str, value: int, most: int) -> None:
+def check_at_most(field: str, value: float, most: float) -> None:
     """Refuse a number above what anything here was made for.
 
     Raises:

@@ -20,12 +20,17 @@ from typing import Any, get_args, get_origin
 from arbcli.config.model import ModelConfig
 from arbcli.config.model_file import model_from_toml, model_lines, to_toml
 from arbcli.config.presets import config_from_dict
+from arbcli.config.settings import plain_type
 from arbcli.config.short_forms import ARGUMENTS
 from arbcli.config.training import OPTIMIZERS, TrainConfig, train_config_dict
 from arbcli.errors import ArbError
 from arbcli.reading import is_of, read_json, read_toml, shown
 
-TOP = {field.name: field.type for field in dataclasses.fields(TrainConfig) if field.name != "model"}
+TOP = {
+    field.name: plain_type(field.type)
+    for field in dataclasses.fields(TrainConfig)
+    if field.name != "model"
+}
 """Types of the settings of a run, by name."""
 
 
@@ -55,7 +60,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         if not isinstance(settings["preset"], str):
             found = shown(settings["preset"])
             raise ArbError(f"`preset` of `{path}` is `{found}`", hint="name a preset in quotes")
-    of_models = {name: one.annotation for name, one in ARGUMENTS.items()}
+    of_models = {name: plain_type(one.annotation) for name, one in ARGUMENTS.items()}
     for table, types, where in ((values, TOP, ""), (model, of_models, "model.")):
         for name, value in table.items():
             if name not in types:

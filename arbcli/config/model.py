@@ -8,16 +8,19 @@ encode positions, `after` decode them. The last stage is the innermost, and has 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 from arbcli.config.checks import check_at_least, check_at_most, check_choice, check_fields
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
+from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.parts.memories import MemoriesConfig
 from arbcli.config.parts.mlp import MLPConfig
+from arbcli.config.settings import PRESETS_OWN, Setting
 from arbcli.config.site import NORM_EPS, SCALE_TYPES, Site
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
-from arbcli.rules import DIGITS, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
+from arbcli.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
 
 VOCABULARY = 256
 """Symbols of a model that reads bytes."""
@@ -32,6 +35,10 @@ MOST_EPS = 0.01
 """Of `norm_eps`."""
 EPS_KINDS = ("attention", "mlp")
 """Parts whose norms have any `norm_eps`."""
+Context = Annotated[
+    int,
+    Setting("Context length in bytes or tokens.", least=1, most=MOST, default=PRESETS_OWN),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,27 +163,70 @@ class StageConfig:
 class ModelConfig:
     """A language model over bytes or tokens, and how its weights are stored."""
 
-    ctx: int
-    """Context in symbols, which are bytes or tokens, that the model is trained on."""
+    ctx: Context
+    """In symbols, which are bytes or tokens."""
     stages: tuple[StageConfig, ...]
     """The outermost first; all but the last have `chunking`."""
     beside: tuple[PartConfig, ...] = ()
     """Parts whose results are added to the embedding: of `arbcli.config.parts.BESIDE`."""
     head: MLPConfig | None = None
     """A gated MLP before the linear head; None is the linear head alone."""
-    scale_type: str = "T32"
-    """How many weights share a scale: a name of `SCALE_TYPES`."""
-    rule: str = "moment"
-    """The update rule, which decides what is stored beside the trits."""
-    digits: str = "trit"
-    """What a weight is: the `trit`, or `all` digits that the rule stores, or `fade`: first all and
-    at the end the trit. A checkpoint in the middle has one of `FADED`."""
-    votes_fixes: tuple[str, ...] = ()
-    """Changes of the rule `votes` to the reference system: names of `VOTES_FIXES`."""
-    direction: str | None = "orthogonal"
-    """The direction of a step; `factored` stores statistics of rows and columns."""
-    weights: str = "ternary"
-    """`ternary`, or a twin to compare with: `float`, or `ste` (float latents, ternary forward)."""
+    ahead: AheadConfig | None = None
+    """A second head, which predicts bytes beyond the next one; None is none."""
+    scale_type: Annotated[
+        str,
+        Setting(
+            "Number of weights that share a scale.",
+            choices=tuple(SCALE_TYPES),
+            default=PRESETS_OWN,
+            option="tscale-type",
+        ),
+    ] = "T32"
+    rule: Annotated[
+        str,
+        Setting(
+            "Update rule, which decides what is stored besides the trits.",
+            choices=RULES,
+            default=PRESETS_OWN,
+        ),
+    ] = "moment"
+    digits: Annotated[
+        str,
+        Setting(
+            "The weight that is multiplied by: trit is the trit alone; all is all digits that the"
+            " rule stores, for a lower loss in the same memory; fade is all at first and the trit"
+            " at the end.",
+            choices=DIGITS,
+            also=FADED,
+        ),
+    ] = "trit"
+    """A checkpoint in the middle of a run that fades has one of `FADED`."""
+    votes_fixes: Annotated[
+        tuple[str, ...],
+        Setting(
+            f"Only with `rule=votes`: its changes, separated by commas: {', '.join(VOTES_FIXES)}.",
+            choices=VOTES_FIXES,
+            default="none",
+            metavar="FIXES",
+        ),
+    ] = ()
+    direction: Annotated[
+        str | None,
+        Setting(
+            "Transformation of a gradient into a step. factored stores statistics of rows and"
+            " columns.",
+            choices=DIRECTIONS,
+            default="depends on the rule",
+        ),
+    ] = "orthogonal"
+    weights: Annotated[
+        str,
+        Setting(
+            "ternary; or a baseline to compare with: float, or ste (float weights, rounded to"
+            " ternary in the forward pass).",
+            choices=WEIGHTS,
+        ),
+    ] = "ternary"
     norm_gain: bool = False
     """Whether the norms before parts and before the head have gains that are trained; else they
     only divide by the root-mean-square."""
@@ -194,8 +244,6 @@ class ModelConfig:
             ArbError: a value does not fit.
         """
         check_fields(self)
-        check_at_least("ctx", self.ctx)
-        check_at_most("ctx", self.ctx, MOST)
         check_at_least("vocabulary", self.vocabulary, 2)
         check_at_most("vocabulary", self.vocabulary, MOST)
         self._check_storage()
@@ -242,11 +290,27 @@ class ModelConfig:
         if self.vocabulary != VOCABULARY:
             self._check_tokens()
 
+    def check_documents(self) -> None:
+        """Check that windows can hold documents that know nothing of each other.
+
+        Raises:
+            ArbError: a part passes something from one document to the next.
+        """
+        found = {f"`{part.kind}`": part.across for _, part in self.sited_parts() if part.across}
+        main = self.main
+        for name, is_there in (
+            ("chunks", bool(self.outer)), ("memories", main.memories is not None),
+            ("the head of later bytes", self.ahead is not None),
+        ):  # fmt: skip
+            if is_there:
+                found[name] = "documents begin anywhere in what it reads"
+        for name, why in found.items():
+            raise ArbError(
+                f"the model cannot keep the documents of a window apart: {name}, {why}",
+                hint="train on plain text, or use blocks of `attention`",
+            )
+
     def _check_storage(self) -> None:
-        check_choice("scale_type", self.scale_type, SCALE_TYPES)
-        check_choice("rule", self.rule, RULES)
-        if self.digits not in FADED:
-            check_choice("digits", self.digits, DIGITS)
         able = WITH_DIGITS if self.digits in ("all", "trit") else FADING
         stores = self.rule in WITH_DIGITS and self.weights == "ternary"
         if self.digits != "trit" and not (stores and self.rule in able):
@@ -257,9 +321,13 @@ class ModelConfig:
                 hint=f"leave `digits={self.digits}` out, or use one of: {', '.join(able)}",
                 fields=("digits",),
             )
+        if self.direction is None and DIRECTION[self.rule] and self.weights == "ternary":
+            raise ArbError(
+                f"the rule `{self.rule}` has no `direction`",
+                hint=f"choose one of: {', '.join(DIRECTIONS)}",
+                fields=("direction",),
+            )
         self._check_fixes()
-        check_choice("direction", self.direction or DIRECTIONS[0], DIRECTIONS)
-        check_choice("weights", self.weights, WEIGHTS)
 
     def _check_fixes(self) -> None:
         for name in self.votes_fixes:
@@ -286,7 +354,7 @@ class ModelConfig:
         parts = [part for _, part in self.sited_parts()]
         main = self.main
         plain = main.streams == 1 and main.adds_plainly and not main.router
-        plain = plain and not self.outer and not self.head
+        plain = plain and not (self.outer or self.head or self.ahead)
         gained = self.norm_gain and plain and all(part.kind in EPS_KINDS for part in parts)
         unit = any(getattr(part, "query_key_norm", None) == "unit" for part in parts)
         if not gained or unit or any(getattr(part, "sub_norm", False) for part in parts):
@@ -310,7 +378,7 @@ class ModelConfig:
     def _check_tokens(self) -> None:
         spaces = any(chunking.boundaries == "space" for chunking in self.chunkings)
         kinds = [part.kind for _, part in self.sited_parts() if part.reads_text]
-        kinds += [part.kind for part in self.beside]
+        kinds += [part.kind for part in (*self.beside, self.ahead) if part]
         if spaces or kinds:
             name = kinds[0] if kinds else "boundaries=space"
             raise ArbError(
@@ -405,8 +473,9 @@ class ModelConfig:
             yield from ((site, part) for part in block.parts)
         if self.main.memories:
             yield self.site(-1), self.main.memories
-        if self.head:
-            yield self.site(), self.head
+        for part in (self.head, self.ahead):
+            if part:
+                yield self.site(), part
 
     @property
     def reads_text(self) -> bool:
@@ -421,7 +490,9 @@ class ModelConfig:
         of = partial(self._stage_products, lengths=self.lengths)
         found = sum(of(index) for index in range(len(self.stages)))
         site = self.site()
-        ends = [part.products(site, self.ctx) for part in (*self.beside, self.head) if part]
+        ends = [
+            part.products(site, self.ctx) for part in (*self.beside, self.head, self.ahead) if part
+        ]
         return found + self.ctx * (sum(ends) + self.vocabulary * site.dim)
 
     def _stage_products(self, index: int, lengths: tuple[float, ...]) -> float:

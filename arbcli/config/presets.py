@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 from arbcli.config.checks import check_choice
 from arbcli.config.model import MOST_BLOCKS, ModelConfig
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
+from arbcli.config.settings import plain_type
 from arbcli.config.short_forms import FAMILIES, STORAGE, arguments, assemble
 from arbcli.errors import ArbError
 from arbcli.reading import shown
@@ -266,7 +267,7 @@ def from_fields(kind: type, values: Any, where: str) -> Any:
     if missing := [name for name in needed if name not in fields]:
         raise TypeError(f"`{where}` has no `{missing[0]}`")
     built = {
-        name: _value(known[name].type, value, UNIONS.get(name), f"{where}.{name}")
+        name: _value(plain_type(known[name].type), value, UNIONS.get(name), f"{where}.{name}")
         for name, value in fields.items()
     }
     try:

@@ -7,7 +7,7 @@ from parts; those files name the family in `kind`.
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from arbcli.config.checks import (
     LARGEST,
@@ -20,6 +20,7 @@ from arbcli.config.model import (
     MOST_BLOCKS,
     MOST_OUTER_STAGES,
     BlockConfig,
+    Context,
     ModelConfig,
     StageConfig,
 )
@@ -34,9 +35,10 @@ from arbcli.config.parts import (
     PartConfig,
     SequencerConfig,
 )
-from arbcli.config.parts.chunking import ChunkingConfig
+from arbcli.config.parts.chunking import BOUNDARIES, ChunkingConfig
 from arbcli.config.parts.experts import GATES
 from arbcli.config.parts.memories import CodebookConfig, IteratedConfig, MemoriesConfig
+from arbcli.config.settings import GRAPH, HNET, PRESETS_OWN, Setting, plain_type, settings_of
 from arbcli.errors import ArbError
 
 OUTER_BLOCKS = ("attention", "mamba")
@@ -53,6 +55,62 @@ LARGEST_OF = {
 """Of an argument that is a size, unless it is `LARGEST`."""
 STORAGE = ("scale_type", "rule", "digits", "votes_fixes", "direction", "weights")
 """Arguments of every family that are fields of `ModelConfig`."""
+
+Dim = Annotated[int, Setting("Width of the residual stream.", least=1, default=PRESETS_OWN)]
+Layers = Annotated[int, Setting("Number of blocks.", least=1, default=PRESETS_OWN)]
+Heads = Annotated[int, Setting("Attention heads.", least=1, default=PRESETS_OWN)]
+FFN = Annotated[int, Setting("Width of the MLPs.", least=1, default=PRESETS_OWN)]
+SubNorms = Annotated[bool, Setting("A norm before each output projection.")]
+Streams = Annotated[
+    int,
+    Setting(
+        "Residual streams of the innermost stage, mixed by hyper-connections: 1, 2, 4 or 8."
+        " Codebooks and the router need 1.",
+        least=1,
+    ),
+]
+EXPERTS = Setting(
+    "Experts in each block of the innermost stage, each as wide as `ffn`, instead of its MLP; for"
+    " presets with a graph, the iterated experts.",
+    least=1,
+    default=PRESETS_OWN,
+)
+Gate = Annotated[
+    str,
+    Setting(
+        "Choice of experts: softmax or softplus of their scores, or hash, by the last three bytes.",
+        choices=GATES,
+    ),
+]
+SharedExpert = Annotated[bool, Setting("One more expert that every position uses.")]
+Clamp = Annotated[
+    bool,
+    Setting(
+        "Clamp the inputs of the experts' SwiGLU: gates to at most 10, the others to -10 to 10."
+    ),
+]
+Window = Annotated[
+    int,
+    Setting(
+        "Bytes of the sliding window of compressed attention, or of the outer blocks of hnet"
+        " presets.",
+        least=1,
+        default=PRESETS_OWN,
+    ),
+]
+TopK = Annotated[
+    int,
+    Setting(
+        "Entries that compressed attention selects, or rows that each head of a codebook reads.",
+        least=1,
+        default=PRESETS_OWN,
+    ),
+]
+
+
+def _switch(words: str, option: str | None = None) -> Setting:
+    """Declare the setting of a part that is on or off."""
+    return Setting(words, GRAPH, default="", option=option)
 
 
 def _mixture(
@@ -74,14 +132,28 @@ def _mixture(
 def channels(
     layers: int,
     *,
-    ffn: int,
-    sub_norms: bool = True,
-    experts: int | None = None,
-    top_k_experts: int | None = None,
-    moe_gate: str = GATES[0],
-    hash_layers: int = 0,
-    shared_expert: bool = False,
-    moe_clamp: bool = False,
+    ffn: FFN,
+    sub_norms: SubNorms = True,
+    experts: Annotated[int | None, EXPERTS] = None,
+    top_k_experts: Annotated[
+        int | None,
+        Setting(
+            "Experts that a position uses; for presets with a graph, the same as `moe_top_k`.",
+            least=1,
+            default="the preset's, or 2",
+        ),
+    ] = None,
+    moe_gate: Gate = GATES[0],
+    hash_layers: Annotated[
+        int,
+        Setting(
+            "First blocks of the innermost stage that choose experts by a hash.",
+            least=0,
+            default=PRESETS_OWN,
+        ),
+    ] = 0,
+    shared_expert: SharedExpert = False,
+    moe_clamp: Clamp = False,
 ) -> list[MLPConfig | ExpertsConfig]:
     """Make the channel mixers of a list of blocks: MLPs, or experts each as wide.
 
@@ -124,13 +196,21 @@ def _parted(others: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def dense(
     *,
-    dim: int,
-    layers: int,
-    heads: int,
-    ctx: int,
-    sub_norms: bool = True,
-    streams: int = 1,
-    key_heads: int | None = None,
+    dim: Dim,
+    layers: Layers,
+    heads: Heads,
+    ctx: Context,
+    sub_norms: SubNorms = True,
+    streams: Streams = 1,
+    key_heads: Annotated[
+        int | None,
+        Setting(
+            "Only with tiny, small, base and 1b: heads of keys and values, each shared by as many"
+            " query heads (grouped-query attention).",
+            least=1,
+            default="as many as heads",
+        ),
+    ] = None,
     **others: Any,
 ) -> ModelConfig:
     """Assemble `layers` blocks of attention and an MLP, or experts: see `channels`."""
@@ -146,19 +226,19 @@ def dense(
 
 def compressed(
     *,
-    dim: int,
-    layers: int,
-    heads: int,
-    ctx: int,
-    sub_norms: bool = True,
-    streams: int = 1,
+    dim: Dim,
+    layers: Layers,
+    heads: Heads,
+    ctx: Context,
+    sub_norms: SubNorms = True,
+    streams: Streams = 1,
     head_width: int | None = None,
     kv_heads: int = 1,
     rotary: int | None = None,
-    window: int = 128,
+    window: Window = 128,
     ratios: tuple[int, ...] = (4, 128),
     indexed_ratio: int = 4,
-    top_k: int = 128,
+    top_k: TopK = 128,
     index_heads: int = 4,
     index_width: int = 32,
     mean_ratio: int | None = None,
@@ -204,11 +284,11 @@ def compressed(
 
 def graph(
     *,
-    dim: int,
-    layers: int,
-    heads: int,
-    ffn: int,
-    ctx: int,
+    dim: Dim,
+    layers: Layers,
+    heads: Heads,
+    ffn: FFN,
+    ctx: Context,
     latent: int,
     rotary: int,
     ngram_rows: int,
@@ -220,32 +300,38 @@ def graph(
     knowledge: tuple[int, int],
     knowledge_dim: int,
     knowledge_heads: int,
-    top_k: int,
-    experts: int,
+    top_k: TopK,
+    experts: Annotated[int, EXPERTS],
     expert_dim: int,
     expert_ffn: int,
     gate_dim: int,
     adapter_rank: int,
     edges: tuple[int, int],
     head_ffn: int,
-    sub_norms: bool = True,
-    streams: int = 1,
+    sub_norms: SubNorms = True,
+    streams: Streams = 1,
     memory_rows: int = 65536,
-    moe_top_k: int = 2,
-    max_moe_iters: int = 4,
-    moe_gate: str = GATES[0],
-    shared_expert: bool = False,
-    moe_clamp: bool = False,
+    moe_top_k: Annotated[
+        int, Setting("Iterated experts that a position uses.", GRAPH, least=1, default=PRESETS_OWN)
+    ] = 2,
+    max_moe_iters: Annotated[
+        int, Setting("Iterations over the experts.", GRAPH, least=1, default=PRESETS_OWN)
+    ] = 4,
+    moe_gate: Gate = GATES[0],
+    shared_expert: SharedExpert = False,
+    moe_clamp: Clamp = False,
     attention: bool = True,
-    sequencer: bool = True,
-    codebook: bool = True,
-    knowledge_codebook: bool = True,
-    moe: bool = True,
-    graph: bool = True,
+    sequencer: Annotated[bool, _switch("N-grams added to the embedding.")] = True,
+    codebook: Annotated[bool, _switch("The shared codebook, which the graph needs.")] = True,
+    knowledge_codebook: Annotated[bool, _switch("The knowledge codebook.", "knowledge")] = True,
+    moe: Annotated[bool, _switch("The iterated experts.")] = True,
+    graph: Annotated[bool, _switch("The graph of codes.")] = True,
     graph_gate: bool = False,
     graph_adapters: bool = False,
-    router: bool = True,
-    memgram: bool = False,
+    router: Annotated[bool, _switch("The router before the byte head.")] = True,
+    memgram: Annotated[
+        bool, _switch("A memory of the bytes that followed each n-gram of the text.")
+    ] = False,
     **storage: Any,
 ) -> ModelConfig:
     """Assemble blocks of latent attention around codebooks and iterated experts."""
@@ -291,21 +377,43 @@ def graph(
 
 def hnet(
     *,
-    dim: int,
-    layers: int,
-    heads: int,
-    ctx: int,
+    dim: Dim,
+    layers: Layers,
+    heads: Heads,
+    ctx: Context,
     outer_dim: tuple[int, ...] | int,
     outer_layers: tuple[int, ...] | int,
     outer_heads: tuple[int, ...] | int,
     outer_ffn: tuple[int, ...] | int,
-    chunk_length: tuple[int, ...] | int,
-    window: int,
-    sub_norms: bool = True,
-    streams: int = 1,
-    outer_blocks: str = OUTER_BLOCKS[0],
+    chunk_length: Annotated[
+        tuple[int, ...] | int,
+        Setting(
+            "Average length of a chunk, in positions, at every stage.",
+            HNET,
+            least=2,
+            default=PRESETS_OWN,
+        ),
+    ],
+    window: Window,
+    sub_norms: SubNorms = True,
+    streams: Streams = 1,
+    outer_blocks: Annotated[
+        str,
+        Setting(
+            "Blocks of encoders and decoders: attention in a window, or mamba (Mamba-2).",
+            HNET,
+            choices=OUTER_BLOCKS,
+        ),
+    ] = OUTER_BLOCKS[0],
     states: int = 64,
-    boundaries: str = "learned",
+    boundaries: Annotated[
+        str,
+        Setting(
+            "Where chunks begin: learned; every, at a fixed length; or space, after each space.",
+            HNET,
+            choices=BOUNDARIES,
+        ),
+    ] = "learned",
     **others: Any,
 ) -> ModelConfig:
     """Assemble stages of chunks: outer blocks, and dense blocks on the innermost chunks.
@@ -370,6 +478,12 @@ def arguments(family: str) -> dict[str, inspect.Parameter]:
 
 ARGUMENTS = {name: one for family in FAMILIES for name, one in arguments(family).items()}
 """The arguments of all families."""
+MODEL_SETTINGS = {
+    name: one
+    for source in (ModelConfig, dense, channels, compressed, graph, hnet)
+    for name, one in settings_of(source).items()
+}
+"""Settings of a model, by the name of the argument."""
 
 
 def assemble(family: str, values: dict[str, Any]) -> ModelConfig:
@@ -387,7 +501,7 @@ def assemble(family: str, values: dict[str, Any]) -> ModelConfig:
         if name not in known:
             raise TypeError(f"a model of the family `{family}` has no `{name}`")
         value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
-        check_type(name, value, known[name].annotation)
+        check_type(name, value, plain_type(known[name].annotation))
         checked[name] = value
         for size in value if isinstance(value, tuple) else (value,):
             if type(size) is int:

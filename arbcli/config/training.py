@@ -2,13 +2,17 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from arbcli.config.checks import check_at_least, check_at_most, check_choice, check_fields
+from arbcli.config.checks import check_choice, check_fields
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import assembled, config_from_dict
+from arbcli.config.settings import OPTIMISATION, RUN, TEXT, Setting, decisive, settings_of
 from arbcli.config.short_forms import ARGUMENTS
 from arbcli.errors import ArbError
+from arbcli.media import pictures
+from arbcli.media.sound import FORMS as SOUND_FORMS
+from arbcli.plain_text import Conversion
 from arbcli.rules import FADED, LR, LR_OF_DIGITS
 
 EVAL_EVERY = (50, 500)
@@ -23,6 +27,8 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 """Choices of `schedule`."""
 COMPUTES = ("bf16", "fp8", "nvfp4", "fp32")
 """Choices of `compute`."""
+BACKENDS = ("triton", "native", "torch", "interpreter")
+"""Choices of `backend`; `arbcli.kernels.runtime.backend` has them too, and imports torch."""
 WIRES = ("int12", "int8", "int16")
 """Choices of `wire`: what each part of a gradient of a matrix is rounded to."""
 MOST_PARTS = {"int8": 2**20, "int12": 2**16, "int16": 2**12}
@@ -36,11 +42,6 @@ FLOAT_LR = {
     ("ste", "muon"): 3e-3,
 }
 """Default `lr` of the twins, by weights and optimizer."""
-DECISIVE = (
-    "steps", "batch", "accum", "lr", "warmup", "schedule", "final_lr", "seed", "optimizer",
-    "compute",
-)  # fmt: skip
-"""Settings of a run that its weights depend on, besides the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,53 +49,198 @@ class TrainConfig:
     """Everything that decides what a run computes; `config.json` holds it."""
 
     model: ModelConfig
-    data: tuple[str, ...] = ()
-    """Files, folders or globs; none is the standard library's source."""
-    val: tuple[str, ...] = ()
-    """Held-out text; none splits it off the data."""
-    field: str | None = None
-    """Which field of files of records has the text."""
-    tokenizer: str | None = None
-    """A `tokenizer.json` that makes tokens of the text; None is bytes."""
-    steps: int = 400
-    batch: int = 16
-    """Windows of a micro-batch."""
-    accum: int = 1
-    """Micro-batches of a step."""
-    lr: float = 1.0
-    warmup: int = 100
-    """Steps; at most half of the run."""
-    schedule: str = "cosine"
-    """How the learning rate falls; `wsd` stays, and falls in the last fifth."""
-    final_lr: float | None = None
-    """Where it falls to; None is a twentieth of `lr`."""
-    seed: int = 0
-    save_every: int = 500
-    """Steps."""
-    eval_every: int | None = None
-    """Steps; 0 never evaluates, and None is a quarter of the run, within `EVAL_EVERY`."""
-    log_every: int | None = None
-    """Steps between records, up to `LONGEST_LOG`; None is `arbcli.train.run.LOG_EVERY`."""
-    sample_every: int | None = None
-    """Steps; None is a sample of text at the end alone."""
-    keep: int = 2
-    """Checkpoints, the newest ones."""
-    keep_best: bool = False
-    """Whether the checkpoint of the lowest held-out loss is kept besides."""
-    optimizer: str = "rule"
-    """`rule` for ternary weights; `adamw` or `muon` for float ones."""
+    data: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Training text: a file, folder or glob. Repeat it for several, all with weights as in"
+            " a.txt:0.7 or none. .gz, .zst and .parquet files are unpacked.",
+            TEXT,
+            default="Python's standard library",
+            metavar="PATH",
+        ),
+    ] = ()
+    val: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Held-out text.",
+            TEXT,
+            default="the last tenth of one file, or a tenth of the files",
+            metavar="PATH",
+        ),
+    ] = ()
+    field: Annotated[
+        str | None,
+        Setting(
+            "Field of .jsonl or .parquet files that holds the text; for chats messages, or"
+            " QUESTION+ANSWER, two fields by their names.",
+            TEXT,
+            metavar="FIELD",
+        ),
+    ] = None
+    sound: Annotated[
+        str | None,
+        Setting(
+            "Bytes of the samples of sounds: mulaw, one each, or pcm16, two.",
+            TEXT,
+            choices=SOUND_FORMS,
+            default="mulaw, and sounds in folders are left out",
+        ),
+    ] = None
+    picture: Annotated[
+        str | None,
+        Setting(
+            "Mode of pictures, rgb or grey, and a size for all if wanted, as in rgb:64x48.",
+            TEXT,
+            metavar="FORM",
+            default="rgb, and pictures in folders are left out",
+        ),
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        Setting(
+            "A tokenizer.json. The model then reads its tokens instead of bytes.",
+            TEXT,
+            metavar="FILE",
+        ),
+    ] = None
+    steps: Annotated[
+        int, Setting("Training steps.", OPTIMISATION, least=1, most=MOST, decisive=True)
+    ] = 400
+    batch: Annotated[
+        int, Setting("Windows in a batch.", OPTIMISATION, least=1, most=MOST, decisive=True)
+    ] = 16
+    accum: Annotated[
+        int,
+        Setting(
+            "Batches whose gradients are summed for one step.",
+            OPTIMISATION,
+            least=1,
+            most=MOST,
+            decisive=True,
+        ),
+    ] = 1
+    lr: Annotated[
+        float,
+        Setting("Learning rate.", OPTIMISATION, default="depends on the rule", decisive=True),
+    ] = 1.0
+    warmup: Annotated[
+        int,
+        Setting(
+            "Steps of linear warm-up, at most half of the run.",
+            OPTIMISATION,
+            least=0,
+            most=MOST,
+            decisive=True,
+        ),
+    ] = 100
+    schedule: Annotated[
+        str,
+        Setting(
+            "Learning rate after the warm-up: cosine, linear or constant, or wsd, which is"
+            " constant and falls in the last fifth.",
+            OPTIMISATION,
+            choices=SCHEDULES,
+            decisive=True,
+        ),
+    ] = "cosine"
+    final_lr: Annotated[
+        float | None,
+        Setting(
+            "Learning rate at the end.", OPTIMISATION, least=0, default="lr / 20", decisive=True
+        ),
+    ] = None
+    seed: Annotated[
+        int, Setting("Random seed.", RUN, least=0, most=MOST, metavar="N", decisive=True)
+    ] = 0
+    save_every: Annotated[
+        int,
+        Setting(
+            "Steps between checkpoints. One is also saved at the start and every 5 minutes.",
+            RUN,
+            least=1,
+            most=MOST,
+        ),
+    ] = 500
+    eval_every: Annotated[
+        int | None,
+        Setting(
+            "Steps between evaluations; 0 is never.",
+            RUN,
+            least=0,
+            default=f"a quarter of the run, {EVAL_EVERY[0]} to {EVAL_EVERY[1]}",
+        ),
+    ] = None
+    log_every: Annotated[
+        int | None,
+        Setting("Steps between records.", RUN, least=1, most=LONGEST_LOG, default="10"),
+    ] = None
+    """None is `arbcli.train.run.LOG_EVERY`."""
+    sample_every: Annotated[
+        int | None,
+        Setting("Steps between samples of text.", RUN, least=1, default="only at the end"),
+    ] = None
+    keep: Annotated[int, Setting("Newest checkpoints to keep.", RUN, least=1, most=MOST)] = 2
+    keep_best: Annotated[
+        bool,
+        Setting("Also keep the checkpoint of the lowest held-out loss.", RUN, negatable=False),
+    ] = False
+    optimizer: Annotated[
+        str,
+        Setting(
+            "Optimizer of float weights: adamw or muon.",
+            OPTIMISATION,
+            choices=OPTIMIZERS["float"],
+            also=OPTIMIZERS["ternary"],
+            default="adamw",
+            decisive=True,
+        ),
+    ] = "rule"
+    """`rule` for ternary weights."""
     scale_losses: tuple[str, ...] = ()
     """Parts of the loss that move the scales of an area of the model, `area=loss` or
     `area=loss+loss`; those of other areas move by all of it."""
-    recompute: bool = False
-    """Whether a backward computes the inside of a block again, to keep less for it."""
-    wire: str | None = None
-    """How gradients travel between processes, one of `WIRES`; None steps by each at once."""
-    compute: str = "bf16"
-    """Dtype of activations: `bf16` or `fp32`; or `fp8`: bf16, multiplied in eight bits; or `nvfp4`:
-    the same in four bits, emulated."""
-    device: str = "cpu"
-    backend: str = "torch"
+    recompute: Annotated[
+        bool,
+        Setting(
+            "Recompute activations in the backward pass, which takes less memory.",
+            OPTIMISATION,
+            negatable=False,
+        ),
+    ] = False
+    wire: Annotated[
+        str | None,
+        Setting(
+            "Integers that gradients are rounded to when several processes sum them.",
+            RUN,
+            choices=WIRES,
+            default="int12 with several processes",
+        ),
+    ] = None
+    """None steps by the gradient of each matrix as soon as it is there."""
+    compute: Annotated[
+        str,
+        Setting(
+            "Activations: bf16 or fp32; or bf16 with matrix products in fp8, or in nvfp4, which is"
+            " emulated.",
+            OPTIMISATION,
+            choices=COMPUTES,
+            default="bf16 where it is fast",
+            decisive=True,
+        ),
+    ] = "bf16"
+    device: Annotated[
+        str,
+        Setting("Where to compute.", RUN, metavar="cpu|cuda|mps", default="cuda if there is one"),
+    ] = "cpu"
+    backend: Annotated[
+        str,
+        Setting(
+            "Implementation of the kernels.",
+            RUN,
+            choices=BACKENDS,
+            default="triton on a GPU, native on a CPU with a C compiler, else torch",
+        ),
+    ] = "torch"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run.
@@ -104,12 +250,10 @@ class TrainConfig:
         """
         check_fields(self)
         check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])
-        check_choice("compute", self.compute, COMPUTES)
-        check_choice("schedule", self.schedule, SCHEDULES)
         if self.scale_losses:
             self._check_scale_losses()
+        self._check_media()
         if self.wire is not None:
-            check_choice("wire", self.wire, WIRES)
             if self.model.weights != "ternary":
                 raise ArbError(
                     "gradients of a float twin travel as they are",
@@ -152,24 +296,12 @@ class TrainConfig:
                 hint="choose what they are to be: `digits` of all, fade or trit",
                 fields=("digits",),
             )
-        for name in ("steps", "batch", "accum", "save_every", "keep"):
-            check_at_least(name, getattr(self, name))
-            check_at_most(name, getattr(self, name), MOST)
-        check_at_least("eval_every", self.eval_interval, 0)
-        if self.log_every is not None:
-            check_at_least("log_every", self.log_every)
-            check_at_most("log_every", self.log_every, LONGEST_LOG)
-        if self.sample_every is not None:
-            check_at_least("sample_every", self.sample_every)
-        check_at_most("warmup", self.warmup, MOST)
         if self.steps * self.accum > MOST:  # each of a run's micro-batches has an int32 number
             raise ArbError(
                 f"{self.steps:,} steps of {self.accum:,} batches are too many to number",
                 hint="use fewer `steps`, or less `accum`",
                 fields=("steps", "accum"),
             )
-        if self.warmup < 0:
-            raise ArbError(f"`warmup` is {self.warmup}", hint="use 0 or more", fields=("warmup",))
         if not 0 < self.lr <= 64:
             raise ArbError(
                 f"`lr` is {self.lr}", hint="use a number above 0 and at most 64", fields=("lr",)
@@ -186,8 +318,18 @@ class TrainConfig:
                 hint="leave `final_lr` out, or choose another `schedule`",
                 fields=("final_lr", "schedule"),
             )
-        if not 0 <= self.seed <= MOST:
-            raise ArbError(f"`seed` is {self.seed}", hint=f"use 0 to {MOST}", fields=("seed",))
+
+    def _check_media(self) -> None:
+        """Check the forms of sounds and pictures, which are read as bytes alone."""
+        if self.picture is not None:
+            pictures.check_form(self.picture)
+        given = [name for name in ("sound", "picture") if getattr(self, name) is not None]
+        if given and self.tokenizer is not None:
+            raise ArbError(
+                f"a tokenizer reads text, and `{given[0]}` asks for bytes of other kinds",
+                hint=f"leave `{given[0]}` or `tokenizer` out",
+                fields=(given[0], "tokenizer"),
+            )
 
     def _check_scale_losses(self) -> None:
         """Check what moves scales: its spelling, and that the run has nothing that it bars."""
@@ -215,6 +357,11 @@ class TrainConfig:
             )
 
     @property
+    def conversion(self) -> Conversion:
+        """Conversion of files that are not plain text to bytes."""
+        return Conversion(self.field, self.sound, self.picture)
+
+    @property
     def scale_routes(self) -> dict[tuple[str, ...], frozenset[str]]:
         """Areas by the parts of the loss that move their scales."""
         routes: dict[tuple[str, ...], frozenset[str]] = {}
@@ -234,8 +381,11 @@ class TrainConfig:
 
     def decisive(self) -> dict[str, Any]:
         """List the settings that the weights depend on, besides the model's."""
-        found = {name: getattr(self, name) for name in DECISIVE}
-        return found | {"scale_losses": list(self.scale_losses)}  # as JSON has it
+        return decisive(self) | {"scale_losses": list(self.scale_losses)}  # as JSON has it
+
+
+RUN_SETTINGS = settings_of(TrainConfig)
+"""Settings of a run besides those of its model, by the name of the field."""
 
 
 def train_config(

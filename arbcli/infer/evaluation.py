@@ -18,6 +18,7 @@ from torch import Tensor
 from arbcli.data import Text, entropy
 from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
+from arbcli.infer.media import KindLoss, MediaLosses
 from arbcli.infer.tokens import check_vocabulary
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
@@ -67,6 +68,8 @@ class EvaluateReport:
     by_position: tuple["OfPositions", ...]
     """Loss of bytes by how many a window has before them. Those that two windows predict count
     twice, so that every part has nearly all of the text."""
+    by_kind: tuple[KindLoss, ...]
+    """Loss of text, sounds and pictures, of a text that has any of the latter."""
     device: str
     backend: str
 
@@ -98,6 +101,7 @@ def mean_loss(
     batch: int,
     progress: Callable[[int, float], None] = lambda *_: None,
     sums: Tensor | None = None,
+    media: MediaLosses | None = None,
 ) -> float:
     """Average the loss over all symbols of a text but the first, in nats a symbol.
 
@@ -109,6 +113,7 @@ def mean_loss(
         progress: is told after every batch how many symbols were predicted, and their mean loss.
         sums: (T,) float64, to which all losses of each position are added, T being `config.ctx`,
             or one less than the bytes of the text if these are fewer.
+        media: the losses of the text's sounds and pictures are added to it.
     """
     length = min(model.config.ctx, len(text) - 1)
     index = torch.arange(length, device=model.device)
@@ -119,6 +124,8 @@ def mean_loss(
         losses = model.position_losses(ids[:, :-1], ids[:, 1:])  # (B, T)
         is_counted = index >= length - torch.tensor(counted, device=model.device)[:, None]
         total += float(torch.where(is_counted, losses, 0).sum(dtype=torch.float64))
+        if media is not None:
+            media.add(starts, losses, is_counted)
         if sums is not None:
             sums += losses.sum(dim=0, dtype=torch.float64)
         done += sum(counted)
@@ -194,6 +201,7 @@ def evaluate(
             progress(round(done * each), round(last * each), loss / each)
 
         sums = torch.zeros(length, dtype=torch.float64, device=model.device)
+        media = MediaLosses(text, model.device) if text.source is text else None
         nats = mean_loss(
             model,
             text,
@@ -201,6 +209,7 @@ def evaluate(
             batch=batch,
             progress=told,
             sums=sums,
+            media=media,
         )
     seconds = time.perf_counter() - started
     of_token, nats = nats, nats / text.symbol_bytes
@@ -223,6 +232,7 @@ def evaluate(
         bytes_per_second=size / seconds,
         kv=kept_in,
         by_position=_by_position(sums, count),
+        by_kind=() if media is None else media.report(),
         device=str(model.device),
         backend=backend,
     )

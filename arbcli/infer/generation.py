@@ -9,16 +9,19 @@ each phase of a step, and the host waits to know which of them to run.
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from arbcli.config.model import MOST, VOCABULARY
+from arbcli.config.parts.ahead import AheadConfig
 from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
+from arbcli.infer.checks import Checks
 from arbcli.infer.step_graph import StepGraph
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_byte import choose_byte_
@@ -67,6 +70,18 @@ class Sampling:
                 raise ArbError(f"`--{option}` is {value}", hint=f"use {hint}")
 
 
+class _Fetch(NamedTuple):
+    """Checks that were launched, and their results on the way to the host."""
+
+    checks: int
+    begin: int
+    """Bytes of the text that were known when they were launched."""
+    position: Callable[[], Sequence[int]]
+    """Waits for the position behind them."""
+    text: Callable[[], Sequence[int]]
+    """Waits for the bytes from `begin` on, and what may be behind them."""
+
+
 class Decoder:
     """A model, its cache, and the text so far.
 
@@ -79,8 +94,11 @@ class Decoder:
         capture: whether a step is replayed as one CUDA graph, or on a CPU as one list of loops,
             which gives the same bits; None is wherever it can be.
         stream: which of the random streams of the seed.
+        ahead: bytes that a step makes at most: a head of the model proposes all but the first, and
+            the model checks them. It changes no bit of the text.
 
     Raises:
+        ArbError: bytes are to be proposed, and the model has no head for it or cannot check them.
         ArbError: the text is longer than `LONGEST_TEXT`.
     """
 
@@ -94,6 +112,7 @@ class Decoder:
         backend: str | None = None,
         capture: bool | None = None,
         stream: int = 0,
+        ahead: int = 1,
     ) -> None:
         if positions > LONGEST_TEXT:
             raise ArbError(
@@ -113,6 +132,11 @@ class Decoder:
         seed = torch.tensor(self.sampling.seed, dtype=torch.int32, device=device)
         self._key = stream_keys(seed, torch.full_like(seed, stream), 1, 1)[0, 0]
         self._phases = model.step_phases(self._byte, self.cache)
+        self.checks = self._new_checks(ahead)
+        """What makes several bytes at once; None is one at a time."""
+        self.checks_made, self.checked_bytes = 0, 0
+        """Checks, and bytes that they made."""
+        self._check: Callable[[], None] = self._run_check
         self.recorded = False
         """Whether a step is replayed as one list of loops."""
         can_capture = device.type == "cuda" and self.backend == "triton"
@@ -120,6 +144,16 @@ class Decoder:
             self._capture()
         elif self.backend == "native" and capture is not False:
             self._record()
+
+    @property
+    def bytes_per_check(self) -> float | None:
+        """Bytes that a check made, on average."""
+        return self.checked_bytes / self.checks_made if self.checks_made else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keys, values and other states of the text take."""
+        return self.cache.nbytes + (self.checks.nbytes if self.checks else 0)
 
     @torch.no_grad()
     def read(self, prompt: Sequence[int]) -> None:
@@ -152,6 +186,8 @@ class Decoder:
         """
         if not 0 < self.length <= len(self._text) - length:
             raise ValueError(f"no room for {length} bytes after {self.length}")
+        if self.checks is not None:
+            length = yield from self._stream_checked(self.checks, length)
         together = FETCHED_STEPS if self.device.type == "cuda" else 1
         fetched: deque[Callable[[], Sequence[int]]] = deque()
         end = self.length + length
@@ -163,6 +199,61 @@ class Decoder:
             if len(fetched) == 2:
                 yield fetched.popleft()()
         yield from (fetch() for fetch in fetched)
+
+    def _new_checks(self, ahead: int) -> Checks | None:
+        """Make what checks several bytes at once, if that is asked for and the text has as many."""
+        model, size = self.model, min(ahead, self.cache.window, len(self._text) - 1)
+        if ahead == 1:
+            return None
+        if not 1 <= ahead <= AheadConfig.MOST:
+            raise ArbError(f"`--ahead` is {ahead}", hint=f"use 1 to {AheadConfig.MOST}")
+        if model.ahead is None:
+            raise ArbError(
+                "the model has no head that proposes bytes, which `--ahead` is for",
+                hint="leave `--ahead` out, or train a model with `ahead`",
+            )
+        with use_backend(self.backend):
+            if not model.can_check():
+                raise ArbError(
+                    "bytes of this model cannot be checked several at once",
+                    hint="leave `--ahead` out; docs/models.md says which models can",
+                )
+            return Checks(model, self.cache, size) if size > 1 else None
+
+    @torch.no_grad()
+    def _run_check(self) -> None:
+        if self.checks is not None:
+            with use_backend(self.backend), overlapping():
+                self.checks.run(self._text, self._key, self.sampling)
+
+    def _stream_checked(self, checks: Checks, length: int) -> Generator[Sequence[int], None, int]:
+        """Make bytes by checks as long as each has room, while later checks run.
+
+        Returns:
+            Bytes that are left to be made one at a time.
+        """
+        end, size = self.length + length, checks.size
+        together = FETCHED_STEPS if self.device.type == "cuda" else 1
+        checks.begin(self._byte)
+        under_way: deque[_Fetch] = deque()
+        while True:
+            launched = sum(group.checks for group in under_way)
+            more = min(together, (end - self.length) // size - launched)
+            if more > 0 and len(under_way) < 2:
+                for _ in range(more):
+                    self._check()
+                most = self._text[self.length : self.length + (launched + more) * size]
+                position = copied_to_host(self.cache.position[None])
+                under_way.append(_Fetch(more, self.length, position, copied_to_host(most)))
+            elif under_way:
+                group, begin = under_way.popleft(), self.length
+                self.length = group.position()[0] + 1
+                self.checks_made += group.checks
+                self.checked_bytes += self.length - begin
+                yield group.text()[begin - group.begin : self.length - group.begin]
+            else:
+                self._byte.copy_(checks.byte)
+                return end - self.length
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -215,6 +306,15 @@ class Decoder:
         else:
             pairs = zip(self._phases, graphs, strict=True)
             self._phases = [_replayed(phase, graph) for phase, graph in pairs]
+        if self.checks is not None:
+            for _ in range(WARM_UP_STEPS):
+                self.cache.reset()
+                self.checks.begin(self._byte)
+                self._run_check()
+            checks = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(checks, pool=graphs[-1].pool()):
+                self._run_check()
+            self._check = checks.replay
         self.cache.reset()
 
     def _record(self) -> None:
@@ -281,22 +381,26 @@ def _replayed(phase: Phase, graph: torch.cuda.CUDAGraph) -> Phase:
 
 def generate(
     model: LanguageModel,
-    prompt: bytes,
+    prompt: bytes | list[int],
     length: int,
     sampling: Sampling | None = None,
     *,
     backend: str | None = None,
     kv: str | None = None,
+    ends: Collection[int] = (),
+    ahead: int = 1,
 ) -> Iterator[bytes]:
     """Continue a prompt.
 
     Args:
         model: any `LanguageModel`; every byte sees the `config.ctx` - 1 before it.
-        prompt: at least one byte; a model of tokens reads them as its tokenizer has it.
+        prompt: at least one byte; a model of tokens reads them as its tokenizer has it. Or tokens.
         length: bytes, or tokens, to make.
         sampling: how they are chosen.
         backend: what runs the kernels; None is the device's own.
         kv: what keys and values are kept in: see `LanguageModel.keeping`.
+        ends: symbols before which the text ends.
+        ahead: bytes that a step makes at most: see `Decoder`.
 
     Yields:
         One or more bytes at a time.
@@ -308,9 +412,25 @@ def generate(
     with explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
         symbols = symbols_of(model, prompt)
         with model.keeping(kv):
-            decoder = Decoder(model, len(symbols) + length, sampling, backend=backend)
+            room_for = len(symbols) + length
+            decoder = Decoder(model, room_for, sampling, backend=backend, ahead=ahead)
         decoder.read(symbols)
-        yield from bytes_of(model, symbols, decoder.stream(length))
+        yield from bytes_of(model, symbols, _until(decoder.stream(length), ends))
+
+
+def _until(parts: Iterator[Sequence[int]], ends: Collection[int]) -> Iterator[Sequence[int]]:
+    """Hand on symbols up to the first of `ends`."""
+    for part in parts:
+        place = next((i for i, symbol in enumerate(part) if symbol in ends), None)
+        yield part[:place]
+        if place is not None:
+            return
+
+
+def _counting(parts: Iterator[Sequence[int]], counted: list[int]) -> Iterator[Sequence[int]]:
+    for part in parts:
+        counted[0] += len(part)
+        yield part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,6 +454,10 @@ class GenerateReport:
     """What keys and values were kept in."""
     cache_bytes: int
     """What those of this text take, or a model's states."""
+    ahead: int
+    """Bytes that a step makes at most."""
+    bytes_per_check: float | None
+    """Bytes that a check of several made, on average; None where there was none."""
     device: str
     backend: str
 
@@ -341,12 +465,14 @@ class GenerateReport:
 def continue_text(
     model: LanguageModel,
     checkpoint: str,
-    prompt: bytes,
+    prompt: bytes | list[int],
     length: int,
     sampling: Sampling,
     *,
     backend: str,
     kv: str | None = None,
+    ends: Collection[int] = (),
+    ahead: int = 1,
     on_bytes: Callable[[bytes], None] = lambda _: None,
 ) -> GenerateReport:
     """Continue a prompt and measure how fast; the same bits every time on the same machine.
@@ -354,11 +480,13 @@ def continue_text(
     Args:
         model: any `LanguageModel`.
         checkpoint: its name, for the report.
-        prompt: at least one byte.
+        prompt: at least one byte, or token.
         length: bytes, or tokens, to make.
         sampling: how they are chosen.
         backend: what runs the kernels.
         kv: what keys and values are kept in: see `LanguageModel.keeping`.
+        ends: symbols before which the text ends.
+        ahead: bytes that a step makes at most: see `Decoder`.
         on_bytes: is given the bytes as they come.
 
     Raises:
@@ -369,25 +497,33 @@ def continue_text(
     with deterministic(), explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
         symbols = symbols_of(model, prompt)
         with model.keeping(kv):
-            decoder = Decoder(model, len(symbols) + length, sampling, backend=backend)
+            room_for = len(symbols) + length
+            decoder = Decoder(model, room_for, sampling, backend=backend, ahead=ahead)
             kept_in = model.kept_in
         decoder.read(symbols)
         if decoder.device.type == "cuda":
             torch.cuda.synchronize(decoder.device)
-        started = time.perf_counter()
-        for part in bytes_of(model, symbols, decoder.stream(length)):
+        started, counted = time.perf_counter(), [0]
+        parts = _counting(_until(decoder.stream(length), ends), counted)
+        for part in bytes_of(model, symbols, parts):
             made += part
             on_bytes(part)
         seconds = time.perf_counter() - started
+    if isinstance(prompt, bytes):
+        asked = prompt.decode(errors="replace")
+    else:
+        asked = model.tokenizer.decode(prompt)
     return GenerateReport(
         checkpoint=checkpoint,
-        prompt=prompt.decode(errors="replace"),
+        prompt=asked,
         text=made.decode(errors="replace"),
-        length=length,
+        length=counted[0],
         bytes_per_second=len(made) / seconds,
         **dataclasses.asdict(sampling),
         kv=kept_in,
-        cache_bytes=decoder.cache.nbytes,
+        cache_bytes=decoder.nbytes,
+        ahead=ahead,
+        bytes_per_check=decoder.bytes_per_check,
         device=str(decoder.device),
         backend=decoder.backend,
     )

@@ -76,12 +76,16 @@ def check_digest(tokenizer: Tokenizer, digest: str | None, path: Path) -> None:
         )
 
 
-def symbols_of(model: LanguageModel, text: bytes) -> Sequence[int]:
+def symbols_of(model: LanguageModel, text: bytes | list[int]) -> Sequence[int]:
     """Turn a prompt into what a model reads: the bytes, or tokens, and those that belong before.
+
+    A list is of tokens already.
 
     Raises:
         ArbError: the model reads tokens and has no tokenizer.
     """
+    if isinstance(text, list):
+        return text
     if model.tokenizer is not None:
         return [*model.tokenizer.beginning, *model.tokenizer.encode(text)]
     check_vocabulary(model.config, None, "")

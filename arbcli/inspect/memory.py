@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 AREAS = (
     "embedding", "sequencer", "memgram", "attention", "indexer", "mlp", "experts", "codebook",
-    "knowledge", "moe_graph", "router", "mamba", "chunking", "streams", "norms", "head",
+    "knowledge", "moe_graph", "router", "mamba", "chunking", "streams", "norms", "head", "ahead",
 )  # fmt: skip
 """Parts of models in the order of reports; others follow."""
 KINDS = (

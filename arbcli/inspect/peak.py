@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from arbcli.chats import has_documents
 from arbcli.config.training import TrainConfig
 from arbcli.data import Texts
 from arbcli.device import COMPUTE, deterministic
@@ -313,6 +314,12 @@ class _Taken(NamedTuple):
 class _AnyText:
     """Text for who asks for its shape only."""
 
+    def __init__(self, config: TrainConfig) -> None:
+        self.packs, self.context = has_documents(config.field), config.model.ctx
+
+    def packed_batch(self, starts: list[int]) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros(3, len(starts), self.context, dtype=torch.int64, device="cpu"))
+
     def __len__(self) -> int:
         return 2**30
 
@@ -369,7 +376,7 @@ def predict_peak(
     captured = captured and config.backend == "triton"
     trace = _Trace(device)
     with deterministic(), compile_for(*_gpu(device)), trace, without_memory(device):
-        text: Any = _AnyText()  # all of a text that a step asks for
+        text: Any = _AnyText(config)  # all of a text that a step asks for
         trainer = Trainer(config, Texts(text, text, ""), group=group)
         trace.end_stage()
         for _ in range(WARM_STEPS):

@@ -24,6 +24,7 @@ from arbcli.device import (
     resolve_backend,
     resolve_device,
 )
+from arbcli.errors import ArbError
 from arbcli.infer.load import read_saved
 from arbcli.inspect.verdicts import (
     TAKEOFF,
@@ -140,9 +141,14 @@ def examine(
     windows = config.batch
     if trainer.model.scores_in_chunks:
         windows = min(windows, max(1, MOST_LOGITS // (context * config.model.vocabulary)))
-    (held_out,) = evaluation_batches(
+    if trainer.texts.val.packs:
+        raise ArbError(
+            "a probe reads plain text, and these are documents", hint="name a text with `--data`"
+        )
+    ((ids, targets, *_),) = evaluation_batches(
         trainer.texts.val, num_batches=1, batch_size=windows, context=context, device=device
     )
+    held_out = ids, targets
     starts = [0, *(2**bit for bit in range((context - 1).bit_length()))]
     peak = 0
     with (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from arbcli.errors import ArbError
 
-SPEC = re.compile(r'\bKernelSpec\(\s*"(\w+)"')
+SPEC = re.compile(r'\bOperation\(\s*"(\w+)"')
 """How the source of a kernel begins its spec."""
 
 

@@ -1,6 +1,7 @@
 """Every kernel there is, by its spec: what `arb verify-kernels`, tests and timings go through."""
 
 from arbcli.kernels.attention.append_position import APPEND_POSITION, APPEND_POSITION_8BIT
+from arbcli.kernels.attention.attend_ahead import ATTEND_AHEAD, KEEP_ACCEPTED
 from arbcli.kernels.attention.attend_parts import ATTEND_PARTS
 from arbcli.kernels.attention.causal_attention_backward import CAUSAL_ATTENTION_BACKWARD
 from arbcli.kernels.attention.choose_entries import CHOOSE_ENTRIES
@@ -32,6 +33,7 @@ from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.matmul.nvfp4_matmul import NVFP4_MATMUL
 from arbcli.kernels.matmul.quantise_rows import QUANTISE_ROWS
 from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
+from arbcli.kernels.matmul.row_by_row import ROW_BY_ROW
 from arbcli.kernels.matmul.row_matmul import ROW_MATMUL
 from arbcli.kernels.matmul.scaled_nvfp4 import ENCODE_NVFP4, SCALED_NVFP4_MATMUL
 from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL, TERNARY_MATMUL_GRAD_X
@@ -42,6 +44,7 @@ from arbcli.kernels.norm.norm_e4m3 import (
     RMS_NORM_E4M3,
 )
 from arbcli.kernels.norm.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
+from arbcli.kernels.output.choose_ahead import ACCEPT_AHEAD, CHOOSE_AHEAD
 from arbcli.kernels.output.choose_byte import CHOOSE_BYTE
 from arbcli.kernels.output.choose_bytes import CHOOSE_BYTES
 from arbcli.kernels.output.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD
@@ -54,7 +57,7 @@ from arbcli.kernels.rows.weighted_rows import (
     WEIGHTED_ROWS_GRAD,
     WEIGHTED_ROWS_GRAD_WEIGHTS,
 )
-from arbcli.kernels.runtime.spec import KernelSpec
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.scan.causal_conv import CAUSAL_CONV, CAUSAL_CONV_GRAD_W
 from arbcli.kernels.scan.decay_scan import DECAY_SCAN
 from arbcli.kernels.scan.mamba_step import MAMBA_STEP
@@ -75,7 +78,7 @@ from arbcli.kernels.update.sum_gradients import SUM_GRADIENTS
 from arbcli.kernels.update.unit_gain import UNIT_GAIN
 from arbcli.kernels.update.unit_rows import UNIT_ROWS
 
-KERNELS: tuple[KernelSpec, ...] = (
+KERNELS: tuple[Operation, ...] = (
     PACK_TRITS,
     UNPACK_TRITS,
     DECODE_WEIGHT,
@@ -90,6 +93,7 @@ KERNELS: tuple[KernelSpec, ...] = (
     TERNARY_MATMUL,
     TERNARY_MATMUL_GRAD_X,
     ROW_MATMUL,
+    ROW_BY_ROW,
     CODED_ROWS,
     DIGITS_MATMUL,
     GROUPED_MATMUL,
@@ -109,6 +113,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     CAUSAL_ATTENTION_BACKWARD,
     DECODE_ATTENTION,
     ATTEND_PARTS,
+    ATTEND_AHEAD,
+    KEEP_ACCEPTED,
     DECODE_ATTENTION_8BIT,
     DECODE_ATTENTION_ROWS,
     COMPRESS_BLOCKS,
@@ -124,6 +130,8 @@ KERNELS: tuple[KernelSpec, ...] = (
     DECODE_LATENT,
     CHOOSE_BYTE,
     CHOOSE_BYTES,
+    CHOOSE_AHEAD,
+    ACCEPT_AHEAD,
     CROSS_ENTROPY,
     CROSS_ENTROPY_BACKWARD,
     ADD_SYMBOLS,
@@ -172,3 +180,4 @@ KERNELS: tuple[KernelSpec, ...] = (
     LAST_BITS,
     TAKE_LAST_BITS,
 )
+BY_NAME = {operation.name: operation for operation in KERNELS}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from arbcli.kernels.attention.attend_ahead import Kept
 from arbcli.model.mark import Mark, Written
 from arbcli.model.parts.ngrams import HISTORY
 from arbcli.model.state import KeptTexts, Track
@@ -137,6 +138,11 @@ class Cache(_Markable):
             yield stage.encoder.mark(positions, *stage.written())
             yield stage.decoder.mark(positions)
         yield self.main.mark(positions, *([] if self.history is None else [Written(self.history)]))
+
+    def kept(self, positions: int) -> list[Kept]:
+        """Name the rings, and what a `LanguageModel.check` of so many positions leaves for them."""
+        states = (state for state in self.main.blocks if state)
+        return [part for state in states for part in state.kept(positions)]
 
     @property
     def position(self) -> Tensor:

@@ -40,6 +40,27 @@ class Flow(NamedTuple):
         return self.x if self.added is None else self.x + self.added
 
 
+class Documents(NamedTuple):
+    """Documents that lie one after another in windows, and know nothing of each other."""
+
+    seen: Tensor
+    """(B, 1, T, T) bool: whether a position attends to another, which is of its document and not
+    after it."""
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> "Documents":
+        """Tell them apart by (B, T) integers, which number of the window each position is of."""
+        length = numbers.shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool, device=numbers.device).tril()
+        return cls(((numbers[:, :, None] == numbers[:, None]) & seen)[:, None])
+
+    def within(self, window: int | None) -> Tensor:
+        """Leave out what is `window` positions or more before."""
+        if window is None or window >= self.seen.shape[-1]:
+            return self.seen
+        return self.seen.triu(1 - window)
+
+
 class Reading(NamedTuple):
     """Inputs of parts besides the stream, re-based for the positions of each stage."""
 
@@ -49,6 +70,8 @@ class Reading(NamedTuple):
     grams: Tensor | None = None
     """(B, T) int64, keys of the n-grams that end at each position; None where nothing reads them.
     """
+    documents: Documents | None = None
+    """None where a window is one text."""
 
     @classmethod
     def of_text(cls, text: Tensor, length: int) -> "Reading":
@@ -67,7 +90,9 @@ class Reading(NamedTuple):
 
     def of(self, text: int) -> "Reading":
         """Take what is read of one of several texts."""
-        places, grams = (None if part is None else part[text : text + 1] for part in self)
+        places, grams = (
+            None if part is None else part[text : text + 1] for part in (self.places, self.grams)
+        )
         return Reading(places, grams)
 
     def at(self, first: Tensor) -> "Reading":

@@ -22,7 +22,7 @@ from arbcli.kernels.attention.eight_bits import KeptIn
 from arbcli.kernels.matmul.arranged import fits_arranged
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
-from arbcli.model.flow import Flow, Reading, each_text, rows_of
+from arbcli.model.flow import Documents, Flow, Reading, each_text, rows_of
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
@@ -31,6 +31,7 @@ from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.layers.symbols import in_chunks
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.packed import StateModule, TernaryTensor
+from arbcli.model.parts.ahead import Ahead
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.codebook import Codebook
 from arbcli.model.parts.mlp import MLP
@@ -114,6 +115,7 @@ class LanguageModel(nn.Module):
             self.byte_mlp = MLP(config.head, outermost, area="head")
         self.norm = stream_norm(outermost)
         self.head = symbol_head(config, self.embedding)
+        self.ahead = Ahead(config.ahead, outermost) if config.ahead else None
         self._counts: Tensor | None = None
 
     def forward(self, ids: Tensor, cache: Cache | SeveralCache | None = None) -> Tensor:
@@ -142,34 +144,65 @@ class LanguageModel(nn.Module):
                 return each_text(lambda row: self._logits(Flow(row)), flow.whole())
             return self._logits(flow)
 
-    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Average the cross-entropy, in nats a symbol, over (B, T) int64 inputs and targets."""
-        return self.losses(ids, targets)["text"]
+    def loss(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Average the cross-entropy, in nats a symbol: see `losses`."""
+        return self.losses(ids, targets, documents)["text"]
 
-    def losses(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Compute the parts of the loss that a step minimises, each times its `LOSS_WEIGHTS`.
+    def losses(
+        self, ids: Tensor, targets: Tensor, documents: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Compute the parts of the loss that a step minimises, each times its `loss_weights`.
+
+        Args:
+            ids: (B, T) int64.
+            targets: (B, T) int64. With `documents` those that are negative count for nothing, and
+                the mean is over the others.
+            documents: (B, T) int64, numbers of the documents of each window, which know nothing of
+                each other; None is windows of one text.
 
         Returns:
             Float32 scalars by name: `text`, the cross-entropy in nats a symbol; `ponder`, see
             `Iterated.ponder_cost`; `ratio`, the sum over the stages that learn where chunks begin;
-            `indexer`, the mean over the blocks with an indexer.
+            `indexer`, the mean over the blocks with an indexer; `next_2` and so on, see `Ahead`.
         """
         seen: list[Chunked] = []
-        flow = self._whole(ids, seen)
+        flow = self._whole(ids, seen, documents)
         if seen and torch.is_grad_enabled():
             self._counts = torch.stack([stage.counts for stage in seen])
-        losses = {"text": self._text_loss(flow, targets)}
+        of_text = self._text_loss if documents is None else self._learnt_loss
+        losses = {"text": of_text(flow, targets)}
         for name in ("ponder", "indexer"):
             if found := flow.losses.get(name):
                 losses[name] = sum(found) / len(found) if len(found) > 1 else found[0]
         ratios = [stage.ratio for stage in seen if stage.ratio is not None]
+        if self.ahead:
+            losses |= self.ahead.losses(flow.whole(), ids)
         return losses | ({"ratio": sum(ratios)} if ratios else {})
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """What each part of a loss counts in what is minimised, the text's being 1."""
+        ahead = self.config.ahead
+        if ahead is None:
+            return LOSS_WEIGHTS
+        return LOSS_WEIGHTS | dict.fromkeys(ahead.losses, ahead.weight / len(ahead.losses))
 
     def _text_loss(self, flow: Flow, targets: Tensor) -> Tensor:
         if self.scores_in_chunks:
             return self._score(flow, targets).mean()
         logits = self._logits(flow)
         return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def _learnt_loss(self, flow: Flow, targets: Tensor) -> Tensor:
+        """Average over the targets that are not negative."""
+        learnt = targets >= 0
+        if self.scores_in_chunks:
+            total = (self._score(flow, targets) * learnt).sum()
+        else:
+            logits = self._logits(flow).float().flatten(0, 1)
+            numbers = targets.masked_fill(~learnt, -1).flatten()
+            total = functional.cross_entropy(logits, numbers, ignore_index=-1, reduction="sum")
+        return total / learnt.sum().clamp(min=1)
 
     @property
     def scores_in_chunks(self) -> bool:
@@ -205,9 +238,11 @@ class LanguageModel(nn.Module):
         x = each_text(lambda row: self._embed(row, length)[0], text)
         return x, Reading.of_text(text, length) if self.config.reads_text else Reading()
 
-    def _whole(self, ids: Tensor, seen: list[Chunked]) -> Flow:
+    def _whole(self, ids: Tensor, seen: list[Chunked], documents: Tensor | None = None) -> Flow:
         """Compute the stream before the head; what the stages make of the batch is `seen`."""
         x, reading = self._embed(ids, ids.shape[1])
+        if documents is not None:
+            reading = reading._replace(documents=Documents.of(documents))
         return self._through(0, x, ids, seen, reading)
 
     def _through(
@@ -303,6 +338,54 @@ class LanguageModel(nn.Module):
             else:
                 x = each_text(lambda row: self.byte_mlp(row, self.byte_norm).whole(), x)
         return self.head.fused(x, normalise=True)
+
+    def check(self, ids: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
+        """Read bytes of a text that may be taken back, each with the bits that it has by itself.
+
+        The cache is left as it is, but for what `Cache.kept` names: `keep_accepted_` stores those
+        that stay, and whoever calls that counts them. It is for models that `can_check`.
+
+        Args:
+            ids: (1, M) int64, at most as many bytes as a ring has slots.
+            cache: of `new_cache`.
+
+        Returns:
+            (1, M, 256) logits, and the stream behind the last block, (1, M, D).
+        """
+        with cache.main.clock.checking():
+            x = self.blocks.step(self.embedding(ids, self.compute_dtype), cache.main)
+        return self._fused_logits(x), x
+
+    @torch.no_grad()
+    def can_check(self) -> bool:
+        """Tell whether there is a `check`, inside of `prepared_weights`.
+
+        It needs fused steps, a single stage and stream of blocks whose parts `steps_ahead`, nothing
+        that reads the text besides, and keys and values as they are.
+        """
+        main, config = self.config.main, self.config
+        others = self.stages or config.beside or config.reads_text or main.memories or main.router
+        if others or main.streams > 1 or self.stored is not None:
+            return False
+        parts = [branch.part for block in self.blocks for branch in block.branches]
+        if config.head:
+            parts.append(self.byte_mlp)
+        x = torch.empty(1, 1, main.dim, dtype=self.compute_dtype, device=self.device)
+        return self._fuses(x) and all(part.steps_ahead and part.steps_fused for part in parts)
+
+    def propose(self, x: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
+        """Predict the byte behind one that follows, by the head beyond the next byte.
+
+        Args:
+            x: (1, 1, D), of the position before `byte`: its stream, or what this returned.
+            byte: (1, 1) int64.
+
+        Returns:
+            What to go on with, like x, and (256,) logits.
+        """
+        fused = self._fuses(x) and self.ahead.mlp.steps_fused
+        x, logits = self.ahead.step(x, byte) if fused else self.ahead(x, byte)
+        return x, logits[0, 0]
 
     def boundaries(self, ids: Tensor) -> list[Tensor]:
         """Find where chunks begin in (B, T) bytes: for each stage (B, T) bool, at bytes."""

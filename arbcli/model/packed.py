@@ -11,6 +11,7 @@ from arbcli.config.site import Site
 from arbcli.directions import find_direction
 from arbcli.directions.base import State
 from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.codec.layout import row_bytes
 from arbcli.kernels.codec.packed import (
     HIGHEST_EXPONENT,
     LOWEST_EXPONENT,
@@ -18,7 +19,7 @@ from arbcli.kernels.codec.packed import (
     Packed,
     num_groups,
 )
-from arbcli.kernels.codec.packing import pack_trits, row_bytes
+from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.inputs import TensorOptions

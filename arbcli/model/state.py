@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from arbcli.kernels.attention.attend_ahead import Kept
 from arbcli.kernels.attention.decode_attention import count_on_
 from arbcli.kernels.attention.eight_bits import (
     KeptIn,
@@ -61,6 +62,8 @@ class Clock:
         alone; None where every position counts."""
         self.window = self.positions
         """Positions that can be read at once, at most."""
+        self.checks = False
+        """Whether positions are read of which it is not said yet how many stay."""
         self.length, self.start = 0, 0
         """While positions are read: their number, and if there are several, that of those before.
         """
@@ -125,6 +128,15 @@ class Clock:
             for clock in self.each:
                 clock.going_on = None
 
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Let states read positions that are counted, and kept, once it is said how many stay."""
+        self.checks = True
+        try:
+            yield
+        finally:
+            self.checks = False
+
     @property
     def places(self) -> Tensor:
         """Positions that are being read, (T,) int32."""
@@ -160,6 +172,10 @@ class State:
     def tensors(self) -> Iterator[Tensor]:
         """List the tensors that the text is kept in."""
         return (part.tensor for part in self.written())
+
+    def kept(self, positions: int) -> Iterator[Kept]:
+        """List rings, and what positions leave for them that may be taken back."""
+        yield from ()
 
     def reset(self) -> None:
         """Begin a new text; what only its own positions are read from need not change."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from arbcli.chat_template import find_template
+from arbcli.chats import Chats, has_documents
 from arbcli.checkpoint import Checkpoint
 from arbcli.config.checks import check_at_least
 from arbcli.config.initial import first_difference
@@ -23,6 +25,7 @@ from arbcli.config.training import TrainConfig, train_config_dict, train_config_
 from arbcli.data import Text, Texts, entropy, open_texts
 from arbcli.errors import ArbError
 from arbcli.infer.tokens import check_digest, check_vocabulary
+from arbcli.plain_text import PLAIN, Conversion
 from arbcli.reading import read_json
 from arbcli.run_files import CONFIG, RUNS
 from arbcli.tokens import FILE, Tokenizer, tokenised
@@ -230,11 +233,19 @@ def open_run_texts(
         ArbError: they are not there, or do not fit.
     """
     data, val = (paths["data"], paths["val"]) if paths else (config.data, config.val)
+    of_documents = has_documents(config.field)
     texts = open_texts(
-        data, val, seed=config.seed, context=config.model.ctx, field=config.field, split=split
+        data,
+        val,
+        seed=config.seed,
+        context=1 if of_documents else config.model.ctx,
+        conversion=PLAIN if of_documents else config.conversion,
+        split=split,
     )
     tokenizer = None if config.tokenizer is None else Tokenizer.read(config.tokenizer)
     check_vocabulary(config.model, tokenizer, str(config.tokenizer))
+    if of_documents:
+        return _of_documents(texts, tokenizer, config)
     return texts if tokenizer is None else _of_tokens(texts, tokenizer, config.model.ctx)
 
 
@@ -247,6 +258,22 @@ def _of_tokens(texts: Texts, tokenizer: Tokenizer, context: int) -> Texts:
                 f" and this one has {len(text):,}",
                 hint="choose a smaller `--ctx`, or name more text with `--data` and `--val`",
             )
+    return dataclasses.replace(texts, train=train, val=val, tokenizer=tokenizer)
+
+
+def _of_documents(texts: Texts, tokenizer: Tokenizer | None, config: TrainConfig) -> Texts:
+    field = config.field
+    if tokenizer is None or field is None:
+        raise ArbError(
+            f"`--field {field}` has documents, and the model reads bytes",
+            hint="name a tokenizer: `--tokenizer tokenizer.json`",
+        )
+    config.model.check_documents()
+    template = find_template(str(config.tokenizer))
+    train, val = (
+        Chats(text, field, tokenizer, template, config.model.ctx)
+        for text in (texts.train, texts.val)
+    )
     return dataclasses.replace(texts, train=train, val=val, tokenizer=tokenizer)
 
 
@@ -270,6 +297,19 @@ def run_of(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
+def run_conversion(path: Path, field: str | None = None) -> Conversion:
+    """Return how the run of a checkpoint converts files, plain where it has no `config.json`.
+
+    Args:
+        path: of a run, or of a file that was saved.
+        field: of records, in place of the run's.
+    """
+    run = run_of(path)
+    if not (run / CONFIG).exists():
+        return Conversion(field)
+    return dataclasses.replace(train_config_from(read_facts(run)).conversion, field=field)
+
+
 def held_out_text(run: Path) -> tuple[Text, str]:
     """Open the held-out text of a run.
 
@@ -282,7 +322,13 @@ def held_out_text(run: Path) -> tuple[Text, str]:
     if not (run / CONFIG).exists():
         raise ArbError(f"`{run}` has no text of its own", hint="name one with `--data`")
     facts = read_facts(run)
-    texts = open_texts_again(facts, run_config(run, facts))
+    config = run_config(run, facts)
+    if has_documents(config.field):
+        raise ArbError(
+            f"`{run}` was trained on documents: its records have their held-out loss",
+            hint="name a text with `--data`",
+        )
+    texts = open_texts_again(facts, config)
     check_same_text(run, facts, text_digest(texts), "name another with `--data`")
     return texts.val, f"held out of {texts.description}"
 

@@ -56,7 +56,7 @@ class Record:
     nonfinite_steps: int
     """Steps so far in which a gradient was not finite."""
     parts: dict[str, float]
-    """What else the last step minimised, by name: see `LOSS_WEIGHTS`."""
+    """What else the last step minimised, by name: see `LanguageModel.losses`."""
     gauges: dict[str, float]
     """What the model measures of itself."""
     sample: str | None

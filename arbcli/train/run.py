@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from arbcli.chat_template import keep_template
+from arbcli.chats import has_documents
 from arbcli.checkpoint import (
     Accept,
     Checkpoint,
@@ -253,6 +255,8 @@ def start_run(
             if group.first and save:
                 if texts.tokenizer:
                     write_file(run / FILE, lambda file: file.write(texts.tokenizer.content))
+                if has_documents(config.field):
+                    keep_template(str(config.tokenizer), run)
                 write_json(run / CONFIG, facts)
             return _run(trainer, run, facts, observer, profile)
 

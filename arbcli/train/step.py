@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from arbcli.model.language_model import LOSS_WEIGHTS, LanguageModel
+from arbcli.model.language_model import LanguageModel
 from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.parallel.group import Group
 from arbcli.train.parallel.shared_updater import SharedUpdater
 from arbcli.train.updater import Updater
 
 
-def minimised(parts: dict[str, Tensor]) -> Tensor:
+def minimised(parts: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
     """Add the other parts of a loss, each times its weight, to that of the text, if that is one."""
-    others = [LOSS_WEIGHTS[name] * part for name, part in parts.items() if name != "text"]
+    others = [weights[name] * part for name, part in parts.items() if name != "text"]
     return sum(others, parts["text"]) if "text" in parts else sum(others[1:], others[0])
 
 
@@ -47,13 +47,13 @@ class TrainingStep:
 
     def __call__(
         self,
-        micro_batches: Iterable[tuple[Tensor, Tensor]],
+        micro_batches: Iterable[tuple[Tensor, ...]],
         reached: Callable[[str], None] = lambda stage: None,
     ) -> dict[str, Tensor]:
         """Do the step.
 
         Args:
-            micro_batches: of this process: inputs and targets, (B, T) int64 each, on the device.
+            micro_batches: of this process: what `LanguageModel.losses` takes, on the device.
             reached: is told of each stage of a micro-batch that ends: `forward`, then `backward`.
 
         Returns:
@@ -63,13 +63,13 @@ class TrainingStep:
         shares: dict[str, list[Tensor]] = {}
         self.model.forget_uses()
         local = self.accumulation // self.group.size
-        for micro, (ids, targets) in enumerate(micro_batches):
+        for micro, given in enumerate(micro_batches):
             self.updates.begin_micro(micro)
             for names, areas in self.scale_routes.items():
-                self._find_slopes(names, areas, ids, targets)
-            parts = (self.losses or self.model.losses)(ids, targets)
+                self._find_slopes(names, areas, given)
+            parts = (self.losses or self.model.losses)(*given)
             reached("forward")
-            loss = minimised(parts)
+            loss = minimised(parts, self.model.loss_weights)
             (loss if self.updates.averages else loss / local).backward()
             reached("backward")
             for name, part in parts.items():
@@ -87,14 +87,14 @@ class TrainingStep:
         return totals
 
     def _find_slopes(
-        self, names: tuple[str, ...], areas: frozenset[str], ids: Tensor, targets: Tensor
+        self, names: tuple[str, ...], areas: frozenset[str], given: tuple[Tensor, ...]
     ) -> None:
         """Find the slopes of the scales of some areas by parts of the loss, and step nothing."""
         if not isinstance(self.updates, Updater):
             raise ValueError("slopes are found of packed weights, in one process")
         with self.updates.finding_slopes(areas):
-            parts = self.model.losses(ids, targets)
+            parts = self.model.losses(*given)
             chosen = {name: parts[name] for name in names if name in parts}
             if chosen:
-                minimised(chosen).backward()
+                minimised(chosen, self.model.loss_weights).backward()
         self.model.forget_uses()

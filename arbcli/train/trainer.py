@@ -236,8 +236,8 @@ class Trainer:
         self.between_steps = True
         return loss
 
-    def fetch(self, micro: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Draw a micro-batch of the next step: inputs and targets, (B, T) int64 each."""
+    def fetch(self, micro: int, device: torch.device | str) -> tuple[Tensor, ...]:
+        """Draw a micro-batch of the next step, (B, T) int64 each: see `arbcli.data.batch`."""
         return batch(
             self.texts.train,
             seed=self.config.seed,
@@ -256,9 +256,9 @@ class Trainer:
             if self._batches is None:
                 self._batches = loaded.to(self.device)
             self._batches.copy_(loaded, non_blocking=True)
-            batches = list(self._batches)  # (2, B, T) int64 each
+            batches = [tuple(each) for each in self._batches]  # of (B, T) int64
         elif self.device.type != "cpu":
-            batches = [(ids.to(self.device), next_.to(self.device)) for ids, next_ in batches]
+            batches = [tuple(part.to(self.device) for part in each) for each in batches]
         self._micro_batches = batches
 
     @property
@@ -277,9 +277,10 @@ class Trainer:
         shared = self.shared
         if shared is not None and shared.needs_measuring:
             with use_backend(self.config.backend), shared.measuring():
-                for ids, targets in self._micro_batches:
+                for given in self._micro_batches:
                     self.model.forget_uses()
-                    minimised(self.model.losses(ids, targets)).backward()
+                    losses = self.model.losses(*given)
+                    minimised(losses, self.model.loss_weights).backward()
                 self.model.forget_uses()
         self._measured = True
 
@@ -335,8 +336,8 @@ class Trainer:
                 context=self.config.model.ctx,
                 device=self.device,
             )
-            for ids, targets in itertools.islice(batches, mine.start, mine.stop):
-                losses.append(self.model.loss(ids, targets))
+            for given in itertools.islice(batches, mine.start, mine.stop):
+                losses.append(self.model.loss(*given))
         return float(torch.stack(group.in_order(losses)).mean())
 
     def state_bytes(self) -> int:

@@ -17,10 +17,11 @@ import torch
 
 from arbcli.errors import ArbError
 from arbcli.inspect.trace import without_memory
+from arbcli.kernels.dice import ShapeDice
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED
 from arbcli.kernels.runtime.backend import compile_for
-from arbcli.kernels.runtime.spec import KernelSpec
-from arbcli.verify.fuzz import ShapeDice, real_cases
+from arbcli.kernels.runtime.operation import Operation
+from arbcli.verify.fuzz import real_cases
 from arbcli.verify.kernels import find_kernels
 from arbcli.verify.parity import matrix_shapes
 from arbcli.verify.variants import Launch, Variant, recorded_launches, variant_of
@@ -209,7 +210,7 @@ FEW_WEIGHTS = 1 << 19
 """Of the matrices of presets that these are drawn for."""
 
 
-def _variants(spec: KernelSpec, group_size: int) -> list[Variant]:
+def _variants(spec: Operation, group_size: int) -> list[Variant]:
     """List what the launcher of a spec asks for, each as Triton specialises it."""
     found: dict[str, Variant] = {}
     may_spill = False
@@ -240,8 +241,8 @@ def _variants(spec: KernelSpec, group_size: int) -> list[Variant]:
     return [*found.values()]
 
 
-def _with_dtype(inputs: tuple, dtype: torch.dtype, which: tuple[int, ...] | None) -> Iterator:
+def _with_dtype(inputs: tuple, dtype: torch.dtype, which: tuple[int, ...]) -> Iterator:
     """Turn the float32 tensors among some inputs into another type."""
     for index, value in enumerate(inputs):
         real = isinstance(value, torch.Tensor) and value.dtype == torch.float32
-        yield value.to(dtype) if real and (which is None or index in which) else value
+        yield value.to(dtype) if real and index in which else value

@@ -16,10 +16,9 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.names import check_kernel_names
 from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime.backend import check_backend, chunks_of, use_backend
-from arbcli.kernels.runtime.spec import Case, KernelSpec
+from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.verify.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.verify.fuzz import (
-    DRAWINGS,
     Drawn,
     Tally,
     fuzz_cases,
@@ -186,7 +185,7 @@ def begin_kernels(
     return report
 
 
-def find_kernels(names: Iterable[str]) -> list[KernelSpec]:
+def find_kernels(names: Iterable[str]) -> list[Operation]:
     """Find kernels by name; no name at all finds every one.
 
     Raises:
@@ -219,7 +218,7 @@ class _Part:
 
 
 def _parts(
-    chosen: Iterable[KernelSpec],
+    chosen: Iterable[Operation],
     group_sizes: Mapping[str, int],
     device: torch.device,
     backends: tuple[str, ...],
@@ -300,7 +299,7 @@ def _sources(job: tuple) -> frozenset[Path] | None:
 
 
 def _shares(
-    spec: KernelSpec, backends: tuple[str, ...], checks: Checks, turn: int | None
+    spec: Operation, backends: tuple[str, ...], checks: Checks, turn: int | None
 ) -> Iterable[tuple]:
     """Share out what there is to check: the last fields of each part."""
     if checks.fuzz:
@@ -386,9 +385,7 @@ def _verify_parts(_kernel: str, _scale_type: str | None, *parts: _Part) -> list[
     return [result for part in parts for result in _verify_part(spec, part, sample)]
 
 
-def _verify_part(
-    spec: KernelSpec, part: _Part, sample: CompiledSample | None
-) -> list[KernelResult]:
+def _verify_part(spec: Operation, part: _Part, sample: CompiledSample | None) -> list[KernelResult]:
     device, backends, reference = torch.device(part.device), part.backends, spec.reference
     if "torch" in backends and spec.native is None:  # it would be the same once more
         backends = tuple(backend for backend in backends if backend != "native")
@@ -401,7 +398,7 @@ def _verify_part(
     return results
 
 
-def _cases(spec: KernelSpec, part: _Part) -> Iterable[Case]:
+def _cases(spec: Operation, part: _Part) -> Iterable[Case]:
     """Draw the cases of a part."""
     device, size, checks = torch.device(part.device), part.group_size, part.checks
     if part.kind == "fuzz":
@@ -414,7 +411,7 @@ def _cases(spec: KernelSpec, part: _Part) -> Iterable[Case]:
 
 
 def _verify(
-    spec: KernelSpec,
+    spec: Operation,
     part: _Part,
     device: torch.device,
     cases: Iterable[Case],
@@ -470,7 +467,7 @@ def _verify(
     ]
 
 
-def _expected(spec: KernelSpec, part: _Part, case: Case, reference: Callable) -> tuple[Tensor, ...]:
+def _expected(spec: Operation, part: _Part, case: Case, reference: Callable) -> tuple[Tensor, ...]:
     """Compute what the reference returns.
 
     Processes that share a GPU wait for one another at each of its many small operations. So it runs
@@ -480,7 +477,7 @@ def _expected(spec: KernelSpec, part: _Part, case: Case, reference: Callable) ->
     if part.kind == "real" or device.type == "cpu":
         return as_tuple(reference(*inputs))
     if _size(inputs) > LARGE:
-        reference = DRAWINGS[spec.name].reference or reference
+        reference = spec.large_reference or reference
     return _moved(as_tuple(reference(*_moved(inputs, torch.device("cpu")))), device)
 
 
@@ -510,7 +507,7 @@ def _moved(inputs: tuple, device: torch.device) -> tuple:
 
 
 def _is_chosen(
-    spec: KernelSpec, part: _Part, case: Case, backend: str, sample: CompiledSample
+    spec: Operation, part: _Part, case: Case, backend: str, sample: CompiledSample
 ) -> bool:
     """Tell whether a case is in the sample of a backend."""
     if backend == "interpreter":
@@ -523,7 +520,7 @@ def _is_chosen(
 
 
 def _run_case(
-    spec: KernelSpec,
+    spec: Operation,
     case: Case,
     backend: str,
     device: torch.device,

@@ -25,7 +25,7 @@ import torch
 from arbcli.cached_files import cache_folder, read_cached, remove_cached, write_cached
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime.spec import KernelSpec
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.verify.workers import JobDone, Workers, name_of
 
 PACKAGE = Path(__file__).parents[1]
@@ -46,7 +46,7 @@ def memory_folder() -> Path:
 
 
 @cache
-def kernel_sources(spec: KernelSpec, *, drawn: bool = False) -> frozenset[Path] | None:
+def kernel_sources(spec: Operation, *, drawn: bool = False) -> frozenset[Path] | None:
     """List the files that a result of a kernel follows from.
 
     Args:

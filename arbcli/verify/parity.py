@@ -25,6 +25,7 @@ from arbcli.config.parts import (
     MambaConfig,
     MLPConfig,
 )
+from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.config.presets import PRESETS, preset
@@ -34,7 +35,7 @@ from arbcli.directions import DIRECTIONS
 from arbcli.inspect.trace import without_memory
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import compile_for, use_backend
-from arbcli.kernels.runtime.spec import EXACT, Gate
+from arbcli.kernels.runtime.operation import EXACT, Gate
 from arbcli.kernels.update.cast_votes import cast_scale_votes_reference, cast_trit_votes_reference
 from arbcli.kernels.update.gradient_statistics import gradient_statistics_reference
 from arbcli.model.build import build_model
@@ -187,6 +188,9 @@ MODELS = {
     "mixed": mixed(),
     "bounded": bounded(),
     "grouped": grouped(),
+    "ahead": replace(
+        dense(dim=36, layers=1, heads=2, ffn=50, ctx=11), ahead=AheadConfig(positions=4, width=13)
+    ),
 }
 """Small models that have all parts between them, compared from the bytes on."""
 INTERPRETED = ("graph", "hnet", "compressed")
@@ -806,8 +810,12 @@ def _blocks(
         source = y.detach().double().requires_grad_()
         x = source.mean(dim=2) if source.dim() == 4 else source
         wanted = torch.stack([reference.head(x[row], row) for row in rows])
-        own = within("byte_mlp.", "head.") | {"input of head": (source, y.grad)}
-        yield from compare("head", got, got.grad, wanted, own)
+        reference.terms = {}
+        for row in rows:
+            reference.ahead(x[row], row)
+        besides = sum(reference.losses().values())
+        own = within("byte_mlp.", "head.", "ahead.") | {"input of head": (source, y.grad)}
+        yield from compare("head", got, got.grad, wanted, own, besides)
 
 
 @torch.no_grad()
@@ -915,7 +923,10 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
             )
             for name, size in unit.items():
                 got = (after[name] / size, wanted[name] / size)
-                yield _rounded(subject, f"{name} of micro-batch {micro + 1}/{micros}", *got)
+                # of statistics that are stored to 0.54 % a moment is as far off, of 127 units
+                within = 1.7 if name == "m" and config.direction == "factored" else 1.1
+                item = f"{name} of micro-batch {micro + 1}/{micros}"
+                yield _rounded(subject, item, *got, within)
     before = {name: buffer.clone() for name, buffer in tensor.named_buffers()}
     grad[3, 5] = torch.nan
     with use_backend(subject.backend):
@@ -924,13 +935,15 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
         yield subject.result("update", f"{name} given NaN", buffer, before[name], EXACT)
 
 
-def _rounded(subject: Subject, item: str, got: Tensor, wanted: Tensor) -> ParityResult:
+def _rounded(
+    subject: Subject, item: str, got: Tensor, wanted: Tensor, within: float
+) -> ParityResult:
     """Compare numbers that were rounded stochastically to integers, first each, then the mean."""
     error, bias = got - wanted, 5 * 0.5 / got.numel() ** 0.5
     gate = Gate(exact=False, reason="rounding moves by less than 1; statistics are stored to 0.5 %")
     result = subject.result("update", item, got, wanted, gate)
-    passed = bool((error.abs() <= 1.1).all()) and abs(float(error.mean())) <= bias
-    return replace(result, gate=f"each within 1.1, mean within {bias:.2f}", passed=passed)
+    passed = bool((error.abs() <= within).all()) and abs(float(error.mean())) <= bias
+    return replace(result, gate=f"each within {within}, mean within {bias:.2f}", passed=passed)
 
 
 def _votes(subject: Subject) -> Iterator[ParityResult]:

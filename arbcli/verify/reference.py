@@ -14,6 +14,7 @@ from torch import Tensor
 
 from arbcli.config.model import BlockConfig, Blocks, ModelConfig
 from arbcli.config.parts import PartConfig
+from arbcli.verify.parts.ahead import ahead
 from arbcli.verify.parts.attention import attention
 from arbcli.verify.parts.base import Choices, Reading, Weights, norm, under
 from arbcli.verify.parts.chunking import boundaries, ratio_loss, spread
@@ -81,8 +82,8 @@ def reference_model(
         endless: whether chunks have as many slots as they need, as in generation.
 
     Returns:
-        (B, T, V) logits, and losses besides that of the text: `ponder`, `ratio` and `indexer`,
-        where there are any.
+        (B, T, V) logits, and losses besides that of the text: `ponder`, `ratio`, `indexer`, and
+        `next_2` and so on, where there are any.
     """
     model = Reference(weights, config, memories=memories, choices=choices, endless=endless)
     return model(ids)
@@ -170,6 +171,12 @@ class Reference:
         x = norm(x, w.get("norm"), self.config.norm_eps)
         return x @ w["embedding" if self.config.tied else "head"].T
 
+    def ahead(self, x: Tensor, row: int) -> None:
+        """Note the losses of the bytes beyond the next one of one text, if they are predicted."""
+        if self.config.ahead:
+            reading = self._reading("", 0, row).within("ahead", self.config.ahead)
+            ahead(under(self.weights, "ahead"), x, reading)
+
     def _logits(self, row: int) -> Tensor:
         ids = torch.tensor(self.text[row], device=self.weights["embedding"].device)
         self.places[0, row] = list(range(len(ids)))
@@ -177,7 +184,9 @@ class Reference:
         for part in self.config.beside:
             reading = self._reading("", 0, row).within(part.kind, part)
             x = x + BESIDE[part.kind](under(self.weights, part.kind), reading)
-        return self.head(self._through(0, x, row), row)
+        x = self._through(0, x, row)
+        self.ahead(x, row)
+        return self.head(x, row)
 
     def _through(self, index: int, x: Tensor, row: int) -> Tensor:
         """Pass the stream of one text, (T, D), through a stage and all inside it."""

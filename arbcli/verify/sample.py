@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.registry import KERNELS
-from arbcli.kernels.runtime.spec import KernelSpec
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.verify.variants import Launch, Variant, recorded_launches, variant_of
 
 DEFAULT_SCALE_TYPE = "T32"
@@ -47,7 +47,7 @@ LONG_CASES = {
 second, and other cases find every planted fault that they find."""
 
 
-def sampled_scale_types(spec: KernelSpec, scale_types: Iterable[str]) -> tuple[str, ...]:
+def sampled_scale_types(spec: Operation, scale_types: Iterable[str]) -> tuple[str, ...]:
     """Choose the scale types in which a kernel runs in Triton.
 
     They are `ALWAYS`, and one of each further path that the kernel declares, by turns of kernels.
@@ -82,7 +82,7 @@ class CompiledSample:
         spec: of the kernel.
     """
 
-    def __init__(self, spec: KernelSpec) -> None:
+    def __init__(self, spec: Operation) -> None:
         self._others = {other.triton.__module__ for other in KERNELS} - {spec.triton.__module__}
         self._compiled: set[str] = set()
         self._facts: set[Hashable] = set()

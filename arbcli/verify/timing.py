@@ -26,7 +26,7 @@ from torch import Tensor
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.spec import Timing
+from arbcli.kernels.runtime.operation import Timing
 from arbcli.verify.compare import as_tuple
 from arbcli.verify.kernels import KernelResult, find_kernels
 

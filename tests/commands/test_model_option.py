@@ -59,7 +59,7 @@ def test_model_of_a_file_is_counted(file, arb_here):
 
 @pytest.mark.parametrize(("words", "says"), [
     (["count-params", "--dim", "8"], "`--dim` only applies to a preset"),
-    (["train", "--no-sub-norms", "--device", "cpu"], "`--sub-norms` only applies to a preset"),
+    (["train", "--no-sub-norms", "--device", "cpu"], "`--sub-norms/--no-sub-norms` only applies"),
     (["probe-loss", "--no-moe", "--device", "cpu"], "`--moe/--no-moe` only applies"),
     (["audit-memory", "--experts", "3", "--device", "cpu"], "`--experts` only applies"),
     (["count-params", "--preset", "tiny"], "`--model` and `--preset` both name a model"),

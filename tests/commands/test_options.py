@@ -1,30 +1,28 @@
 """Errors speak of fields, and a command line of its options: one place translates."""
 
 import dataclasses
-import inspect
 import re
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import settings_page
 import typer.main
 from typer.testing import CliRunner
 
 from arbcli import config
 from arbcli.cli import app
-from arbcli.commands._help import GROUPS
 from arbcli.commands._options import (
-    BACKENDS,
-    OPTION_OF_FIELD,
+    SETTINGS,
     fill_options,
     find_run,
     in_options,
     repeat_options,
 )
-from arbcli.commands.train import train
 from arbcli.config.presets import preset
+from arbcli.config.settings import GROUPS
 from arbcli.config.short_forms import ARGUMENTS, arguments
-from arbcli.config.training import TrainConfig
+from arbcli.config.training import BACKENDS, TrainConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime import backend
 from arbcli.train import configure
@@ -86,11 +84,19 @@ def test_backends_are_those_that_there_are():
     assert BACKENDS == backend.BACKENDS
 
 
-def test_every_parameter_is_in_one_group_of_the_help_at_most():
-    names = " ".join(GROUPS.values()).split()
-    assert len(names) == len(set(names))
-    assert set(names) <= set(inspect.signature(train).parameters)
-    assert set(inspect.signature(train).parameters) <= set(names)
+COMMANDS = typer.main.get_command(app).commands
+
+
+def test_every_option_of_train_has_a_heading_that_pages_know():
+    headings = {option.rich_help_panel for option in COMMANDS["train"].params}
+    assert headings == {*GROUPS}
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_page_of_help_fits_80_columns(command):
+    page = CliRunner().invoke(app, [command, "--help"] if command else ["--help"]).stdout
+    assert max(map(len, page.splitlines())) <= 80
+    assert page.isascii()
 
 
 def test_page_of_help_has_groups_and_types_that_a_person_reads():
@@ -106,15 +112,19 @@ def test_page_of_help_has_groups_and_types_that_a_person_reads():
 
 def test_configurations_know_no_option():
     for path in Path(config.__file__).parent.glob("*.py"):
-        assert "--" not in path.read_text(), path
+        assert path.name == "settings.py" or "--" not in path.read_text(), path
 
 
-def test_every_option_that_is_called_otherwise_is_of_a_field():
-    assert OPTION_OF_FIELD.keys() - {"model_file"} <= {*TrainConfig.__slots__, *ARGUMENTS}
+def test_settings_name_other_settings_only():
+    """A name in backquotes is shown as its option."""
+    for name, one in SETTINGS.items():
+        assert {*re.findall(r"`(\w+)", one.setting.help)} <= {*SETTINGS}, name
+        assert one.setting.help, name
+        assert one.setting.group in GROUPS, name
 
 
 CHOSEN = {
-    "tokenizer": "tokenizer.json",
+    "tokenizer": "tokenizer.json", "sound": "pcm16", "picture": "grey:64x48",
     "preset": "hnet-tiny", "data": ["a.txt", "b.txt"], "val": ["c.txt"], "field": "body",
     "schedule": "wsd", "rule": "nibble", "digits": "all", "direction": "sign",
     "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
@@ -194,7 +204,7 @@ def test_way_out_names_options_too_and_a_switch_without_a_value(arb_here):
 
 def test_page_of_help_shows_defaults_and_only_groups_that_fit(arb_here):
     page = " ".join(arb_here("generate", "--help").stdout.split())
-    for default in ("512", "0.8", "256", "1.0"):
+    for default in ("512, or the rest of a file", "0.8", "256", "1.0"):
         assert f"[default: {default}]" in page
     assert "x>=" not in page
     assert "--prompt TEXT" in page
@@ -221,3 +231,7 @@ def test_auto_says_which_run_it_is(tmp_path, capsys):
     assert capsys.readouterr().err == f"auto is `{run}`\n"
     assert find_run(run, tmp_path) == run
     assert capsys.readouterr().err == ""
+
+
+def test_page_of_settings_is_that_of_the_fields():
+    assert settings_page.PAGE.read_text() == settings_page.page(), "python tests/settings_page.py"

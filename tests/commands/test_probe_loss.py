@@ -96,6 +96,10 @@ def test_probe_loss_asks_for_matplotlib_before_it_computes(monkeypatch):
     assert "matplotlib" in str(result.exception)
 
 
-@pytest.mark.parametrize("args", [["--steps", "0"], ["--lr", "x"], ["--ctx", "0"]])
+@pytest.mark.parametrize("args", [["--steps", "0"], ["--lr", "x"]])
 def test_probe_loss_rejects_what_is_no_number_of_it(args):
     assert invoke(*args).exit_code == 2
+
+
+def test_number_out_of_the_bounds_of_a_setting_is_refused():
+    assert str(invoke("--ctx", "0").exception) == "`ctx` is 0"

@@ -6,7 +6,7 @@ import torch
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import random_packed
-from arbcli.kernels.matmul import coded, coded_rows, row_matmul
+from arbcli.kernels.matmul import coded, coded_rows, row_by_row, row_matmul
 from arbcli.kernels.matmul.few_rows import few_rows
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.compare import as_tuple, compare
@@ -81,7 +81,7 @@ def row_error(
     added = torch.randn(1, weight.out_features, generator=generator) if gated else None
     inputs = *weight, eps, added, torch.float32
     with emulated(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_matmul, "_tiling", lambda *_: row_matmul.Tiling(*tiling))
+        patch.setattr(row_matmul, "tiling_of", lambda *_: row_matmul.Tiling(*tiling))
         y = row_matmul.ROW_MATMUL.triton(x, *inputs)
     return error(y, coded.coded_reference(row, *inputs))
 
@@ -136,6 +136,35 @@ TILINGS = [
 )
 def test_row_matmul(compiling, shape, tiling, gated, eps):
     assert compiling(row_error, *shape, gated, eps, tiling) < 2e-4  # x has 15 bits
+
+
+def differing_rows(rows: int, shape: tuple, tiling: tuple) -> int:
+    """Count the rows of a product that have other bits than each has by itself."""
+    generator = torch.Generator().manual_seed(0)
+    weight = coded.code(random_packed(*shape, 32, generator, spread=8), gated=True)
+    x = torch.randn(rows, shape[1], generator=generator).bfloat16()
+    added = torch.randn(rows, weight.out_features, generator=generator)
+    with emulated(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_matmul, "tiling_of", lambda *_: row_matmul.Tiling(*tiling))
+        together = row_by_row.ROW_BY_ROW.triton(x, *weight, 1e-6, added, torch.float32)
+        single = row_matmul.ROW_MATMUL.triton
+        alone = [
+            single(x[m : m + 1], *weight, 1e-6, added[m : m + 1], torch.float32)
+            for m in range(rows)
+        ]
+    return int((together != torch.cat(alone)).any(dim=1).sum())
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "tiling"),
+    [
+        param(4, (18, 328), (1, 1, 4, 64), quick=True),
+        param(3, (34, 1096), (4, 3, 4), quick=False),
+        param(5, (34, 640), (4, 4, 8, 96), quick=False),
+    ],
+)
+def test_row_by_row_has_the_bits_of_row_matmul(compiling, rows, shape, tiling):
+    assert compiling(differing_rows, rows, shape, tiling) == 0
 
 
 @pytest.mark.parametrize(

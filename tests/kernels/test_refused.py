@@ -4,6 +4,7 @@ A launch that reads beyond its inputs gives numbers all the same, so that no res
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
@@ -11,24 +12,27 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.append_position import append_position_, in_eight_bits
+from arbcli.kernels.attention.attend_ahead import Kept, keep_accepted_, table_of
 from arbcli.kernels.attention.attend_parts import attend_parts
 from arbcli.kernels.attention.decode_compressed import decode_compressed
 from arbcli.kernels.attention.rotary_norm import rotary_norm_backward
 from arbcli.kernels.codec.decode_e4m3 import decode_e4m3
 from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.coded import Coded, code
 from arbcli.kernels.matmul.coded_rows import coded_rows
 from arbcli.kernels.matmul.digits_matmul import ArrangedDigits, arrange_digits, digits_matmul
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
+from arbcli.kernels.matmul.row_by_row import row_by_row
 from arbcli.kernels.matmul.row_matmul import row_matmul
-from arbcli.kernels.registry import KERNELS
+from arbcli.kernels.registry import BY_NAME, KERNELS
 from arbcli.kernels.rows.weighted_rows import TouchedRows, weighted_rows_grad
+from arbcli.kernels.runtime.arguments import REAL, Argument, Array, Matrix, Number, names_in
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.update.gradient_gains import gradient_gains
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
 from arbcli.kernels.update.last_bits import last_bits
-from arbcli.verify.fuzz import DRAWINGS, Dice
 from arbcli.verify.kernels import copies
 
 OTHER_TYPE = {
@@ -41,10 +45,14 @@ ADAPTED = {
     "append_position_8bit": lambda *x: append_position_(*x[:-2], x[-2:]),
     "coded_rows": lambda x, *rest: coded_rows(x, Coded(*rest[:4]), *rest[4:]),
     "row_matmul": lambda x, *rest: row_matmul(x, Coded(*rest[:4]), *rest[4:]),
+    "row_by_row": lambda x, *rest: row_by_row(x, Coded(*rest[:4]), *rest[4:]),
+    "keep_accepted": lambda keys, values, new, *counts: keep_accepted_(
+        table_of([Kept(keys, values, new)]), *counts
+    ),
     "digits_matmul": lambda x, *rest: digits_matmul(x, ArrangedDigits(*rest[:5]), *rest[5:]),
     "rotary_norm_backward": lambda *inputs: rotary_norm_backward(inputs[:3], *inputs[3:]),
-    "weighted_rows_grad": lambda grad_y, weights, tokens, order, bounds: weighted_rows_grad(
-        grad_y, weights, tokens, TouchedRows(order, order, bounds, order)
+    "weighted_rows_grad": lambda grad_y, weights, tokens, order, bounds, *kind: (
+        weighted_rows_grad(grad_y, weights, tokens, TouchedRows(order, order, bounds, order), *kind)
     ),
     "gradient_gains": lambda *inputs: gradient_gains(GradientStatistics(*inputs[:5]), *inputs[5:]),
     "last_bits": lambda trits, remainder, *kind: last_bits(
@@ -74,7 +82,7 @@ def longer(x: Tensor, dim: int) -> Tensor:
 
 
 def alterations(x: Tensor | Packed) -> Iterator[tuple[str, Tensor | Packed]]:
-    """Make what an input is not, by the letters of `REFUSED`."""
+    """Make what an input is not, by the letters of `declared`."""
     if isinstance(x, Packed):
         yield "p", x._replace(exponent=x.exponent.short())
         return
@@ -89,110 +97,58 @@ def alterations(x: Tensor | Packed) -> Iterator[tuple[str, Tensor | Packed]]:
         yield str(dim), longer(x, dim)
 
 
-REFUSED = {
-    "pack_trits": "t+-",
-    "unpack_trits": "t+-1",
-    "decode_weight": "p",
-    "decode_digits": "p",
-    "decode_e4m3": "p",
-    "quantise_rows": "t+-",
-    "fp8_matmul": "t+-01 tb+-01 p",
-    "round_nvfp4": "t+-",
-    "nvfp4_matmul": "t+-1 tb+-0 p",
-    "encode_nvfp4": "t+-",
-    "scaled_nvfp4_matmul": "t+-l01 t+-l01 t+-l01 t+-l01 tb+-0",
-    "ternary_matmul": "t+-1 p",
-    "ternary_matmul_grad_x": "t+-1 p",
-    "row_matmul": "t+-l01 t+-l012 . . . . tb+-01",
-    "coded_rows": "t+-l01 t+-l012 . . . . tb+-01",
-    "digits_matmul": "t+-l01 t+-l012345 t+-l0123 . . . . tb+-01",
-    "grouped_matmul": "tb+-1 tb+-02 t+-0",
-    "grouped_grad_w": "tb+-0 tb+-0 t+-",
-    "expert_combine": "t+- t+-01 tb+-01",
-    "expert_combine_backward": "tb+-01 tb+-1 t+-01 tb+-01",
-    "rms_norm": "t1 p",
-    "add_rms_norm": "tb+-01 tb+-01 p",
-    "rms_norm_backward": "tb+-01 tb+-01 p",
-    "gated_rms_norm": "t1 p",
-    "gated_rms_norm_backward": "tb+-01 tb+-01 p",
-    "rms_norm_e4m3": "t+-1 p",
-    "add_rms_norm_e4m3": "tb+-01 tb+-01 p",
-    "gated_rms_norm_e4m3": "t+-1 p",
-    "rotary_norm": "t+-l124 tb+-l01 tb+-l01",
-    "rotary_norm_backward": "tb+-0123 tb+-0123 tb+-0123 tb+-l01234 tb+-l0123 tb+-l01 tb+-l01",
-    "attend_parts": "t+-l012 t+-l012 t+-l012 t+ tb+-l01 tb+-l01",
-    "decode_attention": "tb+-l012 tb+-l012 tb+-l012 t+ tb+-l01 tb+-l01 t+-l0",
-    "decode_attention_8bit": "t+-l012 t+-l012 t+-l012 t+-l012 t+ tb+-l01 tb+-l01 t+-l0",
-    "decode_attention_rows": "tb+-l0123 tb+-l0123 tb+-l0123 t+-l0 tb+-l01 tb+-l01 t+-l01",
-    "compress_blocks": "t+-12 tb+-0 tb+-01 tb+-01",
-    "compress_blocks_backward": "t+-0123 t+-0123 t+-012 tb+-01 tb+-01 tb+-01",
-    "compressed_attention": "tb+-0123 tb+-023 tb+-023 t+-012 tb+-0 tb+-01 tb+-01",
-    "compressed_attention_backward":
-        "tb+-0123 tb+-0123 tb+-012 tb+-0123 tb+-023 tb+-023 t+-012 tb+-0 tb+-01 tb+-01",
-    "causal_attention_backward":
-        "tb+-0123 tb+-0123 tb+-0123 tb+-0123 tb+-0123 tb+-l012",
-    "choose_entries": "tb+-0123 tb+-012 tb+-02",
-    "sum_choices": "t+-l012 t+-l012",
-    "append_position": "tb+-l012 tb+-l12 tb+-l12 tb+-l012 tb+-l01 t+ tb+-l01 tb+-l01",
-    "append_position_8bit":
-        "tb+-l012 t+-l012 t+-l012 tb+-l012 tb+-l01 t+ tb+-l01 tb+-l01 . t+-l01 t+-l01",
-    "choose_next": "tb+-l0 tb+-l0 tb+-l1 t+-l t+ tb+-l01 tb+-l01",
-    "decode_compressed": "tb+-l01 tb+-l12 tb+-l12 t+-l tb+-l0 t+ tb+-l01 tb+-l01 t+-l0",
-    "decode_latent": "tb+-l0 tb+-l01 tb+-l01 tb+-l01 tb+-l01 t+ tb+-l01 tb+-l01",
-    "choose_byte": "t0 t+-l t+-l t+ t+",
-    "choose_bytes": "t+-01 t+-l0 t+-l0 t+-0 t+-0 tb+-0 t+-0 tb+-0",
-    "cross_entropy": "t+-0 t+-0",
-    "cross_entropy_backward": "t+-0 t+-0 tb+",
-    "add_symbols": "tb+-l0 tb+-l0 t+-0 t+-0",
-    "grade_symbols": "t+-0 t+-0 tb+-l0 tb+-l0",
-    "embedding_rows": "t+- p",
-    "embedding_grad": "t+-0 t+-0",
-    "weighted_rows": "t+-01 tb+-01 p",
-    "weighted_rows_grad_weights": "t+-01 t+-0 p",
-    "weighted_rows_grad": "t+- tb+-0 t+-0 t+-l0 t+-l",
-    "gather_rows": "t+- t+-",
-    "scatter_rows": "t+-1 t+-0 t+-01",
-    "boundary_scores": "tb+-012 tb+-012",
-    "boundary_scores_backward": "tb+-01 tb+-012 tb+-012",
-    "find_chunks": "t+-",
-    "gather_chunks": "t+-0 t+-0",
-    "smooth_chunks": "t+-01 tb+-01",
-    "smooth_chunks_backward": "tb+-012 t+-012 tb+-01 tb+-012",
-    "spread_chunks": "t+-012 tb+-02 t+-01",
-    "spread_chunks_backward": "t+-012 tb+-012 t+-01 t+-01",
-    "route_position": ". tb+-l0 tb+-l0 tb+-l0 tb+-l0 t01 t01 t+ t+",
-    "take_chunk": "tb+-l0 tb+-0 tb+-l0 tb+-l0 tb+-l0 t+",
-    "decay_scan": "tb+-0123 tb+-0123 tb+-012 tb+-012",
-    "causal_conv": "t+-2 tb+-01",
-    "causal_conv_grad_w": "tb+-012 tb+-012",
-    "stream_weights": "t+-1 tb+-l0",
-    "stream_weights_backward": "tb+-01 tb+-012 tb+-01 t+-01 tb+-l0",
-    "mix_streams": "tb+-012 tb+-012 tb+-01 tb+-01",
-    "mix_streams_backward": "tb+-012 tb+-012 tb+-012 tb+-01 tb+-01",
-    "mamba_step": "tb+-l0 tb+-l01 tb+-l012 tb+-l01 tb+-l0 tb+-l0 tb+-l0 t+",
-    "gradient_statistics": "t+-01 p",
-    "sign_gradient": "tb+-01 tb+-01 p",
-    "gradient_gains": "t+-0 t+-l0 tb+-l0 tb+-l1 tb+-l1 t+-01 t+-01 t+ t+ t+ t+",
-    "unit_gain": "t+-01 tb+-l0 tb+-l0 t+",
-    "unit_rows": "t+- t+",
-    "gram": "t-",
-    "gram_polynomial": "t-01",
-    "step_scales": "t+-01 t+-01 tb+-01 tb+ t+ t+ t+ t+",
-    "blend_moment": "t+-01 t+-01 tb+-0 tb+-l0 t+ t+ t+",
-    "step_by_moment": "t+-01 t+-01 t+-01 t+ t+ t+ t+ t+ t+",
-    "step_by_direction": "t+-01 t+-01 t+-01 tb+-0 tb+-l0 t+ t+ t+ t+ t+ t+",
-    "cast_trit_votes": "t+-01 t+-01 t+-01 t+ t+",
-    "cast_scale_votes": "t+-01 t+-01 tb+-01 t+",
-    "quantise_gradient": "t+-01 t+-l0 t+ t+-l01 . t+-l0",
-    "sum_gradients": "t+-l01 . t+-l0 t+-l01",
-    "last_bits": "t+-01 t+-01",
-    "take_last_bits": "t+-01 t+-01 t+-l01",
-}  # fmt: skip
-"""What each input of a kernel must not be: a letter for each alteration, a dot where there is none.
+def declared(name: str, inputs: list) -> str:
+    """Say what each input must not be: a letter for each alteration, a dot where there is none.
 
-Of another type (t) or bfloat16 (b), of one dimension more (+) or fewer (-), not contiguous (l), a
-packed matrix that is none (p), or one longer in the dimension of that number.
-"""
+    Of another type (t) or bfloat16 (b), of one dimension more (+) or fewer (-), not contiguous (l),
+    a packed matrix that is none (p), or one longer in the dimension of that number.
+    """
+    spec = BY_NAME[name]
+    kinds = [*spec.arguments.values()]
+    given = [
+        kind for kind, x in zip(kinds, inputs, strict=False)
+        if x is not None and not isinstance(kind, Number)
+    ]  # fmt: skip
+    named = Counter(
+        found for kind in given for size in kind.dims for found in names_in(size.strip("*"))
+    )
+    of_types = " ".join(spec.where)
+    reals = sum(isinstance(kind, Array) and kind.dtypes == REAL for kind in given)
+    return " ".join(
+        letters_of(kind, x, named, reals, f"{key}.dtype" in of_types) or "."
+        for (key, kind), x in zip(spec.arguments.items(), inputs, strict=False)
+    )
+
+
+def letters_of(
+    kind: Argument, x: Tensor | Packed | None, named: Counter, reals: int, compared: bool
+) -> str:
+    if x is None or isinstance(kind, Number):
+        return ""
+    if isinstance(kind, Matrix):
+        return "p"
+    other = OTHER_TYPE.get(x.dtype, torch.float16)
+    dims, found = kind.dims, "" if other in kind.dtypes else "t"
+    if x.dtype == torch.float32 and (torch.bfloat16 not in kind.dtypes or
+                                     (kind.dtypes == REAL and reals > 1) or compared):  # fmt: skip
+        found += "b"
+    if kind.one:
+        return found + "".join(map(str, range(x.dim())))
+    lead = dims[0][1:] if dims and dims[0].startswith("*") else None
+    if lead is None or named[lead] > 1:
+        found += "+-" if x.dim() else "+"
+    elif x.dim() == len(dims) - 1:
+        found += "-"
+    if kind.dense and x.dim() and x.numel() > 1:
+        found += "l"
+    single = dims[1:] if lead else dims
+    for dim in range(x.dim()):
+        place = dim - (x.dim() - len(single))
+        size = single[place] if place >= 0 else lead
+        found += str(dim) if not size.isidentifier() or named[size] > 1 else ""
+    return found
+
+
 SEEDS = {
     "row_matmul": 1,
     "digits_matmul": 1,
@@ -207,7 +163,9 @@ SEEDS = {
     "sum_gradients": 1,
 }
 """Of those draws that have every input, or several heads, where the first has not."""
-SAID = r"^(?!.*unpack)"
+NAMES = {spec.name for spec in KERNELS} - {"merged_steps"}
+"""A merged step is a list of launches that were refused one by one."""
+SAID = r"^(?!.*to unpack)"
 """By the operation, and not by a tuple of another length."""
 
 
@@ -216,14 +174,9 @@ def flat(inputs: tuple) -> list:
     return [part for x in inputs for part in (x if type(x) is tuple else (x,))]
 
 
-def test_every_kernel_with_an_operation_is_here():
-    """A merged step is a list of launches that were refused one by one."""
-    assert {*REFUSED, "merged_steps"} == {spec.name for spec in KERNELS}
-
-
 def drawn(name: str) -> list:
     dice = Dice(SEEDS.get(name, 0), torch.device("cpu"), torch.float32)
-    return flat(DRAWINGS[name].draw(dice, 32, 5, 7, 37))
+    return flat(BY_NAME[name].drawn(dice, 32, 5, 7, 37))
 
 
 def run(name: str, inputs: Iterable, backend: str = "torch") -> None:
@@ -236,18 +189,18 @@ def assert_refused(name: str, inputs: list) -> None:
         run(name, inputs)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", sorted(NAMES))
 def test_input_that_does_not_fit_the_others_is_refused(name):
     inputs = drawn(name)
     run(name, copies(inputs))  # which fit
-    for place, letters in enumerate(REFUSED[name].split()):
+    for place, letters in enumerate(declared(name, inputs).split()):
         wanted = letters.strip(".")
         others = dict(alterations(inputs[place])) if wanted else {}
         for letter in wanted:
             assert_refused(name, [*inputs[:place], others[letter], *inputs[place + 1 :]])
 
 
-@pytest.mark.parametrize("name", [*{*REFUSED} - {"gram", "gram_polynomial", "decode_digits"}])
+@pytest.mark.parametrize("name", [*NAMES - {"gram", "gram_polynomial", "decode_digits"}])
 def test_operation_launches_a_kernel_on_a_gpu_and_none_by_torch(name):
     """Results do not tell: those of the torch backend are as good. Products pay on a GPU only.
 
@@ -265,8 +218,25 @@ def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(sizes, dtype=dtype)
 
 
+def matrix(rows: int, columns: int) -> Packed:
+    return Dice(0, torch.device("cpu"), torch.float32).packed(rows, columns, 32)
+
+
 BOOL, HALF, INT8, INT64 = torch.bool, torch.bfloat16, torch.int8, torch.int64
 VALUES = {
+    "causal_attention_backward": (
+        dict.fromkeys(range(5), zeros(1, 2, 3, 12)) | {5: zeros(1, 2, 3)},
+        dict.fromkeys(range(5), zeros(1, 2, 3, 8)) | {5: zeros(1, 2, 3)},
+    ),
+    "expert_combine": (
+        {1: zeros(1, 17, dtype=INT64), 2: None}, {1: zeros(1, 0, dtype=INT64), 2: None},
+        {0: zeros(1, 37)},
+    ),
+    "fp8_matmul": ({0: zeros(5, 40).to(torch.float8_e4m3fn), 2: matrix(32, 40), 3: False},),
+    "nvfp4_matmul": ({0: zeros(5, 40), 2: matrix(32, 40), 3: False},),
+    "gradient_gains": ({6: None}, {3: zeros(0, 7)}, {4: zeros(0, 37)}),
+    "weighted_rows": ({3: torch.float16},),
+    "weighted_rows_grad": ({5: torch.float64},),
     "append_position": (
         {1: zeros(0, 1, 76)}, {2: zeros(0, 1, 76)}, {3: zeros(2, 0, 76), 4: zeros(76, 0)},
     ),
@@ -345,7 +315,7 @@ VALUES = {
 def test_values_that_inputs_cannot_have_are_refused(name):
     inputs = drawn(name)
     for others in VALUES[name]:
-        assert_refused(name, [others.get(place, x) for place, x in enumerate(inputs)])
+        assert_refused(name, [*({**dict(enumerate(inputs)), **others}).values()])
 
 
 def test_codes_are_read_with_exponents_that_fit_them():
@@ -354,9 +324,9 @@ def test_codes_are_read_with_exponents_that_fit_them():
     for place in range(2):
         for wrong in dict(alterations(exponents[place])).values():
             others = [wrong if i == place else right for i, right in enumerate(exponents)]
-            with pytest.raises(ValueError, match="exponents: need contiguous"):
+            with pytest.raises(ValueError, match=r"of_(recent|entries): need contiguous"):
                 decode_compressed(*inputs, others)
-    with pytest.raises(ValueError, match="codes in eight bits"):
+    with pytest.raises(ValueError, match="recent: need contiguous"):
         decode_compressed(*drawn("decode_compressed"), exponents)
 
 
@@ -385,5 +355,5 @@ def test_parts_of_attention_that_do_not_belong_together_are_not_multiplied():
 def test_matrix_that_has_no_digits_in_planes_is_not_arranged():
     for group_size, gated, digits in ((6, False, "all"), (32, False, "trit"), (32, True, "all")):
         packed = Dice(0, torch.device("cpu"), torch.float32).packed(7, 40, group_size, 8, digits)
-        with pytest.raises(ValueError, match=r"need all digits|7 rows are not"):
+        with pytest.raises(ValueError, match="packed weights: need"):
             arrange_digits(packed, gated)

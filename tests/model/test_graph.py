@@ -76,7 +76,7 @@ def train(lm: LanguageModel, steps: int, ids=None, **options) -> list[float]:
     for step in range(steps):
         updater.begin(step, **{"lr": LR[lm.config.rule], **options})
         parts = lm.losses(ids[:, :-1], ids[:, 1:])
-        minimised(parts).backward()
+        minimised(parts, lm.loss_weights).backward()
         updater.finish()
         lm.after_step()
         losses.append(parts["text"].item())

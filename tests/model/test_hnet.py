@@ -79,7 +79,7 @@ def train(lm: LanguageModel, steps: int, ids: torch.Tensor) -> list[float]:
     for step in range(steps):
         updater.begin(step, 1.0)
         parts = lm.losses(ids[:, :-1], ids[:, 1:])
-        minimised(parts).backward()
+        minimised(parts, lm.loss_weights).backward()
         updater.finish()
         losses.append(parts["text"].item())
     assert updater.counters() == {"nonfinite_steps": 0, "refused": 0}
@@ -374,7 +374,7 @@ def test_twins_learn_too(weights, kind):
     for _ in range(8):
         optimizer.zero_grad()
         parts = lm.losses(ids[:, :-1], ids[:, 1:])
-        minimised(parts).backward()
+        minimised(parts, lm.loss_weights).backward()
         optimizer.step()
         losses.append(parts["text"].item())
     assert losses[-1] < 0.8 * losses[0]

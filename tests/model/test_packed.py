@@ -7,7 +7,8 @@ import torch
 
 from arbcli.config.presets import preset
 from arbcli.config.site import SCALE_TYPES
-from arbcli.kernels.codec.packing import illegal_bytes, pack_trits, row_bytes, unpack_trits
+from arbcli.kernels.codec.layout import row_bytes
+from arbcli.kernels.codec.packing import illegal_bytes, pack_trits, unpack_trits
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules import DIRECTION, RULES
 

@@ -21,6 +21,7 @@ from arbcli.checkpoint import load_checkpoint
 from arbcli.config.training import TrainConfig, train_config_dict
 from arbcli.data import open_texts
 from arbcli.model.operations import step_operations
+from arbcli.plain_text import Conversion
 from arbcli.train import run as runs
 from arbcli.train import trainer as training
 from arbcli.train.configure import new_config
@@ -564,7 +565,7 @@ def test_directory_of_a_run_is_named_for_its_model(given, name, options, tmp_pat
 
 def test_text_of_a_run_is_opened_by_what_the_run_says_of_it(monkeypatch):
     config = new_config(**SHAPE, data=["a", "b"], val=["c"], field="story", seed=5, device="cpu")
-    about = {"seed": 5, "context": 16, "field": "story"}
+    about = {"seed": 5, "context": 16, "conversion": Conversion("story")}
     monkeypatch.setattr("arbcli.train.directory.open_texts", opened := mock.Mock())
     open_run_texts(config)
     open_run_texts(config, {"data": ["d"], "val": []}, "files")

@@ -24,7 +24,7 @@ from torch.autograd import DeviceType
 
 from arbcli import load
 from arbcli.checkpoint import load_checkpoint, save_checkpoint, write_json
-from arbcli.config.training import DECISIVE, TrainConfig, train_config_from
+from arbcli.config.training import TrainConfig, train_config_from
 from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
 from arbcli.model.operations import step_operations
@@ -728,10 +728,11 @@ def test_change_of_any_other_setting_is_seen_by_its_name(field):
 def test_checkpoint_of_another_run_is_refused_by_field(started):
     saved = load_checkpoint(checkpoints(started)[0])
     facts = read_facts(started)
-    accept = accept_of(started, facts, train_config_from(facts))
+    config = train_config_from(facts)
+    accept = accept_of(started, facts, config)
     accept(saved)
     settings = saved.data["settings"]
-    assert {*settings, "seed"} == {*DECISIVE, "init_from", "scale_losses"}
+    assert {*settings, "seed"} == {*config.decisive(), "seed", "init_from"}
     others = [(saved.config, "heads", "heads", 1), (saved.config, "ctx", "ctx", 8)]
     others += [(saved.config, "direction", "direction", "sign")]
     others += [
@@ -747,7 +748,8 @@ def test_checkpoint_of_another_run_is_refused_by_field(started):
             accept(saved)
         place.clear()
         place.update(before)
-    saved.data["settings"] = settings | dict.fromkeys(DECISIVE, 7)
+    names = config.decisive().keys() - {"scale_losses"}
+    saved.data["settings"] = settings | dict.fromkeys(names, 7)
     with pytest.raises(ArbError, match=r"its `accum` is 7, not 1, its `batch` .*, and 7 more"):
         accept(saved)
 

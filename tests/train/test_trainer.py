@@ -10,6 +10,7 @@ from arbcli.device import deterministic
 from arbcli.errors import ArbError
 from arbcli.inspect.memory import measure, predict
 from arbcli.model.build import build_model
+from arbcli.model.language_model import LOSS_WEIGHTS
 from arbcli.rules import RULES
 from arbcli.train.configure import new_config
 from arbcli.train.step import minimised
@@ -274,8 +275,8 @@ def test_what_eight_bits_cannot_do_is_explained(given, message):
 
 def test_other_parts_of_a_loss_count_by_their_weights():
     parts = {"text": torch.tensor(2.0), "ponder": torch.tensor(3.0)}
-    assert float(minimised(parts)) == pytest.approx(2.03)
-    assert float(minimised({"text": parts["text"]})) == 2
+    assert float(minimised(parts, LOSS_WEIGHTS)) == pytest.approx(2.03)
+    assert float(minimised({"text": parts["text"]}, LOSS_WEIGHTS)) == 2
 
 
 @pytest.mark.parametrize("weights", ["ternary", "ste"])

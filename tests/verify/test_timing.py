@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import PACK_TRITS, UNPACK_TRITS
-from arbcli.kernels.runtime.spec import Timing
+from arbcli.kernels.runtime.operation import Timing
 from arbcli.verify import kernels as verify
 from arbcli.verify import timing
 from arbcli.verify.compare import as_tuple

@@ -1,6 +1,7 @@
 """Attention to all positions, or to those of a window."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from arbcli.config.checks import check_choice
 from arbcli.config.parts.base import PartConfig
@@ -54,6 +55,7 @@ class AttentionConfig(PartConfig):
     """Causal self-attention with rotary positions."""
 
     kind: str = field(default="attention", init=False)
+    across: ClassVar[str | None] = None
     heads: int
     """Heads of queries."""
     kv_heads: int | None = None

@@ -15,6 +15,9 @@ class PartConfig:
     """The name of the kind, as files have it."""
     has_twin: ClassVar[bool] = True
     """Whether the part has a float twin."""
+    across: ClassVar[str | None] = "it would pass something from one document to the next"
+    """Why a window cannot hold several documents that know nothing of each other; None if it can.
+    """
 
     @property
     def reads_text(self) -> bool:

@@ -1,6 +1,7 @@
 """Attention to entries of several positions, which an indexer may choose."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from arbcli.config.checks import check_choice
 from arbcli.config.parts.attention import check_even_width, check_heads, check_kv_heads
@@ -18,6 +19,7 @@ class CompressedAttentionConfig(PartConfig):
     """Causal self-attention to the last positions, and to entries compressed from all before."""
 
     kind: str = field(default="compressed", init=False)
+    across: ClassVar[str | None] = "an entry may hold positions of two documents"
     heads: int
     kv_heads: int = 1
     """Heads of keys and values, each of which serves `heads / kv_heads` heads of queries."""

@@ -1,6 +1,7 @@
 """A mixture of experts, of which each position uses a few."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from arbcli.config.checks import check_choice
 from arbcli.config.parts.base import PartConfig
@@ -16,6 +17,7 @@ class ExpertsConfig(PartConfig):
     """Gated MLPs, of which each position uses `top_k`."""
 
     kind: str = field(default="experts", init=False)
+    across: ClassVar[str | None] = None
     experts: int
     top_k: int = 2
     """Experts of a position."""

@@ -1,6 +1,7 @@
 """Attention over compressed keys and values."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from arbcli.config.parts.attention import check_heads
 from arbcli.config.parts.base import PartConfig
@@ -13,6 +14,7 @@ class LatentAttentionConfig(PartConfig):
     """Causal self-attention whose keys and values are made from a latent vector."""
 
     kind: str = field(default="latent", init=False)
+    across: ClassVar[str | None] = "its attention has no mask of documents"
     heads: int
     latent: int
     """Width of the vector that keys and values are compressed to."""

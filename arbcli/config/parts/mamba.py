@@ -1,6 +1,7 @@
 """Mamba-2, a state space model."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from arbcli.config.parts.attention import check_heads
 from arbcli.config.parts.base import PartConfig
@@ -15,6 +16,7 @@ class MambaConfig(PartConfig):
     """Mamba-2: `EXPAND` times `heads` heads, each with a state of its own."""
 
     kind: str = field(default="mamba", init=False)
+    across: ClassVar[str | None] = "its state goes on from one document to the next"
     heads: int
     """Of the stream's width; there are `EXPAND` times as many inside, of the same width."""
     states: int = 64

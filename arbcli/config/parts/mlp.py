@@ -1,6 +1,7 @@
 """The gated MLP."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.site import Site
@@ -11,6 +12,7 @@ class MLPConfig(PartConfig):
     """A gated MLP with SiLU."""
 
     kind: str = field(default="mlp", init=False)
+    across: ClassVar[str | None] = None
     width: int
     """Of the hidden layer."""
     sub_norm: bool = True

@@ -9,13 +9,24 @@ weighted by that. So y is the mean of all parts, weighted by their totals.
 Whoever reads y takes that mean while it reads. So no program waits for another here, as the last
 one does that adds up the parts; that takes longer than to read the parts.
 
+Spans of a ring in S = 3 parts, and slots of width 128 in the threads of a warp:
+
+    slots    | span 0 | span 1 | span 2 | span 3 | span 4 | span 5 | 6, not filled
+    part         0        1        2        0        1        2
+    thread   0 .. 15: slot s, elements 8 t .. 8 t + 7;   16 .. 31: slot s + 1;   next warp: s + 2
+
+Why so: 16 bytes a thread are the widest load, and 16 threads load a slot of 256 bytes as a whole. A
+score is summed over these 16 threads by shuffles, and every one of them has it then, for the eight
+elements of the value that are its own. Parts take spans in turn, so that all have as many while a
+ring fills up.
+
 Work. A program has a part of a head. In each pass a warp has two slots of width 128, or four of 64:
 a thread has eight elements of a slot. A span is on its way to registers before the program waits
 for the kernel that makes query, key and value. A long ring has more spans than parts, so that who
 reads these reads few; then a program reads its next span while it computes with one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -24,18 +35,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention.decode_attention import (
-    check_new_byte,
-    check_rings,
+    PLACE,
     decode_attention,
     turned_torch,
 )
 from arbcli.kernels.codec.warp_products import HAS_PTX, round_pair, unpair, unpair_four
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import BF16, FLOAT, INT32, Array, Number, compiled_check
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous, check_scalars
+from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import memory_of, read_float, write_four, write_where
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.runtime.threads import across, load_new, load_where, warp_number
 
 WIDTHS = (64, 128)
@@ -48,6 +60,16 @@ MOST_PARTS = 16
 """Of a head: every program of the product that reads them reads all of them."""
 REGISTERS = 128
 """Of a thread, at most."""
+
+
+_check_parts = compiled_check(
+    "parts of attention",
+    {
+        "values": Array("S, V", BF16, dense=True), "totals": Array("S, H", FLOAT, dense=True),
+        "position": Array("", INT32), "span": Number(()),
+    },
+    ("H > 0 and V % H == 0",),
+)  # fmt: skip
 
 
 class AttentionParts(NamedTuple):
@@ -72,13 +94,7 @@ class AttentionParts(NamedTuple):
         Raises:
             ValueError: a dtype or a shape does not fit.
         """
-        heads = self.totals.shape[1] if self.totals.dim() == 2 else 0
-        if self.values.dim() != 2 or not heads or self.values.shape[1] % heads:
-            shapes = tuple(self.values.shape), tuple(self.totals.shape)
-            raise ValueError(f"averages and totals do not fit each other: {shapes}")
-        check_contiguous("values", self.values, torch.bfloat16, self.values.shape)
-        check_contiguous("totals", self.totals, torch.float32, (len(self.values), heads))
-        check_scalars(torch.int32, position=self.position)
+        _check_parts(*self)
 
     def average(self) -> Tensor:
         """Average the parts: (heads * d,) bfloat16, computed in float32 and rounded once."""
@@ -91,6 +107,24 @@ class AttentionParts(NamedTuple):
         for part, share in zip(values, totals, strict=True):
             total, sums = total + share, sums + part * share
         return (sums * (1 / total)).to(torch.bfloat16).flatten()
+
+
+class PartsOfRows(NamedTuple):
+    """Attention of several positions of a text, each in parts: see `AttentionParts`."""
+
+    values: Tensor
+    """(M, S, heads * d) bfloat16."""
+    totals: Tensor
+    """(M, S, heads) float32."""
+    position: Tensor
+    """int32 scalar tensor: how many bytes came before the first of them."""
+    span: int
+    """Slots of a span."""
+
+    def of(self, row: int) -> AttentionParts:
+        """Take those of one position."""
+        place = self.position + row
+        return AttentionParts(self.values[row], self.totals[row], place, self.span)
 
 
 class Sharing(NamedTuple):
@@ -266,11 +300,68 @@ def _add_span(
 
 
 @triton.jit
+def _turned_angles(cos_ptr, sin_ptr, position, d, HALF: tl.constexpr, PTX: tl.constexpr):
+    """Load the angles of a position for a thread's eight elements; sines with a half's sign."""
+    angle = position.to(tl.int64) * HALF + d % HALF
+    cos, sin = _angles(cos_ptr + angle, PTX), ()
+    unsigned = _angles(sin_ptr + angle, PTX)
+    for i in tl.static_range(8):
+        sin = sin + (tl.where(d < HALF, -unsigned[i], unsigned[i]),)  # noqa: RUF005
+    return cos, sin
+
+
+@triton.jit
+def _put_before(
+    keys, values, of_k, cos_ptr, sin_ptr, position, row, mine, first, W, HEADS, eps, d,
+    M: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Put the keys and values of the rows before `row` where they will be stored in a span.
+
+    Args:
+        keys: a thread's of the span, as loaded.
+        values: likewise.
+        of_k: where the key of the first row is, for a thread's elements.
+        cos_ptr: of the table.
+        sin_ptr: likewise.
+        position: that of the first row.
+        row: whose span it is.
+        mine: a thread's first slot of the span.
+        first: the span's first slot.
+        W: slots of the ring.
+        HEADS: of the ring.
+        eps: of the norm of keys.
+        d: a thread's first element.
+        M: rows.
+        WIDTH: of a head.
+        STRIDE: slots from a thread's to its next one.
+        PTX: whether PTX is understood.
+    """
+    HALF: tl.constexpr = WIDTH // 2
+    for m in tl.static_range(M - 1):
+        slot = (position + m) % W
+        if (m < row) & (slot >= first) & (slot < first + STRIDE * len(keys)):
+            k_words = load_new(of_k + 3 * HEADS * HALF * m, PTX)
+            v_words = load_new(of_k + HEADS * HALF * (3 * m + 1), PTX)
+            cos, sin = _turned_angles(cos_ptr, sin_ptr, position + m, d, HALF, PTX)
+            k_words = _turn(k_words, cos, sin, eps, WIDTH, PTX)
+            new_keys, new_values = (), ()
+            for i in tl.static_range(len(keys)):
+                here, of_key, of_value = mine + STRIDE * i == slot, (), ()
+                for j in tl.static_range(4):
+                    of_key = of_key + (tl.where(here, k_words[j], keys[i][j]),)  # noqa: RUF005
+                    of_value = of_value + (tl.where(here, v_words[j], values[i][j]),)  # noqa: RUF005
+                new_keys = new_keys + (of_key,)  # noqa: RUF005
+                new_values = new_values + (of_value,)  # noqa: RUF005
+            keys, values = new_keys, new_values
+    return keys, values
+
+
+@triton.jit
 def _attend_parts_kernel(
     qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, averages_ptr, totals_ptr,
-    instead_ptr, W, HEADS, scale, eps,
-    WIDTH: tl.constexpr, PASSES: tl.constexpr, SEVERAL: tl.constexpr, WARPS: tl.constexpr,
-    PTX: tl.constexpr, OVERLAP: tl.constexpr,
+    new_ptr, instead_ptr, W, HEADS, scale, eps,
+    M: tl.constexpr, WIDTH: tl.constexpr, PASSES: tl.constexpr, SEVERAL: tl.constexpr,
+    WARPS: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = WIDTH // 2
     LANES: tl.constexpr = WIDTH // 8  # threads that share a slot
@@ -280,7 +371,10 @@ def _attend_parts_kernel(
     warp, lane = thread // 32, thread % 32
     d = 8 * (lane % LANES)
     head, part = tl.program_id(0), tl.program_id(1)
-    position = tl.load(position_ptr)
+    before, row = tl.load(position_ptr), 0
+    if M > 1:
+        row = tl.program_id(2)
+    position = before + row
     slot, seen = position % W, tl.minimum(position + 1, W)
     SPAN: tl.constexpr = STRIDE * PASSES
     first = part * SPAN
@@ -291,16 +385,13 @@ def _attend_parts_kernel(
         keys, values = _load_span(
             keys_of_head, values_of_head, mine, seen, slot, WIDTH, STRIDE, PASSES, PTX
         )
-        angle = position.to(tl.int64) * HALF + d % HALF
-        cos, sin = _angles(cos_ptr + angle, PTX), ()
-        unsigned = _angles(sin_ptr + angle, PTX)
-        for i in tl.static_range(8):
-            sin = sin + (tl.where(d < HALF, -unsigned[i], unsigned[i]),)  # noqa: RUF005
+        cos, sin = _turned_angles(cos_ptr, sin_ptr, position, d, HALF, PTX)
         memory = memory_of(instead_ptr, thread, OF_WARP * WARPS, PTX)
         adds_new = slot // SPAN % tl.num_programs(1) == part
         wait_for_last(OVERLAP, True)
 
-        of_q = qkv_ptr + head * HALF + d // 2
+        of_first = qkv_ptr + head * HALF + d // 2
+        of_q = of_first + 3 * HEADS * HALF * row
         q_words = load_new(of_q, PTX)
         k_words = load_new(of_q + HEADS * HALF, PTX)
         v_words = load_new(of_q + 2 * HEADS * HALF, PTX)
@@ -319,9 +410,14 @@ def _attend_parts_kernel(
             for i in tl.static_range(8):
                 added = added + (total * v[i],)  # noqa: RUF005
             sums = added
+            if M == 1:
+                to_key, to_value = keys_of_head + slot * HALF, values_of_head + slot * HALF
+            else:  # it is not said yet whether the row stays
+                to_key = new_ptr + (row * HEADS + head) * HALF + d // 2
+                to_value = to_key + M * HEADS * HALF
             for i in tl.static_range(4):
-                tl.store(keys_of_head + (slot * HALF + i), k_words[i], mask=stores)
-                tl.store(values_of_head + (slot * HALF + i), v_words[i], mask=stores)
+                tl.store(to_key + i, k_words[i], mask=stores)
+                tl.store(to_value + i, v_words[i], mask=stores)
         if SEVERAL:
             apart = SPAN * tl.num_programs(1)
             for start in range(first, seen, apart):
@@ -330,11 +426,21 @@ def _attend_parts_kernel(
                     keys_of_head, values_of_head, of_span + apart, seen, slot,
                     WIDTH, STRIDE, PASSES, PTX,
                 )  # fmt: skip
+                if M > 1:
+                    keys, values = _put_before(
+                        keys, values, of_first + HEADS * HALF, cos_ptr, sin_ptr, before, row,
+                        of_span, start, W, HEADS, eps, d, M, WIDTH, STRIDE, PTX,
+                    )  # fmt: skip
                 sums, total = _add_span(
                     sums, total, keys, values, q, of_span, seen, slot, scale, WIDTH, STRIDE, PTX
                 )
                 keys, values = next_keys, next_values
         else:
+            if M > 1:
+                keys, values = _put_before(
+                    keys, values, of_first + HEADS * HALF, cos_ptr, sin_ptr, before, row,
+                    mine, first, W, HEADS, eps, d, M, WIDTH, STRIDE, PTX,
+                )  # fmt: skip
             sums, total = _add_span(
                 sums, total, keys, values, q, mine, seen, slot, scale, WIDTH, STRIDE, PTX
             )
@@ -357,7 +463,7 @@ def _attend_parts_kernel(
             for w in tl.static_range(WARPS):
                 found += read_float(memory + (OF_WARP * w + 4 * of_d), PTX)
                 whole += read_float(memory + (OF_WARP * w + 4 * WIDTH), PTX)
-            place, average = part * HEADS + head, found / whole
+            place, average = (row * tl.num_programs(1) + part) * HEADS + head, found / whole
             rounded = round_pair(average, average, PTX).to(tl.int16)
             tl.store(averages_ptr + place * WIDTH + of_d, rounded, mask=thread < WIDTH)
             tl.store(totals_ptr + place + 0 * thread, whole, mask=thread == 0)
@@ -367,21 +473,44 @@ def _attend_parts_triton(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
     eps: float, most: int = MOST_PARTS,
 ) -> AttentionParts:  # fmt: skip
-    heads, window, width = keys.shape
+    parts = attend_rows_triton(qkv[None], keys, values, position, cos, sin, eps, None, most)
+    return AttentionParts(parts.values[0], parts.totals[0], position, parts.span)
+
+
+def attend_rows_triton(
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    eps: float, new: Tensor | None, most: int = MOST_PARTS,
+) -> PartsOfRows:  # fmt: skip
+    """Attend to a ring from one position, which is stored there, or from several, which are not.
+
+    Args:
+        qkv: (M, 3, heads, d).
+        keys: of the ring, as the following ones see `attend_parts`.
+        values: likewise.
+        position: of the first row.
+        cos: of the table.
+        sin: likewise.
+        eps: of the norm.
+        new: (2, M, heads, d), to which keys and values of several positions are written; None is
+            one position.
+        most: parts.
+    """
+    rows, (heads, window, width) = len(qkv), keys.shape
     parts, passes, span = sharing(window, width, most)
-    averages = torch.empty(parts, heads * width, dtype=qkv.dtype, device=qkv.device)
-    totals = torch.empty(parts, heads, dtype=torch.float32, device=qkv.device)
+    averages = torch.empty(rows, parts, heads * width, dtype=qkv.dtype, device=qkv.device)
+    totals = torch.empty(rows, parts, heads, dtype=torch.float32, device=qkv.device)
     aligned = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (qkv, cos, sin))
     qkv, cos, sin = (x.view(torch.int32) for x in aligned)
     size = heads * parts * WARPS * (4 * width + 16)
     instead = totals if HAS_PTX else torch.empty(size, dtype=torch.uint8, device=qkv.device)
-    _attend_parts_kernel[(heads, parts)](
+    _attend_parts_kernel[(heads, parts) if rows == 1 else (heads, parts, rows)](
         qkv, keys.view(torch.int32), values.view(torch.int32), position, cos, sin,
-        averages.view(torch.int16), totals, instead, window, heads, width**-0.5, eps,
-        WIDTH=width, PASSES=passes, SEVERAL=window > parts * span, WARPS=WARPS, PTX=HAS_PTX,
-        num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
+        averages.view(torch.int16), totals, totals if new is None else new.view(torch.int32),
+        instead, window, heads, width**-0.5, eps,
+        M=rows, WIDTH=width, PASSES=passes, SEVERAL=window > parts * span, WARPS=WARPS,
+        PTX=HAS_PTX, num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
     )  # fmt: skip
-    return AttentionParts(averages, totals, position, span)
+    return PartsOfRows(averages, totals, position, span)
 
 
 def fits_parts(qkv: Tensor) -> bool:
@@ -390,8 +519,12 @@ def fits_parts(qkv: Tensor) -> bool:
     Args:
         qkv: (..., d), the byte's query, key and value.
     """
-    fits = qkv.dtype == torch.bfloat16 and qkv.shape[-1] in WIDTHS
-    return fits and uses_triton(qkv) and torch.version.hip is None
+    return fits_heads(qkv) and uses_triton(qkv) and torch.version.hip is None
+
+
+def fits_heads(qkv: Tensor) -> bool:
+    """Whether queries, keys and values are of a dtype and a width that this is for."""
+    return qkv.dtype == torch.bfloat16 and qkv.shape[-1] in WIDTHS
 
 
 def attend_parts(
@@ -426,15 +559,7 @@ def attend_parts(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_new_byte(qkv, position, cos, sin, None)
-    check_rings(qkv, keys, values)
-    got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
-    if qkv.dtype != torch.bfloat16 or qkv.shape[-1] not in WIDTHS:
-        raise ValueError(f"need bfloat16 heads of 64 or 128, got {got}")
-    if keys.data_ptr() % 16 or values.data_ptr() % 16:
-        raise ValueError("need rings that begin at multiples of 16 bytes")
-    run = _attend_parts_triton if uses_triton(qkv) else _attend_parts_torch
-    return run(qkv, keys, values, position, cos, sin, eps, most)
+    return ATTEND_PARTS(qkv, keys, values, position, cos, sin, eps, most)
 
 
 SHAPES = ((2, 7, 64, 0, 16), (1, 40, 128, 30, 16), (1, 100, 128, 99, 16), (2, 200, 64, 450, 16),
@@ -459,20 +584,12 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (*parts, at, angle.cos(), angle.sin(), 1e-6, most))
 
 
-def _with_state(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it left in the ring too, and no gaps."""
-
-    def with_state(
-        qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-        eps: float, most: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        found = run(qkv, keys, values, position, cos, sin, eps, most)
-        spans = torch.arange(len(found.totals), device=qkv.device)[:, None]
-        used = spans * found.span <= position
-        sums, totals = (torch.where(used, part, 0) for part in found[:2])
-        return sums, totals, keys, values
-
-    return with_state
+def _with_state(inputs: tuple, found: AttentionParts) -> tuple[Tensor, ...]:
+    """Give what is left in the ring too, and no gaps."""
+    _, keys, values, position, *_ = inputs
+    used = torch.arange(len(found.totals), device=keys.device)[:, None] * found.span <= position
+    sums, totals = (torch.where(used, part, 0) for part in found[:2])
+    return sums, totals, keys, values
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -492,14 +609,35 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         )
 
 
-ATTEND_PARTS = KernelSpec(
-    "attend_parts", _with_state(_attend_parts_triton), _with_state(_attend_parts_torch),
-    attend_parts_reference, _cases,
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, width, position = 1 + dice.below(3), WIDTHS[k % 2], dice.below(3 * n)
+    qkv = dice.reals(3 * heads, width, dtype=torch.bfloat16).contiguous().view(3, heads, width)
+    rings = [dice.reals(heads * n, width, dtype=torch.bfloat16).contiguous() for _ in range(2)]
+    angle = dice.reals(position + 1, width // 2, dtype=torch.float32).contiguous()
+    return (
+        # a ring begins at a multiple of 16 bytes
+        qkv, *(ring.clone().view(heads, n, width) for ring in rings), dice.scalar(position),
+        angle.cos(), angle.sin(), 1e-6, dice.pick((1, 3, MOST_PARTS)),
+    )  # fmt: skip
+
+
+_RING = Array("H, W, D", BF16, dense=True)
+
+ATTEND_PARTS = Operation(
+    "attend_parts", _attend_parts_triton, _attend_parts_torch, attend_parts_reference, _cases,
     Gate(
         exact=False,
         relative=2.5e-3,
         reason="parts are rounded to bf16 once; where query and key are rounded otherwise than in"
         " float64, in the last bit, weights differ by less",
     ),
-    timings=_timings,
+    {
+        "qkv": Array("3, H, D", BF16, dense=True), "keys": _RING, "values": _RING,
+        **PLACE, "position": Array("", INT32), "eps": Number(()), "most": Number(()),
+    },
+    where=(
+        f"D in {WIDTHS}", "W > 0",
+        "keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0",  # bytes of a load
+    ),
+    compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
 )  # fmt: skip

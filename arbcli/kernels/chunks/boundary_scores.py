@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import FLOAT, Array
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 WIDE = 4096
 """Largest block of a row for four warps: with wider ones the compiler takes minutes, and spills."""
@@ -196,8 +196,7 @@ def boundary_scores(x: Tensor, qk: Tensor) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(x, qk)
-    return (_boundary_scores_triton if uses_triton(x) else _boundary_scores_torch)(x, qk)
+    return BOUNDARY_SCORES(x, qk)
 
 
 def boundary_scores_backward(grad_p: Tensor, x: Tensor, qk: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,21 +213,7 @@ def boundary_scores_backward(grad_p: Tensor, x: Tensor, qk: Tensor) -> tuple[Ten
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(x, qk)
-    if grad_p.dtype != torch.float32 or grad_p.shape != x.shape[:2]:
-        got = f"{grad_p.dtype} {tuple(grad_p.shape)}"
-        raise ValueError(f"need a float32 gradient of shape {tuple(x.shape[:2])}, got {got}")
-    run = _boundary_scores_backward_triton if uses_triton(x) else _boundary_scores_backward_torch
-    return run(grad_p, x, qk)
-
-
-def _check(x: Tensor, qk: Tensor) -> None:
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 3:
-        got = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"need float32 or bfloat16 positions, got {got}")
-    wanted = (*x.shape[:2], 2 * x.shape[2])
-    if qk.dtype != x.dtype or tuple(qk.shape) != wanted:
-        raise ValueError(f"need {x.dtype} {wanted}, got {qk.dtype} {tuple(qk.shape)}")
+    return BOUNDARY_SCORES_BACKWARD(grad_p, x, qk)
 
 
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
@@ -296,12 +281,17 @@ _GATE = Gate(
     reason="float32 sums over a row, of which differences are taken; in bf16 one rounding",
 )
 
-BOUNDARY_SCORES = KernelSpec(
+_ARGUMENTS = {"x": Array("B, T, D"), "qk": Array("B, T, 2 * D")}
+_SIZES = {"B": (1, 3), "T": "m", "D": "max(k, 5)"}
+"""Of one number a cosine has no gradient."""
+
+BOUNDARY_SCORES = Operation(
     "boundary_scores", _boundary_scores_triton, _boundary_scores_torch, boundary_scores_reference,
-    _cases, _GATE, timings=_timings,
+    _cases, _GATE, _ARGUMENTS, sizes=_SIZES, timings=_timings,
 )  # fmt: skip
-BOUNDARY_SCORES_BACKWARD = KernelSpec(
+BOUNDARY_SCORES_BACKWARD = Operation(
     "boundary_scores_backward", _boundary_scores_backward_triton, _boundary_scores_backward_torch,
-    boundary_scores_backward_reference, _backward_cases, _GATE, bfloat16=(1, 2),
+    boundary_scores_backward_reference, _backward_cases, _GATE,
+    {"grad_p": Array("B, T", FLOAT), **_ARGUMENTS}, sizes=_SIZES, peer=rounded_score_gradients,
     timings=_backward_timings,
 )  # fmt: skip

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.arguments import BOOL, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
 
 class Chunks(NamedTuple):
@@ -117,14 +118,7 @@ def find_chunks(boundaries: Tensor, capacity: int) -> Chunks:
     Raises:
         ValueError: a dtype, a shape or a number does not fit.
     """
-    if boundaries.dtype != torch.bool or boundaries.dim() != 2:
-        got = f"{boundaries.dtype} of shape {tuple(boundaries.shape)}"
-        raise ValueError(f"need a matrix of bool, got {got}")
-    if capacity < 1:
-        raise ValueError(f"need 1 slot or more, got {capacity}")
-    return (_find_chunks_triton if uses_triton(boundaries) else _find_chunks_torch)(
-        boundaries, capacity
-    )
+    return FIND_CHUNKS(boundaries, capacity)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -152,7 +146,18 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("32x4096 in 1536", inputs, peer=lambda: _find_chunks_torch(*inputs))
 
 
-FIND_CHUNKS = KernelSpec(
+def draw_boundaries(dice: Dice, batch: int, length: int) -> Tensor:
+    """Draw boundaries, few or many of them."""
+    share = dice.pick((0.05, 0.25, 0.9))
+    values = torch.rand(batch, length, generator=dice.generator, device=dice.device)
+    return dice.view(values < share)
+
+
+FIND_CHUNKS = Operation(
     "find_chunks", _find_chunks_triton, _find_chunks_torch, find_chunks_reference, _cases,
-    timings=_timings,
+    arguments={
+        "boundaries": Array("B, T", BOOL, values=draw_boundaries),
+        "capacity": Number((1, 7, "k", "2 * k")),
+    },
+    where=("capacity > 0",), sizes={"B": "m", "T": "k"}, timings=_timings,
 )  # fmt: skip

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import INT64, Array
+from arbcli.kernels.runtime.operation import EXACT, Case, Operation, Timing
 
 
 def gather_chunks_reference(x: Tensor, index: Tensor) -> Tensor:
@@ -73,13 +73,7 @@ def gather_chunks(x: Tensor, index: Tensor) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 3:
-        got = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"need float32 or bfloat16 sequences, got {got}")
-    if index.dtype != torch.int64 or index.dim() != 2 or len(index) != len(x):
-        got = f"{index.dtype} of shape {tuple(index.shape)}"
-        raise ValueError(f"need int64 places of {len(x)} sequences, got {got}")
-    return (_gather_chunks_triton if uses_triton(x) else _gather_chunks_torch)(x, index)
+    return GATHER_CHUNKS(x, index)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -110,7 +104,9 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("32x1024 of 4096x512 bf16", inputs, peer=lambda: _gather_chunks_torch(*inputs))
 
 
-GATHER_CHUNKS = KernelSpec(
+GATHER_CHUNKS = Operation(
     "gather_chunks", _gather_chunks_triton, _gather_chunks_torch, gather_chunks_reference, _cases,
-    EXACT, bfloat16=(0,), timings=_timings,
+    EXACT,
+    {"x": Array("B, S, D"), "index": Array("B, R", INT64, values=(-1, "S - 1"))},
+    sizes={"B": (1, 3), "S": "m", "R": (1, 9, "m")}, timings=_timings,
 )  # fmt: skip

@@ -21,21 +21,22 @@ Of several texts each has a program of its own, which knows nothing of the other
 not go on, no chunk begins, and nothing is counted or remembered.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.chunks.boundary_scores import TINY
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.arguments import FLOAT, INT32, INT64, Array, Number
 from arbcli.kernels.runtime.conditions import tell_condition
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous, check_element
+from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
 
 ROUTERS = ("learned", "every", "space")
@@ -324,22 +325,7 @@ def route_position_(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    (*texts, width) = _check_vector("x", x)
-    parts = 3 if router == "learned" else 1
-    check_contiguous("rows", rows, x.dtype, (*texts, parts * width))
-    check_contiguous("mean", mean, torch.float32, (*texts, width))
-    check_contiguous("last", last, x.dtype, (*texts, 2 * width))
-    places = (("encoder", encoder), ("decoder", decoder), ("going_on", going_on))
-    for name, integers in places:
-        if integers is not None:
-            check_contiguous(name, integers, torch.int32, texts)
-    for name, integer in (("byte", byte), ("ids", ids), ("handle", handle)):
-        if integer is not None:
-            check_element(name, integer, torch.int64, texts)
-    if router not in ROUTERS:
-        raise ValueError(f"no router is named {router}")
-    run = _route_position_triton if uses_triton(x) else _route_position_torch
-    return run(
+    return ROUTE_POSITION(
         router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle, going_on
     )
 
@@ -370,26 +356,7 @@ def take_chunk_(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    (*texts, width) = _check_vector("z", z)
-    for name, x, dtype, size in (
-        ("residual", residual, z.dtype, width), ("y", y, z.dtype, width),
-        ("mean", mean, torch.float32, width), ("p", p, torch.float32, 1),
-    ):  # fmt: skip
-        check_contiguous(name, x, dtype, (*texts, size))
-    for name, integers in (("position", position), ("begins", begins)):
-        if integers is not None:
-            check_contiguous(name, integers, torch.int32, texts)
-    run = _take_chunk_triton if uses_triton(z) else _take_chunk_torch
-    run(z, p, residual, mean, y, position, begins)
-
-
-def _check_vector(name: str, x: Tensor) -> torch.Size:
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() > 2 or not x.is_contiguous():
-        got = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"need a contiguous float32 or bfloat16 vector {name}, got {got}")
-    if not x.dim():
-        raise ValueError(f"need a vector {name}, got a number")
-    return x.shape
+    TAKE_CHUNK(z, p, residual, mean, y, position, begins)
 
 
 def _draw(generator: torch.Generator, width: int, parts: int) -> tuple[Tensor, ...]:
@@ -420,13 +387,13 @@ def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             low = " bf16" if dtype == torch.bfloat16 else ""
             inputs = (router, *tensors, 4, 1e-6, None)
             label = f"{router} {width} at {position}, {byte} after {before}{low}"
-            yield Case(label, inputs, _route_peer if low else None)
+            yield Case(label, inputs, ROUTE_POSITION.torch if low else None)
             drawn.append(inputs)
         for texts in (drawn[:2], drawn[2:4], drawn[4:]):
             going_on = torch.tensor([n % 3 != 1 for n in range(len(texts))], dtype=torch.int32)
             inputs = (*beside_each_other(texts), going_on.to(device))
             label = f"{len(texts)} texts of {inputs[0]} {width}{low}"
-            yield Case(label, inputs, _route_peer if low else None)
+            yield Case(label, inputs, ROUTE_POSITION.torch if low else None)
 
 
 def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -442,42 +409,11 @@ def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             inputs = tuple(part.to(device).contiguous() for part in reals)
             position = torch.tensor(5, dtype=torch.int32, device=device) if p else None
             low = " bf16" if dtype == torch.bfloat16 else ""
-            yield Case(f"{width} {p}{low}", (*inputs, position), _take_peer if low else None)
+            yield Case(f"{width} {p}{low}", (*inputs, position), TAKE_CHUNK.torch if low else None)
             drawn.append(inputs)
         position, begins = torch.tensor([[5, 0, 7], [1, 0, 1]], dtype=torch.int32, device=device)
         texts = (*beside_each_other(drawn), position, begins)
-        yield Case(f"three texts of {width}{low}", texts, _take_peer if low else None)
-
-
-def _route_with_state(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what its reference does."""
-
-    def with_state(
-        router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
-        encoder: Tensor, decoder: Tensor, *rest: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        p, begins, y = run(router, x, rows, mean, last, byte, ids, encoder, decoder, *rest)
-        byte = byte if router == "space" else ids
-        return 1 + p, begins.long(), y, last, byte, encoder, decoder
-
-    return with_state
-
-
-def _take_with_state(run: Callable) -> Callable:
-    def with_state(
-        z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None,
-        *begins: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        run(z, p, residual, mean, y, position, *begins)
-        return (y, mean) if position is None else (y, mean, position)
-
-    return with_state
-
-
-_route_peer, _take_peer = (
-    _route_with_state(_route_position_torch),
-    _take_with_state(_take_chunk_torch),
-)
+        yield Case(f"three texts of {width}{low}", texts, TAKE_CHUNK.torch if low else None)
 
 
 def _route_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -512,11 +448,48 @@ _GATE = Gate(
     reason="float32 sums over a row; in bf16 one rounding, as torch has",
 )
 
-ROUTE_POSITION = KernelSpec(
-    "route_position", _route_with_state(_route_position_triton), _route_peer,
-    route_position_reference, _route_cases, _GATE, bfloat16=(1, 2, 4), timings=_route_timings,
+_INT = Array("*T", INT32, dense=True)
+_MEAN, _ELEMENT = Array("*T, D", FLOAT, dense=True), Array("*T", INT64, one=True)
+
+
+def _routed(inputs: tuple, found: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    router, _, _, _, last, byte, ids, encoder, decoder, *_ = inputs
+    p, begins, y = found
+    return 1 + p, begins.long(), y, last, byte if router == "space" else ids, encoder, decoder
+
+
+def _draw_route(dice: Dice, _group_size: int, m: int, n: int, k: int) -> tuple:
+    router = dice.pick(ROUTERS)
+    rows = dice.reals((3 if router == "learned" else 1) * k).contiguous()
+    x, last = dice.reals(k).contiguous(), dice.reals(2 * k).contiguous()
+    mean = dice.reals(k, dtype=torch.float32).contiguous()
+    byte, ids = (torch.tensor([[dice.below(48)]], device=dice.device) for _ in range(2))
+    places = dice.scalar(dice.pick((0, 1, m, 4 * n))), dice.scalar(7)
+    return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 1e-6, None
+
+
+ROUTE_POSITION = Operation(
+    "route_position", _route_position_triton, _route_position_torch, route_position_reference,
+    _route_cases, _GATE,
+    {
+        "router": Number(ROUTERS, named=True),
+        "x": Array("*T, D", dense=True),
+        "rows": Array("*T, D * (3 if router == 'learned' else 1)", dense=True), "mean": _MEAN,
+        "last": Array("*T, 2 * D", dense=True), "byte": _ELEMENT, "ids": _ELEMENT,
+        "encoder": _INT, "decoder": _INT, "length": Number((2, 4, 7)), "eps": Number((1e-6,)),
+        "handle": replace(_ELEMENT, optional=True), "going_on": replace(_INT, optional=True),
+    },
+    where=("len(T) < 2",), compared=_routed, draw=_draw_route,
+    timings=_route_timings,
 )  # fmt: skip
-TAKE_CHUNK = KernelSpec(
-    "take_chunk", _take_with_state(_take_chunk_triton), _take_peer, take_chunk_reference,
-    _take_cases, _GATE, bfloat16=(0, 2, 4), timings=_take_timings,
+TAKE_CHUNK = Operation(
+    "take_chunk", _take_chunk_triton, _take_chunk_torch, take_chunk_reference, _take_cases, _GATE,
+    {
+        "z": Array("*T, D", dense=True), "p": Array("*T, 1", FLOAT, True, values=Dice.shares),
+        "residual": Array("*T, D", dense=True), "mean": _MEAN, "y": Array("*T, D", dense=True),
+        "position": Array("*T", INT32, True, optional=True, values=(0, 99)),
+        "begins": Array("*T", INT32, True, optional=True, values=(0, 1)),
+    },
+    where=("len(T) < 2", "begins is None or len(T) == 1"), sizes={"T": ("()", "(m,)")},
+    needs_rows=False, compared=("y", "mean", "position"), timings=_take_timings,
 )  # fmt: skip

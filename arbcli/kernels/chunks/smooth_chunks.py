@@ -18,9 +18,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import FLOAT, Array
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
 def smooth_chunks_reference(z: Tensor, p: Tensor) -> Tensor:
@@ -181,8 +182,7 @@ def smooth_chunks(z: Tensor, p: Tensor) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(z, p)
-    return (_smooth_chunks_triton if uses_triton(z) else _smooth_chunks_torch)(z, p)
+    return SMOOTH_CHUNKS(z, p)
 
 
 def smooth_chunks_backward(
@@ -202,22 +202,7 @@ def smooth_chunks_backward(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(z, p)
-    for tensor in (grad_s, s):
-        if tensor.dtype != torch.float32 or tensor.shape != z.shape:
-            got = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ValueError(f"need float32 {tuple(z.shape)}, got {got}")
-    run = _smooth_chunks_backward_triton if uses_triton(z) else _smooth_chunks_backward_torch
-    return run(grad_s, z, p, s)
-
-
-def _check(z: Tensor, p: Tensor) -> None:
-    if z.dtype not in (torch.float32, torch.bfloat16) or z.dim() != 3:
-        got = f"{z.dtype} of shape {tuple(z.shape)}"
-        raise ValueError(f"need float32 or bfloat16 chunks, got {got}")
-    if p.dtype != torch.float32 or p.shape != z.shape[:2]:
-        got = f"{p.dtype} {tuple(p.shape)}"
-        raise ValueError(f"need float32 shares of shape {tuple(z.shape[:2])}, got {got}")
+    return SMOOTH_CHUNKS_BACKWARD(grad_s, z, p, s)
 
 
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
@@ -288,12 +273,29 @@ _GATE = Gate(
     reason="float32 sums over chunks and columns; in bf16 no worse than one rounding",
 )
 
-SMOOTH_CHUNKS = KernelSpec(
-    "smooth_chunks", _smooth_chunks_triton, _smooth_chunks_torch, smooth_chunks_reference, _cases,
-    _GATE, bfloat16=(0,), timings=_timings,
-)  # fmt: skip
-SMOOTH_CHUNKS_BACKWARD = KernelSpec(
+_ARGUMENTS = {"z": Array("B, C, D"), "p": Array("B, C", FLOAT, values=Dice.shares)}
+
+SMOOTH_CHUNKS = Operation(
+    "smooth_chunks",
+    _smooth_chunks_triton,
+    _smooth_chunks_torch,
+    smooth_chunks_reference,
+    _cases,
+    _GATE,
+    _ARGUMENTS,
+    sizes={"B": (1, 3), "C": "m"},
+    timings=_timings,
+)
+
+
+def _draw_backward(dice: Dice, *sizes: int) -> tuple:
+    z, p = SMOOTH_CHUNKS.drawn(dice, *sizes)
+    return dice.reals(*z.shape, dtype=torch.float32), z, p, _smooth_chunks_torch(z, p)  # fmt: skip
+
+
+SMOOTH_CHUNKS_BACKWARD = Operation(
     "smooth_chunks_backward", _smooth_chunks_backward_triton, _smooth_chunks_backward_torch,
-    smooth_chunks_backward_reference, _backward_cases, _GATE, bfloat16=(1,),
-    timings=_backward_timings,
+    smooth_chunks_backward_reference, _backward_cases, _GATE,
+    {"grad_s": Array("B, C, D", FLOAT), **_ARGUMENTS, "s": Array("B, C, D", FLOAT)},
+    draw=_draw_backward, needs_rows=True, peer=rounded_smooth_gradients, timings=_backward_timings,
 )  # fmt: skip

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.chunks.boundary_scores import WIDE
-from arbcli.kernels.chunks.find_chunks import find_chunks_reference
+from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS, draw_boundaries, find_chunks_reference
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
 def spread_chunks_reference(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
@@ -153,8 +154,7 @@ def spread_chunks(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(x, s, owner)
-    return (_spread_chunks_triton if uses_triton(x) else _spread_chunks_torch)(x, s, owner)
+    return SPREAD_CHUNKS(x, s, owner)
 
 
 def spread_chunks_backward(
@@ -174,24 +174,7 @@ def spread_chunks_backward(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(grad_y, s, owner)
-    if first.dtype != torch.int64 or first.shape != s.shape[:2]:
-        got = f"{first.dtype} {tuple(first.shape)}"
-        raise ValueError(f"need int64 places of shape {tuple(s.shape[:2])}, got {got}")
-    run = _spread_chunks_backward_triton if uses_triton(s) else _spread_chunks_backward_torch
-    return run(grad_y, s, owner, first)
-
-
-def _check(x: Tensor, s: Tensor, owner: Tensor) -> None:
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 3:
-        got = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"need float32 or bfloat16 positions, got {got}")
-    if owner.dtype != torch.int64 or owner.shape != x.shape[:2]:
-        got = f"{owner.dtype} {tuple(owner.shape)}"
-        raise ValueError(f"need int64 chunks of shape {tuple(x.shape[:2])}, got {got}")
-    if s.dtype != torch.float32 or s.dim() != 3 or s.shape[::2] != x.shape[::2]:
-        got = f"{s.dtype} {tuple(s.shape)}"
-        raise ValueError(f"need float32 chunks of width {x.shape[2]}, got {got}")
+    return SPREAD_CHUNKS_BACKWARD(grad_y, s, owner, first)
 
 
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor]]:
@@ -269,12 +252,42 @@ _GATE = Gate(
     reason="float32 sums over a chunk or a row; in bf16 no worse than one rounding",
 )
 
-SPREAD_CHUNKS = KernelSpec(
+_OTHERS = {
+    "s": Array("B, C, D", FLOAT),
+    "owner": Array("B, T", INT64, values=(0, "C - 1")),
+}
+
+
+def _in_float64(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
+    return x.double() + s.double()[_rows(owner), owner]
+
+
+def _backward_in_float64(
+    grad_y: Tensor, s: Tensor, owner: Tensor, _first: Tensor
+) -> tuple[Tensor, Tensor]:
+    grad_y, s = grad_y.double(), s.double()
+    places = (owner + _rows(owner) * s.shape[1]).flatten()
+    grad_s = torch.zeros_like(s.flatten(0, 1)).index_add_(0, places, grad_y.flatten(0, 1))
+    return grad_s.view(s.shape), (grad_y * s[_rows(owner), owner]).sum(dim=2)
+
+
+def _draw_backward(dice: Dice, _group_size: int, m: int, _n: int, k: int) -> tuple:
+    sequences, chunks = dice.pick((1, 3)), dice.pick((1, 7, m))
+    found = FIND_CHUNKS.torch(draw_boundaries(dice, sequences, m), chunks)
+    s = dice.reals(sequences, chunks, k, dtype=torch.float32)
+    return dice.reals(sequences, m, k), s, dice.view(found.owner), dice.view(found.first)
+
+
+SPREAD_CHUNKS = Operation(
     "spread_chunks", _spread_chunks_triton, _spread_chunks_torch, spread_chunks_reference, _cases,
-    _GATE, bfloat16=(0,), timings=_timings,
+    _GATE, {"x": Array("B, T, D"), **_OTHERS},
+    sizes={"B": (1, 3), "T": "m", "C": (1, 7, "m")}, large_reference=_in_float64,
+    peer=rounded_spread, timings=_timings,
 )  # fmt: skip
-SPREAD_CHUNKS_BACKWARD = KernelSpec(
+SPREAD_CHUNKS_BACKWARD = Operation(
     "spread_chunks_backward", _spread_chunks_backward_triton, _spread_chunks_backward_torch,
-    spread_chunks_backward_reference, _backward_cases, _GATE, bfloat16=(0,),
+    spread_chunks_backward_reference, _backward_cases, _GATE,
+    {"grad_y": Array("B, T, D"), **_OTHERS, "first": Array("B, C", INT64)},
+    draw=_draw_backward, needs_rows=True, large_reference=_backward_in_float64,
     timings=_backward_timings,
 )  # fmt: skip

@@ -19,8 +19,9 @@ from arbcli.kernels.codec.decode_digits import (
     round_weight,
     with_remainders,
 )
+from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import BLOCK, byte_tiles, digit_of, in_planes, plane_offsets
+from arbcli.kernels.codec.packing import byte_tiles, digit_of, in_planes, plane_offsets
 from arbcli.kernels.codec.scales import load_scale, scale_of
 from arbcli.kernels.codec.warp_products import first_digits, take_digits
 from arbcli.kernels.matmul.quantise_rows import (
@@ -31,9 +32,9 @@ from arbcli.kernels.matmul.quantise_rows import (
     to_e4m3,
 )
 from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import INT8, Array, Matrix, Number, never
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 
 MOST_PARTS = 128
 """Programs that share out the exponents, at most, where kernels look for the largest."""
@@ -87,9 +88,10 @@ def _load_largest(largest_ptr, PARTS: tl.constexpr):
 def _decode_digits_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, largest_ptr, q_ptr, scale_ptr,
     N, K, blocks,
-    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_an, stride_ak,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_an, stride_ak, of_trit, of_low,
     stride_qn, stride_qk,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
     NIBBLE: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Decode one block of some rows whose weights are all digits."""
@@ -111,8 +113,8 @@ def _decode_digits_kernel(
             stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
         )  # fmt: skip
         offset, trit = n * stride_an + k * stride_ak, digit_of(byte, digit).to(tl.float32)
-        digits = add_remainder(trit, remainder_ptr, offset, mask, RADIX, UNIT, NIBBLE)
-        q = to_e4m3(round_weight(digits * scale, RADIX) * inverse, False)
+        digits = add_remainder(trit, remainder_ptr, offset, mask, of_trit, of_low, DIGITS, NIBBLE)
+        q = to_e4m3(round_weight(digits * scale, DIGITS) * inverse, False)
         at = n * stride_qn + k.to(tl.int64) * stride_qk
         tl.store(q_ptr + at, q.to(tl.uint8), mask=mask)
         of_k = TRANSPOSED & (tile == 0) & (j < width) & (offs_k < K)
@@ -133,7 +135,7 @@ def _decode_digits_triton(
     largest = _largest_triton(packed) if largest is None else largest
     _decode_digits_kernel[(triton.cdiv(rows, 32) * blocks,)](
         *packed.all_pointers, largest, q.view(torch.uint8), scale,
-        rows, in_features, blocks, *packed.all_strides, *strides,
+        rows, in_features, blocks, *packed.all_strides, *packed.worths, *strides,
         **packed.all_constants, TRANSPOSED=transposed, BLOCK_N=32, PARTS=largest.numel(),
         num_warps=4,
     )  # fmt: skip
@@ -318,12 +320,6 @@ def _largest_triton(packed: Packed) -> Tensor:
     return largest
 
 
-def check_largest(largest: Tensor | None) -> None:
-    """Raise ValueError unless it is what `largest_exponents` finds, or None."""
-    if largest is not None:
-        check_contiguous("largest", largest, torch.int8, (largest.numel(),))
-
-
 def largest_exponents(packed: Packed) -> Tensor:
     """Find the largest exponents of parts of a matrix, int8; there may be one part."""
     if uses_triton(packed.trits):
@@ -348,10 +344,7 @@ def decode_e4m3(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    packed.check()
-    check_largest(largest)
-    run = _decode_e4m3_triton if uses_triton(packed.trits) else _decode_e4m3_torch
-    return run(packed, transposed, largest)
+    return DECODE_E4M3(packed, transposed, largest)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -387,13 +380,16 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         yield Timing(label, (all_digits, transposed), run=_decode_e4m3_triton)
 
 
-DECODE_E4M3 = KernelSpec(
-    "decode_e4m3",
-    in_float32(_decode_e4m3_triton),
-    in_float32(_decode_e4m3_torch),
-    decode_e4m3_reference,
-    _cases,
-    uses_scales=True,
+LARGEST = Array("L", INT8, dense=True, optional=True, values=never)
+"""What `largest_exponents` finds, which random cases leave to be found."""
+
+DECODE_E4M3 = Operation(
+    "decode_e4m3", in_float32(_decode_e4m3_triton), in_float32(_decode_e4m3_torch),
+    decode_e4m3_reference, _cases,
+    arguments={
+        "packed": Matrix(spread=12), "transposed": Number((False, True)), "largest": LARGEST
+    },
+    launch=(_decode_e4m3_triton, _decode_e4m3_torch, _decode_e4m3_torch),
     scale_path=lambda group_size: (in_planes(group_size), BLOCK % group_size == 0),
     timings=_timings,
-)
+)  # fmt: skip

@@ -26,15 +26,9 @@ from arbcli.kernels.codec.decode_digits import (
     decode_digits_triton,
     in_rounded_float32,
 )
+from arbcli.kernels.codec.layout import BLOCK, LARGEST_BYTE, PLANE
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import (
-    BLOCK,
-    LARGEST_BYTE,
-    PLANE,
-    in_planes,
-    positions_in_block,
-    trit_at,
-)
+from arbcli.kernels.codec.packing import in_planes, positions_in_block, trit_at
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
@@ -47,10 +41,10 @@ from arbcli.kernels.codec.warp_products import (
     unpair,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.arguments import Matrix, Number
 from arbcli.kernels.runtime.merged import merge_launches
+from arbcli.kernels.runtime.operation import Case, Operation, Timing
 from arbcli.kernels.runtime.shared_memory import allocate, read_four, wait_for_warp, write_four
-from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
 
 ABREAST, COLUMN_ROWS = 4, 16
 """Of the eight blocks a warp decodes at once, those of one row; rows of a program by columns."""
@@ -251,9 +245,7 @@ def decode_weight(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    packed.check()
-    run = decode_weight_triton if uses_triton(packed.trits) else decode_digits
-    return run(packed, dtype)
+    return DECODE_WEIGHT(packed, dtype)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -285,14 +277,10 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         yield Timing(f"{rows}x{in_features}", (packed,), run=decode_weight_triton)
 
 
-DECODE_WEIGHT = KernelSpec(
-    "decode_weight",
-    in_rounded_float32(decode_weight_triton),
-    in_rounded_float32(decode_digits_torch),
-    decode_digits_reference,
-    _cases,
-    uses_scales=True,
-    scale_path=in_planes,
-    timings=_timings,
-    native=in_rounded_float32(decode_digits_native),
-)
+DECODE_WEIGHT = Operation(
+    "decode_weight", in_rounded_float32(decode_weight_triton),
+    in_rounded_float32(decode_digits_torch), decode_digits_reference, _cases,
+    arguments={"packed": Matrix(spread=127), "dtype": Number(())},
+    launch=(decode_weight_triton, decode_digits, decode_digits), scale_path=in_planes,
+    timings=_timings, native=in_rounded_float32(decode_digits_native),
+)  # fmt: skip

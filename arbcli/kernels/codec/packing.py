@@ -1,10 +1,6 @@
 """Pack trits five to a byte and back: byte = sum over d of (trit_d + 1) * 3**d, 0..242.
 
-A row of K weights is a sequence of blocks of 160 weights in 32 bytes. Byte j of block b holds the
-weights k = 160 b + 32 d + j for d = 0..4, so that one digit of a block is 32 neighbours: a tile
-of a power of two, and with T32 exactly one group. These 32 weights are a *plane*. The last block of
-a row may be short: with `rest` weights left its planes are ceil(rest / 5) wide. Every row starts on
-a byte, and padding trits are 0.
+`layout` says where each weight is.
 """
 
 from collections.abc import Iterator
@@ -12,21 +8,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.layout import (
+    BLOCK,
+    LARGEST_BYTE,
+    PLANE,
+    TRITS_PER_BYTE,
+    row_bytes,
+)
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
-
-TRITS_PER_BYTE = 5
-PLANE = 32
-"""Bytes of a full block, and weights of one digit of it."""
-BLOCK = PLANE * TRITS_PER_BYTE
-LARGEST_BYTE = 3**TRITS_PER_BYTE - 1
-
-
-def row_bytes(in_features: int) -> int:
-    """Count the bytes of one packed row of `in_features` weights."""
-    blocks, rest = divmod(in_features, BLOCK)
-    return blocks * PLANE + -(-rest // TRITS_PER_BYTE)
+from arbcli.kernels.runtime.arguments import INT8, UINT8, Array, Number
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 
 
 def in_planes(group_size: int) -> bool:
@@ -281,9 +272,7 @@ def pack_trits(trits: Tensor) -> Tensor:
     Raises:
         ValueError: not a matrix of int8.
     """
-    if trits.dtype != torch.int8 or trits.dim() != 2:
-        raise ValueError(f"need an int8 matrix, got {trits.dtype} of shape {tuple(trits.shape)}")
-    return _pack_trits_triton(trits) if uses_triton(trits) else pack_trits_torch(trits)
+    return PACK_TRITS(trits)
 
 
 def unpack_trits(packed: Tensor, in_features: int) -> Tensor:
@@ -299,25 +288,7 @@ def unpack_trits(packed: Tensor, in_features: int) -> Tensor:
     Raises:
         ValueError: not a matrix of uint8, or not as wide as K weights are.
     """
-    check_packed(packed, in_features)
-    if uses_triton(packed):
-        return _unpack_trits_triton(packed, in_features)
-    return unpack_trits_torch(packed, in_features)
-
-
-def check_packed(packed: Tensor, in_features: int) -> None:
-    """Raise ValueError unless `packed` has the dtype and width of rows of `in_features` weights."""
-    if packed.dtype != torch.uint8 or packed.dim() != 2:
-        raise ValueError(f"need a uint8 matrix, got {packed.dtype} of shape {tuple(packed.shape)}")
-    if packed.shape[1] != row_bytes(in_features):
-        raise ValueError(f"packed {tuple(packed.shape)} is not rows of {in_features} weights")
-
-
-def check_digits(packed: Tensor, digits: Tensor) -> None:
-    """Raise ValueError unless `digits` are int8, (N, K), one for each trit of `packed`."""
-    if digits.dtype != torch.int8 or digits.dim() != 2 or digits.shape[:1] != packed.shape[:1]:
-        raise ValueError(f"need an int8 of each trit, got {digits.dtype} {tuple(digits.shape)}")
-    check_packed(packed, digits.shape[1])
+    return UNPACK_TRITS(packed, in_features)
 
 
 def illegal_bytes(packed: Tensor) -> int:
@@ -369,19 +340,15 @@ def _unpack_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("11264x2048", (packed, MATRIX[1]))
 
 
-PACK_TRITS = KernelSpec(
-    "pack_trits",
-    _pack_trits_triton,
-    pack_trits_torch,
-    pack_trits_reference,
-    _pack_cases,
-    timings=_pack_timings,
-)
-UNPACK_TRITS = KernelSpec(
-    "unpack_trits",
-    _unpack_trits_triton,
-    unpack_trits_torch,
-    unpack_trits_reference,
+PACK_TRITS = Operation(
+    "pack_trits", _pack_trits_triton, pack_trits_torch, pack_trits_reference, _pack_cases,
+    arguments={"trits": Array("N, K", INT8, values=(-1, 1))}, timings=_pack_timings,
+)  # fmt: skip
+UNPACK_TRITS = Operation(
+    "unpack_trits", _unpack_trits_triton, unpack_trits_torch, unpack_trits_reference,
     _unpack_cases,
-    timings=_unpack_timings,
-)
+    arguments={
+        "packed": Array("N, row_bytes(in_features)", UINT8), "in_features": Number(("K",))
+    },
+    draw=lambda dice, group_size, m, n, k: (dice.trits(n, k), k), timings=_unpack_timings,
+)  # fmt: skip

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.decode_e4m3 import (
+    DECODE_E4M3,
+    LARGEST,
     _decode_e4m3_torch,
     _decode_e4m3_triton,
-    check_largest,
     decode_e4m3_reference,
 )
 from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import FLOAT, Array, Matrix, Number
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 MULTIPLE = 16
 """What both sizes of a matrix must be a multiple of, by the matrix library."""
@@ -84,17 +86,7 @@ def fp8_matmul(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    packed.check()
-    sizes = (packed.out_features, packed.in_features)
-    if any(size % MULTIPLE for size in sizes):
-        raise ValueError(f"both sizes of {sizes} must be multiples of {MULTIPLE}")
-    fits = q.dim() == 2 and q.shape[1] == sizes[1 - transposed] and scale.shape == (len(q), 1)
-    if q.dtype != E4M3 or scale.dtype != torch.float32 or not fits:
-        got = f"{q.dtype} {tuple(q.shape)} with scales {scale.dtype} {tuple(scale.shape)}"
-        raise ValueError(f"{got} does not fit a matrix of {sizes}")
-    check_largest(largest)
-    run = _fp8_matmul_triton if uses_triton(q) else _fp8_matmul_torch
-    return run(q, scale, packed, transposed, dtype, largest)
+    return FP8_MATMUL(q, scale, packed, transposed, dtype, largest)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -133,12 +125,28 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         )
 
 
-FP8_MATMUL = KernelSpec(
-    "fp8_matmul",
-    _fp8_matmul_triton,
-    _fp8_matmul_torch,
-    fp8_matmul_reference,
-    _cases,
+def _in_float64(
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, _dtype: torch.dtype
+) -> Tensor:
+    weight, weight_scale = DECODE_E4M3.torch(packed, transposed)
+    return (q.double() * scale) @ (weight.double() * weight_scale.T).T
+
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, dice.below(2)
+    packed = dice.packed(n, k, group_size)
+    q, scale = QUANTISE_ROWS.torch(dice.reals(m, n if transposed else k))
+    return q.to(E4M3), scale, packed, transposed == 1, dice.dtype
+
+
+FP8_MATMUL = Operation(
+    "fp8_matmul", _fp8_matmul_triton, _fp8_matmul_torch, fp8_matmul_reference, _cases,
     Gate(exact=False, relative=4e-3, reason="sums of the matrix library, rounded to bf16"),
-    timings=_timings,
-)
+    {
+        "q": Array("M, N if transposed else K", (E4M3,)), "scale": Array("M, 1", FLOAT),
+        "packed": Matrix(), "transposed": Number((False, True)),
+        "dtype": Number((torch.bfloat16, torch.float32)), "largest": LARGEST,
+    },
+    where=(f"N % {MULTIPLE} == 0 and K % {MULTIPLE} == 0",), draw=_draw, needs_rows=True,
+    large_reference=_in_float64, uses_scales=False, timings=_timings,
+)  # fmt: skip

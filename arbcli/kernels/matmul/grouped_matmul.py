@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import capability, num_processors, uses_triton
+from arbcli.kernels.runtime.arguments import INT64, Array, Number
+from arbcli.kernels.runtime.backend import capability, num_processors
 from arbcli.kernels.runtime.descriptors import described
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.update.newton_schulz import (
     HOPPER,
     has_aligned_rows,
@@ -315,15 +317,7 @@ def grouped_matmul(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(x, bounds)
-    shape = (len(bounds) - 1, w.shape[1] if w.dim() == 3 else 0, x.shape[1])
-    if w.dtype != x.dtype or tuple(w.shape) != shape or 0 in shape:
-        got = f"{w.dtype} {tuple(w.shape)}"
-        raise ValueError(f"w {got} does not fit x {tuple(x.shape)} of {x.dtype} and {shape[0]}")
-    if out is not None and (out.dtype != x.dtype or out.shape != (len(x), shape[1])):
-        raise ValueError(f"out {out.dtype} {tuple(out.shape)} is not {(len(x), shape[1])}")
-    run = _grouped_matmul_triton if uses_triton(x) else _grouped_matmul_torch
-    return run(x, w, bounds, out, apart)
+    return GROUPED_MATMUL(x, w, bounds, out, apart)
 
 
 def grouped_grad_w(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
@@ -342,22 +336,7 @@ def grouped_grad_w(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(x, bounds)
-    fits = grad_y.dtype == x.dtype and grad_y.dim() == 2 and len(grad_y) == len(x)
-    if not fits or grad_y.shape[1] == 0:
-        got = f"{grad_y.dtype} {tuple(grad_y.shape)}"
-        raise ValueError(f"grad_y {got} does not fit x {x.dtype} {tuple(x.shape)}")
-    run = _grouped_grad_w_triton if uses_triton(x) else _grouped_grad_w_torch
-    return run(grad_y, x, bounds)
-
-
-def _check(x: Tensor, bounds: Tensor) -> None:
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 2 or x.shape[1] == 0:
-        got = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
-    if bounds.dtype != torch.int64 or bounds.dim() != 1 or not 2 <= len(bounds) <= MOST_EXPERTS + 1:
-        got = f"{bounds.dtype} {tuple(bounds.shape)}"
-        raise ValueError(f"need int64 bounds of 1 to {MOST_EXPERTS} experts, got {got}")
+    return GROUPED_GRAD_W(grad_y, x, bounds)
 
 
 SHAPES = (
@@ -483,11 +462,42 @@ _GATE = Gate(
     reason="float32 sums of hundreds of products; in bf16 no worse than torch's product by 10 %",
 )
 
-GROUPED_MATMUL = KernelSpec(
+
+def _bounds(dice: Dice, slots: int) -> Tensor:
+    """Draw bounds of experts; now and then half of the rows are nobody's."""
+    experts = dice.pick((1, 2, 4, 9))
+    spare = slots // 4 if dice.chance(0.3) else 0
+    inner = dice.integers(spare, slots - spare, experts - 1, dtype=torch.int64)
+    ends = [spare, *sorted(inner.tolist()), slots - spare]
+    return dice.view(torch.tensor(ends, dtype=torch.int64, device=dice.device))
+
+
+def _draw_product(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    bounds = _bounds(dice, m)
+    w = dice.reals(len(bounds) - 1, n, k)
+    if dice.chance(0.3):
+        w = w.mT.contiguous().mT
+    return dice.reals(m, k), w, bounds, dice.reals(m, n) if dice.chance(0.5) else None
+
+
+def _draw_grad_w(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return dice.reals(m, n), dice.reals(m, k), _bounds(dice, m)
+
+
+GROUPED_MATMUL = Operation(
     "grouped_matmul", _grouped_matmul_triton, _grouped_matmul_torch, grouped_matmul_reference,
-    _matmul_cases, _GATE, timings=_matmul_timings,
+    _matmul_cases, _GATE,
+    {
+        "x": Array("S, K"), "w": Array("E, N, K"), "bounds": Array("E + 1", INT64),
+        "out": Array("S, N", optional=True), "apart": Number(()),
+    },
+    where=(f"0 < E <= {MOST_EXPERTS}", "N > 0 and K > 0"), draw=_draw_product, needs_rows=True,
+    torch_is_peer=True, timings=_matmul_timings,
 )  # fmt: skip
-GROUPED_GRAD_W = KernelSpec(
+GROUPED_GRAD_W = Operation(
     "grouped_grad_w", _grouped_grad_w_triton, _grouped_grad_w_torch, grouped_grad_w_reference,
-    _grad_w_cases, _GATE, timings=_grad_w_timings,
+    _grad_w_cases, _GATE,
+    {"grad_y": Array("S, N"), "x": Array("S, K"), "bounds": Array("P", INT64)},
+    where=(f"1 < P <= {MOST_EXPERTS + 1}", "N > 0 and K > 0"), draw=_draw_grad_w,
+    needs_rows=True, torch_is_peer=True, timings=_grad_w_timings,
 )  # fmt: skip

@@ -13,11 +13,11 @@ from torch import Tensor
 from arbcli.kernels.codec.decode_digits import decode_digits_reference, decode_digits_torch
 from arbcli.kernels.codec.decode_weight import decode_weight_triton
 from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.kernels.matmul.round_nvfp4 import BLOCK, ROUND_NVFP4, round_nvfp4_reference
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import FLOAT, Array, Matrix, Number
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
 def nvfp4_matmul_reference(
@@ -75,16 +75,7 @@ def nvfp4_matmul(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    packed.check()
-    sizes = (packed.out_features, packed.in_features)
-    if any(size % MULTIPLE for size in sizes):
-        raise ValueError(f"both sizes of {sizes} must be multiples of {MULTIPLE}")
-    fits = q.dim() == 2 and q.shape[1] == sizes[1 - transposed]
-    if q.dtype not in (torch.float32, torch.bfloat16) or not fits:
-        raise ValueError(f"{q.dtype} {tuple(q.shape)} does not fit a matrix of {sizes}")
-    check_contiguous("scale", scale, torch.float32, (1,))
-    run = _nvfp4_matmul_triton if uses_triton(q) else _nvfp4_matmul_torch
-    return run(q, scale, packed, transposed, dtype)
+    return NVFP4_MATMUL(q, scale, packed, transposed, dtype)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -117,13 +108,29 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     )
 
 
-NVFP4_MATMUL = KernelSpec(
-    "nvfp4_matmul",
-    _nvfp4_matmul_triton,
-    _nvfp4_matmul_torch,
-    nvfp4_matmul_reference,
-    _cases,
+def _in_float64(
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, _dtype: torch.dtype
+) -> Tensor:
+    weight = decode_digits_torch(packed, torch.float32)
+    weight, weight_scale = ROUND_NVFP4.torch(weight.T if transposed else weight)
+    return q.double() @ weight.double().T * (scale.double() * weight_scale.double())
+
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, dice.below(2)
+    packed = dice.packed(n, k, group_size)
+    q, scale = ROUND_NVFP4.torch(dice.reals(m, n if transposed else k))
+    return q, scale, packed, transposed == 1, dice.dtype
+
+
+NVFP4_MATMUL = Operation(
+    "nvfp4_matmul", _nvfp4_matmul_triton, _nvfp4_matmul_torch, nvfp4_matmul_reference, _cases,
     Gate(exact=False, relative=6e-3, reason="sums of the matrix library, twice rounded to bf16"),
-    bfloat16=(0,),
-    timings=_timings,
-)
+    {
+        "q": Array("M, N if transposed else K"), "scale": Array("1", FLOAT, dense=True),
+        "packed": Matrix(), "transposed": Number((False, True)),
+        "dtype": Number((torch.bfloat16, torch.float32)),
+    },
+    where=(f"N % {MULTIPLE} == 0 and K % {MULTIPLE} == 0",), draw=_draw, needs_rows=True,
+    large_reference=_in_float64, uses_scales=False, timings=_timings,
+)  # fmt: skip

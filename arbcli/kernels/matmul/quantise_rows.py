@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.norm.rms_norm import tiling
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
-from arbcli.kernels.runtime.backend import capability, row_chunks, uses_triton
-from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import Array
+from arbcli.kernels.runtime.backend import capability, row_chunks
+from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_OCTAVE = 7
@@ -157,9 +159,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: `x` is no such matrix.
     """
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 2 or not x.shape[1]:
-        raise ValueError(f"need a float matrix with columns, got {x.dtype} {tuple(x.shape)}")
-    return (_quantise_rows_triton if uses_triton(x) else _quantise_rows_torch)(x)
+    return QUANTISE_ROWS(x)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -200,11 +200,14 @@ def in_float32(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple
     return widened
 
 
-QUANTISE_ROWS = KernelSpec(
-    "quantise_rows",
-    in_float32(_quantise_rows_triton),
-    in_float32(_quantise_rows_torch),
-    quantise_rows_reference,
-    _cases,
-    timings=_timings,
-)
+def _draw_of_any_size(dice: Dice, *shape: int) -> Tensor:
+    return dice.view(dice.reals(*shape) * dice.pick((1.0, 2.0**-40, 2.0**40)))
+
+
+ACTIVATIONS = Array("M, D", values=_draw_of_any_size)
+
+QUANTISE_ROWS = Operation(
+    "quantise_rows", in_float32(_quantise_rows_triton), in_float32(_quantise_rows_torch),
+    quantise_rows_reference, _cases, arguments={"x": ACTIVATIONS}, where=("D > 0",),
+    launch=(_quantise_rows_triton, _quantise_rows_torch, _quantise_rows_torch), timings=_timings,
+)  # fmt: skip

@@ -17,10 +17,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference, to_e4m3
+from arbcli.kernels.matmul.quantise_rows import (
+    ACTIVATIONS,
+    E4M3,
+    has_e4m3,
+    round_e4m3_reference,
+    to_e4m3,
+)
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
 BLOCK = 16
 """Columns of a scale."""
@@ -135,9 +140,7 @@ def round_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 2:
-        raise ValueError(f"need a float32 or bfloat16 matrix, got {x.dtype} {tuple(x.shape)}")
-    return (_round_nvfp4_triton if uses_triton(x) else _round_nvfp4_torch)(x)
+    return ROUND_NVFP4(x)
 
 
 def round_stack_nvfp4(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,7 +190,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("16384x2048 bf16", (x,))
 
 
-ROUND_NVFP4 = KernelSpec(
+ROUND_NVFP4 = Operation(
     "round_nvfp4", _round_nvfp4_triton, _round_nvfp4_torch, round_nvfp4_reference, _cases,
-    timings=_timings,
+    arguments={"x": ACTIVATIONS}, torch_is_peer=True, timings=_timings,
 )  # fmt: skip

@@ -12,6 +12,17 @@ i has too much goes into the powers of two. What codes have more than trits, a s
 back from the sums of the lower bytes. All this is in integers; what is left is one float32 product
 and sum for each 32 columns. If an element of x is not finite, every result is NaN.
 
+In the instruction of bytes, of 16 rows by 8 columns, the columns are for up to four blocks of 128:
+
+    column     0      1      2      3      4      5      6      7
+    x of      block 0       block 1       block 2       block 3          upper and lower bytes
+    w of      thread c = 0        1             2             3          its own block of each row
+
+Why so: one row of x would leave six columns empty. With four blocks abreast a thread loads all that
+it needs of a piece for itself, 64 bytes of codes of rows r and r + 8, and x is 0 where column and
+block differ. Registers and not shared memory hold w: it is loaded before the wait, when nothing is,
+and only one thread uses a byte, once.
+
 Work. A program has some tiles of 16 rows. Its threads load all its pieces to registers before they
 wait for the kernel that makes x, then round x to shared memory together. The instruction has room
 for eight rows of x: for four blocks *abreast*, of which each thread has one. Then a warp multiplies
@@ -32,9 +43,11 @@ from arbcli.kernels.codec.warp_products import (
     unpair,
     unpair_four,
 )
-from arbcli.kernels.matmul.arranged import check_few_rows
+from arbcli.kernels.dice import Dice
+from arbcli.kernels.matmul.arranged import few_rows_fit
 from arbcli.kernels.matmul.coded import (
     BLOCK,
+    CODED_ARGUMENTS,
     PIECE_BYTES,
     Coded,
     coded_cases,
@@ -42,9 +55,11 @@ from arbcli.kernels.matmul.coded import (
     coded_reference,
     coded_timings,
     coded_torch,
+    draw_coded,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import num_processors, uses_native, uses_triton
+from arbcli.kernels.runtime.backend import num_processors, uses_triton
+from arbcli.kernels.runtime.operation import MATRIX, Gate, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
     memory_of,
@@ -55,7 +70,6 @@ from arbcli.kernels.runtime.shared_memory import (
     write_two,
     write_where,
 )
-from arbcli.kernels.runtime.spec import MATRIX, Gate, KernelSpec
 from arbcli.kernels.runtime.threads import (
     across,
     load_constant,
@@ -64,12 +78,12 @@ from arbcli.kernels.runtime.threads import (
     warp_number,
 )
 
-_HALF = tl.constexpr(144)
+HALF = tl.constexpr(144)
 """Bytes in shared memory of the upper or lower halves of x in a block: padded, as threads read both
 halves of four blocks at a time, which must be in different banks."""
-_TABLE = tl.constexpr(32)
+TABLE = tl.constexpr(32)
 """Bytes of what else is known of a block of x: the sums of its four planes, and their units."""
-_SUMS = tl.constexpr(64)
+SUMS = tl.constexpr(64)
 """Bytes of the sums of a step: 16 float32."""
 _LEAST = tl.constexpr(20)
 """The least exponent, biased, that 32 elements are given: units stay normal float32."""
@@ -223,15 +237,15 @@ def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
         upper = _sum_bytes(high_1, _sum_bytes(high_0, zero, PTX), PTX)
         total = _sum_bytes(low_1, _sum_bytes(low_0, upper << 8, PTX), PTX)
         totals = totals + (total,)  # noqa: RUF005
-        at = x_at + (2 * _HALF * (u // 16) + 32 * (u % 4) + 8 * (u // 4 % 4))
+        at = x_at + (2 * HALF * (u // 16) + 32 * (u % 4) + 8 * (u // 4 % 4))
         write_two(at, high_0, high_1, PTX)
-        write_two(at + _HALF, low_0, low_1, PTX)
+        write_two(at + HALF, low_0, low_1, PTX)
     totals = _over_four(totals, PTX)
     for t in tl.static_range(TURNS):
         u = units[t]
         plane = u // 4 % 4
         unit = tl.where(exponents[t] < 0, 0x7FC00000, (exponents[t] - 13 - 2 * plane) << 23)
-        to, first = tables_at + (_TABLE * (u // 16) + 4 * plane), u % 4 == 0
+        to, first = tables_at + (TABLE * (u // 16) + 4 * plane), u % 4 == 0
         write_where(to, totals[t] << (2 * plane), first, PTX)
         write_where(to + 16, unit, first, PTX)
 
@@ -291,7 +305,7 @@ def _sum_of_squares(four):
 
 
 @triton.jit
-def _take_x(
+def take_x(
     x_ptr, totals_ptr, parts, first, K, x_at, tables_at, thread,
     TURNS: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
     PTX: tl.constexpr,
@@ -315,7 +329,8 @@ def _take_x(
 
 
 @triton.constexpr_function
-def _mask(plane):
+def mask_of(plane):
+    """Mask the codes of a plane in a word."""
     return (0x03030303, 0x0C0C0C0C, 0x30303030, -0x3F3F3F40)[plane]
 
 
@@ -333,7 +348,7 @@ def _multiply_step(
     nothing = tl.zeros_like(thread)
     own = r // 2 == c if ABREAST == 4 else r < 2
     mine = block + (c if ABREAST == 4 else 0)
-    of_x = x_at + (2 * _HALF * mine + _HALF * (r % 2) + (32 * c if ABREAST == 1 else 0))
+    of_x = x_at + (2 * HALF * mine + HALF * (r % 2) + (32 * c if ABREAST == 1 else 0))
     sums = ((nothing,) * 4,) * 4
     for j in tl.static_range(ABREAST):
         w = codes[j]
@@ -341,13 +356,13 @@ def _multiply_step(
         x = x + read_four_where(of_x + (32 * j + 16), own, (nothing,) * 4, PTX)
         added = ()
         for i in tl.static_range(4):
-            mask = _mask(i)
+            mask = mask_of(i)
             masked = (w[0] & mask, w[1] & mask, w[2] & mask, w[3] & mask)
             of_plane = add_byte_products(sums[i], masked, (x[2 * i], x[2 * i + 1]), PTX)
             added = added + (of_plane,)  # noqa: RUF005
         sums = added
-    totals = read_four(tables_at + _TABLE * mine, PTX)
-    units = read_four(tables_at + (_TABLE * mine + 16), PTX)
+    totals = read_four(tables_at + TABLE * mine, PTX)
+    units = read_four(tables_at + (TABLE * mine + 16), PTX)
     upper, lower = tl.zeros(thread.shape, tl.float32), tl.zeros(thread.shape, tl.float32)
     for i in tl.static_range(4):
         four, unit = sums[i], units[i].to(tl.float32, bitcast=True)
@@ -370,16 +385,41 @@ def _do_step(
     """Do a warp's step, and write its sums."""
     block = step % PER_TILE * ABREAST
     upper, lower = _multiply_step(codes, scales, x_at, tables_at, block, thread, ABREAST, PTX)
-    at = sums_at + (_SUMS * step + 4 * (thread // 4 % 8))
+    at = sums_at + (SUMS * step + 4 * (thread // 4 % 8))
     write_where(at, upper, thread % 4 == 0, PTX)
     write_where(at + 32, lower, thread % 4 == 0, PTX)
 
 
 @triton.constexpr_function
-def _width(blocks, abreast):
+def width_of(blocks, abreast):
     """Count the blocks of x in shared memory: those of whole steps, and of whole warps of x."""
     steps = -(-blocks // abreast)
     return (steps * abreast + 1) // 2 * 2
+
+
+@triton.jit
+def finish(
+    sums_at, squares_at, share, eps, added,
+    NORM: tl.constexpr, GATED: tl.constexpr, PER_TILE: tl.constexpr, WARPS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Add up a row's sums of steps, normalise and gate that, and add to it."""
+    y, odd = tl.zeros(added.shape, tl.float32), tl.zeros(added.shape, tl.float32)
+    for k in tl.static_range(0, PER_TILE, 2):
+        y += read_float(sums_at + SUMS * k, PTX)
+        if k + 1 < PER_TILE:
+            odd += read_float(sums_at + SUMS * (k + 1), PTX)
+    y += odd
+    if NORM:
+        total = tl.zeros(added.shape, tl.float32)
+        for first in tl.static_range(0, WARPS, 4):
+            four = read_four(squares_at + 4 * first, PTX)
+            for i in tl.static_range(4):
+                total += four[i].to(tl.float32, bitcast=True)
+        y *= tl.rsqrt(total * share + eps)
+    if GATED:
+        y = y / (1 + tl.exp(-y)) * across(y, 8, PTX)
+    return y + added
 
 
 @triton.jit(do_not_specialize=["N", "K", "tiles", "most", "span"])
@@ -398,7 +438,7 @@ def _row_matmul_kernel(
     zero = tl.zeros(thread.shape, tl.float32)
     PER_TILE: tl.constexpr = (BLOCKS + ABREAST - 1) // ABREAST
     STEPS: tl.constexpr = HEIGHT * PER_TILE
-    WIDE: tl.constexpr = _width(BLOCKS, ABREAST)
+    WIDE: tl.constexpr = width_of(BLOCKS, ABREAST)
     first_tile = tl.program_id(0) * HEIGHT
 
     # all that a warp multiplies; what fills its last steps repeats others, with x that is 0
@@ -417,9 +457,9 @@ def _row_matmul_kernel(
         scales = scales + (load_constant(piece + 64, PTX),)  # noqa: RUF005
 
     x_at = memory_of(instead_ptr, thread, BYTES, PTX)
-    tables_at = x_at + 2 * _HALF * WIDE
-    sums_at = tables_at + _TABLE * WIDE
-    squares_at = sums_at + _SUMS * STEPS
+    tables_at = x_at + 2 * HALF * WIDE
+    sums_at = tables_at + TABLE * WIDE
+    squares_at = sums_at + SUMS * STEPS
     of_tile, row = thread // 16, thread % 16  # of the result that a thread stores
     n = (first_tile + of_tile) * (8 if GATED else 16) + (row % 8 if GATED else row)
     stores = (of_tile < HEIGHT) & (n < N) & (row < (8 if GATED else 16))
@@ -435,14 +475,14 @@ def _row_matmul_kernel(
     TURNS: tl.constexpr = UNITS // THREADS
     squares = zero
     if TURNS > 0:
-        squares += _take_x(
+        squares += take_x(
             x_ptr, totals_ptr, parts, 0, K, x_at, tables_at, thread,
             TURNS, UNITS, WIDTH, WHOLE, PTX,
         )  # fmt: skip
     if TURNS * THREADS < UNITS:
         some = warp_number() * 32 + TURNS * THREADS < UNITS if PTX else True
         if some:
-            squares += _take_x(
+            squares += take_x(
                 x_ptr, totals_ptr, parts, TURNS * THREADS, K, x_at, tables_at, thread,
                 1, UNITS, WIDTH, WHOLE, PTX,
             )  # fmt: skip
@@ -463,23 +503,9 @@ def _row_matmul_kernel(
     tl.debug_barrier()
     some = warp_number() * 2 < HEIGHT if PTX else True
     if some:
-        at = sums_at + (_SUMS * PER_TILE * tl.minimum(of_tile, HEIGHT - 1) + 4 * row)
-        y, odd = zero, zero
-        for k in tl.static_range(0, PER_TILE, 2):
-            y += read_float(at + _SUMS * k, PTX)
-            if k + 1 < PER_TILE:
-                odd += read_float(at + _SUMS * (k + 1), PTX)
-        y += odd
-        if NORM:
-            total = zero
-            for first in tl.static_range(0, WARPS, 4):
-                four = read_four(squares_at + 4 * first, PTX)
-                for i in tl.static_range(4):
-                    total += four[i].to(tl.float32, bitcast=True)
-            y *= tl.rsqrt(total * share + eps)
-        if GATED:
-            y = y / (1 + tl.exp(-y)) * across(y, 8, PTX)
-        tl.store(y_ptr + n, (y + added).to(y_ptr.dtype.element_ty), mask=stores)
+        at = sums_at + (SUMS * PER_TILE * tl.minimum(of_tile, HEIGHT - 1) + 4 * row)
+        y = finish(at, squares_at, share, eps, added, NORM, GATED, PER_TILE, WARPS, PTX)
+        tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=stores)
 
 
 class Tiling(NamedTuple):
@@ -497,12 +523,12 @@ class Tiling(NamedTuple):
     def shared_bytes(self, blocks: int) -> int:
         """Count what a program has of x, of its steps' sums and of its warps' squares."""
         steps = self.height * -(-blocks // self.abreast)
-        width = _width(blocks, self.abreast)
-        of_x = (2 * _HALF.value + _TABLE.value) * width
-        return of_x + _SUMS.value * steps + 4 * self.warps
+        width = width_of(blocks, self.abreast)
+        of_x = (2 * HALF.value + TABLE.value) * width
+        return of_x + SUMS.value * steps + 4 * self.warps
 
 
-def _tiling(tiles: int, blocks: int, processors: int) -> Tiling:
+def tiling_of(tiles: int, blocks: int, processors: int) -> Tiling:
     """Choose the fastest for the matrices of `1b` on an H200, and what is like it for others."""
     each = -(-tiles // processors)
     if each == 1 and blocks <= 16:  # as many warps as there are blocks
@@ -531,7 +557,7 @@ def _row_matmul_triton(
         about_parts, width = (x.totals, x.position, most, x.span), in_features // heads
         x = x.values
     x = x if x.data_ptr() % 16 == 0 else x.clone()
-    tiling = _tiling(tiles, blocks, num_processors(x))
+    tiling = tiling_of(tiles, blocks, num_processors(x))
     abreast, height, warps, registers = tiling
     size, grid = tiling.shared_bytes(blocks), triton.cdiv(tiles, height)
     instead = pieces if HAS_PTX else pieces.new_empty(grid * size)
@@ -541,8 +567,8 @@ def _row_matmul_triton(
         *about_parts[2:],
         NORM=eps is not None, GATED=gated, ADD=added is not None,
         ABREAST=abreast, HEIGHT=height, BLOCKS=blocks, WARPS=warps,
-        WIDTH=width, WHOLE=in_features == BLOCK * _width(blocks, abreast), EARLY=early, BYTES=size,
-        PTX=HAS_PTX, num_warps=warps, maxnreg=registers, **overlap_options(x),
+        WIDTH=width, WHOLE=in_features == BLOCK * width_of(blocks, abreast), EARLY=early,
+        BYTES=size, PTX=HAS_PTX, num_warps=warps, maxnreg=registers, **overlap_options(x),
     )  # fmt: skip
     return y
 
@@ -574,18 +600,13 @@ def row_matmul(
         ValueError: a dtype or a shape does not fit.
     """
     row = x.values[:1] if isinstance(x, AttentionParts) else x
-    dtype = dtype or row.dtype
-    like = dtype, weight.out_features
-    check_few_rows(row, weight.in_features, added, like, multiple=8, most=1)
-    if weight.in_features > MOST_COLUMNS:
-        raise ValueError(f"need at most {MOST_COLUMNS} columns, got {weight.in_features}")
-    weight.check()
+    inputs = *weight, eps, added, dtype or row.dtype
+    ROW_MATMUL.check(row, *inputs)
     if isinstance(x, AttentionParts):
         x.check()
     if uses_triton(row):
-        return _row_matmul_triton(x, *weight, eps, added, dtype, early)
-    run = _row_matmul_native if uses_native(row) else _row_matmul_torch
-    return run(x, *weight, eps, added, dtype)
+        return _row_matmul_triton(x, *inputs, early)
+    return ROW_MATMUL.chosen(row)(x, *inputs)
 
 
 SHAPES = (
@@ -600,7 +621,14 @@ TIMED = (
 )  # fmt: skip
 """(M, rows, K, gated)."""
 
-ROW_MATMUL = KernelSpec(
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    x, *rest = draw_coded(dice, group_size, 1, n, min(k, MOST_COLUMNS))
+    # whole numbers, which 15 bits hold: of a few results, what is rounded may be most
+    return (8 * x).round(), *rest
+
+
+ROW_MATMUL = Operation(
     "row_matmul", _row_matmul_triton, _row_matmul_torch, coded_reference,
     partial(coded_cases, SHAPES),
     Gate(
@@ -611,6 +639,7 @@ ROW_MATMUL = KernelSpec(
         " of the largest of them, some 1e-4 of the norm of a product and 3e-4 behind a gate; then"
         " float32 sums; in bf16 one rounding, as torch's float32 has",
     ),
-    timings=partial(coded_timings, TIMED),
+    CODED_ARGUMENTS, where=(*few_rows_fit(1), f"in_features <= {MOST_COLUMNS}"), draw=_draw,
+    needs_rows=False, torch_is_peer=True, timings=partial(coded_timings, TIMED),
     native=_row_matmul_native,
 )  # fmt: skip

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_weight import decode_weight_triton
 from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.nvfp4_matmul import nvfp4_matmul
 from arbcli.kernels.matmul.quantise_rows import (
+    ACTIVATIONS,
     E4M3,
     has_e4m3,
     round_e4m3_reference,
@@ -33,9 +35,9 @@ from arbcli.kernels.matmul.round_nvfp4 import (
     round_nvfp4,
 )
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
+from arbcli.kernels.runtime.arguments import FLOAT, UINT8, Array, Number
 from arbcli.kernels.runtime.backend import capability, uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
-from arbcli.kernels.runtime.spec import EXACT, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import EXACT, Case, Gate, Operation, Timing
 
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of e2m1, by code."""
@@ -145,9 +147,7 @@ def encode_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 2:
-        raise ValueError(f"need a float32 or bfloat16 matrix, got {x.dtype} {tuple(x.shape)}")
-    return (_encode_nvfp4_triton if uses_triton(x) else _encode_nvfp4_torch)(x)
+    return ENCODE_NVFP4(x)
 
 
 def _numbers(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -262,18 +262,7 @@ def scaled_nvfp4_matmul(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    for codes, scales in ((a, of_a), (b, of_b)):
-        fits = codes.dim() == scales.dim() == 2
-        fits = fits and codes.shape == (len(scales), 8 * scales.shape[1])
-        fits = fits and codes.is_contiguous() and scales.is_contiguous()
-        if codes.dtype != torch.uint8 or scales.dtype != torch.uint8 or not fits:
-            got = f"{codes.dtype} {tuple(codes.shape)} with scales {tuple(scales.shape)}"
-            raise ValueError(f"codes and scales do not fit each other: {got}")
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(f"{tuple(a.shape)} does not fit {tuple(b.shape)}")
-    check_contiguous("scale", scale, torch.float32, (1,))
-    run = _scaled_nvfp4_matmul_triton if uses_triton(a) else _scaled_nvfp4_matmul_torch
-    return run(a, of_a, b, of_b, scale, dtype)
+    return SCALED_NVFP4_MATMUL(a, of_a, b, of_b, scale, dtype)
 
 
 def nvfp4_product(x: Tensor, packed: Packed, *, transposed: bool = False) -> Tensor:
@@ -335,17 +324,27 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     )
 
 
-ENCODE_NVFP4 = KernelSpec(
+ENCODE_NVFP4 = Operation(
     "encode_nvfp4", _encode_nvfp4_triton, _encode_nvfp4_torch, encode_nvfp4_reference, _cases,
-    EXACT, timings=ROUND_NVFP4.timings,
+    EXACT, {"x": ACTIVATIONS}, torch_is_peer=True, timings=ROUND_NVFP4.timings,
 )  # fmt: skip
-SCALED_NVFP4_MATMUL = KernelSpec(
-    "scaled_nvfp4_matmul",
-    _scaled_nvfp4_matmul_triton,
-    _scaled_nvfp4_matmul_torch,
-    scaled_nvfp4_matmul_reference,
-    _product_cases,
+
+
+def _draw_product(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    sides = [_encode_nvfp4_torch(dice.reals(rows, k)) for rows in (m, n)]
+    (a, of_a, first), (b, of_b, second) = sides
+    return a, of_a, b, of_b, first * second, dice.dtype
+
+
+SCALED_NVFP4_MATMUL = Operation(
+    "scaled_nvfp4_matmul", _scaled_nvfp4_matmul_triton, _scaled_nvfp4_matmul_torch,
+    scaled_nvfp4_matmul_reference, _product_cases,
     Gate(exact=False, relative=4e-3, reason="float32 sums, rounded to bf16"),
-    timings=_timings,
+    {
+        "a": Array("M, 8 * B", UINT8, dense=True), "of_a": Array("M, B", UINT8, dense=True),
+        "b": Array("N, 8 * B", UINT8, dense=True), "of_b": Array("N, B", UINT8, dense=True),
+        "scale": Array("1", FLOAT, dense=True), "dtype": Number((torch.bfloat16, torch.float32)),
+    },
+    draw=_draw_product, needs_rows=True, timings=_timings,
     not_verified=("products of hardware of compute capability 10 and more, which was not there",),
-)
+)  # fmt: skip

@@ -16,16 +16,18 @@ from torch import Tensor
 from arbcli.kernels.codec.decode_digits import (
     decode_digits,
     decode_digits_reference,
+    decode_digits_torch,
     with_remainders,
 )
 from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
+from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import PLANE, digit_of, in_planes, plane_offsets
+from arbcli.kernels.codec.packing import digit_of, in_planes, plane_offsets
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.matmul.few_rows import few_rows, fits_few_rows
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import Array, Matrix, Number
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FUSED_ROWS = 64
 """Largest M that is multiplied without decoding the whole matrix first."""
@@ -128,10 +130,7 @@ def ternary_matmul(x: Tensor, packed: Packed, dtype: torch.dtype | None = None) 
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check_rows(x)
-    packed.check(in_features=x.shape[1])
-    run = _ternary_matmul_triton if uses_triton(x) else _ternary_matmul_torch
-    return run(x, packed, dtype)
+    return TERNARY_MATMUL(x, packed, dtype)
 
 
 def ternary_matmul_grad_x(grad_y: Tensor, packed: Packed) -> Tensor:
@@ -149,18 +148,7 @@ def ternary_matmul_grad_x(grad_y: Tensor, packed: Packed) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check_rows(grad_y)
-    packed.check()
-    if grad_y.shape[1] != packed.out_features:
-        raise ValueError(f"grad_y {tuple(grad_y.shape)} does not fit {packed.out_features} outputs")
-    run = _ternary_matmul_grad_x_triton if uses_triton(grad_y) else _ternary_matmul_grad_x_torch
-    return run(grad_y, packed)
-
-
-def _check_rows(x: Tensor) -> None:
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 2:
-        got = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
+    return TERNARY_MATMUL_GRAD_X(grad_y, packed)
 
 
 SHAPES = (
@@ -265,25 +253,27 @@ GATE = Gate(
     reason="float32 sums of up to 1311 products; in bf16 no worse than torch's product by 10 %",
 )
 
-TERNARY_MATMUL = KernelSpec(
-    "ternary_matmul",
-    _ternary_matmul_triton,
-    _ternary_matmul_torch,
-    ternary_matmul_reference,
-    _forward_cases,
-    GATE,
-    uses_scales=True,
+
+def _in_float64(x: Tensor, packed: Packed) -> Tensor:
+    return x.double() @ decode_digits_torch(packed, torch.float32).double().T
+
+
+def _grad_x_in_float64(grad_y: Tensor, packed: Packed) -> Tensor:
+    return grad_y.double() @ decode_digits_torch(packed, torch.float32).double()
+
+
+TERNARY_MATMUL = Operation(
+    "ternary_matmul", _ternary_matmul_triton, _ternary_matmul_torch, ternary_matmul_reference,
+    _forward_cases, GATE,
+    {"x": Array("M, K"), "packed": Matrix(), "dtype": Number(())},
+    large_reference=_in_float64, torch_is_peer=True,
     scale_path=lambda group_size: (in_planes(group_size), group_size == PLANE),
     timings=partial(_timings, False),
-)
-TERNARY_MATMUL_GRAD_X = KernelSpec(
-    "ternary_matmul_grad_x",
-    _ternary_matmul_grad_x_triton,
-    _ternary_matmul_grad_x_torch,
-    ternary_matmul_grad_x_reference,
-    _grad_x_cases,
-    GATE,
-    uses_scales=True,
-    scale_path=in_planes,
+)  # fmt: skip
+TERNARY_MATMUL_GRAD_X = Operation(
+    "ternary_matmul_grad_x", _ternary_matmul_grad_x_triton, _ternary_matmul_grad_x_torch,
+    ternary_matmul_grad_x_reference, _grad_x_cases, GATE,
+    {"grad_y": Array("M, N"), "packed": Matrix()},
+    large_reference=_grad_x_in_float64, torch_is_peer=True, scale_path=in_planes,
     timings=partial(_timings, True),
-)
+)  # fmt: skip

@@ -15,8 +15,9 @@ from torch.nn import functional
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import in_planes
 from arbcli.kernels.norm.rms_norm import (
+    EPS,
+    ROW_SIZES,
     TIMED_EPS,
-    check_norm,
     dense_rows,
     gradient_and_output,
     load_rows,
@@ -32,8 +33,9 @@ from arbcli.kernels.norm.rms_norm import (
     tiling,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, row_chunks
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import Arguments, Array, Matrix, Number
+from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 WHOLE_BACKWARD = 2048
 """Columns that a program of the backward can keep in registers, of all six matrices."""
@@ -259,9 +261,7 @@ def gated_rms_norm(gate_up: Tensor, weight: Packed | None, eps: float | None) ->
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_gated_rms_norm(gate_up, weight, eps)
-    run = choose(gate_up, _gated_rms_norm_triton, _gated_rms_norm_torch, _gated_rms_norm_native)
-    return run(gate_up, weight, eps)
+    return GATED_RMS_NORM(gate_up, weight, eps)
 
 
 def gated_rms_norm_backward(
@@ -283,31 +283,7 @@ def gated_rms_norm_backward(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_gated_rms_norm(gate_up, weight, eps)
-    expected = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    if grad_y.dtype != gate_up.dtype or grad_y.shape != expected:
-        got = f"{grad_y.dtype} {tuple(grad_y.shape)}"
-        raise ValueError(f"need grad_y of {gate_up.dtype} {expected}, got {got}")
-    run = choose(
-        gate_up,
-        _gated_rms_norm_backward_triton,
-        _gated_rms_norm_backward_torch,
-        _gated_rms_norm_backward_native,
-    )
-    return run(grad_y, gate_up, weight, eps, overwrite)
-
-
-def check_gated_rms_norm(gate_up: Tensor, weight: Packed | None, eps: float | None) -> None:
-    """Raise ValueError unless these are rows of two halves, and weights of their norm."""
-    got = f"{gate_up.dtype} of shape {tuple(gate_up.shape)}"
-    if gate_up.dtype not in (torch.float32, torch.bfloat16) or gate_up.dim() == 0:
-        raise ValueError(f"need float32 or bfloat16 rows, got {got}")
-    width, odd = divmod(gate_up.shape[-1], 2)
-    if odd:
-        raise ValueError(f"need rows of two halves, got {got}")
-    if weight is not None and eps is None:
-        raise ValueError("weights without an eps: there is no norm for them")
-    check_norm(weight, width)
+    return GATED_RMS_NORM_BACKWARD(grad_y, gate_up, weight, eps, overwrite)
 
 
 def gated_rms_norm_in_its_dtype(
@@ -396,13 +372,24 @@ _GATE = Gate(
     reason="float32 sums of up to 8192 squares; in bf16 one rounding, where torch has several",
 )
 
-GATED_RMS_NORM = KernelSpec(
+GATED_ARGUMENTS: Arguments = {
+    "gate_up": Array("*B, W"),
+    "weight": Matrix("1, W // 2", optional=True, spread=2),
+    "eps": Number((*EPS.drawn, *EPS.drawn, None)),
+}
+GATED_WHERE = ("W % 2 == 0", "weight is None or eps is not None")
+GATED_SIZES = ROW_SIZES | {"W": "2 * k"}
+
+GATED_RMS_NORM = Operation(
     "gated_rms_norm", _gated_rms_norm_triton, _gated_rms_norm_torch, gated_rms_norm_reference,
-    _cases, _GATE, uses_scales=True, scale_path=in_planes, timings=_timings,
-    native=_gated_rms_norm_native,
+    _cases, _GATE, GATED_ARGUMENTS, where=GATED_WHERE, sizes=GATED_SIZES, scale_path=in_planes,
+    peer=gated_rms_norm_in_its_dtype, timings=_timings, native=_gated_rms_norm_native,
 )  # fmt: skip
-GATED_RMS_NORM_BACKWARD = KernelSpec(
+GATED_RMS_NORM_BACKWARD = Operation(
     "gated_rms_norm_backward", _gated_rms_norm_backward_triton, _gated_rms_norm_backward_torch,
-    gated_rms_norm_backward_reference, _backward_cases, _GATE, uses_scales=True,
-    scale_path=in_planes, timings=_backward_timings, native=_gated_rms_norm_backward_native,
+    gated_rms_norm_backward_reference, _backward_cases, _GATE,
+    {"grad_y": Array("*B, W // 2"), **GATED_ARGUMENTS, "overwrite": Number((False, True))},
+    where=GATED_WHERE, sizes=GATED_SIZES, scale_path=in_planes,
+    peer=_last_left_out(partial(gradient_and_output, gated_rms_norm_in_its_dtype)),
+    timings=_backward_timings, native=_gated_rms_norm_backward_native,
 )  # fmt: skip

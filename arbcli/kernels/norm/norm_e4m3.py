@@ -20,8 +20,9 @@ from arbcli.kernels.matmul.quantise_rows import (
     store_e4m3,
 )
 from arbcli.kernels.norm.gated_rms_norm import (
+    GATED_ARGUMENTS,
     GATED_RMS_NORM,
-    check_gated_rms_norm,
+    GATED_WHERE,
     gated_rms_norm,
     gated_rms_norm_reference,
     sigmoid,
@@ -32,8 +33,6 @@ from arbcli.kernels.norm.rms_norm import (
     WHOLE_ROW,
     add_rms_norm,
     add_rms_norm_reference,
-    check_like,
-    check_rms_norm,
     dense_rows,
     load_rows,
     load_weight,
@@ -44,8 +43,8 @@ from arbcli.kernels.norm.rms_norm import (
     tiling,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, MakeCases, MakeTimings, Timing
+from arbcli.kernels.runtime.arguments import Array
+from arbcli.kernels.runtime.operation import Case, Gate, MakeCases, MakeTimings, Operation, Timing
 
 
 def rms_norm_e4m3_reference(x: Tensor, weight: Packed | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -178,9 +177,7 @@ def rms_norm_e4m3(x: Tensor, weight: Packed | None, eps: float) -> tuple[Tensor,
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_rms_norm(x, weight)
-    run = _rms_norm_e4m3_triton if uses_triton(x) else _rms_norm_e4m3_torch
-    return run(x, weight, eps)
+    return RMS_NORM_E4M3(x, weight, eps)
 
 
 def add_rms_norm_e4m3(
@@ -194,10 +191,7 @@ def add_rms_norm_e4m3(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_rms_norm(x, weight)
-    check_like(added, x, "added")
-    run = _add_rms_norm_e4m3_triton if uses_triton(x) else _add_rms_norm_e4m3_torch
-    return run(x, added, weight, eps)
+    return ADD_RMS_NORM_E4M3(x, added, weight, eps)
 
 
 def gated_rms_norm_e4m3(
@@ -208,12 +202,10 @@ def gated_rms_norm_e4m3(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_gated_rms_norm(gate_up, weight, eps)
-    run = _gated_rms_norm_e4m3_triton if uses_triton(gate_up) else _gated_rms_norm_e4m3_torch
-    return run(gate_up, weight, eps)
+    return GATED_RMS_NORM_E4M3(gate_up, weight, eps)
 
 
-def _cases_of(spec: KernelSpec) -> MakeCases:
+def _cases_of(spec: Operation) -> MakeCases:
     """Take the matrices among the cases of a norm; wide ones take the interpreter seconds."""
 
     def cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -225,7 +217,7 @@ def _cases_of(spec: KernelSpec) -> MakeCases:
     return cases
 
 
-def _timings_of(spec: KernelSpec, run: Callable) -> MakeTimings:
+def _timings_of(spec: Operation, run: Callable) -> MakeTimings:
     """Time what a norm is timed on, beside the norm and the rounding apart."""
 
     def timings(device: torch.device, group_size: int) -> Iterator[Timing]:
@@ -245,32 +237,36 @@ def _last(found: Tensor | tuple[Tensor, ...]) -> Tensor:
     return found[-1] if isinstance(found, tuple) else found
 
 
-def _as_product(run: Callable) -> Callable:
-    """Wrap an implementation so that it gives q * scale, which a tie hardly changes."""
+def _as_product(_inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Give q * scale, which a tie hardly changes."""
+    *before, q, scale = found
+    return *before, q.float() * scale
 
-    def multiplied(*inputs: Any) -> tuple[Tensor, ...]:
-        *before, q, scale = run(*inputs)
-        return *before, q.float() * scale
 
-    return multiplied
+def _product_of(reference: Callable) -> Callable:
+    return lambda *inputs: _as_product(inputs, reference(*inputs))
 
 
 _GATE = Gate(exact=False, relative=3e-3, reason="where a sum's last bit decides, rounding differs")
 
-RMS_NORM_E4M3 = KernelSpec(
-    "rms_norm_e4m3", _as_product(_rms_norm_e4m3_triton), _as_product(_rms_norm_e4m3_torch),
-    _as_product(rms_norm_e4m3_reference), _cases_of(RMS_NORM), _GATE,
+_X = Array("M, D")
+
+RMS_NORM_E4M3 = Operation(
+    "rms_norm_e4m3", _rms_norm_e4m3_triton, _rms_norm_e4m3_torch,
+    _product_of(rms_norm_e4m3_reference), _cases_of(RMS_NORM), _GATE,
+    {**RMS_NORM.arguments, "x": _X}, where=("D > 0",), uses_scales=False, compared=_as_product,
     timings=_timings_of(RMS_NORM, _rms_norm_e4m3_triton),
 )  # fmt: skip
-ADD_RMS_NORM_E4M3 = KernelSpec(
-    "add_rms_norm_e4m3", _as_product(_add_rms_norm_e4m3_triton),
-    _as_product(_add_rms_norm_e4m3_torch), _as_product(add_rms_norm_e4m3_reference),
-    _cases_of(ADD_RMS_NORM), _GATE,
-    timings=_timings_of(ADD_RMS_NORM, _add_rms_norm_e4m3_triton),
+ADD_RMS_NORM_E4M3 = Operation(
+    "add_rms_norm_e4m3", _add_rms_norm_e4m3_triton, _add_rms_norm_e4m3_torch,
+    _product_of(add_rms_norm_e4m3_reference), _cases_of(ADD_RMS_NORM), _GATE,
+    {**ADD_RMS_NORM.arguments, "x": _X, "added": _X}, where=("D > 0",), uses_scales=False,
+    compared=_as_product, timings=_timings_of(ADD_RMS_NORM, _add_rms_norm_e4m3_triton),
 )  # fmt: skip
-GATED_RMS_NORM_E4M3 = KernelSpec(
-    "gated_rms_norm_e4m3", _as_product(_gated_rms_norm_e4m3_triton),
-    _as_product(_gated_rms_norm_e4m3_torch), _as_product(gated_rms_norm_e4m3_reference),
-    _cases_of(GATED_RMS_NORM), _GATE,
+GATED_RMS_NORM_E4M3 = Operation(
+    "gated_rms_norm_e4m3", _gated_rms_norm_e4m3_triton, _gated_rms_norm_e4m3_torch,
+    _product_of(gated_rms_norm_e4m3_reference), _cases_of(GATED_RMS_NORM), _GATE,
+    {**GATED_ARGUMENTS, "gate_up": Array("M, W")}, where=("W > 0", *GATED_WHERE),
+    sizes={"W": "2 * k"}, uses_scales=False, compared=_as_product,
     timings=_timings_of(GATED_RMS_NORM, _gated_rms_norm_e4m3_triton),
 )  # fmt: skip

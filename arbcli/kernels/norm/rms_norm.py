@@ -22,8 +22,9 @@ from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import in_planes
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, row_chunks
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import Array, Matrix, Number
+from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FEW_ROWS = 8
 """So many rows or fewer, as when a text is generated, are shared by more threads."""
@@ -395,9 +396,7 @@ def rms_norm(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_rms_norm(x, weight)
-    run = choose(x, _rms_norm_triton, _rms_norm_torch, _rms_norm_native)
-    return run(x, weight, eps)
+    return RMS_NORM(x, weight, eps)
 
 
 def add_rms_norm(
@@ -413,10 +412,7 @@ def add_rms_norm(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_rms_norm(x, weight)
-    check_like(added, x, "added")
-    run = choose(x, _add_rms_norm_triton, _add_rms_norm_torch, _add_rms_norm_native)
-    return run(x, added, weight, eps)
+    return ADD_RMS_NORM(x, added, weight, eps)
 
 
 def rms_norm_backward(
@@ -437,35 +433,7 @@ def rms_norm_backward(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_rms_norm(x, weight)
-    check_like(grad_y, x, "grad_y")
-    if beside is not None:
-        check_like(beside, x, "beside")
-    run = choose(x, _rms_norm_backward_triton, _rms_norm_backward_torch, _rms_norm_backward_native)
-    return run(grad_y, x, weight, eps, beside)
-
-
-def check_rms_norm(x: Tensor, weight: Packed | None) -> None:
-    """Raise ValueError unless these are rows, and weights of their norm."""
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() == 0:
-        raise ValueError(f"need float32 or bfloat16 rows, got {x.dtype} of shape {tuple(x.shape)}")
-    check_norm(weight, x.shape[-1])
-
-
-def check_norm(weight: Packed | None, width: int) -> None:
-    """Raise ValueError unless the weights, if any, are one row of `width`."""
-    if weight is None:
-        return
-    if weight.trits.dim() != 2 or weight.out_features != 1:
-        raise ValueError(f"need one packed row, got shape {tuple(weight.trits.shape)}")
-    weight.check(in_features=width)
-
-
-def check_like(other: Tensor, x: Tensor, name: str) -> None:
-    """Raise ValueError unless a tensor of this name has the dtype and shape of `x`."""
-    if other.dtype != x.dtype or other.shape != x.shape:
-        got = f"{other.dtype} {tuple(other.shape)}"
-        raise ValueError(f"need {name} like x, {x.dtype} {tuple(x.shape)}, got {got}")
+    return RMS_NORM_BACKWARD(grad_y, x, weight, eps, beside)
 
 
 def rms_norm_in_its_dtype(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
@@ -545,7 +513,11 @@ def _backward_beside_cases(device: torch.device, group_size: int) -> Iterator[Ca
 
 
 def backward_in_its_dtype(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, beside: Tensor
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Packed | None,
+    eps: float,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Do what torch alone would do, gradient and sum, in the dtype of `x`."""
     grad_x, y = gradient_and_output(rms_norm_in_its_dtype, grad_y, x, weight, eps)
@@ -593,17 +565,27 @@ _GATE = Gate(
     reason="float32 sums of up to 8197 squares; in bf16 one rounding, as torch has",
 )
 
-RMS_NORM = KernelSpec(
+ROWS, NORM_WEIGHT = Array("*B, D"), Matrix("1, D", optional=True, spread=2)
+EPS = Number(("1e-6 if k > 4 else 0.1",))
+"""Of a narrow norm the gradient cancels."""
+ROW_SIZES = {"B": "(m,)"}
+
+RMS_NORM = Operation(
     "rms_norm", _rms_norm_triton, _rms_norm_torch, rms_norm_reference, _cases, _GATE,
-    uses_scales=True, scale_path=in_planes, timings=_timings, native=_rms_norm_native,
+    {"x": ROWS, "weight": NORM_WEIGHT, "eps": EPS}, sizes=ROW_SIZES, scale_path=in_planes,
+    peer=rms_norm_in_its_dtype, timings=_timings, native=_rms_norm_native,
 )  # fmt: skip
-ADD_RMS_NORM = KernelSpec(
+ADD_RMS_NORM = Operation(
     "add_rms_norm", _add_rms_norm_triton, _add_rms_norm_torch, add_rms_norm_reference, _add_cases,
-    _GATE, uses_scales=True, scale_path=in_planes, timings=_add_timings,
+    _GATE, {"x": ROWS, "added": ROWS, "weight": NORM_WEIGHT, "eps": EPS}, sizes=ROW_SIZES,
+    scale_path=in_planes, peer=add_rms_norm_in_its_dtype, timings=_add_timings,
     native=_add_rms_norm_native,
 )  # fmt: skip
-RMS_NORM_BACKWARD = KernelSpec(
+RMS_NORM_BACKWARD = Operation(
     "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
-    rms_norm_backward_reference, _backward_beside_cases, _GATE, uses_scales=True,
-    scale_path=in_planes, timings=_backward_timings, native=_rms_norm_backward_native,
+    rms_norm_backward_reference, _backward_beside_cases, _GATE,
+    {"grad_y": ROWS, "x": ROWS, "weight": NORM_WEIGHT, "eps": EPS,
+     "beside": Array("*B, D", optional=True)},
+    sizes=ROW_SIZES, scale_path=in_planes, peer=backward_in_its_dtype, timings=_backward_timings,
+    native=_rms_norm_backward_native,
 )  # fmt: skip

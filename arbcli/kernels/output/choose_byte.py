@@ -8,18 +8,17 @@ Source: E. J. Gumbel, "Statistical Theory of Extreme Values and Some Practical A
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions, check_element, check_scalars
+from arbcli.kernels.runtime.arguments import INT32, INT64, Array, Number
+from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.operation import EXACT, Case, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
 from arbcli.kernels.update.random_bits import mix_reference, random_bits, random_words
 
 MAX_SYMBOLS = 256
@@ -55,10 +54,11 @@ def choose_byte_reference(
     return byte, text
 
 
-def _choose_byte_torch(
+def choose_byte_torch(
     byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: float,
     top_k: int, top_p: float,
 ) -> None:  # fmt: skip
+    """Do what `choose_byte_` does, by torch's operations."""
     logits = logits.float()
     if temperature == 0:
         choice = logits.argmax()
@@ -105,14 +105,12 @@ def _noise(key: Tensor, position: Tensor, symbol: Tensor) -> Tensor:
 
 
 @triton.jit
-def _choose_byte_kernel(
-    byte_ptr, text_ptr, logits_ptr, position_ptr, key_ptr,
-    temperature, top_k, top_p, V,
+def choose_symbol(
+    logits_ptr, position, key, temperature, top_k, top_p, V,
     GREEDY: tl.constexpr, KEEP_ALL: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    wait_for_last(OVERLAP)
-    position, symbol = tl.load(position_ptr), tl.arange(0, BLOCK_V)
+    """Choose the symbol of a position by V logits."""
+    symbol = tl.arange(0, BLOCK_V)
     kept = symbol < V
     score = tl.load(logits_ptr + symbol, mask=kept, other=float("-inf")).to(tl.float32)
     if not GREEDY:
@@ -132,10 +130,25 @@ def _choose_byte_kernel(
             kept &= rank < top_k
             total = tl.sum(tl.where(kept, tl.exp(score), 0))
             kept &= (before < top_p * total) | (top_p >= 1)
-        word = random_words(tl.load(key_ptr), position, symbol)
+        word = random_words(key, position, symbol)
         uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
         score = tl.where(kept, score - tl.log(-tl.log(uniform)), float("-inf"))
-    choice = tl.argmax(score, axis=0)
+    return tl.argmax(score, axis=0)
+
+
+@triton.jit
+def _choose_byte_kernel(
+    byte_ptr, text_ptr, logits_ptr, position_ptr, key_ptr,
+    temperature, top_k, top_p, V,
+    GREEDY: tl.constexpr, KEEP_ALL: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_last(OVERLAP)
+    position = tl.load(position_ptr)
+    choice = choose_symbol(
+        logits_ptr, position, tl.load(key_ptr), temperature, top_k, top_p, V,
+        GREEDY, KEEP_ALL, BLOCK_V, BLOCK_J,
+    )  # fmt: skip
     tl.store(byte_ptr, choice.to(tl.int64))
     tl.store(text_ptr + position, choice.to(tl.uint8))
 
@@ -181,24 +194,9 @@ def choose_byte_(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(byte, text, logits, position, key)
-    run = _choose_byte_triton if uses_triton(logits) else _choose_byte_torch
-    if len(logits) > MAX_SYMBOLS:
-        run = choose_among_many
+    CHOOSE_BYTE.check(byte, text, logits, position, key, temperature, top_k, top_p)
+    run = CHOOSE_BYTE.chosen(logits) if len(logits) <= MAX_SYMBOLS else choose_among_many
     run(byte, text, logits, position, key, temperature, top_k, top_p)
-
-
-def _check(byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor) -> None:
-    if logits.dtype not in (torch.float32, torch.bfloat16) or logits.dim() != 1:
-        got = f"{logits.dtype} of shape {tuple(logits.shape)}"
-        raise ValueError(f"need float32 or bfloat16 of shape (V,), got {got}")
-    if not len(logits) or not logits.is_contiguous():
-        raise ValueError(f"need contiguous logits, got {tuple(logits.shape)}")
-    dtype = torch.uint8 if len(logits) <= MAX_SYMBOLS else torch.int32
-    if text.dtype != dtype or text.dim() != 1 or not text.is_contiguous():
-        raise ValueError(f"text {text.dtype} {tuple(text.shape)} does not fit")
-    check_element("byte", byte, torch.int64)
-    check_scalars(torch.int32, position=position, key=key)
 
 
 CHOICES = ((0.0, 256, 1.0), (1.0, 256, 1.0), (0.7, 5, 1.0), (1.3, 256, 0.5), (4.0, 6, 0.3),
@@ -224,27 +222,32 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(f"{kind}, {choice}", (*tensors, position, key, *choice))
 
 
-def _with_state(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it changed."""
-
-    def with_state(byte: Tensor, text: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-        run(byte, text, *inputs)
-        return byte, text
-
-    return with_state
-
-
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     byte = torch.zeros(1, 1, dtype=torch.int64, device=device)
     text = torch.zeros(9, dtype=torch.uint8, device=device)
     logits = torch.randn(256, device=device)
     position, key = torch.zeros(2, dtype=torch.int32, device=device).unbind()
     inputs = (byte, text, logits, position, key, 0.8, 40, 0.95)
-    peer = partial(_with_state(_choose_byte_torch), *inputs)
+    peer = partial(choose_byte_torch, *inputs)
     yield Timing("256 logits", inputs, peer=peer, peer_name="torch, step by step")
 
 
-CHOOSE_BYTE = KernelSpec(
-    "choose_byte", _with_state(_choose_byte_triton), _with_state(_choose_byte_torch),
-    choose_byte_reference, _cases, EXACT, timings=_timings,
+TEXT_FITS = f"(text.dtype == torch.uint8) == (V <= {MAX_SYMBOLS})"
+"""What the type of a text has to be."""
+
+CHOOSE_BYTE = Operation(
+    "choose_byte", _choose_byte_triton, choose_byte_torch, choose_byte_reference, _cases, EXACT,
+    {
+        "byte": Array("", INT64, one=True, values=lambda dice: dice.integers(0, 127, 1).long()),
+        "text": Array("P", (torch.uint8, torch.int32), dense=True),
+        "logits": Array("V", dense=True, values=lambda dice, symbols: 4 * dice.reals(symbols)),
+        "position": Array("", INT32, values=(0, "P - 1")),
+        "key": Array("", INT32),
+        "temperature": Number((0.0, 0.5, 1.0, 2.0)),
+        "top_k": Number(("1", "(V + 1) // 2", "V")),
+        "top_p": Number((1.0, 0.9, 0.3)),
+    },
+    where=("V > 0", TEXT_FITS),
+    sizes={"V": f"min(k + 1, {MAX_SYMBOLS})", "P": "n"}, compared=("byte", "text"),
+    timings=_timings,
 )  # fmt: skip

@@ -5,18 +5,22 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.output.choose_byte import (
     CHOICES,
-    CHOOSE_BYTE,
     MAX_SYMBOLS,
+    TEXT_FITS,
     choose_among_many,
     choose_byte_reference,
 )
+from arbcli.kernels.output.choose_byte import (
+    choose_byte_torch as choose_one,
+)
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
+from arbcli.kernels.runtime.arguments import FLOAT, INT32, INT64, Array
+from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.operation import EXACT, Case, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.spec import EXACT, Case, KernelSpec, Timing
 from arbcli.kernels.update.random_bits import random_words
 
 
@@ -44,13 +48,12 @@ def _choose_bytes_torch(
     byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
     top_k: Tensor, top_p: Tensor,
 ) -> None:  # fmt: skip
-    choose = CHOOSE_BYTE.torch
     rows = zip(
         byte, text, logits, position, key,
         temperature.tolist(), top_k.tolist(), top_p.tolist(), strict=True,
     )  # fmt: skip
     for row in rows:
-        choose(*row)
+        choose_one(*row)
 
 
 def _choose_among_many(
@@ -143,32 +146,9 @@ def choose_bytes_(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(byte, text, logits, position, key, temperature, top_k, top_p)
-    run = _choose_bytes_triton if uses_triton(logits) else _choose_bytes_torch
-    if logits.shape[1] > MAX_SYMBOLS:
-        run = _choose_among_many
+    CHOOSE_BYTES.check(byte, text, logits, position, key, temperature, top_k, top_p)
+    run = CHOOSE_BYTES.chosen(logits) if logits.shape[1] <= MAX_SYMBOLS else _choose_among_many
     run(byte, text, logits, position, key, temperature, top_k, top_p)
-
-
-def _check(
-    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
-    top_k: Tensor, top_p: Tensor,
-) -> None:  # fmt: skip
-    got = f"{logits.dtype} of shape {tuple(logits.shape)}"
-    fits = logits.dim() == 2 and logits.shape[1] and logits.is_contiguous()
-    if logits.dtype not in (torch.float32, torch.bfloat16) or not fits:
-        raise ValueError(f"need contiguous float32 or bfloat16 (B, V), got {got}")
-    texts, kept_in = len(logits), torch.uint8 if logits.shape[1] <= MAX_SYMBOLS else torch.int32
-    for name, value, dtype, shape in (
-        ("text", text, kept_in, (texts, *text.shape[1:2])),
-        ("byte", byte, torch.int64, (texts, 1)),
-        ("position", position, torch.int32, (texts,)),
-        ("key", key, torch.int32, (texts,)),
-        ("temperature", temperature, torch.float32, (texts,)),
-        ("top_k", top_k, torch.int32, (texts,)),
-        ("top_p", top_p, torch.float32, (texts,)),
-    ):
-        check_contiguous(name, value, dtype, shape)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -191,16 +171,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(kind, tuple(part.to(device) for part in inputs))
 
 
-def _with_state(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it changed."""
-
-    def with_state(byte: Tensor, text: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        run(byte, text, *inputs)
-        return byte, text
-
-    return with_state
-
-
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     texts = 64
     place: TensorOptions = {"dtype": torch.int32, "device": device}
@@ -217,7 +187,27 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     )  # fmt: skip
 
 
-CHOOSE_BYTES = KernelSpec(
-    "choose_bytes", _with_state(_choose_bytes_triton), _with_state(_choose_bytes_torch),
-    choose_bytes_reference, _cases, EXACT, timings=_timings,
+def _picked(*values: float) -> Callable[[Dice, int], Tensor]:
+    """Draw numbers that are each one of these."""
+    return lambda dice, texts: torch.tensor(
+        [dice.pick(values) for _ in range(texts)], device=dice.device
+    )
+
+
+CHOOSE_BYTES = Operation(
+    "choose_bytes", _choose_bytes_triton, _choose_bytes_torch, choose_bytes_reference, _cases,
+    EXACT,
+    {
+        "byte": Array("B, 1", INT64, dense=True),
+        "text": Array("B, P", (torch.uint8, torch.int32), dense=True),
+        "logits": Array("B, V", dense=True, values=lambda dice, *shape: 4 * dice.reals(*shape)),
+        "position": Array("B", INT32, dense=True, values=(0, "P - 1")),
+        "key": Array("B", INT32, dense=True),
+        "temperature": Array("B", FLOAT, dense=True, values=_picked(0.0, 0.5, 1.0, 2.0)),
+        "top_k": Array("B", INT32, dense=True, values=(1, "V")),
+        "top_p": Array("B", FLOAT, dense=True, values=_picked(1.0, 0.9, 0.3)),
+    },
+    where=("V > 0", TEXT_FITS),
+    sizes={"B": "1 + m % 5", "V": f"min(k + 1, {MAX_SYMBOLS})", "P": "n"}, needs_rows=False,
+    compared=("byte", "text"), timings=_timings,
 )  # fmt: skip

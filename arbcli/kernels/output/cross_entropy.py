@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
+from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
 def cross_entropy_reference(logits: Tensor, targets: Tensor) -> Tensor:
@@ -137,9 +138,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(logits, targets)
-    run = _cross_entropy_triton if uses_triton(logits) else _cross_entropy_torch
-    return run(logits, targets)
+    return CROSS_ENTROPY(logits, targets)
 
 
 def cross_entropy_backward(logits: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
@@ -156,21 +155,7 @@ def cross_entropy_backward(logits: Tensor, targets: Tensor, scale: Tensor) -> Te
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(logits, targets)
-    if scale.dtype != torch.float32 or scale.dim():
-        raise ValueError(f"need a float32 scalar, got {scale.dtype} {tuple(scale.shape)}")
-    run = _cross_entropy_backward_triton if uses_triton(logits) else _cross_entropy_backward_torch
-    return run(logits, targets, scale)
-
-
-def _check(logits: Tensor, targets: Tensor) -> None:
-    got = f"{logits.dtype} of shape {tuple(logits.shape)}"
-    if logits.dtype not in (torch.float32, torch.bfloat16) or logits.dim() != 2:
-        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
-    if not 0 < logits.shape[1] <= 4096:
-        raise ValueError(f"need 1 to 4096 classes, got {got}")
-    if targets.dtype != torch.int64 or targets.shape != logits.shape[:1]:
-        raise ValueError(f"targets {targets.dtype} {tuple(targets.shape)} do not fit {got}")
+    return CROSS_ENTROPY_BACKWARD(logits, targets, scale)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -220,12 +205,19 @@ _GATE = Gate(
     reason="float32 sums of at most 300 exponentials; in bf16 no worse than one rounding",
 )
 
-CROSS_ENTROPY = KernelSpec(
+_ARGUMENTS = {
+    "logits": Array("M, V"),
+    "targets": Array("M", INT64, values=(0, "V - 1")),
+}
+_WHERE, _SIZES = ("0 < V <= 4096",), {"V": "k + 1"}
+
+CROSS_ENTROPY = Operation(
     "cross_entropy", _cross_entropy_triton, _cross_entropy_torch, cross_entropy_reference, _cases,
-    _GATE, timings=_timings,
+    _GATE, _ARGUMENTS, where=_WHERE, sizes=_SIZES, timings=_timings,
 )  # fmt: skip
-CROSS_ENTROPY_BACKWARD = KernelSpec(
+CROSS_ENTROPY_BACKWARD = Operation(
     "cross_entropy_backward", _cross_entropy_backward_triton, _cross_entropy_backward_torch,
     cross_entropy_backward_reference, _backward_cases, _GATE,
-    timings=_backward_timings,
+    _ARGUMENTS | {"scale": Array("", FLOAT, values=lambda dice: dice.real(0.1))},
+    where=_WHERE, sizes=_SIZES, peer=rounded_cross_entropy, timings=_backward_timings,
 )  # fmt: skip

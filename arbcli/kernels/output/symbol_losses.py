@@ -4,16 +4,18 @@ Forward, each chunk adds to the logarithm of a row's sum of exponentials. Backwa
 chunk are computed again and become their gradient in place.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
+from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 MOST_SYMBOLS = 4096
 """Of a chunk; one program holds all of a row's."""
@@ -126,9 +128,7 @@ def add_symbols_(total: Tensor, of_target: Tensor, logits: Tensor, targets: Tens
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(logits, targets, total=total, of_target=of_target)
-    run = _add_symbols_triton if uses_triton(logits) else _add_symbols_torch
-    run(total, of_target, logits, targets)
+    ADD_SYMBOLS(total, of_target, logits, targets)
 
 
 def grade_symbols_(logits: Tensor, targets: Tensor, total: Tensor, scale: Tensor) -> None:
@@ -143,23 +143,7 @@ def grade_symbols_(logits: Tensor, targets: Tensor, total: Tensor, scale: Tensor
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(logits, targets, total=total, scale=scale)
-    run = _grade_symbols_triton if uses_triton(logits) else _grade_symbols_torch
-    run(logits, targets, total, scale)
-
-
-def _check(logits: Tensor, targets: Tensor, **of_rows: Tensor) -> None:
-    got = f"{logits.dtype} of shape {tuple(logits.shape)}"
-    if logits.dtype not in (torch.float32, torch.bfloat16) or logits.dim() != 2:
-        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
-    if not 0 < logits.shape[1] <= MOST_SYMBOLS:
-        raise ValueError(f"need 1 to {MOST_SYMBOLS} symbols, got {got}")
-    if targets.dtype != torch.int64 or targets.shape != logits.shape[:1]:
-        raise ValueError(f"targets {targets.dtype} {tuple(targets.shape)} do not fit {got}")
-    for name, part in of_rows.items():
-        fits = part.dtype == torch.float32 and part.shape == logits.shape[:1]
-        if not fits or not part.is_contiguous():
-            raise ValueError(f"{name} {part.dtype} {tuple(part.shape)} does not fit {got}")
+    GRADE_SYMBOLS(logits, targets, total, scale)
 
 
 def _chunks(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
@@ -204,16 +188,6 @@ def rounded_symbol_gradient(
     return grade_symbols_reference(logits, targets, total, scale).to(logits.dtype)
 
 
-def _with_state(run: Callable, count: int) -> Callable:
-    """Wrap an implementation so that it returns what it changed: its first arguments."""
-
-    def with_state(*inputs: Any) -> Any:
-        run(*inputs)
-        return inputs[0] if count == 1 else inputs[:count]
-
-    return with_state
-
-
 def _add_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     logits = torch.randn(16384, 4032, device=device, dtype=torch.bfloat16)
     targets = torch.randint(4032, (16384,), device=device)
@@ -237,11 +211,34 @@ _GATE = Gate(
     reason="float32 sums of at most 4096 exponentials; in bf16 no worse than one rounding",
 )
 
-ADD_SYMBOLS = KernelSpec(
-    "add_symbols", _with_state(_add_symbols_triton, 2), _with_state(_add_symbols_torch, 2),
-    add_symbols_reference, _add_cases, _GATE, timings=_add_timings,
+_ROW = Array("M", FLOAT, dense=True)
+_CHUNK = {
+    "logits": Array("M, V"),
+    "targets": Array("M", INT64, values=("-V", "2 * V")),
+}
+_WHERE, _SIZES = (f"0 < V <= {MOST_SYMBOLS}",), {"V": "k + 1"}
+
+
+def _total_so_far(dice: Dice, rows: int) -> Tensor:
+    total = dice.reals(rows, dtype=torch.float32)
+    return torch.full_like(total, -torch.inf) if dice.chance(0.3) else total
+
+
+def _draw_graded(dice: Dice, _group_size: int, m: int, _n: int, k: int) -> tuple:
+    logits, scale = dice.reals(m, k + 1), dice.reals(m, dtype=torch.float32).contiguous()
+    total = torch.logsumexp(logits.float(), dim=1) + scale.abs().clamp(max=5)
+    return logits, dice.integers(-k, 2 * k, m, dtype=torch.int64), total, scale
+
+
+ADD_SYMBOLS = Operation(
+    "add_symbols", _add_symbols_triton, _add_symbols_torch, add_symbols_reference, _add_cases,
+    _GATE,
+    {"total": replace(_ROW, values=_total_so_far), "of_target": _ROW, **_CHUNK},
+    where=_WHERE, sizes=_SIZES, compared=("total", "of_target"), timings=_add_timings,
 )  # fmt: skip
-GRADE_SYMBOLS = KernelSpec(
-    "grade_symbols", _with_state(_grade_symbols_triton, 1), _with_state(_grade_symbols_torch, 1),
-    grade_symbols_reference, _grade_cases, _GATE, timings=_grade_timings,
+GRADE_SYMBOLS = Operation(
+    "grade_symbols", _grade_symbols_triton, _grade_symbols_torch, grade_symbols_reference,
+    _grade_cases, _GATE, {**_CHUNK, "total": _ROW, "scale": _ROW},
+    where=_WHERE, draw=_draw_graded, needs_rows=True, peer=rounded_symbol_gradient,
+    compared=("logits",), timings=_grade_timings,
 )  # fmt: skip

@@ -12,9 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 MOST_SLOTS = 16
 """Of a token: a program loads from all of them at once."""
@@ -165,9 +166,7 @@ def expert_combine(values: Tensor, positions: Tensor, gates: Tensor | None) -> T
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(values, positions, gates)
-    run = _expert_combine_triton if uses_triton(values) else _expert_combine_torch
-    return run(values, positions, gates)
+    return EXPERT_COMBINE(values, positions, gates)
 
 
 def expert_combine_backward(
@@ -191,31 +190,7 @@ def expert_combine_backward(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(values, positions, gates)
-    shape = (len(positions), values.shape[1])
-    if grad_y.dtype != values.dtype or tuple(grad_y.shape) != shape:
-        got = f"{grad_y.dtype} {tuple(grad_y.shape)}"
-        raise ValueError(f"need a gradient of {values.dtype} {shape}, got {got}")
-    run = _expert_combine_backward_torch
-    if uses_triton(values):
-        run = _expert_combine_backward_triton
-    return run(grad_y, values, positions, gates)
-
-
-def _check(values: Tensor, positions: Tensor, gates: Tensor | None) -> None:
-    if values.dtype not in (torch.float32, torch.bfloat16) or values.dim() != 2:
-        got = f"{values.dtype} of shape {tuple(values.shape)}"
-        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
-    got = f"{positions.dtype} {tuple(positions.shape)}"
-    if positions.dtype != torch.int64 or positions.dim() != 2:
-        raise ValueError(f"need a matrix of int64 positions, got {got}")
-    if not 1 <= positions.shape[1] <= MOST_SLOTS:
-        raise ValueError(f"need 1 to {MOST_SLOTS} slots a token, got {got}")
-    if positions.numel() > len(values):
-        raise ValueError(f"{len(values)} slots do not fill positions of shape {got}")
-    if gates is not None and (gates.dtype != torch.float32 or gates.shape != positions.shape):
-        got = f"{gates.dtype} {tuple(gates.shape)}"
-        raise ValueError(f"need float32 gates of shape {tuple(positions.shape)}, got {got}")
+    return EXPERT_COMBINE_BACKWARD(grad_y, values, positions, gates)
 
 
 def _draw(device: torch.device) -> Iterator[tuple[str, tuple, Tensor]]:
@@ -307,12 +282,45 @@ _GATE = Gate(
     reason="float32 sums of up to thousands of products; in bf16 no worse than one rounding",
 )
 
-EXPERT_COMBINE = KernelSpec(
+
+def _in_float64(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
+    gates = torch.ones_like(positions) if gates is None else gates
+    return torch.einsum("mj,mjd->md", gates.double(), values.double()[positions])
+
+
+def _backward_in_float64(
+    grad_y: Tensor, values: Tensor, positions: Tensor, gates: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    gates = torch.ones_like(positions) if gates is None else gates
+    grad = gates.double()[..., None] * grad_y.double()[:, None]
+    grad_values = torch.zeros_like(values, dtype=torch.float64).index_put_((positions,), grad)
+    return grad_values, torch.einsum("md,mjd->mj", grad_y.double(), values.double()[positions])
+
+
+def _draw_slots(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    slots, spare = dice.pick((1, 2, 3, 8)), dice.below(3)
+    order = torch.randperm(m * slots + spare, generator=dice.generator, device=dice.device)
+    positions = dice.view(order[: m * slots].view(m, slots))
+    gates = None if dice.chance(0.2) else dice.reals(m, slots, dtype=torch.float32)
+    return dice.reals(len(order), k), positions, gates
+
+
+_ARGUMENTS = {
+    "values": Array("V, D"),
+    "positions": Array("M, S", INT64),
+    "gates": Array("M, S", FLOAT, optional=True),
+}
+_WHERE = (f"0 < S <= {MOST_SLOTS}", "M * S <= V")
+
+EXPERT_COMBINE = Operation(
     "expert_combine", _expert_combine_triton, _expert_combine_torch, expert_combine_reference,
-    _cases, _GATE, bfloat16=(0,), timings=_timings,
+    _cases, _GATE, _ARGUMENTS, where=_WHERE, draw=_draw_slots, needs_rows=True,
+    large_reference=_in_float64, peer=rounded_sum, timings=_timings,
 )  # fmt: skip
-EXPERT_COMBINE_BACKWARD = KernelSpec(
+EXPERT_COMBINE_BACKWARD = Operation(
     "expert_combine_backward", _expert_combine_backward_triton, _expert_combine_backward_torch,
-    expert_combine_backward_reference, _backward_cases, _GATE, bfloat16=(0, 1),
-    timings=_backward_timings,
+    expert_combine_backward_reference, _backward_cases, _GATE,
+    {"grad_y": Array("M, D"), **_ARGUMENTS}, where=_WHERE, needs_rows=True,
+    draw=lambda dice, g, m, n, k: (dice.reals(m, k), *_draw_slots(dice, g, m, n, k)),
+    large_reference=_backward_in_float64, peer=rounded_gradients, timings=_backward_timings,
 )  # fmt: skip

@@ -11,9 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import INT64, Array
+from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
 
 def gather_rows_reference(buffer: Tensor, rows: Tensor) -> Tensor:
@@ -123,9 +124,7 @@ def gather_rows(buffer: Tensor, rows: Tensor) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(buffer, rows)
-    run = _gather_rows_triton if uses_triton(buffer) else _gather_rows_torch
-    return run(buffer, rows)
+    return GATHER_ROWS(buffer, rows)
 
 
 def scatter_rows_(buffer: Tensor, rows: Tensor, values: Tensor) -> Tensor:
@@ -142,21 +141,7 @@ def scatter_rows_(buffer: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(buffer, rows)
-    shape = (len(rows), buffer.shape[1])
-    if values.dtype != buffer.dtype or tuple(values.shape) != shape:
-        got = f"{values.dtype} {tuple(values.shape)}"
-        raise ValueError(f"need {buffer.dtype} values of shape {shape}, got {got}")
-    run = _scatter_rows_triton if uses_triton(buffer) else _scatter_rows_torch
-    return run(buffer, rows, values)
-
-
-def _check(buffer: Tensor, rows: Tensor) -> None:
-    if buffer.dtype not in (torch.int8, torch.uint8) or buffer.dim() != 2:
-        got = f"{buffer.dtype} of shape {tuple(buffer.shape)}"
-        raise ValueError(f"need an int8 or uint8 matrix, got {got}")
-    if rows.dtype != torch.int64 or rows.dim() != 1:
-        raise ValueError(f"need a vector of int64 rows, got {rows.dtype} {tuple(rows.shape)}")
+    return SCATTER_ROWS(buffer, rows, values)
 
 
 def _draw(
@@ -241,19 +226,35 @@ def _scatter_timings(device: torch.device, _group_size: int) -> Iterator[Timing]
         yield Timing(label, (buffer, rows, values), run=run, peer=peer)
 
 
-GATHER_ROWS = KernelSpec(
+_BUFFER = Array("V, B", (torch.int8, torch.uint8))
+
+GATHER_ROWS = Operation(
     "gather_rows",
     _gather_rows_triton,
     _gather_rows_torch,
     gather_rows_reference,
     _gather_cases,
+    arguments={"buffer": _BUFFER, "rows": Array("R", INT64, values=(-1, "V"))},
+    sizes={"V": "n", "B": "k", "R": "m"},
     timings=_gather_timings,
 )
-SCATTER_ROWS = KernelSpec(
-    "scatter_rows",
-    _scatter_rows_triton,
-    _scatter_rows_torch,
-    scatter_rows_reference,
+
+
+def _draw_scattered(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    buffer, _ = GATHER_ROWS.drawn(dice, group_size, m, n, k)
+    rows = torch.randperm(n, generator=dice.generator, device=dice.device)[:m]
+    rows = torch.where(dice.integers(0, 3, len(rows)) == 0, n, rows)  # a quarter is outside
+    limits = torch.iinfo(buffer.dtype)
+    values = dice.integers(limits.min, limits.max, len(rows), k, dtype=buffer.dtype)
+    return buffer, dice.view(rows), values
+
+
+SCATTER_ROWS = Operation(
+    "scatter_rows", _scatter_rows_triton, _scatter_rows_torch, scatter_rows_reference,
     _scatter_cases,
+    arguments={
+        "buffer": _BUFFER, "rows": Array("R", INT64), "values": Array("R, B", _BUFFER.dtypes)
+    },
+    where=("values.dtype == buffer.dtype",), draw=_draw_scattered, needs_rows=True,
     timings=_scatter_timings,
-)
+)  # fmt: skip

@@ -21,14 +21,15 @@ from arbcli.kernels.codec.decode_digits import (
     with_remainders,
 )
 from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
+from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import PLANE, byte_tiles, digit_of, in_planes, plane_offsets
+from arbcli.kernels.codec.packing import byte_tiles, digit_of, in_planes, plane_offsets
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, uses_triton
+from arbcli.kernels.runtime.arguments import INT64, Array, Matrix, Number
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 
 MOST_DECODED = 4096
 """Rows of a table that is decoded whole where it is read more often than it has rows."""
@@ -95,8 +96,8 @@ def _embedding_rows_kernel(
     ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, y_ptr,
     M, V, K, row_bytes,
     stride_im, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
+    stride_an, stride_ak, of_trit, of_low,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
     NIBBLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -118,8 +119,8 @@ def _embedding_rows_kernel(
         )  # fmt: skip
         trit = digit_of(byte, digit).to(tl.float32)
         offset, some = offs_n * stride_an + k * stride_ak, inside & (k < K)
-        digits = add_remainder(trit, remainder_ptr, offset, some, RADIX, UNIT, NIBBLE)
-        weight = tl.where(inside, round_weight(digits * scale, RADIX), float("nan"))
+        digits = add_remainder(trit, remainder_ptr, offset, some, of_trit, of_low, DIGITS, NIBBLE)
+        weight = tl.where(inside, round_weight(digits * scale, DIGITS), float("nan"))
         y_ptrs = y_ptr + offs_m * K + k
         tl.store(y_ptrs, weight.to(y_ptr.dtype.element_ty), mask=mask_m & (k < K))
 
@@ -201,7 +202,7 @@ def _embedding_rows_triton(
         rows, num_bytes = packed.trits.shape
         _embedding_rows_kernel[byte_tiles(len(ids), num_bytes)](
             ids, *packed.all_pointers, y, len(ids), rows, packed.in_features, num_bytes,
-            ids.stride(0), *packed.all_strides,
+            ids.stride(0), *packed.all_strides, *packed.worths,
             **packed.all_constants, BLOCK_M=32, BLOCK_B=PLANE, **overlap_options(ids),
         )  # fmt: skip
     return y
@@ -246,10 +247,7 @@ def embedding_rows(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloa
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_ids(ids)
-    packed.check()
-    run = choose(ids, _embedding_rows_triton, _embedding_rows_torch, _embedding_rows_native)
-    return run(ids, packed, dtype)
+    return EMBEDDING_ROWS(ids, packed, dtype)
 
 
 def embedding_grad(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
@@ -266,20 +264,7 @@ def embedding_grad(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_ids(ids)
-    if grad_y.dtype not in (torch.float32, torch.bfloat16) or grad_y.dim() != 2:
-        got = f"{grad_y.dtype} of shape {tuple(grad_y.shape)}"
-        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
-    if len(grad_y) != len(ids):
-        raise ValueError(f"grad_y has {len(grad_y)} rows for {len(ids)} ids")
-    run = _embedding_grad_triton if uses_triton(grad_y) else _embedding_grad_torch
-    return run(grad_y, ids, num_embeddings)
-
-
-def check_ids(ids: Tensor) -> None:
-    """Refuse what is no vector of int64 ids."""
-    if ids.dtype != torch.int64 or ids.dim() != 1:
-        raise ValueError(f"need a vector of int64 ids, got {ids.dtype} {tuple(ids.shape)}")
+    return EMBEDDING_GRAD(grad_y, ids, num_embeddings)
 
 
 def _ids_cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor, int]]:
@@ -342,23 +327,37 @@ def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("16384x2048 to 256 bf16", (grad_y, ids, 256), peer=peer)
 
 
-EMBEDDING_ROWS = KernelSpec(
+EMBEDDING_ROWS = Operation(
     "embedding_rows",
     in_rounded_float32(_embedding_rows_triton),
     in_rounded_float32(_embedding_rows_torch),
     embedding_rows_reference,
     _rows_cases,
-    uses_scales=True,
+    arguments={
+        "ids": Array("M", INT64, values=(0, "V - 1")),
+        "packed": Matrix("V, D", spread=127),
+        "dtype": Number(()),
+    },
+    launch=(_embedding_rows_triton, _embedding_rows_torch, _embedding_rows_native),
+    sizes={"V": "n"},
     scale_path=in_planes,
     timings=_rows_timings,
     native=in_rounded_float32(_embedding_rows_native),
 )
-EMBEDDING_GRAD = KernelSpec(
-    "embedding_grad",
-    _embedding_grad_triton,
-    _embedding_grad_torch,
-    embedding_grad_reference,
+
+
+def _grad_in_float64(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
+    zeros = grad_y.new_zeros(num_embeddings, grad_y.shape[1], dtype=torch.float64)
+    return zeros.index_add_(0, ids, grad_y.double())  # fmt: skip
+
+
+EMBEDDING_GRAD = Operation(
+    "embedding_grad", _embedding_grad_triton, _embedding_grad_torch, embedding_grad_reference,
     _grad_cases,
     Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of tokens"),
-    timings=_grad_timings,
-)
+    {
+        "grad_y": Array("M, D"), "ids": Array("M", INT64, values=(0, "n - 1")),
+        "num_embeddings": Number(("n",)),
+    },
+    large_reference=_grad_in_float64, timings=_grad_timings,
+)  # fmt: skip

@@ -29,11 +29,11 @@ from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.codec.scales import load_scale
-from arbcli.kernels.rows.ternary_embedding import check_ids
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array, Matrix, Number, compiled_check
+from arbcli.kernels.runtime.backend import chunk_elements
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FEW = 8
 """Rows with at most so many slots are summed side by side, a slot at a time."""
@@ -162,8 +162,9 @@ def _chunk_bytes(k, D):
 def _load_slot(
     ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
     mask, group, k, offs_byte, factor, V, D,
-    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_an, stride_ak,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_an, stride_ak, of_trit, of_low,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
     NIBBLE: tl.constexpr,
 ):  # fmt: skip
     """Load the rows of one slot a token: which are rows of the table, their scales, their digits.
@@ -179,7 +180,11 @@ def _load_slot(
     )  # fmt: skip
     byte = tl.load(packed_ptr + v * stride_pn + offs_byte * stride_pb)
     trit, offset = trit_at(byte, factor), v * stride_an + k * stride_ak
-    return inside, scale, add_remainder(trit, remainder_ptr, offset, k < D, RADIX, UNIT, NIBBLE)
+    return (
+        inside,
+        scale,
+        add_remainder(trit, remainder_ptr, offset, k < D, of_trit, of_low, DIGITS, NIBBLE),
+    )
 
 
 @triton.jit
@@ -187,8 +192,9 @@ def _weighted_rows_kernel(
     ids_ptr, weights_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, y_ptr,
     M, V, D, slots,
     stride_im, stride_ij, stride_wm, stride_wj,
-    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_an, stride_ak,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_an, stride_ak, of_trit, of_low,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
     NIBBLE: tl.constexpr,
     WIDTH: tl.constexpr, UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -207,12 +213,12 @@ def _weighted_rows_kernel(
                 packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
                 mask_j, group, k, offs_byte, factor, V, D,
                 stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-                stride_an, stride_ak, GROUP, HAS_FRACTION, RADIX, UNIT, NIBBLE,
+                stride_an, stride_ak, of_trit, of_low, GROUP, HAS_FRACTION, DIGITS, NIBBLE,
             )  # fmt: skip
             weights_ptrs = weights_ptr + offs_m * stride_wm + j * stride_wj
             weight = tl.load(weights_ptrs, mask=inside, other=0)
-            if RADIX:
-                total += weight * round_weight(scale * digits, RADIX)
+            if DIGITS:
+                total += weight * round_weight(scale * digits, DIGITS)
             else:
                 total += (weight * scale) * digits
     y_ptrs = y_ptr + offs_m * D + k
@@ -224,8 +230,9 @@ def _weighted_rows_grad_weights_kernel(
     grad_y_ptr, ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, parts_ptr,
     M, V, D, slots,
     stride_ym, stride_yd, stride_im, stride_ij,
-    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_an, stride_ak,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_an, stride_ak, of_trit, of_low,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
     NIBBLE: tl.constexpr,
     WIDTH: tl.constexpr, UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -248,10 +255,10 @@ def _weighted_rows_grad_weights_kernel(
                 packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
                 mask_j, group, k, offs_byte, factor, V, D,
                 stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-                stride_an, stride_ak, GROUP, HAS_FRACTION, RADIX, UNIT, NIBBLE,
+                stride_an, stride_ak, of_trit, of_low, GROUP, HAS_FRACTION, DIGITS, NIBBLE,
             )  # fmt: skip
-            if RADIX:
-                weight = round_weight(scale * digits, RADIX)
+            if DIGITS:
+                weight = round_weight(scale * digits, DIGITS)
                 of_chunk = tl.sum(grad_y * weight, axis=2, keep_dims=True)
             else:
                 of_chunk = tl.sum(grad_y * digits, axis=2, keep_dims=True) * scale
@@ -347,7 +354,7 @@ def _weighted_rows_triton(
         grid = (triton.cdiv(num_tokens, tile["BLOCK_M"]), triton.cdiv(chunks, tile["CHUNKS"]))
         _weighted_rows_kernel[grid](
             ids, weights, *packed.all_pointers, y, num_tokens, num_rows, dim, slots,
-            *ids.stride(), *weights.stride(), *packed.all_strides,
+            *ids.stride(), *weights.stride(), *packed.all_strides, *packed.worths,
             **packed.all_constants, WIDTH=width, **tile,
         )  # fmt: skip
     return y
@@ -363,7 +370,7 @@ def _weighted_rows_grad_weights_triton(grad_y: Tensor, ids: Tensor, packed: Pack
     parts = torch.empty(grid[1], num_tokens, slots, device=ids.device)
     _weighted_rows_grad_weights_kernel[grid](
         grad_y, ids, *packed.all_pointers, parts, num_tokens, num_rows, dim, slots,
-        *grad_y.stride(), *ids.stride(), *packed.all_strides,
+        *grad_y.stride(), *ids.stride(), *packed.all_strides, *packed.worths,
         **packed.all_constants, WIDTH=width, **tile,
     )  # fmt: skip
     return parts[0] if len(parts) == 1 else parts.sum(dim=0)
@@ -405,13 +412,7 @@ def weighted_rows(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check_table(ids, packed)
-    _check_dtype(dtype)
-    if weights.dtype != torch.float32 or weights.shape != ids.shape:
-        got = f"{weights.dtype} {tuple(weights.shape)}"
-        raise ValueError(f"need float32 weights of shape {tuple(ids.shape)}, got {got}")
-    run = _weighted_rows_triton if uses_triton(ids) else _weighted_rows_torch
-    return run(ids, weights, packed, dtype)
+    return WEIGHTED_ROWS(ids, weights, packed, dtype)
 
 
 def weighted_rows_grad_weights(grad_y: Tensor, ids: Tensor, packed: Packed) -> Tensor:
@@ -428,14 +429,10 @@ def weighted_rows_grad_weights(grad_y: Tensor, ids: Tensor, packed: Packed) -> T
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check_table(ids, packed)
-    _check_grad(grad_y)
-    shape = (len(ids), packed.in_features)
-    if tuple(grad_y.shape) != shape:
-        raise ValueError(f"need a gradient of shape {shape}, got {tuple(grad_y.shape)}")
-    triton_runs = uses_triton(ids)
-    run = _weighted_rows_grad_weights_triton if triton_runs else _weighted_rows_grad_weights_torch
-    return run(grad_y, ids, packed)
+    return WEIGHTED_ROWS_GRAD_WEIGHTS(grad_y, ids, packed)
+
+
+_check_ids = compiled_check("touched_rows", {"ids": Array("S", INT64), "num_rows": Number(())})
 
 
 def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
@@ -453,7 +450,7 @@ def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
     Raises:
         ValueError: `ids` is not a vector of int64.
     """
-    check_ids(ids)
+    _check_ids(ids, num_rows)
     inside = (ids >= 0) & (ids < num_rows)
     keys = ids.masked_fill(~inside, num_rows)
     # half the bits are half the work of a sort
@@ -495,37 +492,7 @@ def weighted_rows_grad(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check_grad(grad_y)
-    _check_dtype(dtype or grad_y.dtype)
-    for name, values in (("order", touched.order), ("bounds", touched.bounds)):
-        check_contiguous(name, values, torch.int64, (values.numel(),))
-    shape = tuple(touched.order.shape)
-    for name, values, kind in (
-        ("weights", weights, torch.float32),
-        ("tokens", tokens, torch.int64),
-    ):
-        if values.dtype != kind or tuple(values.shape) != shape:
-            got = f"{values.dtype} {tuple(values.shape)}"
-            raise ValueError(f"need {name} of {kind} and shape {shape}, got {got}")
-    run = _weighted_rows_grad_triton if uses_triton(grad_y) else _weighted_rows_grad_torch
-    return run(grad_y, weights, tokens, touched.order, touched.bounds, dtype)
-
-
-def _check_table(ids: Tensor, packed: Packed) -> None:
-    if ids.dtype != torch.int64 or ids.dim() != 2:
-        raise ValueError(f"need a matrix of int64 ids, got {ids.dtype} {tuple(ids.shape)}")
-    packed.check()
-
-
-def _check_grad(grad_y: Tensor) -> None:
-    if grad_y.dtype not in (torch.float32, torch.bfloat16) or grad_y.dim() != 2:
-        got = f"{grad_y.dtype} of shape {tuple(grad_y.shape)}"
-        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
-
-
-def _check_dtype(dtype: torch.dtype) -> None:
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"need float32 or bfloat16 results, got {dtype}")
+    return WEIGHTED_ROWS_GRAD(grad_y, weights, tokens, touched.order, touched.bounds, dtype)
 
 
 def _slots_cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor, int, int]]:
@@ -670,37 +637,91 @@ def _add_products(grad_y: Tensor, weights: Tensor, tokens: Tensor, rows: Tensor)
     return products.new_zeros(products.shape).index_add_(0, rows, products)
 
 
-WEIGHTED_ROWS = KernelSpec(
-    "weighted_rows",
-    partial(_weighted_rows_triton, dtype=torch.float32),
-    partial(_weighted_rows_torch, dtype=torch.float32),
-    weighted_rows_reference,
+def _in_float64(ids: Tensor, weights: Tensor, packed: Packed) -> Tensor:
+    rows, weights, num_rows = _padded(packed), weights.double(), packed.out_features
+    ids = ids.where((ids >= 0) & (ids < num_rows), num_rows)
+    return torch.stack([w[:, None] * rows[i] for w, i in zip(weights.T, ids.T, strict=True)]).sum(0)
+
+
+def _grad_weights_in_float64(grad_y: Tensor, ids: Tensor, packed: Packed) -> Tensor:
+    rows, grad_y, num_rows = _padded(packed), grad_y.double(), packed.out_features
+    ids = ids.where((ids >= 0) & (ids < num_rows), num_rows)
+    return torch.stack([(grad_y * rows[slot]).sum(dim=1) for slot in ids.unbind(1)], dim=1)
+
+
+def _padded(packed: Packed) -> Tensor:
+    """Decode a table and append a row of zeros, in float64."""
+    table = decode_digits_torch(packed, torch.float32).double()
+    return torch.cat([table, table.new_zeros(1, table.shape[1])])
+
+
+def _grad_in_float64(
+    grad_y: Tensor, weights: Tensor, tokens: Tensor, order: Tensor, bounds: Tensor
+) -> Tensor:
+    sizes = bounds.diff()
+    rows = torch.arange(len(sizes), device=bounds.device).repeat_interleave(sizes)
+    slots = order[: len(rows)]
+    grad = grad_y.new_zeros(len(sizes), grad_y.shape[1], dtype=torch.float64)
+    return grad.index_add_(0, rows, weights[slots, None].double() * grad_y[tokens[slots]])
+
+
+def _slots(dice: Dice, m: int, n: int) -> Tensor:
+    """Draw the ids of at least 64 slots, the same number of every token, some of them outside."""
+    return dice.integers(-1, n, m, max(1 + dice.below(12), -(-64 // m)), dtype=torch.int64)
+
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ids = _slots(dice, max(m, -(-64 // k)), n)  # few sums can cancel
+    weights = dice.reals(*ids.shape, dtype=torch.float32)
+    return ids, weights, dice.packed(n, k, group_size)
+
+
+def _draw_grad_weights(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    packed = dice.packed(n, k, group_size)
+    m = max(m, 16)  # all slots can have one id, and few products can cancel
+    return dice.reals(m, k), _slots(dice, m, n), packed
+
+
+def _draw_grad(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ids = _slots(dice, m, n)
+    tokens = torch.arange(ids.numel(), device=dice.device) // ids.shape[1]
+    _, order, bounds, _ = touched_rows(ids.flatten(), n)
+    weights = dice.reals(ids.numel(), dtype=torch.float32)
+    return dice.reals(m, k), weights, dice.view(tokens), order, bounds
+
+
+_IDS, _TABLE = Array("M, S", INT64), Matrix("V, D")
+_DTYPE_FITS = "dtype in (None, torch.float32, torch.bfloat16)"
+
+WEIGHTED_ROWS = Operation(
+    "weighted_rows", partial(_weighted_rows_triton, dtype=torch.float32),
+    partial(_weighted_rows_torch, dtype=torch.float32), weighted_rows_reference,
     _weighted_rows_cases,
     Gate(exact=False, relative=1e-6, reason="float32 sums of up to tens of rows"),
-    uses_scales=True,
-    scale_path=_scale_path,
-    bfloat16=(),
-    timings=_weighted_rows_timings,
-)
-WEIGHTED_ROWS_GRAD_WEIGHTS = KernelSpec(
-    "weighted_rows_grad_weights",
-    _weighted_rows_grad_weights_triton,
-    _weighted_rows_grad_weights_torch,
-    weighted_rows_grad_weights_reference,
-    _grad_weights_cases,
+    {"ids": _IDS, "weights": Array("M, S", FLOAT), "packed": _TABLE, "dtype": Number(())},
+    launch=(_weighted_rows_triton, _weighted_rows_torch, _weighted_rows_torch),
+    where=(_DTYPE_FITS,), draw=_draw, needs_rows=True, large_reference=_in_float64,
+    scale_path=_scale_path, timings=_weighted_rows_timings,
+)  # fmt: skip
+WEIGHTED_ROWS_GRAD_WEIGHTS = Operation(
+    "weighted_rows_grad_weights", _weighted_rows_grad_weights_triton,
+    _weighted_rows_grad_weights_torch, weighted_rows_grad_weights_reference, _grad_weights_cases,
     Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of columns"),
-    uses_scales=True,
-    scale_path=_scale_path,
-    bfloat16=(0,),
-    timings=_grad_weights_timings,
-)
-WEIGHTED_ROWS_GRAD = KernelSpec(
-    "weighted_rows_grad",
-    partial(_weighted_rows_grad_triton, dtype=torch.float32),
-    partial(_weighted_rows_grad_torch, dtype=torch.float32),
-    weighted_rows_grad_reference,
+    {"grad_y": Array("M, D"), "ids": _IDS, "packed": _TABLE},
+    draw=_draw_grad_weights, needs_rows=True, large_reference=_grad_weights_in_float64,
+    scale_path=_scale_path, timings=_grad_weights_timings,
+)  # fmt: skip
+WEIGHTED_ROWS_GRAD = Operation(
+    "weighted_rows_grad", partial(_weighted_rows_grad_triton, dtype=torch.float32),
+    partial(_weighted_rows_grad_torch, dtype=torch.float32), weighted_rows_grad_reference,
     _grad_cases,
     Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of slots"),
-    bfloat16=(0,),
+    {
+        "grad_y": Array("M, D"), "weights": Array("S", FLOAT), "tokens": Array("S", INT64),
+        "order": Array("S", INT64, dense=True), "bounds": Array("R", INT64, dense=True),
+        "dtype": Number(()),
+    },
+    launch=(_weighted_rows_grad_triton, _weighted_rows_grad_torch, _weighted_rows_grad_torch),
+    where=(_DTYPE_FITS,), draw=_draw_grad, needs_rows=True, large_reference=_grad_in_float64,
     timings=_grad_timings,
-)
+)  # fmt: skip

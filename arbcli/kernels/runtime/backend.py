@@ -103,9 +103,10 @@ def uses_native(tensor: Tensor) -> bool:
 
 def choose(tensor: Tensor, triton: Callable, torch: Callable, native: Callable) -> Callable:
     """Choose what runs an operation on `tensor` among what each backend has for it."""
-    if uses_triton(tensor):
-        return triton
-    return native if uses_native(tensor) else torch
+    backend = _forced or default_backend(tensor.device)
+    if backend == "native":
+        return native
+    return torch if backend == "torch" else triton
 
 
 @contextmanager

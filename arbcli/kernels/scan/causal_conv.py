@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 MOST_TAPS = 8
 
@@ -139,11 +139,7 @@ def causal_conv(x: Tensor, w: Tensor, reverse: bool = False) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(x, w.shape[-1])
-    if w.dtype != torch.float32 or w.dim() != 2 or len(w) != x.shape[2]:
-        got = f"{w.dtype} {tuple(w.shape)}"
-        raise ValueError(f"need float32 taps of {x.shape[2]} channels, got {got}")
-    return (_causal_conv_triton if uses_triton(x) else _causal_conv_torch)(x, w, reverse)
+    return CAUSAL_CONV(x, w, reverse)
 
 
 def causal_conv_grad_w(grad_y: Tensor, x: Tensor, taps: int) -> Tensor:
@@ -157,20 +153,7 @@ def causal_conv_grad_w(grad_y: Tensor, x: Tensor, taps: int) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(x, taps)
-    if grad_y.dtype != x.dtype or grad_y.shape != x.shape:
-        got = f"{grad_y.dtype} {tuple(grad_y.shape)}"
-        raise ValueError(f"need a gradient of {x.dtype} {tuple(x.shape)}, got {got}")
-    run = _causal_conv_grad_w_triton if uses_triton(x) else _causal_conv_grad_w_torch
-    return run(grad_y, x, taps)
-
-
-def _check(x: Tensor, taps: int) -> None:
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 3:
-        got = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"need float32 or bfloat16 positions, got {got}")
-    if not 1 <= taps <= MOST_TAPS:
-        raise ValueError(f"need 1 to {MOST_TAPS} taps, got {taps}")
+    return CAUSAL_CONV_GRAD_W(grad_y, x, taps)
 
 
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
@@ -230,11 +213,16 @@ _GATE = Gate(
     reason="float32 sums over taps, or over the sequence; in bf16 no worse than one rounding",
 )  # fmt: skip
 
-CAUSAL_CONV = KernelSpec(
+CAUSAL_CONV = Operation(
     "causal_conv", _causal_conv_triton, _causal_conv_torch, causal_conv_reference, _cases, _GATE,
-    bfloat16=(0,), timings=_timings,
+    {"x": Array("B, T, D"), "w": Array("D, W", FLOAT), "reverse": Number((False, True))},
+    where=(f"0 < W <= {MOST_TAPS}",), sizes={"B": (1, 3), "T": "m", "W": (1, 4, 8)},
+    peer=rounded_conv, timings=_timings,
 )  # fmt: skip
-CAUSAL_CONV_GRAD_W = KernelSpec(
+CAUSAL_CONV_GRAD_W = Operation(
     "causal_conv_grad_w", _causal_conv_grad_w_triton, _causal_conv_grad_w_torch,
-    causal_conv_grad_w_reference, _grad_w_cases, _GATE, timings=_grad_w_timings,
+    causal_conv_grad_w_reference, _grad_w_cases, _GATE,
+    {"grad_y": Array("B, T, D"), "x": Array("B, T, D"), "taps": Number((1, 4, 8))},
+    where=(f"0 < taps <= {MOST_TAPS}",), sizes={"B": (1, 3), "T": "m + 8"},
+    timings=_grad_w_timings,
 )  # fmt: skip

@@ -18,9 +18,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 PIECE = 64
 """Positions that are computed together."""
@@ -142,18 +143,7 @@ def decay_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool = False
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    if q.dtype not in (torch.float32, torch.bfloat16) or q.dim() != 4:
-        got = f"{q.dtype} of shape {tuple(q.shape)}"
-        raise ValueError(f"need float32 or bfloat16 queries of heads, got {got}")
-    if k.dtype != q.dtype or k.shape != q.shape:
-        raise ValueError(f"need {q.dtype} {tuple(q.shape)}, got {k.dtype} {tuple(k.shape)}")
-    if v.dtype != q.dtype or v.dim() != 4 or v.shape[:3] != q.shape[:3]:
-        got = f"{v.dtype} {tuple(v.shape)}"
-        raise ValueError(f"need {q.dtype} values of {tuple(q.shape[:3])}, got {got}")
-    if g.dtype != torch.float32 or g.shape != q.shape[:3]:
-        got = f"{g.dtype} {tuple(g.shape)}"
-        raise ValueError(f"need float32 decays of {tuple(q.shape[:3])}, got {got}")
-    return (_decay_scan_triton if uses_triton(q) else _decay_scan_torch)(q, k, v, g, reverse)
+    return DECAY_SCAN(q, k, v, g, reverse)
 
 
 def _draw(
@@ -219,11 +209,20 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("8x4096x16x64x64 bf16", inputs, peer=peer, peer_name="causal attention")
 
 
-DECAY_SCAN = KernelSpec(
+def _draw_decays(dice: Dice, *shape: int) -> Tensor:
+    return dice.view(-dice.reals(*shape, dtype=torch.float32).square())
+
+
+DECAY_SCAN = Operation(
     "decay_scan", _decay_scan_triton, _decay_scan_torch, decay_scan_reference, _cases,
     Gate(
         exact=False, relative=1e-5, peer_slack=1.0,
         reason="float32 sums over the sequence; in bf16 scores and states are rounded, peers' too",
     ),
-    bfloat16=(0, 1, 2), timings=_timings,
+    {
+        "q": Array("B, T, H, N"), "k": Array("B, T, H, N"), "v": Array("B, T, H, P"),
+        "g": Array("B, T, H", FLOAT, values=_draw_decays), "reverse": Number((False, True)),
+    },
+    sizes={"B": (1, 2), "T": "m", "H": (1, 3), "P": "min(n, 70)", "N": (1, 9, 32)},
+    peer=scan_in_bf16, timings=_timings,
 )  # fmt: skip

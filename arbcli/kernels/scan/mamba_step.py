@@ -11,18 +11,19 @@ know nothing of the others. A text that does not go on keeps its state, and the 
 position may hold anything.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.arguments import FLOAT, INT32, Array
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
 
 SHARED = (3, 4, 5, 6)
@@ -214,29 +215,7 @@ def mamba_step(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    texts = position.shape
-    if rows.dtype not in (torch.float32, torch.bfloat16) or state.dim() != 3 + len(texts):
-        got = f"{rows.dtype} and {tuple(state.shape)}"
-        raise ValueError(f"need float32 or bfloat16 rows and a state of (H, N, P), got {got}")
-    heads, states, width = state.shape[-3:]
-    mixed, real = heads * width + 2 * states, torch.float32
-    num_taps = ring.shape[-2] if ring.dim() > 1 else 0
-    if not num_taps or num_taps & num_taps - 1:
-        raise ValueError(f"need a power of two of taps, got {num_taps}")
-    for name, part, dtype, shape in (
-        ("rows", rows, rows.dtype, (*texts, heads * width + mixed + heads)),
-        ("ring", ring, rows.dtype, (*texts, num_taps, mixed)),
-        ("state", state, real, (*texts, heads, states, width)),
-        ("taps", taps, real, (mixed, num_taps)),
-        ("rate", rate, real, (heads,)),
-        ("bias", bias, real, (heads,)),
-        ("skip", skip, real, (heads,)),
-        ("position", position, torch.int32, texts[:1]),
-        ("going_on", position if going_on is None else going_on, torch.int32, texts),
-    ):
-        check_contiguous(name, part, dtype, shape)
-    run = _mamba_step_triton if uses_triton(rows) else _mamba_step_torch
-    return run(rows, ring, state, taps, rate, bias, skip, position, going_on)
+    return MAMBA_STEP(rows, ring, state, taps, rate, bias, skip, position, going_on)
 
 
 def draw_step(
@@ -277,23 +256,12 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("three texts", (*beside_each_other(texts, *SHARED), going_on))
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         inputs = draw_step(16, 64, 64, 4, 9, torch.bfloat16, generator)
-        yield Case("16x64x64 bf16", inputs, _with_state(_mamba_step_torch))
+        yield Case("16x64x64 bf16", inputs, MAMBA_STEP.torch)
         texts = [draw_step(16, 64, 64, 4, at, torch.bfloat16, generator) for at in range(9)]
         texts = [(*inputs[:3], *texts[0][3:7], inputs[7]) for inputs in texts]
         going_on = torch.ones(9, dtype=torch.int32, device=device)
         inputs = (*beside_each_other(texts, *SHARED), going_on)
-        yield Case("9 texts of 16x64x64 bf16", inputs, _with_state(_mamba_step_torch))
-
-
-def _with_state(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it left behind too."""
-
-    def with_state(
-        rows: Tensor, ring: Tensor, state: Tensor, *rest: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return run(rows, ring, state, *rest), ring, state
-
-    return with_state
+        yield Case("9 texts of 16x64x64 bf16", inputs, MAMBA_STEP.torch)
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -305,15 +273,30 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("16 texts of 16x64x64 bf16", inputs, run=_mamba_step_triton)
 
 
-MAMBA_STEP = KernelSpec(
-    "mamba_step", _with_state(_mamba_step_triton), _with_state(_mamba_step_torch),
-    mamba_step_reference, _cases,
+def _draw(dice: Dice, _group_size: int, _m: int, n: int, _k: int) -> tuple:
+    heads, states, taps = dice.pick((3, 4)), dice.pick((1, 9, 64)), dice.pick((2, 4, 8))
+    shape = heads, states, min(n, 70), taps, dice.below(9)
+    return draw_step(*shape, dice.dtype, dice.generator)
+
+
+_OF_HEADS, _COUNT = Array("H", FLOAT, dense=True), Array("*X", INT32, dense=True)
+
+MAMBA_STEP = Operation(
+    "mamba_step", _mamba_step_triton, _mamba_step_torch, mamba_step_reference, _cases,
     Gate(
         exact=False,
         relative=1e-5,
         peer_slack=0.1,
         reason="float32 sums over states; in bf16 one rounding, as torch has",
     ),
-    bfloat16=(0, 1),
-    timings=_timings,
+    {
+        "rows": Array("*X, 2 * H * P + 2 * N + H", dense=True),
+        "ring": Array("*X, W, H * P + 2 * N", dense=True),
+        "state": Array("*X, H, N, P", FLOAT, dense=True),
+        "taps": Array("H * P + 2 * N, W", FLOAT, dense=True),
+        "rate": _OF_HEADS, "bias": _OF_HEADS, "skip": _OF_HEADS,
+        "position": _COUNT, "going_on": replace(_COUNT, optional=True),
+    },
+    where=("len(X) < 2", "W > 0 and W & (W - 1) == 0"), compared=("ring", "state"), draw=_draw,
+    torch_is_peer=True, timings=_timings,
 )  # fmt: skip

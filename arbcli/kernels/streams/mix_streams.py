@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.streams.stream_weights import STREAMS
 
 
@@ -190,8 +190,7 @@ def mix_streams(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(x, weights, added, gains)
-    return (_mix_streams_triton if uses_triton(x) else mix_streams_torch)(x, weights, added, gains)
+    return MIX_STREAMS(x, weights, added, gains)
 
 
 def mix_streams_backward(
@@ -213,35 +212,7 @@ def mix_streams_backward(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(x, weights, added, gains)
-    expected = (len(x), weights.shape[1], x.shape[2])
-    if grad_y.dtype != x.dtype or grad_y.shape != expected:
-        got = f"{grad_y.dtype} {tuple(grad_y.shape)}"
-        raise ValueError(f"need a gradient of {x.dtype} {expected}, got {got}")
-    run = _mix_streams_backward_triton if uses_triton(x) else _mix_streams_backward_torch
-    return run(grad_y, x, weights, added, gains)
-
-
-def _check(x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None) -> None:
-    got = f"{x.dtype} of shape {tuple(x.shape)}"
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 3 or x.shape[1] not in STREAMS:
-        raise ValueError(f"need float32 or bfloat16 streams, {STREAMS} of them, got {got}")
-    length, n, width = x.shape
-    got = f"{weights.dtype} {tuple(weights.shape)}"
-    if weights.dtype != torch.float32 or weights.dim() != 3 or weights.shape[1] not in STREAMS:
-        raise ValueError(f"need float32 weights of {STREAMS} rows, got {got}")
-    if (weights.shape[0], weights.shape[2]) != (length, n):
-        raise ValueError(f"need weights of {length} positions and {n} streams, got {got}")
-    if (added is None) != (gains is None):
-        raise ValueError("what is added and its gains belong together")
-    if added is None or gains is None:
-        return
-    if added.dtype != x.dtype or added.shape != (length, width):
-        got = f"{added.dtype} {tuple(added.shape)}"
-        raise ValueError(f"need {x.dtype} {(length, width)} to be added, got {got}")
-    if gains.dtype != torch.float32 or gains.shape != weights.shape[:2]:
-        got = f"{gains.dtype} {tuple(gains.shape)}"
-        raise ValueError(f"need float32 gains {tuple(weights.shape[:2])}, got {got}")
+    return MIX_STREAMS_BACKWARD(grad_y, x, weights, added, gains)
 
 
 def _draw(device: torch.device) -> Iterator[tuple[str, tuple, Tensor]]:
@@ -323,12 +294,22 @@ _GATE = Gate(
     reason="float32 sums over streams and columns; in bf16 no worse than one rounding",
 )
 
-MIX_STREAMS = KernelSpec(
+_ARGUMENTS = {
+    "x": Array("M, S, D"),
+    "weights": Array("M, R, S", FLOAT),
+    "added": Array("M, D", optional=True),
+    "gains": Array("M, R", FLOAT, optional=True),
+}
+_WHERE = (f"S in {STREAMS}", f"R in {STREAMS}", "(added is None) == (gains is None)")
+_SIZES = {"S": STREAMS, "R": STREAMS}
+
+MIX_STREAMS = Operation(
     "mix_streams", _mix_streams_triton, mix_streams_torch, mix_streams_reference, _cases, _GATE,
-    bfloat16=(0, 2), timings=_timings,
+    _ARGUMENTS, where=_WHERE, sizes=_SIZES, peer=rounded_mix, timings=_timings,
 )  # fmt: skip
-MIX_STREAMS_BACKWARD = KernelSpec(
+MIX_STREAMS_BACKWARD = Operation(
     "mix_streams_backward", _mix_streams_backward_triton, _mix_streams_backward_torch,
-    mix_streams_backward_reference, _backward_cases, _GATE, bfloat16=(0, 1, 3),
-    timings=_backward_timings,
+    mix_streams_backward_reference, _backward_cases, _GATE,
+    {"grad_y": Array("M, R, D"), **_ARGUMENTS}, where=_WHERE, sizes=_SIZES,
+    peer=rounded_mix_gradients, timings=_backward_timings,
 )  # fmt: skip

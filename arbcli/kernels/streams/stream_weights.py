@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 ROUNDS = 20
 SHIFT = 2.0
@@ -279,9 +279,7 @@ def stream_weights(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(raw, bias, rounds)
-    run = _stream_weights_triton if uses_triton(raw) else stream_weights_torch
-    return run(raw, bias, rounds)
+    return STREAM_WEIGHTS(raw, bias, rounds)
 
 
 def stream_weights_backward(
@@ -308,27 +306,7 @@ def stream_weights_backward(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(raw, bias, rounds)
-    n = count_streams(raw.shape[1])
-    for grad, size in ((grad_a, (n,)), (grad_b, (n, n)), (grad_c, (n,))):
-        if grad.dtype != torch.float32 or grad.shape != (len(raw), *size):
-            got = f"{grad.dtype} {tuple(grad.shape)}"
-            raise ValueError(f"need float32 {(len(raw), *size)}, got {got}")
-    run = _stream_weights_backward_triton if uses_triton(raw) else _stream_weights_backward_torch
-    return run(grad_a, grad_b, grad_c, raw, bias, rounds)
-
-
-def _check(raw: Tensor, bias: Tensor, rounds: int) -> None:
-    if raw.dtype not in (torch.float32, torch.bfloat16) or raw.dim() != 2:
-        got = f"{raw.dtype} of shape {tuple(raw.shape)}"
-        raise ValueError(f"need a float32 or bfloat16 matrix, got {got}")
-    n = count_streams(raw.shape[1])
-    if n not in STREAMS or n * (n + 2) != raw.shape[1]:
-        raise ValueError(f"{raw.shape[1]} numbers are not those of {STREAMS} streams")
-    if bias.dtype != torch.float32 or bias.shape != raw.shape[1:] or not bias.is_contiguous():
-        raise ValueError(f"need float32 biases, got {bias.dtype} {tuple(bias.shape)}")
-    if rounds < 1:
-        raise ValueError(f"need 1 round or more, got {rounds}")
+    return STREAM_WEIGHTS_BACKWARD(grad_a, grad_b, grad_c, raw, bias, rounds)
 
 
 def _draw(device: torch.device) -> Iterator[tuple[str, tuple, tuple]]:
@@ -391,12 +369,36 @@ _GATE = Gate(
     reason="where sums are 1 but for a rounding, float32 cannot tell which rows are above",
 )
 
-STREAM_WEIGHTS = KernelSpec(
+_ROUNDS = Number((1, 3, 7))
+
+
+def _in_float64(raw: Tensor, bias: Tensor, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+    return stream_weights_torch(raw, bias, rounds, torch.float64)
+
+
+def _backward_in_float64(
+    grad_a: Tensor, grad_b: Tensor, grad_c: Tensor, raw: Tensor, bias: Tensor, rounds: int
+) -> Tensor:
+    raw = raw.double().requires_grad_()
+    grads = [part.double() for part in (grad_a, grad_b, grad_c)]
+    return torch.autograd.grad(_in_float64(raw, bias, rounds), raw, grads)[0]
+
+
+STREAM_WEIGHTS = Operation(
     "stream_weights", _stream_weights_triton, stream_weights_torch, stream_weights_reference,
-    _cases, _GATE, bfloat16=(0,), timings=_timings,
+    _cases, _GATE,
+    {"raw": Array("M, W"), "bias": Array("W", FLOAT, dense=True), "rounds": _ROUNDS},
+    where=(f"W in {tuple(n * (n + 2) for n in STREAMS)}", "rounds > 0"),
+    sizes={"S": STREAMS, "W": "S * (S + 2)"}, large_reference=_in_float64, timings=_timings,
 )  # fmt: skip
-STREAM_WEIGHTS_BACKWARD = KernelSpec(
+STREAM_WEIGHTS_BACKWARD = Operation(
     "stream_weights_backward", _stream_weights_backward_triton, _stream_weights_backward_torch,
-    stream_weights_backward_reference, _backward_cases, _GATE, bfloat16=(3,),
-    timings=_backward_timings,
+    stream_weights_backward_reference, _backward_cases, _GATE,
+    {
+        "grad_a": Array("M, S", FLOAT), "grad_b": Array("M, S, S", FLOAT),
+        "grad_c": Array("M, S", FLOAT), "raw": Array("M, S * (S + 2)"),
+        "bias": Array("S * (S + 2)", FLOAT, dense=True), "rounds": _ROUNDS,
+    },
+    where=(f"S in {STREAMS}", "rounds > 0"), sizes={"S": STREAMS},
+    large_reference=_backward_in_float64, timings=_backward_timings,
 )  # fmt: skip

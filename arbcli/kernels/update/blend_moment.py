@@ -12,13 +12,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, row_chunks, tiles_of_a_program
-from arbcli.kernels.runtime.inputs import check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import INT8, INT32, INT64, Array, Number
+from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 from arbcli.kernels.update.direction import (
-    check_direction,
+    DIRECTION,
+    GAINS_BELONG,
+    OK,
+    draw_gains,
     fixed_point,
     fixed_point_reference,
     fixed_point_torch,
@@ -202,16 +206,9 @@ def blend_moment(
     Raises:
         ValueError: a dtype or a shape does not fit, or the arithmetic could overflow int32.
     """
-    if moment.dtype != torch.int8 or moment.dim() != 2:
-        raise ValueError(f"need an int8 moment, got {moment.dtype} {tuple(moment.shape)}")
-    check_direction(values, row_gain, column_gain, moment.shape)
-    check_scalars(torch.int32, key=key, ok=ok)
-    check_scalars(torch.int64, squares=squares)
-    if not (0 <= decay <= 1 << 16 and 0 <= gain < 1 << 10):
-        raise ValueError(f"decay {decay} or gain {gain} overflows int32")
-    run = choose(moment, _blend_moment_triton, _blend_moment_torch, _blend_moment_native)
-    direction = (values, row_gain, column_gain)
-    run(moment, *direction, key, ok, squares, decay, gain, shift, nibble)
+    BLEND_MOMENT(
+        moment, values, row_gain, column_gain, key, ok, squares, decay, gain, shift, nibble
+    )
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -261,13 +258,27 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         yield Timing(f"11264x2048 bf16{' nibble' if nibble else ''}", inputs)
 
 
-BLEND_MOMENT = KernelSpec(
-    "blend_moment",
-    _blend_moment_triton,
-    _blend_moment_torch,
-    blend_moment_reference,
-    _cases,
-    timings=_timings,
-    bfloat16=(1,),
-    native=_blend_moment_native,
-)
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    nibble = dice.below(2) == 1
+    largest = moment_max(nibble)
+    moment = dice.integers(-largest, largest, n, k)
+    if nibble:
+        moment = dice.view(moment * 16 + dice.integers(0, 15, n, k))
+    gains = draw_gains(dice, n, k, dice.pick((2.0**14, 2.0**16, 2.0**22)))
+    squares = torch.tensor(dice.below(1000), device=dice.device)
+    return (
+        moment, dice.reals(n, k), *gains, dice.key(), dice.scalar(not dice.chance(0.1)), squares,
+        dice.pick((0, 58982, 65536)), dice.below(1024), 4 + dice.below(12), nibble,
+    )  # fmt: skip
+
+
+BLEND_MOMENT = Operation(
+    "blend_moment", _blend_moment_triton, _blend_moment_torch, blend_moment_reference, _cases,
+    arguments={
+        "moment": Array("N, K", INT8), **DIRECTION, "key": Array("", INT32), "ok": OK,
+        "squares": Array("", INT64), "decay": Number(()), "gain": Number(()),
+        "shift": Number(()), "nibble": Number(()),
+    },
+    where=(GAINS_BELONG, f"0 <= decay <= {1 << 16}", f"0 <= gain < {1 << 10}"),  # in int32
+    draw=_draw, needs_rows=False, timings=_timings, native=_blend_moment_native,
+)  # fmt: skip

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, num_groups
 from arbcli.kernels.codec.packing import (
-    PLANE,
     byte_tiles,
-    check_digits,
     digit_of,
     pack_trits_reference,
     pack_trits_torch,
@@ -26,10 +25,11 @@ from arbcli.kernels.codec.packing import (
     unpack_trits_reference,
     unpack_trits_torch,
 )
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import BOOL, FLOAT, INT8, INT32, UINT8, Array
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
+from arbcli.kernels.update.direction import OK
 
 SCALE_THRESHOLD = 4
 GRADIENTS = (torch.float32, torch.bfloat16, torch.int8)
@@ -223,14 +223,7 @@ def cast_trit_votes(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_digits(packed, votes)
-    if grad.dtype not in GRADIENTS or votes.shape != grad.shape:
-        raise ValueError(f"votes {tuple(votes.shape)}, grad {grad.dtype} {tuple(grad.shape)}")
-    if held is not None and (held.dtype != torch.bool or held.shape != votes.shape):
-        raise ValueError(f"votes {tuple(votes.shape)}, held {held.dtype} {tuple(held.shape)}")
-    check_scalars(torch.int32, ok=ok, threshold=threshold)
-    run = _cast_trit_votes_triton if uses_triton(packed) else _cast_trit_votes_torch
-    return run(packed, votes, grad, ok, threshold, held)[2]
+    return CAST_TRIT_VOTES(packed, votes, grad, ok, threshold, held)[2]
 
 
 def cast_scale_votes(exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor) -> None:
@@ -245,14 +238,7 @@ def cast_scale_votes(exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor)
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    dtypes = (exponent.dtype, votes.dtype, slope.dtype)
-    if dtypes != (torch.int8, torch.int8, torch.float32):
-        raise ValueError(f"need int8, int8 and float32, got {dtypes}")
-    if not exponent.shape == votes.shape == slope.shape:
-        raise ValueError(f"exponent {tuple(exponent.shape)} and slope {tuple(slope.shape)} differ")
-    check_scalars(torch.int32, ok=ok)
-    run = _cast_scale_votes_triton if uses_triton(exponent) else _cast_scale_votes_torch
-    run(exponent, votes, slope, ok)
+    CAST_SCALE_VOTES(exponent, votes, slope, ok)
 
 
 def _scalar(value: int, device: torch.device) -> Tensor:
@@ -316,19 +302,30 @@ def _scale_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     yield Timing(f"{shape[0]}x{shape[1]}", (exponent, votes, slope, _scalar(1, device)))
 
 
-CAST_TRIT_VOTES = KernelSpec(
-    "cast_trit_votes",
-    _cast_trit_votes_triton,
-    _cast_trit_votes_torch,
-    cast_trit_votes_reference,
+def _draw_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    votes = dice.integers(-127, 127, n, k) if dice.chance(0.2) else dice.integers(-2, 2, n, k)
+    grad = torch.relu(dice.reals(n, k)) - torch.relu(dice.reals(n, k))  # a quarter is 0
+    scalars = dice.scalar(not dice.chance(0.1)), dice.scalar(dice.pick((1, 3, 7, 127)))
+    held = dice.integers(0, 1, n, k).bool() if dice.chance(0.3) else None
+    return dice.trits(n, k), votes, dice.view(grad), *scalars, held
+
+
+CAST_TRIT_VOTES = Operation(
+    "cast_trit_votes", _cast_trit_votes_triton, _cast_trit_votes_torch, cast_trit_votes_reference,
     _trit_cases,
-    timings=_trit_timings,
-)
-CAST_SCALE_VOTES = KernelSpec(
-    "cast_scale_votes",
-    _cast_scale_votes_triton,
-    _cast_scale_votes_torch,
-    cast_scale_votes_reference,
-    _scale_cases,
-    timings=_scale_timings,
-)
+    arguments={
+        "packed": Array("N, row_bytes(K)", UINT8), "votes": Array("N, K", INT8),
+        "grad": Array("N, K", GRADIENTS), "ok": OK, "threshold": Array("", INT32),
+        "held": Array("N, K", BOOL, optional=True),
+    },
+    draw=_draw_trits, needs_rows=False, timings=_trit_timings,
+)  # fmt: skip
+CAST_SCALE_VOTES = Operation(
+    "cast_scale_votes", _cast_scale_votes_triton, _cast_scale_votes_torch,
+    cast_scale_votes_reference, _scale_cases,
+    arguments={
+        "exponent": Array("N, G", INT8, values=(-96, 31)),
+        "votes": Array("N, G", INT8, values=(-3, 3)), "slope": Array("N, G", FLOAT), "ok": OK,
+    },
+    sizes={"G": "k"}, timings=_scale_timings,
+)  # fmt: skip

@@ -10,8 +10,10 @@ with `enable_fp_fusion=False`, as a fused multiply-add would round once where tw
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import FLOAT, INT32, Array
 
 UNIT = 1 << 16
 """Fixed-point one: directions, slopes and steps have 16 fractional bits."""
@@ -81,26 +83,18 @@ def fixed_point(values, row_gain, column_gain, LIMIT: tl.constexpr, HAS_ROWS: tl
     return tl.where(values > 0, 65536, tl.where(values < 0, -65536, 0))
 
 
-def check_direction(
-    values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, shape: torch.Size
-) -> None:
-    """Raise ValueError unless a direction has the right types and the shape of its matrix.
+def draw_gains(dice: Dice, n: int, k: int, size: float) -> tuple:
+    """Draw gains of rows and of columns, of the rows only, or none."""
+    rows, columns = (dice.reals(length, dtype=torch.float32).exp() for length in (n, k))
+    return dice.pick(((rows * size, columns), (rows * size, None), (None, None)))
 
-    Args:
-        values: (N, K) float32 or bfloat16, any strides.
-        row_gain: (N,) float32, any stride; None for the sign of the values.
-        column_gain: (K,) float32, contiguous; None for ones.
-        shape: (N, K).
-    """
-    fits = len(shape) == 2 and values.shape == shape
-    if values.dtype not in (torch.float32, torch.bfloat16) or not fits:
-        got = f"{values.dtype} {tuple(values.shape)} for {tuple(shape)}"
-        raise ValueError(f"need float32 or bfloat16 values of a matrix, got {got}")
-    if row_gain is None and column_gain is not None:
-        raise ValueError("a gain of the columns needs one of the rows")
-    for name, gain, size in (("row", row_gain, shape[0]), ("column", column_gain, shape[1])):
-        if gain is not None and (gain.dtype != torch.float32 or tuple(gain.shape) != (size,)):
-            got = f"{gain.dtype} {tuple(gain.shape)}"
-            raise ValueError(f"need a float32 {name} gain of shape ({size},), got {got}")
-    if column_gain is not None and not column_gain.is_contiguous():
-        raise ValueError("need a contiguous column gain")
+
+DIRECTION = {
+    "values": Array("N, K"),
+    "row_gain": Array("N", FLOAT, optional=True),
+    "column_gain": Array("K", FLOAT, dense=True, optional=True),
+}
+"""Values of a direction, with gains of rows and columns; without any, the sign of the values."""
+GAINS_BELONG = "column_gain is None or row_gain is not None"
+OK = Array("", INT32, values=Dice.ok)
+"""The flag by which a matrix is stepped or not."""

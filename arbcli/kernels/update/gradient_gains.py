@@ -11,16 +11,18 @@ stochastically: an average of logs trails behind, and a rounded one would stand 
 """
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.packed import num_groups
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous, check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, INT64, Array
+from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference, random_words
@@ -297,31 +299,9 @@ def gradient_gains(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    slope, slope_squares, squares, rows, columns = statistics
-    if slope.dtype != torch.float32 or any(part.dim() != 2 for part in (slope, rows, columns)):
-        shapes = ", ".join(str(tuple(part.shape)) for part in (slope, rows, columns))
-        raise ValueError(f"need a float32 slope, and sums of rows and columns, got {shapes}")
-    wide = torch.float32 if slope.is_mps else torch.float64
-    check_contiguous("slope_squares", slope_squares, wide, squares.shape)
-    check_contiguous("squares", squares, torch.float32, (squares.numel(),))
-    check_contiguous("rows", rows, torch.float32, (len(rows), len(slope)))
-    check_contiguous("columns", columns, torch.float32, columns.shape)
-    sizes, parts = (len(slope), columns.shape[1]), (len(rows), len(columns))
-    for statistic, size, count in zip((row_statistic, column_statistic), sizes, parts, strict=True):
-        if (statistic is None) != (row_statistic is None):
-            raise ValueError("need statistics of both rows and columns, or of neither")
-        if statistic is None:
-            continue
-        if statistic.dtype != torch.int8 or tuple(statistic.shape) != (size, 2):
-            got = f"{statistic.dtype} {tuple(statistic.shape)}"
-            raise ValueError(f"need int8 digits of shape ({size}, 2), got {got}")
-        if count == 0:
-            raise ValueError("need the sums of rows and columns")
-    check_scalars(torch.int32, row_key=row_key, column_key=column_key)
-    check_scalars(torch.int64, refused=refused, nonfinite=nonfinite)
-    run = _gradient_gains_triton if uses_triton(refused) else _gradient_gains_torch
-    running = (row_statistic, column_statistic)
-    return GradientGains(*run(*statistics, *running, row_key, column_key, refused, nonfinite))
+    running = row_statistic, column_statistic
+    found = GRADIENT_GAINS(*statistics, *running, row_key, column_key, refused, nonfinite)
+    return GradientGains(*found)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -375,30 +355,57 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("11264x2048", inputs, run=_gradient_gains_triton)
 
 
-def _with_state(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns its counters and decoded statistics, too."""
-
-    def with_state(*inputs: Tensor | None) -> tuple[Tensor, ...]:
-        found = run(*inputs)
-        if int(found[0]) == 0:  # nobody reads these then
-            found = (found[0], *(torch.zeros_like(gain) for gain in found[1:]))
-        running = [statistic_value_reference(x) for x in inputs[5:7] if x is not None]
-        return *found, *running, *inputs[-2:]
-
-    return with_state
+def _with_state(inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Give counters and decoded statistics, too."""
+    if int(found[0]) == 0:  # nobody reads these then
+        found = (found[0], *(torch.zeros_like(gain) for gain in found[1:]))
+    running = [statistic_value_reference(x) for x in inputs[5:7] if x is not None]
+    return *found, *running, *inputs[-2:]
 
 
-GRADIENT_GAINS = KernelSpec(
-    "gradient_gains",
-    _with_state(_gradient_gains_triton),
-    _with_state(_gradient_gains_torch),
-    _with_state(gradient_gains_reference),
-    _cases,
+def _reference_with_state(*inputs: Any) -> tuple[Tensor, ...]:
+    return _with_state(inputs, gradient_gains_reference(*inputs))
+
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    def digits(length: int) -> Tensor:
+        if dice.chance(0.15):
+            return dice.view(dice.integers(30, 30, length, 2))
+        whole = dice.integers(-128 if dice.chance(0.5) else -30, 30, length, 1)
+        return dice.view(torch.cat([whole, dice.integers(0, 127, length, 1)], dim=1))
+
+    def sums(*shape: int) -> Tensor:
+        return dice.reals(*shape, dtype=torch.float32).mul(8).exp().contiguous()
+
+    slope = torch.zeros(n, num_groups(k, group_size), device=dice.device)
+    parts = sums(m), sums(m + 2, n), sums(m + 5, k)
+    counters = [torch.zeros((), dtype=torch.int64, device=dice.device) for _ in range(2)]
+    squares = parts[0] * dice.pick((1.0, 1.0, 2.0**140))
+    state = (digits(n), digits(k)) if dice.below(4) else (None, None)
+    return slope, parts[0].double(), squares, *parts[1:], *state, dice.key(), dice.key(), *counters
+
+
+GRADIENT_GAINS = Operation(
+    "gradient_gains", _gradient_gains_triton, _gradient_gains_torch, _reference_with_state, _cases,
     Gate(
         exact=False,
         relative=2 ** (1 / 128) - 1 + 1e-5,
         reason="a float log2 at a rounding boundary lands one step of 1/128, 0.54 %, to the side",
     ),
-    timings=_timings,
-    bfloat16=(),
-)
+    {
+        "slope": Array("N, G", FLOAT),
+        "slope_squares": Array("P", (torch.float64, torch.float32), dense=True),
+        "squares": Array("P", FLOAT, dense=True), "rows": Array("R, N", FLOAT, dense=True),
+        "columns": Array("C, K", FLOAT, dense=True),
+        "row_statistic": Array("N, 2", INT8, optional=True),
+        "column_statistic": Array("K, 2", INT8, optional=True),
+        "row_key": Array("", INT32), "column_key": Array("", INT32),
+        "refused": Array("", INT64), "nonfinite": Array("", INT64),
+    },
+    where=(
+        "slope_squares.dtype == (torch.float32 if slope.is_mps else torch.float64)",
+        "(row_statistic is None) == (column_statistic is None)",
+        "row_statistic is None or (R > 0 and C > 0)",
+    ),
+    compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
+)  # fmt: skip

@@ -14,27 +14,23 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import (
     add_remainder,
+    decode_digits_torch,
     digits_reference,
     digits_torch,
     native_arguments,
     scales_reference,
     with_remainders,
 )
+from arbcli.kernels.codec.layout import BLOCK, PLANE
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import (
-    BLOCK,
-    PLANE,
-    first_digit,
-    take_trit,
-    trit_at,
-    trit_positions,
-)
+from arbcli.kernels.codec.packing import first_digit, take_trit, trit_at, trit_positions
 from arbcli.kernels.codec.scales import load_scale, scales_torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, row_chunks, tiles_of_a_program
+from arbcli.kernels.runtime.arguments import Array, Matrix, Number
+from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
 
 TILE = 128
 """Columns of a tile: as many whole groups as fit, and at least one."""
@@ -123,9 +119,9 @@ def _gradient_statistics_kernel(
     slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
     N, K, num_groups, blocks, tiles,
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, stride_sn, stride_cp,
+    stride_an, stride_ak, of_trit, of_low, stride_sn, stride_cp,
     GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
-    RADIX: tl.constexpr, UNIT: tl.constexpr, NIBBLE: tl.constexpr,
+    DIGITS: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Read one tile: a full block whose planes are groups for the first `blocks`, else groups."""
@@ -140,8 +136,8 @@ def _gradient_statistics_kernel(
             slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
             N, tile_n, tile,
             stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_an, stride_ak, stride_sn,
-            HAS_FRACTION, RADIX, UNIT, NIBBLE, FACTORED, SIGNS, BLOCK_N, STEPS,
+            stride_an, stride_ak, of_trit, of_low, stride_sn,
+            HAS_FRACTION, DIGITS, NIBBLE, FACTORED, SIGNS, BLOCK_N, STEPS,
         )  # fmt: skip
     else:  # behind full blocks a row is packed like a row that begins there
         _read_groups(
@@ -152,8 +148,8 @@ def _gradient_statistics_kernel(
             columns_ptr + 160 * blocks,
             N, K - 160 * blocks, num_groups - 5 * blocks, tile_n, tile - blocks,
             stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_an, stride_ak, stride_sn,
-            GROUP, LANES, GROUPS, HAS_FRACTION, RADIX, UNIT, NIBBLE, FACTORED, SIGNS,
+            stride_an, stride_ak, of_trit, of_low, stride_sn,
+            GROUP, LANES, GROUPS, HAS_FRACTION, DIGITS, NIBBLE, FACTORED, SIGNS,
             256 // (GROUPS * LANES), BLOCK_N * STEPS * GROUPS * LANES // 256,
         )  # fmt: skip
 
@@ -164,8 +160,8 @@ def _read_planes(
     slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
     N, tile_n, block,
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, stride_sn,
-    HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr, NIBBLE: tl.constexpr,
+    stride_an, stride_ak, of_trit, of_low, stride_sn,
+    HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr,
     BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -200,10 +196,12 @@ def _read_planes(
             if SIGNS:
                 value = tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, 0.0))
             double, left = take_trit(left, digit)
-            if RADIX:
+            if DIGITS:
                 trit = double * (0.5 if digit % 2 else -0.5)
                 offset = n * stride_an + (block * 160 + 32 * digit + offs_j) * stride_ak
-                double = add_remainder(trit, remainder_ptr, offset, mask_n, RADIX, UNIT, NIBBLE)
+                double = add_remainder(
+                    trit, remainder_ptr, offset, mask_n, of_trit, of_low, DIGITS, NIBBLE
+                )
             found = tl.where(part == digit, tl.sum(value * double, axis=1)[:, None], found)
         of_columns = summed
         of_row = tl.sum(of_rows, axis=1)
@@ -214,7 +212,7 @@ def _read_planes(
             exponent_ptr, fraction_ptr, n, group, mask,
             stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
         )  # fmt: skip
-        slope = found * (scale if RADIX else scale * half)
+        slope = found * (scale if DIGITS else scale * half)
         tl.store(slope_ptr + n * stride_sn + group, slope, mask=mask)
         of_slope += tl.where(mask, slope * slope, 0)
         if FACTORED:
@@ -235,9 +233,9 @@ def _read_groups(
     slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
     N, K, num_groups, tile_n, tile_g,
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, stride_sn,
+    stride_an, stride_ak, of_trit, of_low, stride_sn,
     GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
-    RADIX: tl.constexpr, UNIT: tl.constexpr, NIBBLE: tl.constexpr,
+    DIGITS: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Read `STEPS` tiles of `BLOCK_N` rows and `GROUPS` groups, each of `LANES` lanes."""
@@ -266,7 +264,9 @@ def _read_groups(
             value = tl.where(grad > 0, 1.0, tl.where(grad < 0, -1.0, 0.0))
         offset = n[:, None] * stride_an + k[None, :] * stride_ak
         trit = trit_at(byte, factor[None, :])
-        product = value * add_remainder(trit, remainder_ptr, offset, mask, RADIX, UNIT, NIBBLE)
+        product = value * add_remainder(
+            trit, remainder_ptr, offset, mask, of_trit, of_low, DIGITS, NIBBLE
+        )
         slope = tl.sum(tl.reshape(product, (BLOCK_N, GROUPS, LANES)), axis=2)
 
         mask_g = mask_n[:, None] & (offs_g < num_groups)[None, :]
@@ -320,7 +320,7 @@ def _gradient_statistics_triton(
     )
     _gradient_statistics_kernel[(tiles_n * tiles,)](
         grad, *packed.all_pointers, *found, rows, columns, groups, blocks, tiles,
-        *grad.stride(), *packed.all_strides, groups, columns,
+        *grad.stride(), *packed.all_strides, *packed.worths, groups, columns,
         **packed.all_constants, LANES=lanes, GROUPS=groups_of_tile,
         FACTORED=factored, SIGNS=signs, BLOCK_N=block_n, STEPS=steps, num_warps=1,
     )  # fmt: skip
@@ -341,16 +341,7 @@ def gradient_statistics(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    got = f"{grad.dtype} of shape {tuple(grad.shape)}"
-    if grad.dtype not in (torch.float32, torch.bfloat16) or grad.dim() != 2 or not grad.numel():
-        raise ValueError(f"need a float32 or bfloat16 matrix that is not empty, got {got}")
-    packed.check(in_features=grad.shape[1])
-    if len(grad) != packed.out_features:
-        raise ValueError(f"{len(grad)} rows of a gradient of {packed.out_features} of weights")
-    run = choose(
-        grad, _gradient_statistics_triton, _gradient_statistics_torch, _gradient_statistics_native
-    )
-    return GradientStatistics(*run(grad, packed, factored, signs))
+    return GradientStatistics(*GRADIENT_STATISTICS(grad, packed, factored, signs))
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -392,30 +383,34 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         yield Timing(f"11264x2048 bf16{name}", inputs, run=_gradient_statistics_triton)
 
 
-def _in_one_part(run: Callable) -> Callable:
-    """Wrap an implementation so that it adds its parts up, in float64."""
-
-    def in_one_part(
-        grad: Tensor, packed: Packed, *flags: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        slope, *sums, rows, columns = run(grad, packed, *flags)
-        sums = [part.double().sum() for part in sums]
-        return slope, *sums, *(part.double().sum(0) for part in (rows, columns))
-
-    return in_one_part
+def _in_one_part(_inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Add parts up, in float64."""
+    slope, *sums, rows, columns = found
+    sums = [part.double().sum() for part in sums]
+    return slope, *sums, *(part.double().sum(0) for part in (rows, columns))
 
 
-GRADIENT_STATISTICS = KernelSpec(
-    "gradient_statistics",
-    _in_one_part(_gradient_statistics_triton),
-    _in_one_part(_gradient_statistics_torch),
-    gradient_statistics_reference,
-    _cases,
+def _in_float64(grad: Tensor, packed: Packed, factored: bool, signs: bool) -> tuple[Tensor, ...]:
+    grad = grad.double()
+    products = (grad.sign() if signs else grad) * decode_digits_torch(
+        packed, torch.float32
+    ).double()
+    groups = torch.arange(packed.in_features, device=grad.device) // packed.group_size
+    slope = products.new_zeros(packed.exponent.shape).index_add_(1, groups, products)
+    squares = grad.square()
+    of_both = (squares.sum(dim) * factored for dim in (1, 0))
+    return slope, slope.square().sum(), squares.sum(), *of_both
+
+
+GRADIENT_STATISTICS = Operation(
+    "gradient_statistics", _gradient_statistics_triton, _gradient_statistics_torch,
+    gradient_statistics_reference, _cases,
     # the square of a slope counts its error twice
     Gate(exact=False, relative=4e-6, reason="float32 sums of products that cancel in part"),
-    uses_scales=True,
-    scale_path=_scale_path,
-    timings=_timings,
-    bfloat16=(0,),
-    native=_in_one_part(_gradient_statistics_native),
-)
+    {
+        "grad": Array("N, K"), "packed": Matrix(), "factored": Number((False, True)),
+        "signs": Number((False, False, False, True)),
+    },
+    where=("N > 0 and K > 0",), compared=_in_one_part, large_reference=_in_float64,
+    scale_path=_scale_path, timings=_timings, native=_gradient_statistics_native,
+)  # fmt: skip

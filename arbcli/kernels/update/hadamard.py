@@ -28,10 +28,8 @@ def block_of(columns: int) -> int:
     return min(LARGEST_BLOCK, columns & -columns) if columns else 1
 
 
-def check_block(columns: int, block: int) -> None:
-    """Raise ValueError unless columns can be mixed in such blocks."""
-    if not 1 <= block <= LARGEST_BLOCK or block & block - 1 or columns % block:
-        raise ValueError(f"need blocks of a power of two that divides {columns}, got {block}")
+BLOCK_FITS = f"0 < block <= {LARGEST_BLOCK} and block & (block - 1) == 0 and K % block == 0"
+"""Whether K columns can be mixed in blocks."""
 
 
 def signs_reference(columns: int) -> list[int]:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.packing import (
-    check_digits,
     unpack_trits_reference,
     unpack_trits_torch,
 )
+from arbcli.kernels.runtime.arguments import INT8, INT32, UINT8, Array, Number, compiled_check
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.inputs import TensorOptions, check_scalars
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.update.cast_votes import GRADIENTS
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference
 
@@ -41,6 +41,17 @@ def hold_flips_reference(
     return held
 
 
+check = compiled_check(
+    "hold_flips",
+    {
+        "packed": Array("N, row_bytes(K)", UINT8), "votes": Array("N, K", INT8),
+        "grad": Array("N, K", GRADIENTS), "threshold": Array("", INT32),
+        "key": Array("", INT32), "most": Number(()),
+    },
+    ("most > 0",),
+)  # fmt: skip
+
+
 def hold_flips(
     packed: Tensor, votes: Tensor, grad: Tensor, threshold: Tensor, key: Tensor, most: int
 ) -> Tensor:
@@ -60,12 +71,7 @@ def hold_flips(
     Raises:
         ValueError: a dtype, a shape or the bound does not fit.
     """
-    check_digits(packed, votes)
-    if grad.dtype not in GRADIENTS or votes.shape != grad.shape:
-        raise ValueError(f"votes {tuple(votes.shape)}, grad {grad.dtype} {tuple(grad.shape)}")
-    check_scalars(torch.int32, threshold=threshold, key=key)
-    if most < 1:
-        raise ValueError(f"most: need 1 or more, got {most}")
+    check(packed, votes, grad, threshold, key, most)
     integer: TensorOptions = {"dtype": torch.int32, "device": votes.device}
     columns = torch.arange(votes.shape[1], **integer)
     rank = torch.empty(votes.shape, **integer)

@@ -9,14 +9,14 @@ trit and a byte of remainder, and as exact.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packing import (
-    PLANE,
-    check_digits,
     digit_of,
     pack_trits_reference,
     pack_trits_torch,
@@ -26,9 +26,12 @@ from arbcli.kernels.codec.packing import (
     unpack_trits_reference,
     unpack_trits_torch,
 )
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, uses_triton
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import INT8, UINT8, Array, Number
+from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
+from arbcli.kernels.update.step_trits import draw_weights
 
 LARGEST_CHANGE = 7
 """Of z, in either direction, that four bits tell."""
@@ -215,9 +218,7 @@ def last_bits(trits: Tensor, remainder: Tensor, radix: int, nibble: bool, out: T
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(trits, remainder, out)
-    run = _last_bits_triton if uses_triton(trits) else _last_bits_torch
-    run(trits, remainder, radix, nibble, out)
+    LAST_BITS(trits, remainder, radix, nibble, out)
 
 
 def take_last_bits_(
@@ -237,19 +238,7 @@ def take_last_bits_(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(trits, remainder, bits)
-    run = _take_last_bits_triton if uses_triton(trits) else _take_last_bits_torch
-    run(trits, remainder, bits, radix, nibble)
-
-
-def _check(trits: Tensor, remainder: Tensor, bits: Tensor) -> None:
-    check_digits(trits, remainder)
-    rows, columns = remainder.shape
-    shape = ((rows + 1) // 2, columns)
-    if bits.dtype != torch.uint8 or tuple(bits.shape) != shape:
-        raise ValueError(f"need bits as uint8 of {shape}, got {bits.dtype} {tuple(bits.shape)}")
-    if columns > 1 and bits.stride(1) != 1:
-        raise ValueError("need bits with contiguous rows")
+    TAKE_LAST_BITS(trits, remainder, bits, radix, nibble)
 
 
 SHAPES = ((1, 1), (3, 33), (33, 165), (2, 1311), (4, 160))
@@ -305,19 +294,36 @@ def _take_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("11264x2048", (*_random_state(device), bits, 64, False))
 
 
-LAST_BITS = KernelSpec(
-    "last_bits",
-    _last_bits_triton,
-    _last_bits_torch,
-    last_bits_reference,
-    _cases,
-    timings=_timings,
-)
-TAKE_LAST_BITS = KernelSpec(
-    "take_last_bits",
-    _take_last_bits_triton,
-    _take_last_bits_torch,
-    take_last_bits_reference,
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    nibble = dice.below(2) == 1
+    radix = 14 if nibble else 64
+    packed, remainder = draw_weights(dice, n, k, radix, 7 if nibble else 63)
+    if nibble:
+        remainder = dice.view(dice.integers(-7, 7, n, k) * 16 + remainder % 16)
+    return packed, remainder, radix, nibble
+
+
+_STATE = {"trits": Array("N, row_bytes(K)", UINT8), "remainder": Array("N, K", INT8)}
+_BITS = Array("(N + 1) // 2, K", UINT8, dense="rows")
+
+LAST_BITS = Operation(
+    "last_bits", _last_bits_triton, _last_bits_torch, last_bits_reference, _cases,
+    arguments={
+        **_STATE, "radix": Number(()), "nibble": Number(()), "out": replace(_BITS, optional=True)
+    },
+    draw=_draw, needs_rows=False, timings=_timings,
+)  # fmt: skip
+
+
+def _draw_taken(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    *state, radix, nibble = _draw(dice, group_size, m, n, k)
+    bits = dice.integers(0, 255, (n + 1) // 2, k, dtype=torch.uint8).contiguous()
+    return *state, bits, radix, nibble
+
+
+TAKE_LAST_BITS = Operation(
+    "take_last_bits", _take_last_bits_triton, _take_last_bits_torch, take_last_bits_reference,
     _take_cases,
-    timings=_take_timings,
-)
+    arguments={**_STATE, "bits": _BITS, "radix": Number(()), "nibble": Number(())},
+    draw=_draw_taken, needs_rows=False, timings=_take_timings,
+)  # fmt: skip

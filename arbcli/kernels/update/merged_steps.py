@@ -11,8 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime.merged import merge_launches
-from arbcli.kernels.runtime.spec import Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import Case, Operation, Timing
 from arbcli.kernels.update.step_scales import STEP_SCALES
 
 NUM_INPUTS = 8
@@ -53,12 +54,13 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     yield Timing("16 of 256x64", tuple(itertools.chain(*inputs)))
 
 
-MERGED_STEPS = KernelSpec(
-    "merged_steps",
-    _merged_steps_triton,
-    _one_by_one(STEP_SCALES.torch),
-    _one_by_one(STEP_SCALES.reference),
-    _cases,
-    timings=_timings,
-    bfloat16=(),
-)
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    shapes = [(n, k), *((1 + dice.below(n), 1 + dice.below(k)) for _ in range(dice.below(4)))]
+    matrices = (STEP_SCALES.drawn(dice, group_size, m, *shape) for shape in shapes)
+    return tuple(part for inputs in matrices for part in inputs)
+
+
+MERGED_STEPS = Operation(
+    "merged_steps", _merged_steps_triton, _one_by_one(STEP_SCALES.torch),
+    _one_by_one(STEP_SCALES.reference), _cases, draw=_draw, needs_rows=False, timings=_timings,
+)  # fmt: skip

@@ -36,10 +36,12 @@ from typing import NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
+from arbcli.kernels.runtime.arguments import Array, Number
 from arbcli.kernels.runtime.backend import capability, num_processors, uses_triton
 from arbcli.kernels.runtime.descriptors import described
-from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
 
 HOPPER = (9, 0)
 """Compute capability of the H100 and H200, which the kernel is tuned for."""
@@ -321,7 +323,7 @@ def gram(x: Tensor) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check_matrix(x)
+    GRAM.check(x)
     return _gram_triton(x) if _pays(x, False) else _gram_torch(x)
 
 
@@ -343,17 +345,9 @@ def gram_polynomial(a: Tensor, alpha: float, beta: float, gamma: float) -> Tenso
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check_matrix(a)
-    if a.shape[-1] != a.shape[-2]:
-        raise ValueError(f"need square matrices, got {tuple(a.shape)}")
+    GRAM_POLYNOMIAL.check(a, alpha, beta, gamma)
     run = _gram_polynomial_triton if _pays(a, True) else _gram_polynomial_torch
     return run(a, alpha, beta, gamma)
-
-
-def _check_matrix(x: Tensor) -> None:
-    if x.dtype not in (torch.bfloat16, torch.float32) or x.dim() not in (2, 3):
-        got = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"need a bfloat16 or float32 matrix, or a stack of them, got {got}")
 
 
 def _pays(x: Tensor, has_addend: bool) -> bool:
@@ -433,12 +427,28 @@ def _polynomial_timings(device: torch.device, _group_size: int) -> Iterator[Timi
         yield Timing(f"{n}x{n} bf16", inputs, peer=peer, peer_name="cuBLAS", flops=2 * n**3)
 
 
-GRAM = KernelSpec(
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    stack = (1 + dice.below(3),) if dice.chance(0.3) else ()
+    return (dice.reals(*stack, min(n, k), max(n, k)),)
+
+
+def _draw_symmetric(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    (x,) = _draw(dice, group_size, m, n, k)
+    x = x.float() / max(n, k) ** 0.5
+    a = x @ x.mT
+    return dice.view(((a + a.mT) / 4).to(dice.dtype)), 3.4445, -4.775, 2.0315
+
+
+GRAM = Operation(
     "gram", _gram_triton, _gram_torch, gram_reference, _gram_cases, _GATE,
+    {"x": Array("*B, N, K")}, where=("len(B) < 2",), draw=_draw, needs_rows=False,
+    torch_is_peer=True, timings=_gram_timings,
     not_verified=("kernels of the matrix library, which computes the other shapes",),
-    timings=_gram_timings,
 )  # fmt: skip
-GRAM_POLYNOMIAL = KernelSpec(
+GRAM_POLYNOMIAL = Operation(
     "gram_polynomial", _gram_polynomial_triton, _gram_polynomial_torch, gram_polynomial_reference,
-    _polynomial_cases, _GATE, timings=_polynomial_timings,
+    _polynomial_cases, _GATE,
+    {"a": Array("*B, N, N"), "alpha": Number(()), "beta": Number(()), "gamma": Number(())},
+    where=("len(B) < 2",), draw=_draw_symmetric, needs_rows=False, torch_is_peer=True,
+    timings=_polynomial_timings,
 )  # fmt: skip

@@ -23,14 +23,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, uses_triton
-from arbcli.kernels.runtime.inputs import check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import INT8, INT32, UINT8, Array, Number
+from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 from arbcli.kernels.update.hadamard import (
+    BLOCK_FITS,
     LARGEST_BLOCK,
     block_of,
-    check_block,
     column_signs,
     mix_blocks,
     mixed,
@@ -287,38 +288,7 @@ def quantise_gradient(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    shape = tuple(grad.shape)
-    if grad.dtype not in (torch.float32, torch.bfloat16) or grad.dim() != 2:
-        raise ValueError(f"need a float32 or bfloat16 matrix, got {grad.dtype} {shape}")
-    check_scalars(torch.int32, key=key)
-    if sums.dtype not in (torch.int8, torch.int16, torch.int32) or tuple(sums.shape) != shape:
-        raise ValueError(f"need integers of shape {shape}, got {sums.dtype} {tuple(sums.shape)}")
-    if shape[1] > 1 and sums.stride(1) != 1:
-        raise ValueError("need sums with contiguous rows")
-    for name, vector in (("exponent", exponent), ("fitting", fitting)):
-        good = vector.dtype == torch.int8 and tuple(vector.shape) == shape[:1]
-        if not (good and vector.is_contiguous()):
-            got = f"{vector.dtype} {tuple(vector.shape)}"
-            raise ValueError(f"need `{name}` as contiguous int8 of shape ({shape[0]},), got {got}")
-    if low is not None:
-        check_low(sums, low)
-    check_block(shape[1], block)
-    most = torch.iinfo(sums.dtype).max if low is None else LARGEST_OF_PLANES
-    if not 1 <= limit <= min(32767, most):
-        raise ValueError(f"need a limit of 1 to the largest of the sums, got {limit}")
-    run = _quantise_gradient_triton if uses_triton(grad) else _quantise_gradient_torch
-    run(grad, exponent, key, sums, low, fitting, limit, block, add)
-
-
-def check_low(sums: Tensor, low: Tensor) -> None:
-    """Raise ValueError unless four bits fit (..., N, K) sums: see `together`."""
-    *before, rows, columns = sums.shape
-    shape = *before, (rows + 1) // 2, columns
-    if sums.dtype != torch.int8 or low.dtype != torch.uint8 or tuple(low.shape) != shape:
-        got = f"{low.dtype} {tuple(low.shape)} beside {sums.dtype}"
-        raise ValueError(f"need `low` as uint8 of shape {shape} beside int8, got {got}")
-    if columns > 1 and low.stride(-1) != 1:
-        raise ValueError("need `low` with contiguous rows")
+    QUANTISE_GRADIENT(grad, exponent, key, sums, low, fitting, limit, block, add)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -384,12 +354,35 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
             yield Timing(f"11264x2048 bf16, {bits} bits{' added' if add else ''}", inputs)
 
 
-QUANTISE_GRADIENT = KernelSpec(
-    "quantise_gradient",
-    _quantise_gradient_triton,
-    _quantise_gradient_torch,
-    quantise_gradient_reference,
-    _cases,
-    timings=_timings,
-    bfloat16=(0,),
-)
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    dtype = dice.pick((torch.int8, torch.int16, torch.int32))
+    sums = torch.full((n, k), dice.below(99), dtype=dtype, device=dice.device)
+    exponent, fitting = (dice.integers(-9, 1, n).contiguous() for _ in range(2))
+    if dice.chance(0.2):
+        exponent[:: 1 + dice.below(4)] = NONE
+    low, room = None, 29  # in sums of int8
+    if dtype == torch.int8 and dice.chance(0.5):
+        low, room = dice.integers(0, 15, (n + 1) // 2, k).contiguous().view(torch.uint8), 450
+    block = block_of(k) if dice.chance(0.9) else 1
+    about = fitting, 1 + dice.below(room), block, True
+    return dice.reals(n, k), exponent, dice.key(), sums, low, *about
+
+
+SUMS = (torch.int8, torch.int16, torch.int32)
+_MOST = f"torch.iinfo(sums.dtype).max if low is None else {LARGEST_OF_PLANES}"
+_VECTOR = Array("N", INT8, dense=True)
+
+QUANTISE_GRADIENT = Operation(
+    "quantise_gradient", _quantise_gradient_triton, _quantise_gradient_torch,
+    quantise_gradient_reference, _cases,
+    arguments={
+        "grad": Array("N, K"), "exponent": _VECTOR, "key": Array("", INT32),
+        "sums": Array("N, K", SUMS, dense="rows"),
+        "low": Array("(N + 1) // 2, K", UINT8, dense="rows", optional=True), "fitting": _VECTOR,
+        "limit": Number(()), "block": Number(()), "add": Number(()),
+    },
+    where=(
+        "low is None or sums.dtype == torch.int8", f"0 < limit <= min(32767, {_MOST})", BLOCK_FITS
+    ),
+    draw=_draw, needs_rows=False, timings=_timings,
+)  # fmt: skip

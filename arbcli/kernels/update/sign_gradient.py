@@ -8,8 +8,8 @@ shape of the weight is stored. The squares of g are added up besides, which tell
 used; a NaN has the sign 0.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from arbcli.kernels.codec.decode_digits import digits_reference, scales_referenc
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.codec.scales import load_scale
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
-from arbcli.kernels.runtime.spec import Case, Gate, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import Array, Matrix
+from arbcli.kernels.runtime.backend import chunk_elements
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
 
 TILE = 128
@@ -150,17 +152,7 @@ def sign_gradient(grad_y: Tensor, x: Tensor, packed: Packed) -> SignGradient:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    for name, part in (("grad_y", grad_y), ("x", x)):
-        if part.dtype not in (torch.float32, torch.bfloat16) or part.dim() != 2:
-            got = f"{part.dtype} of shape {tuple(part.shape)}"
-            raise ValueError(f"{name}: need a float32 or bfloat16 matrix, got {got}")
-    packed.check(in_features=x.shape[1])
-    fits = grad_y.shape == (len(x), packed.out_features) and grad_y.dtype == x.dtype
-    if not fits or packed.remainder is not None or not packed.trits.numel():
-        got = f"{grad_y.dtype} {tuple(grad_y.shape)}, x {x.dtype} {tuple(x.shape)}"
-        raise ValueError(f"grad_y {got} fit no matrix of {packed.out_features} rows of trits")
-    run = _sign_gradient_triton if uses_triton(x) else _sign_gradient_torch
-    signs, slope, slope_squares, squares = run(grad_y, x, packed)
+    signs, slope, slope_squares, squares = SIGN_GRADIENT(grad_y, x, packed)
     none = squares.new_empty(0, packed.out_features), squares.new_empty(0, x.shape[1])
     return SignGradient(signs, GradientStatistics(slope, slope_squares, squares, *none))
 
@@ -206,26 +198,25 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     )  # fmt: skip
 
 
-def _in_one_part(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Wrap an implementation so that it adds its parts up, in float64."""
-
-    def in_one_part(*inputs: Any) -> tuple[Tensor, ...]:
-        signs, slope, *sums = run(*inputs)
-        return signs, slope, *(part.double().sum() for part in sums)
-
-    return in_one_part
+def _in_one_part(_inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Add parts up, in float64."""
+    signs, slope, *sums = found
+    return signs, slope, *(part.double().sum() for part in sums)
 
 
-SIGN_GRADIENT = KernelSpec(
-    "sign_gradient",
-    _in_one_part(_sign_gradient_triton),
-    _in_one_part(_sign_gradient_torch),
-    sign_gradient_reference,
-    _cases,
+def _draw_small(dice: Dice, *shape: int) -> Tensor:
+    """Draw integers, so that sums are exact and no sign is an accident of their order."""
+    return dice.view(dice.integers(-4, 4, *shape).to(dice.dtype))
+
+
+SIGN_GRADIENT = Operation(
+    "sign_gradient", _sign_gradient_triton, _sign_gradient_torch, sign_gradient_reference, _cases,
     # the square of a slope counts its error twice
     Gate(exact=False, relative=4e-6, reason="signs equal; float32 sums over a group"),
-    uses_scales=True,
-    scale_path=_scale_path,
-    bfloat16=(0, 1),
-    timings=_timings,
-)
+    {
+        "grad_y": Array("M, N", values=_draw_small), "x": Array("M, K", values=_draw_small),
+        "packed": Matrix(digits="trit"),
+    },
+    where=("packed.remainder is None", "N > 0 and K > 0"), compared=_in_one_part,
+    scale_path=_scale_path, timings=_timings,
+)  # fmt: skip

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, num_groups
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose
-from arbcli.kernels.runtime.inputs import check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
-from arbcli.kernels.update.direction import round_to_int
+from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, Array
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
+from arbcli.kernels.update.direction import OK, round_to_int
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference, random_words
 
 CLIP = 3 << 16
@@ -153,15 +153,7 @@ def step_scales(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    dtypes = (exponent.dtype, fraction.dtype, slope.dtype)
-    if dtypes != (torch.int8, torch.int8, torch.float32):
-        raise ValueError(f"need int8, int8 and float32, got {dtypes}")
-    if not exponent.shape == fraction.shape == slope.shape:
-        raise ValueError(f"exponent {tuple(exponent.shape)} and slope {tuple(slope.shape)} differ")
-    check_scalars(torch.float32, slope_gain=slope_gain)
-    check_scalars(torch.int32, key=key, gain=gain, shift=shift, ok=ok)
-    run = choose(exponent, _step_scales_triton, _step_scales_torch, _step_scales_native)
-    run(exponent, fraction, slope, slope_gain, key, gain, shift, ok)
+    STEP_SCALES(exponent, fraction, slope, slope_gain, key, gain, shift, ok)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -196,13 +188,18 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     yield Timing(f"{shape[0]}x{shape[1]}", (exponent, fraction, slope, slope_gain, *control))
 
 
-STEP_SCALES = KernelSpec(
-    "step_scales",
-    _step_scales_triton,
-    _step_scales_torch,
-    step_scales_reference,
-    _cases,
-    timings=_timings,
-    bfloat16=(),
-    native=_step_scales_native,
-)
+def _draw_slope_gain(dice: Dice) -> Tensor:
+    return dice.real(dice.pick((2.0**8, 2.0**16, 3e19)))
+
+
+STEP_SCALES = Operation(
+    "step_scales", _step_scales_triton, _step_scales_torch, step_scales_reference, _cases,
+    arguments={
+        "exponent": Array("N, G", INT8, values=(-96, 31)),
+        "fraction": Array("N, G", INT8, values=(0, 127)), "slope": Array("N, G", FLOAT),
+        "slope_gain": Array("", FLOAT, values=_draw_slope_gain), "key": Array("", INT32),
+        "gain": Array("", INT32, values=(0, 2**12)), "shift": Array("", INT32, values=(0, 19)),
+        "ok": OK,
+    },
+    sizes={"G": "k"}, timings=_timings, native=_step_scales_native,
+)  # fmt: skip

@@ -16,22 +16,25 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packing import (
-    BLOCK,
-    check_digits,
     pack_trits_reference,
     pack_trits_torch,
     random_trits,
     unpack_trits_reference,
     unpack_trits_torch,
 )
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, row_chunks
-from arbcli.kernels.runtime.inputs import check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.arguments import INT8, INT32, INT64, UINT8, Array, Number
+from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 from arbcli.kernels.update.direction import (
-    check_direction,
+    DIRECTION,
+    GAINS_BELONG,
+    OK,
+    draw_gains,
     fixed_point,
     fixed_point_reference,
     fixed_point_torch,
@@ -470,13 +473,9 @@ def step_by_moment(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(packed, remainder, flips)
-    if moment is not None and (moment.dtype != torch.int8 or moment.shape != remainder.shape):
-        raise ValueError(f"moment {moment.dtype} {tuple(moment.shape)} does not fit")
-    check_scalars(torch.int32, key=key, limit=limit, ok=ok)
-    check_scalars(torch.int64, step_size=step_size, squares=squares)
-    run = choose(packed, _step_by_moment_triton, _step_by_moment_torch, _step_by_moment_native)
-    run(packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix, remainder_max)
+    STEP_BY_MOMENT(
+        packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix, remainder_max
+    )
 
 
 def step_by_direction(
@@ -515,21 +514,21 @@ def step_by_direction(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(packed, remainder, flips)
-    check_direction(values, row_gain, column_gain, remainder.shape)
-    check_scalars(torch.int32, key=key, gain=gain, shift=shift, limit=limit, ok=ok)
-    run = choose(
-        packed, _step_by_direction_triton, _step_by_direction_torch, _step_by_direction_native
+    STEP_BY_DIRECTION(
+        packed,
+        remainder,
+        values,
+        row_gain,
+        column_gain,
+        key,
+        gain,
+        shift,
+        limit,
+        ok,
+        flips,
+        radix,
+        remainder_max,
     )
-    run(
-        packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
-        radix, remainder_max,
-    )  # fmt: skip
-
-
-def _check(packed: Tensor, remainder: Tensor, flips: Tensor) -> None:
-    check_digits(packed, remainder)
-    check_scalars(torch.int64, flips=flips)
 
 
 SHAPES = ((1, 1), (3, 33), (33, 165), (2, 1311))
@@ -636,22 +635,65 @@ def _direction_timings(device: torch.device, _group_size: int) -> Iterator[Timin
     yield Timing("11264x2048 bf16", inputs)
 
 
-STEP_BY_MOMENT = KernelSpec(
-    "step_by_moment",
-    _step_by_moment_triton,
-    _step_by_moment_torch,
-    step_by_moment_reference,
+def draw_weights(dice: Dice, n: int, k: int, radix: int, largest: int) -> tuple[Tensor, Tensor]:
+    """Draw trits and remainders, all that z can be."""
+    z = dice.integers(-radix - largest, radix + largest, n, k, dtype=torch.int32)
+    trits = torch.sign(z) * (z.abs() > radix // 2)
+    packed = dice.view(pack_trits_torch(trits.to(torch.int8)))
+    return packed, dice.view((z - radix * trits).to(torch.int8))
+
+
+def _draw_by_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    nibble = dice.below(2) == 1
+    radix, largest = (8, 7) if nibble else (32, 127)
+    packed, remainder = draw_weights(dice, n, k, radix, largest)
+    moment = None if nibble else dice.integers(-127, 127, n, k)
+    if nibble:
+        remainder = dice.view(dice.integers(-7, 7, n, k) * 16 + remainder % 16)
+    step_size, squares, flips = (
+        torch.tensor(value, device=dice.device)
+        for value in (dice.below(2**36), dice.below(n * k * largest**2), dice.below(1000))
+    )
+    limit = dice.scalar(dice.pick((2**14, 2**19, 2**23)))
+    return (
+        packed, remainder, moment, dice.key(), step_size, squares, limit,
+        dice.scalar(not dice.chance(0.1)), flips, radix, largest,
+    )  # fmt: skip
+
+
+def _draw_by_direction(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    gains = draw_gains(dice, n, k, dice.pick((2.0**14, 2.0**16, 2.0**19)))
+    limit = dice.pick((2**14, 2**19, 2**23))
+    control = map(dice.scalar, (dice.below(2**12), 6 + dice.below(8), limit))
+    return (
+        *draw_weights(dice, n, k, 32, 127), dice.reals(n, k), *gains, dice.key(), *control,
+        dice.scalar(not dice.chance(0.1)), torch.tensor(dice.below(1000), device=dice.device),
+        32, 127,
+    )  # fmt: skip
+
+
+_WEIGHTS = {"packed": Array("N, row_bytes(K)", UINT8), "remainder": Array("N, K", INT8)}
+_INT32, _INT64 = Array("", INT32), Array("", INT64)
+_RADIX = {"radix": Number(()), "remainder_max": Number(())}
+
+STEP_BY_MOMENT = Operation(
+    "step_by_moment", _step_by_moment_triton, _step_by_moment_torch, step_by_moment_reference,
     _moment_cases,
-    timings=_moment_timings,
+    arguments={
+        **_WEIGHTS, "moment": Array("N, K", INT8, optional=True), "key": _INT32,
+        "step_size": _INT64, "squares": _INT64, "limit": _INT32, "ok": OK, "flips": _INT64,
+        **_RADIX,
+    },
+    draw=_draw_by_moment, needs_rows=False, timings=_moment_timings,
     native=_step_by_moment_native,
-)
-STEP_BY_DIRECTION = KernelSpec(
-    "step_by_direction",
-    _step_by_direction_triton,
-    _step_by_direction_torch,
-    step_by_direction_reference,
-    _direction_cases,
-    timings=_direction_timings,
-    bfloat16=(2,),
+)  # fmt: skip
+STEP_BY_DIRECTION = Operation(
+    "step_by_direction", _step_by_direction_triton, _step_by_direction_torch,
+    step_by_direction_reference, _direction_cases,
+    arguments={
+        **_WEIGHTS, **DIRECTION, "key": _INT32, "gain": _INT32, "shift": _INT32, "limit": _INT32,
+        "ok": OK, "flips": _INT64, **_RADIX,
+    },
+    where=(GAINS_BELONG,), draw=_draw_by_direction, needs_rows=False, timings=_direction_timings,
     native=_step_by_direction_native,
-)
+)  # fmt: skip

@@ -11,14 +11,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import row_chunks, uses_triton
+from arbcli.kernels.runtime.arguments import INT8, UINT8, Array, Number
+from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.spec import MATRIX, Case, KernelSpec, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 from arbcli.kernels.update.hadamard import (
+    BLOCK_FITS,
     LARGEST_BLOCK,
     block_of,
-    check_block,
     column_signs,
     hadamard_matrix,
     mix_blocks,
@@ -28,7 +30,7 @@ from arbcli.kernels.update.hadamard import (
 from arbcli.kernels.update.quantise_gradient import (
     NONE,
     NOT_FINITE,
-    check_low,
+    SUMS,
     together,
     together_reference,
 )
@@ -149,23 +151,7 @@ def sum_gradients(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    fits = parts.dim() == 3 and len(parts) and parts[0].is_contiguous()
-    if parts.dtype not in (torch.int8, torch.int16, torch.int32) or not fits:
-        raise ValueError(f"need contiguous parts of integers, got {parts.dtype} {parts.stride()}")
-    number, rows, columns = parts.shape
-    if tuple(exponent.shape) != (rows,) or tuple(fitting.shape) != (number, rows):
-        got = f"{tuple(exponent.shape)} and {tuple(fitting.shape)}"
-        raise ValueError(f"need {rows} exponents of each of {number} parts, got {got}")
-    for digits in (exponent, fitting[0]):
-        if digits.dtype != torch.int8 or not digits.is_contiguous():
-            raise ValueError(f"need contiguous int8, got {digits.dtype} {digits.stride()}")
-    if low is not None:
-        check_low(parts, low)
-        if not low[0].is_contiguous():
-            raise ValueError(f"need `low` with contiguous parts, got {low.stride()}")
-    check_block(columns, block)
-    run = _sum_gradients_triton if uses_triton(parts) else _sum_gradients_torch
-    return run(parts, low, exponent, fitting, block, dtype)
+    return SUM_GRADIENTS(parts, low, exponent, fitting, block, dtype)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -214,12 +200,28 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         yield Timing(f"{number} parts of 11264x2048{bits}", inputs)
 
 
-SUM_GRADIENTS = KernelSpec(
-    "sum_gradients",
-    _sum_gradients_triton,
-    _sum_gradients_torch,
-    sum_gradients_reference,
-    _cases,
-    timings=_timings,
-    bfloat16=(),
-)
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    number, dtype = 1 + dice.below(4), dice.pick((torch.int8, torch.int16, torch.int32))
+    low = None
+    if dtype == torch.int8 and dice.chance(0.5):
+        halves = dice.integers(-128, 127, number, (n + 1) // 2 * k + dice.below(3))
+        low = halves.contiguous().view(torch.uint8)[:, : (n + 1) // 2 * k]
+        low = low.unflatten(1, ((n + 1) // 2, k))
+    room = torch.zeros(number, n * k + dice.below(3), dtype=dtype, device=dice.device)
+    parts = room[:, : n * k].unflatten(1, (n, k))
+    parts.copy_(dice.integers(-127, 127, number, n, k))
+    about = (dice.integers(-9, 9, *shape).contiguous() for shape in ((n,), (number, n)))
+    return parts, low, *about, block_of(k) if dice.chance(0.9) else 1
+
+
+SUM_GRADIENTS = Operation(
+    "sum_gradients", _sum_gradients_triton, _sum_gradients_torch, sum_gradients_reference, _cases,
+    arguments={
+        "parts": Array("P, N, K", SUMS, dense="parts"),
+        "low": Array("P, (N + 1) // 2, K", UINT8, dense="parts", optional=True),
+        "exponent": Array("N", INT8, dense=True), "fitting": Array("P, N", INT8, dense="parts"),
+        "block": Number(()), "dtype": Number(()),
+    },
+    where=("P > 0", "low is None or parts.dtype == torch.int8", BLOCK_FITS), draw=_draw,
+    needs_rows=False, timings=_timings,
+)  # fmt: skip

@@ -5,16 +5,24 @@ The gain is folded into that of the rows, so the direction itself is never writt
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, row_chunks, tiles_of_a_program
-from arbcli.kernels.runtime.inputs import check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
-from arbcli.kernels.update.direction import UNIT, check_direction, load_gain, native_arguments
+from arbcli.kernels.runtime.arguments import INT32, Array
+from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
+from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
+from arbcli.kernels.update.direction import (
+    DIRECTION,
+    GAINS_BELONG,
+    UNIT,
+    draw_gains,
+    load_gain,
+    native_arguments,
+)
 from arbcli.kernels.update.gradient_gains import sum_parts
 
 
@@ -161,12 +169,7 @@ def unit_gain(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_direction(values, row_gain, column_gain, values.shape)
-    check_scalars(torch.int32, ok=ok)
-    if row_gain is not None and not row_gain.is_contiguous():
-        raise ValueError("need a contiguous row gain")
-    run = choose(values, _unit_gain_triton, _unit_gain_torch, _unit_gain_native)
-    gain, _ = run(values, row_gain, column_gain, ok)
+    gain, _ = UNIT_GAIN(values, row_gain, column_gain, ok)
     return gain if len(gain) == len(values) else gain.expand(len(values))
 
 
@@ -199,14 +202,12 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     )
 
 
-UNIT_GAIN = KernelSpec(
-    "unit_gain",
-    _unit_gain_triton,
-    _unit_gain_torch,
-    unit_gain_reference,
-    _cases,
+UNIT_GAIN = Operation(
+    "unit_gain", _unit_gain_triton, _unit_gain_torch, unit_gain_reference, _cases,
     Gate(exact=False, relative=1e-5, reason="float32 sums of millions of squares"),
-    timings=_timings,
-    bfloat16=(0,),
-    native=_unit_gain_native,
-)
+    {**DIRECTION, "row_gain": replace(DIRECTION["row_gain"], dense=True),
+     "ok": Array("", INT32)},
+    where=(GAINS_BELONG,),
+    draw=lambda dice, g, m, n, k: (dice.reals(n, k), *draw_gains(dice, n, k, 1.0), dice.scalar(1)),
+    needs_rows=False, timings=_timings, native=_unit_gain_native,
+)  # fmt: skip

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, row_chunks
-from arbcli.kernels.runtime.inputs import check_scalars
-from arbcli.kernels.runtime.spec import MATRIX, Case, Gate, KernelSpec, Timing
-from arbcli.kernels.update.direction import UNIT, check_direction, native_arguments
+from arbcli.kernels.runtime.arguments import INT32, Array
+from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
+from arbcli.kernels.update.direction import UNIT, native_arguments
 
 
 def unit_rows_reference(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,10 +123,7 @@ def unit_rows(values: Tensor, ok: Tensor) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_direction(values, None, None, values.shape)
-    check_scalars(torch.int32, ok=ok)
-    run = choose(values, _unit_rows_triton, _unit_rows_torch, _unit_rows_native)
-    gain, _ = run(values, ok)
+    gain, _ = UNIT_ROWS(values, ok)
     return gain
 
 
@@ -162,14 +160,19 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("2048x11264 bf16 transposed", (values.T, ok))
 
 
-UNIT_ROWS = KernelSpec(
-    "unit_rows",
-    _unit_rows_triton,
-    _unit_rows_torch,
-    unit_rows_reference,
-    _cases,
+def _draw_values(dice: Dice, rows: int, columns: int) -> Tensor:
+    values = dice.reals(rows, columns)
+    if dice.chance(0.3):
+        values[:: 1 + dice.below(3)] = 0
+    return values
+
+
+UNIT_ROWS = Operation(
+    "unit_rows", _unit_rows_triton, _unit_rows_torch, unit_rows_reference, _cases,
     Gate(exact=False, relative=1e-5, reason="float32 sums of thousands of squares"),
-    timings=_timings,
-    bfloat16=(0,),
-    native=_unit_rows_native,
-)
+    {
+        "values": Array("N, K", values=_draw_values),
+        "ok": Array("", INT32, values=lambda dice: dice.scalar(1)),
+    },
+    timings=_timings, native=_unit_rows_native,
+)  # fmt: skip

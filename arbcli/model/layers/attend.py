@@ -63,7 +63,7 @@ def attend_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, seen: Tensor
         k: (B, heads, S, d).
         v: like k.
         sink: (heads,) float32.
-        seen: (T, S) bool, which positions each one attends to.
+        seen: (T, S) bool, or (B, 1, T, S), which positions each one attends to.
 
     Returns:
         (B, heads, T, d).

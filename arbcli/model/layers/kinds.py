@@ -103,15 +103,20 @@ def symbol_head(config: ModelConfig, embedding: Any) -> nn.Module:
         return TiedHead(embedding.weight)
     if ternary and in_chunks(config.vocabulary):
         return SymbolHead(config.vocabulary, site.dim, site, area="head")
-    head = layers_for(site).linear(
-        config.vocabulary,
+    head = linear_head(config.vocabulary, site, area="head")
+    if config.tied:
+        head.weight = embedding.weight
+    return head
+
+
+def linear_head(symbols: int, site: Site, *, area: str) -> Any:
+    """Make a linear layer that gives logits of few symbols."""
+    return layers_for(site).linear(
+        symbols,
         site.dim,
         site,
-        area="head",
+        area=area,
         std=head_std(site.dim),
         lr_factor=head_lr_factor(site),
         in_eight_bits=False,
     )
-    if config.tied:
-        head.weight = embedding.weight
-    return head

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from arbcli.config.site import Site
-from arbcli.kernels.attention.attend_parts import AttentionParts
+from arbcli.kernels.attention.attend_parts import AttentionParts, PartsOfRows
 from arbcli.kernels.codec.decode_e4m3 import largest_exponents
 from arbcli.kernels.codec.decode_weight import decode_weights_triton
 from arbcli.kernels.codec.packed import Packed
@@ -17,6 +17,7 @@ from arbcli.kernels.matmul.arranged import MOST_ROWS
 from arbcli.kernels.matmul.coded import Coded, code
 from arbcli.kernels.matmul.coded_rows import coded_rows
 from arbcli.kernels.matmul.digits_matmul import (
+    ROWS_ALIKE,
     ArrangedDigits,
     arrange_digits,
     arrange_in_lanes,
@@ -24,6 +25,7 @@ from arbcli.kernels.matmul.digits_matmul import (
 )
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
+from arbcli.kernels.matmul.row_by_row import row_by_row
 from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, row_matmul
 from arbcli.kernels.matmul.scaled_nvfp4 import nvfp4_product
 from arbcli.kernels.matmul.ternary_matmul import (
@@ -365,7 +367,7 @@ class TernaryLinear(nn.Module):
     @torch.no_grad()
     def fused(
         self,
-        x: Tensor | AttentionParts,
+        x: Tensor | AttentionParts | PartsOfRows,
         *,
         normalise: bool,
         gated: bool = False,
@@ -376,11 +378,12 @@ class TernaryLinear(nn.Module):
         """Multiply few rows, (..., K) to (..., N), and do in the same kernel what is around that.
 
         The weights are arranged for it when first used; `arranged_once` says until when. Of several
-        rows each has the same bits, whatever the others are. A single row has the kernel that is
-        the fastest for it, which adds up in another order.
+        texts, (B, 1, K), each has the same bits, whatever the others are. A single text has the
+        kernel that is the fastest for a row, which adds up in another order; up to 8 positions of
+        it, (1, T, K), have the bits that each has by itself.
 
         Args:
-            x: activations; or parts of attention of one row, if the layer `takes_parts`.
+            x: activations; or parts of attention of one text, if the layer `takes_parts`.
             normalise: whether to divide them by their root-mean-square first.
             gated: whether silu of the first half of the result multiplies the second; always the
                 same for a layer.
@@ -402,9 +405,15 @@ class TernaryLinear(nn.Module):
             if not isinstance(weight, Coded):
                 raise ValueError("parts of attention need weights of trits")
             return row_matmul(x, weight, eps, added, early=early).view(1, 1, -1)
+        if isinstance(x, PartsOfRows):
+            if not isinstance(weight, Coded):
+                raise ValueError("parts of attention need weights of trits")
+            return row_by_row(x, weight, eps, added, early=early)[None]
         rows, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
         if isinstance(weight, ArrangedDigits):
-            pieces = [slice(at, at + MOST_ROWS) for at in range(0, len(rows), MOST_ROWS)]
+            # of more rows work may be shared out otherwise
+            most = MOST_ROWS if len(x) > 1 else ROWS_ALIKE
+            pieces = [slice(at, at + most) for at in range(0, len(rows), most)]
             found = [
                 digits_matmul(rows[some], weight, eps, None if added is None else added[some])
                 for some in pieces
@@ -412,6 +421,8 @@ class TernaryLinear(nn.Module):
             y = found[0] if len(found) == 1 else torch.cat(found)
         elif len(rows) == 1 and self.takes_parts:
             y = row_matmul(rows, weight, eps, added, early=early)
+        elif len(x) == 1 and len(rows) <= MOST_ROWS and self.takes_parts:
+            y = row_by_row(rows, weight, eps, added, early=early)
         else:
             y = coded_rows(rows, weight, eps, added)
         return y.view(*shape, -1)

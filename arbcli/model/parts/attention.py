@@ -12,7 +12,9 @@ the turn by the angles of position t:
 
 In (2) gains come before the turn, which turns the numbers i and i + d / 2 of a head as a pair: so
 do Llama and its descendants in Transformers. Without gains the order does not matter, and kernels
-turn first. Every head of keys serves as many heads of queries, which lie side by side.
+turn first. Every head of keys serves as many heads of queries, which lie side by side. Of a
+window of several documents s goes through the positions of t's document alone; only differences of
+angles matter, so these need not begin anew with each.
 
 Kernels compute this where `fits_kernels` says so; all other shapes are plain operations.
 
@@ -34,12 +36,18 @@ from torch.nn import functional
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
-from arbcli.kernels.attention.attend_parts import AttentionParts, attend_parts, fits_parts
+from arbcli.kernels.attention.attend_ahead import Kept, attend_ahead, attend_in_turn
+from arbcli.kernels.attention.attend_parts import (
+    AttentionParts,
+    PartsOfRows,
+    attend_parts,
+    fits_parts,
+)
 from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.attention.decode_attention_8bit import decode_attention_8bit
 from arbcli.kernels.attention.decode_attention_rows import decode_attention_rows
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
-from arbcli.model.flow import Flow, Reading, project
+from arbcli.model.flow import Documents, Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
     attend_causally,
@@ -78,6 +86,7 @@ class Attention(CachedAttention):
         inner, kv = self.heads * self.width, self.kv_heads * self.width
         self.fits_kernels = fits_kernels(config)
         self.steps_fused = inner % 8 == 0  # kernels of a row read eight numbers at once
+        self.steps_ahead = self.fits_kernels
         turning = parts.rotary_norm if self.fits_kernels else parts.rotary_angles
         self.turning = turning(site.ctx, self.width, self.rotary)
         self.qkv = parts.linear(inner + 2 * kv, dim, site, area="attention")
@@ -111,7 +120,8 @@ class Attention(CachedAttention):
         if self.fits_kernels and state is not None and length == 1 and state.fuses:
             y = state.attend_one(qkv)
         else:
-            y = self._attend_after(state, qkv) if state else self._attend(qkv)
+            documents = reading.documents if reading else None
+            y = self._attend_after(state, qkv) if state else self._attend(qkv, documents)
         y = y.transpose(1, 2).reshape(batch, length, -1)
         return Flow(x, self._biased(self.output(y, self.sub_norm)))
 
@@ -144,8 +154,8 @@ class Attention(CachedAttention):
             y = functional.rms_norm(y, y.shape[-1:], gain() if gain else None, self.eps)
         return rotate(y, *angles).to(x.dtype)
 
-    def _attend(self, qkv: Tensor) -> Tensor:
-        """Attend within whole windows, (2) and (3)."""
+    def _attend(self, qkv: Tensor, documents: Documents | None = None) -> Tensor:
+        """Attend within whole windows, or within each of their documents, (2) and (3)."""
         prepare = self.turning if self.fits_kernels else self._prepare
         q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
         length, sink = q.shape[-2], self._sinks()
@@ -154,6 +164,11 @@ class Attention(CachedAttention):
             (q,) = self.kept.round(q, turned=self.turned)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
         short = self.window is not None and self.window < length
+        if documents is not None:
+            seen = documents.within(self.window)
+            if sink is not None:
+                return attend_with_sink(q, k, v, sink, seen)
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         if sink is not None:
             place = torch.arange(length, device=q.device)
             seen = place[:, None] >= place
@@ -167,7 +182,9 @@ class Attention(CachedAttention):
         qkv = self.qkv.fused(x, normalise=True, early=self.fits_kernels)
         if self.fits_kernels:
             qkv = qkv.view(*x.shape[:2], 3, self.heads, self.width)
-        if not self.fits_kernels or x.shape[1] > 1:
+        if state.clock.checks:
+            y = state.attend_ahead(qkv, in_parts=self.output.takes_parts)
+        elif not self.fits_kernels or x.shape[1] > 1:
             y = state.each_text(self._attend_after, qkv)
             y = y.transpose(1, 2).reshape(*x.shape[:2], -1)
         elif self.output.takes_parts and state.leaves_parts(qkv):
@@ -245,6 +262,7 @@ class Ring(State):
 
     fuses = True
     """Whether kernels of a step read what is kept."""
+    _new: Tensor | None = None
 
     def _begin(self, clock: Clock, width: int, window: int | None, rotary: RotaryConfig) -> None:
         State.__init__(self, clock)
@@ -383,6 +401,35 @@ class Ring(State):
         return attend_parts(
             qkv[0, 0], self.keys, self.values, self.clock.position, cos, sin, NORM_EPS
         )
+
+    def attend_ahead(self, qkv: Tensor, *, in_parts: bool) -> Tensor | PartsOfRows:
+        """Attend from several new positions, which are not stored before some are accepted.
+
+        Args:
+            qkv: (1, M, 3, heads, d) as the projection gave it.
+            in_parts: whether parts may be left.
+
+        Returns:
+            (1, M, heads * d), or its parts.
+        """
+        new, position, (cos, sin) = self.new_of(qkv.shape[1]), self.clock.position, self.table
+        rings = qkv[0], self.keys, self.values, new
+        if in_parts and self.leaves_parts(qkv):
+            return attend_ahead(*rings, position, cos, sin, NORM_EPS)
+        y = attend_in_turn(*rings, position, cos, sin, self.tickets, NORM_EPS, self.short)
+        return y.flatten(1)[None]
+
+    def new_of(self, positions: int) -> Tensor:
+        """Return the memory of keys and values that are not stored yet, (2, M, heads, d)."""
+        heads, _, width = self.keys.shape
+        if self._new is None or self._new.shape[1] != positions:
+            shape = 2, positions, heads, width
+            self._new = torch.zeros(shape, dtype=self.clock.dtype, device=self.clock.device)
+        return self._new
+
+    def kept(self, positions: int) -> Iterator[Kept]:
+        """Name the rings, and the memory of what may be stored in them."""
+        yield Kept(self.keys, self.values, self.new_of(positions))
 
 
 class MixedRing(Ring):

@@ -20,6 +20,9 @@ class Part(nn.Module):
     """Whether `step` has kernels for one position of a text, where shapes and storage allow."""
     steps_texts = False
     """Whether there is `step_texts`."""
+    steps_ahead = False
+    """Whether `step` takes several positions of a text that may be taken back; each has the bits
+    that it has by itself. Of these a state keeps nothing until it is told how many stay."""
     steps_along = False
     """Whether these kernels take several positions of a text, where they are loops on a CPU."""
 

@@ -14,6 +14,7 @@ class MLP(Part):
     """Gated MLP: down(norm(silu(gate) * up))."""
 
     name = "mlp"
+    steps_ahead = True
     steps_along = True
 
     def __init__(self, config: MLPConfig, site: Site, area: str = "mlp") -> None:

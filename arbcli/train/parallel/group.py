@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arbcli.errors import ArbError
-from arbcli.train.parallel.launch import this_process
-from arbcli.train.parallel.rendezvous import SAME, meet
+from arbcli.train.parallel.launch import Place, this_process
+from arbcli.train.parallel.rendezvous import SAME, WAIT, meet, seconds_to_join, within
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 INTERFACES = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
@@ -274,15 +274,7 @@ def joined(device: torch.device, command: str) -> Iterator[Group]:
         return
     if place.one_machine:
         os.environ |= INTERFACES
-    on_gpus = device.type == "cuda"
-    with explained_loss():
-        dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if on_gpus else "gloo",
-            rank=place.rank,
-            world_size=place.size,
-            store=meet(place, command),
-            device_id=device if on_gpus else None,
-        )
+    _connect(place, device, meet(place, command))
     group = Group(place.rank, place.size, device)
     try:
         yield group
@@ -294,6 +286,36 @@ def joined(device: torch.device, command: str) -> Iterator[Group]:
         torch.cuda.synchronize(device)  # a graph that still runs is not freed
     group.forget_graphs()
     dist.destroy_process_group()
+
+
+def _connect(place: Place, device: torch.device, store: dist.Store) -> None:
+    """Connect this process with all others, which have met.
+
+    Raises:
+        ArbError: one of them ended meanwhile, or does not answer.
+    """
+    on_gpus = device.type == "cuda"
+
+    def connect() -> None:
+        if on_gpus:
+            torch.cuda.set_device(device)  # of this thread
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+            rank=place.rank,
+            world_size=place.size,
+            store=store,
+            device_id=device if on_gpus else None,
+        )
+
+    seconds = seconds_to_join()
+    try:
+        with explained_loss():
+            within(seconds, connect)
+    except TimeoutError:
+        raise ArbError(
+            f"another process of the run ended, or does not connect within {seconds} s",
+            hint=f"{SAME}, or set `{WAIT}` to wait longer",
+        ) from None
 
 
 def _abort() -> None:

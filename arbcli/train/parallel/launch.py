@@ -26,7 +26,7 @@ MASTER = ("MASTER_ADDR", "MASTER_PORT")
 """Environment variables that `torchrun` sets: which process this is, and where they meet."""
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 POLL_SECONDS = 0.05
-ASK_SECONDS, KILL_SECONDS = 2, 30
+ASK_SECONDS, KILL_SECONDS = 2, 25
 """After one process has failed, until others are asked to end, and until they are killed."""
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: the signal that a process gets when its parent ends."""

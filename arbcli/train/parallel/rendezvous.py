@@ -11,6 +11,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from threading import Thread
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,16 @@ OUTCOME, READERS = "outcome", "readers"
 ALL_HERE = "all are here"
 TOGETHER = "start all of them together"
 SAME = f"{TOGETHER}, with the same arguments, files and versions"
+T = TypeVar("T")
+
+
+def seconds_to_join() -> int:
+    """Return how long processes wait for each other at the start.
+
+    Raises:
+        ArbError: the environment says another time than a number.
+    """
+    return number_in(os.environ, WAIT, 1) if WAIT in os.environ else WAIT_SECONDS
 
 
 def meet(place: Place, command: str) -> dist.Store:
@@ -47,7 +58,7 @@ def meet(place: Place, command: str) -> dist.Store:
     Raises:
         ArbError: one did not come in time, or runs another program; all that came raise it.
     """
-    seconds = number_in(os.environ, WAIT, 1) if WAIT in os.environ else WAIT_SECONDS
+    seconds = seconds_to_join()
     deadline = time.monotonic() + seconds
     store, holds = _open_store(place, seconds)
     store.set_timeout(STORE_TIMEOUT)
@@ -128,7 +139,7 @@ def _open_store(place: Place, seconds: int) -> tuple[dist.Store, bool]:
     if holds:
         store = partial(store, is_master=True, master_listen_fd=_listen(host, port))
     try:
-        return _within(seconds, store), holds
+        return within(seconds, store), holds
     except (TimeoutError, RuntimeError) as error:
         raise ArbError(
             f"process 0 does not answer at `{host}:{port}`, where they are to meet",
@@ -149,9 +160,13 @@ def _listen(host: str, port: int) -> int:
         ) from error
 
 
-def _within(seconds: float, make: Callable[[], dist.Store]) -> dist.Store:
-    """Call a function with a time limit: torch waits without one for an answer of the store."""
-    made: Future = Future()
+def within(seconds: float, make: Callable[[], T]) -> T:
+    """Call a function of torch with a time limit, which it has not, and open to signals.
+
+    Raises:
+        TimeoutError: it did not return in time; its thread still waits.
+    """
+    made: Future[T] = Future()
 
     def call() -> None:
         try:

@@ -14,8 +14,8 @@ class _Losses(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        return self.model.losses(ids, targets)
+    def forward(self, *given: Tensor) -> dict[str, Tensor]:
+        return self.model.losses(*given)
 
 
 class Replicas:
@@ -35,9 +35,9 @@ class Replicas:
             self._wrapped.register_comm_hook(None, bf16_compress_hook)
         self._local, self._micro = local, 0
 
-    def __call__(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def __call__(self, *given: Tensor) -> dict[str, Tensor]:
         """Compute the parts of the loss; the last micro-batch of a step brings gradients along."""
         self._micro = self._micro % self._local + 1
         # as its `no_sync` does
         self._wrapped.require_backward_grad_sync = self._micro == self._local
-        return self._wrapped(ids, targets)
+        return self._wrapped(*given)

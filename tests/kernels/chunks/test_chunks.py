@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from arbcli.kernels.chunks.boundary_scores import boundary_scores, boundary_scores_backward
+from arbcli.kernels.chunks.boundary_scores import boundary_scores
 from arbcli.kernels.chunks.find_chunks import find_chunks
-from arbcli.kernels.chunks.gather_chunks import gather_chunks
 from arbcli.kernels.chunks.route_position import route_position_, take_chunk_
 from arbcli.kernels.chunks.smooth_chunks import smooth_chunks, smooth_chunks_backward
 from arbcli.kernels.chunks.spread_chunks import spread_chunks, spread_chunks_backward
@@ -106,38 +105,3 @@ def test_chunk_of_a_position_is_smoothed_in(device):
     assert (mean.tolist(), y.tolist(), int(position)) == ([1.5, 1.5], [3.5, 3.5], 5)
     take_chunk_(z, torch.zeros(1, device=device), residual, mean, y)
     torch.testing.assert_close(mean, torch.full_like(mean, 1.5 - 0.5e-4))
-
-
-def test_what_does_not_fit_is_refused(device):
-    x, marks = torch.zeros(2, 6, 5, device=device), torch.zeros(2, 6, device=device) > 0
-    chunks = find_chunks(marks, 3)
-    s = torch.zeros(2, 3, 5, device=device)
-    for call, words in (
-        (lambda: find_chunks(marks.long(), 3), "matrix of bool, got torch.int64"),
-        (lambda: find_chunks(marks, 0), "1 slot or more, got 0"),
-        (lambda: gather_chunks(x.double(), chunks.first), "float32 or bfloat16 sequences"),
-        (lambda: gather_chunks(x, chunks.first[:1]), "int64 places of 2 sequences"),
-        (lambda: smooth_chunks(s, torch.zeros(2, 4, device=device)), r"of shape \(2, 3\)"),
-        (lambda: smooth_chunks(s[0], s[0, :, 0]), "float32 or bfloat16 chunks"),
-        (lambda: smooth_chunks_backward(s.bfloat16(), s, s[..., 0], s), "need float32"),
-        (lambda: spread_chunks(x, s, chunks.owner[:, :3]), "int64 chunks of shape"),
-        (lambda: spread_chunks(x, s.bfloat16(), chunks.owner), "float32 chunks of width 5"),
-        (lambda: spread_chunks(x[0], s, chunks.owner), "float32 or bfloat16 positions"),
-        (
-            lambda: spread_chunks_backward(x, s, chunks.owner, chunks.owner),
-            r"int64 places of shape \(2, 3\)",
-        ),
-        (
-            lambda: take_chunk_(s[0, 0], s[0, 0], s[0, 0], s[0, 0], s[0, 0]),
-            r"need contiguous torch.float32 of shape \(1,\)",
-        ),
-        (lambda: take_chunk_(s[0], *[s[0, 0]] * 4), r"residual: need .* of shape \(3, 5\)"),
-        (lambda: boundary_scores(x, x), r"need torch.float32 \(2, 6, 10\)"),
-        (lambda: boundary_scores(x.double(), x), "float32 or bfloat16 positions"),
-        (
-            lambda: boundary_scores_backward(x, x, torch.cat((x, x), dim=2)),
-            r"float32 gradient of shape \(2, 6\)",
-        ),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()

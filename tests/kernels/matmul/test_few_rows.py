@@ -7,8 +7,8 @@ import torch
 from marks import mostly_slow
 
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
+from arbcli.kernels.codec.layout import LARGEST_BYTE
 from arbcli.kernels.codec.packed import random_packed
-from arbcli.kernels.codec.packing import LARGEST_BYTE
 from arbcli.kernels.codec.warp_products import HAS_PTX, spread, take_digits
 from arbcli.kernels.matmul import few_rows as module
 from arbcli.kernels.matmul.few_rows import few_rows, fits_few_rows

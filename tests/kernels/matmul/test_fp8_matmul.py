@@ -47,16 +47,6 @@ def test_row_that_is_not_finite_gives_nan(device):
     assert finite.tolist() == [row != 3 for row in range(70)]
 
 
-def test_sizes_that_do_not_fit_are_refused():
-    packed = matrix(32, 64)
-    with pytest.raises(ValueError, match="multiples of 16"):
-        product(torch.zeros(70, 40), matrix(32, 40))
-    with pytest.raises(ValueError, match="does not fit"):
-        product(torch.zeros(70, 32), packed)
-    with pytest.raises(ValueError, match="does not fit"):
-        product(torch.zeros(70, 64), packed, transposed=True)
-
-
 @pytest.mark.parametrize("place", [0, 4097, -1])
 def test_largest_exponent_is_found_wherever_it_is(place, device, monkeypatch):
     monkeypatch.setattr(decode_e4m3, "PART", 64)

@@ -205,35 +205,3 @@ def test_nothing_waits_for_the_device(device):
             torch.cuda.set_sync_debug_mode("error")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_grouped_matmul_rejects_what_does_not_fit(device):
-    x, w = torch.zeros(6, 4, device=device), torch.zeros(2, 3, 4, device=device)
-    bounds = bounds_of(0, 3, 6, device=device)
-    with pytest.raises(ValueError, match=r"float32 or bfloat16 matrix, got torch\.float64"):
-        grouped_matmul(x.double(), w, bounds)
-    with pytest.raises(ValueError, match="float32 or bfloat16 matrix"):
-        grouped_matmul(x[:, :0], w[:, :, :0], bounds)
-    with pytest.raises(ValueError, match=r"int64 bounds of 1 to 256 experts, got torch\.int32"):
-        grouped_matmul(x, w, bounds.int())
-    with pytest.raises(ValueError, match="int64 bounds"):
-        grouped_matmul(x, w, bounds[:1])
-    with pytest.raises(ValueError, match="int64 bounds"):
-        grouped_matmul(x, w, torch.zeros(258, dtype=torch.int64, device=device))
-    for wrong in (w.mT, w[:1], w[0], w.bfloat16(), w[:, :0]):
-        with pytest.raises(ValueError, match="does not fit x"):
-            grouped_matmul(x, wrong, bounds)
-    for wrong in (x, x[:, :3].bfloat16(), x[:5, :3]):
-        with pytest.raises(ValueError, match=r"is not \(6, 3\)"):
-            grouped_matmul(x, w, bounds, wrong)
-
-
-def test_grouped_grad_w_rejects_what_does_not_fit(device):
-    x, bounds = torch.zeros(6, 4, device=device), bounds_of(0, 3, 6, device=device)
-    for wrong in (x[:5], x.bfloat16(), x[0], x[:, :0]):
-        with pytest.raises(ValueError, match="does not fit x"):
-            grouped_grad_w(wrong, x, bounds)
-    with pytest.raises(ValueError, match="int64 bounds"):
-        grouped_grad_w(x, x, bounds.int())
-    with pytest.raises(ValueError, match="float32 or bfloat16 matrix"):
-        grouped_grad_w(x, x.half(), bounds)

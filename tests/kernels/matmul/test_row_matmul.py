@@ -107,7 +107,7 @@ TILINGS = [
 def test_every_way_to_share_work_out(shape, tiling, monkeypatch, device):
     packed, x = matrix(device, *shape), row(device, shape[1])
     expected = x.double() @ decode_digits_reference(packed).double().T
-    monkeypatch.setattr(module, "_tiling", lambda *_: Tiling(*tiling))
+    monkeypatch.setattr(module, "tiling_of", lambda *_: Tiling(*tiling))
     with use_backend(KERNELS):
         y = row_matmul(x, code(packed), dtype=torch.float32)
     assert (y - expected).abs().max() < 1e-4 * expected.abs().max()
@@ -115,7 +115,7 @@ def test_every_way_to_share_work_out(shape, tiling, monkeypatch, device):
 
 def test_matrices_of_a_large_model_are_shared_out_as_was_fastest():
     found = [
-        module._tiling(tiles, in_features // 128, 132)
+        module.tiling_of(tiles, in_features // 128, 132)
         for tiles, in_features in ((384, 2048), (128, 2048), (704, 2048), (128, 5632))
     ]
     assert found == [(4, 3, 8, 128), (1, 1, 16, 64), (4, 4, 8, 96), (4, 1, 8, 128)]
@@ -124,7 +124,7 @@ def test_matrices_of_a_large_model_are_shared_out_as_was_fastest():
 def test_no_matrix_needs_more_memory_than_a_program_may_share():
     for tiles in (1, 40, 132, 133, 300, 1000, 5000):
         for blocks in range(1, MOST_COLUMNS // 128 + 1):
-            tiling = module._tiling(tiles, blocks, 132)
+            tiling = module.tiling_of(tiles, blocks, 132)
             assert tiling.shared_bytes(blocks) <= 47 << 10
             assert tiling.height * -(-blocks // tiling.abreast) <= 3 * tiling.warps
             assert tiling.height <= 2 * tiling.warps
@@ -166,21 +166,21 @@ def test_a_row_of_a_wider_matrix(device):
 
 def test_rejects_what_does_not_fit(device):
     packed, x = matrix(device), row(device)
-    with pytest.raises(ValueError, match="19 rows are not two halves"):
+    with pytest.raises(ValueError, match="N % 2 == 0, got N = 19"):
         code(packed.rows(slice(19)), gated=True)
-    with pytest.raises(ValueError, match="need groups of whole planes of 32 weights, got 6"):
+    with pytest.raises(ValueError, match="need G % 32 == 0, got G = 6"):
         code(matrix(device, group_size=6))
     weight = code(packed)
     for wrong in (x.float(), x[:, :320], x[0], x[None]):
         with (
             use_backend(KERNELS),
-            pytest.raises(ValueError, match="need contiguous bfloat16 rows of 328"),
+            pytest.raises(ValueError, match=r"x.dtype == torch|x: need contig"),
         ):
             row_matmul(wrong, weight)
-    with pytest.raises(ValueError, match="need a row of a multiple of 8"):
+    with pytest.raises(ValueError, match="need M == 1"):
         row_matmul(x.repeat(2, 1), weight)
-    with pytest.raises(ValueError, match=f"need at most {MOST_COLUMNS} columns"):
+    with pytest.raises(ValueError, match="in_features = 17928"):
         row_matmul(row(device, 17_928), weight._replace(in_features=17_928))
     for added in (x, x[:, :20].float(), x[0, :20]):
-        with pytest.raises(ValueError, match=r"need torch.bfloat16 \(1, 20\) to add to"):
+        with pytest.raises(ValueError, match=r"added: need|added.dtype"):
             row_matmul(x, weight, added=added)

@@ -99,8 +99,6 @@ def test_sum_is_stored_and_normalised(backend, rows, device):
         total, y = add_rms_norm(x, added.T.contiguous().T, weight, 1e-6)
         assert torch.equal(total, x + added)
         assert torch.equal(y, rms_norm(x + added, weight, 1e-6))
-        with pytest.raises(ValueError, match="need added like x"):
-            add_rms_norm(x, added[:, 1:], weight, 1e-6)
 
 
 # what can differ is how a compiler fuses products, so wide rows are for a GPU
@@ -139,28 +137,3 @@ def test_rms_norm_equals_that_of_torch_for_unit_weights(device):
     x = randn(7, 33, device=device)
     y = RMS_NORM.triton(x, ones(33, device), 1e-6)
     torch.testing.assert_close(y, torch_rms_norm(x, (33,), eps=1e-6))
-
-
-def test_rms_norm_rejects_what_does_not_fit(device):
-    weight = norm_weight(33, device)
-    x = torch.zeros(2, 33, device=device)
-    with pytest.raises(ValueError, match=r"float32 or bfloat16 rows, got torch\.float64"):
-        rms_norm(x.double(), weight, 1e-6)
-    with pytest.raises(ValueError, match=r"float32 or bfloat16 rows, got torch\.int8"):
-        rms_norm(x.to(torch.int8), weight, 1e-6)
-    with pytest.raises(ValueError, match="one packed row"):
-        rms_norm(x, weight.map(lambda part: part.repeat(2, 1)), 1e-6)
-    with pytest.raises(ValueError, match="not rows of 32 weights"):
-        rms_norm(x[:, :32], weight, 1e-6)
-    with pytest.raises(ValueError, match="need a uint8 matrix"):
-        rms_norm(x, weight._replace(trits=weight.trits.to(torch.int8)), 1e-6)
-    with pytest.raises(ValueError, match="need int8 scales"):
-        rms_norm(x, weight._replace(fraction=weight.fraction[:, 1:]), 1e-6)
-
-
-def test_rms_norm_backward_rejects_a_grad_y_unlike_x(device):
-    weight = norm_weight(33, device)
-    x = torch.zeros(2, 33, device=device)
-    for grad_y in (x[:1], x.to(torch.bfloat16)):
-        with pytest.raises(ValueError, match="need grad_y like x"):
-            rms_norm_backward(grad_y, x, weight, 1e-6)

@@ -127,32 +127,3 @@ def test_positions_outside_are_nan_in_the_kernel(device):
 def test_positions_outside_are_an_error_on_a_cpu():
     with use_backend("torch"), pytest.raises(IndexError):
         expert_combine(torch.zeros(2, 3), torch.tensor([[0, 2]]), None)
-
-
-def test_expert_combine_rejects_what_does_not_fit(device):
-    values, positions = torch.zeros(6, 5, device=device), places(3, 2, device)
-    gates = torch.zeros(3, 2, device=device)
-    with pytest.raises(ValueError, match=r"float32 or bfloat16 matrix, got torch\.float64"):
-        expert_combine(values.double(), positions, gates)
-    with pytest.raises(ValueError, match=r"matrix of int64 positions, got torch\.int32"):
-        expert_combine(values, positions.int(), gates)
-    with pytest.raises(ValueError, match="matrix of int64 positions"):
-        expert_combine(values, positions[0], gates)
-    for slots in (0, 17):
-        wide = torch.zeros(1, slots, dtype=torch.int64, device=device)
-        with pytest.raises(ValueError, match="1 to 16 slots"):
-            expert_combine(values, wide, None)
-    with pytest.raises(ValueError, match="5 slots do not fill positions"):
-        expert_combine(values[:5], positions, gates)
-    for wrong in (gates.bfloat16(), gates[:2], gates.T):
-        with pytest.raises(ValueError, match=r"float32 gates of shape \(3, 2\)"):
-            expert_combine(values, positions, wrong)
-
-
-def test_expert_combine_backward_rejects_what_does_not_fit(device):
-    values, positions = torch.zeros(6, 5, device=device), places(3, 2, device)
-    for wrong in (values, values[:3].bfloat16(), values[:3, :4]):
-        with pytest.raises(ValueError, match="need a gradient of"):
-            expert_combine_backward(wrong, values, positions, None)
-    with pytest.raises(ValueError, match="matrix of int64 positions"):
-        expert_combine_backward(values[:3], values, positions.int(), None)

@@ -60,19 +60,3 @@ def test_neighbours_of_a_strided_buffer_are_left(backend, device):
     wanted = torch.zeros_like(whole)
     wanted[1, 2:5] = wanted[5, 2:5] = 1
     assert torch.equal(whole, wanted)
-
-
-def test_table_rows_reject_what_does_not_fit(device):
-    buffer, rows = numbered(4, 3, device), torch.tensor([0, 1], device=device)
-    with pytest.raises(ValueError, match=r"int8 or uint8 matrix, got torch\.int32"):
-        gather_rows(buffer.int(), rows)
-    with pytest.raises(ValueError, match="int8 or uint8 matrix"):
-        gather_rows(buffer[0], rows)
-    with pytest.raises(ValueError, match=r"vector of int64 rows, got torch\.int32"):
-        gather_rows(buffer, rows.int())
-    with pytest.raises(ValueError, match="vector of int64 rows"):
-        scatter_rows_(buffer, rows[None], buffer[:2])
-    with pytest.raises(ValueError, match=r"int8 values of shape \(2, 3\), got torch\.uint8"):
-        scatter_rows_(buffer, rows, buffer[:2].view(torch.uint8))
-    with pytest.raises(ValueError, match=r"of shape \(2, 3\), got torch\.int8 \(3, 3\)"):
-        scatter_rows_(buffer, rows, buffer[:3])

@@ -116,26 +116,3 @@ def test_embedding_grad_sums_bf16_in_float32(backend, device):
     with use_backend(backend):
         grad = embedding_grad(grad_y, torch.zeros(300, dtype=torch.int64, device=device), 1)
     assert torch.equal(grad, torch.full((1, 2), 300.0, device=device))
-
-
-def test_embedding_rows_rejects_what_does_not_fit(device):
-    packed = table(5, 33, device)
-    ids = torch.tensor([1, 2], device=device)
-    with pytest.raises(ValueError, match=r"vector of int64 ids, got torch\.int32"):
-        embedding_rows(ids.int(), packed)
-    with pytest.raises(ValueError, match="vector of int64 ids"):
-        embedding_rows(ids[None], packed)
-    with pytest.raises(ValueError, match="not rows of 36 weights"):
-        embedding_rows(ids, packed._replace(in_features=36))
-    with pytest.raises(ValueError, match="need int8 scales"):
-        embedding_rows(ids, packed._replace(fraction=packed.fraction[:4]))
-
-
-def test_embedding_grad_rejects_what_does_not_fit(device):
-    ids = torch.tensor([1, 2], device=device)
-    with pytest.raises(ValueError, match=r"float32 or bfloat16 matrix, got torch\.float64"):
-        embedding_grad(torch.zeros(2, 3, device=device).double(), ids, 4)
-    with pytest.raises(ValueError, match="float32 or bfloat16 matrix"):
-        embedding_grad(torch.zeros(2, device=device), ids, 4)
-    with pytest.raises(ValueError, match="3 rows for 2 ids"):
-        embedding_grad(torch.zeros(3, 3, device=device), ids, 4)

@@ -205,21 +205,3 @@ def test_statistic_value_decodes_every_pair_of_digits(device):
     assert (value[~normal] < 2.0**-125).all()
     unset = torch.full((128, 2), UNSET, dtype=torch.int8, device=device)
     assert not statistic_value(unset).any()
-
-
-def test_gradient_gains_rejects_what_does_not_fit(device):
-    statistic, value = digits((0, 0), (1, 1), (2, 2), device=device), torch.ones(3, device=device)
-    found, rows, columns, row_key, column_key, *counters = inputs_of(statistic, value)
-    keys = (row_key, column_key)
-    for wrong in (columns.int(), columns.T, columns[:2]):
-        with pytest.raises(ValueError, match="int8 digits of shape"):
-            gradient_gains(found, rows, wrong, *keys, *counters)
-    with pytest.raises(ValueError, match="or of neither"):
-        gradient_gains(found, rows, None, *keys, *counters)
-    unsummed = found._replace(rows=found.rows[:0])
-    with pytest.raises(ValueError, match="need the sums"):
-        gradient_gains(unsummed, rows, columns, *keys, *counters)
-    with pytest.raises(ValueError, match="column_key: need a scalar"):
-        gradient_gains(found, rows, columns, row_key, row_key.long(), *counters)
-    with pytest.raises(ValueError, match="refused: need a scalar"):
-        gradient_gains(found, rows, columns, *keys, counters[0][None], counters[1])

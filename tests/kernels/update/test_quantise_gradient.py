@@ -109,27 +109,3 @@ def test_product_of_stages_is_that_by_the_matrix():
 @pytest.mark.parametrize(("columns", "block"), [(1, 1), (3, 1), (6, 2), (96, 32), (384, 64)])
 def test_blocks_divide_the_columns(columns, block):
     assert block_of(columns) == block
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"limit": 0},
-        {"limit": 128},
-        {"sums": torch.zeros(2, 3)},
-        {"grad": torch.ones(3)},
-        {"block": 2},
-        {"block": 0},
-        {"low": torch.zeros(2, 3, dtype=torch.uint8)},
-        {"low": torch.zeros(1, 3, dtype=torch.uint8), "limit": 2048},
-    ],
-)
-def test_wrong_arguments_are_refused(wrong):
-    about = {
-        "grad": torch.ones(2, 3), "exponent": torch.zeros(2, dtype=torch.int8),
-        "key": torch.tensor(1).int(), "sums": torch.zeros(2, 3, dtype=torch.int8),
-        "fitting": torch.zeros(2, dtype=torch.int8), "low": None, "limit": 127, "block": 1,
-        "add": False,
-    }  # fmt: skip
-    with pytest.raises(ValueError, match="need"):
-        quantise_gradient(**(about | wrong))

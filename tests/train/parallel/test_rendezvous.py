@@ -2,18 +2,23 @@
 
 import os
 import shutil
+import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event, Timer
 from unittest import mock
 
 import pytest
 from network import listening_addresses
-from processes import environment
+from processes import environment, in_processes
 
 import arbcli
 from arbcli.errors import ArbError
+from arbcli.signals import Interrupted, RaisedSignal
 from arbcli.train.parallel import rendezvous
+from arbcli.train.parallel.group import CPU, joined
 from arbcli.train.parallel.launch import STORE, Place
 from arbcli.train.parallel.rendezvous import WAIT, meet, program, source_digest
 
@@ -88,6 +93,33 @@ def test_port_of_another_program_is_refused_by_all(taken, monkeypatch):
             f"process 0 cannot listen at `127.0.0.1:{port}`: Address already in use; set `MASTER_"
         )
     assert told[0].startswith(f"process 0 does not answer at `127.0.0.1:{port}`, where they are")
+
+
+def connected(rank: int) -> str:
+    """Join the others; process 1 ends once all have met."""
+    with mock.patch.dict(os.environ, {WAIT: "2"}):
+        if rank == 1:
+            meet(Place(1, 2, 1), "train")
+            return "left"
+        with pytest.raises(ArbError) as found, joined(CPU, "train"):
+            pass
+        return f"{found.value}; {found.value.hint}"
+
+
+def test_process_that_ends_once_all_have_met_is_missed_in_time():
+    began = time.monotonic()
+    waited, left = in_processes(2, connected, join=False)
+    assert left == "left"
+    assert waited.startswith("another process of the run ended, or does not connect within 2 s; st")
+    assert time.monotonic() - began < 30
+
+
+def test_signal_ends_what_waits_for_others():
+    timer = Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+    with RaisedSignal():
+        timer.start()
+        with pytest.raises(Interrupted):
+            rendezvous.within(60, Event().wait)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,80 @@
+"""Several bytes of a text in a step: a head proposes some, and the model checks them at once."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.attention.attend_ahead import keep_accepted_, table_of
+from arbcli.kernels.output.choose_ahead import accept_ahead_, choose_ahead_
+from arbcli.kernels.output.choose_byte import choose_byte_
+from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.model.cache import Cache
+from arbcli.model.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from arbcli.infer.generation import Sampling
+
+
+class Checks:
+    """Steps that each propose bytes of a text, check them at once, and accept those that are right.
+
+    All of it happens on the device. The text is the one that is made a byte at a time.
+
+    Args:
+        model: that `can_check`, with a head beyond the next byte.
+        cache: of the text.
+        size: bytes of a check: the last one of the text, and proposals behind it.
+    """
+
+    def __init__(self, model: LanguageModel, cache: Cache, size: int) -> None:
+        self.size, self._model, self._cache = size, model, cache
+        device = model.device
+        integers: TensorOptions = {"dtype": torch.int32, "device": device}
+        self._ids = torch.zeros(1, size, dtype=torch.int64, device=device)
+        self._chosen = torch.zeros(size, dtype=torch.int64, device=device)
+        self._places = torch.zeros(size, **integers)
+        self.accepted = torch.zeros(2, **integers)
+        """(2,) int32: positions before the last check, and how many bytes it made."""
+        dtype = model.compute_dtype
+        self._last = torch.zeros(1, 1, model.config.dim, dtype=dtype, device=device)
+        self._table = table_of(cache.kept(size))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is not stored yet."""
+        return sum(part.new.nbytes for part in self._table.rings)
+
+    @property
+    def byte(self) -> Tensor:
+        """The last byte of the text, of one element."""
+        return self._ids[0, :1]
+
+    def begin(self, byte: Tensor) -> None:
+        """Go on from a text whose last byte, of one element, is not read yet."""
+        self.byte.copy_(byte.flatten())
+        numbers = torch.arange(self.size, dtype=torch.int32, device=byte.device)
+        self._places.copy_(self._cache.position + numbers)
+
+    def run(self, text: Tensor, key: Tensor, how: "Sampling") -> None:
+        """Do a check; the text gets one byte more at least, and `size` at most.
+
+        Args:
+            text: (P,) uint8, with room for `size` bytes.
+            key: of the random numbers.
+            how: bytes are chosen.
+        """
+        settings = how.temperature, how.top_k, how.top_p
+        position, x = self._cache.position, self._last
+        for number in range(1, self.size):
+            byte, place = self._ids[:, number - 1 : number], self._places[number]
+            x, logits = self._model.propose(x, byte)
+            proposed = self._ids[0, number : number + 1]
+            choose_byte_(proposed, text, logits, place, key, *settings)
+        logits, rows = self._model.check(self._ids, self._cache)
+        choose_ahead_(self._chosen, text, logits[0], position, key, *settings)
+        accept_ahead_(
+            self._ids[0], self._chosen, rows[0], self._last.view(-1), position, self._places,
+            self.accepted,
+        )  # fmt: skip
+        keep_accepted_(self._table, self.accepted[0], self.accepted[1])

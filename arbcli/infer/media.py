@@ -1,0 +1,142 @@
+"""Loss of the sounds and pictures in a text, next to the size of the same data in other formats."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
+
+import torch
+from torch import Tensor
+
+from arbcli.data import Text
+from arbcli.media.pictures import coded_bytes, decode_pixels
+from arbcli.media.sound import decode_samples, flac_bytes
+from arbcli.media.spans import Header, SoundHeader, find_spans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindLoss:
+    """The loss of all bytes of one kind."""
+
+    kind: str
+    """`text`, `sound` or `picture`."""
+    bytes: int
+    nats_per_byte: float
+    unit: str | None = None
+    """`sample` of a sound, `pixel` of a picture; None of text."""
+    units: int | None = None
+    """How many; samples are those of all channels."""
+    bits_per_unit: float | None = None
+    """Headers included, as in the sizes of files."""
+    peer_bits_per_unit: dict[str, float] | None = None
+    """Of the same samples or pixels in a lossless format, by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a sound or a picture that is in a text; offsets are those of the text."""
+
+    header: Header
+    body: int
+    """Offset of the body, which may be before that of the part, and negative."""
+    start: int
+    stop: int
+
+    @property
+    def body_range(self) -> tuple[int, int]:
+        """Offset and length of the body within the part, from the first whole frame or row on."""
+        size = self.header.item_bytes
+        first = self.body + max(0, -(-(self.start - self.body) // size)) * size
+        return first, max(0, self.stop - first)
+
+
+class MediaLosses:
+    """Sums up the losses of a text by sound, by picture, and over the text between them.
+
+    The part of a sound that is in the text counts. A picture that is not wholly in it is text.
+
+    Args:
+        text: bytes, of which the first is not predicted and counts eight bits.
+        device: of the losses.
+    """
+
+    def __init__(self, text: Text, device: torch.device) -> None:
+        self.text, self.parts = text, list(_parts_of(text))
+        edges = [edge for part in self.parts for edge in (part.start, part.stop)]
+        self._edges = torch.tensor(edges, dtype=torch.int64, device=device)
+        # of the text before the first part, of that part, of the text after it, and so on
+        self._sums = torch.zeros(len(edges) + 1, dtype=torch.float64, device=device)
+
+    def add(self, starts: Sequence[int], losses: Tensor, is_counted: Tensor) -> None:
+        """Add the losses of some windows.
+
+        Args:
+            starts: B offsets of windows in the text.
+            losses: (B, T) nats; the first is of the byte after the window's first.
+            is_counted: (B, T) bool.
+        """
+        if not self.parts:
+            return
+        offsets = torch.arange(1, losses.shape[1] + 1, device=losses.device)
+        places = torch.tensor(starts, device=losses.device)[:, None] + offsets
+        interval = torch.bucketize(places[is_counted], self._edges, right=True)
+        self._sums += torch.bincount(
+            interval, weights=losses[is_counted].double(), minlength=len(self._sums)
+        )
+
+    def report(self) -> tuple[KindLoss, ...]:
+        """Return the loss by kind, in the order text, sound, picture; empty for text alone."""
+        if not self.parts:
+            return ()
+        sums = self._sums.tolist()
+        sums[1 if self.parts[0].start == 0 else 0] += math.log(256)  # the first byte
+        found = []
+        if between := len(self.text) - sum(part.stop - part.start for part in self.parts):
+            nats = sum(sums[::2]) / between
+            found.append(KindLoss(kind="text", bytes=between, nats_per_byte=nats))
+        for kind, unit in (("sound", "sample"), ("picture", "pixel")):
+            each = [
+                (part, nats)
+                for part, nats in zip(self.parts, sums[1::2], strict=True)
+                if part.header.kind == kind
+            ]
+            if each:
+                found.append(self._of_kind(kind, unit, each))
+        return tuple(found)
+
+    def _of_kind(self, kind: str, unit: str, each: list[tuple[Part, float]]) -> KindLoss:
+        units, peers = 0, dict[str, int]()
+        for part, _ in each:
+            body, header = self.text.read(*part.body_range), part.header
+            if isinstance(header, SoundHeader):
+                values = decode_samples(body, header)
+                units, sizes = units + values.size, {"FLAC": flac_bytes(values, header.rate)}
+            else:
+                units, sizes = units + header.units, coded_bytes(decode_pixels(body, header))
+            for name, count in sizes.items():
+                peers[name] = peers.get(name, 0) + count
+        size, nats = sum(part.stop - part.start for part, _ in each), sum(nats for _, nats in each)
+        return KindLoss(
+            kind=kind,
+            bytes=size,
+            nats_per_byte=nats / size,
+            unit=unit,
+            units=units,
+            bits_per_unit=nats / math.log(2) / max(units, 1),
+            peer_bits_per_unit={name: 8 * count / max(units, 1) for name, count in peers.items()},
+        )
+
+
+def _parts_of(text: Text) -> Iterator[Part]:
+    """Find the sounds in a text, and the pictures that are wholly in it."""
+    begin = 0
+    for path, start, stop in text.pieces:
+        shift = begin - start
+        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            for span in find_spans(content):  # type: ignore[arg-type]  # `re` takes any buffer
+                is_whole = start <= span.start and span.stop <= stop
+                is_part = span.header.kind == "sound" and span.start < stop and start < span.stop
+                if is_whole or is_part:
+                    first, last = max(span.start, start), min(span.stop, stop)
+                    yield Part(span.header, span.body + shift, first + shift, last + shift)
+        begin += stop - start

@@ -1,0 +1,135 @@
+"""Random numbers and tensors that cases of operations are drawn with.
+
+Dice also decide strides, offsets, types and states. Loaded dice leave those plain.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
+from arbcli.kernels.codec.packing import pack_trits_torch
+
+SMALL_SIZES = (1, 2, 3, 5)
+
+
+class Dice:
+    """Random numbers and tensors of one case, all from one seed.
+
+    Args:
+        seed: decides everything.
+        device: of the tensors.
+        dtype: of real values. None draws it, and lets tensors be views of larger ones.
+    """
+
+    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.device, self.plain = device, dtype is not None
+        # the interpreter computes wrongly in bf16
+        choices = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
+        self.dtype = dtype or self.pick(choices)
+
+    def below(self, limit: int) -> int:
+        """Roll 0..limit-1."""
+        device = self.generator.device
+        return int(torch.randint(limit, (), generator=self.generator, device=device))
+
+    def pick(self, choices: Sequence) -> Any:
+        """Choose one of a sequence."""
+        return choices[self.below(len(choices))]
+
+    def near(self, boundaries: tuple[int, ...]) -> int:
+        """Choose a size: small, or at most one away from a boundary."""
+        if self.below(5) == 0:
+            return self.pick(SMALL_SIZES)
+        return self.pick(boundaries) - 1 + self.below(3)
+
+    def chance(self, share: float) -> bool:
+        """Say yes to a share of questions; never with loaded dice."""
+        return not self.plain and self.below(1000) < 1000 * share
+
+    def seeded(self) -> torch.Generator:
+        """Make a generator of the CPU with a seed of its own."""
+        return torch.Generator().manual_seed(self.below(2**31))
+
+    def scalar(self, value: int) -> Tensor:
+        """Make the int32 scalar tensor that kernels read their control from."""
+        return torch.tensor(value, dtype=torch.int32, device=self.device)
+
+    def real(self, value: float) -> Tensor:
+        """Make a float32 scalar tensor."""
+        return torch.tensor(value, device=self.device)
+
+    def ok(self) -> Tensor:
+        """Make the flag by which a step is made or not; a tenth are not."""
+        return self.scalar(not self.chance(0.1))
+
+    def key(self) -> Tensor:
+        """Draw the key of a random stream."""
+        return self.scalar(self.below(2**32) - 2**31)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
+        """Draw integers in low..high, now and then all of them the same."""
+        if self.chance(0.15):
+            value = self.pick((low, high, (low + high) // 2))
+            return self.view(torch.full(shape, value, dtype=dtype, device=self.device))
+        values = torch.randint(
+            low, high + 1, shape, generator=self.generator, device=self.device, dtype=dtype
+        )
+        return self.view(values)
+
+    def reals(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Draw normal numbers, in the type of the case."""
+        values = torch.randn(shape, generator=self.generator, device=self.device)
+        return self.view(values.to(dtype or self.dtype))
+
+    def shares(self, *shape: int) -> Tensor:
+        """Draw float32 numbers between 0 and 1."""
+        values = torch.rand(shape, generator=self.generator, device=self.device)
+        return self.view(values.clamp(1e-4, 1 - 1e-4))
+
+    def trits(self, rows: int, columns: int) -> Tensor:
+        """Draw packed trits; their padding is 0."""
+        return self.view(pack_trits_torch(self.integers(-1, 1, rows, columns)))
+
+    def packed(
+        self, rows: int, columns: int, group_size: int, spread: int = 8, digits: str = "any"
+    ) -> Packed:
+        """Draw a matrix, E within `spread` of -1; one in ten has no F.
+
+        The weights of three in ten are all digits, unless `digits` says which: `trit` or `all`.
+        """
+        trits, groups = self.trits(rows, columns), (rows, num_groups(columns, group_size))
+        low, high = max(-96, -1 - spread), min(31, spread - 1)
+        exponent = self.integers(low, high, *groups)
+        fraction = None if self.chance(0.1) else self.integers(0, OCTAVE - 1, *groups)
+        packed = Packed(trits, exponent, fraction, columns, group_size)
+        if digits == "trit" or (digits == "any" and not self.chance(0.3)):
+            return packed
+        radix, nibble = self.pick(((64, False), (14, True)))
+        remainder = self.integers(-128, 127, rows, columns)
+        return packed._replace(remainder=remainder, radix=radix, nibble=nibble)
+
+    def view(self, values: Tensor) -> Tensor:
+        """Lay the same values out at random strides and offset, in a larger tensor."""
+        if values.dim() == 0 or not self.chance(0.5):
+            return values
+        steps = [1 + self.below(3) for _ in values.shape]
+        starts = [self.below(3) for _ in values.shape]
+        sizes = [z + s * n for z, s, n in zip(starts, steps, values.shape, strict=True)]
+        turned = values.dim() == 2 and self.chance(0.5)
+        base = torch.empty(sizes[::-1] if turned else sizes, dtype=values.dtype, device=self.device)
+        base = base.T if turned else base
+        corner = zip(starts, steps, values.shape, strict=True)
+        view = base[tuple(slice(z, z + s * n, s) for z, s, n in corner)]
+        return view.copy_(values)
+
+
+class ShapeDice(Dice):
+    """Dice for tensors without numbers, as `without_memory` has them: they roll on the CPU."""
+
+    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        super().__init__(seed, torch.device("cpu"), dtype)
+        self.device = device

@@ -1,0 +1,267 @@
+"""Arguments of an operation: what each has to be, and the check that follows from it.
+
+Sizes are named where they first stand alone, as `M` and `D` in "M, D", and are the same wherever
+they stand again, as in "2*D". "*B, D" is any number of dimensions and then D. An argument whose
+sizes need those of a later one is checked after it.
+"""
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.layout import row_bytes
+from arbcli.kernels.runtime.backend import uses_native
+
+FUNCTIONS = {
+    "torch": torch, "row_bytes": row_bytes, "min": min, "max": max, "len": len,
+    "uses_native": uses_native,
+}  # fmt: skip
+"""What expressions may call."""
+REAL = (torch.float32, torch.bfloat16)
+"""Types of values; all arrays of `REAL` in a call have the same one."""
+SOME_REAL = (torch.float32, torch.bfloat16, "of its own")
+"""Types of values that others of the call need not have."""
+FLOAT, INT8, INT32, INT64 = (torch.float32,), (torch.int8,), (torch.int32,), (torch.int64,)
+UINT8, BOOL, BF16 = (torch.uint8,), (torch.bool,), (torch.bfloat16,)
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """A tensor."""
+
+    sizes: str
+    """Its shape, as the module says."""
+    dtypes: tuple = REAL
+    """Types that it may have."""
+    dense: bool | Literal["rows", "parts"] = False
+    """Whether its elements must lie one after the other, or those of each of its rows, or of its
+    parts, x[0] and so on; else it may have any strides."""
+    optional: bool = False
+    """Whether None stands for it; so do other kinds."""
+    values: tuple[str | int, str | int] | Callable[..., Any] | None = None
+    """What is drawn: between two numbers or sizes, or (dice, *shape) to a tensor; None is normal
+    numbers, or all that an integer can be."""
+    one: bool = False
+    """Whether it is one element, or one of each of some texts, in any number of dimensions."""
+
+    @property
+    def dims(self) -> list[str]:
+        """Its sizes, one by one."""
+        return [size.strip() for size in self.sizes.split(",") if size.strip()]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A packed matrix."""
+
+    sizes: str = "N, K"
+    optional: bool = False
+    spread: int = 8
+    """How far exponents that are drawn are from -1."""
+    digits: str = "any"
+    """Which of its weights are drawn, as of `Dice.packed`."""
+
+    @property
+    def dims(self) -> list[str]:
+        """Its sizes, one by one."""
+        return [size.strip() for size in self.sizes.split(",")]
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number, or a name, that is known to the host."""
+
+    drawn: tuple[Any, ...]
+    """What it is in random cases, one of these; a string is a name or computed from sizes. None at
+    all leave it out, as the last argument."""
+    named: bool = False
+    """Whether these are all that it may be."""
+    optional: bool = False
+
+
+Argument = Array | Matrix | Number
+Arguments = Mapping[str, Argument]
+
+
+def never(*_: Any) -> None:
+    """Leave an argument out of random cases, as the last one."""
+
+
+def evaluate(expression: Any, known: Mapping[str, Any]) -> Any:
+    """Compute what is written of sizes; what is no string is itself."""
+    return eval(expression, FUNCTIONS, dict(known)) if isinstance(expression, str) else expression
+
+
+def names_in(expression: str) -> set[str]:
+    """List the names in an expression."""
+    nodes = ast.walk(ast.parse(expression or "0", mode="eval"))
+    return {node.id for node in nodes if isinstance(node, ast.Name)} - {*FUNCTIONS}
+
+
+def compiled_check(
+    operation: str, arguments: Mapping[str, Argument], where: tuple[str, ...] = ()
+) -> Callable[..., None]:
+    """Write the check of a declaration, and compile it: every eager call is checked."""
+    space: dict[str, Any] = {"_refuse": _refuse, "_refuse_values": _refuse_values}
+    space |= {"_operation": operation, "_arguments": arguments, "_float32": torch.float32}
+    space |= {"_bfloat16": torch.bfloat16, "_where": where, "_shapes": {}, **FUNCTIONS}
+    trailing, parameters = True, list[str]()
+    for name, kind in reversed([*arguments.items()]):
+        trailing = trailing and (kind.optional or isinstance(kind, Number))
+        parameters.insert(0, f"{name}=None" if trailing else name)
+    lines: list[str] = []
+    known = {name for name, kind in arguments.items() if isinstance(kind, Number)}
+    waiting = sorted(arguments, key=lambda name: arguments[name].optional)
+    while waiting:
+        name = next(name for name in waiting if _is_ready(arguments[name], known))
+        waiting.remove(name)
+        kind = arguments[name]
+        found = _lines_of(name, kind, known, space)
+        if kind.optional and found:
+            found = [f"if {name} is not None:", *(f"    {line}" for line in found)]
+        lines += found
+    for index, condition in enumerate(where):
+        lines.append(f"if not ({condition}): _refuse_values(_operation, _where[{index}], locals())")
+    body = "\n    ".join(lines or ["pass"])
+    code = compile(f"def check({', '.join(parameters)}):\n    {body}", f"<{operation}>", "exec")
+    exec(code, space)
+    return space["check"]
+
+
+def _is_ready(kind: Argument, known: set[str]) -> bool:
+    """Whether the sizes of an argument are known, or named by it."""
+    if isinstance(kind, Number):
+        return True
+    named = {size.strip("*") for size in kind.dims if size.strip("*").isidentifier()}
+    named = set() if isinstance(kind, Array) and kind.one else named
+    needed = {name for size in kind.dims for name in names_in(size.strip("*"))} - named
+    return needed <= known
+
+
+def _lines_of(name: str, kind: Argument, known: set[str], space: dict[str, Any]) -> list[str]:
+    """Write the check of an argument; sizes that it names are known from then on."""
+    refuse = f"_refuse(_operation, {name!r}, {name}, _arguments, locals())"
+    if isinstance(kind, Number):
+        if not kind.named:
+            return []
+        space[f"_{name}"] = kind.drawn
+        return [
+            f"if {name} not in _{name}: _refuse(_operation, {name!r}, {name}, _arguments, {{}})"
+        ]
+    refuse = f"_refuse(_operation, {name!r}, {name}, _arguments, locals())"
+    dims = kind.dims
+    if isinstance(kind, Matrix):
+        lines, parts = [f"{name}.check()"], ("out_features", "in_features", "group_size")
+        wrong = []
+        for size, part in zip(dims, parts, strict=False):
+            if size.isidentifier() and size not in known:
+                lines.append(f"{size} = {name}.{part}")
+                known.add(size)
+            else:
+                wrong.append(f"{name}.{part} != ({size})")
+        return [*lines, f"if {' or '.join(wrong)}: {refuse}"] if wrong else lines
+    lead = dims[0][1:] if dims and dims[0].startswith("*") else None
+    new = {size.strip("*") for size in dims if size.strip("*").isidentifier()} - known
+    wrong, after = [_wrong_dtype(name, kind, known, space)], list[str]()
+    if kind.dense == "rows":
+        wrong.append(f"({name}.shape[-1] > 1 and {name}.stride(-1) != 1)")
+    elif kind.dense == "parts":
+        after.append(f"if len({name}) and not {name}[0].is_contiguous(): {refuse}")
+    elif kind.dense or kind.one:
+        wrong.append(f"not {name}.is_contiguous()")
+    shape = "".join(f"{d}, " if d.startswith("*") else f"({d}), " for d in dims)
+    if kind.one:
+        texts = f"_count({lead})" if lead else "1"
+        space["_count"] = lambda texts: texts.numel()
+        wrong.append(f"{name}.numel() != {texts}")
+    elif not new:
+        like = space["_shapes"].get(kind.sizes)
+        wrong.append(f"{name}.shape != {like}.shape" if like else f"{name}.shape != ({shape})")
+    else:
+        number = len(dims) - (lead is not None)
+        wrong.append(f"{name}.dim() {'<' if lead else '!='} {number}")
+        unequal = []
+        if lead:
+            taken = f"{name}.shape[:-{number}]" if number else f"{name}.shape"
+            if lead in known:
+                unequal.append(f"{taken} != {lead}")
+            else:
+                after.append(f"{lead} = {taken}")
+                known.add(lead)
+        singles = dims[1:] if lead else dims
+        targets = []
+        for place, size in enumerate(singles):
+            if size.isidentifier() and size not in known:
+                targets.append(size)
+                known.add(size)
+            else:
+                targets.append(f"_{place}")
+                unequal.append(f"_{place} != ({size})")
+        if targets:
+            taken = f"{name}.shape[-{number}:]" if lead else f"{name}.shape"
+            after.append(f"{', '.join(targets)}, = {taken}")
+        if unequal:
+            after.append(f"if {' or '.join(unequal)}: {refuse}")
+    lines = [f"if {' or '.join(wrong)}: {refuse}", *after]
+    if dims and not kind.optional and not kind.one:
+        space["_shapes"].setdefault(kind.sizes, name)
+    if kind.dtypes == REAL and "_real" not in known and not kind.optional:
+        known.add("_real")
+        lines.append(f"_real = {name}.dtype")
+    return lines
+
+
+def _wrong_dtype(name: str, kind: Array, known: set[str], space: dict[str, Any]) -> str:
+    if kind.dtypes in (REAL, SOME_REAL):
+        if kind.dtypes == REAL and "_real" in known:
+            return f"{name}.dtype is not _real"
+        return f"({name}.dtype is not _float32 and {name}.dtype is not _bfloat16)"
+    if len(kind.dtypes) == 1:
+        space[f"_{name}"] = kind.dtypes[0]
+        return f"{name}.dtype is not _{name}"
+    space[f"_{name}"] = kind.dtypes
+    return f"{name}.dtype not in _{name}"
+
+
+def _refuse(
+    operation: str, name: str, given: Any, arguments: Mapping[str, Argument], known: dict[str, Any]
+) -> None:
+    """Say what an argument has to be, and what was given."""
+    kind = arguments[name]
+    if isinstance(kind, Number):
+        raise ValueError(f"{operation}: {name}: need one of {kind.drawn}, got {given!r}")
+    sizes = {n for size in kind.dims for n in names_in(size.strip("*"))} & known.keys()
+    values = ", ".join(f"{n} = {_plain(known[n])}" for n in sorted(sizes))
+    need = f"of shape ({kind.sizes}{',' if len(kind.dims) == 1 else ''})"
+    need += f" where {values}" if values else ""
+    if isinstance(kind, Matrix):
+        got = f"{given.out_features} x {given.in_features}"
+        raise ValueError(f"{operation}: {name}: need a packed matrix {need}, got {got}")
+    dtypes = (known["_real"],) if kind.dtypes == REAL and "_real" in known else kind.dtypes
+    types = " or ".join(str(t).removeprefix("torch.") for t in dtypes if isinstance(t, torch.dtype))
+    need = f"one {types} of each text" if kind.one else f"{types} {need}"
+    got = f"{str(given.dtype).removeprefix('torch.')} of shape {tuple(given.shape)}"
+    if kind.dense or kind.one:
+        which = f" {kind.dense}" if isinstance(kind.dense, str) else ""
+        need, strided = f"contiguous{which} {need}", not given.is_contiguous()
+        got += f" and strides {given.stride()}" if strided else ""
+    raise ValueError(f"{operation}: {name}: need {need}, got {got}")
+
+
+def _refuse_values(operation: str, condition: str, known: dict[str, Any]) -> None:
+    """Say what does not hold."""
+    names = sorted(names_in(condition) & known.keys())
+    got = ", ".join(f"{name} = {_plain(known[name])}" for name in names)
+    raise ValueError(f"{operation}: need {condition}, got {got}")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if hasattr(value, "trits"):
+        return "a packed matrix"
+    return str(tuple(value) if isinstance(value, torch.Size) else value)

@@ -1,0 +1,1 @@
+"""Sounds and pictures as bytes that a model of bytes can read and write."""

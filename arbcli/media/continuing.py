@@ -1,0 +1,95 @@
+"""A sound or picture as a prompt, and the one that a model made as a file."""
+
+import dataclasses
+from pathlib import Path
+
+from arbcli.errors import ArbError
+from arbcli.media import pictures, sound
+from arbcli.media.spans import SoundHeader, find_spans
+
+KEPT = 0.5
+"""Share of a sound or picture that is the prompt by default."""
+
+
+def prompt_and_length(
+    content: bytes, keep: float | None, length: int | None
+) -> tuple[bytes, int | None]:
+    """Cut a file's bytes to the prompt, and find how many bytes complete it.
+
+    A sound or picture is kept up to a whole frame or row. With `length` the header of a sound says
+    how long it will be.
+
+    Args:
+        content: bytes of a file; a text is the prompt as it is.
+        keep: share of the sound or picture, 0 to 1; None is `KEPT`.
+        length: bytes to make; None is the rest of the sound or picture.
+
+    Returns:
+        The prompt, and the bytes to make; None of a text without `length`.
+
+    Raises:
+        ArbError: `keep` is given for a text, or leaves nothing to make.
+    """
+    span = next(find_spans(content), None)
+    if span is None or span.start:
+        if keep is not None:
+            raise ArbError(
+                "`--keep` only applies to a sound or a picture", hint="leave it out for a text"
+            )
+        return content, length
+    header = span.header
+    kept = int((KEPT if keep is None else keep) * (header.body_bytes // header.item_bytes))
+    rest = header.body_bytes - kept * header.item_bytes
+    if isinstance(header, SoundHeader) and length is not None:
+        header = dataclasses.replace(header, frames=kept + length // header.item_bytes)
+        rest = length
+    if not rest:
+        raise ArbError(
+            "the whole file is the prompt, and nothing is left to make",
+            hint="use a smaller `--keep`, or give a sound a `--length`",
+        )
+    body = content[span.body : span.body + kept * header.item_bytes]
+    return header.encode() + body, rest if length is None else min(length, rest)
+
+
+def write_first(path: Path, content: bytes) -> str:
+    """Write the first sound or picture of some bytes to a file.
+
+    Args:
+        path: of the file; its suffix says whether a sound or a picture is meant, and the format.
+        content: bytes that a model made.
+
+    Returns:
+        A few words for people: what was written, and how much of it the model made.
+
+    Raises:
+        ArbError: the bytes have none, or the file cannot be written.
+    """
+    kind = kind_of(path)
+    span = next((span for span in find_spans(content) if span.header.kind == kind), None)
+    if span is None:
+        raise ArbError(
+            f"the model wrote no {kind}, so `{path}` was not written",
+            hint=f"prompt it with the beginning of a {kind}, or train it on some",
+        )
+    body = content[span.body : span.stop]
+    header = span.header
+    if isinstance(header, SoundHeader):
+        sound.write_sound(path, body, header)
+        seconds = len(body) // header.item_bytes / header.rate
+        return f"{seconds:.2f} of {header.frames / header.rate:.2f} s"
+    pictures.write_picture(path, body, header)
+    return f"{len(body) // header.item_bytes} of {header.height} rows of {header.width} pixels"
+
+
+def kind_of(path: Path) -> str:
+    """Return `sound` or `picture` by the suffix of a file's name.
+
+    Raises:
+        ArbError: it is neither.
+    """
+    for kind, suffixes in (("sound", sound.SUFFIXES), ("picture", pictures.SUFFIXES)):
+        if path.suffix.lower() in suffixes:
+            return kind
+    known = ", ".join(sound.SUFFIXES + pictures.SUFFIXES)
+    raise ArbError(f"`{path}` is neither a sound nor a picture by its name", hint=f"use {known}")

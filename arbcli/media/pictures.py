@@ -1,0 +1,159 @@
+"""Picture files to bytes and back: PNG, JPEG and WebP, read and written by Pillow."""
+
+import io
+import re
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arbcli.errors import ArbError
+from arbcli.media.spans import PictureHeader
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+MOST_PIXELS = 2**26
+"""Of a file: 8192 by 8192. Nothing but the header of a larger one is read."""
+MOST_SIDE = 2**15
+FORM = re.compile(r"(rgb|grey)(?::([1-9][0-9]{0,4})x([1-9][0-9]{0,4}))?")
+"""Spelling of `picture`: a mode and, for one size for all, its width and height."""
+PIL_MODES = {"rgb": "RGB", "grey": "L"}
+
+
+def check_form(form: str) -> None:
+    """Refuse what `FORM` does not spell.
+
+    Raises:
+        ArbError: it is none.
+    """
+    match = FORM.fullmatch(form)
+    if match is None or max(int(match[2] or 1), int(match[3] or 1)) > MOST_SIDE:
+        raise ArbError(
+            f"`picture` is `{form}`",
+            hint="use `rgb` or `grey`, or a size with it, as in `rgb:64x48`",
+            fields=("picture",),
+        )
+
+
+def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
+    r"""Read a picture file as a header and rows of pixels, each row ended by `\n`.
+
+    A picture with an alpha channel is laid on white, one with an orientation is turned, and of one
+    with several frames the first is read. With a size, the picture is scaled to cover it, and what
+    stands out is cut off evenly.
+
+    Args:
+        path: of a file that Pillow reads.
+        form: as `FORM` spells it.
+
+    Yields:
+        The header, then the rows.
+
+    Raises:
+        ArbError: Pillow is missing, or the file is damaged, or has more than `MOST_PIXELS`.
+    """
+    import numpy as np  # takes a tenth of a second, and help needs none
+
+    mode, width, height = FORM.fullmatch(form).groups()  # type: ignore[union-attr]
+    image_module, operations = _package("Image", path), _package("ImageOps", path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its own, larger limit
+            with image_module.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
+                _check(image.size, path)
+                if width:  # a JPEG is decoded at a fraction of its size where that is enough
+                    image.draft(PIL_MODES[mode], (int(width), int(height)))
+                upright = operations.exif_transpose(image)
+                if "A" in upright.getbands() or "transparency" in upright.info:
+                    upright = upright.convert("RGBA")
+                    white = image_module.new("RGBA", upright.size, "white")
+                    upright = image_module.alpha_composite(white, upright)
+                plain = upright.convert(PIL_MODES[mode])
+                if width:
+                    plain = operations.fit(plain, (int(width), int(height)))
+                pixels = np.asarray(plain)
+    except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        raise ArbError(
+            f"`{path}` is not a readable picture: {_reason(error)}",
+            hint="it is truncated or damaged, or not a PNG, JPEG or WebP",
+        ) from None
+    yield PictureHeader(mode, pixels.shape[1], pixels.shape[0]).encode()
+    yield _rows(pixels)
+
+
+def _reason(error: Exception) -> str:
+    unknown = type(error).__name__ == "UnidentifiedImageError"
+    return "its format is unknown" if unknown else str(error).strip().rstrip(".")
+
+
+def _check(size: tuple[int, int], path: Path) -> None:
+    if size[0] * size[1] > MOST_PIXELS or max(size) > MOST_SIDE:
+        raise ArbError(
+            f"`{path}` has {size[0]:,} x {size[1]:,} pixels, and at most {MOST_PIXELS:,} are read",
+            hint=f"scale it down, to at most {MOST_SIDE:,} in each direction",
+        )
+
+
+def _rows(pixels: "np.ndarray") -> bytes:
+    import numpy as np  # takes a tenth of a second, and help needs none
+
+    rows = pixels.reshape(len(pixels), -1)
+    ends = np.full((len(rows), 1), ord("\n"), np.uint8)
+    return np.concatenate([rows, ends], axis=1).tobytes()
+
+
+def decode_pixels(body: bytes, header: PictureHeader) -> "np.ndarray":
+    """Decode the body of a picture to (height, width) or (height, width, 3) uint8.
+
+    Rows that are missing are black; the byte that ends a row is not looked at.
+    """
+    import numpy as np  # takes a tenth of a second, and help needs none
+
+    rows = np.zeros((header.height, header.item_bytes), np.uint8)
+    given = np.frombuffer(body, np.uint8)[: rows.size]
+    rows.reshape(-1)[: len(given)] = given
+    shape = (header.height, header.width, 3) if header.mode == "rgb" else rows[:, :-1].shape
+    return rows[:, :-1].reshape(shape)
+
+
+def write_picture(path: Path, body: bytes, header: PictureHeader) -> None:
+    """Write a picture to a file, by the suffix of its name.
+
+    Raises:
+        ArbError: Pillow is missing, or the file cannot be written.
+    """
+    image = _package("Image", path).fromarray(decode_pixels(body, header))
+    try:
+        image.save(path)
+    except (OSError, ValueError) as error:
+        raise ArbError(f"cannot write `{path}`: {error}", hint="check its folder") from None
+
+
+def coded_bytes(pixels: "np.ndarray") -> dict[str, int]:
+    """Count the bytes of a picture as PNG and as lossless WebP, each at its best level."""
+    image = import_module("PIL.Image").fromarray(pixels)
+    sizes = {}
+    ways: dict[str, dict[str, Any]] = {
+        "PNG": {"optimize": True},
+        "WebP": {"lossless": True, "quality": 100, "method": 6},
+    }
+    for name, how in ways.items():
+        file = io.BytesIO()
+        image.save(file, format=name, **how)
+        sizes[name] = len(file.getvalue())
+    return sizes
+
+
+def _package(name: str, path: Path) -> Any:
+    try:
+        return import_module(f"PIL.{name}")
+    except ImportError:
+        raise ArbError(
+            f"`{path}` is a picture, and the package Pillow is not installed",
+            hint="install it: `pip install 'arb[media]'`",
+        ) from None

@@ -1,0 +1,213 @@
+"""Steps of tuning at Qwen3-8B's and Qwen3-0.6B's shapes, in memory that is capped.
+
+    python -m benchmarks.large_tuning [--only NAME...] [--ctx T] [--out DIR]
+
+Weights are random. A process may take no more of the GPU than `gib` says
+(`torch.cuda.set_per_process_memory_fraction`), and the peak is predicted before by what
+`arb audit-memory` asks. Steps are those of `arb train`, on random tokens, captured. The peers are
+`float_qwen`'s: bf16 weights whose gradients are released, and float32 weights with AdamW.
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbcli.config.model import ModelConfig
+from arbcli.data import Texts
+from arbcli.device import deterministic
+from arbcli.imports.config_json import read_folder_config
+from arbcli.inspect.peak import predict_peak
+from arbcli.train.configure import new_config
+from arbcli.train.trainer import EAGER_STEPS, Trainer
+from benchmarks import results
+from benchmarks.float_qwen import FloatQwen, ReleasedAdafactor, Shape
+
+SHAPES = {
+    "8b": Shape(
+        layers=36, dim=4096, heads=32, kv_heads=8, head_width=128, ffn=12288, vocabulary=151936,
+        tied=False,
+    ),
+    "0.6b": Shape(
+        layers=28, dim=1024, heads=16, kv_heads=8, head_width=128, ffn=3072, vocabulary=151936,
+        tied=True,
+    ),
+}  # fmt: skip
+"""Qwen3-8B and Qwen3-0.6B."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A way of tuning."""
+
+    shape: str
+    kind: str
+    """Rule and direction, or the name of a peer."""
+    batch: int = 1
+    recompute: bool = True
+    gib: int | None = None
+    """What the process may take."""
+
+
+CASES = {
+    "8b-moment": Case(shape="8b", kind="moment orthogonal", gib=24),
+    "8b-nibble": Case(shape="8b", kind="nibble orthogonal", gib=16),
+    "8b-bf16": Case(shape="8b", kind="bf16 Adafactor"),
+    "8b-moment-factored": Case(shape="8b", kind="moment factored", gib=24),
+    "8b-nibble-factored": Case(shape="8b", kind="nibble factored", gib=16),
+    "0.6b-moment": Case(shape="0.6b", kind="moment orthogonal", batch=4, recompute=False),
+    "0.6b-adamw": Case(shape="0.6b", kind="float32 AdamW", batch=4, recompute=False),
+    "0.6b-factored": Case(shape="0.6b", kind="moment factored", batch=4, recompute=False),
+    "0.6b-bf16": Case(shape="0.6b", kind="bf16 Adafactor", batch=4, recompute=False),
+}
+TIMED_STEPS = 4
+
+
+class RandomTokens:
+    """All of a text that a step asks for."""
+
+    packs = False
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def __len__(self) -> int:
+        return 2**30
+
+    def windows(self, length: int) -> int:
+        """Count where windows may begin."""
+        return len(self) - length + 1
+
+    def starts(self, _key: bytes, count: int, _length: int) -> list[int]:
+        """Begin anywhere."""
+        return [0] * count
+
+    def window_batch(self, starts: list[int], length: int) -> Tensor:
+        """Draw tokens."""
+        return torch.randint(self.vocabulary, (len(starts), length), dtype=torch.int32)
+
+
+def model_config(shape: Shape, rule: str, direction: str) -> ModelConfig:
+    """Read the model of a `config.json` of that shape, as `arb import` does."""
+    fields = {
+        "model_type": "qwen3", "hidden_size": shape.dim, "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_width,
+        "vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied, "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 40960,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(fields))
+        return read_folder_config(Path(folder), rule=rule, direction=direction, digits="all")
+
+
+def measure(case: Case, ctx: int) -> dict[str, Any]:
+    """Do a few steps, and measure them."""
+    if case.gib is not None:
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(case.gib * 2**30 / whole)
+    ours = case.kind.split()[0] in ("moment", "nibble")
+    row, step = prepare_ours(case, ctx) if ours else prepare_peer(case, ctx)
+    losses = [step() for _ in range(EAGER_STEPS + 1)]  # compile, and are captured
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    losses += [step() for _ in range(TIMED_STEPS)]
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - started) / TIMED_STEPS
+    return {
+        "shape": case.shape, "kind": case.kind, "ctx": ctx, "batch": case.batch,
+        "recompute": case.recompute, "cap_gib": case.gib, **row,
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "step_seconds": round(seconds, 4),
+        "tokens_per_second": round(case.batch * ctx / seconds),
+        "losses": [round(float(loss), 4) for loss in (losses[0], losses[-1])],
+    }  # fmt: skip
+
+
+def prepare_ours(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Tensor]]:
+    """Make a trainer of integers, after its peak was predicted."""
+    rule, direction = case.kind.split()
+    model = model_config(SHAPES[case.shape], rule, direction)
+    config = new_config(
+        preset=model, ctx=ctx, batch=case.batch, recompute=case.recompute, device="cuda"
+    )
+    peak = predict_peak(config, captured=True)
+    text: Any = RandomTokens(model.vocabulary)
+    trainer = Trainer(config, Texts(text, text, ""), capture=True)
+    row = {
+        "weights": trainer.num_weights, "state_bytes": trainer.state_bytes(),
+        "predicted_allocated_bytes": peak.peak_bytes,
+        "predicted_reserved_bytes": peak.reserved_bytes,
+    }  # fmt: skip
+
+    def step() -> Tensor:
+        with deterministic():
+            return trainer.train_step()
+
+    return row, step
+
+
+def prepare_peer(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Tensor]]:
+    """Make a float model and its optimizer."""
+    shape, released = SHAPES[case.shape], case.kind.startswith("bf16")
+    dtype = torch.bfloat16 if released else torch.float32
+    model = FloatQwen(shape, dtype, recompute=case.recompute)
+    weights = list(model.parameters())
+    adamw = None if released else torch.optim.AdamW(weights, lr=1e-5, fused=True)
+    adafactor = ReleasedAdafactor(model, 1e-5) if released else None
+    state = sum(weight.nbytes for weight in weights)
+    state += sum(part.nbytes for part in adafactor.state_tensors()) if adafactor else 2 * state
+    text = RandomTokens(shape.vocabulary)
+
+    def step() -> Tensor:
+        window = text.window_batch([0] * case.batch, ctx + 1).long().cuda()
+        if adafactor:
+            adafactor.next_step()
+        loss = model.loss(window[:, :-1], window[:, 1:])
+        loss.backward()
+        if adamw:
+            adamw.step()
+            adamw.zero_grad()
+        return loss.detach()
+
+    return {
+        "weights": sum(weight.numel() for weight in weights), "state_bytes": state,
+        "predicted_allocated_bytes": None, "predicted_reserved_bytes": None,
+    }, step  # fmt: skip
+
+
+def main() -> None:
+    """Measure each way in a process of its own, print its line, and write the rows."""
+    parser = results.options("large_tuning", "Measure tuning at large shapes.")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=[*CASES], help="ways to tune")
+    parser.add_argument("--ctx", type=int, default=2048, help="tokens of a window")
+    parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(measure(CASES[given.one], given.ctx)))
+        return
+    rows = []
+    for name in given.only:
+        words = ["-m", "benchmarks.large_tuning", "--one", name, "--ctx", str(given.ctx)]
+        done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            print(f"{name}: failed", flush=True)
+            continue
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        print(json.dumps(rows[-1]), flush=True)
+        command = results.command_line("large_tuning", "--only", name)
+        results.save("large_tuning", rows[-1:], command=command, folder=given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,346 @@
+"""A float model that is imported and tuned on another text, beside float training of the same.
+
+    python -m benchmarks.tuning TEXTS [--parts PART...] [--at-once N] [--out DIR]
+
+TEXTS is a folder with `code-train.txt`, `code-val.txt` (`benchmarks.code_text` writes them),
+`novels-train.txt` and `novels-val.txt`. A Qwen 3 of bytes (10.8 million weights) is trained on code
+in float32 by AdamW, and written as a folder for Transformers. Integers go the way of the README:
+`arb import`, then `arb train --init-from` on novels. The peers begin with the same folder: AdamW
+and Muon by the float twin, bf16 with Adafactor and LoRA by `float_qwen`.
+
+`new` is the held-out loss of novels, `old` that of code, in nats a byte, both of the same windows.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from arbcli.data import Text, Texts, batch, evaluation_batches
+from arbcli.device import resolve_backend, resolve_device
+from arbcli.imports.config_json import read_folder_config
+from arbcli.imports.dense import sources
+from arbcli.imports.folder import WeightFolder
+from arbcli.imports.run import read_float
+from arbcli.infer.load import load_model
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.train.configure import new_config
+from arbcli.train.schedule import learning_rate
+from arbcli.train.trainer import EVAL_BATCHES, Trainer
+from benchmarks import results
+from benchmarks.float_qwen import ORDER, FloatQwen, ReleasedAdafactor, Shape
+
+SHAPE = Shape(
+    layers=6, dim=384, heads=6, kv_heads=6, head_width=64, ffn=1024, vocabulary=256, tied=False
+)
+CTX, BATCH = 512, 64
+PRETRAINED_STEPS, STEPS, LOW_STEPS = 2000, 600, 2000
+WARMUP = 60
+RULES = {
+    "moment": ("moment", "orthogonal"),
+    "moment factored": ("moment", "factored"),
+    "nibble": ("nibble", "orthogonal"),
+    "nibble factored": ("nibble", "factored"),
+}
+"""Rule and direction, by kind."""
+IN_BLOCK = {
+    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
+    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+    "norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+}  # fmt: skip
+"""Names of Transformers for the weights of a block."""
+LORA = {"LoRA 256": (256, ("q", "k", "v", "o", "gate", "up", "down")),
+        "LoRA 16": (16, ("q", "k", "v", "o"))}  # fmt: skip
+"""Rank, and the matrices that have adapters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run of tuning."""
+
+    part: str
+    kind: str
+    lr: float
+    seed: int = 0
+    steps: int = STEPS
+
+
+def jobs() -> list[Job]:
+    """List all runs, the most telling ones first."""
+    rates = {
+        "moment": (0.3, 1.0, 0.1, 0.03, 0.01), "AdamW": (1e-3, 3e-4, 3e-3, 1e-4),
+        "nibble": (0.3, 1.0, 0.1, 0.03), "Muon": (2e-3, 5e-4, 6e-3),
+        "moment factored": (0.3, 0.1, 0.03), "nibble factored": (0.3, 0.1),
+    }  # fmt: skip
+    swept = [Job(part="swept", kind=kind, lr=lr) for kind, some in rates.items() for lr in some]
+    best = {"moment": 0.3, "AdamW": 1e-3, "nibble": 0.3}
+    seeds = [
+        Job(part="swept", kind=kind, lr=lr, seed=seed)
+        for kind, lr in best.items()
+        for seed in (1, 2)
+    ]
+    plain = {"bf16 Adafactor": (1e-3, 3e-4, 3e-3), "LoRA 256": (1e-3, 3e-4), "LoRA 16": (3e-3,)}
+    others = [Job(part="others", kind=kind, lr=lr) for kind, some in plain.items() for lr in some]
+    low = {"AdamW": (1e-5, 3e-6), "moment": (1e-3, 3e-4), "nibble": (1e-3, 3e-4),
+           "moment factored": (1e-3, 3e-4)}  # fmt: skip
+    lowest = [
+        Job(part="low", kind=kind, lr=lr, steps=LOW_STEPS)
+        for kind, some in low.items()
+        for lr in some
+    ]
+    return swept + seeds + others + lowest
+
+
+def pretrain(texts: Path, folder: Path, steps: int, device: str) -> None:
+    """Train the float model on code, and write it as a folder for Transformers."""
+    folder.mkdir(parents=True)
+    fields = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": SHAPE.dim,
+        "intermediate_size": SHAPE.ffn, "num_hidden_layers": SHAPE.layers,
+        "num_attention_heads": SHAPE.heads, "num_key_value_heads": SHAPE.kv_heads,
+        "head_dim": SHAPE.head_width, "vocab_size": SHAPE.vocabulary, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": SHAPE.tied, "max_position_embeddings": CTX, "rope_theta": 1e6,
+        "dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(fields))
+    code = Texts(Text([texts / "code-train.txt"]), Text([texts / "code-val.txt"]), "")
+    trainer = twin_trainer(folder, code, optimizer="adamw", lr=1e-3, steps=steps, device=device)
+    for _ in range(steps):
+        trainer.train_step()
+    tensors = {
+        part.hugging_face: source.tensor.latent.detach()[part.rows].reshape(part.shape).clone()
+        for source in sources(trainer.model)
+        for part in source.parts
+        if source.tensor is not None
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def twin_trainer(folder: Path, texts: Texts, *, device: str, **options: Any) -> Trainer:
+    """Make a trainer of the float twin of a folder's model."""
+    model = read_folder_config(folder, weights="float")
+    config = new_config(preset=model, batch=BATCH, device=device, warmup=WARMUP, **options)
+    return Trainer(config, texts, capture=True)
+
+
+def tune_twin(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
+    """Tune the float twin by AdamW or Muon."""
+    novels = Texts(Text([texts / "novels-train.txt"]), Text([texts / "novels-val.txt"]), "")
+    options = {"optimizer": job.kind.lower(), "lr": job.lr, "steps": job.steps, "seed": job.seed}
+    trainer = twin_trainer(folder, novels, device=device, **options)
+    begun = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
+    trainer.model.load_state_dict(begun.state_dict())
+    for _ in range(job.steps):
+        trainer.train_step()
+    return {"state_bytes": trainer.state_bytes()} | both_losses(trainer.model.loss, texts, device)
+
+
+class Adapted(FloatQwen):
+    """The same with adapters of low rank beside frozen matrices: w + 2 b a."""
+
+    def add_adapters(self, rank: int, names: tuple[str, ...]) -> None:
+        """Freeze the weights, and add adapters to matrices of each block."""
+        self.requires_grad_(False)
+        self.adapters = nn.ModuleList(nn.ParameterDict() for _ in self.blocks)
+        for block, adapters in zip(self.blocks, self.adapters, strict=True):
+            for name in names:
+                rows, columns = block[name].shape
+                a = torch.randn(rank, columns, device=block[name].device) / columns**0.5
+                adapters[f"{name}_a"] = nn.Parameter(a)
+                adapters[f"{name}_b"] = nn.Parameter(torch.zeros(rows, rank, device=a.device))
+
+    def weights_of(self, index: int) -> list[Tensor]:
+        """List the weights of a block with their adapters, in `ORDER`."""
+        adapters = self.adapters[index]
+        return [
+            weight + 2 * adapters[f"{name}_b"] @ adapters[f"{name}_a"]
+            if f"{name}_a" in adapters
+            else weight
+            for name, weight in zip(ORDER, super().weights_of(index), strict=True)
+        ]
+
+
+def tune_plain(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
+    """Tune by Adafactor on bf16 weights with released gradients, or adapters by AdamW."""
+    released = job.kind.startswith("bf16")
+    kind = FloatQwen if released else Adapted
+    dtype = torch.bfloat16 if released else torch.float32
+    model = kind(SHAPE, dtype, recompute=False, device=device)
+    load_plain(model, load_file(folder / "model.safetensors"))
+    adafactor = adamw = None
+    if released:
+        adafactor = ReleasedAdafactor(model, job.lr)
+        state = sum(weight.nbytes for weight in model.parameters())
+        state += sum(part.nbytes for part in adafactor.state_tensors())
+    else:
+        model.add_adapters(*LORA[job.kind])
+        learnt = [weight for weight in model.parameters() if weight.requires_grad]
+        adamw = torch.optim.AdamW(learnt, lr=job.lr, weight_decay=0.0)
+        state = sum(weight.nbytes for weight in model.parameters())
+        state += 2 * sum(weight.nbytes for weight in learnt)
+    text, config = Text([texts / "novels-train.txt"]), new_config(steps=job.steps, warmup=WARMUP)
+    for step in range(job.steps):
+        rate = job.lr * learning_rate(config, step) / config.lr
+        ids, targets = batch(
+            text, seed=job.seed, step=step, micro=0, batch_size=BATCH, context=CTX, device=device
+        )
+        if adafactor is not None:
+            adafactor.lr.fill_(rate)
+            adafactor.next_step()
+        model.loss(ids, targets).backward()
+        if adamw is not None:
+            adamw.param_groups[0]["lr"] = rate
+            adamw.step()
+            adamw.zero_grad()
+    return {"state_bytes": state} | both_losses(model.loss, texts, device)
+
+
+@torch.no_grad()
+def load_plain(model: FloatQwen, tensors: dict[str, Tensor]) -> None:
+    """Copy the weights of a folder."""
+    model.embedding.copy_(tensors["model.embed_tokens.weight"])
+    model.norm.copy_(tensors["model.norm.weight"])
+    model.head.copy_(tensors["lm_head.weight"])
+    for index, block in enumerate(model.blocks):
+        for name, theirs in IN_BLOCK.items():
+            block[name].copy_(tensors[f"model.layers.{index}.{theirs}.weight"])
+
+
+def tune_integers(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
+    """Tune integers by `arb train --init-from`, from the import of the folder."""
+    with tempfile.TemporaryDirectory() as made:
+        run = Path(made, "run")
+        arb(
+            "train", "--init-from", imported(folder, job.kind), "--data",
+            texts / "novels-train.txt", "--val", texts / "novels-val.txt", "--batch", BATCH,
+            "--steps", job.steps, "--lr", job.lr, "--seed", job.seed, "--warmup", WARMUP,
+            "--eval-every", 0, "--device", device, "--out", run, "--keep", 1, "--quiet",
+        )  # fmt: skip
+        return score(run, texts, device)
+
+
+def score(run: Path, texts: Path, device: str) -> dict[str, Any]:
+    """Find both losses of a saved run, and the bytes of its state."""
+    model = load_model(run, device=device)
+    state = max(path.stat().st_size for path in run.glob("step-*.safetensors"))
+    return {"state_bytes": state} | both_losses(model.loss, texts, device)
+
+
+def imported(folder: Path, kind: str) -> Path:
+    """Name the run that a kind begins with."""
+    return folder.with_name(f"imported-{kind.replace(' ', '-')}")
+
+
+def arb(*words: Any) -> None:
+    """Run a command of `arb`.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    command = [sys.executable, "-m", "arbcli", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-800:]}")
+
+
+@torch.no_grad()
+def both_losses(
+    loss: Callable[[Tensor, Tensor], Tensor], texts: Path, device: str
+) -> dict[str, float]:
+    """Average the loss over the held-out windows of both texts."""
+    found = {}
+    with use_backend(resolve_backend(None, resolve_device(device))):
+        for name, file in (("new", "novels-val.txt"), ("old", "code-val.txt")):
+            batches = evaluation_batches(
+                Text([texts / file]), num_batches=EVAL_BATCHES, batch_size=BATCH, context=CTX,
+                device=device,
+            )  # fmt: skip
+            losses = [float(loss(ids, targets)) for ids, targets in batches]
+            found[name] = round(sum(losses) / len(losses), 4)
+    return found
+
+
+def tune(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
+    """Do a run of tuning."""
+    started = time.perf_counter()
+    if job.kind in RULES:
+        found = tune_integers(job, texts, folder, device)
+    elif job.kind in ("AdamW", "Muon"):
+        found = tune_twin(job, texts, folder, device)
+    else:
+        found = tune_plain(job, texts, folder, device)
+    return asdict(job) | found | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def run_all(chosen: Iterable[Job], texts: Path, folder: Path, given: Any) -> list[dict[str, Any]]:
+    """Do runs in processes of their own, several at once, and print each as it ends."""
+    writing = Lock()
+
+    def run(job: Job) -> dict[str, Any] | None:
+        words = ["-m", "benchmarks.tuning", str(texts), "--device", given.device]
+        words += ["--one", json.dumps(asdict(job)), "--folder", str(folder)]
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+        if done.returncode:
+            print(f"{job}: failed\n{done.stderr[-600:]}", flush=True)
+            return None
+        row = json.loads(done.stdout.splitlines()[-1])
+        print(json.dumps(row), flush=True)
+        with writing:
+            command = results.command_line("tuning", "TEXTS")
+            results.save("tuning", [row], command=command, folder=given.out)
+        return row
+
+    with ThreadPoolExecutor(given.at_once) as pool:
+        return [row for row in pool.map(run, chosen) if row]
+
+
+def main() -> None:
+    """Train the float model, tune it in every way, and write the rows."""
+    parser = results.options("tuning", "Compare ways of tuning.")
+    parser.add_argument("texts", type=Path, help="folder of the texts")
+    parser.add_argument("--parts", nargs="+", choices=("swept", "others", "low"), help="[all]")
+    parser.add_argument("--kinds", nargs="+", help="of these kinds alone")
+    parser.add_argument("--at-once", type=int, default=8, help="runs side by side")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, help="of every run, for a trial")
+    parser.add_argument("--folder", type=Path, help="the float model; made if it is not there")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        job = Job(**json.loads(given.one))
+        print(json.dumps(tune(job, given.texts, given.folder, given.device)))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.folder or Path(temporary, "qwen3-of-bytes")
+        if not folder.exists():
+            pretrain(given.texts, folder, given.steps or PRETRAINED_STEPS, given.device)
+        for kind, (rule, direction) in RULES.items():
+            run = imported(folder, kind)
+            arb("import", folder, "--rule", rule, "--direction", direction, "--out", run)
+            row = {"part": "begun", "kind": kind, "lr": 0.0, "seed": 0, "steps": 0, "seconds": 0.0}
+            print(json.dumps(row | score(run, given.texts, given.device)), flush=True)
+        twin = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
+        twin = twin.to(given.device)
+        print("float", both_losses(twin.loss, given.texts, given.device), flush=True)
+        chosen = [job for job in jobs() if job.part in (given.parts or (job.part,))]
+        chosen = [job for job in chosen if job.kind in (given.kinds or (job.kind,))]
+        if given.steps:
+            chosen = [replace(job, steps=given.steps) for job in chosen]
+        run_all(chosen, given.texts, folder, given)
+
+
+if __name__ == "__main__":
+    main()

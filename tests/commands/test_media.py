@@ -1,0 +1,117 @@
+"""Sounds and pictures through `arb train`, `arb evaluate` and `arb generate`."""
+
+import json
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from arbcli.train.configure import new_config
+from arbcli.train.run import Observer, resume_run, start_run
+
+SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 8, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a sound, a picture, a text that joins them, and a run on all three."""
+    folder = tmp_path_factory.mktemp("media")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        samples = np.rint(9000 * np.sin(0.3 * np.arange(800))).astype(np.int16)
+        soundfile.write(folder / "a.wav", samples, 8000)
+        shades = np.arange(12 * 10, dtype=np.uint8).reshape(10, 12)
+        Image.fromarray(shades).save(folder / "b.png")
+        record = {"parts": [{"text": "a tone "}, {"sound": "a.wav"}]}
+        (folder / "c.jsonl").write_text(json.dumps(record))
+        data = [str(folder / name) for name in ("a.wav", "b.png", "c.jsonl")]
+        forms = {"sound": "pcm16", "picture": "grey:12x10", "field": "parts"}
+        config = new_config(**SIZES, **forms, steps=4, save_every=2, data=data, val=data)
+        start_run(config, folder / "run", Observer())
+    return folder
+
+
+@pytest.fixture
+def call(folder, arb_here, monkeypatch):
+    """Call a command on the run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    place = ["--checkpoint", str(folder / "run"), "--device", "cpu"]
+    return lambda name, *words: arb_here(name, *place, *words)
+
+
+def test_evaluate_tells_loss_by_kind_in_the_forms_of_the_run(call, folder):
+    report = json.loads(call("evaluate", "--json").stdout)
+    by_kind = {kind["kind"]: kind for kind in report["by_kind"]}
+    assert by_kind.keys() == {"text", "sound", "picture"}
+    assert sum(kind["bytes"] for kind in by_kind.values()) == report["bytes"]
+    assert (by_kind["sound"]["units"], by_kind["picture"]["units"]) == (1600, 120)
+    assert by_kind["sound"]["peer_bits_per_unit"].keys() == {"FLAC"}
+    shown = call("evaluate", "--data", str(folder / "b.png"), "--quiet").stdout
+    assert "picture: bits a pixel" in shown
+    assert "WebP" in shown
+
+
+def test_resume_reads_the_same_forms(folder, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    resume_run(folder / "run", Observer(), steps=6)
+    assert (folder / "run" / "step-000006.safetensors").exists()
+
+
+def test_sound_is_continued_and_written(call, folder, tmp_path):
+    for words, frames in (([], 800), (["--keep", "1", "--length", "100"], 850),
+                          (["--keep", "0.25"], 800)):  # fmt: skip
+        done = call("generate", "--prompt-file", str(folder / "a.wav"), "--out",
+                    str(tmp_path / "b.flac"), *words)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == ""
+        made, rate = soundfile.read(tmp_path / "b.flac", dtype="int16")
+        first, _ = soundfile.read(folder / "a.wav", dtype="int16")
+        kept = {0: 400, 4: 800, 2: 200}[len(words)]
+        assert (len(made), rate) == (frames, 8000)
+        assert np.array_equal(made[:kept], first[:kept])
+        assert f"{frames / 8000:.2f} of {frames / 8000:.2f} s" in done.stderr
+
+
+def test_half_picture_is_completed(call, folder, tmp_path):
+    target = tmp_path / "b.png"
+    call("generate", "--prompt-file", str(folder / "b.png"), "--out", str(target))
+    whole, made = (np.asarray(Image.open(path)) for path in (folder / "b.png", target))
+    assert made.shape == (10, 12)
+    assert np.array_equal(made[:5], whole[:5])
+    # cut off after a row and a half
+    done = call("generate", "--prompt-file", str(folder / "b.png"), "--length", "19", "--out",
+                str(target))  # fmt: skip
+    assert "6 of 10 rows of 12 pixels" in done.stderr
+    assert not np.asarray(Image.open(target))[8:].any()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt", "a", "--out", "x.wav"], "the model wrote no sound"),
+        (["--prompt", "a", "--out", "x.txt"], "neither a sound nor a picture"),
+        (["--keep", "0.5"], "`--keep` only applies with `--prompt-file`"),
+        (["--prompt", "a", "--prompt-file", "c.jsonl"], "both give a prompt"),
+        (["--prompt-file", "a.wav", "--keep", "1"], "nothing is left to make"),
+        (["--prompt-file", "gone.wav"], "cannot read"),
+        (["--bytes", "--out", "x.wav"], "are two outputs"),
+    ],
+)
+def test_mistake_is_one_line(words, message, call, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    done = (
+        call("generate", "--length", "4", *words) if "1" not in words else call("generate", *words)
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_prompt_file_of_text_is_the_prompt(call, folder):
+    (folder / "p.txt").write_text("a tone ")
+    words = ["--length", "9", "--json"]
+    by_file = json.loads(call("generate", "--prompt-file", str(folder / "p.txt"), *words).stdout)
+    by_word = json.loads(call("generate", "--prompt", "a tone ", *words).stdout)
+    assert by_file["text"] == by_word["text"]
+    assert by_file["prompt"] == "a tone "

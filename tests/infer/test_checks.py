@@ -1,0 +1,188 @@
+"""Text by checks of proposed bytes is the text that is made a byte at a time, bit for bit."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from arbcli.config.parts.ahead import AheadConfig
+from arbcli.config.presets import preset
+from arbcli.errors import ArbError
+from arbcli.infer.generation import Decoder, Sampling, continue_text
+from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.language_model import LanguageModel
+
+ON_GPU = torch.cuda.is_available()
+KERNELS = "triton" if ON_GPU else "native"
+DTYPES = [torch.bfloat16] if ON_GPU else [torch.float32, torch.bfloat16]
+LENGTH = 1500 if ON_GPU else 60
+WAYS = [
+    Sampling(temperature=0),
+    Sampling(temperature=0.8, seed=3),
+    Sampling(temperature=0.5, top_k=9, top_p=0.9),
+]
+SMALL = {"dim": 64, "layers": 2, "heads": 2, "ffn": 48}
+HNET = {"outer_dim": 32, "outer_layers": 1, "outer_heads": 2, "outer_ffn": 40, "window": 9}
+pytestmark = pytest.mark.skipif(
+    not ON_GPU and not native.available(), reason="there is no C compiler"
+)
+
+
+@cache
+def model(size, dtype, name="tiny", **changes) -> LanguageModel:
+    """Make a model of a short context, so that rings come round, with a head that is not trained.
+
+    Where bytes are sampled, half of its proposals are right, as random numbers decide both.
+    """
+    config = preset(name, **{"ctx": 20} | changes)
+    config = replace(config, ahead=AheadConfig(positions=size, width=24))
+    lm = LanguageModel(config, dtype)
+    lm.initialise(0)
+    return lm.cuda() if ON_GPU else lm
+
+
+def texts(lm, how, length=LENGTH):
+    """Make a text a byte at a time, and by checks; returns both, and the second decoder."""
+    found = []
+    with lm.prepared_weights():
+        for ahead in (1, lm.config.ahead.positions):
+            decoder = Decoder(lm, length + 11, how, backend=KERNELS, ahead=ahead)
+            decoder.read(b"hello world")
+            found.append(b"".join(decoder.stream(length)))
+    return *found, decoder
+
+
+@pytest.mark.parametrize("how", WAYS, ids=["greedy", "sampled", "of few"])
+@pytest.mark.parametrize("size", [2, 5, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("digits", ["trit", "all"])
+def test_text_is_the_same(digits, dtype, size, how):
+    plain, checked, decoder = texts(model(size, dtype, digits=digits, **SMALL), how)
+    assert plain == checked
+    assert len(plain) == LENGTH
+    assert decoder.checks_made > 0
+    assert decoder.checks_made <= decoder.checked_bytes <= size * decoder.checks_made
+    if how.temperature == 0.8:  # some proposals are right, and some are not
+        assert decoder.checks_made < decoder.checked_bytes < size * decoder.checks_made
+
+
+def test_proposals_that_are_right_are_all_accepted(monkeypatch):
+    """Proposals are taken from the text that was made before."""
+    lm, size = model(4, DTYPES[0], **SMALL), 4
+    wanted = texts(lm, WAYS[0])[0]
+    with lm.prepared_weights():
+        decoder = Decoder(lm, LENGTH + 11, WAYS[0], backend=KERNELS, capture=False, ahead=size)
+        decoder.read(b"hello world")
+        known = list(b"hello world" + wanted)
+        calls = 0
+
+        def propose(x, byte):
+            nonlocal calls
+            place = int(decoder.cache.position) + 1 + calls % (size - 1)
+            calls += 1
+            of_byte = torch.zeros(256, device=x.device)
+            of_byte[known[place]] = 1
+            return x, of_byte
+
+        monkeypatch.setattr(lm, "propose", propose)
+        assert b"".join(decoder.stream(LENGTH)) == wanted
+    assert decoder.checked_bytes == size * decoder.checks_made == LENGTH // size * size
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7])
+def test_short_texts_and_their_ends_are_the_same(length):
+    lm = model(5, DTYPES[0], **SMALL)
+    plain, checked, _ = texts(lm, WAYS[1], length)
+    assert plain == checked
+    assert len(plain) == length
+
+
+def test_text_goes_on_after_more_was_read():
+    lm, found = model(4, DTYPES[0], **SMALL), []
+    with lm.prepared_weights():
+        for ahead in (1, 4, 2):
+            decoder = Decoder(lm, 99, WAYS[1], backend=KERNELS, ahead=ahead)
+            decoder.read(b"one")
+            first = b"".join(decoder.stream(30))
+            decoder.read(b"two")
+            found.append(first + b"".join(decoder.stream(40)))
+    assert found[0] == found[1] == found[2]
+
+
+@torch.no_grad()
+def test_check_has_the_bits_of_steps_and_leaves_the_cache_alone():
+    lm, ids = model(4, DTYPES[0], **SMALL), torch.tensor([[104, 105, 32, 104]])
+    ids = ids.to(lm.device)
+    with lm.prepared_weights(), use_backend(KERNELS):
+        assert lm.can_check()
+        checked, stepped = lm.new_cache(40), lm.new_cache(40)
+        for cache in (checked, stepped):
+            for _ in range(23):
+                lm(ids[:, 1:2], cache)
+        logits, rows = lm.check(ids, checked)
+        assert rows.shape == (1, 4, 64)
+        for mine, other in zip(checked.main.blocks, stepped.main.blocks, strict=True):
+            for part, wanted in zip(mine.tensors(), other.tensors(), strict=True):
+                assert torch.equal(part, wanted)
+        for number, byte in enumerate(ids.split(1, dim=1)):
+            assert torch.equal(lm(byte, stepped)[0, 0], logits[0, number])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("tiny", SMALL | {"streams": 4}),
+        ("tiny", SMALL | {"key_heads": 1}),
+        ("tiny", SMALL | {"experts": 3}),
+        ("arb-long", SMALL | {"head_width": 16, "rotary": 8, "window": 8, "top_k": 2}),
+        ("arb-tiny", SMALL | {"latent": 32, "rotary": 8}),
+        ("hnet-tiny", SMALL | HNET),
+        ("hnet-tiny", SMALL | HNET | {"outer_blocks": "mamba"}),
+    ],
+    ids=str,
+)
+def test_models_that_cannot_check_refuse_it(name, changes):
+    lm = model(4, DTYPES[0], name, **changes)
+    with lm.prepared_weights(), pytest.raises(ArbError, match="cannot be checked several at once"):
+        Decoder(lm, 30, backend=KERNELS, ahead=4)
+
+
+def test_eight_bits_of_keys_and_torch_alone_are_refused():
+    lm = model(4, DTYPES[0], **SMALL)
+    with lm.prepared_weights(), pytest.raises(ArbError, match="cannot be checked several at once"):
+        Decoder(lm, 30, backend="torch", ahead=4)
+    with (
+        lm.prepared_weights(),
+        lm.keeping("int8"),
+        pytest.raises(ArbError, match="cannot be checked several at once"),
+    ):
+        Decoder(lm, 30, backend=KERNELS, ahead=4)
+
+
+def test_model_without_the_head_refuses_it():
+    lm = LanguageModel(preset("tiny", **SMALL), DTYPES[0])
+    for ahead, message in ((2, "has no head that proposes bytes"), (9, "`--ahead` is 9")):
+        with pytest.raises(ArbError, match=message) as caught:
+            Decoder(lm, 30, backend="torch", ahead=ahead)
+        assert caught.value.hint
+
+
+def test_report_says_how_many_bytes_a_check_made():
+    lm = model(5, DTYPES[0], **SMALL)
+    plain, checked = (
+        continue_text(lm, "", b"hello", 40, WAYS[1], backend=KERNELS, ahead=ahead)
+        for ahead in (1, 5)
+    )
+    assert plain.text == checked.text
+    assert plain.bytes_per_check is None
+    assert 1 < checked.bytes_per_check <= 5
+
+
+def test_memory_of_what_is_not_stored_yet_is_counted():
+    lm = model(4, DTYPES[0], **SMALL)
+    with lm.prepared_weights():
+        plain, checked = (Decoder(lm, 30, backend=KERNELS, ahead=ahead) for ahead in (1, 4))
+    new = 2 * 2 * 4 * 64 * DTYPES[0].itemsize  # blocks, keys and values
+    assert checked.nbytes - plain.nbytes == new

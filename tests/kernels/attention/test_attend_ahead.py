@@ -1,0 +1,88 @@
+"""Bytes that may be taken back attend with the bits that they have one by one."""
+
+import pytest
+import torch
+
+from arbcli.kernels.attention.attend_ahead import (
+    Kept,
+    attend_ahead,
+    attend_in_turn,
+    keep_accepted_,
+    table_of,
+)
+from arbcli.kernels.attention.attend_parts import attend_parts
+from arbcli.kernels.attention.decode_attention import decode_attention
+from arbcli.kernels.runtime.backend import use_backend
+
+KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
+
+
+def drawn(rows, window, position, device, dtype=torch.bfloat16):
+    """Draw queries and so on of heads of 64, rings, room for new vectors, and a table."""
+    generator = torch.Generator().manual_seed(position)
+    sizes = (rows, 3, 2, 64), (2, window, 64), (2, window, 64)
+    parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
+    angle = torch.randn(position + rows, 32, generator=generator).to(device)
+    at = torch.tensor(position, dtype=torch.int32, device=device)
+    new = torch.zeros(2, rows, 2, 64, dtype=dtype, device=device)
+    return *parts, new, at, angle.cos(), angle.sin()
+
+
+@pytest.mark.parametrize("backend", [KERNELS, "torch"])
+@pytest.mark.parametrize(("rows", "window", "position"), [(3, 20, 5), (4, 8, 30), (2, 240, 191)])
+def test_each_byte_has_the_bits_that_it_has_alone(rows, window, position, backend, device):
+    qkv, keys, values, new, at, *table = drawn(rows, window, position, device)
+    before = keys.clone(), values.clone()
+    with use_backend(backend):
+        found = attend_ahead(qkv, keys, values, new, at, *table, 1e-6)
+        assert torch.equal(keys, before[0])
+        assert torch.equal(values, before[1])
+        for row in range(rows):
+            alone, own = attend_parts(qkv[row], *before, at + row, *table, 1e-6), found.of(row)
+            assert torch.equal(own.average(), alone.average())
+    slots = (position + torch.arange(rows, device=device)) % window
+    for ring, stored in zip(before, new, strict=True):
+        assert torch.equal(ring[:, slots].transpose(0, 1), stored)
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_in_turn_has_the_same_bits_too(backend):
+    device = torch.device("cpu")
+    qkv, keys, values, new, at, *table = drawn(3, 6, 10, device, torch.float32)
+    before, tickets = (keys.clone(), values.clone()), torch.zeros(2, dtype=torch.int32)
+    with use_backend(backend):
+        y = attend_in_turn(qkv, keys, values, new, at, *table, tickets, 1e-6)
+        assert torch.equal(keys, before[0])
+        for row in range(3):
+            alone = decode_attention(qkv[row], *before, at + row, *table, tickets, 1e-6)
+            assert torch.equal(y[row], alone)
+
+
+@pytest.mark.parametrize("backend", [KERNELS, "torch"])
+def test_rings_of_several_layers_are_stored_at_once(backend, device):
+    rings = []
+    for window in (7, 30):
+        _, keys, values, new, *_ = drawn(4, window, 9, device)
+        rings.append(Kept(keys, values, torch.randn_like(new)))
+    at, count = (torch.tensor(n, dtype=torch.int32, device=device) for n in (5, 3))
+    wanted = [(ring.keys.clone(), ring.values.clone()) for ring in rings]
+    for (keys, values), ring in zip(wanted, rings, strict=True):
+        for row in range(3):
+            slot = (5 + row) % keys.shape[1]
+            keys[:, slot], values[:, slot] = ring.new[0, row], ring.new[1, row]
+    with use_backend(backend):
+        keep_accepted_(table_of(rings), at, count)
+    for (keys, values), ring in zip(wanted, rings, strict=True):
+        assert torch.equal(ring.keys, keys)
+        assert torch.equal(ring.values, values)
+
+
+def test_rejects_what_does_not_fit(device):
+    qkv, keys, values, new, at, *table = drawn(3, 20, 5, device)
+    short = [ring[:, :2].contiguous() for ring in (keys, values)]
+    with pytest.raises(ValueError, match="need M <= W"):
+        attend_ahead(qkv, *short, new, at, *table, 1e-6)
+    with pytest.raises(ValueError, match="need M > 1"):
+        attend_ahead(qkv[:1], keys, values, new[:, :1].contiguous(), at, *table, 1e-6)
+    with pytest.raises(ValueError, match="new: need contiguous"):
+        attend_ahead(qkv.repeat(3, 1, 1, 1), keys, values, new, at, *table, 1e-6)

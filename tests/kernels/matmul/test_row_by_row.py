@@ -1,0 +1,78 @@
+"""Rows of a product have the bits that each has by itself."""
+
+import pytest
+import torch
+
+from arbcli.kernels.codec.packed import random_packed
+from arbcli.kernels.matmul import row_matmul as of_row
+from arbcli.kernels.matmul.coded import code
+from arbcli.kernels.matmul.row_by_row import PartsOfRows, row_by_row
+from arbcli.kernels.matmul.row_matmul import Tiling, row_matmul
+from arbcli.kernels.runtime.backend import use_backend
+
+KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
+TILINGS = [
+    ((34, 200), (1, 1, 4)), ((50, 1096), (4, 3, 4)), ((34, 640), (4, 4, 8, 96)),
+    ((18, 1960), (1, 1, 16, 64)),
+]  # fmt: skip
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def matrix(rows, in_features, device, *, gated=False):
+    generator = torch.Generator().manual_seed(0)
+    return code(random_packed(rows, in_features, 32, generator, spread=8).to(device), gated)
+
+
+def draw(*shape, device):
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+    return x.to(device, torch.bfloat16)
+
+
+def check_bits(backend, x, weight, eps, added):
+    with use_backend(backend):
+        got = row_by_row(x, weight, eps, added)
+        for row in range(len(got)):
+            own = x.of(row) if isinstance(x, PartsOfRows) else x[row : row + 1]
+            of_row = None if added is None else added[row : row + 1]
+            assert torch.equal(got[row], row_matmul(own, weight, eps, of_row)[0])
+
+
+@pytest.mark.parametrize("rows", [2, slow(5), slow(8)])
+@pytest.mark.parametrize("backend", [KERNELS, "torch", "native"])
+@pytest.mark.parametrize(("gated", "eps", "adds"), [(True, 1e-6, False), (False, None, True)])
+def test_each_row_has_the_bits_that_it_has_alone(rows, backend, gated, eps, adds, device):
+    if backend == "native" and device.type == "cuda":
+        pytest.skip("the native backend is for a CPU")
+    weight = matrix(50, 328, device, gated=gated)
+    x = draw(rows, 328, device=device)
+    added = draw(rows, weight.out_features, device=device) if adds else None
+    check_bits(backend, x, weight, eps, added)
+
+
+@pytest.mark.parametrize(("shape", "tiling"), [slow(*each) for each in TILINGS])
+def test_bits_are_the_same_however_work_is_shared_out(shape, tiling, monkeypatch, device):
+    weight, x = matrix(*shape, device), draw(5, shape[1], device=device)
+    monkeypatch.setattr(of_row, "tiling_of", lambda *_: Tiling(*tiling))
+    check_bits(KERNELS, x, weight, 1e-6, None)
+
+
+@pytest.mark.parametrize("backend", [KERNELS, "torch"])
+@pytest.mark.parametrize("position", [slow(0), 93, slow(250)])
+def test_parts_of_attention_are_averaged_as_those_of_a_row(backend, position, device):
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(3, 5, 128, generator=generator).bfloat16().to(device)
+    totals = (torch.rand(3, 5, 2, generator=generator) + 0.1).to(device)
+    at = torch.tensor(position, dtype=torch.int32, device=device)
+    check_bits(backend, PartsOfRows(values, totals, at, 96), matrix(20, 128, device), 1e-6, None)
+
+
+def test_rejects_what_does_not_fit(device):
+    weight, x = matrix(20, 328, device), draw(9, 328, device=device)
+    with use_backend(KERNELS):
+        with pytest.raises(ValueError, match="need M > 0 and"):
+            row_by_row(x, weight)
+        with pytest.raises(ValueError, match="in_features = 17928"):
+            row_by_row(draw(1, 17_928, device=device), weight._replace(in_features=17_928))

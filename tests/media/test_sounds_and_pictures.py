@@ -1,0 +1,255 @@
+"""Sounds and pictures: files to bytes and back, where they stand in a text, and what is refused."""
+
+import math
+import struct
+import zlib
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+
+from arbcli.data import Text, open_text
+from arbcli.errors import ArbError
+from arbcli.infer.media import MediaLosses
+from arbcli.media import pictures, sound
+from arbcli.media.spans import HEADER, LONGEST_HEADER, PictureHeader, SoundHeader, find_spans
+from arbcli.plain_text import Conversion, plain_file
+
+
+def tone(frames: int, channels: int = 1) -> np.ndarray:
+    """(frames, channels) int16 with the largest and the smallest sample in it."""
+    time = np.arange(frames)[:, None] * (1 + np.arange(channels))
+    samples = np.rint(20_000 * np.sin(0.2 * time)).astype(np.int16)
+    samples[:2] = [[32767], [-32768]]
+    return samples
+
+
+def gradient(height: int, width: int) -> np.ndarray:
+    """(height, width, 3) uint8."""
+    shades = np.arange(height * width * 3) * 7 % 256
+    return shades.reshape(height, width, 3).astype(np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("suffix", [".wav", ".flac"])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_sound_of_16_bits_is_its_samples(suffix, channels, tmp_path):
+    samples = tone(70_000, channels)  # more than a block
+    soundfile.write(tmp_path / f"a{suffix}", samples, 8000, subtype="PCM_16")
+    content = plain_file(tmp_path / f"a{suffix}", Conversion(sound="pcm16")).read_bytes()
+    (span,) = find_spans(content)
+    assert span.header == SoundHeader("pcm16", 8000, channels, 70_000)
+    assert (span.start, span.stop) == (0, len(content))
+    first = int(samples[0, 0]) + 32768
+    assert list(content[span.body : span.body + 2]) == [first >> 8, first & 255]
+    assert np.array_equal(sound.decode_samples(content[span.body :], span.header), samples)
+
+
+def test_mu_law_is_the_nearest_of_its_levels_on_the_curve(tmp_path):
+    header = SoundHeader("mulaw", 8000, 1, 256)
+    levels = sound.decode_samples(bytes(range(256)), header)[:, 0].astype(int)
+    assert np.all(np.diff(levels) > 0)
+    assert np.array_equal(levels, -levels[::-1])
+    assert levels[-1] == 32767
+    # each level is its own code, and a sample is at most one step of the curve from its level
+    assert sound.encode_samples(levels[:, None], "mulaw") == bytes(range(256))
+    samples = np.arange(-32768, 32768, 37)[:, None].astype(np.int16)
+    codes = np.frombuffer(sound.encode_samples(samples, "mulaw"), np.uint8)
+    assert np.all(np.diff(codes.astype(int)) >= 0)
+    error = np.abs(levels[codes] - samples[:, 0])
+    assert np.all(error <= 4 + np.abs(samples[:, 0].astype(int)) * math.log(256) / 250)
+
+
+@pytest.mark.parametrize("form", sound.FORMS)
+def test_sound_that_is_written_reads_back_as_the_same_bytes(form, tmp_path):
+    body = sound.encode_samples(tone(999, 2), form)
+    header = SoundHeader(form, 16_000, 2, 999)
+    sound.write_sound(tmp_path / "b.wav", body, header)
+    assert b"".join(sound.sound_bytes(tmp_path / "b.wav", form)) == header.encode() + body
+    # a frame that is cut off is dropped
+    assert len(sound.decode_samples(body[:-1], header)) == 998
+
+
+@pytest.mark.parametrize("form", ["rgb", "grey"])
+def test_picture_is_its_pixels_in_marked_rows(form, tmp_path):
+    pixels = gradient(5, 3) if form == "rgb" else gradient(5, 3)[:, :, 0]
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    content = b"".join(pictures.picture_bytes(tmp_path / "a.png", form))
+    (span,) = find_spans(content)
+    assert span.header == PictureHeader(form, 3, 5)
+    assert span.stop == len(content)
+    row = span.header.item_bytes
+    assert content[span.body + row - 1 :: row] == b"\n" * 5
+    assert np.array_equal(pictures.decode_pixels(content[span.body :], span.header), pixels)
+    pictures.write_picture(tmp_path / "b.png", content[span.body :], span.header)
+    assert b"".join(pictures.picture_bytes(tmp_path / "b.png", form)) == content
+    half = pictures.decode_pixels(content[span.body : span.body + 2 * row], span.header)
+    assert np.array_equal(half[:2], pixels[:2])
+    assert not half[2:].any()
+
+
+def test_pictures_are_scaled_turned_and_laid_on_white(tmp_path):
+    Image.fromarray(gradient(40, 20)).save(tmp_path / "a.jpg")
+    (span,) = find_spans(b"".join(pictures.picture_bytes(tmp_path / "a.jpg", "grey:8x8")))
+    assert span.header == PictureHeader("grey", 8, 8)
+    clear = Image.new("RGBA", (2, 1), (9, 9, 9, 0))
+    clear.save(tmp_path / "b.webp", lossless=True)
+    assert b"".join(pictures.picture_bytes(tmp_path / "b.webp", "rgb")).endswith(
+        b"\xff" * 6 + b"\n"
+    )
+    turned = Image.fromarray(gradient(2, 3))
+    about = Image.Exif()
+    about[274] = 6  # a quarter turn
+    turned.save(tmp_path / "c.png", exif=about)
+    (span,) = find_spans(b"".join(pictures.picture_bytes(tmp_path / "c.png", "rgb")))
+    assert span.header == PictureHeader("rgb", 2, 3)
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    check = struct.pack(">I", zlib.crc32(kind + content))
+    return struct.pack(">I", len(content)) + kind + content + check
+
+
+def png(width: int, height: int) -> bytes:
+    """A PNG whose header names a size, and that has few bytes."""
+    size = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + size + chunk(b"IDAT", zlib.compress(b"0" * 99))
+
+
+def damaged(tmp_path) -> dict[str, bytes]:
+    soundfile.write(tmp_path / "whole.wav", tone(4000), 8000)
+    soundfile.write(tmp_path / "whole.flac", tone(40_000), 8000)
+    Image.fromarray(gradient(60, 50)).save(tmp_path / "whole.png")
+    wav, flac, picture = (
+        (tmp_path / f"whole.{kind}").read_bytes() for kind in ("wav", "flac", "png")
+    )
+    soundfile.write(tmp_path / "many.wav", np.zeros((9, 3), np.int16), 8000)
+    return {
+        "cut.wav": wav[:3000], "no.flac": b"fLaC" + b"x" * 99, "cut.flac": flac[: len(flac) // 2],
+        "no.ogg": b"no", "many.wav": (tmp_path / "many.wav").read_bytes(),
+        "cut.png": picture[:-200], "no.png": b"no", "large.png": png(100_000, 100_000),
+        "wide.png": png(40_000, 2), "no.jpg": b"\xff\xd8\xff", "no.webp": b"RIFF\0\0\0\0WEBP",
+    }  # fmt: skip
+
+
+def test_damaged_and_oversized_files_are_one_line(tmp_path, cache):
+    for name, content in damaged(tmp_path).items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(ArbError) as caught:
+            plain_file(path)
+        assert str(path) in str(caught.value), name
+        assert "\n" not in f"{caught.value}{caught.value.hint}", name
+        assert caught.value.hint, name
+    assert not list(cache.rglob("texts/*"))
+
+
+def test_folder_has_its_sounds_and_pictures_only_if_asked_for(tmp_path):
+    soundfile.write(tmp_path / "a.wav", tone(40), 8000)
+    Image.fromarray(gradient(3, 3)).save(tmp_path / "b.png")
+    (tmp_path / "c.txt").write_text("text")
+    expected = {(None, None): 1, ("mulaw", None): 2, (None, "rgb"): 2, ("mulaw", "grey:2x2"): 3}
+    for (samples, pixels), files in expected.items():
+        text, _ = open_text([str(tmp_path)], Conversion(None, samples, pixels))
+        assert text.num_files == files
+    text, _ = open_text([str(tmp_path / "*.*")])  # as they were named
+    assert text.num_files == 3
+    # each form has a file of its own
+    both = {plain_file(tmp_path / "a.wav", Conversion(sound=form)) for form in sound.FORMS}
+    assert len(both) == 2
+
+
+def test_record_joins_text_sound_and_picture(tmp_path):
+    soundfile.write(tmp_path / "a.wav", tone(40), 8000)
+    Image.fromarray(gradient(3, 3)).save(tmp_path / "b.png")
+    (tmp_path / "r.jsonl").write_text(
+        '{"say": [{"text": "one "}, {"sound": "a.wav"}]}\n{"say": "two"}\n'
+        '{"say": [{"picture": "b.png"}, {"text": "three"}]}\n'
+    )
+    content = plain_file(tmp_path / "r.jsonl", Conversion("say", "pcm16", "grey")).read_bytes()
+    a, b = find_spans(content)
+    assert content[: a.start] == b"one "
+    assert content[a.stop : b.start] == b"\ntwo\n"
+    assert content[b.stop :] == b"three\n"
+    assert (a.header.form, b.header.mode) == ("pcm16", "grey")
+    for parts in ('{"smell": "x"}', '{"sound": "b.png"}', "3", '{"sound": "gone.wav"}',
+                  '{"text": "a", "sound": "a.wav"}'):  # fmt: skip
+        (tmp_path / "r.jsonl").write_text(f'{{"say": [{parts}]}}')
+        with pytest.raises(ArbError):
+            plain_file(tmp_path / "r.jsonl", Conversion("say"))
+
+
+def test_header_cannot_be_part_of_utf8_and_is_short():
+    longest = SoundHeader("mulaw", 9_999_999, 2, 2**32), PictureHeader("grey", 99_999, 99_999)
+    for header in longest:
+        assert HEADER.fullmatch(header.encode())
+        assert len(header.encode()) <= LONGEST_HEADER
+        with pytest.raises(UnicodeDecodeError):
+            header.encode().decode()
+
+
+@pytest.mark.parametrize("cuts", [(), (100,), (13, 60, 333)])
+def test_losses_are_summed_by_what_the_bytes_are(cuts, tmp_path):
+    """Every byte costs a number of its own, and the text is in several pieces of a file."""
+    samples, pixels = tone(50, 2), gradient(4, 5)
+    parts = [
+        b"text before ",
+        SoundHeader("pcm16", 8000, 2, 50).encode() + sound.encode_samples(samples, "pcm16"),
+        b" and between ",
+        PictureHeader("rgb", 5, 4).encode() + pictures._rows(pixels),
+        b" and after",
+    ]  # fmt: skip
+    path = tmp_path / "mixed"
+    path.write_bytes(b"".join(parts))
+    size = path.stat().st_size
+    edges = [0, *cuts, size]
+    pieces = [(path, start, stop) for start, stop in pairwise(edges)]
+    # every second piece is left out, so that sounds begin before and end after theirs
+    text = Text.of_parts(pieces[1::2] or pieces)
+    costs = torch.rand(len(text), generator=torch.Generator().manual_seed(0)).double()
+    losses = MediaLosses(text, torch.device("cpu"))
+    width = 7
+    for start in range(0, len(text) - 1, width):
+        taken = costs[start + 1 : start + 1 + width]
+        row = torch.zeros(1, width, dtype=torch.float64)
+        row[0, : len(taken)] = taken
+        losses.add([start], row, torch.arange(width)[None] < len(taken))
+    costs[0] = math.log(256)
+    kinds = [kind for part, kind in zip(parts, "tstpt", strict=True) for _ in part]
+    places = [i for _, start, stop in text.pieces for i in range(start, stop)]
+    begin, end = kinds.index("p"), len(kinds) - kinds[::-1].index("p")
+    whole = any(start <= begin and end <= stop for _, start, stop in text.pieces)
+    found = {kind.kind: kind for kind in losses.report()}
+    for letter, name in {"t": "text", "s": "sound", "p": "picture"}.items():
+        chosen = [
+            j for j, i in enumerate(places)
+            if kinds[i] == letter or (letter == "t" and kinds[i] == "p" and not whole)
+        ]  # fmt: skip
+        if not chosen or (letter == "p" and not whole):
+            assert name not in found
+            continue
+        assert found[name].bytes == len(chosen)
+        total = float(costs[chosen].sum())
+        assert found[name].nats_per_byte * len(chosen) == pytest.approx(total, rel=1e-12)
+    if not cuts:
+        assert found["sound"].units == 100
+        assert found["picture"].units == 20
+        per = 8 * sound.flac_bytes(samples, 8000) / 100
+        assert found["sound"].peer_bits_per_unit == {"FLAC": per}
+        assert found["picture"].peer_bits_per_unit.keys() == {"PNG", "WebP"}
+        bits = found["picture"].nats_per_byte * found["picture"].bytes / math.log(2) / 20
+        assert found["picture"].bits_per_unit == pytest.approx(bits)
+
+
+def test_text_alone_has_no_kinds(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"plain \xff text")
+    assert MediaLosses(Text([tmp_path / "a.txt"]), torch.device("cpu")).report() == ()

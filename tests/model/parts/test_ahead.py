@@ -1,0 +1,174 @@
+"""The head beyond the next byte: its equations, its losses, and that it leaves others alone."""
+
+import tomllib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from arbcli.config.model import ModelConfig
+from arbcli.config.model_file import model_from_toml, model_lines
+from arbcli.config.parts.ahead import AheadConfig
+from arbcli.config.short_forms import dense
+from arbcli.data import open_texts
+from arbcli.device import deterministic
+from arbcli.errors import ArbError
+from arbcli.inspect.memory import predict_parts
+from arbcli.inspect.peak import predict_peak
+from arbcli.inspect.trace import LiveTensors
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers.rotary import fresh_tables
+from arbcli.train.configure import new_config
+from arbcli.train.step import minimised
+from arbcli.train.trainer import Trainer
+from arbcli.verify import parity
+from arbcli.verify.parity import Subject
+
+CPU = torch.device("cpu")
+AHEAD = AheadConfig(positions=4, width=14, weight=0.3)
+
+
+def config(**changes) -> ModelConfig:
+    plain = dense(dim=24, layers=1, heads=2, ffn=16, ctx=11)
+    return replace(plain, **{"ahead": AHEAD} | changes)
+
+
+def text(seed: int = 0, length: int = 12) -> torch.Tensor:
+    return torch.randint(97, 123, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def model(of: ModelConfig) -> LanguageModel:
+    lm = LanguageModel(of, torch.float32)
+    lm.initialise(0)
+    return lm
+
+
+@pytest.mark.parametrize("positions", [2, 5, 8])
+def test_losses_and_every_gradient_agree_with_the_reference(positions):
+    ahead = replace(AHEAD, positions=positions)
+    subject = Subject(
+        "ahead", config(ahead=ahead), 2, torch.float32, CPU, "torch", ("blocks", "whole")
+    )
+    results = parity._check("", "", subject)
+    assert not [result for result in results if not result.passed]
+    compared = {result.item for result in results}
+    assert compared >= {f"next_{number} loss" for number in range(2, positions + 1)}
+    trained = (name for name, w in subject.build().weights().items() if not w.frozen)
+    assert compared >= {name for name in trained if name.startswith("ahead.")}
+
+
+@pytest.mark.parametrize("weights", ["float", "ste"])
+def test_twins_have_it_and_learn(weights):
+    lm, ids = model(config(weights=weights)), text()
+    optimizer = torch.optim.AdamW(lm.parameters(), 1e-2)
+    found = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        losses = lm.losses(ids[:, :-1], ids[:, 1:])
+        minimised(losses, lm.loss_weights).backward()
+        optimizer.step()
+        found.append({name: loss.item() for name, loss in losses.items()})
+    for name, loss in found[0].items():
+        assert found[-1][name] < 0.6 * loss, name
+
+
+def test_its_losses_together_count_by_their_weight():
+    lm = model(config())
+    assert sum(lm.loss_weights[name] for name in AHEAD.losses) == pytest.approx(0.3)
+    assert "next_2" not in model(config(ahead=None)).loss_weights
+
+
+def test_window_that_is_too_short_has_fewer_losses():
+    lm = model(config())
+    for length, wanted in ((1, 0), (2, 0), (3, 1), (4, 2), (5, 3), (6, 3)):
+        ids = text(length=length)
+        assert len(lm.losses(ids, ids)) == 1 + wanted
+        assert all(loss.isfinite() for loss in lm.losses(ids, ids).values())
+
+
+def test_other_weights_begin_as_without_it_and_give_the_same_logits():
+    plain, more = model(config(ahead=None)), model(config())
+    for name, part in plain.state_dict().items():
+        assert torch.equal(part, more.state_dict()[name])
+    assert torch.equal(plain(text()), more(text()))
+
+
+def trainer(folder, **changes) -> Trainer:
+    path = folder / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 9)
+    settings = new_config(
+        preset=config(**changes), data=[str(path)], val=[str(path)], device="cpu",
+        compute="fp32", batch=4, steps=9, backend="torch", lr=1.0,
+    )  # fmt: skip
+    return Trainer(settings, open_texts(settings.data, settings.val, seed=0, context=11))
+
+
+def test_run_goes_on_exactly(tmp_path):
+    with deterministic():
+        whole, begun, resumed = (trainer(tmp_path) for _ in range(3))
+        for _ in range(6):
+            whole.train_step()
+        for _ in range(3):
+            begun.train_step()
+        resumed.restore(begun.checkpoint("text"))
+        for _ in range(3):
+            resumed.train_step()
+    for name, part in whole.model.state_dict().items():
+        assert torch.equal(part, resumed.model.state_dict()[name]), name
+
+
+def test_predicted_peak_is_the_measured_one(tmp_path):
+    tensors = LiveTensors(CPU)
+    with deterministic(), fresh_tables(), tensors:
+        learner = trainer(tmp_path)
+        tensors.settle()
+        for _ in range(2):
+            learner.train_step()
+    assert predict_peak(learner.config).peak_bytes == tensors.peak
+
+
+def test_it_is_counted_by_itself():
+    of = config()
+    parts = {part.path: part for part in predict_parts(of).parts}
+    dim, width = of.dim, AHEAD.width
+    norms = 3 * dim + width
+    assert parts["ahead"].weights == dim * dim + 2 * 256 * dim + 3 * dim * width + norms
+    assert of.products() - config(ahead=None).products() == 11 * 3 * (
+        dim * dim + 256 * dim + 3 * dim * width
+    )
+
+
+def test_file_of_a_model_has_it():
+    lines = "\n".join(model_lines(config()))
+    assert model_from_toml(tomllib.loads(lines)["model"], "model.toml") == config()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda: AheadConfig(positions=9, width=3), "`positions` is 9"),
+        (lambda: AheadConfig(positions=1, width=3), "`positions` is 1"),
+        (lambda: AheadConfig(positions=2, width=0), "width"),
+        (lambda: AheadConfig(positions=2, width=3, weight=0.0), "`weight` is 0.0"),
+        (lambda: AheadConfig(positions=2, width=3, weight=float("nan")), "`weight` is `nan`"),
+        (lambda: config(ctx=4), "in a context of 4"),
+        (lambda: config(vocabulary=300), "`ahead` reads bytes"),
+    ],
+)
+def test_other_numbers_are_refused(changes, message):
+    with pytest.raises(ArbError, match=message) as caught:
+        changes()
+    assert caught.value.hint
+
+
+@torch.no_grad()
+def test_a_position_at_a_time_gives_what_all_at_once_do():
+    lm, ids = model(config()), text()
+    with use_backend("torch"):
+        x = torch.randn(2, 12, 24, generator=torch.Generator().manual_seed(3))
+        whole = lm.ahead(x, ids)
+        for t in range(12):
+            each = lm.ahead(x[:, t : t + 1], ids[:, t : t + 1])
+            for part, single in zip(whole, each, strict=True):
+                torch.testing.assert_close(part[:, t : t + 1], single)
