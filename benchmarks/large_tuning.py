@@ -75,6 +75,8 @@ TIMED_STEPS = 4
 class RandomTokens:
     """All of a text that a step asks for."""
 
+    packs = False
+
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
 

@@ -1,19 +1,28 @@
 """Train with several options and seeds on one text, and note the held-out loss of each.
 
-    python -m benchmarks.quality --data TRAIN --val VAL [--seed N]... [--file code] OPTIONS...
+    python -m benchmarks.quality --data TRAIN --val VAL [--seed N]... [--file code] [--together N]
+        OPTIONS...
 
 Each of OPTIONS is one argument, such as "--rule moment --digits all": what follows `arb train
 --preset small --ctx 256 --batch 32 --steps 2000`, or for `--file code`, a longer run on source
-code, `--ctx 512 --batch 64 --steps 2500`.
+code, `--ctx 512 --batch 64 --steps 2500`. With `--together` so many runs share the GPU, each with
+the bits that it has by itself: see `benchmarks.together`. Their speed and peak are not known.
 """
 
+import ast
+import itertools
 import json
 import shlex
 import tempfile
 from pathlib import Path
 
 from arbcli.cli import app
+from arbcli.data import open_texts
+from arbcli.device import deterministic
+from arbcli.train.configure import new_config
+from arbcli.train.trainer import Trainer
 from benchmarks import results
+from benchmarks.together import train_together
 
 COMMON = {
     "quality": "--preset small --ctx 256 --batch 32 --steps 2000",
@@ -47,6 +56,38 @@ def measure(options: str, common: str, text: list[str], seed: int) -> dict:
     }
 
 
+def trainer_of(options: str, common: str, text: list[str], seed: int) -> Trainer:
+    """Make what trains by options of `arb train`, each of which has a value."""
+    words = iter(shlex.split(f"{common} {options} {shlex.join(text)} --seed {seed}"))
+    given = {}
+    for word, value in zip(words, words, strict=True):
+        name = word.removeprefix("--").replace("-", "_")
+        number = value.replace(".", "").replace("e-", "").isdecimal()
+        given[name] = ast.literal_eval(value) if number else value
+    config = new_config(**given | {name: [given[name]] for name in ("data", "val")})
+    texts = open_texts(config.data, config.val, seed=seed, context=config.model.ctx)
+    return Trainer(config, texts, capture=True)
+
+
+def measure_together(runs: list[tuple[str, int]], common: str, text: list[str]) -> list[dict]:
+    """Train several runs at once: rows as of `measure`, without speed and peak."""
+    with deterministic():
+        trainers = [trainer_of(options, common, text, seed) for options, seed in runs]
+        losses = train_together(trainers)
+    return [
+        {
+            "preset": "small",
+            "options": options,
+            "kind": KINDS.get(trainer.config.model.weights, DIGITS[trainer.config.model.digits]),
+            "seed": seed,
+            "steps": trainer.config.steps,
+            "held_out_nats": round(loss, 4),
+            "state_mib": round(trainer.state_bytes() / 2**20, 1),
+        }
+        for (options, seed), trainer, loss in zip(runs, trainers, losses, strict=True)
+    ]
+
+
 def main() -> None:
     """Write a row a run, as soon as it is there."""
     parser = results.options("quality", "Train with several options and seeds.")
@@ -55,14 +96,20 @@ def main() -> None:
     parser.add_argument("--val", required=True)
     parser.add_argument("--seed", type=int, action="append", help="[default: 0]")
     parser.add_argument("--file", choices=COMMON, default="quality")
+    parser.add_argument("--together", type=int, default=1, metavar="N")
     given = parser.parse_args()
-    text = ["--data", given.data, "--val", given.val]
-    for options in given.options:
-        for seed in given.seed or [0]:
-            row = measure(options, COMMON[given.file], text, seed)
-            print(f"{options} seed {seed}: {row['held_out_nats']}", flush=True)
-            command = f"arb train {COMMON[given.file]} --data {Path(given.data).stem.upper()}"
-            results.save(given.file, [row], command=command, folder=given.out)
+    text, common = ["--data", given.data, "--val", given.val], COMMON[given.file]
+    command = f"arb train {common} --data {Path(given.data).stem.upper()}"
+    every = list(itertools.product(given.options, given.seed or [0]))
+    for begin in range(0, len(every), given.together):
+        runs = every[begin : begin + given.together]
+        if given.together > 1:
+            rows = measure_together(runs, common, text)
+        else:
+            rows = [measure(options, common, text, seed) for options, seed in runs]
+        for row in rows:
+            print(f"{row['options']} seed {row['seed']}: {row['held_out_nats']}", flush=True)
+        results.save(given.file, rows, command=command, folder=given.out)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def test_rules_are_what_they_were():
         name: (rule.radix, rule.remainder_max, rule.moment_range, LR[name], DIRECTION[name])
         for name, rule in found.items()
     } == {
-        "moment": (64, 127, 2.0, 1.0, "orthogonal"),
+        "moment": (64, 127, 0.5, 0.7, "orthogonal"),
         "nibble": (14, 7, 0.6, 0.4, "orthogonal"),
         "carry": (32, 127, 0.0, 1.0, "factored"),
         "votes": (32, 127, 0.0, 1.0, None),

@@ -195,7 +195,7 @@ FAULTS = [
     ),
     kernel(
         "missing term", "slopes of all digits by the trit alone", "gradient_statistics",
-        rewrite("(t * RADIX + l.to(tl.float32)) * (1.0 / UNIT)", "t * (RADIX / UNIT)"),
+        rewrite("t * a + l.to(tl.float32) * b", "t * a"),
     ),
     kernel(
         "octave", "all digits in e4m3 an octave too large", "decode_e4m3",

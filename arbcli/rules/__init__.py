@@ -3,6 +3,7 @@
 To add a rule, write its file and add its name here. A name is known without importing torch.
 """
 
+from fractions import Fraction
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -16,10 +17,17 @@ RULES = ("moment", "nibble", "carry", "votes")
 DIGITS = ("trit", "all", "fade")
 """What a weight is: the trit of z = T * P + A, or all digits of z; or all of them at the beginning
 of a run and the trit at its end."""
-STAGES = ("all", "half", "quarter", "eighth", "trit")
-"""What weights are in turn where they fade: what the remainder A counts."""
-FADED = STAGES[1:-1]
-"""What only a checkpoint in the middle of such a run has."""
+FADE_PARTS = 16
+"""A remainder that fades loses this part of what it counts, so many times."""
+_SHARES = tuple(Fraction(kept, FADE_PARTS) for kept in range(FADE_PARTS - 1, 0, -1))
+STAGES = ("all", *map(str, _SHARES), "trit")
+"""What weights are in turn where they fade: those in the middle by the share of the remainder that
+they count."""
+FADED = dict(zip(STAGES[1:-1], _SHARES, strict=True)) | {
+    name: Fraction(1, parts) for name, parts in (("half", 2), ("quarter", 4), ("eighth", 8))
+}
+"""That share, by what only a checkpoint in the middle of such a run has; the last three are names
+that earlier ones have."""
 WITH_DIGITS = ("moment", "nibble", "carry")
 """Rules that keep digits below the trit; their files define `ALL_DIGITS` too."""
 FADING = ("moment", "nibble")
@@ -27,7 +35,7 @@ FADING = ("moment", "nibble")
 
 DIRECTION = {"moment": "orthogonal", "nibble": "orthogonal", "carry": "factored", "votes": None}
 """Default direction of each rule; None where the rule takes none."""
-LR = {"moment": 1.0, "nibble": 0.4, "carry": 1.0, "votes": 1.0}
+LR = {"moment": 0.7, "nibble": 0.4, "carry": 1.0, "votes": 1.0}
 """Default learning rate of each rule, where weights are trits."""
 LR_OF_DIGITS = {"moment": 0.35, "nibble": 0.4, "carry": 0.25}
 """The same where they are all digits, or begin so."""
@@ -53,7 +61,7 @@ def find_rule(name: str, digits: str = "trit", votes_fixes: tuple[str, ...] = ()
         return module.Votes(votes_fixes)
     if digits == "trit":
         return module.RULE
-    return module.ALL_DIGITS.faded(STAGES.index(digits)) if digits in FADED else module.ALL_DIGITS
+    return module.ALL_DIGITS.faded(FADED[digits]) if digits in FADED else module.ALL_DIGITS
 
 
 @cache

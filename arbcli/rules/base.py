@@ -4,6 +4,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from fractions import Fraction
 
 from torch import Tensor
 
@@ -96,8 +97,8 @@ class Rule(ABC):
     of their average: see `Direction.takes_average`."""
     reads_all: bool = False
     """Whether the weights are all digits of z, and not the trit alone."""
-    halvings: int = 0
-    """How often what the remainder counts in a weight was halved."""
+    kept: Fraction = Fraction(1)
+    """The share of the remainder that a weight counts."""
     fade_growth: float = 1.0
     """What the learning rate has grown by when the weights have faded to the trit."""
     radix: int
@@ -143,27 +144,32 @@ class Rule(ABC):
         if not self.reads_all:
             return packed
         below = state["remainder"]
-        return packed._replace(remainder=below, radix=self.read_radix, nibble=self.share_a_byte)
+        return packed._replace(
+            remainder=below,
+            radix=self.read_radix,
+            low=self.kept.numerator,
+            nibble=self.share_a_byte,
+        )
 
     @property
     def read_radix(self) -> int:
-        """What a trit is worth in a weight, in units of the remainder: P, unless weights fade.
+        """What a trit is worth in a weight: P, unless weights fade.
 
-        Then a weight is (1 - t) z / U + t T, with t = 1 - 2**-halvings: all digits, and the trit
-        alone, each by its share. It is (T * this + A) / (U * 2**halvings) too.
+        Then a weight is (1 - t) z / U + t T, with 1 - t = n / d the share that is kept: all digits,
+        and the trit alone, each by its share. It is (T * this + n A) / (d U) too.
         """
-        unit = unit_of(self.radix)
-        return (unit << self.halvings) - (unit - self.radix)
+        kept, parts = self.kept.as_integer_ratio()
+        return kept * self.radix + (parts - kept) * unit_of(self.radix)
 
     @property
     def fits_a_byte(self) -> bool:
         """Whether what a weight is made of is within a byte, its sign counted."""
-        return not self.reads_all or self.read_radix + self.remainder_max <= 127
+        return not self.reads_all or (self.kept == 1 and self.radix + self.remainder_max <= 127)
 
-    def faded(self, halvings: int) -> "Rule":
-        """Make the same rule, for weights in which the remainder counts less."""
+    def faded(self, kept: Fraction) -> "Rule":
+        """Make the same rule, for weights in which the remainder counts that share."""
         rule = copy.copy(self)
-        rule.halvings = halvings
+        rule.kept = kept
         return rule
 
     def without_digits(self) -> "Rule":

@@ -1,8 +1,8 @@
 """`moment`: an int8 remainder below the trit, and an int8 running mean.
 
-It averages directions u: m <- 0.9 m + 0.1 u, then z <- z - lr * P / 16 * m / rms(m). With all
-digits and the orthogonal direction it averages gradients g, as Muon does:
-m <- 0.9 m + 0.1 g / rms(g), then z <- z - lr * P / 16 * u(m). All are rounded stochastically.
+With the orthogonal direction it averages gradients g, as Muon does: m <- 0.9 m + 0.1 g / rms(g),
+then z <- z - lr * P / 16 * u(m). Of others it averages directions u: m <- 0.9 m + 0.1 u, then
+z <- z - lr * P / 16 * m / rms(m). All are rounded stochastically.
 """
 
 import torch
@@ -27,9 +27,15 @@ DECAY = 0.9
 
 
 class Moment(Rule):
-    """Remainder and moment, a byte each."""
+    """Remainder and moment, a byte each.
 
-    radix, remainder_max, moment_range = 64, 127, 2.0
+    The moment averages gradients, and is orthogonalised after that: of one step's gradient alone,
+    the orthogonal factor is mostly noise. A mean of gradients of unit root-mean-square has about
+    0.2 of it, so 0.5 clips few elements.
+    """
+
+    averages_gradients = True
+    radix, remainder_max, moment_range = 64, 127, 0.5
 
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
         """Declare remainder and moment."""
@@ -92,14 +98,11 @@ class Moment(Rule):
 class MomentOfAllDigits(Moment):
     """The same, where weights are all digits of z: they are finer, and steps are smaller.
 
-    z is within +-127, which a byte holds. The moment averages gradients, and is orthogonalised
-    after that: of one step's gradient alone, the orthogonal factor is mostly noise. A mean of
-    gradients of unit root-mean-square has about 0.2 of it, so 0.5 clips few elements.
+    z is within +-127, which a byte holds.
     """
 
-    averages_gradients = True
-    reads_all, radix, remainder_max, moment_range = True, 64, 63, 0.5
-    spread, fade_growth = 1.0, 2.857
+    reads_all, remainder_max = True, 63
+    spread, fade_growth = 1.0, 2.0
 
 
 RULE, ALL_DIGITS = Moment(), MomentOfAllDigits()

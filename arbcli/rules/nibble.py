@@ -8,11 +8,12 @@ from arbcli.rules.moment import Moment
 
 
 class Nibble(Moment):
-    """Four bits of remainder, four bits of moment.
+    """Four bits of remainder, four bits of moment, which hold a mean of directions better.
 
     P is the largest even number whose remainders of up to P / 2 have four bits.
     """
 
+    averages_gradients = False
     radix, remainder_max, moment_range = 14, 7, 0.6
     share_a_byte = True
 

@@ -195,6 +195,8 @@ MODELS = {
 """Small models that have all parts between them, compared from the bytes on."""
 INTERPRETED = ("graph", "hnet", "compressed")
 """Of these; 10 s each."""
+FEW_MODELS = ("ragged", *INTERPRETED)
+"""Which run in torch on a GPU by default."""
 FULL_SIZE = {name: preset(name) for name in PRESETS} | {
     "arb-tiny with all parts": preset("arb-tiny", moe=True, graph=True, memgram=True)
 }
@@ -368,7 +370,8 @@ def begin_parity(
         progress: is told each part that is done, and what it found.
         memory: of what passed before; None remembers nothing.
         sampled: whether there is a sample: on a GPU the presets `LARGEST` in bf16, and small models
-            in float32 and the scale types `ALWAYS`; in the interpreter one scale type, in which
+            in float32 and the scale types `ALWAYS`, of which torch runs `FEW_MODELS` in one; in the
+            interpreter one scale type, in which
             models are compared from the bytes on alone, and the updates of each rule in one
             direction.
 
@@ -399,6 +402,10 @@ def _sample(subjects: Iterable[Subject], scale_types: list[str]) -> Iterator[Sub
         elif subject.parts == ("update",):
             usual = config.digits != "all" and config.direction == DIRECTION[config.rule]
             if subject.backend != "interpreter" or usual:
+                yield subject
+        elif subject.backend == "torch":
+            few = subject.name.startswith(tuple(f"{name} {always[0]}" for name in FEW_MODELS))
+            if few and subject.dtype == torch.float32:
                 yield subject
         elif subject.backend != "interpreter" and config.scale_type in always:
             if subject.dtype == torch.float32:  # whose gates are the closer ones
@@ -923,7 +930,10 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
             )
             for name, size in unit.items():
                 got = (after[name] / size, wanted[name] / size)
-                yield _rounded(subject, f"{name} of micro-batch {micro + 1}/{micros}", *got)
+                # of statistics that are stored to 0.54 % a moment is as far off, of 127 units
+                within = 1.7 if name == "m" and config.direction == "factored" else 1.1
+                item = f"{name} of micro-batch {micro + 1}/{micros}"
+                yield _rounded(subject, item, *got, within)
     before = {name: buffer.clone() for name, buffer in tensor.named_buffers()}
     grad[3, 5] = torch.nan
     with use_backend(subject.backend):
@@ -932,13 +942,15 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
         yield subject.result("update", f"{name} given NaN", buffer, before[name], EXACT)
 
 
-def _rounded(subject: Subject, item: str, got: Tensor, wanted: Tensor) -> ParityResult:
+def _rounded(
+    subject: Subject, item: str, got: Tensor, wanted: Tensor, within: float
+) -> ParityResult:
     """Compare numbers that were rounded stochastically to integers, first each, then the mean."""
     error, bias = got - wanted, 5 * 0.5 / got.numel() ** 0.5
     gate = Gate(exact=False, reason="rounding moves by less than 1; statistics are stored to 0.5 %")
     result = subject.result("update", item, got, wanted, gate)
-    passed = bool((error.abs() <= 1.1).all()) and abs(float(error.mean())) <= bias
-    return replace(result, gate=f"each within 1.1, mean within {bias:.2f}", passed=passed)
+    passed = bool((error.abs() <= within).all()) and abs(float(error.mean())) <= bias
+    return replace(result, gate=f"each within {within}, mean within {bias:.2f}", passed=passed)
 
 
 def _votes(subject: Subject) -> Iterator[ParityResult]:

@@ -58,7 +58,7 @@ def test_text_is_continued_as_was_asked(typed, monkeypatch):
     monkeypatch.setattr("arbcli.infer.generation.generate", asked)
     typed("")
     _chat.chat(made, 5, Sampling(top_k=3), "torch", "int8")
-    expected = mock.call(made, b"\n", 5, Sampling(top_k=3), backend="torch", kv="int8")
+    expected = mock.call(made, b"\n", 5, Sampling(top_k=3), backend="torch", kv="int8", ends=())
     assert asked.call_args == expected
 
 

@@ -78,6 +78,17 @@ def test_prompt_longer_than_the_window_is_read_whole(device):
     assert b"".join(decoder.stream(10)) == continued(lm, prompt, 10, GREEDY)
 
 
+def test_text_ends_before_a_symbol_and_counts_so_many(device):
+    lm = model(device)
+    whole = continued(lm, b"abc", 12, GREEDY)
+    end = whole[5]
+    wanted = whole[: whole.index(end)]
+    assert b"".join(generate(lm, b"abc", 12, GREEDY, ends={end, -1})) == wanted
+    report = continue_text(lm, "it", b"abc", 12, GREEDY, backend=None, ends={end})
+    assert report.length == len(wanted)
+    assert report.text == wanted.decode(errors="replace")
+
+
 def test_text_can_be_streamed_in_turns(device):
     decoder = Decoder(model(device), 200, Sampling(seed=3))
     decoder.read(b"ab")

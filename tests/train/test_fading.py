@@ -44,8 +44,8 @@ def test_stages_take_equal_turns_and_the_last_one_stays():
     found = [fade_stage(step, 1000) for step in range(1001)]
     assert tuple(dict.fromkeys(found)) == STAGES
     assert found[int(1000 * FADE_FROM)] == "all" != found[int(1000 * FADE_FROM) + 1]
-    turn = 1000 * (FADE_TO - FADE_FROM) / 4
-    assert all(found.count(stage) == pytest.approx(turn, abs=1) for stage in FADED)
+    turn = 1000 * (FADE_TO - FADE_FROM) / 16
+    assert all(found.count(stage) == pytest.approx(turn, abs=1) for stage in STAGES[1:-1])
     assert [fade_stage(step, 1) for step in (0, 1)] == ["all", "trit"]
 
 
@@ -54,10 +54,9 @@ def test_stages_take_equal_turns_and_the_last_one_stays():
 def test_weight_is_all_digits_and_the_trit_each_by_its_share(rule, stage, text):
     trainer = trainer_of(text, rule=rule)
     tensor = trainer.model.blocks[0].mlp.output.weight
-    packed, share = tensor.packed, 1 - 2.0 ** -STAGES.index(stage)
+    packed, share = tensor.packed, STAGES.index(stage) / 16
     every, trit = digits_reference(packed), digits_reference(packed._replace(remainder=None))
     scale = scales_reference(packed).bfloat16().double()
-    share = 1.0 if stage == "trit" else share
     wanted = ((1 - share) * every + share * trit) * scale
     tensor.rule = stage_rule(rule, stage)
     assert torch.equal(tensor.weight(), wanted.bfloat16())
@@ -70,16 +69,16 @@ def test_every_stage_steps_by_the_constants_of_all_digits(rule, stage):
     """Only what a forward reads differs: the rule of the trit alone has another moment and clip."""
     every, of_stage = find_rule(rule, "all"), stage_rule(rule, stage)
     names = {name for name in dir(every) if isinstance(getattr(every, name), int | float | str)}
-    names -= {"reads_all", "halvings", "read_radix", "fits_a_byte", "unit_std", "__module__"}
+    names -= {"reads_all", "kept", "read_radix", "fits_a_byte", "unit_std", "__module__"}
     assert {"radix", "remainder_max", "moment_range", "spread", "share_a_byte"} <= names
     assert type(of_stage) is type(every)
     assert {name for name in names if getattr(of_stage, name) != getattr(every, name)} == set()
-    read = (True, STAGES.index(stage)) if stage != "trit" else (False, 0)
-    assert (of_stage.reads_all, of_stage.halvings) == read
+    read = (True, 1 - STAGES.index(stage) / 16) if stage != "trit" else (False, 1)
+    assert (of_stage.reads_all, of_stage.kept) == read
 
 
 def test_run_reads_less_and_less_and_ends_ternary(text):
-    trainer, seen = trainer_of(text), []
+    trainer, seen = trainer_of(text, steps=40), []
     for _ in range(trainer.config.steps):
         seen.append(trainer.digits)
         trainer.train_step()
@@ -227,7 +226,7 @@ def captured_on_a_cpu(trainer: Trainer, graphs: list[Graph]) -> Trainer:
 
 def test_steps_are_captured_anew_at_every_stage(text, graphs, monkeypatch):
     """A few eager steps come first, and what is replayed is the step of the stage."""
-    steps, start, eager_steps = 24, 3, 1
+    steps, start, eager_steps = 80, 3, 1
     monkeypatch.setattr(training, "EAGER_STEPS", eager_steps)
     config = new_config(**SMALL | {"steps": steps}, data=[text])
     texts = open_texts(config.data, None, seed=0, context=16)

@@ -30,22 +30,22 @@ SHAPE = {"dim": 64, "layers": 1, "heads": 4, "ffn": 96, "ctx": 32, "steps": 80, 
 RUNS = ((0, 1), (1, 2), (2, 1))
 """Seed and micro-batches of a step, which are 16 windows of text in all."""
 KNOWN = {
-    ("moment", "trit", "orthogonal"): (2.3116, 2.3306, 2.3206),
-    ("moment", "trit", "factored"): (2.2057, 2.2180, 2.2494),
-    ("moment", "trit", "sign"): (2.2840, 2.2969, 2.2739),
+    ("moment", "trit", "orthogonal"): (2.4945, 2.5307, 2.5374),
+    ("moment", "trit", "factored"): (2.2335, 2.2402, 2.2558),
+    ("moment", "trit", "sign"): (2.2984, 2.3075, 2.3304),
     ("nibble", "trit", "orthogonal"): (2.6363, 2.6160, 2.7103),
     ("nibble", "trit", "factored"): (2.3221, 2.3678, 2.3745),
     ("nibble", "trit", "sign"): (2.3895, 2.4337, 2.4224),
     ("carry", "trit", "orthogonal"): (2.4493, 2.5159, 2.5231),
     ("carry", "trit", "factored"): (2.3295, 2.2957, 2.3017),
     ("carry", "trit", "sign"): (2.3152, 2.3424, 2.3416),
-    ("moment", "all", "orthogonal"): (2.3633, 2.4043, 2.4394),
+    ("moment", "all", "orthogonal"): (2.5747, 2.5652, 2.5984),
     ("moment", "all", "factored"): (2.2159, 2.2009, 2.2421),
     ("nibble", "all", "orthogonal"): (2.3231, 2.3687, 2.3692),
     ("nibble", "all", "factored"): (2.1580, 2.2150, 2.1873),
     ("carry", "all", "orthogonal"): (2.9109, 2.9459, 2.9296),
     ("carry", "all", "factored"): (2.4295, 2.4240, 2.4431),
-    ("moment", "fade", "orthogonal"): (2.5121, 2.5250, 2.5733),
+    ("moment", "fade", "orthogonal"): (2.8245, 2.8466, 2.8390),
     ("nibble", "fade", "orthogonal"): (2.5179, 2.5572, 2.6060),
 }
 """Held-out loss in nats a byte of each of `RUNS`, by rule, digits and direction."""

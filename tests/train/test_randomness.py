@@ -231,7 +231,7 @@ def test_sub_unit_steps_add_up_to_the_exact_ones(backend, monkeypatch):
 def test_moment_and_its_steps_are_the_exact_ones_on_average(rule, backend, monkeypatch):
     """The moment is the running mean of the direction; a step is by it over its own size."""
     z, _, moment = digits_of(constant_run(rule, backend, monkeypatch))
-    radix, unit = {"moment": (64, 127 / 2), "nibble": (14, 7 / 0.6)}[rule]
+    radix, unit = {"moment": (64, 127 / 0.5), "nibble": (14, 7 / 0.6)}[rule]
     assert_near(moment, unit * (1 - 0.9**STEPS))
     # the mean of a moment is a little below its root-mean-square, which rounding makes larger
     moved, step = radix - z, STEPS * LR * radix / 16

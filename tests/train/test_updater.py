@@ -226,7 +226,7 @@ def test_accumulation_decays_the_moment_once(device):
         positive = gradient(device, shape=(64, 480)) > 0
         moments.append(tensor.moment[positive].float().mean().item())
         assert not torch.equal(tensor.trits, trits)
-    assert moments[0] == pytest.approx(50 * 0.9 + 6.35, abs=0.05)
+    assert moments[0] == pytest.approx(50 * 0.9 + 25.4, abs=0.05)
     assert moments[1] == pytest.approx(moments[0], abs=0.1)
     assert moments[2] == pytest.approx(moments[0], abs=0.1)
 
@@ -237,10 +237,11 @@ def unlike_gradient(device, step: int = 0, shape=(64, 480)) -> torch.Tensor:
     return gradient(device, step, shape) * falling
 
 
+@pytest.mark.parametrize("digits", ["trit", "all"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_all_digits_average_gradients_and_step_along_the_average(parts, device):
+def test_moment_averages_gradients_and_weights_step_along_the_average(parts, digits, device):
     """The moment is of gradients of unit size, and weights step by its direction, once."""
-    tensor, updater, _ = build("moment", "orthogonal", device, (64, 480), "all")
+    tensor, updater, _ = build("moment", "orthogonal", device, (64, 480), digits)
     before, lr = z_of(tensor), 0.35
     for micro in range(parts):
         updater.begin(0, lr, micro, parts)
@@ -491,7 +492,7 @@ def test_update_does_not_depend_on_the_size_of_the_gradient(rule, direction, siz
     for name in states[0]:
         if "statistic" not in name:
             differing = (states[0][name] != states[1][name]).float().mean()
-            assert differing < 0.01, name
+            assert differing < 0.05, name
 
 
 @pytest.mark.parametrize(("size", "nonfinite"), [(2.0**-70, 0), (2.0**64, 1)])
@@ -693,7 +694,7 @@ def test_rows_and_stacked_matrices_step_by_a_share_with_every_micro_batch(rule):
             assert (z_of(stack) != before[1]).any()
             if rule == "moment":  # each is a step of its own: a tenth of the direction, not less
                 for moment in (table.moment[ROWS], stack.moment):
-                    expected = 63.5 * (1 - 0.9 ** (micro + 1))
+                    expected = 254 * (1 - 0.9 ** (micro + 1))
                     assert moment.float().mean().item() == pytest.approx(expected, rel=0.05)
         inside = [z.abs() < table.rule.radix + 60 for z in begun]
         after = z_of(table)[ROWS], z_of(stack)

@@ -39,7 +39,8 @@ def digits_reference(packed: Packed) -> Tensor:
         return trits
     low = packed.remainder.to(torch.int64)
     low = (low % 16 + 8) % 16 - 8 if packed.nibble else low
-    return (trits * packed.radix + low) / 2 ** math.ceil(math.log2(packed.radix))
+    z = trits * packed.radix + low * packed.low
+    return z / 2 ** math.ceil(math.log2(packed.radix))
 
 
 def scales_reference(packed: Packed) -> Tensor:
@@ -58,28 +59,32 @@ def decode_digits_reference(packed: Packed) -> Tensor:
 
 
 def digits_torch(packed: Packed, dtype: torch.dtype, rows: slice | None = None) -> Tensor:
-    """Read T, or z / U where the weights are all digits: exact in bfloat16 and float32."""
+    """Read T, or z / U where the weights are all digits: exact in float32.
+
+    And in bfloat16, unless the digits of z count by other shares than they have in it.
+    """
     packed = packed if rows is None else packed.rows(rows)
     trits = unpack_trits_torch(packed.trits, packed.in_features, dtype)
     if packed.remainder is None:
         return trits
     low = packed.remainder << 4 >> 4 if packed.nibble else packed.remainder
-    return trits.mul_(packed.radix).add_(low.to(dtype)).mul_(1 / packed.unit)
+    return trits.mul_(packed.radix).add_(low.to(dtype), alpha=packed.low).mul_(1 / packed.unit)
 
 
 def decode_digits_torch(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Decode a whole matrix, whatever its weights are, with one product a weight."""
     in_features, group_size = packed.in_features, packed.group_size
-    weight = digits_torch(packed, dtype)
-    scale = scales_torch(packed.exponent, packed.fraction).to(dtype)[..., None]
+    faded = packed.radix + packed.low * 128 > 256  # more than the eight bits of bfloat16
+    weight = digits_torch(packed, torch.float32 if faded else dtype)
+    scale = scales_torch(packed.exponent, packed.fraction).to(weight.dtype)[..., None]
     whole = in_features // group_size
     full = weight[:, : whole * group_size].unflatten(1, (whole, group_size))
     full *= scale[:, :whole]
     if whole * group_size < in_features:
         weight[:, whole * group_size :] *= scale[:, whole]
-    if packed.remainder is not None and dtype != torch.bfloat16:
+    if packed.remainder is not None and weight.dtype != torch.bfloat16:
         weight.copy_(weight.bfloat16())  # the product of a trit is not rounded
-    return weight
+    return weight.to(dtype)
 
 
 def decode_digits_native(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -96,7 +101,8 @@ def native_arguments(packed: Packed) -> tuple[Tensor | int | None, ...]:
     packed = packed.map(native.as_rows)
     parts = packed.trits, packed.exponent, packed.fraction, packed.remainder
     strides = (0 if part is None else part.stride(0) for part in parts)
-    sizes = packed.in_features, packed.group_size, packed.radix, packed.unit, packed.nibble
+    worths = packed.radix, packed.low, packed.unit
+    sizes = packed.in_features, packed.group_size, *worths, packed.nibble
     return *parts, ROOTS, *strides, *sizes
 
 
@@ -114,21 +120,24 @@ def decode_digits(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor
 
 @triton.jit
 def add_remainder(
-    trit, remainder_ptr, offset, mask, RADIX: tl.constexpr, UNIT: tl.constexpr, NIBBLE: tl.constexpr
+    trit, remainder_ptr, offset, mask, of_trit, of_low, DIGITS: tl.constexpr, NIBBLE: tl.constexpr
 ):  # fmt: skip
-    """Turn trits into z / U, as float32, where `RADIX` is not 0; `offset` is each weight's."""
-    if RADIX:
+    """Turn trits into z / U, as float32, if weights are all `DIGITS`; `offset` is each weight's.
+
+    A trit counts `of_trit` of the scale then, and a unit of the remainder `of_low`.
+    """
+    if DIGITS:
         low = tl.load(remainder_ptr + offset, mask=mask, other=0).to(tl.int32)
         if NIBBLE:
             low = (low << 28) >> 28
-        trit = (trit * RADIX + low.to(tl.float32)) * (1.0 / UNIT)
+        trit = trit * of_trit + low.to(tl.float32) * of_low
     return trit
 
 
 @triton.jit
-def round_weight(weight, RADIX: tl.constexpr):
+def round_weight(weight, DIGITS: tl.constexpr):
     """Round float32 weights to bf16, to nearest even; those of trits are bf16 already."""
-    if RADIX:
+    if DIGITS:
         bits = weight.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         weight = rounded.to(tl.float32, bitcast=True)
@@ -140,9 +149,9 @@ def _decode_digits_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
     N, K, blocks,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, stride_wn,
+    stride_an, stride_ak, of_trit, of_low, stride_wn,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
-    RADIX: tl.constexpr, UNIT: tl.constexpr, NIBBLE: tl.constexpr, ROWS: tl.constexpr,
+    DIGITS: tl.constexpr, NIBBLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Decode one block of some rows."""
     block = tl.program_id(0) % blocks
@@ -153,16 +162,16 @@ def _decode_digits_kernel(
             packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
             n, block, 32, N, K,
             stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_an, stride_ak, stride_wn,
-            GROUP, HAS_FRACTION, RADIX, UNIT, NIBBLE, GROUP % 32 == 0,
+            stride_an, stride_ak, of_trit, of_low, stride_wn,
+            GROUP, HAS_FRACTION, DIGITS, NIBBLE, GROUP % 32 == 0,
         )  # fmt: skip
     else:
         _decode_planes(
             packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
             n, block, width, N, K,
             stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_an, stride_ak, stride_wn,
-            GROUP, HAS_FRACTION, RADIX, UNIT, NIBBLE, False,
+            stride_an, stride_ak, of_trit, of_low, stride_wn,
+            GROUP, HAS_FRACTION, DIGITS, NIBBLE, False,
         )  # fmt: skip
 
 
@@ -171,9 +180,9 @@ def _decode_planes(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
     n, block, width, N, K,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, stride_wn,
+    stride_an, stride_ak, of_trit, of_low, stride_wn,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
-    RADIX: tl.constexpr, UNIT: tl.constexpr, NIBBLE: tl.constexpr, ONE_SCALE: tl.constexpr,
+    DIGITS: tl.constexpr, NIBBLE: tl.constexpr, ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Decode five planes, each `width` weights wide; with `ONE_SCALE` a plane lies in one group."""
     j = tl.arange(0, 32)[None, :]
@@ -192,8 +201,8 @@ def _decode_planes(
         )  # fmt: skip
         trit = digit_of(byte, digit).to(tl.float32)
         offset = n * stride_an + k * stride_ak
-        digits = add_remainder(trit, remainder_ptr, offset, mask, RADIX, UNIT, NIBBLE)
-        weight = round_weight(digits * scale, RADIX)
+        digits = add_remainder(trit, remainder_ptr, offset, mask, of_trit, of_low, DIGITS, NIBBLE)
+        weight = round_weight(digits * scale, DIGITS)
         tl.store(weight_ptr + n * stride_wn + k, weight.to(weight_ptr.dtype.element_ty), mask=mask)
 
 
@@ -205,7 +214,7 @@ def decode_digits_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
         blocks = triton.cdiv(in_features, BLOCK)
         _decode_digits_kernel[(triton.cdiv(rows, ROWS) * blocks,)](
             *packed.all_pointers, weight, rows, in_features, blocks,
-            *packed.all_strides, weight.stride(0),
+            *packed.all_strides, *packed.worths, weight.stride(0),
             **packed.all_constants, ROWS=ROWS, num_warps=4,
         )  # fmt: skip
     return weight
@@ -234,7 +243,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     packed = all_digits
     yield Case("9x1000 whole octaves", (packed._replace(fraction=None),))
     yield Case("5x1000 strided", (packed.rows(slice(None, None, 2)),))
-    yield Case("9x1000 an eighth of the remainder", (packed._replace(radix=126),))
+    yield Case("9x1000 five sixteenths of the remainder", (packed._replace(radix=246, low=5),))
+    packed = packed._replace(radix=1024, low=13, nibble=False)
+    yield Case("9x1000 thirteen sixteenths of eight bits", (packed,))
     assert packed.remainder is not None
     apart = torch.stack([packed.remainder, packed.remainder], dim=2)[:, :, 0]
     yield Case("9x1000 remainder strided", (packed._replace(remainder=apart),))

@@ -88,9 +88,10 @@ def _load_largest(largest_ptr, PARTS: tl.constexpr):
 def _decode_digits_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, largest_ptr, q_ptr, scale_ptr,
     N, K, blocks,
-    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_an, stride_ak,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_an, stride_ak, of_trit, of_low,
     stride_qn, stride_qk,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
     NIBBLE: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Decode one block of some rows whose weights are all digits."""
@@ -112,8 +113,8 @@ def _decode_digits_kernel(
             stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
         )  # fmt: skip
         offset, trit = n * stride_an + k * stride_ak, digit_of(byte, digit).to(tl.float32)
-        digits = add_remainder(trit, remainder_ptr, offset, mask, RADIX, UNIT, NIBBLE)
-        q = to_e4m3(round_weight(digits * scale, RADIX) * inverse, False)
+        digits = add_remainder(trit, remainder_ptr, offset, mask, of_trit, of_low, DIGITS, NIBBLE)
+        q = to_e4m3(round_weight(digits * scale, DIGITS) * inverse, False)
         at = n * stride_qn + k.to(tl.int64) * stride_qk
         tl.store(q_ptr + at, q.to(tl.uint8), mask=mask)
         of_k = TRANSPOSED & (tile == 0) & (j < width) & (offs_k < K)
@@ -134,7 +135,7 @@ def _decode_digits_triton(
     largest = _largest_triton(packed) if largest is None else largest
     _decode_digits_kernel[(triton.cdiv(rows, 32) * blocks,)](
         *packed.all_pointers, largest, q.view(torch.uint8), scale,
-        rows, in_features, blocks, *packed.all_strides, *strides,
+        rows, in_features, blocks, *packed.all_strides, *packed.worths, *strides,
         **packed.all_constants, TRANSPOSED=transposed, BLOCK_N=32, PARTS=largest.numel(),
         num_warps=4,
     )  # fmt: skip

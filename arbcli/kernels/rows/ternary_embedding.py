@@ -96,8 +96,8 @@ def _embedding_rows_kernel(
     ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, y_ptr,
     M, V, K, row_bytes,
     stride_im, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
+    stride_an, stride_ak, of_trit, of_low,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
     NIBBLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -119,8 +119,8 @@ def _embedding_rows_kernel(
         )  # fmt: skip
         trit = digit_of(byte, digit).to(tl.float32)
         offset, some = offs_n * stride_an + k * stride_ak, inside & (k < K)
-        digits = add_remainder(trit, remainder_ptr, offset, some, RADIX, UNIT, NIBBLE)
-        weight = tl.where(inside, round_weight(digits * scale, RADIX), float("nan"))
+        digits = add_remainder(trit, remainder_ptr, offset, some, of_trit, of_low, DIGITS, NIBBLE)
+        weight = tl.where(inside, round_weight(digits * scale, DIGITS), float("nan"))
         y_ptrs = y_ptr + offs_m * K + k
         tl.store(y_ptrs, weight.to(y_ptr.dtype.element_ty), mask=mask_m & (k < K))
 
@@ -202,7 +202,7 @@ def _embedding_rows_triton(
         rows, num_bytes = packed.trits.shape
         _embedding_rows_kernel[byte_tiles(len(ids), num_bytes)](
             ids, *packed.all_pointers, y, len(ids), rows, packed.in_features, num_bytes,
-            ids.stride(0), *packed.all_strides,
+            ids.stride(0), *packed.all_strides, *packed.worths,
             **packed.all_constants, BLOCK_M=32, BLOCK_B=PLANE, **overlap_options(ids),
         )  # fmt: skip
     return y
@@ -265,12 +265,6 @@ def embedding_grad(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
         ValueError: a dtype or a shape does not fit.
     """
     return EMBEDDING_GRAD(grad_y, ids, num_embeddings)
-
-
-def check_ids(ids: Tensor) -> None:
-    """Refuse what is no vector of int64 ids."""
-    if ids.dtype != torch.int64 or ids.dim() != 1:
-        raise ValueError(f"need a vector of int64 ids, got {ids.dtype} {tuple(ids.shape)}")
 
 
 def _ids_cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor, int]]:

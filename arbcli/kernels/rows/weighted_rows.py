@@ -30,9 +30,8 @@ from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.dice import Dice
-from arbcli.kernels.rows.ternary_embedding import check_ids
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array, Matrix, Number
+from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array, Matrix, Number, compiled_check
 from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
@@ -163,8 +162,9 @@ def _chunk_bytes(k, D):
 def _load_slot(
     ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
     mask, group, k, offs_byte, factor, V, D,
-    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_an, stride_ak,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_an, stride_ak, of_trit, of_low,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
     NIBBLE: tl.constexpr,
 ):  # fmt: skip
     """Load the rows of one slot a token: which are rows of the table, their scales, their digits.
@@ -180,7 +180,11 @@ def _load_slot(
     )  # fmt: skip
     byte = tl.load(packed_ptr + v * stride_pn + offs_byte * stride_pb)
     trit, offset = trit_at(byte, factor), v * stride_an + k * stride_ak
-    return inside, scale, add_remainder(trit, remainder_ptr, offset, k < D, RADIX, UNIT, NIBBLE)
+    return (
+        inside,
+        scale,
+        add_remainder(trit, remainder_ptr, offset, k < D, of_trit, of_low, DIGITS, NIBBLE),
+    )
 
 
 @triton.jit
@@ -188,8 +192,9 @@ def _weighted_rows_kernel(
     ids_ptr, weights_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, y_ptr,
     M, V, D, slots,
     stride_im, stride_ij, stride_wm, stride_wj,
-    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_an, stride_ak,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_an, stride_ak, of_trit, of_low,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
     NIBBLE: tl.constexpr,
     WIDTH: tl.constexpr, UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -208,12 +213,12 @@ def _weighted_rows_kernel(
                 packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
                 mask_j, group, k, offs_byte, factor, V, D,
                 stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-                stride_an, stride_ak, GROUP, HAS_FRACTION, RADIX, UNIT, NIBBLE,
+                stride_an, stride_ak, of_trit, of_low, GROUP, HAS_FRACTION, DIGITS, NIBBLE,
             )  # fmt: skip
             weights_ptrs = weights_ptr + offs_m * stride_wm + j * stride_wj
             weight = tl.load(weights_ptrs, mask=inside, other=0)
-            if RADIX:
-                total += weight * round_weight(scale * digits, RADIX)
+            if DIGITS:
+                total += weight * round_weight(scale * digits, DIGITS)
             else:
                 total += (weight * scale) * digits
     y_ptrs = y_ptr + offs_m * D + k
@@ -225,8 +230,9 @@ def _weighted_rows_grad_weights_kernel(
     grad_y_ptr, ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, parts_ptr,
     M, V, D, slots,
     stride_ym, stride_yd, stride_im, stride_ij,
-    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_an, stride_ak,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_an, stride_ak, of_trit, of_low,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
     NIBBLE: tl.constexpr,
     WIDTH: tl.constexpr, UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -249,10 +255,10 @@ def _weighted_rows_grad_weights_kernel(
                 packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
                 mask_j, group, k, offs_byte, factor, V, D,
                 stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-                stride_an, stride_ak, GROUP, HAS_FRACTION, RADIX, UNIT, NIBBLE,
+                stride_an, stride_ak, of_trit, of_low, GROUP, HAS_FRACTION, DIGITS, NIBBLE,
             )  # fmt: skip
-            if RADIX:
-                weight = round_weight(scale * digits, RADIX)
+            if DIGITS:
+                weight = round_weight(scale * digits, DIGITS)
                 of_chunk = tl.sum(grad_y * weight, axis=2, keep_dims=True)
             else:
                 of_chunk = tl.sum(grad_y * digits, axis=2, keep_dims=True) * scale
@@ -348,7 +354,7 @@ def _weighted_rows_triton(
         grid = (triton.cdiv(num_tokens, tile["BLOCK_M"]), triton.cdiv(chunks, tile["CHUNKS"]))
         _weighted_rows_kernel[grid](
             ids, weights, *packed.all_pointers, y, num_tokens, num_rows, dim, slots,
-            *ids.stride(), *weights.stride(), *packed.all_strides,
+            *ids.stride(), *weights.stride(), *packed.all_strides, *packed.worths,
             **packed.all_constants, WIDTH=width, **tile,
         )  # fmt: skip
     return y
@@ -364,7 +370,7 @@ def _weighted_rows_grad_weights_triton(grad_y: Tensor, ids: Tensor, packed: Pack
     parts = torch.empty(grid[1], num_tokens, slots, device=ids.device)
     _weighted_rows_grad_weights_kernel[grid](
         grad_y, ids, *packed.all_pointers, parts, num_tokens, num_rows, dim, slots,
-        *grad_y.stride(), *ids.stride(), *packed.all_strides,
+        *grad_y.stride(), *ids.stride(), *packed.all_strides, *packed.worths,
         **packed.all_constants, WIDTH=width, **tile,
     )  # fmt: skip
     return parts[0] if len(parts) == 1 else parts.sum(dim=0)
@@ -426,6 +432,9 @@ def weighted_rows_grad_weights(grad_y: Tensor, ids: Tensor, packed: Packed) -> T
     return WEIGHTED_ROWS_GRAD_WEIGHTS(grad_y, ids, packed)
 
 
+_check_ids = compiled_check("touched_rows", {"ids": Array("S", INT64), "num_rows": Number(())})
+
+
 def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
     """Find the rows that slots name, and group the slots by row.
 
@@ -441,7 +450,7 @@ def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
     Raises:
         ValueError: `ids` is not a vector of int64.
     """
-    check_ids(ids)
+    _check_ids(ids, num_rows)
     inside = (ids >= 0) & (ids < num_rows)
     keys = ids.masked_fill(~inside, num_rows)
     # half the bits are half the work of a sort

@@ -284,7 +284,7 @@ struct packed {
     const int8_t *exponent, *fraction, *remainder; /* NULL: fractions of 0; trits alone */
     const int32_t *roots;                          /* 2**(F / 128) as bits of a float32 */
     int64_t trits_stride, exponent_stride, fraction_stride, remainder_stride;
-    int64_t columns, group, radix, unit, nibble;
+    int64_t columns, group, radix, low, unit, nibble;
 };
 
 static inline float scale_of(const struct packed *w, int64_t row, int64_t group) {
@@ -302,14 +302,14 @@ static void digits_of_row(const struct packed *w, int64_t row, int8_t *trits, fl
         return;
     }
     const int8_t *low = w->remainder + row * w->remainder_stride;
-    int32_t radix = (int32_t)w->radix;
+    int32_t radix = (int32_t)w->radix, of_low = (int32_t)w->low;
     float part = 1.0f / (float)w->unit;
     if (w->nibble)
         for (int64_t k = 0; k < w->columns; k++)
-            digits[k] = (float)(trits[k] * radix + ((int8_t)(low[k] * 16) >> 4)) * part;
+            digits[k] = (float)(trits[k] * radix + ((int8_t)(low[k] * 16) >> 4) * of_low) * part;
     else
         for (int64_t k = 0; k < w->columns; k++)
-            digits[k] = (float)(trits[k] * radix + low[k]) * part;
+            digits[k] = (float)(trits[k] * radix + low[k] * of_low) * part;
 }
 
 struct decoding {
@@ -343,10 +343,10 @@ static void decode_rows(const void *given, int64_t first, int64_t last, int64_t 
     const uint8_t *trits, const int8_t *exponent, const int8_t *fraction,                          \
         const int8_t *remainder, const int32_t *roots, int64_t trits_stride,                       \
         int64_t exponent_stride, int64_t fraction_stride, int64_t remainder_stride,                \
-        int64_t columns, int64_t group, int64_t radix, int64_t unit, int64_t nibble
+        int64_t columns, int64_t group, int64_t radix, int64_t low, int64_t unit, int64_t nibble
 #define PACKED                                                                                     \
     {trits, exponent, fraction, remainder, roots, trits_stride, exponent_stride, fraction_stride,  \
-     remainder_stride, columns, group, radix, unit, nibble}
+     remainder_stride, columns, group, radix, low, unit, nibble}
 
 /* weight: (N, K) contiguous. */
 EXPORT void decode(PACKED_ARGUMENTS, void *weight, int64_t bf16, int64_t rows, int64_t threads) {

@@ -119,9 +119,9 @@ def _gradient_statistics_kernel(
     slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
     N, K, num_groups, blocks, tiles,
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, stride_sn, stride_cp,
+    stride_an, stride_ak, of_trit, of_low, stride_sn, stride_cp,
     GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
-    RADIX: tl.constexpr, UNIT: tl.constexpr, NIBBLE: tl.constexpr,
+    DIGITS: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Read one tile: a full block whose planes are groups for the first `blocks`, else groups."""
@@ -136,8 +136,8 @@ def _gradient_statistics_kernel(
             slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
             N, tile_n, tile,
             stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_an, stride_ak, stride_sn,
-            HAS_FRACTION, RADIX, UNIT, NIBBLE, FACTORED, SIGNS, BLOCK_N, STEPS,
+            stride_an, stride_ak, of_trit, of_low, stride_sn,
+            HAS_FRACTION, DIGITS, NIBBLE, FACTORED, SIGNS, BLOCK_N, STEPS,
         )  # fmt: skip
     else:  # behind full blocks a row is packed like a row that begins there
         _read_groups(
@@ -148,8 +148,8 @@ def _gradient_statistics_kernel(
             columns_ptr + 160 * blocks,
             N, K - 160 * blocks, num_groups - 5 * blocks, tile_n, tile - blocks,
             stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_an, stride_ak, stride_sn,
-            GROUP, LANES, GROUPS, HAS_FRACTION, RADIX, UNIT, NIBBLE, FACTORED, SIGNS,
+            stride_an, stride_ak, of_trit, of_low, stride_sn,
+            GROUP, LANES, GROUPS, HAS_FRACTION, DIGITS, NIBBLE, FACTORED, SIGNS,
             256 // (GROUPS * LANES), BLOCK_N * STEPS * GROUPS * LANES // 256,
         )  # fmt: skip
 
@@ -160,8 +160,8 @@ def _read_planes(
     slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
     N, tile_n, block,
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, stride_sn,
-    HAS_FRACTION: tl.constexpr, RADIX: tl.constexpr, UNIT: tl.constexpr, NIBBLE: tl.constexpr,
+    stride_an, stride_ak, of_trit, of_low, stride_sn,
+    HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr,
     BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -196,10 +196,12 @@ def _read_planes(
             if SIGNS:
                 value = tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, 0.0))
             double, left = take_trit(left, digit)
-            if RADIX:
+            if DIGITS:
                 trit = double * (0.5 if digit % 2 else -0.5)
                 offset = n * stride_an + (block * 160 + 32 * digit + offs_j) * stride_ak
-                double = add_remainder(trit, remainder_ptr, offset, mask_n, RADIX, UNIT, NIBBLE)
+                double = add_remainder(
+                    trit, remainder_ptr, offset, mask_n, of_trit, of_low, DIGITS, NIBBLE
+                )
             found = tl.where(part == digit, tl.sum(value * double, axis=1)[:, None], found)
         of_columns = summed
         of_row = tl.sum(of_rows, axis=1)
@@ -210,7 +212,7 @@ def _read_planes(
             exponent_ptr, fraction_ptr, n, group, mask,
             stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
         )  # fmt: skip
-        slope = found * (scale if RADIX else scale * half)
+        slope = found * (scale if DIGITS else scale * half)
         tl.store(slope_ptr + n * stride_sn + group, slope, mask=mask)
         of_slope += tl.where(mask, slope * slope, 0)
         if FACTORED:
@@ -231,9 +233,9 @@ def _read_groups(
     slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
     N, K, num_groups, tile_n, tile_g,
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, stride_sn,
+    stride_an, stride_ak, of_trit, of_low, stride_sn,
     GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
-    RADIX: tl.constexpr, UNIT: tl.constexpr, NIBBLE: tl.constexpr,
+    DIGITS: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Read `STEPS` tiles of `BLOCK_N` rows and `GROUPS` groups, each of `LANES` lanes."""
@@ -262,7 +264,9 @@ def _read_groups(
             value = tl.where(grad > 0, 1.0, tl.where(grad < 0, -1.0, 0.0))
         offset = n[:, None] * stride_an + k[None, :] * stride_ak
         trit = trit_at(byte, factor[None, :])
-        product = value * add_remainder(trit, remainder_ptr, offset, mask, RADIX, UNIT, NIBBLE)
+        product = value * add_remainder(
+            trit, remainder_ptr, offset, mask, of_trit, of_low, DIGITS, NIBBLE
+        )
         slope = tl.sum(tl.reshape(product, (BLOCK_N, GROUPS, LANES)), axis=2)
 
         mask_g = mask_n[:, None] & (offs_g < num_groups)[None, :]
@@ -316,7 +320,7 @@ def _gradient_statistics_triton(
     )
     _gradient_statistics_kernel[(tiles_n * tiles,)](
         grad, *packed.all_pointers, *found, rows, columns, groups, blocks, tiles,
-        *grad.stride(), *packed.all_strides, groups, columns,
+        *grad.stride(), *packed.all_strides, *packed.worths, groups, columns,
         **packed.all_constants, LANES=lanes, GROUPS=groups_of_tile,
         FACTORED=factored, SIGNS=signs, BLOCK_N=block_n, STEPS=steps, num_warps=1,
     )  # fmt: skip

@@ -1,0 +1,51 @@
+"""Train several models on one GPU at once, each on a stream of its own.
+
+A step of a small model leaves most of a GPU idle, and a process takes its time to start. No bit is
+another than of a run by itself: steps are CUDA graphs that share nothing.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from arbcli.train.trainer import Trainer
+
+AHEAD = 8
+"""Rounds of steps that the host may be ahead of the GPU."""
+
+
+def train_together(trainers: Sequence[Trainer]) -> list[float]:
+    """Train every model to its end.
+
+    Args:
+        trainers: of one GPU, which capture their steps, at step 0.
+
+    Returns:
+        Their held-out losses, in nats a symbol.
+    """
+    streams = [torch.cuda.Stream() for _ in trainers]
+    torch.cuda.synchronize()
+    for step in range(max(trainer.config.steps for trainer in trainers)):
+        for trainer, stream in zip(trainers, streams, strict=True):
+            if step < trainer.config.steps:
+                _step(trainer, stream)
+        if step % AHEAD == 0:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    losses = [trainer.evaluate() for trainer in trainers]
+    for trainer in trainers:
+        trainer.release_graph()
+    return losses
+
+
+def _step(trainer: Trainer, stream: torch.cuda.Stream) -> None:
+    """Do one step: a replay beside those of others, another one by itself."""
+    if trainer._graph is not None:
+        with torch.cuda.stream(stream):
+            trainer.train_step()
+        return
+    torch.cuda.synchronize()
+    # a stream has its own workspace of cuBLAS, which graphs that run at once must not share
+    torch.cuda.graph.default_capture_stream = None
+    trainer.train_step()
+    torch.cuda.synchronize()
