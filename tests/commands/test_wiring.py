@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from arbcli.commands import audit_memory, evaluate, train
+from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.infer import load, tokens
 from arbcli.inspect import room
@@ -59,12 +60,12 @@ def test_resume_is_told_where_and_how_to_go_on(asked, monkeypatch):
 
 def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
     monkeypatch.setattr(load, "read_saved", lambda path, note: load.SavedModel(path, path))
-    monkeypatch.setattr(load, "saved_config", lambda checkpoint: "small")
+    monkeypatch.setattr(load, "saved_config", lambda checkpoint: preset("small"))
     monkeypatch.setattr(tokens, "saved_tokenizer", lambda *_: None)
     checked = mock.Mock()
     monkeypatch.setattr(room, "check_memory", checked)
     words = ["train", "--out", "some/run", "--device", "cpu", "--minutes", "2.5", "--profile", "4"]
-    words += ["--init-from", "model", "--ctx", "32", "--digits", "fade"]
+    words += ["--init-from", "model", "--ctx", "32", "--weights", "anneal"]
     call = asked("arbcli.train.run.start_run", *words)
     config, out, _ = call.args
     model = config.model
