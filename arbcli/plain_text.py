@@ -292,7 +292,7 @@ def _column(path: Path, field: str) -> Iterator[bytes]:
         with parquet.ParquetFile(path, read_dictionary=[field]) as table:
             for rows in table.iter_batches(batch_size=ROWS, columns=[field]):
                 for value in rows.column(0):
-                    text = value.as_py()
+                    text = _value(value, path, field)
                     if isinstance(text, str | bytes):
                         yield (text.encode() if isinstance(text, str) else text) + b"\n"
                     elif text is not None:
@@ -300,6 +300,21 @@ def _column(path: Path, field: str) -> Iterator[bytes]:
     except arrow.ArrowException as error:
         raise ArbError(
             f"`{path}` cannot be read: {error}", hint="it is truncated or damaged: fetch it again"
+        ) from None
+
+
+def _value(value: Any, path: Path, field: str) -> Any:
+    """Read a value of a column.
+
+    Raises:
+        ArbError: it is a string, and not UTF-8.
+    """
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        raise ArbError(
+            f"`{path}` cannot be read: a value of `{field}` is not UTF-8: {error.reason}",
+            hint="it is truncated or damaged: fetch it again",
         ) from None
 
 

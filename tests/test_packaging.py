@@ -12,6 +12,7 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import arbcli
 
@@ -53,18 +54,29 @@ def wheel(tmp_path_factory) -> Path:
     return build("wheel", unpacked, folder / "wheel")
 
 
+def test_lock_file_has_a_hash_for_every_package_and_the_versions_that_are_promised():
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    locked = [re.fullmatch(r"(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
+    versions = {found[1]: found[2] for found in locked}
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for wanted in map(Requirement, about["dependencies"]):
+        assert wanted.specifier.contains(versions[wanted.name])
+
+
 def test_container_file_names_what_there_is(arb_here):
     about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {place: (ROOT / names[0]).is_dir() for place, names in COPIED.items()} == {
         "/arb/": False,
         "/arb/arbcli": True,
     }
-    assert {"pyproject.toml", about["readme"], *about["license-files"], "arbcli"} == set(SOURCES)
+    built = {"pyproject.toml", about["readme"], *about["license-files"], "arbcli"}
+    assert built | {"requirements.lock"} == set(SOURCES)
     assert all((ROOT / name).exists() for name in SOURCES)
     base = r"^FROM python:(\d+\.\d+)\.\d+-slim-[a-z]+$"  # a release that does not move
     (version,) = re.findall(base, CONTAINERFILE, re.MULTILINE)
     assert f"Programming Language :: Python :: {version}" in about["classifiers"]
-    assert re.search(r"^RUN pip install --no-cache-dir /arb ", CONTAINERFILE, re.MULTILINE)
+    assert "pip install --no-cache-dir --require-hashes -r /arb/requirements.lock" in CONTAINERFILE
+    assert re.search(r"^RUN pip install .* --no-deps .* /arb ", CONTAINERFILE, re.MULTILINE)
     (user,) = re.findall(r"^USER (.+)$", CONTAINERFILE, re.MULTILINE)
     assert re.search(rf"useradd .* {user} ", CONTAINERFILE)
     (command,) = re.findall(r'^ENTRYPOINT \["(.+)"\]$', CONTAINERFILE, re.MULTILINE)

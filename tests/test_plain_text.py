@@ -255,6 +255,10 @@ def test_column_of_a_table_is_the_text(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ArbError, match="cannot be read"):
         read(path, "text")
+    parquet.write_table(arrow.table({"text": ["naïve"]}), path, compression="none")
+    path.write_bytes(path.read_bytes().replace("naïve".encode(), b"na\x80\x80ve"))
+    with pytest.raises(ArbError, match="a value of `text` is not UTF-8"):
+        read(path, "text")
     parquet.write_table(arrow.table({"text": [["naïve"]]}), path)
     with pytest.raises(ArbError, match="has no text"):
         read(path, "text")

@@ -20,7 +20,7 @@ from arbcli.config.settings import PRESETS_OWN, Setting
 from arbcli.config.site import NORM_EPS, SCALE_TYPES, Site
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
-from arbcli.rules import DIGITS, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
+from arbcli.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
 
 VOCABULARY = 256
 """Symbols of a model that reads bytes."""
@@ -320,6 +320,12 @@ class ModelConfig:
                 f"{what} {does} the trit",
                 hint=f"leave `digits={self.digits}` out, or use one of: {', '.join(able)}",
                 fields=("digits",),
+            )
+        if self.direction is None and DIRECTION[self.rule] and self.weights == "ternary":
+            raise ArbError(
+                f"the rule `{self.rule}` has no `direction`",
+                hint=f"choose one of: {', '.join(DIRECTIONS)}",
+                fields=("direction",),
             )
         self._check_fixes()
 

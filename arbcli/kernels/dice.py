@@ -50,6 +50,10 @@ class Dice:
         """Say yes to a share of questions; never with loaded dice."""
         return not self.plain and self.below(1000) < 1000 * share
 
+    def seeded(self) -> torch.Generator:
+        """Make a generator of the CPU with a seed of its own."""
+        return torch.Generator().manual_seed(self.below(2**31))
+
     def scalar(self, value: int) -> Tensor:
         """Make the int32 scalar tensor that kernels read their control from."""
         return torch.tensor(value, dtype=torch.int32, device=self.device)

@@ -180,3 +180,4 @@ KERNELS: tuple[Operation, ...] = (
     LAST_BITS,
     TAKE_LAST_BITS,
 )
+BY_NAME = {operation.name: operation for operation in KERNELS}

@@ -241,8 +241,8 @@ def _variants(spec: Operation, group_size: int) -> list[Variant]:
     return [*found.values()]
 
 
-def _with_dtype(inputs: tuple, dtype: torch.dtype, which: tuple[int, ...] | None) -> Iterator:
+def _with_dtype(inputs: tuple, dtype: torch.dtype, which: tuple[int, ...]) -> Iterator:
     """Turn the float32 tensors among some inputs into another type."""
     for index, value in enumerate(inputs):
         real = isinstance(value, torch.Tensor) and value.dtype == torch.float32
-        yield value.to(dtype) if real and (which is None or index in which) else value
+        yield value.to(dtype) if real and index in which else value

@@ -317,8 +317,8 @@ OPTIONS = {
     "train": "attention config dry-run force gpus init-from json log minutes model no-save out pin"
     " plot preset print-config profile quiet resume",
     "check": "json",
-    "generate": "backend batch bytes checkpoint chunks compute device json kv length prompt prompts"
-    " seed temperature top-k top-p",
+    "generate": "ahead backend batch bytes chat checkpoint chunks compute device json keep kv"
+    " length out prompt prompt-file prompts seed temperature top-k top-p",
     "export": "json out to type",
     "inspect": "diff json",
     "evaluate": "backend batch checkpoint compute data device field json kv quiet stride",

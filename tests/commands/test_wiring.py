@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from arbcli.commands import audit_memory, evaluate, train
+from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.infer import load, tokens
 from arbcli.inspect import room
@@ -59,7 +60,7 @@ def test_resume_is_told_where_and_how_to_go_on(asked, monkeypatch):
 
 def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
     monkeypatch.setattr(load, "read_saved", lambda path, note: load.SavedModel(path, path))
-    monkeypatch.setattr(load, "saved_config", lambda checkpoint: "small")
+    monkeypatch.setattr(load, "saved_config", lambda checkpoint: preset("small"))
     monkeypatch.setattr(tokens, "saved_tokenizer", lambda *_: None)
     checked = mock.Mock()
     monkeypatch.setattr(room, "check_memory", checked)

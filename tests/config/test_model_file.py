@@ -93,7 +93,7 @@ def _model(seed: random.Random) -> ModelConfig:
         scale_type=seed.choice(("T4", "T32")),
         rule=rule,
         votes_fixes=seed.choice(((), VOTES_FIXES)) if rule == "votes" else (),
-        direction=seed.choice((None, "sign", DIRECTION[rule])),
+        direction=seed.choice(("sign", DIRECTION[rule])),
     )
 
 
@@ -176,6 +176,8 @@ WRONG = {
     ("dim = 32\nblocks", "dim = 33\nblocks"): "2 heads do not divide a width of 33",
     ("ctx = 64", "ctx = 0"): "`model.ctx` is 0",
     ("ctx = 64", ""): "`model` has no `ctx`",
+    ("ctx = 64", 'ctx = 64\ndirection = ""'): "`model.direction` is ``",
+    ("ctx = 64", 'ctx = 64\ndirection = "none"'): "the rule `moment` has no `model.direction`",
     ("ctx = 64", "ctx = 64\nwings = 2"): "`model` has no field `wings`",
     ("ctx = 64", "ctx = 64\nstages = []"): "`model` has no field `stages`",
     ("ctx = 64", 'ctx = 64\nbeside = [{ kind = "mlp" }]'): "`model.beside[0]` is of the kind `mlp`",

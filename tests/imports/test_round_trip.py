@@ -10,11 +10,15 @@ import pytest
 import torch
 from folders import random_model
 
+from arbcli.chat_template import find_template
+from arbcli.chats import Chats
+from arbcli.data import Text
 from arbcli.errors import ArbError
 from arbcli.export.gguf_tokens import CONTROL, NORMAL, PATTERNS, UNUSED
 from arbcli.infer.load import load_model
 from arbcli.infer.tokens import symbols_of
 from arbcli.reading import read_json
+from arbcli.tokens import Tokenizer
 
 TEXT = "def main(self):\n    return 1234  # naïve text, that doesn't end\n\n" * 40
 PROMPT = "def main 1234 naïve\n  it's"
@@ -182,3 +186,45 @@ def test_model_of_tokens_from_scratch_is_exported(transformers, tmp_path, arb_he
     (tmp_path / "run" / "tokenizer.json").write_text("{}")
     done = arb_here("export", "run", "--to", "hf", "--out", "other")
     assert "is not the tokenizer of" in done.stderr
+
+
+def test_imported_model_is_tuned_on_chats(transformers, tmp_path, arb_here, monkeypatch):
+    pytest.importorskip("jinja2", reason="needs the extra `chat`")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, kind = tmp_path / "folder", "Qwen 3, tied"
+    tokenizer = make_tokenizer(transformers, KINDS[kind])
+    end = tokenizer.eos_token
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    random_model(transformers, kind, bos_token_id=290, eos_token_id=291).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    messages = [{"role": "user", "content": "main 1"}, {"role": "assistant", "content": "it's 2"}]
+    record = json.dumps({"messages": messages}) + "\n"
+    (tmp_path / "chats.jsonl").write_text(record * 20)
+    for words in (
+        ["import", "folder", "--out", "run"],
+        ["train", "--init-from", "run", "--data", "chats.jsonl", "--field", "messages", "--steps",
+         "2", "--batch", "2", "--ctx", "48", "--compute", "fp32", "--device", "cpu", "--out",
+         "tuned", "--eval-every", "0"],
+    ):  # fmt: skip
+        done = arb_here(*words)
+        assert done.returncode == 0, done.stderr
+    assert read_json(tmp_path / "tuned" / "config.json")["config"]["lr"] == 0.03
+
+    template = find_template(tmp_path / "tuned" / "tokenizer.json")
+    ours = Tokenizer.read(tmp_path / "tuned" / "tokenizer.json")
+    found = Chats(Text([tmp_path / "chats.jsonl"]), "messages", ours, template, 48)
+    ids, targets, numbers = (part[0] for part in found.packed_batch([0]))
+    theirs = tokenizer.apply_chat_template(messages, return_dict=False)
+    first = numbers == 0
+    assert [*ids[first].tolist(), int(targets[first][-1])] == theirs
+    learnt = [token for token in targets[first].tolist() if token >= 0]
+    assert tokenizer.decode(learnt) == f"it's 2{end}"
+    asked = ["generate", "--checkpoint", "tuned", "--chat", "--prompt", "main 1", "--json"]
+    report = json.loads(arb_here(*asked, "--length", "2", "--device", "cpu").stdout)
+    assert report["prompt"] == tokenizer.apply_chat_template(
+        messages[:1], tokenize=False, add_generation_prompt=True
+    )

@@ -12,25 +12,25 @@ Ring and entries may be in eight bits, codes with an exponent each: see `eight_b
 texts each has programs of its own.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.attention.decode_attention import check_place
+from arbcli.kernels.attention.decode_attention import PLACE
 from arbcli.kernels.attention.eight_bits import (
     FORMATS,
-    check_stored,
+    ROOM,
     decode_entries,
     quantise_entries,
     quantise_halves,
 )
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
+from arbcli.kernels.runtime.arguments import FLOAT, INT8, Arguments, Array, Number
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
 
@@ -306,34 +306,12 @@ def append_position_(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    got = f"{new.dtype} of shape {tuple(new.shape)}"
-    texts = position.shape
-    fits = new.dim() == 3 + len(texts) and new.shape[:-2] == (*texts, 3) and new.is_contiguous()
-    if new.dtype not in (torch.float32, torch.bfloat16) or not fits or new.shape[-1] % 2:
-        raise ValueError(f"need contiguous float32 or bfloat16 (3, G, d) of even d, got {got}")
-    kv, width = new.shape[-2:]
-    m = opened.shape[-2] if opened.dim() == 3 + len(texts) else 0
-    if not m or not recent.numel() or not entries.numel():
-        sizes = ", ".join(str(tuple(part.shape)) for part in (opened, recent, entries))
-        raise ValueError(f"need buffers of some bytes and some slots, got {sizes}")
-    check_contiguous("opened", opened, new.dtype, (*texts, 2, m, kv * width))
-    check_contiguous("beta", beta, torch.float32, (kv * width, m))
-    check_stored(recent, entries, exponents, new.dtype, (kv, width), texts)
-    check_place(position, cos, sin, width // 2, several=True)
-    run = _append_position_triton if uses_triton(new) else _append_position_torch
-    return run(new, recent, entries, opened, beta, position, cos, sin, eps, exponents)
-
-
-def _with_state(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it left in its buffers too."""
-
-    def with_state(
-        new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        still = run(new, recent, entries, opened, *rest)
-        return still, recent, entries, opened
-
-    return with_state
+    inputs = new, recent, entries, opened, beta, position, cos, sin, eps
+    if exponents is None:
+        APPEND_POSITION.check(*inputs)
+    else:
+        APPEND_POSITION_8BIT.check(*inputs, *exponents)
+    return APPEND_POSITION.chosen(new)(*inputs, exponents)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -359,7 +337,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             label += " bf16" if dtype == torch.bfloat16 else ""
             given = tuple(part.to(device, dtype) for part in parts)
             rest = (beta, place, angle.cos(), angle.sin(), 1e-6)
-            peer = _with_state(_append_position_torch) if dtype == torch.bfloat16 else None
+            peer = APPEND_POSITION.torch if dtype == torch.bfloat16 else None
             inputs = (*given, *rest)
             yield Case(label, inputs, peer)
             if kv == 2:  # a text that begins beside others
@@ -368,17 +346,11 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
                 yield Case(f"3 texts of {label}", texts, peer)
 
 
-def _with_numbers(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it left in its buffers too, as numbers."""
-
-    def with_numbers(
-        new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        still, exponents = run(new, recent, entries, opened, *rest), rest[-1]
-        rows = zip((recent, entries), exponents, strict=True)
-        return still, *(decode_entries(*row, torch.float32) for row in rows), opened
-
-    return with_numbers
+def _with_numbers(inputs: tuple, still: Tensor) -> tuple[Tensor, ...]:
+    """Give what is left in buffers too, as numbers."""
+    _, recent, entries, opened, *_, exponents = inputs
+    rows = zip((recent, entries), exponents, strict=True)
+    return still, *(decode_entries(*row, torch.float32) for row in rows), opened
 
 
 def in_eight_bits(inputs: tuple, stored: torch.dtype) -> tuple:
@@ -416,17 +388,48 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         yield Timing(label, texts, run=_append_position_triton)
 
 
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    kv, half, ratio = dice.pick((1, 2)), 1 + min(k, 64), 2 + dice.below(9)
+    position, slots = dice.below(60), 1 + dice.below(8)
+    sizes = (3, kv, 2 * half), (1 + dice.below(7), kv, 2 * half), (slots, kv, 2 * half)
+    buffers = (dice.reals(*size).contiguous() for size in (*sizes, (2, ratio, kv * 2 * half)))
+    angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
+    beta = dice.reals(kv * 2 * half, ratio, dtype=torch.float32).contiguous()
+    return *buffers, beta, dice.scalar(position), angle.cos(), angle.sin(), 1e-6
+
+
+_ARGUMENTS: Arguments = {
+    "new": Array("*T, 3, G, D", dense=True),
+    "recent": Array("*T, W, G, D", dense=True),
+    "entries": Array("*T, E, G, D", dense=True),
+    "opened": Array("*T, 2, M, G * D", dense=True),
+    "beta": Array("G * D, M", FLOAT, dense=True),
+    **PLACE,
+    "eps": Number(()),
+}
+_CODES = tuple(ROOM)
+_WHERE = ("len(T) < 2", "D % 2 == 0", "M > 0 and W > 0 and E > 0")
+
 APPEND_POSITION = Operation(
-    "append_position", _with_state(_append_position_triton), _with_state(_append_position_torch),
-    append_position_reference, _cases,
+    "append_position", _append_position_triton, _append_position_torch, append_position_reference,
+    _cases,
     Gate(exact=False, relative=1e-5, peer_slack=0.1,
          reason="float32 sums over a block; in bf16 no worse than torch by 10 %"),
-    bfloat16=(0, 1, 2, 3), timings=_timings,
+    _ARGUMENTS, where=_WHERE, compared=("recent", "entries", "opened"), draw=_draw,
+    needs_rows=False, torch_is_peer=True, timings=_timings,
 )  # fmt: skip
 APPEND_POSITION_8BIT = Operation(
-    "append_position_8bit", _with_numbers(_append_position_triton),
-    _with_numbers(_append_position_torch), append_position_8bit_reference, _cases_8bit,
+    "append_position_8bit", _append_position_triton, _append_position_torch,
+    append_position_8bit_reference, _cases_8bit,
     Gate(exact=False, relative=1e-2,
          reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is"),
-    bfloat16=(0, 3), timings=_timings_8bit,
+    {
+        **_ARGUMENTS, "recent": Array("*T, W, G, D", _CODES, dense=True),
+        "entries": Array("*T, E, G, D", _CODES, dense=True),
+        "of_recent": Array("*T, W, G", INT8, dense=True),
+        "of_entries": Array("*T, E, G", INT8, dense=True),
+    },
+    where=(*_WHERE, "recent.dtype == entries.dtype"), compared=_with_numbers,
+    draw=lambda dice, *sizes: in_eight_bits(_draw(dice, *sizes), dice.pick(_CODES)),
+    needs_rows=False, timings=_timings_8bit,
 )  # fmt: skip

@@ -16,17 +16,19 @@ from torch import Tensor
 from arbcli.kernels.attention.attend_parts import (
     ATTEND_PARTS,
     MOST_PARTS,
+    WIDTHS,
     AttentionParts,
     PartsOfRows,
     attend_parts,
     attend_parts_reference,
     attend_rows_triton,
-    fits_heads,
 )
-from arbcli.kernels.attention.decode_attention import check_new_byte, check_rings, decode_attention
+from arbcli.kernels.attention.decode_attention import PLACE, decode_attention
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import BF16, INT32, Arguments, Array, Number, compiled_check
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous, check_scalars
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import EXACT, Case, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
@@ -147,11 +149,7 @@ def attend_ahead(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(qkv, keys, values, new, position, cos, sin)
-    if len(qkv) < 2 or not fits_heads(qkv):
-        raise ValueError(f"need rows of bfloat16 heads of 64 or 128, got {tuple(qkv.shape)}")
-    run = _attend_ahead_triton if uses_triton(qkv) else _attend_ahead_torch
-    return run(qkv, keys, values, new, position, cos, sin, eps, most)
+    return ATTEND_AHEAD(qkv, keys, values, new, position, cos, sin, eps, most)
 
 
 def attend_in_turn(
@@ -183,7 +181,7 @@ def attend_in_turn(
     Returns:
         (M, heads, d).
     """
-    _check(qkv, keys, values, new, position, cos, sin)
+    _check_turn(qkv, keys, values, new, position, cos, sin)
 
     def attend(row: Tensor, place: Tensor) -> Tensor:
         return decode_attention(row, keys, values, place, cos, sin, tickets, eps, alone)
@@ -191,18 +189,18 @@ def attend_in_turn(
     return torch.stack(_in_turn(attend, qkv, keys, values, new, position))
 
 
-def _check(
-    qkv: Tensor, keys: Tensor, values: Tensor, new: Tensor, position: Tensor, cos: Tensor,
-    sin: Tensor,
-) -> None:  # fmt: skip
-    got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
-    if qkv.dim() != 4 or not 1 <= len(qkv) <= MOST_AHEAD or not qkv.is_contiguous():
-        raise ValueError(f"need contiguous (M, 3, heads, d) of 1 to {MOST_AHEAD} rows, got {got}")
-    check_new_byte(qkv[0], position, cos, sin, None)
-    check_rings(qkv[0], keys, values)
-    check_contiguous("new", new, qkv.dtype, (2, len(qkv), *qkv.shape[2:]))
-    if keys.shape[1] < len(qkv):
-        raise ValueError(f"{len(qkv)} rows do not fit in a ring of {keys.shape[1]} slots")
+_BYTES = "M, 3, H, D", "H, W, D", "H, W, D", "2, M, H, D"
+_NAMES = "qkv", "keys", "values", "new"
+_FIT = (f"1 <= M <= {MOST_AHEAD}", "M <= W", "D % 2 == 0")
+_PLACE: Arguments = {**PLACE, "position": Array("", INT32)}
+_check_turn = compiled_check(
+    "attend_in_turn",
+    {
+        **{name: Array(of, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)},
+        **_PLACE,
+    },
+    _FIT,
+)
 
 
 class Kept(NamedTuple):
@@ -305,13 +303,8 @@ def keep_accepted_(table: Table, position: Tensor, accepted: Tensor) -> None:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_scalars(torch.int32, position=position, accepted=accepted)
-    for keys, values, new in table.rings:
-        if keys.dim() != 3 or new.dim() != 4:
-            raise ValueError(f"need keys (heads, W, d), got {keys.shape} and {new.shape}")
-        check_contiguous("keys", keys, keys.dtype, keys.shape)
-        check_contiguous("values", values, keys.dtype, keys.shape)
-        check_contiguous("new", new, keys.dtype, (2, new.shape[1], len(keys), keys.shape[2]))
+    for rings in table.rings:
+        KEEP_ACCEPTED.check(*rings, position, accepted)
     if uses_triton(table.addresses):
         _keep_accepted_triton(table, position, accepted)
     else:
@@ -358,9 +351,29 @@ def _without_gaps(run: Callable) -> Callable:
     return without_gaps
 
 
+def _draw_ahead(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    rows, heads, width = 2 + m % (MOST_AHEAD - 1), 1 + dice.below(3), WIDTHS[k % 2]
+    slots, position, half = max(n, rows), dice.below(3 * n), torch.bfloat16
+    qkv = dice.reals(rows * 3 * heads, width, dtype=half).contiguous().view(rows, 3, heads, width)
+    rings = [dice.reals(heads * slots, width, dtype=half).contiguous() for _ in range(2)]
+    angle = dice.reals(position + rows, width // 2, dtype=torch.float32).contiguous()
+    return (
+        qkv, *(ring.clone().view(heads, slots, width) for ring in rings),
+        torch.zeros(2, rows, heads, width, device=dice.device, dtype=half), dice.scalar(position),
+        angle.cos(), angle.sin(), 1e-6, dice.pick((1, 3, MOST_PARTS)),
+    )  # fmt: skip
+
+
 ATTEND_AHEAD = Operation(
     "attend_ahead", _without_gaps(_attend_ahead_triton), _without_gaps(_attend_ahead_torch),
     attend_ahead_reference, _cases, ATTEND_PARTS.gate,
+    {
+        **{name: Array(of, BF16, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)},
+        **_PLACE, "eps": Number(()), "most": Number(()),
+    },
+    where=(*_FIT, "M > 1", f"D in {WIDTHS}"),
+    launch=(_attend_ahead_triton, _attend_ahead_torch, _attend_ahead_torch), draw=_draw_ahead,
+    needs_rows=False,
 )  # fmt: skip
 
 
@@ -387,8 +400,26 @@ def _in_one_pair(run: Callable[[Table, Tensor, Tensor], None]) -> Callable:
     return in_one_pair
 
 
+def _draw_kept(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    rows, heads, width = 1 + m % MOST_AHEAD, 1 + dice.below(3), 1 + k
+    slots = max(n, rows)
+    rings = [dice.reals(heads * slots, width).contiguous() for _ in range(2)]
+    new = dice.reals(2 * rows * heads, width).contiguous().view(2, rows, heads, width)
+    return (
+        *(ring.view(heads, slots, width) for ring in rings), new, dice.scalar(dice.below(3 * n)),
+        dice.scalar(1 + dice.below(rows)),
+    )  # fmt: skip
+
+
+_RING, _COUNT = Array("H, W, D", dense=True), Array("", INT32)
+
 KEEP_ACCEPTED = Operation(
     "keep_accepted", _in_one_pair(_keep_accepted_triton),
     _in_one_pair(lambda table, *given: _keep_accepted_torch(table.rings, *given)),
     keep_accepted_reference, _kept_cases, EXACT,
+    {
+        "keys": _RING, "values": _RING, "new": Array("2, M, H, D", dense=True),
+        "position": _COUNT, "accepted": _COUNT,
+    },
+    draw=_draw_kept, needs_rows=False,
 )  # fmt: skip

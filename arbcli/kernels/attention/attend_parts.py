@@ -9,13 +9,24 @@ weighted by that. So y is the mean of all parts, weighted by their totals.
 Whoever reads y takes that mean while it reads. So no program waits for another here, as the last
 one does that adds up the parts; that takes longer than to read the parts.
 
+Spans of a ring in S = 3 parts, and slots of width 128 in the threads of a warp:
+
+    slots    | span 0 | span 1 | span 2 | span 3 | span 4 | span 5 | 6, not filled
+    part         0        1        2        0        1        2
+    thread   0 .. 15: slot s, elements 8 t .. 8 t + 7;   16 .. 31: slot s + 1;   next warp: s + 2
+
+Why so: 16 bytes a thread are the widest load, and 16 threads load a slot of 256 bytes as a whole. A
+score is summed over these 16 threads by shuffles, and every one of them has it then, for the eight
+elements of the value that are its own. Parts take spans in turn, so that all have as many while a
+ring fills up.
+
 Work. A program has a part of a head. In each pass a warp has two slots of width 128, or four of 64:
 a thread has eight elements of a slot. A span is on its way to registers before the program waits
 for the kernel that makes query, key and value. A long ring has more spans than parts, so that who
 reads these reads few; then a program reads its next span while it computes with one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -24,15 +35,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention.decode_attention import (
-    check_new_byte,
-    check_rings,
+    PLACE,
     decode_attention,
     turned_torch,
 )
 from arbcli.kernels.codec.warp_products import HAS_PTX, round_pair, unpair, unpair_four
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import BF16, FLOAT, INT32, Array, Number, compiled_check
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous, check_scalars
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import memory_of, read_float, write_four, write_where
@@ -48,6 +60,16 @@ MOST_PARTS = 16
 """Of a head: every program of the product that reads them reads all of them."""
 REGISTERS = 128
 """Of a thread, at most."""
+
+
+_check_parts = compiled_check(
+    "parts of attention",
+    {
+        "values": Array("S, V", BF16, dense=True), "totals": Array("S, H", FLOAT, dense=True),
+        "position": Array("", INT32), "span": Number(()),
+    },
+    ("H > 0 and V % H == 0",),
+)  # fmt: skip
 
 
 class AttentionParts(NamedTuple):
@@ -72,13 +94,7 @@ class AttentionParts(NamedTuple):
         Raises:
             ValueError: a dtype or a shape does not fit.
         """
-        heads = self.totals.shape[1] if self.totals.dim() == 2 else 0
-        if self.values.dim() != 2 or not heads or self.values.shape[1] % heads:
-            shapes = tuple(self.values.shape), tuple(self.totals.shape)
-            raise ValueError(f"averages and totals do not fit each other: {shapes}")
-        check_contiguous("values", self.values, torch.bfloat16, self.values.shape)
-        check_contiguous("totals", self.totals, torch.float32, (len(self.values), heads))
-        check_scalars(torch.int32, position=self.position)
+        _check_parts(*self)
 
     def average(self) -> Tensor:
         """Average the parts: (heads * d,) bfloat16, computed in float32 and rounded once."""
@@ -543,15 +559,7 @@ def attend_parts(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_new_byte(qkv, position, cos, sin, None)
-    check_rings(qkv, keys, values)
-    got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
-    if not fits_heads(qkv):
-        raise ValueError(f"need bfloat16 heads of 64 or 128, got {got}")
-    if keys.data_ptr() % 16 or values.data_ptr() % 16:
-        raise ValueError("need rings that begin at multiples of 16 bytes")
-    run = _attend_parts_triton if uses_triton(qkv) else _attend_parts_torch
-    return run(qkv, keys, values, position, cos, sin, eps, most)
+    return ATTEND_PARTS(qkv, keys, values, position, cos, sin, eps, most)
 
 
 SHAPES = ((2, 7, 64, 0, 16), (1, 40, 128, 30, 16), (1, 100, 128, 99, 16), (2, 200, 64, 450, 16),
@@ -576,20 +584,12 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (*parts, at, angle.cos(), angle.sin(), 1e-6, most))
 
 
-def _with_state(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it left in the ring too, and no gaps."""
-
-    def with_state(
-        qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-        eps: float, most: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        found = run(qkv, keys, values, position, cos, sin, eps, most)
-        spans = torch.arange(len(found.totals), device=qkv.device)[:, None]
-        used = spans * found.span <= position
-        sums, totals = (torch.where(used, part, 0) for part in found[:2])
-        return sums, totals, keys, values
-
-    return with_state
+def _with_state(inputs: tuple, found: AttentionParts) -> tuple[Tensor, ...]:
+    """Give what is left in the ring too, and no gaps."""
+    _, keys, values, position, *_ = inputs
+    used = torch.arange(len(found.totals), device=keys.device)[:, None] * found.span <= position
+    sums, totals = (torch.where(used, part, 0) for part in found[:2])
+    return sums, totals, keys, values
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -609,14 +609,35 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         )
 
 
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, width, position = 1 + dice.below(3), WIDTHS[k % 2], dice.below(3 * n)
+    qkv = dice.reals(3 * heads, width, dtype=torch.bfloat16).contiguous().view(3, heads, width)
+    rings = [dice.reals(heads * n, width, dtype=torch.bfloat16).contiguous() for _ in range(2)]
+    angle = dice.reals(position + 1, width // 2, dtype=torch.float32).contiguous()
+    return (
+        # a ring begins at a multiple of 16 bytes
+        qkv, *(ring.clone().view(heads, n, width) for ring in rings), dice.scalar(position),
+        angle.cos(), angle.sin(), 1e-6, dice.pick((1, 3, MOST_PARTS)),
+    )  # fmt: skip
+
+
+_RING = Array("H, W, D", BF16, dense=True)
+
 ATTEND_PARTS = Operation(
-    "attend_parts", _with_state(_attend_parts_triton), _with_state(_attend_parts_torch),
-    attend_parts_reference, _cases,
+    "attend_parts", _attend_parts_triton, _attend_parts_torch, attend_parts_reference, _cases,
     Gate(
         exact=False,
         relative=2.5e-3,
         reason="parts are rounded to bf16 once; where query and key are rounded otherwise than in"
         " float64, in the last bit, weights differ by less",
     ),
-    timings=_timings,
+    {
+        "qkv": Array("3, H, D", BF16, dense=True), "keys": _RING, "values": _RING,
+        **PLACE, "position": Array("", INT32), "eps": Number(()), "most": Number(()),
+    },
+    where=(
+        f"D in {WIDTHS}", "W > 0",
+        "keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0",  # bytes of a load
+    ),
+    compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
 )  # fmt: skip

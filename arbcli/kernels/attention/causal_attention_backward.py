@@ -18,8 +18,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import capability, uses_triton
+from arbcli.kernels.runtime.arguments import FLOAT, Array
+from arbcli.kernels.runtime.backend import capability
 from arbcli.kernels.runtime.descriptors import described
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
@@ -244,19 +246,7 @@ def causal_attention_backward(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    width = q.shape[-1]
-    if q.dim() != 4 or q.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"need bfloat16 or float32 heads, got {q.dtype} {tuple(q.shape)}")
-    if not 16 <= width <= 128 or width & (width - 1):
-        raise ValueError(f"need a width that is a power of two from 16 to 128, got {width}")
-    for part in (grad_y, k, v, y):
-        if part.shape != q.shape or part.dtype != q.dtype:
-            got = f"{part.dtype} {tuple(part.shape)}"
-            raise ValueError(f"{got} does not fit {q.dtype} {tuple(q.shape)}")
-    if logs.dtype != torch.float32 or logs.shape != q.shape[:3] or not logs.is_contiguous():
-        raise ValueError(f"logarithms {logs.dtype} {tuple(logs.shape)} do not fit")
-    triton, torch_ = _causal_attention_backward_triton, _causal_attention_backward_torch
-    return (triton if uses_triton(q) else torch_)(grad_y, q, k, v, y, logs)
+    return CAUSAL_ATTENTION_BACKWARD(grad_y, q, k, v, y, logs)
 
 
 def flash_attention_backward(
@@ -326,18 +316,29 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         )
 
 
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    about = dice.seeded()
+    length = 2 + min(m, dice.pick((1, 40, 150)))
+    shape = dice.pick((1, 2)), dice.pick((1, 3)), length, dice.pick((16, 32, 64))
+    *parts, logs = random_attention(about, shape, dice.dtype)
+    return *(dice.view(part.to(dice.device)) for part in parts), logs.to(dice.device)
+
+
+_HEADS = Array("B, H, T, D")
+
 CAUSAL_ATTENTION_BACKWARD = Operation(
-    "causal_attention_backward",
-    _causal_attention_backward_triton,
-    _causal_attention_backward_torch,
-    causal_attention_backward_reference,
-    _cases,
+    "causal_attention_backward", _causal_attention_backward_triton,
+    _causal_attention_backward_torch, causal_attention_backward_reference, _cases,
     Gate(
         exact=False,
         relative=2e-5,
         peer_slack=0.2,
         reason="float32 sums; in bf16 the peer rounds what products take, and nothing else",
     ),
-    timings=_timings,
-    bfloat16=(0, 1, 2, 3, 4),
-)
+    {
+        **dict.fromkeys(("grad_y", "q", "k", "v", "y"), _HEADS),
+        "logs": Array("B, H, T", FLOAT, dense=True),
+    },
+    where=("16 <= D <= 128 and D & (D - 1) == 0",), draw=_draw, needs_rows=True,
+    peer=rounded_causal_gradients, timings=_timings,
+)  # fmt: skip

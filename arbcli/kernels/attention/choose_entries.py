@@ -14,9 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
+from arbcli.kernels.runtime.arguments import REAL, SOME_REAL, Array, Number
+from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import EXACT, Case, Operation, Timing
 
@@ -174,13 +176,7 @@ def choose_entries(q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    fits = q.dim() == 4 and w.shape == q.shape[:3] and k.dim() == 3
-    same = q.dtype == k.dtype and w.dtype != E4M3 and q.dtype in (w.dtype, E4M3)
-    if not fits or k.shape[::2] != q.shape[::3] or not same:
-        shapes = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in (q, w, k))
-        raise ValueError(f"queries, weights and keys do not fit each other: {shapes}")
-    run = _choose_entries_triton if uses_triton(q) else _choose_entries_torch
-    return run(q, w, k, first, most, top_k)
+    return CHOOSE_ENTRIES(q, w, k, first, most, top_k)
 
 
 def random_index(
@@ -227,8 +223,27 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("1x4096 of 4x32, 128 of 4096 e4m3", eight, peer=peer)
 
 
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    entries, groups = dice.pick((0, 1, 7, 150)), 1 + min(m, dice.pick((1, 70)))
+    shape = (dice.pick((1, 2)), groups, dice.pick((1, 3)), 1 + min(k, 40), entries)
+    about = dice.seeded()
+    parts = random_index(about, *shape)
+    first = dice.pick((0, 1, max(0, entries - groups)))
+    views = (dice.view(part.to(dice.device, dice.dtype)) for part in parts)
+    return *views, first, dice.pick((3, 10**4)), dice.pick((1, 5, 100))
+
+
+_KINDS = (*REAL, E4M3)
+
 CHOOSE_ENTRIES = Operation(
     "choose_entries", _choose_entries_triton, _choose_entries_torch, choose_entries_reference,
-    _cases, EXACT, timings=_timings,
+    _cases, EXACT,
+    {
+        "q": Array("B, N, H, D", _KINDS), "w": Array("B, N, H", SOME_REAL),
+        "k": Array("B, E, D", _KINDS), "first": Number(()), "most": Number(()),
+        "top_k": Number(()),
+    },
+    where=("q.dtype == k.dtype", "q.dtype in (w.dtype, torch.float8_e4m3fn)"), draw=_draw,
+    needs_rows=True, timings=_timings,
     not_verified=("scores that differ by a rounding alone: which of them is chosen",),
 )  # fmt: skip

@@ -14,19 +14,19 @@ rounded to the dtype of the queries, keys too: scores are those of what would be
 kept in e4m3: they are normalised, and need no scale. Of several texts each has a program.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.attention.decode_attention import check_place
+from arbcli.kernels.attention.decode_attention import PLACE
 from arbcli.kernels.attention.eight_bits import numbers_of
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
+from arbcli.kernels.runtime.arguments import INT32, REAL, Array, Number
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
 
@@ -253,35 +253,13 @@ def choose_next_(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    texts = position.shape
-    fits = keys.dim() == 2 + len(texts) and keys.shape[-2] and keys.shape[-1] % 2 == 0
-    fits = fits and key.shape == (*texts, keys.shape[-1]) == (*keys.shape[:-2], key.shape[-1])
-    fits = fits and query.dim() == key.dim() and query.shape[:-1] == texts
-    fits = fits and query.shape[-1] % (key.shape[-1] + 1) == 0
-    kept = keys.dtype in (query.dtype, E4M3) and query.dtype in (torch.float32, torch.bfloat16)
-    if not fits or query.dtype != key.dtype or not kept:
-        shapes = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in (query, key, keys))
-        raise ValueError(f"queries, key and keys do not fit each other: {shapes}")
-    for name, part in (("query", query), ("key", key), ("keys", keys)):
-        check_contiguous(name, part, part.dtype, part.shape)
-    check_contiguous(
-        "choice", choice, torch.int32, (*texts, choice.numel() // max(1, position.numel()))
-    )
-    check_place(position, cos, sin, key.shape[-1] // 2, several=True)
-    run = _choose_next_triton if uses_triton(keys) else _choose_next_torch
-    run(query, key, keys, choice, position, cos, sin, m, most, eps)
+    CHOOSE_NEXT(query, key, keys, choice, position, cos, sin, m, most, eps)
 
 
-def _with_state(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it left."""
-
-    def with_state(
-        query: Tensor, key: Tensor, keys: Tensor, choice: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor]:
-        run(query, key, keys, choice, *rest)
-        return choice, keys.float() if keys.dtype == E4M3 else keys
-
-    return with_state
+def _with_state(inputs: tuple, _found: None) -> tuple[Tensor, Tensor]:
+    """Give what is left."""
+    _, _, keys, choice, *_ = inputs
+    return choice, keys.float() if keys.dtype == E4M3 else keys
 
 
 _QUARTERS = (1.0, 0.0, -1.0, 0.0), (0.0, 1.0, 0.0, -1.0)
@@ -362,18 +340,35 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     table = torch.rand(2, 16384, 16, device=device).unbind()
     for position in (16383, 16382):
         place = torch.tensor(position, dtype=torch.int32, device=device)
-        inputs, run = (query, key, keys, choice, place, *table, 4, 4096, 1e-6), _choose_next_triton
-        yield Timing(f"128 of 4096 at {position}", inputs, run=_with_state(run))
+        inputs = (query, key, keys, choice, place, *table, 4, 4096, 1e-6)
+        yield Timing(f"128 of 4096 at {position}", inputs)
         texts = beside_each_other([inputs] * 16, *SHARED)
-        yield Timing(f"16 texts of 128 of 4096 at {position}", texts, run=_with_state(run))
+        yield Timing(f"16 texts of 128 of 4096 at {position}", texts)
+
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ratio, most, size = 2 + dice.below(4), 1 + dice.below(60), 1 + dice.below(9)
+    return index_of_byte(
+        dice.seeded(), dice.device, dice.dtype, dice.pick((1, 3)), 2 * (1 + min(k, 19)),
+        most + 1, size, ratio, most, dice.below(3 * most * ratio),
+    )  # fmt: skip
 
 
 CHOOSE_NEXT = Operation(
-    "choose_next", _with_state(_choose_next_triton), _with_state(_choose_next_torch),
-    choose_next_reference, _cases,
+    "choose_next", _choose_next_triton, _choose_next_torch, choose_next_reference, _cases,
     Gate(
         exact=False, relative=1e-6,
         reason="choices and drawn keys are exact; a square root may err in its last bit",
     ),
-    bfloat16=(0, 1, 2), timings=_timings,
+    {
+        "query": Array("*T, Q", dense=True), "key": Array("*T, D", dense=True),
+        "keys": Array("*T, E, D", (*REAL, E4M3), dense=True),
+        "choice": Array("*T, K", INT32, dense=True), **PLACE,
+        "m": Number(()), "most": Number(()), "eps": Number(()),
+    },
+    where=(
+        "len(T) < 2", "E > 0", "D % 2 == 0", "Q % (D + 1) == 0",
+        "keys.dtype in (query.dtype, torch.float8_e4m3fn)",
+    ),
+    compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
 )  # fmt: skip

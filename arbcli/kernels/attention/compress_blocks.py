@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.arguments import FLOAT, SOME_REAL, Arguments, Array, Number
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
@@ -313,9 +314,7 @@ def compress_blocks(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(x, beta, cos, sin, heads)
-    run = _compress_blocks_triton if uses_triton(x) else _compress_blocks_torch
-    return run(x, beta, cos, sin, heads, eps)
+    return COMPRESS_BLOCKS(x, beta, cos, sin, heads, eps)
 
 
 def compress_blocks_backward(
@@ -347,29 +346,7 @@ def compress_blocks_backward(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(x, beta, cos, sin, heads)
-    vector = heads, x.shape[2] // 3 // heads
-    number = x.shape[1] // beta.shape[1]
-    real = torch.float32, torch.bfloat16
-    for grad, count in ((grad_recent, x.shape[1]), (grad_entries, number)):
-        if grad.dtype not in real or grad.shape != (len(x), count, *vector):
-            got = f"{grad.dtype} {tuple(grad.shape)}"
-            raise ValueError(f"gradient {got} does not fit {tuple(x.shape)}")
-    run = _compress_blocks_backward_triton if uses_triton(x) else _compress_blocks_backward_torch
-    return run(grad_recent, grad_entries, x, beta, cos, sin, heads, eps)
-
-
-def _check(x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
-    got = f"{x.dtype} of shape {tuple(x.shape)}"
-    fits = x.dim() == 3 and x.shape[2] % (6 * heads) == 0 and x.shape[1] > 0
-    if x.dtype not in (torch.float32, torch.bfloat16) or not fits:
-        raise ValueError(f"need three parts of {heads} heads of an even width, got {got}")
-    fits = beta.dim() == 2 and len(beta) == x.shape[2] // 3 and beta.shape[1] > 0
-    if beta.dtype != torch.float32 or not fits:
-        raise ValueError(f"taps {beta.dtype} {tuple(beta.shape)} do not fit {got}")
-    for table in (cos, sin):
-        if table.dtype != torch.float32 or table.shape != (x.shape[1], x.shape[2] // 6 // heads):
-            raise ValueError(f"table {table.dtype} {tuple(table.shape)} does not fit {got}")
+    return COMPRESS_BLOCKS_BACKWARD(grad_recent, grad_entries, x, beta, cos, sin, heads, eps)
 
 
 def _draw(device: torch.device) -> Iterator[tuple[str, tuple]]:
@@ -433,12 +410,46 @@ _GATE = Gate(
     exact=False, relative=1e-5, peer_slack=0.5,
     reason="float32 sums over a block; in bf16 what the gradient of beta adds up is rounded",
 )  # fmt: skip
+
+
+def _draw_blocks(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, half, ratio = dice.pick((1, 2)), 1 + min(k, 40), 2 + dice.below(7)
+    batch, length = dice.pick((1, 2)), 1 + min(m, 60)
+    x = dice.reals(batch, length, 6 * heads * half)
+    beta = dice.reals(2 * heads * half, ratio, dtype=torch.float32)
+    angle = dice.reals(length, half, dtype=torch.float32)
+    return x, beta, angle.cos(), angle.sin(), heads, 1e-6
+
+
+def _draw_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    inputs = _draw_blocks(dice, group_size, m, n, k)
+    recent, entries, _ = _compress_blocks_torch(*inputs)
+    return *(dice.reals(*t.shape, dtype=torch.float32) for t in (recent, entries)), *inputs
+
+
+_TABLE = Array("T, X // 6 // heads", FLOAT)
+_ARGUMENTS: Arguments = {
+    "x": Array("B, T, X"),
+    "beta": Array("X // 3, M", FLOAT),
+    "cos": _TABLE,
+    "sin": _TABLE,
+    "heads": Number(()),
+    "eps": Number(()),
+}
+_WHERE = ("X % (6 * heads) == 0", "T > 0 and M > 0")
+
 COMPRESS_BLOCKS = Operation(
     "compress_blocks", _compress_blocks_triton, _compress_blocks_torch, compress_blocks_reference,
-    _cases, _GATE, bfloat16=(0,), timings=_timings,
+    _cases, _GATE, _ARGUMENTS, where=_WHERE, draw=_draw_blocks, needs_rows=True,
+    torch_is_peer=True, timings=_timings,
 )  # fmt: skip
 COMPRESS_BLOCKS_BACKWARD = Operation(
     "compress_blocks_backward", _compress_blocks_backward_triton, _compress_blocks_backward_torch,
-    compress_blocks_backward_reference, _backward_cases, _GATE, bfloat16=(2,),
+    compress_blocks_backward_reference, _backward_cases, _GATE,
+    {
+        "grad_recent": Array("B, T, heads, X // 3 // heads", SOME_REAL),
+        "grad_entries": Array("B, T // M, heads, X // 3 // heads", SOME_REAL), **_ARGUMENTS,
+    },
+    where=_WHERE, draw=_draw_backward, needs_rows=True, peer=rounded_block_gradients,
     timings=_backward_timings,
 )  # fmt: skip

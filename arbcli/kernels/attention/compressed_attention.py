@@ -19,7 +19,7 @@ what an indexer learns from.
 Sources: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for choosing; the sink is that of OpenAI, gpt-oss.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,8 +27,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import chunk_elements, uses_triton
+from arbcli.kernels.runtime.arguments import FLOAT, INT32, Arguments, Array, Number
+from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
@@ -469,50 +471,7 @@ def compressed_attention(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_attention(x, recent, entries, chosen, sink, cos, sin, sight)
-    run = _compressed_attention_triton if uses_triton(x) else _compressed_attention_torch
-    return run(x, recent, entries, chosen, sink, cos, sin, sight, eps)
-
-
-def check_attention(
-    x: Tensor,
-    recent: Tensor,
-    entries: Tensor,
-    chosen: Tensor | None,
-    sink: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    sight: Sight,
-) -> None:
-    """Refuse arguments that do not fit.
-
-    Raises:
-        ValueError: a dtype or a shape does not.
-    """
-    got = f"{x.dtype} of shape {tuple(x.shape)}"
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 4 or x.shape[-1] % 2:
-        raise ValueError(f"need float32 or bfloat16 queries of an even width, got {got}")
-    batch, length, heads, width = x.shape
-    for vectors in (recent, entries):
-        fits = vectors.dim() == 4 and (len(vectors), vectors.shape[3]) == (batch, width)
-        if vectors.dtype != x.dtype or not fits or heads % vectors.shape[2]:
-            found = f"{vectors.dtype} {tuple(vectors.shape)}"
-            raise ValueError(f"vectors {found} do not fit queries {got}")
-    if recent.shape[1] < length or entries.shape[2] != recent.shape[2] or not length:
-        raise ValueError(f"{recent.shape[1]} bytes do not fit {length} queries")
-    groups = sight.groups(length)
-    if entries.shape[1] < groups[-1]:
-        raise ValueError(f"need {groups[-1]} entries, got {entries.shape[1]}")
-    if chosen is not None:
-        fits = chosen.dim() == 3 and chosen.shape[:2] == (batch, len(groups))
-        if chosen.dtype != torch.int32 or not fits or chosen.shape[2] > entries.shape[1]:
-            found = f"{chosen.dtype} {tuple(chosen.shape)}"
-            raise ValueError(f"need int32 choices of {batch} x {len(groups)} groups, got {found}")
-    if sink.dtype != torch.float32 or sink.shape != (heads,):
-        raise ValueError(f"need float32 sinks of {heads} heads, got {tuple(sink.shape)}")
-    for table in (cos, sin):
-        if table.dtype != torch.float32 or table.shape != (length, width // 2):
-            raise ValueError(f"table {table.dtype} {tuple(table.shape)} does not fit {got}")
+    return COMPRESSED_ATTENTION(x, recent, entries, chosen, sink, cos, sin, sight, eps)
 
 
 def random_sight(
@@ -602,16 +561,15 @@ def draw_timed(device: torch.device) -> Iterator[tuple[str, tuple]]:
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for label, inputs in draw_cases(device):
         low = inputs[0].dtype == torch.bfloat16
-        yield Case(label, inputs, _without_none(_compressed_attention_torch) if low else None)
+        yield Case(label, inputs, COMPRESSED_ATTENTION.torch if low else None)
 
 
-def _without_none(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns tensors alone."""
+def _those_there_are(_inputs: tuple, found: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    return tuple(part for part in found if part is not None)
 
-    def without_none(*inputs: Any) -> tuple[Tensor, ...]:
-        return tuple(part for part in run(*inputs) if part is not None)
 
-    return without_none
+def _reference(*inputs: Any) -> tuple[Tensor, ...]:
+    return _those_there_are(inputs, compressed_attention_reference(*inputs))
 
 
 def _dense_attention(x: Tensor) -> Tensor:
@@ -624,7 +582,6 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     for label, inputs in draw_timed(device):
         yield Timing(
             label, inputs,
-            run=_without_none(_compressed_attention_triton),
             peer=partial(_dense_attention, inputs[0]),
             peer_name="torch's attention to all bytes, 12 heads of 64",
         )  # fmt: skip
@@ -636,8 +593,49 @@ GATE = Gate(
     peer_slack=0.5,
     reason="float32 sums; in bf16 weights are rounded before products, which torch's are not",
 )
+
+
+def draw_attention(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    """Draw the inputs of `compressed_attention`."""
+    ratio, length = 2 + dice.below(5), 1 + min(m, dice.pick((1, 5, 60)))
+    kept, window = dice.pick((0, 3)), dice.pick((1, 4, 200))
+    start = kept + dice.below(9) if kept else 0
+    sight = Sight(window, ratio, dice.pick((2, 10**4)), start)
+    kv, width = dice.pick((1, 2)), 2 * min(1 + k, dice.pick((1, 9, 32)))
+    shape = (kv * dice.pick((1, 3, 8)), kv, width, dice.pick((0, 1, 5, 40)))
+    about = dice.seeded()
+    x, recent, entries, *rest = random_sight(about, sight, dice.pick((1, 2)), length, kept, shape)
+    vectors = (dice.view(part.to(dice.device, dice.dtype)) for part in (x, recent, entries))
+    return (*vectors, *(_on(dice.device, part) for part in rest), 1e-6)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+_VECTORS = Array("B, T, H, D")
+ATTENTION: Arguments = {
+    "x": _VECTORS,
+    "recent": Array("B, S, G, D"),
+    "entries": Array("B, E, G, D"),
+    "chosen": Array("B, len(sight.groups(T)), K", INT32, optional=True),
+    "sink": Array("H", FLOAT),
+    "cos": Array("T, D // 2", FLOAT),
+    "sin": Array("T, D // 2", FLOAT),
+    "sight": Number(()),
+    "eps": Number(()),
+}
+ATTENTION_WHERE = (
+    "D % 2 == 0",
+    "G > 0 and H % G == 0",
+    "0 < T <= S",
+    "E >= sight.groups(T)[-1]",
+    "chosen is None or K <= E",
+)
+
 COMPRESSED_ATTENTION = Operation(
-    "compressed_attention", _without_none(_compressed_attention_triton),
-    _without_none(_compressed_attention_torch), _without_none(compressed_attention_reference),
-    _cases, GATE, bfloat16=(0, 1, 2), timings=_timings,
+    "compressed_attention", _compressed_attention_triton, _compressed_attention_torch,
+    _reference, _cases, GATE, ATTENTION,
+    where=ATTENTION_WHERE, compared=_those_there_are, draw=draw_attention, needs_rows=True,
+    torch_is_peer=True, timings=_timings,
 )  # fmt: skip

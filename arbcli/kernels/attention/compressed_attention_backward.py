@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.compressed_attention import (
+    ATTENTION,
+    ATTENTION_WHERE,
     COMPRESSED_ATTENTION,
     Sight,
     attend_part,
     block_n,
-    check_attention,
     compressed_attention,
     compressed_attention_reference,
     dense_rows,
+    draw_attention,
     draw_cases,
     draw_timed,
     groups_of_part,
@@ -36,8 +38,9 @@ from arbcli.kernels.attention.compressed_attention import (
     tiling,
 )
 from arbcli.kernels.attention.sum_choices import sum_choices
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
@@ -453,16 +456,9 @@ def compressed_attention_backward(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_attention(x, recent, entries, chosen, sink, cos, sin, sight)
-    for part in (grad_y, y):
-        if part.shape != x.shape or part.dtype != x.dtype:
-            got = f"{part.dtype} {tuple(part.shape)}"
-            raise ValueError(f"{got} does not fit {x.dtype} {tuple(x.shape)}")
-    if logs.dtype != torch.float32 or logs.shape != x.shape[:3]:
-        raise ValueError(f"totals {logs.dtype} {tuple(logs.shape)} do not fit {tuple(x.shape)}")
-    rest = (x, recent, entries, chosen, sink, cos, sin, sight, eps)
-    triton, torch_ = _compressed_attention_backward_triton, _compressed_attention_backward_torch
-    return (triton if uses_triton(x) else torch_)(grad_y, y, logs, *rest)
+    return COMPRESSED_ATTENTION_BACKWARD(
+        grad_y, y, logs, x, recent, entries, chosen, sink, cos, sin, sight, eps
+    )
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -492,8 +488,21 @@ GATE = Gate(
     peer_slack=0.5,
     reason="float32 sums; in bf16 the peer rounds what products take and groups keep, else nothing",
 )
+
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    inputs = draw_attention(dice, group_size, m, n, k)
+    y, logs, *_ = COMPRESSED_ATTENTION.torch(*inputs)
+    return dice.reals(*y.shape), y, logs, *inputs
+
+
 COMPRESSED_ATTENTION_BACKWARD = Operation(
     "compressed_attention_backward", _compressed_attention_backward_triton,
     _compressed_attention_backward_torch, compressed_attention_backward_reference, _cases, GATE,
-    bfloat16=(0, 1, 3, 4, 5), timings=_timings,
+    {
+        "grad_y": Array("B, T, H, D"), "y": Array("B, T, H, D"), "logs": Array("B, T, H", FLOAT),
+        **ATTENTION,
+    },
+    where=ATTENTION_WHERE, draw=_draw, needs_rows=True, peer=rounded_attention_gradients,
+    timings=_timings,
 )  # fmt: skip

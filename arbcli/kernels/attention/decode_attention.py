@@ -5,6 +5,14 @@ the oldest is overwritten first. Query and key are rotated by row p of the table
 `rotary_norm_` does; key and value are stored before any attention. Only differences of positions
 matter to q . k, and a sum over keys does not depend on their order, so the ring is never reordered.
 
+    slots     | block 0 | block 1 | block 2 | ... | not filled |       W of a head
+    program       0         1         2       ...                     sums and total to memory, then
+    tickets   0 -> 1 -> 2 -> ... -> n: who takes the last adds all up, and sets it to 0 again
+
+Why so: one head's ring in one program would leave most processors idle, and a second launch to add
+up costs as much as the attention of a short ring. The count of those that have finished is in the
+buffer that is 0 between launches, so that a captured graph needs nothing set.
+
 The filled slots of a head are divided among programs: a block to each, or several where programs
 are too few, the next loaded while one is multiplied. Each computes, over its slots, the sum of
 exp(score) and the sum of the values weighted by that. Queries and keys are normalised, so no score
@@ -12,7 +20,7 @@ exceeds sqrt(d), and no maximum has to be subtracted. The last program to finish
 all, in the order of the slots, so the result is the same bits whichever program is last.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -20,10 +28,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, uses_native
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous, check_scalars
+from arbcli.kernels.runtime.arguments import FLOAT, INT32, Arguments, Array, Number
+from arbcli.kernels.runtime.backend import uses_native
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
@@ -314,9 +324,7 @@ def decode_attention(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(qkv, keys, values, position, cos, sin, tickets)
-    run = choose(qkv, _decode_attention_triton, _decode_attention_torch, _decode_attention_native)
-    return run(qkv, keys, values, position, cos, sin, tickets, eps, alone)
+    return DECODE_ATTENTION(qkv, keys, values, position, cos, sin, tickets, eps, alone)
 
 
 def count_on_(position: Tensor, length: int) -> None:
@@ -325,82 +333,6 @@ def count_on_(position: Tensor, length: int) -> None:
         native.call("count", position, length)
     else:
         position += length
-
-
-def _check(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    tickets: Tensor,
-) -> None:
-    check_new_byte(qkv, position, cos, sin, tickets)
-    check_rings(qkv, keys, values)
-
-
-def check_rings(qkv: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Refuse rings that do not fit what `check_new_byte` has passed.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    _, heads, width = qkv.shape
-    for ring in (keys, values):
-        fits = ring.dim() == 3 and (ring.shape[0], ring.shape[2]) == (heads, width)
-        if ring.dtype != qkv.dtype or not fits or not ring.is_contiguous():
-            got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
-            raise ValueError(f"ring {ring.dtype} {tuple(ring.shape)} does not fit {got}")
-    if keys.shape != values.shape or keys.shape[1] < 1:
-        raise ValueError(f"rings of {keys.shape[1]} keys and {values.shape[1]} values do not fit")
-
-
-def check_new_byte(
-    qkv: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    tickets: Tensor | None,
-    *,
-    several: bool = False,
-) -> None:
-    """Refuse what `decode_attention` is given beside a ring, where it does not fit.
-
-    What needs no tickets has None. Where there may be `several` texts, positions of (B,) have a
-    byte of each.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
-    texts = position.shape if several else ()
-    fits = qkv.dim() == 3 + len(texts) and qkv.shape[:-2] == (*texts, 3)
-    if qkv.dtype not in (torch.float32, torch.bfloat16) or not fits:
-        raise ValueError(f"need float32 or bfloat16 of shape (3, heads, d), got {got}")
-    heads, width = qkv.shape[-2:]
-    if width % 2 or not qkv.is_contiguous():
-        raise ValueError(f"need a contiguous tensor of even heads, got {got}")
-    check_place(position, cos, sin, width // 2, several=several)
-    if tickets is not None:
-        check_contiguous("tickets", tickets, torch.int32, (*texts, heads))
-
-
-def check_place(
-    position: Tensor, cos: Tensor, sin: Tensor, half: int, *, several: bool = False
-) -> None:
-    """Refuse what tells a kernel where a byte is, and what vectors of twice `half` turn by there.
-
-    Raises:
-        ValueError: no int32 scalar tensor, or of `several` texts (B,), or no contiguous (P, half)
-            float32 twice.
-    """
-    if several:
-        check_contiguous("position", position, torch.int32, position.shape[:1])
-    else:
-        check_scalars(torch.int32, position=position)
-    for name, table in (("cos", cos), ("sin", sin)):
-        check_contiguous(name, table, torch.float32, (*cos.shape[:1], half))
 
 
 SHAPES = ((1, 1, 2, 0), (1, 3, 10, 1), (2, 7, 66, 30), (3, 65, 16, 64), (2, 100, 64, 17),
@@ -428,20 +360,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         place = torch.tensor(position, dtype=torch.int32, device=device)
         tickets = torch.zeros(heads, dtype=torch.int32, device=device)
         inputs = (*parts, place, angle.cos(), angle.sin(), tickets, 1e-6, alone)
-        yield Case(label, inputs, _with_state(_decode_attention_torch) if low else None)
-
-
-def _with_state(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it left in the ring too."""
-
-    def with_state(
-        qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-        tickets: Tensor, eps: float, alone: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        y = run(qkv, keys, values, position, cos, sin, tickets, eps, alone)
-        return y, keys, values, tickets
-
-    return with_state
+        yield Case(label, inputs, DECODE_ATTENTION.torch if low else None)
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -462,15 +381,41 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     )
 
 
+def draw_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    """Draw the inputs of `decode_attention`."""
+    heads, half, position = 1 + dice.below(4), 1 + min(k, 64), dice.below(3 * n)
+    qkv = dice.reals(3 * heads, 2 * half).contiguous().view(3, heads, 2 * half)
+    rings = (dice.reals(heads * n, 2 * half).contiguous() for _ in range(2))
+    angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
+    tickets = torch.zeros(heads, dtype=torch.int32, device=dice.device)
+    return (
+        qkv, *(ring.view(heads, n, 2 * half) for ring in rings), dice.scalar(position),
+        angle.cos(), angle.sin(), tickets, 1e-6,
+    )  # fmt: skip
+
+
+PLACE: Arguments = {
+    "position": Array("*T", INT32, dense=True),
+    "cos": Array("P, D // 2", FLOAT, dense=True),
+    "sin": Array("P, D // 2", FLOAT, dense=True),
+}
+"""Where a byte of each text is, and what vectors of D turn by there."""
+_RING = Array("H, W, D", dense=True)
+
 DECODE_ATTENTION = Operation(
-    "decode_attention", _with_state(_decode_attention_triton),
-    _with_state(_decode_attention_torch), decode_attention_reference, _cases,
+    "decode_attention", _decode_attention_triton, _decode_attention_torch,
+    decode_attention_reference, _cases,
     Gate(
         exact=False,
         relative=1e-5,
         peer_slack=0.1,
         reason="float32 sums of up to 5000 values; in bf16 no worse than torch's attention by 10 %",
     ),
-    timings=_timings,
-    native=_with_state(_decode_attention_native),
+    {
+        "qkv": Array("3, H, D", dense=True), "keys": _RING, "values": _RING,
+        **PLACE, "position": Array("", INT32), "tickets": Array("H", INT32, dense=True),
+        "eps": Number(()), "alone": Number(()),
+    },
+    where=("D % 2 == 0", "W > 0"), compared=("keys", "values", "tickets"), draw=draw_byte,
+    needs_rows=False, torch_is_peer=True, timings=_timings, native=_decode_attention_native,
 )  # fmt: skip

@@ -7,7 +7,7 @@ multiplies its score, a value's its weight, so codes are only converted. Of seve
 programs of its own, as many as it would have alone, so it has the same bits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -17,12 +17,13 @@ from torch.nn import functional
 from arbcli.kernels.attention.decode_attention import (
     LARGE,
     MAX_PARTS,
+    PLACE,
     SHAPES,
     Tiling,
     add_parts,
     attend_reference,
-    check_new_byte,
     decode_attention,
+    draw_byte,
     load_turned,
     span_of,
     tiling,
@@ -37,10 +38,11 @@ from arbcli.kernels.attention.eight_bits import (
     quantise_entry,
     scale_of_entry,
 )
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
+from arbcli.kernels.runtime.arguments import INT8, INT32, Array, Number
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
@@ -266,17 +268,7 @@ def decode_attention_8bit(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    check_new_byte(qkv, position, cos, sin, tickets, several=True)
-    texts, (heads, width) = position.shape, qkv.shape[-2:]
-    window = keys.shape[-2] if keys.dim() == 3 + len(texts) else 0
-    for ring in (keys, values):
-        fits = ring.shape == (*texts, heads, window, width) and window > 0 and ring.is_contiguous()
-        if ring.dtype not in ROOM or ring.dtype != keys.dtype or not fits:
-            got = f"{ring.dtype} {tuple(ring.shape)}"
-            raise ValueError(f"ring {got} in eight bits does not fit {tuple(qkv.shape)}")
-    check_contiguous("exponents", exponents, torch.int8, (*texts, 2, heads, window))
-    run = _decode_attention_8bit_triton if uses_triton(qkv) else _decode_attention_8bit_torch
-    return run(qkv, keys, values, exponents, position, cos, sin, tickets, eps)
+    return DECODE_ATTENTION_8BIT(qkv, keys, values, exponents, position, cos, sin, tickets, eps)
 
 
 SMALL_8BIT = (*SHAPES[:-1], (1, 40, 512, 33))
@@ -313,18 +305,11 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
                 yield Case(f"3 texts of {label}", beside_each_other(texts, *SHARED))
 
 
-def _with_state(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it left in the ring too, as numbers."""
-
-    def with_state(
-        qkv: Tensor, keys: Tensor, values: Tensor, exponents: Tensor, position: Tensor, cos: Tensor,
-        sin: Tensor, tickets: Tensor, eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        y = run(qkv, keys, values, exponents, position, cos, sin, tickets, eps)
-        rings = zip((keys, values), exponents.unbind(-3), strict=True)
-        return y, *(decode_entries(*ring, torch.float32) for ring in rings), tickets
-
-    return with_state
+def _with_state(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
+    """Give what is left in the ring too, as numbers."""
+    _, keys, values, exponents, _, _, _, tickets, _ = inputs
+    rings = zip((keys, values), exponents.unbind(-3), strict=True)
+    return y, *(decode_entries(*ring, torch.float32) for ring in rings), tickets
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -352,13 +337,29 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
                 yield Timing(label, texts, run=_decode_attention_8bit_triton)
 
 
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    qkv, keys, values, *rest = draw_byte(dice, group_size, m, n, k)
+    stored = dice.pick((*FORMATS.values(),))
+    values = values * torch.exp2(dice.integers(-9, 9, *values.shape[:2])[..., None].float())
+    (keys, of_keys), (values, of_values) = (quantise_entries(x, stored) for x in (keys, values))
+    return qkv, keys, values, torch.stack((of_keys, of_values)), *rest
+
+
+_RING = Array("*T, H, W, D", tuple(ROOM), dense=True)
+
 DECODE_ATTENTION_8BIT = Operation(
-    "decode_attention_8bit", _with_state(_decode_attention_8bit_triton),
-    _with_state(_decode_attention_8bit_torch), decode_attention_8bit_reference, _cases,
+    "decode_attention_8bit", _decode_attention_8bit_triton, _decode_attention_8bit_torch,
+    decode_attention_8bit_reference, _cases,
     Gate(
         exact=False,
         relative=3e-3,
         reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is",
     ),
-    timings=_timings,
+    {
+        "qkv": Array("*T, 3, H, D", dense=True), "keys": _RING, "values": _RING,
+        "exponents": Array("*T, 2, H, W", INT8, dense=True), **PLACE,
+        "tickets": Array("*T, H", INT32, dense=True), "eps": Number(()),
+    },
+    where=("len(T) < 2", "D % 2 == 0", "W > 0", "keys.dtype == values.dtype"),
+    compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
 )  # fmt: skip

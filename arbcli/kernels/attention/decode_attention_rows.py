@@ -6,7 +6,7 @@ which order, depends on nothing but the slots: a text has the same bits whatever
 many, and how long.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,14 +14,15 @@ from torch import Tensor
 from arbcli.kernels.attention.decode_attention import (
     DECODE_ATTENTION,
     MAX_PARTS,
+    PLACE,
     add_parts,
-    check_new_byte,
     decode_attention_reference,
     load_turned,
 )
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
+from arbcli.kernels.runtime.arguments import INT32, Array, Number
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options
 
@@ -182,26 +183,7 @@ def decode_attention_rows(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(qkv, keys, values, position, cos, sin, tickets)
-    run = _decode_attention_rows_triton if uses_triton(qkv) else _decode_attention_rows_torch
-    return run(qkv, keys, values, position, cos, sin, tickets, eps)
-
-
-def _check(
-    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    tickets: Tensor,
-) -> None:  # fmt: skip
-    got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
-    if qkv.dim() != 4 or not len(qkv) or not qkv.is_contiguous():
-        raise ValueError(f"need contiguous (B, 3, heads, d), got {got}")
-    texts, _, heads, width = qkv.shape
-    check_contiguous("position", position, torch.int32, (texts,))
-    check_contiguous("tickets", tickets, torch.int32, (texts, heads))
-    check_new_byte(qkv[0], position[0], cos, sin, None)
-    for ring in (keys, values):
-        fits = ring.dim() == 4 and ring.shape == (texts, heads, keys.shape[2], width)
-        if ring.dtype != qkv.dtype or not fits or not ring.shape[2] or not ring.is_contiguous():
-            raise ValueError(f"ring {ring.dtype} {tuple(ring.shape)} does not fit {got}")
+    return DECODE_ATTENTION_ROWS(qkv, keys, values, position, cos, sin, tickets, eps)
 
 
 SHAPES = ((1, 1, 1, 2, (0,)), (3, 2, 70, 10, (0, 69, 200)), (2, 3, 100, 64, (199, 5)),
@@ -225,20 +207,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         position = torch.tensor(positions, dtype=torch.int32, device=device)
         tickets = torch.zeros(texts, heads, dtype=torch.int32, device=device)
         inputs = (*parts, position, angle.cos(), angle.sin(), tickets, 1e-6)
-        yield Case(label, inputs, _with_state(_decode_attention_rows_torch) if low else None)
-
-
-def _with_state(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it left in the rings too."""
-
-    def with_state(
-        qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-        tickets: Tensor, eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        y = run(qkv, keys, values, position, cos, sin, tickets, eps)
-        return y, keys, values, tickets
-
-    return with_state
+        yield Case(label, inputs, DECODE_ATTENTION_ROWS.torch if low else None)
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -259,14 +228,35 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     )
 
 
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    texts, heads, half = 1 + m % 4, 1 + dice.below(3), 1 + min(k, 64)
+    qkv = dice.reals(texts * 3 * heads, 2 * half).contiguous().view(texts, 3, heads, 2 * half)
+    rings = (dice.reals(texts * heads * n, 2 * half).contiguous() for _ in range(2))
+    position = dice.integers(0, 3 * n - 1, texts, dtype=torch.int32).contiguous()
+    angle = dice.reals(3 * n, half, dtype=torch.float32).contiguous()
+    tickets = torch.zeros(texts, heads, dtype=torch.int32, device=dice.device)
+    return (
+        qkv, *(ring.view(texts, heads, n, 2 * half) for ring in rings), position,
+        angle.cos(), angle.sin(), tickets, 1e-6,
+    )  # fmt: skip
+
+
+_RING = Array("B, H, W, D", dense=True)
+
 DECODE_ATTENTION_ROWS = Operation(
-    "decode_attention_rows", _with_state(_decode_attention_rows_triton),
-    _with_state(_decode_attention_rows_torch), decode_attention_rows_reference, _cases,
+    "decode_attention_rows", _decode_attention_rows_triton, _decode_attention_rows_torch,
+    decode_attention_rows_reference, _cases,
     Gate(
         exact=False,
         relative=1e-5,
         peer_slack=0.1,
         reason="float32 sums of up to 2048 values; in bf16 no worse than torch's attention by 10 %",
     ),
-    timings=_timings,
+    {
+        "qkv": Array("B, 3, H, D", dense=True), "keys": _RING, "values": _RING, **PLACE,
+        "position": Array("B", INT32, dense=True), "tickets": Array("B, H", INT32, dense=True),
+        "eps": Number(()),
+    },
+    where=("B > 0", "D % 2 == 0", "W > 0"), compared=("keys", "values", "tickets"), draw=_draw,
+    needs_rows=False, torch_is_peer=True, timings=_timings,
 )  # fmt: skip

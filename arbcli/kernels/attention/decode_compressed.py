@@ -14,26 +14,34 @@ the order of the slots, so the result is the same bits whichever program is last
 each has programs of its own, as many as it would have alone.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.attention.decode_attention import check_place
+from arbcli.kernels.attention.decode_attention import PLACE
 from arbcli.kernels.attention.eight_bits import (
     FORMATS,
-    check_stored,
+    ROOM,
     decode_entries,
     numbers_of,
     quantise_entries,
     scale_of_entry,
 )
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
+from arbcli.kernels.runtime.arguments import (
+    FLOAT,
+    INT8,
+    INT32,
+    Arguments,
+    Array,
+    Number,
+    compiled_check,
+)
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
 
@@ -283,36 +291,12 @@ def decode_compressed(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    got = f"{x.dtype} of shape {tuple(x.shape)}"
-    texts = position.shape
-    fits = x.dim() == 2 + len(texts) and x.shape[:-2] == texts
-    if not fits or x.shape[-1] % 2 or not x.is_contiguous():
-        raise ValueError(f"need contiguous (H, d) queries of even d, got {got}")
-    heads, width = x.shape[-2:]
-    kv = recent.shape[-2] if recent.dim() == 3 + len(texts) else 0
-    if not kv or heads % kv or x.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"vectors {recent.dtype} {tuple(recent.shape)} do not fit {got}")
-    check_stored(recent, entries, exponents, x.dtype, (kv, width), texts)
-    if choice is not None:
-        check_contiguous(
-            "choice", choice, torch.int32, (*texts, choice.numel() // max(1, position.numel()))
-        )
-    check_contiguous("sink", sink, torch.float32, (heads,))
-    check_contiguous("tickets", tickets, torch.int32, (*texts, heads))
-    check_place(position, cos, sin, width // 2, several=True)
-    run = _decode_compressed_triton if uses_triton(x) else _decode_compressed_torch
-    return run(
-        x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps, exponents
-    )
-
-
-def _with_state(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it left in its tickets too."""
-
-    def with_state(*inputs: Any) -> tuple[Tensor, Tensor]:
-        return run(*inputs), inputs[8]
-
-    return with_state
+    inputs = x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps
+    if exponents is None:
+        DECODE_COMPRESSED.check(*inputs)
+    else:
+        _check_codes(*inputs, *exponents)
+    return DECODE_COMPRESSED.chosen(x)(*inputs, exponents)
 
 
 def attention_of_byte(
@@ -371,7 +355,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             label = f"{heads}/{kv}x{width} at {position}, last {ring}, {seen}"
             low = dtype == torch.bfloat16
             label += " bf16" if low else ""
-            peer = _with_state(_decode_compressed_torch) if low else None
+            peer = DECODE_COMPRESSED.torch if low else None
             inputs = attention_of_byte(generator, device, dtype, *shape)
             yield Case(label, inputs, peer)
             if position in (40, 77, 16383):  # a text that begins beside others
@@ -402,10 +386,57 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         yield Timing(label, texts, run=_decode_compressed_triton)
 
 
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    ratio, most, kv = 2 + dice.below(4), 1 + dice.below(60), dice.pick((1, 2))
+    return attention_of_byte(
+        dice.seeded(), dice.device, dice.dtype, kv * dice.pick((1, 3, 8)), kv,
+        2 * (1 + min(k, 63)), 1 + dice.below(70), most + 1, dice.pick((0, 2, 9, 40)), ratio, most,
+        dice.below(2 * most * ratio),
+    )  # fmt: skip
+
+
+_ARGUMENTS: Arguments = {
+    "x": Array("*T, H, D", dense=True),
+    "recent": Array("*T, W, G, D", dense=True),
+    "entries": Array("*T, E, G, D", dense=True),
+    "choice": Array("*T, K", INT32, dense=True, optional=True),
+    "sink": Array("H", FLOAT, dense=True),
+    **PLACE,
+    "tickets": Array("*T, H", INT32, dense=True),
+    "m": Number(()),
+    "most": Number(()),
+    "eps": Number(()),
+}
+_WHERE = ("len(T) < 2", "D % 2 == 0", "G > 0 and H % G == 0")
+
 DECODE_COMPRESSED = Operation(
-    "decode_compressed", _with_state(_decode_compressed_triton),
-    _with_state(_decode_compressed_torch), decode_compressed_reference, _cases,
-    Gate(exact=False, relative=1e-5, peer_slack=0.1,
-         reason="float32 sums; in bf16 no worse than torch by 10 %"),
-    bfloat16=(0, 1, 2), timings=_timings,
+    "decode_compressed",
+    _decode_compressed_triton,
+    _decode_compressed_torch,
+    decode_compressed_reference,
+    _cases,
+    Gate(
+        exact=False,
+        relative=1e-5,
+        peer_slack=0.1,
+        reason="float32 sums; in bf16 no worse than torch by 10 %",
+    ),
+    _ARGUMENTS,
+    where=_WHERE,
+    compared=("tickets",),
+    draw=_draw,
+    needs_rows=False,
+    torch_is_peer=True,
+    timings=_timings,
+)
+
+_check_codes = compiled_check(
+    "decode_compressed",
+    {
+        **_ARGUMENTS, "recent": Array("*T, W, G, D", tuple(ROOM), dense=True),
+        "entries": Array("*T, E, G, D", tuple(ROOM), dense=True),
+        "of_recent": Array("*T, W, G", INT8, dense=True),
+        "of_entries": Array("*T, E, G", INT8, dense=True),
+    },
+    (*_WHERE, "recent.dtype == entries.dtype"),
 )  # fmt: skip

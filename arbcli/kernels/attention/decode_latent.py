@@ -14,17 +14,17 @@ subtracted.
 Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.attention.decode_attention import check_place
+from arbcli.kernels.attention.decode_attention import PLACE
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
+from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
@@ -256,36 +256,7 @@ def decode_latent(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(row, up, latent, turned, lengths, position, cos, sin)
-    run = _decode_latent_triton if uses_triton(row) else _decode_latent_torch
-    return run(row, up, latent, turned, lengths, position, cos, sin, scale, eps)
-
-
-def _check(
-    row: Tensor, up: Tensor, latent: Tensor, turned: Tensor, lengths: Tensor, position: Tensor,
-    cos: Tensor, sin: Tensor,
-) -> None:  # fmt: skip
-    texts = position.shape
-    if row.dtype not in (torch.float32, torch.bfloat16) or row.dim() != 1 + len(texts):
-        got = f"{row.dtype} of shape {tuple(row.shape)}"
-        raise ValueError(f"need one row in float32 or bfloat16, got {got}")
-    if any(ring.dim() != 2 + len(texts) for ring in (latent, turned, lengths)):
-        raise ValueError("need rings of two dimensions")
-    (window, size), rotary, heads = latent.shape[-2:], turned.shape[-1], lengths.shape[-1]
-    if not window or not heads:
-        raise ValueError(f"need rings of some positions of some heads, got {tuple(lengths.shape)}")
-    width, left = divmod(row.shape[-1] - size - rotary, heads)
-    if left or rotary % 2 or not 0 < rotary <= width:
-        raise ValueError(f"{row.shape[-1]} are not queries of {heads} heads, {size} and {rotary}")
-    for name, x, dtype, shape in (
-        ("row", row, row.dtype, (*texts, row.shape[-1])),
-        ("up", up, row.dtype, (heads * (2 * width - rotary), size)),
-        ("latent", latent, row.dtype, (*texts, window, size)),
-        ("turned", turned, row.dtype, (*texts, window, rotary)),
-        ("lengths", lengths, torch.float32, (*texts, window, heads)),
-    ):
-        check_contiguous(name, x, dtype, shape)
-    check_place(position, cos, sin, rotary // 2, several=True)
+    return DECODE_LATENT(row, up, latent, turned, lengths, position, cos, sin, scale, eps)
 
 
 SHAPES = ((1, 2, 3, 2, 1, 0), (2, 10, 24, 4, 7, 3), (3, 16, 40, 8, 33, 32), (2, 24, 16, 24, 40, 99),
@@ -310,24 +281,12 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         place = torch.tensor(position, dtype=torch.int32, device=device)
         inputs = (*parts, lengths, place, angle.cos(), angle.sin(), 2 * width**-0.5, 1e-6)
         label = f"{heads}x{width}x{size}x{rotary} at {position} of {window}{' bf16' if low else ''}"
-        peer = _with_state(_decode_latent_torch) if low else None
+        peer = DECODE_LATENT.torch if low else None
         yield Case(label, inputs, peer)
         if window in (33, 64):  # a text that begins beside others
             begins = (-parts[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
             texts = beside_each_other([inputs, begins, inputs], *SHARED)
             yield Case(f"3 texts of {label}", texts, peer)
-
-
-def _with_state(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it left in the rings too."""
-
-    def with_state(
-        row: Tensor, up: Tensor, latent: Tensor, turned: Tensor, lengths: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        y = run(row, up, latent, turned, lengths, *rest)
-        return y, latent, turned, lengths
-
-    return with_state
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -351,14 +310,41 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     )  # fmt: skip
 
 
+def _draw_rings(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, half, still = 1 + dice.below(3), 1 + min(k // 8, 20), dice.below(40)
+    width, size, position = 2 * half + still, 1 + min(k, 300), dice.below(3 * n)
+    angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
+    shapes = ((1, heads * width + size + 2 * half), (heads * (width + still), size),
+              (n, size), (n, 2 * half))  # fmt: skip
+    row, *others = (dice.reals(*shape).contiguous() for shape in shapes)
+    others[0] *= size**-0.5  # keys about as long as queries: exp of no score overflows
+    lengths = dice.reals(n, heads, dtype=torch.float32).abs().clamp(max=2).contiguous()
+    return (
+        row[0], *others, lengths, dice.scalar(position), angle.cos(), angle.sin(),
+        width**-0.5, 1e-6,
+    )  # fmt: skip
+
+
 DECODE_LATENT = Operation(
-    "decode_latent", _with_state(_decode_latent_triton), _with_state(_decode_latent_torch),
-    decode_latent_reference, _cases,
+    "decode_latent", _decode_latent_triton, _decode_latent_torch, decode_latent_reference, _cases,
     Gate(
         exact=False,
         relative=1e-5,
         peer_slack=0.1,
         reason="float32 sums of up to 512 products; in bf16 no worse than torch's by 10 %",
     ),
-    timings=_timings,
+    {
+        "row": Array("*T, Q", dense=True),
+        "up": Array("2 * (Q - L - R) - H * R, L", dense=True),
+        "latent": Array("*T, W, L", dense=True), "turned": Array("*T, W, R", dense=True),
+        "lengths": Array("*T, W, H", FLOAT, dense=True), **PLACE,
+        "cos": Array("P, R // 2", FLOAT, dense=True), "sin": Array("P, R // 2", FLOAT, dense=True),
+        "scale": Number(()), "eps": Number(()),
+    },
+    where=(
+        "len(T) < 2", "W > 0 and H > 0", "R % 2 == 0 and R > 0",
+        "(Q - L - R) % H == 0 and R * H <= Q - L - R",
+    ),
+    compared=("latent", "turned", "lengths"), draw=_draw_rings, needs_rows=False,
+    torch_is_peer=True, timings=_timings,
 )  # fmt: skip

@@ -12,14 +12,11 @@ Integers divide the span of the largest evenly, which suits entries whose larges
 their mean, as normalised keys are: see docs/performance.md.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from arbcli.kernels.matmul.quantise_rows import E4M3, largest_of_rows, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.inputs import check_contiguous
 
 FORMATS = {"fp8": E4M3, "int8": torch.int8}
 """Types of codes, by the names of `--kv`."""
@@ -94,39 +91,6 @@ def join_turned(turned: Tensor, others: Tensor) -> Tensor:
     """Put together what `part_turned` parted."""
     pairs = zip(turned.chunk(2, dim=-1), others.chunk(2, dim=-1), strict=True)
     return torch.cat([part for pair in pairs for part in pair], dim=-1)
-
-
-def check_stored(
-    recent: Tensor,
-    entries: Tensor,
-    exponents: tuple[Tensor, Tensor] | None,
-    dtype: torch.dtype,
-    vector: tuple[int, int],
-    texts: Sequence[int],
-) -> None:
-    """Refuse a ring and entries that do not fit each other.
-
-    Args:
-        recent: (W, G, d) in `dtype`, or codes in eight bits where there are exponents.
-        entries: (E, G, d) like it.
-        exponents: (W, G) and (E, G) int8, of codes.
-        dtype: of numbers.
-        vector: G and d.
-        texts: (B,) of several texts, whose dimension is in front of all; else empty.
-
-    All are contiguous.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    if exponents is not None:
-        dtype = recent.dtype
-        if dtype not in ROOM:
-            raise ValueError(f"exponents are of codes in eight bits, got {dtype}")
-        for part, exponent in zip((recent, entries), exponents, strict=True):
-            check_contiguous("exponents", exponent, torch.int8, part.shape[:-1])
-    for name, part in (("recent", recent), ("entries", entries)):
-        check_contiguous(name, part, dtype, (*texts, *part.shape[len(texts) :][:1], *vector))
 
 
 @triton.jit

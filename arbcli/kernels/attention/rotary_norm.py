@@ -8,15 +8,15 @@ Source of the angles: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, row_chunks
-from arbcli.kernels.runtime.inputs import check_contiguous
+from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
+from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
@@ -232,9 +232,7 @@ def rotary_norm_(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(qkv, cos, sin)
-    run = choose(qkv, _rotary_norm_triton, _rotary_norm_torch, _rotary_norm_native)
-    return run(qkv, cos, sin, eps)
+    return ROTARY_NORM(qkv, cos, sin, eps)
 
 
 def rotary_norm_backward(
@@ -256,29 +254,7 @@ def rotary_norm_backward(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    _check(qkv, cos, sin)
-    batch, length, _, heads, width = qkv.shape
-    for grad in grads:
-        if grad.dtype != qkv.dtype or grad.shape != (batch, heads, length, width):
-            raise ValueError(f"gradient {grad.dtype} {tuple(grad.shape)} does not fit")
-    check_contiguous("r", r, torch.float32, (batch, length, 2, heads))
-    run = choose(
-        qkv,
-        _rotary_norm_backward_triton,
-        _rotary_norm_backward_torch,
-        _rotary_norm_backward_native,
-    )
-    return run(grads, qkv, r, cos, sin)
-
-
-def _check(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
-    got = f"{qkv.dtype} of shape {tuple(qkv.shape)}"
-    if qkv.dtype not in (torch.float32, torch.bfloat16) or qkv.dim() != 5 or qkv.shape[2] != 3:
-        raise ValueError(f"need float32 or bfloat16 of shape (B, T, 3, heads, d), got {got}")
-    if not qkv.is_contiguous() or qkv.shape[-1] % 2:
-        raise ValueError(f"need a contiguous tensor of even heads, got {got}")
-    for name, table in (("cos", cos), ("sin", sin)):
-        check_contiguous(name, table, torch.float32, (qkv.shape[1], qkv.shape[-1] // 2))
+    return ROTARY_NORM_BACKWARD(*grads, qkv, r, cos, sin)
 
 
 SHAPES = ((1, 1, 1, 2), (2, 3, 1, 10), (1, 5, 3, 66), (2, 7, 2, 64), (1, 2, 5, 128))
@@ -338,16 +314,6 @@ def rounded_gradient(
     return rotary_norm_backward_reference(grads, qkv, r, cos, sin).to(qkv.dtype)
 
 
-def _with_state(run: Callable) -> Callable:
-    """Wrap an implementation so that it returns what it left in `qkv` too."""
-
-    def with_state(qkv: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-        r = run(qkv, *inputs)
-        return qkv, r
-
-    return with_state
-
-
 def _flat(run: Callable) -> Callable:
     """Wrap an implementation so that it takes the three gradients one by one."""
     return lambda q, k, v, *rest: run([q, k, v], *rest)
@@ -378,13 +344,46 @@ _GATE = Gate(
     reason="float32 sums of at most 128 squares; in bf16 no worse than one rounding",
 )
 
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    batch, heads, half = 1 + dice.below(3), 1 + dice.below(4), 2 + min(k, 64)
+    angle = dice.reals(m, half, dtype=torch.float32)
+    qkv = dice.reals(batch * m * 3 * heads, 2 * half).contiguous()
+    angle = angle.contiguous()
+    return qkv.view(batch, m, 3, heads, 2 * half), angle.cos(), angle.sin(), 1e-6
+
+
+def _draw_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    qkv, cos, sin, eps = _draw(dice, group_size, m, n, k)
+    r = ROTARY_NORM.torch(qkv, cos, sin, eps)[1]
+    batch, length, _, heads, width = qkv.shape
+    rows = [dice.reals(batch * heads * length, width) for _ in range(3)]
+    grads = [grad.reshape(batch, heads, length, width) for grad in rows]
+    return *grads, qkv, r, cos, sin
+
+
+_QKV, _TABLE = Array("B, T, 3, H, D", dense=True), Array("T, D // 2", FLOAT, dense=True)
+_GRAD = Array("B, H, T, D")
+
+
+def _with_qkv(inputs: tuple, r: Tensor) -> tuple[Tensor, Tensor]:
+    return inputs[0], r
+
+
 ROTARY_NORM = Operation(
-    "rotary_norm", _with_state(_rotary_norm_triton), _with_state(_rotary_norm_torch),
-    rotary_norm_reference, _cases, _GATE, timings=_timings,
-    native=_with_state(_rotary_norm_native),
+    "rotary_norm", _rotary_norm_triton, _rotary_norm_torch, rotary_norm_reference, _cases, _GATE,
+    {"qkv": _QKV, "cos": _TABLE, "sin": _TABLE, "eps": Number(())},
+    where=("D % 2 == 0",), compared=_with_qkv, draw=_draw, needs_rows=True,
+    peer=rounded_once, timings=_timings, native=_rotary_norm_native,
 )  # fmt: skip
 ROTARY_NORM_BACKWARD = Operation(
     "rotary_norm_backward", _flat(_rotary_norm_backward_triton),
     _flat(_rotary_norm_backward_torch), _flat(rotary_norm_backward_reference), _backward_cases,
-    _GATE, timings=_backward_timings, native=_flat(_rotary_norm_backward_native),
+    _GATE,
+    {
+        "grad_q": _GRAD, "grad_k": _GRAD, "grad_v": _GRAD, "qkv": _QKV,
+        "r": Array("B, T, 2, H", FLOAT, dense=True), "cos": _TABLE, "sin": _TABLE,
+    },
+    where=("D % 2 == 0",), draw=_draw_backward, needs_rows=True, peer=rounded_gradient,
+    timings=_backward_timings, native=_flat(_rotary_norm_backward_native),
 )  # fmt: skip

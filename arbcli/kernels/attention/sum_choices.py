@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.arguments import INT32, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
@@ -112,14 +113,7 @@ def sum_choices(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != 4 or not x.is_contiguous():
-        got = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"need contiguous float32 or bfloat16 vectors of choices, got {got}")
-    fits = chosen.shape == x.shape[:3] and chosen.is_contiguous() and x.shape[2] < 2**15
-    if chosen.dtype != torch.int32 or not fits:
-        got = f"{chosen.dtype} {tuple(chosen.shape)}"
-        raise ValueError(f"need int32 choices of shape {tuple(x.shape[:3])}, got {got}")
-    return (_sum_choices_triton if uses_triton(x) else _sum_choices_torch)(x, chosen, entries)
+    return SUM_CHOICES(x, chosen, entries)
 
 
 def random_choices(
@@ -156,8 +150,20 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("1x4096x128 of 4096, width 128 bf16", (x, chosen, 4096))
 
 
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    entries, number = dice.pick((1, 8, 90)), 1 + min(m, 60)
+    size, batch = 1 + dice.below(entries), dice.pick((1, 2))
+    about = dice.seeded()
+    chosen = random_choices(about, batch, number, size, entries).to(dice.device)
+    return dice.reals(batch, number, size, 1 + min(k, 200)).contiguous(), chosen, entries
+
+
 SUM_CHOICES = Operation(
     "sum_choices", _sum_choices_triton, _sum_choices_torch, sum_choices_reference, _cases,
     Gate(exact=False, relative=1e-5, reason="float32 sums over groups"),
-    bfloat16=(0,), timings=_timings,
+    {
+        "x": Array("B, N, K, D", dense=True), "chosen": Array("B, N, K", INT32, dense=True),
+        "entries": Number(()),
+    },
+    where=(f"K < {2**15}",), draw=_draw, needs_rows=True, timings=_timings,
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """A packed matrix as kernels read it: trits five to a byte, and the two digits of each scale."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.layout import LARGEST_BYTE, row_bytes
-from arbcli.kernels.codec.packing import check_packed
+from arbcli.kernels.runtime.arguments import INT8, UINT8, Array, Number, compiled_check
 
 OCTAVE = 128
 """Steps of v = 128 E + F in a doubling of the scale."""
@@ -62,29 +63,13 @@ class Packed(NamedTuple):
             remainder=both(self.remainder, other.remainder),
         )
 
-    def check(self, in_features: int | None = None) -> None:
+    def check(self) -> None:
         """Refuse parts that do not belong together.
-
-        Args:
-            in_features: what K has to be; None is whatever it is.
 
         Raises:
             ValueError: a dtype or a shape does not fit.
         """
-        check_packed(self.trits, self.in_features)
-        if in_features not in (None, self.in_features):
-            got = f"{tuple(self.trits.shape)}, rows of {self.in_features} weights,"
-            raise ValueError(f"packed {got} is not rows of {in_features} weights")
-        shape = (self.out_features, self.num_groups)
-        for digits in (self.exponent,) if self.fraction is None else (self.exponent, self.fraction):
-            if digits.dtype != torch.int8 or tuple(digits.shape) != shape:
-                got = f"{digits.dtype} {tuple(digits.shape)}"
-                raise ValueError(f"need int8 scales of shape {shape}, got {got}")
-        if self.remainder is not None:
-            shape = (self.out_features, self.in_features)
-            if self.remainder.dtype != torch.int8 or tuple(self.remainder.shape) != shape:
-                got = f"{self.remainder.dtype} {tuple(self.remainder.shape)}"
-                raise ValueError(f"need an int8 remainder of shape {shape}, got {got}")
+        _check_parts(*self)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Packed":
         """Apply a function to each of the tensors, such as one that takes some of the rows."""
@@ -146,6 +131,18 @@ class Packed(NamedTuple):
     @property
     def _fraction_or_any(self) -> Tensor:
         return self.exponent if self.fraction is None else self.fraction
+
+
+_DIGITS = Array("N, -(-in_features // group_size)", INT8)
+_check_parts = compiled_check(
+    "packed matrix",
+    {
+        "trits": Array("N, row_bytes(in_features)", UINT8), "exponent": _DIGITS,
+        "fraction": replace(_DIGITS, optional=True), "in_features": Number(()),
+        "group_size": Number(()), "remainder": Array("N, in_features", INT8, optional=True),
+        "radix": Number(()), "low": Number(()), "nibble": Number(()),
+    },
+)  # fmt: skip
 
 
 def unit_of(radix: int) -> int:

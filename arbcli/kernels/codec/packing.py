@@ -291,11 +291,6 @@ def unpack_trits(packed: Tensor, in_features: int) -> Tensor:
     return UNPACK_TRITS(packed, in_features)
 
 
-def check_packed(packed: Tensor, in_features: int) -> None:
-    """Raise ValueError unless `packed` has the dtype and width of rows of `in_features` weights."""
-    UNPACK_TRITS.check(packed, in_features)
-
-
 def illegal_bytes(packed: Tensor) -> int:
     """Count bytes that are no five trits (243..255), on the CPU.
 

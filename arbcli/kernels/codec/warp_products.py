@@ -7,6 +7,16 @@ Tensors here have one element a thread. The instruction, `mma.m16n8k16`, multipl
 - of x: for each digit, the eight elements of row r that this plane is multiplied by;
 - of y: rows r and r + 8 of w times rows 2 c and 2 c + 1 of x.
 
+The instruction's own columns, and those that a thread has of a plane of 32 weights:
+
+    instruction k     0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11 | 12 13 | 14 15      16 deep, of a thread
+    thread c           0     1     2     3     0      1       2       3        four: 2 c, 2 c + 1,
+                                                                               2 c + 8, 2 c + 9
+    plane, thread c   8 c .. 8 c + 7: four of them for each of two instructions
+
+Why so: a sum does not mind the order of its terms. So the columns of w and of x are renamed alike,
+and a thread multiplies the eight neighbours that it has loaded at once, instead of asking others.
+
 Triton's interpreter cannot execute PTX, so each operation is written a second time in plain Triton.
 """
 

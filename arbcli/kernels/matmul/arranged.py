@@ -15,6 +15,14 @@ from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import (
+    SOME_REAL,
+    Arguments,
+    Array,
+    Matrix,
+    Number,
+    compiled_check,
+)
 from arbcli.kernels.runtime.backend import uses_native, uses_triton
 
 ROWS = 16
@@ -23,19 +31,12 @@ MOST_ROWS = 8
 """Largest M: what one instruction multiplies."""
 
 
-def check_trits(packed: Packed, gated: bool) -> None:
-    """Refuse what has no pieces: all digits, groups of less than planes, halves that are none.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    packed.check()
-    if packed.remainder is not None:
-        raise ValueError("weights of all digits are arranged by `arrange_digits`")
-    if packed.group_size % PLANE:
-        raise ValueError(f"need groups of whole planes of {PLANE} weights, got {packed.group_size}")
-    if gated and packed.out_features % 2:
-        raise ValueError(f"{packed.out_features} rows are not two halves")
+check_trits = compiled_check(
+    "packed weights",
+    {"packed": Matrix("N, K, G"), "gated": Number(())},
+    ("packed.remainder is None", f"G % {PLANE} == 0", "not gated or N % 2 == 0"),
+)
+"""Refuses what has no pieces: all digits, groups of less than planes, halves that are none."""
 
 
 def in_tiles(rows: Tensor, gated: bool) -> Tensor:
@@ -130,43 +131,30 @@ def grid_of(out_features: int, in_features: int, gated: bool, block: int) -> tup
     return -(-out_features // (ROWS // (1 + gated))), -(-in_features // block)
 
 
-def check_few_rows(
-    x: Tensor,
-    in_features: int,
-    added: Tensor | None,
-    like: tuple[torch.dtype, int],
-    multiple: int = 1,
-    most: int = MOST_ROWS,
-) -> None:
-    """Refuse what cannot be multiplied as few rows, or added to the result.
+def few_rows_of(pieces: Arguments) -> Arguments:
+    """Declare few rows, the pieces of a matrix that they are multiplied by, and what is added."""
+    return {
+        "x": Array("M, in_features", SOME_REAL, dense=True),
+        **pieces,
+        **dict.fromkeys(("out_features", "in_features", "gated", "eps"), Number(())),
+        "added": Array("M, out_features", SOME_REAL, optional=True),
+        "dtype": Number(()),
+    }
 
-    Args:
-        x: (M, K) bfloat16, contiguous, 1 to `most` rows; the native loops take float32 too, and
-            any number of rows.
-        in_features: K.
-        added: (M, N), or None.
-        like: dtype and N of the result.
-        multiple: what K has to be one of.
-        most: the largest M.
 
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    got = f"{x.dtype} of shape {tuple(x.shape)}"
-    fits = x.dim() == 2 and x.shape[1] == in_features and x.is_contiguous()
-    by_loops = uses_native(x)
-    dtypes = (torch.bfloat16, torch.float32) if by_loops else (torch.bfloat16,)
-    if x.dtype not in dtypes or not fits:
-        raise ValueError(f"need contiguous bfloat16 rows of {in_features}, got {got}")
-    most = max(most, len(x)) if by_loops and most > 1 else most
-    if not 1 <= len(x) <= most or in_features % multiple:
-        of = f" of a multiple of {multiple} elements" if multiple > 1 else ""
-        rows = "a row" if most == 1 else f"1 to {most} rows"
-        raise ValueError(f"need {rows}{of}, got {got}")
-    dtype, shape = like[0], (len(x), like[1])
-    if added is not None and (added.dtype, added.shape) != (dtype, shape):
-        got = f"{added.dtype} {tuple(added.shape)}"
-        raise ValueError(f"need {dtype} {shape} to add to, got {got}")
+def few_rows_fit(most: int) -> tuple[str, ...]:
+    """Say what holds of few rows, `most` of them; loops take float32 too, and more than a few."""
+    return (
+        "x.dtype == torch.bfloat16 or uses_native(x)",
+        "M == 1" if most == 1 else f"M > 0 and (M <= {most} or uses_native(x))",
+        "in_features % 8 == 0",
+        "added is None or added.dtype == (dtype or x.dtype)",
+    )
+
+
+def tiles_by(block: int) -> str:
+    """Write the tiles of a matrix, and its blocks of so many columns: see `grid_of`."""
+    return f"-(-out_features // ({ROWS} // (1 + gated))), -(-in_features // {block})"
 
 
 def tiles_reference(

@@ -9,6 +9,17 @@ its columns 32 i .. 32 i + 31, is bits 2 i and 2 i + 1 of each byte.
   32 i, the next 2 + 32 i, then 1 + 32 i and 3 + 32 i: every second one is a neighbour.
 - 128 bytes of scales, bf16. For r in 0..7: those of planes 0, 1, 2, 3 of row r, then of row r + 8.
 
+A piece of 640 bytes, of which thread 4 r + c loads the 16 of j = c and r:
+
+    byte 0         16                     112       128                       512        640
+         | j=0 r=0 | j=0 r=1 | ... | j=0 r=7 | j=1, r=0..7 | j=2 | j=3 | scales r=0..7 |
+           | q=0: row r, row r + 8 | q=1: row r, row r + 8 |     four bytes each, 4 planes a byte
+
+Why so: what a thread needs of rows r and r + 8 for its columns 8 c .. 8 c + 7 of four planes is one
+load of 16 bytes, and eight threads of equal c load 128 bytes side by side. Two bits and not 1.6: a
+code is a mask away from a number, where the digits of a byte come out one after the other. Every
+second column is a neighbour, so that one mask leaves two codes in the two halves of a word.
+
 Codes beyond K are 0, scales beyond it are those of the last group, and rows beyond N are 0
 throughout. If the result is gated, row r + 8 of a piece is the row of w half a matrix below row r.
 """
@@ -26,19 +37,22 @@ from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.arranged import (
     ROWS,
     arrange_native,
     check_trits,
-    grid_of,
+    few_rows_of,
     in_tiles,
     multiply_native,
+    tiles_by,
     tiles_reference,
     with_torch,
 )
 from arbcli.kernels.runtime._triton import tl
+from arbcli.kernels.runtime.arguments import UINT8, Array
 from arbcli.kernels.runtime.backend import uses_native
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Timing
 
 BLOCK = 4 * PLANE
@@ -64,15 +78,20 @@ class Coded(NamedTuple):
     gated: bool
     """Whether a tile has eight rows of each half of the matrix."""
 
-    def check(self) -> None:
-        """Refuse pieces that are not those of such a matrix.
 
-        Raises:
-            ValueError: a dtype or a shape does not fit.
-        """
-        grid = grid_of(self.out_features, self.in_features, self.gated, BLOCK)
-        shape = *grid, PIECE_BYTES.value
-        check_contiguous("pieces", self.pieces, torch.uint8, shape)
+def draw_coded(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    """Draw rows, a coded matrix and what is done with their product."""
+    gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
+    n, k = n + n % 2, -(-k // 8) * 8
+    weight = code(dice.packed(n, k, size, digits="trit"), gated)
+    x = dice.reals(m, k, dtype=torch.bfloat16).contiguous()
+    added = dice.reals(m, weight.out_features).contiguous() if dice.below(2) else None
+    return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
+
+
+CODED_ARGUMENTS = few_rows_of(
+    {"pieces": Array(f"{tiles_by(BLOCK)}, {PIECE_BYTES.value}", UINT8, dense=True)}
+)
 
 
 def code(packed: Packed, gated: bool = False) -> Coded:

@@ -9,6 +9,16 @@ Decoding. A code T + 1, shifted to the top of 16 bits and with all bits flipped,
 2 T once the other bits are cleared: 00 becomes 11, -2; 01 becomes 10, -0; and 10 becomes 01, 2. Its
 product with its scale is exact. The half too much is taken from the sums.
 
+Shared memory, of a program with W warps and S pieces of each of its tiles and warps:
+
+    warp 0                          warp 1               warp W - 1       squares
+    | tile 0: S x 640 | tile 1 | .. | tile 0 | ..   ...  | ..         |   W x rows of x, float32 |
+      later its sums: 512 bytes an octet of rows, 16 a thread
+
+Why so: a warp copies and waits for its own pieces alone, and no barrier stops the others. Copies do
+not pass through registers, which the sums of all rows of x need. Sums take the place of pieces
+that were multiplied, and one barrier later any warp adds up those of all, in the order of warps.
+
 Work. A program has some tiles of 16 rows, and all their pieces are copied to shared memory before
 it waits for the kernel that makes x; of a long row, as many as there is room for. Thread 4 r + c of
 a warp has columns 8 c .. 8 c + 7 of each plane: of rows r and r + 8 of w, and of row r of x. The
@@ -24,9 +34,11 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, multiply_pairs
-from arbcli.kernels.matmul.arranged import check_few_rows, store_both
+from arbcli.kernels.dice import Dice
+from arbcli.kernels.matmul.arranged import few_rows_fit, store_both
 from arbcli.kernels.matmul.coded import (
     CODE_BYTES,
+    CODED_ARGUMENTS,
     PIECE_BYTES,
     Coded,
     coded_cases,
@@ -34,9 +46,10 @@ from arbcli.kernels.matmul.coded import (
     coded_reference,
     coded_timings,
     coded_torch,
+    draw_coded,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, num_processors
+from arbcli.kernels.runtime.backend import num_processors
 from arbcli.kernels.runtime.operation import MATRIX, Gate, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
@@ -370,12 +383,7 @@ def coded_rows(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    dtype = dtype or x.dtype
-    like = dtype, weight.out_features
-    check_few_rows(x, weight.in_features, added, like, multiple=8, most=MOST_TEXTS)
-    weight.check()
-    run = choose(x, _coded_rows_triton, coded_torch, coded_native)
-    return run(x, *weight, eps, added, dtype)
+    return CODED_ROWS(x, *weight, eps, added, dtype or x.dtype)
 
 
 SHAPES = (
@@ -385,6 +393,10 @@ SHAPES = (
     (2, 20, 2600, 32, False, 1e-6, True),
 )  # fmt: skip
 """(M, rows, K, G, gated, eps, whether something is added)."""
+
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    return draw_coded(dice, group_size, 1 + (m - 1) % MOST_TEXTS, n, k)
 
 
 CODED_ROWS = Operation(
@@ -397,6 +409,7 @@ CODED_ROWS = Operation(
         reason="float32 sums of up to 2600 products, added up by the matrix units; in bf16 one"
         " rounding, as torch's float32 has",
     ),
-    timings=partial(coded_timings, [(m, *MATRIX, True) for m in (4, 16, 64)]),
+    CODED_ARGUMENTS, where=few_rows_fit(MOST_TEXTS), draw=_draw, needs_rows=False,
+    torch_is_peer=True, timings=partial(coded_timings, [(m, *MATRIX, True) for m in (4, 16, 64)]),
     native=coded_native,
 )  # fmt: skip

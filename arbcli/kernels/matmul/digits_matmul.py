@@ -9,6 +9,13 @@ magnitude in seven bits, and its sign. Thread 4 r + c of a warp has the 16 bytes
 is the row half a matrix below row r. Scales, over the unit of z, are bf16, one a row and piece.
 Incomplete pieces are padded with zeros: 1.06 bytes a weight.
 
+    a piece, 512 bytes:   thread 4 r + c has 16:  | row r: 8 c .. 8 c + 7 | row r + 8: the same |
+    a byte:               | below 0 | magnitude of z, 7 bits |
+
+Why so: one load of 16 bytes is all that a thread needs of a plane, in the order of `warp_products`,
+and a warp loads 512 bytes side by side. Sign and magnitude, and not a signed byte, since 128 + m is
+a bf16 number with the bits of m, so that no conversion is needed.
+
 Work. The warps of a program share the pieces of 16 rows, and each multiplies its own by all rows of
 x with the matrix instruction of `warp_products`, whose rows of x beyond M are 0. A magnitude m is
 put into the last bits of the bf16 number 128 + m, and one multiply-add makes (128 + m) * scale -
@@ -28,21 +35,34 @@ from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, pair, unpair
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.arranged import (
+    MOST_ROWS,
     ROWS,
     arrange_native,
-    check_few_rows,
+    few_rows_fit,
+    few_rows_of,
     grid_of,
     in_tiles,
     multiply_native,
     store_both,
+    tiles_by,
     tiles_reference,
     with_torch,
 )
 from arbcli.kernels.matmul.few_rows import load_eight_over, load_int
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, num_processors, uses_native
-from arbcli.kernels.runtime.inputs import TensorOptions, check_contiguous
+from arbcli.kernels.runtime.arguments import (
+    BF16,
+    INT8,
+    UINT8,
+    Array,
+    Matrix,
+    Number,
+    compiled_check,
+)
+from arbcli.kernels.runtime.backend import num_processors, uses_native
+from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
@@ -129,12 +149,11 @@ def arrange_in_lanes(packed: Packed, gated: bool = False) -> ArrangedDigits:
     return ArrangedDigits(pieces, scales, rows, packed.in_features, gated)
 
 
-def _check_digits(packed: Packed, gated: bool) -> None:
-    packed.check()
-    if packed.group_size % PLANE or packed.remainder is None:
-        raise ValueError(f"need all digits in groups of whole planes, got {packed.group_size}")
-    if gated and packed.out_features % 2:
-        raise ValueError(f"{packed.out_features} rows are not two halves")
+_check_digits = compiled_check(
+    "packed weights",
+    {"packed": Matrix("N, K, G"), "gated": Number(())},
+    ("packed.remainder is not None", f"G % {PLANE} == 0", "not gated or N % 2 == 0"),
+)
 
 
 def in_lanes(weight: ArrangedDigits) -> ArrangedDigits:
@@ -362,16 +381,10 @@ def digits_matmul(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    dtype = dtype or x.dtype
-    check_few_rows(x, weight.in_features, added, (dtype, weight.out_features), multiple=8)
-    grid = grid_of(weight.out_features, weight.in_features, weight.gated, PLANE)
-    if uses_native(x) and weight.pieces.dtype == torch.int8:
-        check_contiguous("pieces", weight.pieces, torch.int8, (*grid, PLANE, ROWS))
-    else:
-        check_contiguous("pieces", weight.pieces, torch.uint8, (*grid, 8, 4, 2, 8))
-    check_contiguous("scales", weight.scales, torch.bfloat16, (*grid, 8, 2))
-    run = choose(x, _digits_matmul_triton, _digits_matmul_torch, _digits_matmul_native)
-    return run(x, *weight, eps, added, dtype)
+    inputs = x, *weight, eps, added, dtype or x.dtype
+    in_lanes = weight.pieces.dtype == torch.int8 and uses_native(x)
+    (_check_lanes if in_lanes else DIGITS_MATMUL.check)(*inputs)
+    return DIGITS_MATMUL.chosen(x)(*inputs)
 
 
 SHAPES = (
@@ -434,6 +447,22 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         )
 
 
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
+    k = -(-k // 8) * 8
+    packed = dice.packed(n + n % 2, k, size, digits="all")
+    if packed.remainder is not None and not packed.nibble:  # z is within a byte
+        packed = packed._replace(remainder=(packed.remainder // 2).clamp(min=-63))
+    weight = arrange_digits(packed, gated)
+    x = dice.reals(1 + (m - 1) % MOST_ROWS, k, dtype=torch.bfloat16).contiguous()
+    added = dice.reals(len(x), weight.out_features).contiguous() if dice.below(2) else None
+    return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
+
+
+_PLANES = tiles_by(PLANE)
+_SCALES = Array(f"{_PLANES}, 8, 2", BF16, dense=True)
+_WHERE = few_rows_fit(MOST_ROWS)
+
 DIGITS_MATMUL = Operation(
     "digits_matmul",
     _digits_matmul_triton,
@@ -446,6 +475,19 @@ DIGITS_MATMUL = Operation(
         peer_slack=0.1,
         reason="float32 sums of up to 4136 products; in bf16 one rounding, as torch's float32 has",
     ),
+    few_rows_of({"pieces": Array(f"{_PLANES}, 8, 4, 2, 8", UINT8, dense=True), "scales": _SCALES}),
+    where=_WHERE,
+    draw=_draw,
+    needs_rows=False,
+    torch_is_peer=True,
     timings=_timings,
     native=_digits_matmul_native,
 )
+
+_check_lanes = compiled_check(
+    "digits_matmul",
+    few_rows_of(
+        {"pieces": Array(f"{_PLANES}, {PLANE}, {ROWS}", INT8, dense=True), "scales": _SCALES}
+    ),
+    _WHERE,
+)  # fmt: skip

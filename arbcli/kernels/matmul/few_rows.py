@@ -11,6 +11,15 @@ One or two rows of x leave columns of the instruction free. Then each thread dec
 of its own, four blocks *abreast*: their products lie in different columns of y, because x is 0 in
 the columns of other blocks. That needs a quarter of the scalings, and no exchange of scales.
 
+    column of the instruction      0     1     2     3     4     5     6     7
+    rows of x, eight of them       0     1     2     3     4     5     6     7     of one block
+    two of them, abreast           0     1     0     1     0     1     0     1     of four:
+                                  block 0     block 1     block 2     block 3
+
+Why so: below about 64 rows the time goes into loading w, 1.6 bits a weight; decoding must not take
+longer than that. So digits are decoded in the registers that the instruction takes them from, as
+shared memory would have bf16 weights written and read, ten times the bytes.
+
 With more than eight rows, x is first copied so that what a warp loads at once is contiguous.
 """
 

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from arbcli.kernels.attention.attend_parts import PartsOfRows
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_byte_products, unpair
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul import row_matmul as of_row
-from arbcli.kernels.matmul.arranged import MOST_ROWS, check_few_rows
+from arbcli.kernels.matmul.arranged import MOST_ROWS, few_rows_fit
 from arbcli.kernels.matmul.coded import (
     BLOCK,
+    CODED_ARGUMENTS,
     PIECE_BYTES,
     Coded,
     coded_cases,
@@ -30,6 +32,7 @@ from arbcli.kernels.matmul.coded import (
     coded_reference,
     coded_timings,
     coded_torch,
+    draw_coded,
 )
 from arbcli.kernels.matmul.row_matmul import (
     HALF,
@@ -42,7 +45,7 @@ from arbcli.kernels.matmul.row_matmul import (
     width_of,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import choose, num_processors
+from arbcli.kernels.runtime.backend import num_processors
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
@@ -341,13 +344,9 @@ def row_by_row(
         ValueError: a dtype or a shape does not fit.
     """
     rows = x.values[:, 0].contiguous() if isinstance(x, PartsOfRows) else x
-    dtype = dtype or rows.dtype
-    check_few_rows(rows, weight.in_features, added, (dtype, weight.out_features), 8, MOST_ROWS)
-    if weight.in_features > MOST_COLUMNS:
-        raise ValueError(f"need at most {MOST_COLUMNS} columns, got {weight.in_features}")
-    weight.check()
-    run = choose(rows, _row_by_row_triton, _row_by_row_torch, _row_by_row_native)
-    return run(x, *weight, eps, added, dtype, early)
+    inputs = *weight, eps, added, dtype or rows.dtype
+    ROW_BY_ROW.check(rows, *inputs)
+    return ROW_BY_ROW.chosen(rows)(x, *inputs, early)
 
 
 SHAPES = (
@@ -358,8 +357,17 @@ SHAPES = (
 """(M, rows, K, G, gated, eps, whether something is added)."""
 TIMED = tuple((4, *shape[1:]) for shape in of_row.TIMED)
 
+
+def _draw_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    rows = 1 + (m - 1) % MOST_ROWS
+    x, *rest = draw_coded(dice, group_size, rows, n, min(k, MOST_COLUMNS))
+    return (8 * x).round(), *rest
+
+
 ROW_BY_ROW = Operation(
     "row_by_row", _row_by_row_triton, _row_by_row_torch, coded_reference,
-    partial(coded_cases, SHAPES), of_row.ROW_MATMUL.gate, timings=partial(coded_timings, TIMED),
+    partial(coded_cases, SHAPES), of_row.ROW_MATMUL.gate, CODED_ARGUMENTS,
+    where=(*few_rows_fit(MOST_ROWS), f"in_features <= {MOST_COLUMNS}"), draw=_draw_rows,
+    needs_rows=True, peer=of_row.ROW_MATMUL.torch, timings=partial(coded_timings, TIMED),
     native=_row_by_row_native,
 )  # fmt: skip

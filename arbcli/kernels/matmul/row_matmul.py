@@ -12,6 +12,17 @@ i has too much goes into the powers of two. What codes have more than trits, a s
 back from the sums of the lower bytes. All this is in integers; what is left is one float32 product
 and sum for each 32 columns. If an element of x is not finite, every result is NaN.
 
+In the instruction of bytes, of 16 rows by 8 columns, the columns are for up to four blocks of 128:
+
+    column     0      1      2      3      4      5      6      7
+    x of      block 0       block 1       block 2       block 3          upper and lower bytes
+    w of      thread c = 0        1             2             3          its own block of each row
+
+Why so: one row of x would leave six columns empty. With four blocks abreast a thread loads all that
+it needs of a piece for itself, 64 bytes of codes of rows r and r + 8, and x is 0 where column and
+block differ. Registers and not shared memory hold w: it is loaded before the wait, when nothing is,
+and only one thread uses a byte, once.
+
 Work. A program has some tiles of 16 rows. Its threads load all its pieces to registers before they
 wait for the kernel that makes x, then round x to shared memory together. The instruction has room
 for eight rows of x: for four blocks *abreast*, of which each thread has one. Then a warp multiplies
@@ -32,9 +43,11 @@ from arbcli.kernels.codec.warp_products import (
     unpair,
     unpair_four,
 )
-from arbcli.kernels.matmul.arranged import check_few_rows
+from arbcli.kernels.dice import Dice
+from arbcli.kernels.matmul.arranged import few_rows_fit
 from arbcli.kernels.matmul.coded import (
     BLOCK,
+    CODED_ARGUMENTS,
     PIECE_BYTES,
     Coded,
     coded_cases,
@@ -42,9 +55,10 @@ from arbcli.kernels.matmul.coded import (
     coded_reference,
     coded_timings,
     coded_torch,
+    draw_coded,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.backend import num_processors, uses_native, uses_triton
+from arbcli.kernels.runtime.backend import num_processors, uses_triton
 from arbcli.kernels.runtime.operation import MATRIX, Gate, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
@@ -586,18 +600,13 @@ def row_matmul(
         ValueError: a dtype or a shape does not fit.
     """
     row = x.values[:1] if isinstance(x, AttentionParts) else x
-    dtype = dtype or row.dtype
-    like = dtype, weight.out_features
-    check_few_rows(row, weight.in_features, added, like, multiple=8, most=1)
-    if weight.in_features > MOST_COLUMNS:
-        raise ValueError(f"need at most {MOST_COLUMNS} columns, got {weight.in_features}")
-    weight.check()
+    inputs = *weight, eps, added, dtype or row.dtype
+    ROW_MATMUL.check(row, *inputs)
     if isinstance(x, AttentionParts):
         x.check()
     if uses_triton(row):
-        return _row_matmul_triton(x, *weight, eps, added, dtype, early)
-    run = _row_matmul_native if uses_native(row) else _row_matmul_torch
-    return run(x, *weight, eps, added, dtype)
+        return _row_matmul_triton(x, *inputs, early)
+    return ROW_MATMUL.chosen(row)(x, *inputs)
 
 
 SHAPES = (
@@ -612,6 +621,13 @@ TIMED = (
 )  # fmt: skip
 """(M, rows, K, gated)."""
 
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    x, *rest = draw_coded(dice, group_size, 1, n, min(k, MOST_COLUMNS))
+    # whole numbers, which 15 bits hold: of a few results, what is rounded may be most
+    return (8 * x).round(), *rest
+
+
 ROW_MATMUL = Operation(
     "row_matmul", _row_matmul_triton, _row_matmul_torch, coded_reference,
     partial(coded_cases, SHAPES),
@@ -623,6 +639,7 @@ ROW_MATMUL = Operation(
         " of the largest of them, some 1e-4 of the norm of a product and 3e-4 behind a gate; then"
         " float32 sums; in bf16 one rounding, as torch's float32 has",
     ),
-    timings=partial(coded_timings, TIMED),
+    CODED_ARGUMENTS, where=(*few_rows_fit(1), f"in_features <= {MOST_COLUMNS}"), draw=_draw,
+    needs_rows=False, torch_is_peer=True, timings=partial(coded_timings, TIMED),
     native=_row_matmul_native,
 )  # fmt: skip

@@ -267,12 +267,6 @@ def embedding_grad(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
     return EMBEDDING_GRAD(grad_y, ids, num_embeddings)
 
 
-def check_ids(ids: Tensor) -> None:
-    """Refuse what is no vector of int64 ids."""
-    if ids.dtype != torch.int64 or ids.dim() != 1:
-        raise ValueError(f"need a vector of int64 ids, got {ids.dtype} {tuple(ids.shape)}")
-
-
 def _ids_cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor, int]]:
     """Draw (label, ids, number of embeddings): what is awkward about ids."""
     yield "duplicates", torch.randint(0, 7, (40,), generator=generator), 11

@@ -30,9 +30,8 @@ from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.dice import Dice
-from arbcli.kernels.rows.ternary_embedding import check_ids
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array, Matrix, Number
+from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array, Matrix, Number, compiled_check
 from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
@@ -433,6 +432,9 @@ def weighted_rows_grad_weights(grad_y: Tensor, ids: Tensor, packed: Packed) -> T
     return WEIGHTED_ROWS_GRAD_WEIGHTS(grad_y, ids, packed)
 
 
+_check_ids = compiled_check("touched_rows", {"ids": Array("S", INT64), "num_rows": Number(())})
+
+
 def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
     """Find the rows that slots name, and group the slots by row.
 
@@ -448,7 +450,7 @@ def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
     Raises:
         ValueError: `ids` is not a vector of int64.
     """
-    check_ids(ids)
+    _check_ids(ids, num_rows)
     inside = (ids >= 0) & (ids < num_rows)
     keys = ids.masked_fill(~inside, num_rows)
     # half the bits are half the work of a sort

@@ -14,15 +14,19 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.layout import row_bytes
+from arbcli.kernels.runtime.backend import uses_native
 
-FUNCTIONS = {"torch": torch, "row_bytes": row_bytes, "min": min, "max": max, "len": len}
+FUNCTIONS = {
+    "torch": torch, "row_bytes": row_bytes, "min": min, "max": max, "len": len,
+    "uses_native": uses_native,
+}  # fmt: skip
 """What expressions may call."""
 REAL = (torch.float32, torch.bfloat16)
 """Types of values; all arrays of `REAL` in a call have the same one."""
 SOME_REAL = (torch.float32, torch.bfloat16, "of its own")
 """Types of values that others of the call need not have."""
 FLOAT, INT8, INT32, INT64 = (torch.float32,), (torch.int8,), (torch.int32,), (torch.int64,)
-UINT8, BOOL = (torch.uint8,), (torch.bool,)
+UINT8, BOOL, BF16 = (torch.uint8,), (torch.bool,), (torch.bfloat16,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ def names_in(expression: str) -> set[str]:
 
 
 def compiled_check(
-    operation: str, arguments: Mapping[str, Argument], where: tuple[str, ...]
+    operation: str, arguments: Mapping[str, Argument], where: tuple[str, ...] = ()
 ) -> Callable[..., None]:
     """Write the check of a declaration, and compile it: every eager call is checked."""
     space: dict[str, Any] = {"_refuse": _refuse, "_refuse_values": _refuse_values}

@@ -110,8 +110,6 @@ class Operation:
     gate: Gate = EXACT
     arguments: Arguments = field(default_factory=dict)
     """By name, in their order."""
-    bfloat16: tuple[int, ...] | None = None
-    """Places of inputs that may be bfloat16; of declared arguments it follows."""
     native: Callable | None = None
     """What the `native` backend has of its own; None is what `torch` has."""
     where: tuple[str, ...] = ()
@@ -145,6 +143,8 @@ class Operation:
     """What the cases leave out and why, for the ledger."""
     check: Callable[..., None] = field(init=False)
     """Refuses arguments that do not fit, with a ValueError."""
+    bfloat16: tuple[int, ...] = field(init=False)
+    """Places of inputs that may be bfloat16."""
     first: int = field(init=False)
     """Place of the tensor whose device decides the backend."""
     packed_first: bool = field(init=False)
@@ -157,12 +157,12 @@ class Operation:
         derived: dict[str, Any] = {
             "check": compiled_check(self.name, self.arguments, self.where),
             "first": first[0] if first else 0,
+            "bfloat16": tuple(
+                i for i in tensors if torch.bfloat16 in getattr(kinds[i], "dtypes", ())
+            ),
             "packed_first": bool(first) and isinstance(kinds[first[0]], Matrix),
             "launch": self.launch or (self.triton, self.torch, self.native or self.torch),
         }
-        if kinds:
-            real = (i for i in tensors if torch.bfloat16 in getattr(kinds[i], "dtypes", ()))
-            derived["bfloat16"] = tuple(real)
         if self.uses_scales is None:
             derived["uses_scales"] = any(isinstance(kind, Matrix) for kind in kinds)
         if self.needs_rows is None and self.draw is None:
@@ -207,10 +207,15 @@ class Operation:
 
     @property
     def one_layout(self) -> bool:
-        """Whether no input may have other strides than those of a new tensor."""
-        arrays = [kind for kind in self.arguments.values() if not isinstance(kind, Number)]
-        return all(isinstance(kind, Array) and (kind.dense or kind.one or not kind.sizes)
-                   for kind in arrays)  # fmt: skip
+        """Whether no input that is always there may have other strides than a new tensor's."""
+        tensors = [
+            kind for kind in self.arguments.values()
+            if not isinstance(kind, Number) and not kind.optional
+        ]  # fmt: skip
+        return all(
+            isinstance(kind, Array) and (kind.dense or kind.one or not kind.sizes)
+            for kind in tensors
+        )
 
     def _sized(self) -> Iterator[str]:
         for kind in self.arguments.values():

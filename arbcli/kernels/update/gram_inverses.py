@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime.arguments import FLOAT, Array, Number, compiled_check
 from arbcli.kernels.runtime.backend import uses_native
 
 LEAST_TRACE = torch.finfo(torch.float32).tiny
@@ -79,6 +80,13 @@ def _table(numbers: tuple[float, ...]) -> Tensor:
     return torch.frombuffer(array("d", numbers), dtype=torch.float64)
 
 
+_check = compiled_check(
+    "gram_inverses",
+    {"x": Array("*B, N, M", FLOAT), "shifts": Number(()), "weights": Number(())},
+    ("len(B) < 2", "len(weights) == len(shifts) + 1"),
+)
+
+
 def gram_inverses(x: Tensor, shifts: tuple[float, ...], weights: tuple[float, ...]) -> Tensor:
     """Add up inverses of the Gram matrix of the rows of a matrix: Q, above.
 
@@ -93,11 +101,7 @@ def gram_inverses(x: Tensor, shifts: tuple[float, ...], weights: tuple[float, ..
     Raises:
         ValueError: the dtype or a shape does not fit.
     """
-    if x.dtype != torch.float32 or x.dim() not in (2, 3):
-        got = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"need a float32 matrix, or a stack of them, got {got}")
-    if len(weights) != len(shifts) + 1:
-        raise ValueError(f"need a weight for each of {len(shifts)} shifts, and one more")
+    _check(x, shifts, weights)
     if uses_native(x) and x.shape[-2] <= NATIVE_ROWS:
         return _gram_inverses_native(x, shifts, weights)
     return _gram_inverses_torch(x, shifts, weights)

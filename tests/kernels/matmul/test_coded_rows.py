@@ -140,21 +140,21 @@ def test_only_one_row_of_bf16_is_taken(device):
 
 def test_rejects_what_does_not_fit(device):
     packed, x = matrix(device), torch.zeros(328, device=device, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="19 rows are not two halves"):
+    with pytest.raises(ValueError, match="N % 2 == 0, got N = 19"):
         code(packed.rows(slice(19)), gated=True)
-    with pytest.raises(ValueError, match="need groups of whole planes of 32 weights, got 6"):
+    with pytest.raises(ValueError, match="need G % 32 == 0, got G = 6"):
         code(matrix(device, group_size=6))
     weight, x = code(packed), x[None]
     with use_backend(KERNELS):
         for wrong in (x.float(), x[:, :320], x[0], x.expand(2, 328), x[None]):
-            with pytest.raises(ValueError, match="need contiguous bfloat16 rows of 328"):
+            with pytest.raises(ValueError, match=r"x.dtype == torch|x: need contig"):
                 coded_rows(wrong, weight)
         for few in (x[:, :325].contiguous(), x.repeat(65, 1), x[:0]):
             some = code(matrix(device, in_features=few.shape[1]))
-            with pytest.raises(ValueError, match="need 1 to 64 rows of a multiple of 8"):
+            with pytest.raises(ValueError, match=r"need in_features % 8|need M > 0"):
                 coded_rows(few, some)
         for added in (x, x[:, :20].float(), x[0, :20]):
-            with pytest.raises(ValueError, match=r"need torch.bfloat16 \(1, 20\) to add to"):
+            with pytest.raises(ValueError, match=r"added: need|added.dtype"):
                 coded_rows(x, weight, added=added)
 
 

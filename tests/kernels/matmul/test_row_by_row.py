@@ -6,7 +6,7 @@ import torch
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul import row_matmul as of_row
 from arbcli.kernels.matmul.coded import code
-from arbcli.kernels.matmul.row_by_row import MOST_COLUMNS, PartsOfRows, row_by_row
+from arbcli.kernels.matmul.row_by_row import PartsOfRows, row_by_row
 from arbcli.kernels.matmul.row_matmul import Tiling, row_matmul
 from arbcli.kernels.runtime.backend import use_backend
 
@@ -72,7 +72,7 @@ def test_parts_of_attention_are_averaged_as_those_of_a_row(backend, position, de
 def test_rejects_what_does_not_fit(device):
     weight, x = matrix(20, 328, device), draw(9, 328, device=device)
     with use_backend(KERNELS):
-        with pytest.raises(ValueError, match="need 1 to 8 rows of a multiple of 8"):
+        with pytest.raises(ValueError, match="need M > 0 and"):
             row_by_row(x, weight)
-        with pytest.raises(ValueError, match=f"need at most {MOST_COLUMNS} columns"):
+        with pytest.raises(ValueError, match="in_features = 17928"):
             row_by_row(draw(1, 17_928, device=device), weight._replace(in_features=17_928))

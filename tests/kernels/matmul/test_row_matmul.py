@@ -166,21 +166,21 @@ def test_a_row_of_a_wider_matrix(device):
 
 def test_rejects_what_does_not_fit(device):
     packed, x = matrix(device), row(device)
-    with pytest.raises(ValueError, match="19 rows are not two halves"):
+    with pytest.raises(ValueError, match="N % 2 == 0, got N = 19"):
         code(packed.rows(slice(19)), gated=True)
-    with pytest.raises(ValueError, match="need groups of whole planes of 32 weights, got 6"):
+    with pytest.raises(ValueError, match="need G % 32 == 0, got G = 6"):
         code(matrix(device, group_size=6))
     weight = code(packed)
     for wrong in (x.float(), x[:, :320], x[0], x[None]):
         with (
             use_backend(KERNELS),
-            pytest.raises(ValueError, match="need contiguous bfloat16 rows of 328"),
+            pytest.raises(ValueError, match=r"x.dtype == torch|x: need contig"),
         ):
             row_matmul(wrong, weight)
-    with pytest.raises(ValueError, match="need a row of a multiple of 8"):
+    with pytest.raises(ValueError, match="need M == 1"):
         row_matmul(x.repeat(2, 1), weight)
-    with pytest.raises(ValueError, match=f"need at most {MOST_COLUMNS} columns"):
+    with pytest.raises(ValueError, match="in_features = 17928"):
         row_matmul(row(device, 17_928), weight._replace(in_features=17_928))
     for added in (x, x[:, :20].float(), x[0, :20]):
-        with pytest.raises(ValueError, match=r"need torch.bfloat16 \(1, 20\) to add to"):
+        with pytest.raises(ValueError, match=r"added: need|added.dtype"):
             row_matmul(x, weight, added=added)

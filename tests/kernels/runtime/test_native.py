@@ -14,11 +14,10 @@ import torch
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.decode_digits import decode_digits_native, decode_digits_torch
 from arbcli.kernels.dice import Dice
-from arbcli.kernels.registry import KERNELS
+from arbcli.kernels.registry import BY_NAME, KERNELS
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import check_backend, default_backend, use_backend, uses_native
 from arbcli.verify.compare import as_tuple, compare
-from arbcli.verify.fuzz import DRAWINGS
 from arbcli.verify.kernels import copies, verify_kernels
 
 CPU = torch.device("cpu")
@@ -120,7 +119,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm(one_loop, monkeypatch):
 @pytest.mark.parametrize("spec", [s for s in KERNELS if s.native], ids=lambda spec: spec.name)
 def test_bits_do_not_depend_on_the_number_of_threads(spec, monkeypatch):
     monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
-    inputs = DRAWINGS[spec.name].draw(Dice(1, CPU, torch.float32), 32, 67, 131, 161)
+    inputs = spec.drawn(Dice(1, CPU, torch.float32), 32, 67, 131, 161)
     found = []
     for threads in (1, 3, 99):  # the last are more than there is room for
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -137,7 +136,7 @@ def compiled_now() -> dict[str, tuple]:
     found = {}
     for spec in KERNELS:
         if spec.native:
-            inputs = DRAWINGS[spec.name].draw(Dice(1, CPU, torch.float32), 32, 67, 131, 161)
+            inputs = spec.drawn(Dice(1, CPU, torch.float32), 32, 67, 131, 161)
             with use_backend("native"):
                 found[spec.name] = as_tuple(spec.native(*inputs))
     return found
@@ -209,7 +208,7 @@ def test_level_that_this_cpu_does_not_have_is_refused(level, afresh, monkeypatch
 def test_eps_of_zero_is_a_norm_all_the_same(name):
     """No eps is what says that there is no norm."""
     (spec,) = (spec for spec in KERNELS if spec.name == name)
-    inputs = DRAWINGS[name].draw(Dice(2, CPU, torch.float32), 32, 5, 7, 37)
+    inputs = BY_NAME[name].drawn(Dice(2, CPU, torch.float32), 32, 5, 7, 37)
     inputs = tuple(0.0 if isinstance(part, float) else part for part in inputs)
     assert 0.0 in [part for part in inputs if isinstance(part, float)]
     found = as_tuple(spec.native(*copies(inputs)))

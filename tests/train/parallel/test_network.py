@@ -21,7 +21,11 @@ LONGEST = 600
 
 
 @pytest.fixture(
-    params=[(2, "cpu"), *(pytest.param((size, "cuda"), marks=on_gpus(size)) for size in (2, 4))]
+    params=[
+        (2, "cpu"),
+        pytest.param((4, "cpu"), marks=pytest.mark.slow),
+        *(pytest.param((size, "cuda"), marks=on_gpus(size)) for size in (2, 4)),
+    ]
 )
 def running(request, text, tmp_path):
     """Start a run of several processes; yield the command and its directory when it has begun.
