@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from arbcli.commands._help import Command, summary
-from arbcli.commands._options import fill_options, in_options, repeat_options
+from arbcli.commands._options import fill_options, in_options, rename_options, repeat_options
 from arbcli.commands._processes import check_shared
 from arbcli.commands.audit_memory import audit_memory
 from arbcli.commands.check import check
@@ -71,7 +71,7 @@ def main() -> None:
     set_environment(sys.argv[1:])
     try:
         with RaisedSignal():
-            words = fill_options(repeat_options(sys.argv[1:]))
+            words = fill_options(repeat_options(rename_options(sys.argv[1:])))
             sys.exit(app(words, standalone_mode=False) or 0)
     except UsageError as error:
         if not sys.argv[1:]:

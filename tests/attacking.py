@@ -48,8 +48,9 @@ OF_A_STEP = (
 AUDITED = ("--batch", "1", "--device", "cpu")
 OPTIONS = (
     "--lr", "--steps", "--batch", "--accum", "--ctx", "--dim", "--heads", "--layers", "--ffn",
-    "--seed", "--final-lr", "--warmup", "--schedule", "--rule", "--digits", "--direction",
-    "--tscale-type", "--compute", "--wire", "--val", "--field", "--data", "--save-every", "--keep",
+    "--seed", "--final-lr", "--warmup", "--schedule", "--rule", "--weights", "--optimizer",
+    "--tscale-type", "--compute", "--reduce-dtype", "--val", "--field", "--data",
+    "--save-every", "--keep",
     "--codes", "--knowledge", "--outer-dim", "--chunk-length", "--window", "--edges", "--device",
     "--backend", "--config", "--model", "--tokenizer", "--minutes", "--log", "--weights",
 )  # fmt: skip

@@ -33,7 +33,7 @@ from arbcli.train.trainer import Trainer
 
 STEPS = 24
 PLAN = f"--steps {STEPS} --save-every 7 --eval-every 5 --log-every 3 --device cpu"
-ALONE, SHARED = "--batch 2", "--batch 1 --accum 4 --wire int12"
+ALONE, SHARED = "--batch 2", "--batch 1 --accum 4 --reduce-dtype int12"
 """Micro-batches of a run in one process, and of one that 1, 2 or 4 processes share."""
 PROCESSES = (1, 2, 4)
 DENSE = {"dim": 16, "layers": 2, "heads": 2, "ffn": 24, "ctx": 8}
@@ -308,7 +308,7 @@ def kill_runs(folder: Path, name: str, kills: int, seed: int) -> int:
     """
     folder.mkdir()
     options, draw = options_of(name, folder), random.Random(seed)
-    shared = PROCESSES if "--wire" in options else (1,)
+    shared = PROCESSES if "--reduce-dtype" in options else (1,)
     whole = folder / "whole"
     seconds = {1: let_end(whole, options, 1)}
     seconds |= dict.fromkeys(shared[1:], 2 * seconds[1])

@@ -22,6 +22,9 @@ file. `arb train --print-config` prints all settings of a run as such a file.
 `--preset`, `--model` and `--attention` choose a whole model or a kind of block:
 [commands.md](commands.md#arb-train).
 
+A file may also call a field as its option, with `_` for `-`. `config.json` and `--print-config`
+have the fields `digits` and `direction` for the words of `--weights` and `--optimizer`.
+
 The page is written by `python tests/settings_page.py`, from the declarations of the fields.
 """
 
@@ -45,12 +48,15 @@ def _rows(group: str, settings: dict[str, Declared], where: str) -> Iterator[str
         if one.setting.group == group:
             options = ", ".join(f"`{option}`" for option in one.option.split("/"))
             default = one.default or ("no" if one.value is False else "")
-            cells = (options, f"{where}`{name}`", _values(one), default, one.setting.help)
+            called = one.option[2:].replace("-", "_") if one.setting.words else name
+            cells = (options, f"{where}`{called}`", _values(one), default, one.setting.help)
             yield f"| {' | '.join(cells)} |\n"
 
 
 def _values(one: Declared) -> str:
     setting = one.setting
+    if setting.words:
+        return ", ".join(f"`{word}`" for word in setting.words)
     if setting.choices:
         return ", ".join(f"`{choice}`" for choice in setting.choices)
     kinds = get_args(one.kind) if isinstance(one.kind, UnionType) else (one.kind,)

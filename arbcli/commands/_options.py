@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -14,17 +15,14 @@ from arbcli import run_files
 from arbcli.config.checks import check_choice, check_setting
 from arbcli.config.file import read_model
 from arbcli.config.presets import ATTENTIONS, GRAPH_ATTENTIONS, check_preset
-from arbcli.config.settings import MODEL, OUTPUT, RUN, Declared, replaced
+from arbcli.config.settings import MODEL, OUTPUT, RUN, Setting, replaced
 from arbcli.config.short_forms import MODEL_SETTINGS
-from arbcli.config.training import RUN_SETTINGS, train_config
+from arbcli.config.training import SETTINGS, spelled_out, train_config, words_of
 from arbcli.data import check_named
 from arbcli.environment import may_have_gpu, no_cuda_device
 from arbcli.errors import ArbError
 from arbcli.output import note
 from arbcli.rules import FADING
-
-SETTINGS = MODEL_SETTINGS | RUN_SETTINGS
-"""Everything that a field of a configuration declares, by its name."""
 
 
 def option_of(field: str) -> str:
@@ -37,24 +35,24 @@ def option_of(field: str) -> str:
 def in_options(text: str, fields: Iterable[str]) -> str:
     """Rewrite what an error says of fields, `name` or `name=value`, as a command line has it."""
     for field in fields:
-        found = re.search(rf"`{field}(?:=(\w+))?`", text)  # the first: a value may be called so
-        if found:
-            text = f"{text[: found.start()]}`{_with_value(field, found[1])}`{text[found.end() :]}"
+        text = re.sub(rf"`{field}=(\w+)`", lambda found: _with_value(field, found[1]), text)  # noqa: B023
+        # the first: a value may be called so
+        text = text.replace(f"`{field}`", f"`{option_of(field)}`", 1)
     return text
 
 
-def _with_value(field: str, value: str | None) -> str:
+def _with_value(field: str, value: str) -> str:
     option, _, off = option_of(field).partition("/")
-    if value is None:
-        return option_of(field)
     if value == "True":
-        return option
-    return off or f"{option} {value}"
+        return f"`{option}`"
+    words = words_of(option) if field in SETTINGS and SETTINGS[field].setting.words else {}
+    word = next((word for word, sets in words.items() if sets.get(field) == value), value)
+    return f"`{off or f'{option} {word}'}`"
 
 
 def given_options(**values: Any) -> dict[str, Any]:
-    """Keep the options that were given, by the fields that they set; the others are None."""
-    return {field: value for field, value in values.items() if value is not None}
+    """List the options that were given by the fields that they set; the others are None."""
+    return spelled_out({field: value for field, value in values.items() if value is not None})
 
 
 def with_model_file(given: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +82,36 @@ VALUE_OF = {"--profile": "-?[0-9]+", "--attention": "[a-z]+"}
 """What a value of such an option looks like."""
 SHORT = {"--no-attention": ("--attention", "none")}
 """Words that stand for others."""
+
+
+RENAMED: dict[str, tuple[str, dict[str, str]]] = {
+    "--digits": ("--weights", {"trit": "ternary", "all": "int8", "fade": "anneal"}),
+    "--direction": ("--optimizer", {"orthogonal": "muon", "factored": "adafactor"}),
+    "--wire": ("--reduce-dtype", {}),
+}
+"""Options of version 0.1, with the present ones and their words; to be removed in version 0.3."""
+
+
+def rename_options(words: list[str]) -> list[str]:
+    """Write options of version 0.1 as the present ones, and say so."""
+    found: list[str] = []
+    if {"--digits", "--weights"} <= {*words}:
+        place = words.index("--weights")
+        if words[place + 1 : place + 2] != ["ternary"]:
+            raise ArbError("`--digits` is part of `--weights` now", hint="give `--weights` alone")
+        words = words[:place] + words[place + 2 :]
+    for number, word in enumerate(words):
+        if found[-1:] and (renamed := RENAMED.get(words[number - 1])):
+            word = renamed[1].get(word, word)
+            note(f"`{words[number - 1]} {words[number]}` is now `{renamed[0]} {word}`")
+        option, equals, value = word.partition("=")
+        if option in RENAMED:
+            now, values = RENAMED[option]
+            word = f"{now}{equals}{values.get(value, value)}"
+            if equals:
+                note(f"`{option}={value}` is now `{word}`")
+        found.append(word)
+    return found
 
 
 def fill_options(words: list[str]) -> list[str]:
@@ -187,50 +215,54 @@ def check_device(name: str | None) -> str | None:
     return name
 
 
-def _checked(declared: Declared, *, splits: bool) -> Callable[[Any], Any]:
+def _checked(name: str, setting: Setting, *, splits: bool) -> Callable[[Any], Any]:
     """Make a callback that refuses a value while options are read, before torch is imported."""
 
     def check(value: Any) -> Any:
         if splits and value is not None:
             value = tuple(value.split(","))
-        check_setting(declared.name, value, declared.setting)
+        check_setting(name, value, setting)
         return value
 
     return check
 
 
-def option_for(name: str, callback: Callable | None = None, **changes: Any) -> Any:
+def option_for(*names: str, callback: Callable | None = None, **changes: Any) -> Any:
     """Make the option of a setting, as the annotation of a parameter.
 
     Args:
-        name: of the field.
+        names: of the field; several where fields share the option.
         callback: checks the value; None checks the choices and the bounds.
         changes: fields of `Setting` that differ for this command.
     """
-    declared = replaced(SETTINGS[name], **changes)
-    setting = declared.setting
-    kinds = get_args(declared.kind) if isinstance(declared.kind, UnionType) else (declared.kind,)
+    first, *others = (replaced(SETTINGS[name], **changes) for name in names)
+    setting = first.setting
+    kinds = get_args(first.kind) if isinstance(first.kind, UnionType) else (first.kind,)
     kind: Any = next((one for one in (bool, int, float, str) if one in kinds), list[str])
-    metavar = setting.metavar
     splits = kind == list[str] and bool(setting.choices)
+    words = [word for one in (first, *others) for word in one.setting.words]
+    if words:
+        setting = dataclasses.replace(setting, choices=tuple(words), also=())
+    metavar = setting.metavar
     if setting.choices and metavar is None:
-        words = "|".join(setting.choices)
-        metavar = words if len(words) <= MOST_METAVAR else name.upper()
-    said = in_options(setting.help, SETTINGS).replace("`", "")
+        metavar = "|".join(setting.choices)
+        metavar = metavar if len(metavar) <= MOST_METAVAR else first.option[2:].upper()
+    said = " ".join(one.setting.help for one in (first, *others))
+    said = in_options(said, SETTINGS).replace("`", "")
     return Annotated[
         (str if splits else kind) | None,
         typer.Option(
-            declared.option,
-            help=f"{said} [default: {declared.default}]" if declared.default else said,
+            first.option,
+            help=f"{said} [default: {first.default}]" if first.default else said,
             metavar=metavar,
-            callback=callback or _checked(declared, splits=splits),
+            callback=callback or _checked(first.name, setting, splits=splits),
             rich_help_panel=setting.group,
         ),
     ]
 
 
 def _device(callback: Callable[[str | None], str | None]) -> Any:
-    return option_for("device", callback)
+    return option_for("device", callback=callback)
 
 
 Device = _device(check_device)
@@ -326,8 +358,10 @@ def takes_settings(*names: str) -> Callable[[Callable], Callable]:
     Args:
         names: of settings of a run, besides all settings of a model but `weights`.
     """
-    shared = [name for name in MODEL_SETTINGS if name != "weights"]
-    options = BY_HAND | {name: option_for(name) for name in (*shared, *names)}
+    sharing: dict[str, list[str]] = {}
+    for name in (*(name for name in MODEL_SETTINGS if name != "weights"), *names):
+        sharing.setdefault(SETTINGS[name].option, []).append(name)
+    options = BY_HAND | {shared[0]: option_for(*shared) for shared in sharing.values()}
 
     def add(command: Callable) -> Callable:
         signature = inspect.signature(command)

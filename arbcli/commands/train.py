@@ -316,7 +316,7 @@ def _show_settings(given: dict[str, Any], *, as_json: bool) -> None:
 
 def _refuse_changes(given: dict[str, Any]) -> None:
     if given:
-        options = ", ".join(f"`{option_of(field)}`" for field in given)
+        options = ", ".join(dict.fromkeys(f"`{option_of(field)}`" for field in given))
         raise ArbError(
             f"a run goes on with its own settings, so {options} cannot be given to it",
             hint="leave them out, or start a new run without `--resume`",
@@ -325,7 +325,7 @@ def _refuse_changes(given: dict[str, Any]) -> None:
 
 def _refuse_kept(given: dict[str, Any]) -> None:
     if given:
-        options = ", ".join(f"`{option_of(field)}`" for field in given)
+        options = ", ".join(dict.fromkeys(f"`{option_of(field)}`" for field in given))
         raise ArbError(
             f"`--no-save` leaves no run behind, so {options} cannot be given with it",
             hint="leave one or the other out",
@@ -333,7 +333,9 @@ def _refuse_kept(given: dict[str, Any]) -> None:
 
 
 def _refuse_shapes(given: dict[str, Any]) -> None:
-    if own := [f"`{option_of(name)}`" for name in given if name in (*KEPT, "preset", "model_file")]:
+    kept = {name for name in given if name in (*KEPT, "preset", "model_file")}
+    kept -= {"weights"} if given.get("weights") == "ternary" else set()
+    if own := [f"`{option_of(name)}`" for name in given if name in kept]:
         raise ArbError(
             f"a saved model keeps its own settings, so {', '.join(own)} cannot be given to it",
             hint="leave them out, or start without `--init-from`",

@@ -42,7 +42,7 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
     if model.digits not in able:
         raise ArbError(
             f"`digits={model.digits}` reads other weights than those that are saved",
-            hint=f"theirs are {saved.digits}: use `digits` of {' or '.join(able)}",
+            hint=f"use {' or '.join(f'`digits={one}`' for one in able)}, which read what is saved",
             fields=("digits",),
         )
 

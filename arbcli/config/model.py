@@ -193,11 +193,18 @@ class ModelConfig:
     digits: Annotated[
         str,
         Setting(
-            "The weight that is multiplied by: trit is the trit alone; all is all digits that the"
-            " rule stores, for a lower loss in the same memory; fade is all at first and the trit"
-            " at the end.",
+            "Weights that the model multiplies by. ternary is -1, 0 and 1; int8 is all digits that"
+            " the rule stores (with nibble, 43 levels), for a lower loss in the same memory; anneal"
+            " is int8 first and ternary at the end.",
             choices=DIGITS,
             also=FADED,
+            option="weights",
+            words={
+                "ternary": {"weights": "ternary", "digits": "trit"},
+                "int8": {"weights": "ternary", "digits": "all"},
+                "anneal": {"weights": "ternary", "digits": "fade"},
+            },
+            default="ternary",
         ),
     ] = "trit"
     """A checkpoint in the middle of a run that fades has one of `FADED`."""
@@ -213,18 +220,28 @@ class ModelConfig:
     direction: Annotated[
         str | None,
         Setting(
-            "Transformation of a gradient into a step. factored stores statistics of rows and"
-            " columns.",
+            "How the gradient of a matrix becomes a step: muon orthogonalises it, adafactor scales"
+            " it by factored second moments, sign takes its sign.",
             choices=DIRECTIONS,
-            default="depends on the rule",
+            option="optimizer",
+            words={
+                "muon": {"direction": "orthogonal"},
+                "adafactor": {"direction": "factored"},
+                "sign": {"direction": "sign"},
+            },
+            default="depends on preset and rule, mostly muon",
         ),
     ] = "orthogonal"
     weights: Annotated[
         str,
         Setting(
-            "ternary; or a baseline to compare with: float, or ste (float weights, rounded to"
-            " ternary in the forward pass).",
+            "Baselines to compare with: float, or ste (float weights that are rounded to ternary in"
+            " the forward pass).",
             choices=WEIGHTS,
+            words={
+                "float": {"weights": "float", "digits": "trit"},
+                "ste": {"weights": "ste", "digits": "trit"},
+            },
         ),
     ] = "ternary"
     norm_gain: bool = False

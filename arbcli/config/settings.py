@@ -8,8 +8,8 @@ docs/settings.md are all made from these declarations. A field without one has n
 
 import dataclasses
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 MODEL = "Model"
@@ -25,7 +25,7 @@ PRESETS_OWN = "the preset's"
 """A default that each preset sets."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Setting:
     """How a person sees a field, and the values that it takes."""
 
@@ -34,6 +34,9 @@ class Setting:
     group: str = MODEL
     """Heading, one of `GROUPS`."""
     choices: tuple[str, ...] = ()
+    words: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Choices of the option where they are other words, with the values of fields that each sets.
+    Fields whose options have one name share the option and its words."""
     also: tuple[str, ...] = ()
     """Values that a saved configuration may have besides `choices`."""
     least: float | None = None

@@ -1,6 +1,7 @@
 """What a run computes, from the preset of its model to its seed."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -8,7 +9,7 @@ from arbcli.config.checks import check_choice, check_fields
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import assembled, config_from_dict
 from arbcli.config.settings import OPTIMISATION, RUN, TEXT, Setting, decisive, settings_of
-from arbcli.config.short_forms import ARGUMENTS
+from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS
 from arbcli.errors import ArbError
 from arbcli.media import pictures
 from arbcli.media.sound import FORMS as SOUND_FORMS
@@ -187,10 +188,11 @@ class TrainConfig:
     optimizer: Annotated[
         str,
         Setting(
-            "Optimizer of float weights: adamw or muon.",
+            "For the baselines float and ste: adamw, their default, or muon.",
             OPTIMISATION,
             choices=OPTIMIZERS["float"],
             also=OPTIMIZERS["ternary"],
+            words={"adamw": {"optimizer": "adamw"}},
             default="adamw",
             decisive=True,
         ),
@@ -213,6 +215,7 @@ class TrainConfig:
             "Integers that gradients are rounded to when several processes sum them.",
             RUN,
             choices=WIRES,
+            option="reduce-dtype",
             default="int12 with several processes",
         ),
     ] = None
@@ -286,14 +289,14 @@ class TrainConfig:
             )
         if self.model.digits == "fade" and self.keep_best:
             raise ArbError(
-                "the best checkpoint is one of before the weights have faded to the trit",
-                hint="leave `keep_best=True` out, or use `digits=all` or `trit`",
+                "the best checkpoint is of before the weights have become ternary",
+                hint="leave `keep_best=True` out, or use `digits=all` or `digits=trit`",
                 fields=("keep_best", "digits"),
             )
         if self.model.digits in FADED:
             raise ArbError(
-                "the checkpoint is of the middle of a run whose weights fade",
-                hint="choose what they are to be: `digits` of all, fade or trit",
+                "the checkpoint is from the middle of a run that anneals its weights",
+                hint="choose `digits=all`, `digits=fade` or `digits=trit`",
                 fields=("digits",),
             )
         if self.steps * self.accum > MOST:  # each of a run's micro-batches has an int32 number
@@ -386,6 +389,26 @@ class TrainConfig:
 
 RUN_SETTINGS = settings_of(TrainConfig)
 """Settings of a run besides those of its model, by the name of the field."""
+SETTINGS = MODEL_SETTINGS | RUN_SETTINGS
+
+
+def words_of(option: str) -> dict[str, Mapping[str, str]]:
+    """List the words of an option, with the fields that each sets."""
+    shared = (one.setting.words for one in SETTINGS.values() if one.option == option)
+    return {word: fields for words in shared for word, fields in words.items()}
+
+
+def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
+    """Replace the words of options by the values of the fields that they set."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        known = SETTINGS.get(name)
+        if known is None or value in (*known.setting.choices, *known.setting.also):
+            found[name] = value
+        else:
+            words = words_of(known.option)
+            found |= words[value] if isinstance(value, str) and value in words else {name: value}
+    return found
 
 
 def train_config(
@@ -403,21 +426,29 @@ def train_config(
     Raises:
         ArbError: they do not fit each other.
     """
+    given = spelled_out(given)
     shape = {name: given.pop(name) for name in list(given) if name in ARGUMENTS}
+    own_weights = "ternary" if isinstance(preset, str) else preset.weights
+    ternary = shape.get("weights", own_weights) == "ternary"
+    if ternary and given.get("optimizer") == "muon":  # one word, which both kinds of weights know
+        shape.setdefault("direction", "orthogonal")
+        del given["optimizer"]
+    if not ternary and shape.get("direction") == "orthogonal":
+        given.setdefault("optimizer", "muon")
+        del shape["direction"]
     model = assembled(preset, **shape)
-    ternary = model.weights == "ternary"
     if ternary and "optimizer" in given:
         raise ArbError(
-            "ternary weights are stepped by a rule, not by an optimizer",
-            hint="use `rule`, or `weights=float` or `ste`",
-            fields=("rule", "weights"),
+            f"`optimizer={given['optimizer']}` only works with float weights",
+            hint="use `muon`, `adafactor` or `sign`, or `weights=float`",
+            fields=("optimizer", "weights"),
         )
     stepped = [name for name in ("rule", "direction") if shape.get(name) is not None]
     if not ternary and stepped:
         names = ", ".join(f"`{name}`" for name in stepped)
         raise ArbError(
-            f"a float twin is stepped by an optimizer, so {names} cannot be given to it",
-            hint="leave them out, or use `weights=ternary`",
+            f"float weights are trained by AdamW or Muon, so {names} cannot be given with them",
+            hint="use `adamw` or `muon` and no rule, or `weights=ternary`",
             fields=(*stepped, "weights"),
         )
     optimizer = given.pop("optimizer", "rule" if ternary else "adamw")

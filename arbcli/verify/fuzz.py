@@ -132,6 +132,7 @@ def real_cases(
     rows: int | None = None,
     turn: int | None = None,
     dice: type[Dice] = Dice,
+    wanted: Callable[[str], bool] = lambda label: True,
 ) -> Iterator[Case]:
     """Draw a case of a kernel for every matrix (N, K) of a model, in each type it is used in.
 
@@ -147,6 +148,7 @@ def real_cases(
         turn: None draws all. Else each matrix has one number of rows and one type, by turns; six
             turns in succession are all.
         dice: what draws.
+        wanted: is told the label of a case, but for its type, and whether it is to be drawn.
     """
     seen, choices = set(), real_rows(name)
     for index, (n, k) in enumerate(shapes):
@@ -157,6 +159,8 @@ def real_cases(
             for kind, dtype in enumerate((torch.bfloat16, torch.float32)):
                 if turn is not None and (index // len(choices) + turn - kind) % 2:
                     continue
+                if not wanted(_size(name, m, n, k)):
+                    break
                 case = _case(name, "", dice(0, device, dtype), group_size, m, n, k)
                 form = _form(case.inputs)
                 if form not in seen:
@@ -181,10 +185,14 @@ def real_reference(spec: Operation) -> Callable:
 def _case(name: str, prefix: str, dice: Dice, group_size: int, m: int, n: int, k: int) -> Case:
     spec = BY_NAME[name]
     inputs = spec.drawn(dice, group_size, m, n, k)
-    size = f"{m}x{n}x{k}" if spec.needs_rows else f"{n}x{k}"
+    size = _size(name, m, n, k)
     low = dice.dtype == torch.bfloat16
     label = f"{prefix}{size} bf16" if low and any(map(_is_real, inputs)) else f"{prefix}{size}"
     return Case(label, inputs, spec.peer if low else None)
+
+
+def _size(name: str, m: int, n: int, k: int) -> str:
+    return f"{m}x{n}x{k}" if BY_NAME[name].needs_rows else f"{n}x{k}"
 
 
 def _is_real(value: object) -> bool:

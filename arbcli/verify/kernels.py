@@ -228,7 +228,8 @@ def _parts(
     first = next(iter(group_sizes.values()))
     whole = DEFAULT_SCALE_TYPE if DEFAULT_SCALE_TYPE in group_sizes else next(iter(group_sizes))
     turns = {name: turn for turn, name in enumerate(n for n in group_sizes if n != whole)}
-    others = tuple(backend for backend in backends if backend not in IN_TRITON)
+    # what a GPU runs in torch has the sample of what it runs in Triton
+    others = tuple(b for b in backends if b not in IN_TRITON and "triton" not in backends)
     parts = []
     for spec in chosen:
         in_triton = [*group_sizes, None]
@@ -286,7 +287,7 @@ def _compile_share(kernel: str, index: int, *parts: _Part) -> None:
     sample = CompiledSample(spec)
     with suppress(Exception), compiled_share(index, SHARES):  # checks will tell what is wrong
         for part in parts:
-            for case in _cases(spec, part):
+            for case in _cases(spec, part, sample):
                 if _is_chosen(spec, part, case, "triton", sample):
                     with use_backend("triton"):
                         spec.triton(*copies(case.inputs))
@@ -392,14 +393,15 @@ def _verify_part(spec: Operation, part: _Part, sample: CompiledSample | None) ->
     if part.kind == "real":
         reference, backends = real_reference(spec), ("triton",)
     with poisoned():
-        results = _verify(spec, part, device, _cases(spec, part), reference, backends, sample)
+        cases = _cases(spec, part, sample)
+        results = _verify(spec, part, device, cases, reference, backends, sample)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # for the other processes
     return results
 
 
-def _cases(spec: Operation, part: _Part) -> Iterable[Case]:
-    """Draw the cases of a part."""
+def _cases(spec: Operation, part: _Part, sample: CompiledSample | None) -> Iterable[Case]:
+    """Draw the cases of a part; of real matrices those that may be in the sample, if any."""
     device, size, checks = torch.device(part.device), part.group_size, part.checks
     if part.kind == "fuzz":
         seeds = range(checks.seed, checks.seed + checks.fuzz)
@@ -407,7 +409,8 @@ def _cases(spec: Operation, part: _Part) -> Iterable[Case]:
     if part.kind == "cases":
         first, step = part.share
         return islice(spec.cases(device, size), first, None, step)
-    return real_cases(spec.name, device, size, checks.real_shapes, part.rows, part.turn)
+    about = (spec.name, device, size, checks.real_shapes, part.rows, part.turn)
+    return real_cases(*about, wanted=sample.may_take) if sample else real_cases(*about)
 
 
 def _verify(
@@ -440,6 +443,9 @@ def _verify(
             started = time.perf_counter()
             found[backend] += _run_case(spec, case, backend, device, wanted, peers)
             seconds[backend] += time.perf_counter() - started
+    if sample and part.kind == "real":
+        left_out["triton"] += sample.not_drawn
+        sample.not_drawn = 0
     return [
         KernelResult(
             kernel=spec.name,

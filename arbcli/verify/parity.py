@@ -195,6 +195,8 @@ MODELS = {
 """Small models that have all parts between them, compared from the bytes on."""
 INTERPRETED = ("graph", "hnet", "compressed")
 """Of these; 10 s each."""
+FEW_MODELS = ("ragged", *INTERPRETED)
+"""Which run in torch on a GPU by default."""
 FULL_SIZE = {name: preset(name) for name in PRESETS} | {
     "arb-tiny with all parts": preset("arb-tiny", moe=True, graph=True, memgram=True)
 }
@@ -368,7 +370,8 @@ def begin_parity(
         progress: is told each part that is done, and what it found.
         memory: of what passed before; None remembers nothing.
         sampled: whether there is a sample: on a GPU the presets `LARGEST` in bf16, and small models
-            in float32 and the scale types `ALWAYS`; in the interpreter one scale type, in which
+            in float32 and the scale types `ALWAYS`, of which torch runs `FEW_MODELS` in one; in the
+            interpreter one scale type, in which
             models are compared from the bytes on alone, and the updates of each rule in one
             direction.
 
@@ -399,6 +402,10 @@ def _sample(subjects: Iterable[Subject], scale_types: list[str]) -> Iterator[Sub
         elif subject.parts == ("update",):
             usual = config.digits != "all" and config.direction == DIRECTION[config.rule]
             if subject.backend != "interpreter" or usual:
+                yield subject
+        elif subject.backend == "torch":
+            few = subject.name.startswith(tuple(f"{name} {always[0]}" for name in FEW_MODELS))
+            if few and subject.dtype == torch.float32:
                 yield subject
         elif subject.backend != "interpreter" and config.scale_type in always:
             if subject.dtype == torch.float32:  # whose gates are the closer ones

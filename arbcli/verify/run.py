@@ -23,6 +23,7 @@ from arbcli.verify.kernels import (
 from arbcli.verify.ledger import Ledger, new_ledger, verdict
 from arbcli.verify.memory import Memory, describe_machine
 from arbcli.verify.parity import (
+    FEW_MODELS,
     INTERPRETED,
     LARGEST,
     LONGEST,
@@ -241,15 +242,17 @@ def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -
     if len(request.scale_types) > 1:
         met = {(r.kernel, r.scale_type) for r in found.kernels if r.backend in IN_TRITON}
         types = sum(scale_type is not None for _, scale_type in met)
-        every = {(r.kernel, r.scale_type) for r in found.kernels if r.scale_type}
-        if types < len(every):
+        every = sum(bool(spec.uses_scales) for spec in find_kernels(request.names))
+        every *= len(request.scale_types)
+        if types < every:
+            also = " and torch" if {"triton", "torch"} <= {*backends} else ""
             yield (
-                f"{types} of {len(every)} pairs of kernel and scale type in Triton:"
+                f"{types} of {every} pairs of kernel and scale type in Triton{also}:"
                 f" {' and '.join(ALWAYS)}, and one of each other path that a kernel takes; {again}"
             )
     if request.whole_model and "interpreter" in backends:
         yield (
-            f"models in the interpreter: {', '.join(('ragged', *INTERPRETED))} in one scale type,"
+            f"models in the interpreter: {', '.join(FEW_MODELS)} in one scale type,"
             f" from the bytes on, and each rule in one direction; {again}"
         )
     elif request.whole_model:
@@ -257,7 +260,8 @@ def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -
         both = " and ".join(names or request.scale_types)
         yield (
             f"models: {', '.join(LARGEST)} in bf16, as they are trained, with up to {SAMPLED_CTX}"
-            f" bytes, and small ones in float32 and {both}; {again}"
+            f" bytes, and small ones in float32 and {both}; in torch"
+            f" {', '.join(FEW_MODELS)} in one scale type; {again}"
         )
 
 

@@ -1,10 +1,12 @@
 """Choose what is checked by default, of all that `--exhaustive` checks: a sample that is stated.
 
-Only kernels in Triton are sampled: compiling one for another group size takes seconds, and so does
-interpreting one. The torch and native backends run every case in every scale type.
+Kernels in Triton are sampled: compiling one for another group size takes seconds, and so does
+interpreting one. On a CPU the torch and native backends run every case in every scale type. On a
+GPU, where nothing runs in torch unless that is asked for, it has the scale types of Triton.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from fnmatch import fnmatchcase
 
@@ -20,6 +22,8 @@ ALWAYS = (DEFAULT_SCALE_TYPE, "T6")
 Planted faults are looked for in these."""
 IN_TRITON = ("triton", "interpreter")
 """Backends whose checks are sampled."""
+MOST_TRIED = 2
+"""Real matrices of an order of magnitude that are drawn, until one of them runs."""
 LONG_CASES = {
     "decode_weight": ("2x1311", "9x1000"),
     "decode_e4m3": ("12x328*", "4x651*", "65x43", "2x651*digits*transposed", "E = 31"),
@@ -87,6 +91,17 @@ class CompiledSample:
         self._compiled: set[str] = set()
         self._facts: set[Hashable] = set()
         self._orders: set[str] = set()
+        self._tried: Counter[str] = Counter()
+        self.not_drawn = 0
+        """Real matrices that `may_take` has turned down."""
+
+    def may_take(self, label: str) -> bool:
+        """Tell whether a real matrix is worth drawing: none of its order of magnitude has run."""
+        order = _order(label)
+        self._tried[order] += 1
+        worth = order not in self._orders and self._tried[order] <= MOST_TRIED
+        self.not_drawn += not worth
+        return worth
 
     def takes(
         self, label: str, scale_type: str | None, run: Callable[[], object], *, fixed: bool = True
@@ -116,7 +131,7 @@ class CompiledSample:
         kind = label.removesuffix(" bf16")
         if scale_type is None or scale_type in ALWAYS:
             facts.add((re.sub(r"\d+", "0", kind), scale_type))
-        order = re.sub(r"\d+", lambda number: str(len(number[0])), kind)
+        order = _order(label)
         compiled = variants.keys() <= self._compiled
         if not facts <= self._facts or (compiled and (fixed or order not in self._orders)):
             self._compiled |= variants.keys()
@@ -124,6 +139,11 @@ class CompiledSample:
             self._orders.add(order)
             return True
         return False
+
+
+def _order(label: str) -> str:
+    """Write the sizes of a label as their numbers of digits."""
+    return re.sub(r"\d+", lambda number: str(len(number[0])), label.removesuffix(" bf16"))
 
 
 def _facts(variant: Variant) -> Iterable[Hashable]:

@@ -37,7 +37,7 @@ def test_count_params_prints_one_json_object(arb_here):
 
 def test_count_params_takes_every_override():
     options = {
-        "--ctx": 99, "--tscale-type": "T6", "--rule": "carry", "--direction": "sign",
+        "--ctx": 99, "--tscale-type": "T6", "--rule": "carry", "--optimizer": "sign",
         "--dim": 24, "--layers": 3, "--heads": 2, "--ffn": 31,
     }  # fmt: skip
     result = run("--json", *(str(part) for pair in options.items() for part in pair))
@@ -89,7 +89,7 @@ def test_count_params_shows_areas_kinds_and_adamw():
     [
         ("--preset", "huge"),
         ("--heads", "7"),
-        ("--rule", "votes", "--direction", "sign"),
+        ("--rule", "votes", "--optimizer", "sign"),
         ("--no-attention", "--moe-top-k", "3"),
         ("--preset", "arb-tiny", "--graph", "--no-codebook"),
         ("--preset", "arb-tiny", "--moe-top-k", "99"),

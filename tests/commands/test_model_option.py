@@ -19,7 +19,7 @@ channel = { kind = "experts", experts = 4, width = 8 }
 dim = 32
 blocks = "near*2"
 """
-STORAGE = ["--ctx", "8", "--rule", "carry", "--tscale-type", "T8", "--direction", "sign"]
+STORAGE = ["--ctx", "8", "--rule", "carry", "--tscale-type", "T8", "--optimizer", "sign"]
 STORED = {"ctx": 8, "rule": "carry", "scale_type": "T8", "direction": "sign"}
 
 

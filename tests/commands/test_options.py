@@ -13,16 +13,17 @@ from typer.testing import CliRunner
 from arbcli import config
 from arbcli.cli import app
 from arbcli.commands._options import (
-    SETTINGS,
     fill_options,
     find_run,
     in_options,
+    rename_options,
     repeat_options,
 )
+from arbcli.config.file import read_settings
 from arbcli.config.presets import preset
 from arbcli.config.settings import GROUPS
 from arbcli.config.short_forms import ARGUMENTS, arguments
-from arbcli.config.training import BACKENDS, TrainConfig
+from arbcli.config.training import BACKENDS, SETTINGS, TrainConfig, spelled_out, train_config
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime import backend
 from arbcli.train import configure
@@ -36,6 +37,9 @@ SHOWN = {
     ("add `graph=False`", "graph"): "add `--no-graph`",
     ("add `knowledge_codebook=True`", "knowledge_codebook"): "add `--knowledge`",
     ("leave `compute=fp8` out", "compute"): "leave `--compute fp8` out",
+    ("use `digits=all` or `digits=fade`", "digits"): "use `--weights int8` or `--weights anneal`",
+    ("leave `direction=factored` out", "direction"): "leave `--optimizer adafactor` out",
+    ("leave `wire` out", "wire"): "leave `--reduce-dtype` out",
     ("leave `compute` out", "lr"): "leave `compute` out",
     ("no such part: `moe`", "moe"): "no such part: `--moe/--no-moe`",
 }
@@ -78,6 +82,48 @@ def test_values_of_an_option_may_follow_one_another():
 ])  # fmt: skip
 def test_value_of_an_option_may_be_left_out(words, said):
     assert fill_options(words.split()) == said.split()
+
+
+@pytest.mark.parametrize(("old", "now"), [
+    ("--digits all", "--weights int8"),
+    ("--digits=fade --steps 3", "--weights=anneal --steps 3"),
+    ("--weights ternary --digits trit", "--weights ternary"),
+    ("--direction orthogonal --wire int8", "--optimizer muon --reduce-dtype int8"),
+    ("--direction sign", "--optimizer sign"),
+])  # fmt: skip
+def test_option_of_before_is_accepted_with_a_line_that_says_the_new_one(old, now, capsys):
+    assert rename_options(["train", *old.split()]) == ["train", *now.split()]
+    said = capsys.readouterr().err
+    for option in ("--digits", "--direction", "--wire"):
+        assert (option in said) == (option in old)
+    assert rename_options(["train", *now.split()]) == ["train", *now.split()]
+    assert capsys.readouterr().err == ""
+
+
+def test_option_of_before_does_not_contradict_the_new_one(arb_here):
+    done = arb_here("train", "--digits", "all", "--weights", "float")
+    assert done.stderr.startswith("error: `--digits` is part of `--weights` now")
+
+
+def test_words_of_options_are_words_of_files_and_of_the_library(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text("optimizer = 'adafactor'\nreduce_dtype = 'int8'\n[model]\nweights = 'int8'\n")
+    assert read_settings(file) == {
+        "direction": "factored", "wire": "int8", "weights": "ternary", "digits": "all",
+    }  # fmt: skip
+    given = {"preset": "tiny", "device": "cpu", "backend": "torch", "compute": "fp32"}
+    for words, found in (
+        ({"weights": "anneal"}, ("ternary", "fade", "orthogonal", "rule")),
+        ({"optimizer": "muon"}, ("ternary", "trit", "orthogonal", "rule")),
+        ({"optimizer": "muon", "weights": "float"}, ("float", "trit", "orthogonal", "muon")),
+        ({"direction": "orthogonal", "weights": "ste"}, ("ste", "trit", "orthogonal", "muon")),
+        ({"weights": "float"}, ("float", "trit", "orthogonal", "adamw")),
+    ):
+        config = train_config(**given | words)
+        model = config.model
+        assert (model.weights, model.digits, model.direction, config.optimizer) == found
+    with pytest.raises(ArbError, match="only works with float weights"):
+        train_config(**given, optimizer="adamw")
 
 
 def test_backends_are_those_that_there_are():
@@ -126,7 +172,7 @@ def test_settings_name_other_settings_only():
 CHOSEN = {
     "tokenizer": "tokenizer.json", "sound": "pcm16", "picture": "grey:64x48",
     "preset": "hnet-tiny", "data": ["a.txt", "b.txt"], "val": ["c.txt"], "field": "body",
-    "schedule": "wsd", "rule": "nibble", "digits": "all", "direction": "sign",
+    "schedule": "wsd", "rule": "nibble", "digits": "int8", "direction": "muon",
     "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
     "device": "cuda:1", "backend": "torch", "boundaries": "space", "outer_blocks": "mamba",
     "wire": "int8", "moe_gate": "hash", "attention": "compressed",
@@ -171,7 +217,7 @@ def test_every_option_reaches_its_field(command, arb_here, monkeypatch):
     for number, option in enumerate(options, 11):
         given, value = arguments_of(option, number)
         words += given
-        expected[option.name] = value
+        expected |= spelled_out({option.name: value})
     assert "enough" in arb_here(command, *words).stderr
     assert new_config.call_args.kwargs == expected
 
@@ -181,7 +227,7 @@ def test_default_that_is_told_is_the_one_that_there_is(command):
     """Where a page names a number or a word, and not how it is found."""
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     defaults |= {name: one.default for name, one in arguments("dense").items()}
-    defaults |= {"preset": "tiny", "optimizer": "adamw", "sub_norms": "yes"}
+    defaults |= {"preset": "tiny", "digits": "ternary", "sub_norms": "yes"}
     defaults |= {"log_every": LOG_EVERY, "votes_fixes": "none"}
     told = {}
     for option in typer.main.get_command(app).commands[command].params:
@@ -192,14 +238,14 @@ def test_default_that_is_told_is_the_one_that_there_is(command):
     assert told.keys() >= {"batch", "accum", "seed", "preset", "digits"}
     if command == "train":
         assert told.keys() >= {
-            "steps", "warmup", "schedule", "weights", "keep", "save_every", "optimizer",
+            "steps", "warmup", "schedule", "keep", "save_every",
         }  # fmt: skip
 
 
 def test_way_out_names_options_too_and_a_switch_without_a_value(arb_here):
-    done = arb_here("train", "--digits", "fade", "--keep-best", "--device", "cpu")
+    done = arb_here("train", "--weights", "anneal", "--keep-best", "--device", "cpu")
     (_, hint) = done.stderr.splitlines()
-    assert hint == "hint: leave `--keep-best` out, or use `--digits all` or `trit`"
+    assert hint == "hint: leave `--keep-best` out, or use `--weights int8` or `--weights ternary`"
 
 
 def test_page_of_help_shows_defaults_and_only_groups_that_fit(arb_here):

@@ -65,7 +65,7 @@ def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
     checked = mock.Mock()
     monkeypatch.setattr(room, "check_memory", checked)
     words = ["train", "--out", "some/run", "--device", "cpu", "--minutes", "2.5", "--profile", "4"]
-    words += ["--init-from", "model", "--ctx", "32", "--digits", "fade"]
+    words += ["--init-from", "model", "--ctx", "32", "--weights", "anneal"]
     call = asked("arbcli.train.run.start_run", *words)
     config, out, _ = call.args
     model = config.model

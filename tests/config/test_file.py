@@ -37,7 +37,7 @@ def test_printed_settings_are_read_back(tmp_path, given):
 def test_twin_is_given_no_rule_by_a_file_either(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[model]\nweights = "float"\nrule = "votes"\n')
-    with pytest.raises(ArbError, match="a float twin is stepped by an optimizer"):
+    with pytest.raises(ArbError, match="float weights are trained by AdamW or Muon"):
         new_config(**read_settings(path), device="cpu")
 
 

@@ -169,7 +169,7 @@ def test_model_of_tokens_from_scratch_is_exported(transformers, tmp_path, arb_he
     model = "--preset tiny --layers 1 --dim 64 --heads 2 --ffn 96 --ctx 32 --no-sub-norms"
     for words in (
         f"train {model} --tokenizer folder/tokenizer.json --data text --steps 2 --batch 2"
-        " --compute fp32 --device cpu --digits all --out run --eval-every 0",
+        " --compute fp32 --device cpu --weights int8 --out run --eval-every 0",
         "export run --to hf --out back",
         "export run --to gguf --type f32 --out back.gguf",
     ):

@@ -174,7 +174,8 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         grad_y, x = (_draw(generator, length, width).to(device) for width in (rows, columns))
         for dtype in dtypes:
             label = f"{length}x{rows}x{columns}" + " bf16" * (dtype == torch.bfloat16)
-            yield Case(label, (grad_y.to(dtype), x.to(dtype), packed))
+            peer = SIGN_GRADIENT.torch if dtype == torch.bfloat16 else None
+            yield Case(label, (grad_y.to(dtype), x.to(dtype), packed), peer)
     grad_y, x = _draw(generator, 5, 9), _draw(generator, 5, 40)
     packed = random_packed(9, 40, group_size, generator, spread=8).to(device)
     grad_y, x = grad_y.to(device), x.to(device)
@@ -212,7 +213,11 @@ def _draw_small(dice: Dice, *shape: int) -> Tensor:
 SIGN_GRADIENT = Operation(
     "sign_gradient", _sign_gradient_triton, _sign_gradient_torch, sign_gradient_reference, _cases,
     # the square of a slope counts its error twice
-    Gate(exact=False, relative=4e-6, reason="signs equal; float32 sums over a group"),
+    Gate(
+        exact=False, relative=4e-6, peer_slack=0.1,
+        reason="signs equal; float32 sums over a group; in bf16 no worse than torch's product,"
+        " which rounds the gradient before it is squared",
+    ),
     {
         "grad_y": Array("M, N", values=_draw_small), "x": Array("M, K", values=_draw_small),
         "packed": Matrix(digits="trit"),

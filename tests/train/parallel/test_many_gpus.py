@@ -81,7 +81,7 @@ def arb(*words: str) -> None:
 def test_command_ends_and_its_run_goes_on_with_another_number(size, device, text, tmp_path):
     shape = [word for name, value in SHAPE.items() for word in (f"--{name}", value)]
     about = [*shape, "--data", text, "--steps", 12, "--save-every", 6, "--keep", 3, "--seed", 3]
-    about += ["--device", device, "--wire", "int12"]
+    about += ["--device", device, "--reduce-dtype", "int12"]
     one, many, back, forth = (tmp_path / name for name in ("one", "many", "back", "forth"))
     arb(*about, "--out", one)
     arb(*about, "--out", many, "--gpus", size)
