@@ -285,8 +285,8 @@ GOLDEN = [
 
 The last bits of a product depend on the instruction set and the backend, and a trit that they flip
 changes all that follows. The numbers are those of one run by `native`. Tolerances are those of 600
-runs of an earlier step, whose gradients were multiplied by 1 + e, e normal of 1e-7, 1e-6 and 1e-5, and
-half as much again or more.
+runs of an earlier step, whose gradients were multiplied by 1 + e, e normal of 1e-7, 1e-6 and 1e-5,
+and half as much again or more.
 """
 TRITS = 25088
 
