@@ -1,12 +1,13 @@
 """Time `arb-3b` in the memory of the system it re-creates, beside a float twin that fills as much.
 
-    python -m benchmarks.arb_3b [ours] [twin] [checkpoint] [--out DIR]
+    python -m benchmarks.arb_3b [ours] [twin] [checkpoint] [batches] [signs] [--out DIR]
 
 The twin is a dense model in float32 with AdamW, as large as 5,106 MiB take at batch 1; both are
-captured, and the twin is compiled.
+captured, and the twin is compiled. `batches` goes up to 1,024 windows, of `tiny` too. `signs` has
+the rule `votes`, by gradients whose signs alone are stored, and by gradients that are stored.
+The first step, which compiles what no run before it did, is timed apart.
 """
 
-import gc
 import itertools
 import resource
 import statistics
@@ -14,6 +15,8 @@ import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -21,9 +24,10 @@ from arbcli.checkpoint import load_checkpoint, save_checkpoint
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.train.trainer import EAGER_STEPS, Trainer
+from arbcli.train.updater import Updater
 from benchmarks import results
-from benchmarks.training_step import run_steps
+from benchmarks.training_step import empty, run_steps, text
 
 LIMIT = 5106 * 2**20
 """The peak of the system that `arb-3b` re-creates."""
@@ -36,26 +40,34 @@ TWIN_BATCHES = (1, 4, 8)
 OURS = {"preset": "arb-3b"}
 BATCHES = ((1, False), (6, False), (8, True), (24, True), (28, True), (32, True))
 """Windows of a batch, and whether blocks are computed again in the backward."""
-ROUNDS = 3
-PARTS = ("ours", "checkpoint", "twin")
+LARGE = (
+    *(("tiny", batch, False) for batch in (1, 16, 256, 1024)),
+    ("arb-3b", 256, False), ("arb-3b", 1024, True),
+)  # fmt: skip
+"""Presets with windows of a batch, and whether blocks are computed again."""
+SIGNED = ((1, False), (32, True))
+ROUNDS, STEPS = 3, 4
+FEW_STEPS_FROM = 256
+"""Windows of a batch whose steps take so long that one is a round."""
+PARTS = ("ours", "checkpoint", "twin", "batches", "signs")
 
 
 def build(batch: int, options: dict) -> Trainer:
     """Make a trainer on Python's own source."""
     config = new_config(ctx=CTX, batch=batch, steps=1000, device="cuda", **options)
-    return Trainer(config, open_texts(None, None, seed=0, context=CTX), capture=True)
+    return Trainer(config, open_texts([str(text())], None, seed=0, context=CTX), capture=True)
 
 
 def measure(kind: str, batch: int, options: dict) -> dict:
     """Print a line about a step, and return it as a row: time, and what the allocator held."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    empty()
     torch._dynamo.reset()
-    with deterministic() if kind == "arb-3b" else nullcontext():
+    with nullcontext() if "weights" in options else deterministic():
         trainer = build(batch, options)
-        run_steps(trainer, 6)
-        seconds = statistics.median(run_steps(trainer, 4) for _ in range(ROUNDS))
+        first = run_steps(trainer, 1)
+        run_steps(trainer, EAGER_STEPS)
+        steps = STEPS if batch < FEW_STEPS_FROM else 1
+        seconds = statistics.median(run_steps(trainer, steps) for _ in range(ROUNDS))
     peak = torch.cuda.max_memory_allocated()
     row = {
         "kind": kind,
@@ -64,14 +76,15 @@ def measure(kind: str, batch: int, options: dict) -> dict:
         "weights": trainer.num_weights,
         "state_bytes": trainer.state_bytes(),
         "ms": round(1e3 * seconds, 2),
+        "first_ms": round(1e3 * first, 2),
         "bytes_per_second": round(batch * CTX / seconds),
         "allocated_bytes": peak,
         "reserved_bytes": torch.cuda.max_memory_reserved(),
     }
     print(
-        f"{row['weights']:,} weights {options} batch {batch}: {row['ms']:.1f} ms a step,"
-        f" {row['bytes_per_second']:,} bytes/s, peak {peak / 2**20:,.0f} MiB"
-        f"{', too much' * (peak > LIMIT)}",
+        f"{kind}: {row['weights']:,} weights {options} batch {batch}: {row['ms']:.1f} ms a step,"
+        f" the first {first:.1f} s, {row['bytes_per_second']:,} bytes/s,"
+        f" peak {peak / 2**20:,.0f} MiB{', too much' * (peak > LIMIT)}",
         flush=True,
     )
     return row
@@ -109,19 +122,30 @@ def main() -> None:
     parser = results.options("arb_3b", "Time arb-3b beside a float twin in the same memory.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     given = parser.parse_args()
-    parts, rows = given.parts or PARTS, []
+    parts = given.parts or PARTS
+    command = results.command_line("arb_3b", *given.parts)
+
+    def save(*about: Any) -> None:
+        results.save("arb_3b", [measure(*about)], command=command, folder=given.out)
+
     if "ours" in parts:
         time_construction()
         for batch, recompute in BATCHES:
-            rows.append(measure("arb-3b", batch, OURS | {"recompute": recompute}))
+            save("arb-3b", batch, OURS | {"recompute": recompute})
     if "checkpoint" in parts:
         time_checkpoint()
     if "twin" in parts:
         for batch in TWIN_BATCHES:
-            rows.append(measure("AdamW", batch, TWIN))
-    if rows:
-        command = results.command_line("arb_3b", *given.parts)
-        results.save("arb_3b", rows, command=command, folder=given.out)
+            save("AdamW", batch, TWIN)
+    if "batches" in parts:
+        for preset, batch, recompute in LARGE:
+            save(preset, batch, {"preset": preset, "recompute": recompute})
+    if "signs" in parts:
+        for batch, recompute in SIGNED:
+            about = batch, OURS | {"rule": "votes", "recompute": recompute}
+            save("votes, signs", *about)
+            with mock.patch.object(Updater, "takes_signs", False):
+                save("votes, stored gradients", *about)
 
 
 if __name__ == "__main__":

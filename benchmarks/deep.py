@@ -6,10 +6,12 @@
 compares the attention of every block, for one byte after a prompt, with a softmax in float64 over
 the same cache. `causality` changes later bytes, and measures the growth of the residual stream by
 block. `text` generates from a cache in eight bits. `small` trains `arb-deep-small` for two minutes.
-`indexer` counts how many of the entries that eight bits choose full precision chooses too.
+`indexer` counts how many of the entries that eight bits choose full precision chooses too: eight
+bits of queries and keys, and of queries alone.
 """
 
 import time
+from collections.abc import Callable, Iterable
 from unittest import mock
 
 import torch
@@ -147,9 +149,38 @@ def indexer(entries: int) -> dict:
     def in_eight_bits(x: Tensor) -> Tensor:
         return x.to(E4M3).float()
 
-    full, eight = chosen(queries, keys), chosen(in_eight_bits(queries), in_eight_bits(keys))
-    shared = (full[:, :, None] == eight[:, None]).any(dim=2)
-    return {"chosen": CHOSEN, "shared": round(float(shared.float().mean()), 4)}
+    def shared(other: Tensor) -> float:
+        return round(float((full[:, :, None] == other[:, None]).any(dim=2).float().mean()), 4)
+
+    full, rounded = chosen(queries, keys), in_eight_bits(queries)
+    return {
+        "chosen": CHOSEN,
+        "shared": shared(chosen(rounded, in_eight_bits(keys))),
+        "shared_by_queries": shared(chosen(rounded, keys)),
+    }
+
+
+def look_into(parts: Iterable[str], save: Callable[..., None]) -> None:
+    """Measure the parts that need a model."""
+    trainer = trainer_of(PRESET, steps=1000, batch=BATCH)
+    if "train" in parts:
+        save("train", train(trainer))
+    if "causality" in parts:
+        save("causality", causality(trainer))
+    if "text" in parts:
+        for kv in ("fp8", "int8", None):
+            save("text", generate(trainer.model, kv), kv or "bf16")
+    state = trainer.model.state_dict()
+    if "cosines" in parts:
+        model = LanguageModel(trainer.config.model, torch.float32).to(trainer.device)
+        model.load_state_dict(state)
+        for length in PROMPTS:
+            save("cosines", cosines(model, length), f"{length:,} bytes")
+        del model
+    del trainer, state
+    empty()
+    if "small" in parts:
+        save("small", small())
 
 
 def main() -> None:
@@ -164,29 +195,12 @@ def main() -> None:
         print(row, flush=True)
         results.save("deep", [row], command=results.command_line("deep"), folder=given.out)
 
-    with deterministic():
-        trainer = trainer_of(PRESET, steps=1000, batch=BATCH)
-        if "train" in parts:
-            save("train", train(trainer))
-        if "causality" in parts:
-            save("causality", causality(trainer))
-        if "text" in parts:
-            for kv in ("fp8", "int8", None):
-                save("text", generate(trainer.model, kv), kv or "bf16")
-        state = trainer.model.state_dict()
-        if "cosines" in parts:
-            model = LanguageModel(trainer.config.model, torch.float32).to(trainer.device)
-            model.load_state_dict(state)
-            for length in PROMPTS:
-                save("cosines", cosines(model, length), f"{length:,} bytes")
-            del model
-        del trainer, state
-        empty()
-        if "small" in parts:
-            save("small", small())
     if "indexer" in parts:
         for entries in ENTRIES:
             save("indexer", indexer(entries), f"{entries:,} entries")
+    if set(parts) != {"indexer"}:
+        with deterministic():
+            look_into(parts, save)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,14 @@ from torch.nn import functional
 from arbcli.config.presets import preset
 from arbcli.device import deterministic
 from arbcli.infer.generation import Decoder
-from arbcli.kernels.attention.eight_bits import FORMATS, round_entries
+from arbcli.kernels.attention.eight_bits import KeptIn
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from benchmarks import results
 from benchmarks.generation import bytes_per_second
 
 KEPT_IN = ("bf16", "fp8", "int8")
+ROUNDED = ("fp8", "fp8-mixed", "fp8-queries", "int8", "int8-mixed", "int8-queries")
 ROUNDS, ROUND_BYTES, WARM_UP_BYTES = 7, 256, 64
 LENGTH = WARM_UP_BYTES + ROUNDS * ROUND_BYTES
 """Bytes that follow a prompt."""
@@ -80,10 +81,11 @@ def measure(name: str, ctx: int) -> list[dict]:
     ]
 
 
-def cosine(stored: torch.dtype, heads: int, length: int, width: int) -> float:
+def cosine(kept: KeptIn, heads: int, length: int, width: int) -> float:
     """Compare attention of one query over rounded entries with that over unrounded ones.
 
-    All are normal numbers, queries and keys normalised; the cosine is that of all heads together.
+    All are normal numbers, queries and keys normalised, half of their numbers turned; the cosine is
+    that of all heads together.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -91,9 +93,11 @@ def cosine(stored: torch.dtype, heads: int, length: int, width: int) -> float:
         for rows in (1, length, length)
     )
     q, k = (functional.rms_norm(part, (width,)) for part in (q, k))
-    rounded = (round_entries(part.float(), stored).double() for part in (k, v))
+    asked, found = kept.round(q.float(), k.float(), turned=width // 2)
+    rounded = (asked.double() if kept.queries else q, found.double(), kept.round(v.float())[0])
     one, other = (
-        functional.scaled_dot_product_attention(q, *parts).flatten() for parts in ((k, v), rounded)
+        functional.scaled_dot_product_attention(*(part.double() for part in parts)).flatten()
+        for parts in ((q, k, v), rounded)
     )
     return float(functional.cosine_similarity(one, other, dim=0))
 
@@ -102,10 +106,8 @@ def print_errors() -> None:
     """Print a line a head width and length."""
     for width in (64, 128, 512):
         for length in (1, 33, 2048, 16384):
-            found = (f"{kv} {cosine(FORMATS[kv], 8, length, width):.5f}" for kv in FORMATS)
-            print(
-                f"head width {width}, {length:,} positions: cosine {', '.join(found)}", flush=True
-            )
+            found = (f"{kv} {cosine(KeptIn.named(kv), 8, length, width):.5f}" for kv in ROUNDED)
+            print(f"heads of {width}, {length:,} positions: cosine {', '.join(found)}", flush=True)
 
 
 def main() -> None:

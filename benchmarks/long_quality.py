@@ -1,18 +1,17 @@
-"""Train `arb-long` and a dense model of as many weights for the same time, at ctx 16,384.
+"""Train models of compressed attention and others for the same time.
 
     python -m benchmarks.long_quality TRAIN VAL [--seconds N] [--batch N] [--seeds N...]
         [--stride N] [--ms MS] [--out DIR] [KIND...]
 
-The peer is `--preset base --ctx 16384`: a dense model of 85.5 million weights with attention to all
-bytes. Each takes as many steps as fit the seconds, by a step that is timed before, or that took so
+The peer of `arb-long` is `--preset base --ctx 16384`: a dense model of 85.5 million weights with
+attention to all bytes. Other kinds are options of the presets, beside `compressed` and `deep`. Each
+takes as many steps as fit the seconds, by a step that is timed before, or that took so
 many milliseconds on a GPU of its own, where others share it now (`--ms`). Then it predicts the
 whole held-out text, from windows that overlap, so that the same bytes are seen after few bytes and
 after many, and once more with keys and values in eight bits.
 """
 
-import gc
-
-import torch
+from typing import Any
 
 from arbcli.data import open_text, open_texts
 from arbcli.device import deterministic
@@ -21,15 +20,22 @@ from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 from benchmarks import results
 from benchmarks.ablation import CAPTURED, run
+from benchmarks.training_step import empty
 
-CONTEXT = 16384
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "compressed": {"preset": "arb-long"},
-    "dense": {"preset": "base", "ctx": CONTEXT},
+    "dense": {"preset": "base", "ctx": 16384},
+    "means of 128": {"preset": "arb-long", "mean_ratio": 128},
+    "gain of keys": {"preset": "arb-long", "key_gain": True},
+    "128 heads of 512": {"preset": "arb-long", "heads": 128, "head_width": 512, "recompute": True},
+    "deep": {"preset": "arb-deep-small"},
+    "384 experts": {"preset": "arb-deep-small", "experts": 384, "top_k_experts": 6},
+    "NVFP4": {"preset": "arb-deep-small", "compute": "nvfp4"},
 }
+DEFAULT = ("compressed", "dense")
 TIMED = 12
 """Steps that are timed after a capture."""
-KEPT_IN = (None, "int8", "fp8")
+KEPT_IN = (None, "int8", "fp8", "int8-mixed", "fp8-mixed", "fp8-queries")
 
 
 def build(kind: str, paths: tuple[str, str], batch: int, seed: int, steps: int) -> Trainer:
@@ -87,24 +93,18 @@ def train(
     print("  by position:", ", ".join([near, *others]), flush=True)
     row["kept_in"] = {}
     for kv in KEPT_IN:
-        whole = evaluate(model, kind, *text, stride=CONTEXT, kv=kv, **about)
+        ctx = config.model.ctx
+        whole = evaluate(model, kind, *text, stride=ctx, kv=kv, **about)
         with model.keeping(kv):
-            cache = model.new_cache(CONTEXT).nbytes
+            cache = model.new_cache(ctx).nbytes
         row["kept_in"][whole.kv] = {"nats": round(whole.nats_per_byte, 5), "cache_bytes": cache}
     print("  kept in:", row["kept_in"], flush=True)
     return row
 
 
-def empty() -> None:
-    """Give back what is unused."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def main() -> None:
     """Print what each run found, and write its row as soon as it is there."""
-    parser = results.options("long_quality", "Compare attention at 16,384 bytes at equal time.")
+    parser = results.options("long_quality", "Compare models at equal time.")
     parser.add_argument("train")
     parser.add_argument("val")
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}")
@@ -118,7 +118,7 @@ def main() -> None:
     words = ["TRAIN", "VAL", "--seconds", f"{given.seconds:g}", "--stride", str(given.stride)]
     command = results.command_line("long_quality", *words)
     for seed in given.seeds:
-        for kind in given.kinds or KINDS:
+        for kind in given.kinds or DEFAULT:
             empty()
             with deterministic():
                 about = (given.batch, seed, given.seconds, given.stride, given.ms)

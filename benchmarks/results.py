@@ -44,6 +44,8 @@ KEYS = {
     "streams": ("part", "variant", "seed", "steps"),
     "deep": ("part", "variant"),
     "search": ("text", "ctx", "kind", "digits", "seconds", "seed"),
+    "step_kernels": ("model",),
+    "stage_rates": ("model", "stage", "factor", "seed", "steps"),
 }
 """Fields that name a row, by file."""
 RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")

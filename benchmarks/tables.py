@@ -636,8 +636,27 @@ def deep(runs: Runs) -> str:
             lines.append([f"cache of 700 bytes in {variant}", size])
         if part == "indexer":
             what = f"choices of eight bits that float32 shares, {row['chosen']} of {variant}"
-            lines.append([what, f"{row['shared']:.1%}"])
+            alone = f"{row['shared']:.1%}, of queries alone {row['shared_by_queries']:.1%}"
+            lines.append([what, alone.replace("%", " %")])
     return _measured(["`arb-deep`", "measured"], lines, runs)
+
+
+def batches(runs: Runs) -> str:
+    """Time and memory of a step by the number of windows, the first step apart."""
+    rows = [row for row in rows_of(runs) if row["kind"] in ("tiny", "arb-3b")]
+    lines = [
+        [
+            f"`{row['kind']}`" + ", `--recompute`" * row["recompute"],
+            f"{row['batch']:,}",
+            f"{row['ms']:,.1f}",
+            f"{row['bytes_per_second']:,}",
+            f"{row['first_ms'] / 1e3:.1f}",
+            f"{row['allocated_bytes'] / MIB:,.0f}",
+        ]
+        for row in sorted(rows, key=lambda row: (row["kind"] != "tiny", row["batch"]))
+    ]
+    head = ["preset", "batch", "ms", "bytes/s", "first step, s", "peak, MiB"]
+    return _measured(head, lines, runs)
 
 
 def searched(runs: Runs) -> str:
@@ -786,6 +805,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "streams": ("streams", streams),
     "gates": ("streams", gates),
     "deep": ("deep", deep),
+    "batches": ("arb_3b", batches),
     "search": ("search", searched),
     "scaling": ("scaling", losses_by_size),
     "scaling-laws": ("scaling", laws),

@@ -126,8 +126,9 @@ def prepare(preset: str, kind: str) -> Subject:
 def empty() -> None:
     """Give back what is unused, and forget the peaks."""
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def run_steps(trainer: Trainer, steps: int) -> float:

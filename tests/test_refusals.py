@@ -385,6 +385,16 @@ def test_model_without_keys_and_values_keeps_none_in_eight_bits():
         pass
 
 
+def test_queries_of_latent_attention_are_not_rounded(small_graph):
+    given = {name: value for name, value in small_graph.items() if name != "batch"}
+    model = build_model(preset(given.pop("preset"), **given))
+    with (
+        pytest.raises(ArbError, match="queries of latent attention are not kept in eight bits"),
+        model.keeping("int8-queries"),
+    ):
+        pass
+
+
 def test_version_is_told(arb_here):
     done = arb_here("--version")
     assert (done.returncode, done.stdout) == (0, f"arb {__version__}\n")

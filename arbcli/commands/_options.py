@@ -70,7 +70,7 @@ def with_model_file(given: dict[str, Any]) -> dict[str, Any]:
     return given | {"preset": read_model(path)}
 
 
-KEPT_IN = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed")
+KEPT_IN = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed", "fp8-queries", "int8-queries")
 """Choices of `--kv`."""
 REPEATED = ("--data", "--val")
 """Options of several values, which may follow one another: a shell makes them of `*.txt`."""

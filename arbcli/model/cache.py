@@ -10,7 +10,7 @@ from torch import Tensor
 from arbcli.kernels.attention.attend_ahead import Kept
 from arbcli.model.mark import Mark, Written
 from arbcli.model.parts.ngrams import HISTORY
-from arbcli.model.state import Track
+from arbcli.model.state import KeptTexts, Track
 
 if TYPE_CHECKING:
     from arbcli.model.language_model import LanguageModel
@@ -95,9 +95,6 @@ class Cache(_Markable):
     Args:
         model: that reads the text.
         positions: bytes that the text can have.
-        stored: float8_e4m3fn or int8, to keep keys and values in eight bits; None is the dtype of
-            activations.
-        mixed: whether numbers of keys that turn stay in the dtype of activations.
         texts: B, how many have steps that are computed together; None is one text by itself.
         device: where it is; None is the model's.
     """
@@ -107,21 +104,16 @@ class Cache(_Markable):
         model: "LanguageModel",
         positions: int,
         *,
-        stored: torch.dtype | None = None,
-        mixed: bool = False,
         texts: int | None = None,
         device: torch.device | None = None,
     ) -> None:
-        device = device or model.device
-        slots, dtype = model.config.slots, model.compute_dtype
+        device, slots = device or model.device, model.config.slots
         self.positions = positions
+        kept = KeptTexts(positions, model.compute_dtype, device, texts, model.kept)
         self.stages = [
-            stage.new_state(positions, ctx, dtype, device, stored, texts, mixed)
-            for stage, ctx in zip(model.stages, slots, strict=False)
+            stage.new_state(ctx, kept) for stage, ctx in zip(model.stages, slots, strict=False)
         ]
-        self.main = model.blocks.new_track(
-            positions, slots[-1], dtype, device, stored, texts, mixed
-        )
+        self.main = model.blocks.new_track(slots[-1], kept)
         self.history: Tensor | None = None
         """(B, `HISTORY`) int64, the last bytes, where a part reads them; B is 1 of one text."""
         if model.config.beside or model.config.reads_text:
@@ -204,8 +196,6 @@ class SeveralCache(Cache):
         model: that reads the texts.
         texts: B, how many.
         positions: bytes that the longest text can have.
-        stored: as of `Cache`.
-        mixed: likewise.
         device: where it is; None is the model's.
     """
 
@@ -215,11 +205,9 @@ class SeveralCache(Cache):
         texts: int,
         positions: int,
         *,
-        stored: torch.dtype | None = None,
-        mixed: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__(model, positions, stored=stored, mixed=mixed, texts=texts, device=device)
+        super().__init__(model, positions, texts=texts, device=device)
         inside = [*(stage.clock for stage in self.stages[1:]), self.main.clock]
         for stage, clock in zip(self.stages, inside, strict=False):
             stage.inner = clock

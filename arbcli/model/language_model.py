@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from arbcli.config.model import ModelConfig
 from arbcli.errors import ArbError
-from arbcli.kernels.attention.eight_bits import FORMATS
+from arbcli.kernels.attention.eight_bits import KeptIn
 from arbcli.kernels.matmul.arranged import fits_arranged
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
@@ -469,14 +469,13 @@ class LanguageModel(nn.Module):
 
     def new_cache(self, positions: int) -> Cache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""
-        return Cache(self, positions, stored=self.stored, mixed=self.mixed)
+        return Cache(self, positions)
 
     def new_several_cache(
         self, texts: int, positions: int, device: torch.device | None = None
     ) -> SeveralCache:
         """Make a cache for several texts of at most `positions` bytes each."""
-        about = {"stored": self.stored, "mixed": self.mixed, "device": device}
-        return SeveralCache(self, texts, positions, **about)
+        return SeveralCache(self, texts, positions, device=device)
 
     def stacks(self) -> list[Stack]:
         """List the lists of blocks, the outermost first."""
@@ -586,10 +585,8 @@ class LanguageModel(nn.Module):
     def _matrices(self) -> list[LinearWeight]:
         return [part for part in self.modules() if isinstance(part, LinearWeight)]
 
-    stored: torch.dtype | None = None
-    """What a cache keeps keys and values in; None is the dtype of activations."""
-    mixed = False
-    """Whether numbers of keys that turn stay in the dtype of activations."""
+    kept = KeptIn()
+    """What a cache keeps keys and values in."""
 
     @contextmanager
     def keeping(self, kv: str | None) -> Iterator[None]:
@@ -600,7 +597,8 @@ class LanguageModel(nn.Module):
 
         Args:
             kv: `bf16`, which activations must be too, `fp8` or `int8`; None is the dtype of
-                activations. With `-mixed` behind eight bits, numbers of keys that turn stay.
+                activations. With `-mixed` behind eight bits, numbers of keys that turn stay; with
+                `-queries` queries are rounded likewise.
 
         Raises:
             ArbError: the model keeps none, or not so.
@@ -610,27 +608,27 @@ class LanguageModel(nn.Module):
                 "keys and values are kept in the dtype of activations, which is float32",
                 hint="leave `--kv` out, or give `--compute bf16` too",
             )
-        name, _, beside = (kv or "").partition("-")
-        stored, mixed = FORMATS.get(name), bool(beside)
+        kept, before = KeptIn.named(kv), self.kept
         attentions = [part for part in self.modules() if isinstance(part, CachedAttention)]
-        if stored and not attentions:
+        if kept.stored and not attentions:
             raise ArbError("this model keeps no keys and values", hint="leave `--kv` out")
-        before = self.stored, self.mixed
+        if kept.queries and not all(part.rounds_queries for part in attentions):
+            raise ArbError(
+                "queries of latent attention are not kept in eight bits",
+                hint=f"use `--kv {kept._replace(queries=False).name('')}`",
+            )
         for part in (self, *attentions):
-            part.stored, part.mixed = stored, mixed
+            part.kept = kept
         try:
             yield
         finally:
             for part in (self, *attentions):
-                part.stored, part.mixed = before
+                part.kept = before
 
     @property
     def kept_in(self) -> str:
         """Name the type that keys and values are kept in."""
-        for name, stored in FORMATS.items():
-            if stored == self.stored:
-                return f"{name}-mixed" if self.mixed else name
-        return "bf16" if self.compute_dtype == torch.bfloat16 else "fp32"
+        return self.kept.name("bf16" if self.compute_dtype == torch.bfloat16 else "fp32")
 
     def initialise(self, seed: int) -> None:
         """Draw all weights anew, as each layer declares: see `initial`."""

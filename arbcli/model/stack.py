@@ -19,7 +19,7 @@ from arbcli.model.layers.streams import average_streams, spread_streams
 from arbcli.model.parts.base import Part
 from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.model.registry import build_part
-from arbcli.model.state import Clock, State, Track
+from arbcli.model.state import Clock, KeptTexts, State, Track
 
 recomputed = partial(
     checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none",
@@ -265,16 +265,7 @@ class Stack(nn.ModuleList):
             x = block.step(x, state, reading)
         return each_text(average_streams, x) if self.streams > 1 else x
 
-    def new_track(
-        self,
-        positions: int,
-        ctx: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored: torch.dtype | None = None,
-        texts: int | None = None,
-        mixed: bool = False,
-    ) -> Track:
+    def new_track(self, ctx: int, texts: KeptTexts) -> Track:
         """Make the states of a text, or of several: see `Clock`."""
-        clock = Clock(positions, ctx, dtype, device, stored, texts, mixed)
+        clock = Clock(ctx, texts)
         return Track(clock, [block.new_state(clock) for block in self])

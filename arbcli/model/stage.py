@@ -34,7 +34,7 @@ from arbcli.model.parts.chunking import (
     take_chunks,
 )
 from arbcli.model.stack import Stack
-from arbcli.model.state import Clock, State, Track
+from arbcli.model.state import Clock, KeptTexts, State, Track
 
 
 class Chunked(NamedTuple):
@@ -124,21 +124,9 @@ class Stage(nn.Module):
         positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         return route_every(self.chunking.length, positions)
 
-    def new_state(
-        self,
-        positions: int,
-        ctx: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored: torch.dtype | None = None,
-        texts: int | None = None,
-        mixed: bool = False,
-    ) -> "StageState":
+    def new_state(self, ctx: int, texts: KeptTexts) -> "StageState":
         """Make the state of a text, or of several: see `Clock`."""
-        tracks = (
-            stack.new_track(positions, ctx, dtype, device, stored, texts, mixed)
-            for stack in (self.encoder, self.decoder)
-        )
+        tracks = (stack.new_track(ctx, texts) for stack in (self.encoder, self.decoder))
         return StageState(self, *tracks)
 
     def follow(

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from arbcli.kernels.attention.attend_ahead import Kept
 from arbcli.kernels.attention.decode_attention import count_on_
 from arbcli.kernels.attention.eight_bits import (
+    KeptIn,
     decode_entries,
     join_turned,
     part_turned,
@@ -27,39 +28,39 @@ from arbcli.model.flow import rows_of
 from arbcli.model.mark import Mark, Written
 
 
+class KeptTexts(NamedTuple):
+    """What is kept of a text, or of several."""
+
+    positions: int
+    """That a text can have, at most."""
+    dtype: torch.dtype
+    """Of activations."""
+    device: torch.device
+    """Where states are."""
+    texts: int | None = None
+    """Number of texts whose steps are computed together; None is one text, whose tensors have no
+    dimension for it."""
+    kept_in: KeptIn = KeptIn()
+    """The form of keys and values."""
+
+
 class Clock:
     """Counts the positions that a list of blocks has read.
 
     Args:
-        positions: that the text can have, at most.
         ctx: positions of a window of training.
-        dtype: of activations.
-        device: where states are.
-        stored: float8_e4m3fn or int8, to keep keys and values in eight bits; None is `dtype`.
-        texts: number of texts whose steps are computed together; None is one text, whose tensors
-            have no dimension for it.
-        mixed: whether numbers of keys that turn stay in `dtype` beside eight bits.
+        of: what is kept.
     """
 
-    def __init__(
-        self,
-        positions: int,
-        ctx: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        stored: torch.dtype | None = None,
-        texts: int | None = None,
-        mixed: bool = False,
-    ) -> None:
-        self.mixed = mixed and stored is not None
-        self.positions, self.ctx, self.dtype, self.device = positions, ctx, dtype, device
-        self.stored, self.texts = stored, texts
+    def __init__(self, ctx: int, of: KeptTexts) -> None:
+        self.ctx, self.of = ctx, of
+        self.positions, self.dtype, self.device, self.texts, self.kept_in = of
         self.position = self.zeros(dtype=torch.int32)
         """Positions read; a step reads it on the device, and nobody waits for it."""
-        self.going_on = None if texts is None else self.zeros(dtype=torch.int32)
+        self.going_on = None if self.texts is None else self.zeros(dtype=torch.int32)
         """(B,) int32 of several texts: 1 where a step reads a position, 0 where it leaves the text
         alone; None where every position counts."""
-        self.window = positions
+        self.window = self.positions
         """Positions that can be read at once, at most."""
         self.checks = False
         """Whether positions are read of which it is not said yet how many stay."""
@@ -149,8 +150,7 @@ class Clock:
         """The clock of each of several texts, which counts in the same tensor."""
         clocks = []
         for text in range(self.texts or 0):
-            about = (self.dtype, self.device, self.stored, None, self.mixed)
-            clock = Clock(self.positions, self.ctx, *about)
+            clock = Clock(self.ctx, self.of._replace(texts=None))
             clock.position, clock.window = self.position[text], self.window
             clocks.append(clock)
         return clocks
@@ -220,14 +220,15 @@ class Rows:
         slots: n.
         heads: G.
         width: d.
-        turned: numbers of a vector that turn, which stay in the dtype where the clock is `mixed`.
+        turned: numbers of a vector that turn, which stay in the dtype where the clock says `mixed`.
     """
 
     def __init__(self, clock: Clock, slots: int, heads: int, width: int, turned: int = 0) -> None:
-        self.dtype, self.beside = clock.dtype, turned if clock.mixed else 0
-        eight = clock.stored is not None and self.beside < width
+        self.dtype, self.beside = clock.dtype, turned if clock.kept_in.mixed else 0
+        stored = clock.kept_in.stored
+        eight = stored is not None and self.beside < width
         others = width - self.beside if eight else width
-        self.codes = clock.zeros(slots, heads, others, dtype=clock.stored if eight else None)
+        self.codes = clock.zeros(slots, heads, others, dtype=stored if eight else None)
         self.exponents = clock.zeros(slots, heads, dtype=torch.int8) if eight else None
         self.turned = clock.zeros(slots, heads, self.beside) if eight and self.beside else None
         """(n, G, turned), what stays beside the codes."""

@@ -14,6 +14,7 @@ from arbcli.infer import several
 from arbcli.infer.generation import Decoder, Sampling, continue_text, generate
 from arbcli.infer.prompts import read_prompts
 from arbcli.infer.several import Request, SeveralDecoder, cache_bytes, generate_several
+from arbcli.kernels.attention.eight_bits import KeptIn
 from arbcli.model import language_model as model_module
 from arbcli.model.language_model import LanguageModel
 
@@ -248,7 +249,7 @@ def test_keys_and_values_are_kept_as_is_asked(lm, kv, monkeypatch):
         alone = b"".join(generate(lm, each.prompt, each.length, each.sampling, kv=kv))
         assert alone[:3] == found[index][:3]
     assert made[0].cache.main.blocks[0].keys.element_size() == 1
-    assert lm.stored is None
+    assert lm.kept == KeptIn()
 
 
 def test_texts_are_told_in_the_order_of_their_prompts(lm, monkeypatch):

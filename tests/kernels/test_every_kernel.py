@@ -421,6 +421,7 @@ SEVERAL_ROUNDINGS = {
     "decode_attention_8bit",
     "decode_attention_rows",
     "row_matmul",
+    "row_by_row",
 }
 """Those whose results, or what the reference did not round, are rounded to bfloat16 once more; or
 whose results are so few that the rounding of one of them, of up to 3.9e-3, may be all there is."""

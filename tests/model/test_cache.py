@@ -5,6 +5,7 @@ import torch
 
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
+from arbcli.kernels.attention.eight_bits import KeptIn
 from arbcli.kernels.norm import gated_rms_norm, rms_norm
 from arbcli.kernels.norm.rms_norm import norm_weight_torch
 from arbcli.kernels.runtime import native
@@ -15,7 +16,7 @@ from arbcli.model.layers import attend as attend_module
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.parts import attention as attention_module
 from arbcli.model.parts.attention import Ring
-from arbcli.model.state import Clock
+from arbcli.model.state import Clock, KeptTexts
 
 WINDOW = 8
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": WINDOW}
@@ -276,7 +277,7 @@ def test_what_cannot_be_kept_so_is_refused(device):
     with pytest.raises(RuntimeError), lm.keeping("int8"):
         raise RuntimeError
     assert lm.kept_in == "fp32"
-    assert all(block.attention.stored is None for block in lm.blocks)
+    assert all(block.attention.kept == KeptIn() for block in lm.blocks)
 
 
 @pytest.mark.parametrize(("window", "positions", "expected"), [
@@ -284,7 +285,9 @@ def test_what_cannot_be_kept_so_is_refused(device):
 ])  # fmt: skip
 def test_window_is_no_longer_than_context_or_text(window, positions, expected):
     def ring(stored=None) -> Ring:
-        clock = Clock(positions, 16, torch.float32, torch.device("cpu"), stored)
+        clock = Clock(
+            16, KeptTexts(positions, torch.float32, torch.device("cpu"), None, KeptIn(stored))
+        )
         return Ring(clock, 2, 16, window)
 
     plain = ring()

@@ -74,7 +74,7 @@ def test_cached_logits_equal_those_of_one_forward(name, options, small_compresse
 
 
 @pytest.mark.parametrize("options", [{}, MEANS_AND_GAINS], ids=str)
-@pytest.mark.parametrize("kv", ["int8", "fp8", "int8-mixed", "fp8-mixed"])
+@pytest.mark.parametrize("kv", ["int8", "fp8", "int8-mixed", "fp8-mixed", "fp8-queries"])
 def test_cache_in_eight_bits_gives_the_logits_of_one_forward(kv, options, small_compressed):
     lm, ids = model(small_compressed, **options), text(1)
     plain = lm.new_cache(CTX).nbytes
@@ -84,7 +84,19 @@ def test_cache_in_eight_bits_gives_the_logits_of_one_forward(kv, options, small_
         for name, lengths in PARTS.items():
             torch.testing.assert_close(in_parts(lm, ids, lengths), expected, **CLOSE, msg=name)
         # an open block stays as it is, and half of each key turns
-        assert lm.new_cache(CTX).nbytes < (0.85 if "mixed" in kv else 0.75) * plain
+        assert lm.new_cache(CTX).nbytes < (0.85 if "-" in kv else 0.75) * plain
+
+
+def test_queries_in_eight_bits_move_logits_by_the_error_of_their_type(small_compressed):
+    lm, ids = model(small_compressed), text(1)
+    errors = {}
+    with torch.no_grad():
+        exact = lm(ids)
+        for kv in ("int8-mixed", "int8-queries", "fp8-queries"):
+            with lm.keeping(kv):
+                errors[kv] = float((lm(ids) - exact).norm() / exact.norm())
+                assert lm.kept_in == kv
+    assert 0 < errors["int8-mixed"] != errors["int8-queries"] < errors["fp8-queries"] < 0.1
 
 
 def test_text_beyond_the_context_is_read_alike_in_bytes_and_chunks(small_compressed):

@@ -12,6 +12,8 @@ Integers divide the span of the largest evenly, which suits entries whose larges
 their mean, as normalised keys are: see docs/performance.md.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,36 @@ FORMATS = {"fp8": E4M3, "int8": torch.int8}
 """Types of codes, by the names of `--kv`."""
 ROOM = {E4M3: 7, torch.int8: 6}
 """The octave that the largest magnitude of an entry is moved to."""
+
+
+class KeptIn(NamedTuple):
+    """What keys and values are kept in."""
+
+    stored: torch.dtype | None = None
+    """float8_e4m3fn or int8; None is the dtype of activations."""
+    mixed: bool = False
+    """Whether numbers of keys that turn stay in that dtype, beside eight bits."""
+    queries: bool = False
+    """Whether queries are rounded like keys; they are `mixed` then."""
+
+    @classmethod
+    def named(cls, name: str | None) -> "KeptIn":
+        """Read a name of `--kv`: of `FORMATS`, with `-mixed` or `-queries` after it, or another."""
+        kind, _, beside = (name or "").partition("-")
+        return cls(FORMATS.get(kind), bool(beside), beside == "queries")
+
+    def name(self, plain: str) -> str:
+        """Name it, as `plain` where nothing is in eight bits."""
+        kinds = {stored: kind for kind, stored in FORMATS.items()}
+        beside = "-queries" if self.queries else "-mixed" if self.mixed else ""
+        return plain if self.stored is None else kinds[self.stored] + beside
+
+    def round(self, *parts: Tensor, turned: int = 0) -> tuple[Tensor, ...]:
+        """Round tensors of entries, (..., d), of which some numbers turn, to what is read back."""
+        if self.stored is None:
+            return parts
+        turned = turned if self.mixed else 0
+        return tuple(round_entries(part, self.stored, turned) for part in parts)
 
 
 def quantise_entries(x: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ class Attention(CachedAttention):
     """Causal self-attention over rotary positions."""
 
     name = "attention"
-    steps_along = True
+    steps_along = rounds_queries = True
 
     def __init__(self, config: AttentionConfig, site: Site) -> None:
         super().__init__()
@@ -159,7 +159,9 @@ class Attention(CachedAttention):
         prepare = self.turning if self.fits_kernels else self._prepare
         q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
         length, sink = q.shape[-2], self._sinks()
-        (k,), (v,) = self.as_stored(k, turned=self.turned), self.as_stored(v)
+        (k,), (v,) = self.kept.round(k, turned=self.turned), self.kept.round(v)
+        if self.kept.queries:
+            (q,) = self.kept.round(q, turned=self.turned)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
         short = self.window is not None and self.window < length
         if documents is not None:
@@ -194,12 +196,15 @@ class Attention(CachedAttention):
         return self._biased(self.output.fused(y, normalise=normalise, added=added, early=early))
 
     def _attend_after(self, state: "Ring", qkv: Tensor) -> Tensor:
-        prepare = self.turning if self.fits_kernels else self._prepare
-        return state.attend(*prepare(qkv, state.angles), self._sinks())
+        prepare, kept = self.turning if self.fits_kernels else self._prepare, state.clock.kept_in
+        q, k, v = prepare(qkv, state.angles)
+        if kept.queries:
+            (q,) = kept.round(q, turned=self.turned)
+        return state.attend(q, k, v, self._sinks())
 
     def new_state(self, clock: Clock) -> "Ring":
         """Make rings for keys and values."""
-        if clock.mixed:
+        if clock.kept_in.mixed:
             return MixedRing(clock, self)
         return Ring(clock, self.kv_heads, self.width, self.window, self.rotary)
 
@@ -249,9 +254,9 @@ class Ring(State):
     ) -> None:
         self._begin(clock, width, window, rotary)
         ring = (heads, self.window, width)
-        self.keys, self.values = (clock.zeros(*ring, dtype=clock.stored) for _ in range(2))
+        self.keys, self.values = (clock.zeros(*ring, dtype=clock.kept_in.stored) for _ in range(2))
         self.exponents: Tensor | None = None
-        if clock.stored:
+        if clock.kept_in.stored:
             self.exponents = clock.zeros(2, heads, self.window, dtype=torch.int8)
         self.tickets = clock.kept(("tickets", heads), lambda: clock.zeros(heads, dtype=torch.int32))
 

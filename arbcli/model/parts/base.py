@@ -2,10 +2,9 @@
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from arbcli.kernels.attention.eight_bits import round_entries
+from arbcli.kernels.attention.eight_bits import KeptIn
 from arbcli.model.flow import Flow, Reading
 from arbcli.model.state import Clock, State
 
@@ -81,14 +80,7 @@ class Part(nn.Module):
 class CachedAttention(Part):
     """Attention whose keys and values a state keeps."""
 
-    stored: torch.dtype | None = None
-    """The dtype that a forward without a state rounds them to, as a state in eight bits does."""
-    mixed = False
-    """Whether numbers of keys that turn stay as they are."""
-
-    def as_stored(self, *parts: Tensor, turned: int = 0) -> tuple[Tensor, ...]:
-        """Round tensors of entries, (..., d), of which some numbers turn, to what is read back."""
-        if self.stored is None:
-            return parts
-        turned = turned if self.mixed else 0
-        return tuple(round_entries(part, self.stored, turned) for part in parts)
+    kept = KeptIn()
+    """What a forward without a state rounds them to, as a state in eight bits does."""
+    rounds_queries = False
+    """Whether queries may be in eight bits too."""

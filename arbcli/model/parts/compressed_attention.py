@@ -264,6 +264,7 @@ class CompressedAttention(CachedAttention):
     """Causal self-attention to entries of several positions, and to the last positions."""
 
     name = "attention"
+    rounds_queries = True
 
     def __init__(self, config: CompressedAttentionConfig, site: Site) -> None:
         super().__init__()
@@ -304,13 +305,16 @@ class CompressedAttention(CachedAttention):
         batch, length, _ = x.shape
         q, rest = self._parted(projected)
         q = q.unflatten(-1, (self.heads, self.width))
+        kept = state.clock.kept_in if state is not None else self.kept
+        if kept.queries:
+            (q,) = kept.round(q, turned=self.turned)
         if state is not None:
             y = state.attend(x, norm, q, *rest.split(self.kv, dim=-1))
             return Flow(x, self.output(y.reshape(batch, length, self.inner), self.sub_norm))
         table = self.table(length, x.device)
         recent, entries, still = self._compressed(rest, table)
         number = entries.shape[1]
-        recent, entries = self.as_stored(recent, entries, turned=self.turned)
+        recent, entries = self.kept.round(recent, entries, turned=self.turned)
         chosen = found = None
         if self.indexer:
             found, chosen = self._choose(x, norm, still)
@@ -390,7 +394,7 @@ class CompressedAttention(CachedAttention):
         q, w = self.indexer.queries(x[:, ends], norm, angles)
         k = self.indexer.keys(still, [part[:: self.ratio][:number] for part in table])
         with torch.no_grad():
-            kept = self.stored is not None
+            kept = self.kept.stored is not None
             chosen = self.indexer.choose(q, w, k, 1, self.sight.most, in_eight_bits=kept)
             # the bytes before the first entry see none
             chosen = functional.pad(chosen, (0, 0, 1, 0), value=-1)

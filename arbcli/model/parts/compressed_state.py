@@ -62,7 +62,9 @@ class CompressedState(State):
         if layer.indexer:
             indexer = layer.indexer
             self.index_table = indexer.table(rows, device)
-            self.keys = clock.zeros(slots, indexer.width, dtype=E4M3 if clock.stored else None)
+            self.keys = clock.zeros(
+                slots, indexer.width, dtype=E4M3 if clock.kept_in.stored else None
+            )
             size = max(1, min(indexer.top_k, slots - 1))
             self.choice = clock.zeros(size, dtype=torch.int32) - 1
 
@@ -218,7 +220,7 @@ class CompressedState(State):
         Returns:
             (B, 1, G, d), the open entries.
         """
-        if self.layer.key_gain or self.clock.mixed:
+        if self.layer.key_gain or self.clock.kept_in.mixed:
             return self._append_plainly(new[0, 0].contiguous(), beta)[None, None]
         texts = self.clock.position.shape
         rest = (self.open, beta, self.clock.position, *self.table, NORM_EPS, self.exponents)
@@ -244,7 +246,7 @@ class CompressedState(State):
     @property
     def fuses(self) -> bool:
         """Whether kernels of a step read what is kept."""
-        return not self.clock.mixed
+        return not self.clock.kept_in.mixed
 
     @property
     def exponents(self) -> tuple[Tensor, Tensor] | None:
@@ -273,7 +275,7 @@ class CompressedState(State):
         choice = self.choice
         if choice is not None and choice.shape[-1] >= len(self.entries) - 1:
             choice = None  # all that are complete are chosen
-        if self.clock.mixed:
+        if self.clock.kept_in.mixed:
             return self._attend_plainly(q[0, 0], sink, choice)[None, None]
         cos, sin = self.table
         x = q.reshape(*self.clock.position.shape, *q.shape[2:]).contiguous()

@@ -77,7 +77,7 @@ class LatentAttention(CachedAttention):
         turned = rotate(c[..., None, self.latent :], *angles).to(x.dtype)  # (B, T, 1, rotary)
         latent, mask = c[..., : self.latent], None
         if state is None:
-            (latent,) = self.as_stored(latent)
+            (latent,) = self.kept.round(latent)
         else:
             latent, turned, mask = state.extend(latent, turned)
             if length == 1:
@@ -156,11 +156,11 @@ class LatentRing(State):
         self.table = rotary_table(
             table_rows(clock.positions, clock.ctx), layer.rotary, clock.device
         )
-        self.latent = clock.zeros(1, self.window, layer.latent, dtype=clock.stored)
+        self.latent = clock.zeros(1, self.window, layer.latent, dtype=clock.kept_in.stored)
         self.turned = clock.zeros(1, self.window, 1, layer.rotary)
         self.lengths = clock.zeros(self.window, layer.heads, dtype=torch.float32)
         self.exponents: Tensor | None = None
-        if clock.stored:
+        if clock.kept_in.stored:
             self.exponents = clock.zeros(1, self.window, dtype=torch.int8)
 
     def written(self) -> Iterator[Written]:

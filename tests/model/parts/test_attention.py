@@ -11,7 +11,7 @@ from arbcli.config.parts import AttentionConfig, MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.errors import ArbError
 from arbcli.inspect.memory import predict
-from arbcli.kernels.attention.eight_bits import FORMATS
+from arbcli.kernels.attention.eight_bits import KeptIn
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model import language_model as model_module
 from arbcli.model.build import build_model
@@ -96,7 +96,7 @@ def test_shape_agrees_with_its_reference(name, norm_gain, device):
     assert not [result for result in results if not result.passed]
 
 
-@pytest.mark.parametrize("kv", ["fp8-mixed", "int8-mixed"])
+@pytest.mark.parametrize("kv", ["fp8-mixed", "int8-mixed", "fp8-queries"])
 @pytest.mark.parametrize("name", ["plain", "half of a head", "all"])
 @torch.no_grad()
 def test_numbers_that_turn_stay_beside_eight_bits(name, kv, device):
@@ -104,7 +104,7 @@ def test_numbers_that_turn_stay_beside_eight_bits(name, kv, device):
     layer, width = lm.blocks[0].attention, lm.blocks[0].attention.width
     errors = {}
     exact = lm(ids[:, :CTX])
-    for kept in (kv, kv.removesuffix("-mixed")):
+    for kept in (kv, kv.split("-")[0]):
         with lm.keeping(kept):
             whole = lm(ids[:, :CTX])
             errors[kept] = (whole - exact).norm()
@@ -113,10 +113,10 @@ def test_numbers_that_turn_stay_beside_eight_bits(name, kv, device):
                 found = in_parts(lm, ids, lengths)[:, :CTX]
                 # a code may be the next one, where products of other shapes add in another order
                 torch.testing.assert_close(found, whole, rtol=0, atol=0.05)
-    assert 0 < errors[kv] != errors[kv.removesuffix("-mixed")]
+    assert 0 < errors[kv] != errors[kv.split("-")[0]]
     keys = torch.randn(5, width)
     with lm.keeping(kv):
-        (rounded,) = layer.as_stored(keys, turned=layer.turned)
+        (rounded,) = layer.kept.round(keys, turned=layer.turned)
         half, still = layer.turned // 2, slice(layer.turned // 2, width // 2)
         for first, after in zip(keys.chunk(2, dim=1), rounded.chunk(2, dim=1), strict=True):
             assert torch.equal(first[:, :half], after[:, :half])
@@ -144,9 +144,9 @@ def test_text_in_parts_has_the_logits_of_a_forward(name, weights, device):
 def test_state_in_eight_bits_is_read_as_without_a_state(name, kv, device):
     lm, ids = build(name, device), text(device)
     plain = lm(ids[:, :CTX])
-    lm.stored = FORMATS[kv]
+    lm.kept = KeptIn.named(kv)
     for block in lm.blocks:
-        block.attention.stored = lm.stored
+        block.attention.kept = lm.kept
     config = lm.config.main.blocks[0].mixer
     slots = min(config.window or CTX, CTX)
     entries = 2 * 2 * config.key_heads * slots  # keys and values of two blocks

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 from arbcli.config.parts import LatentAttentionConfig
-from arbcli.kernels.attention.eight_bits import FORMATS
+from arbcli.kernels.attention.eight_bits import FORMATS, KeptIn
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.parts.latent_attention import LatentAttention
-from arbcli.model.state import Clock, Track
+from arbcli.model.state import Clock, KeptTexts, Track
 from arbcli.verify.parts.base import norm
 from arbcli.verify.parts.latent_attention import latent_attention
 
@@ -52,7 +52,9 @@ def reference(config=CONFIG, **at):
 
 
 def new_track(part, positions=LENGTH, stored=None) -> Track:
-    clock = Clock(positions, WINDOW, torch.float32, torch.device("cpu"), stored)
+    clock = Clock(
+        WINDOW, KeptTexts(positions, torch.float32, torch.device("cpu"), None, KeptIn(stored))
+    )
     return Track(clock, [part.attention.new_state(clock)])
 
 
@@ -151,7 +153,7 @@ def test_cache_in_eight_bits_is_read_as_byte_by_byte(kv):
     """Compressed positions in eight bits, what is turned as it is; as without a cache, too."""
     part, x = Normalised(), normal(1, LENGTH, DIM)
     plain = part(x[:, :WINDOW])
-    part.attention.stored = FORMATS[kv]
+    part.attention.kept = KeptIn(FORMATS[kv])
 
     def read(lengths: list[int]) -> torch.Tensor:
         track = new_track(part, stored=FORMATS[kv])

@@ -14,7 +14,7 @@ from arbcli.model.baselines import FloatWeight
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.parts.mamba import mamba_values, running_sum
 from arbcli.model.stack import Block
-from arbcli.model.state import Clock
+from arbcli.model.state import Clock, KeptTexts
 from arbcli.verify.parts.base import Reading, norm, under
 from arbcli.verify.parts.mamba import mamba
 from arbcli.verify.update_reference import reference_weight
@@ -97,7 +97,7 @@ def test_float_twin_and_its_gradients_equal_the_reference():
 def test_text_in_pieces_gives_what_the_whole_gives(device):
     part, _ = block(device)
     x = normal(1, 23, 20, device=device)
-    clock = Clock(23, 64, torch.float32, torch.device(device))
+    clock = Clock(64, KeptTexts(23, torch.float32, torch.device(device)))
     past = part.new_state(clock)
     assert sum(t.nbytes for t in past.tensors()) == 4 * (past.state.numel() + past.ring.numel())
     whole = part(x).x

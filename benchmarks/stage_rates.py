@@ -1,0 +1,88 @@
+"""Train chunked models whose stages have learning rates of their own, one stage at a time.
+
+    python -m benchmarks.stage_rates TRAIN VAL [MODEL...] [--seeds N...] [--steps N] [--out DIR]
+
+The rate of all weights of a stage is multiplied by each of `FACTORS`, those of other stages,
+embedding and head stay. MODEL is one of `MODELS`: of one outer stage, and of two.
+"""
+
+from typing import Any
+from unittest import mock
+
+from arbcli.data import open_texts
+from arbcli.device import deterministic
+from arbcli.model.language_model import LanguageModel
+from arbcli.train.configure import new_config
+from arbcli.train.trainer import Trainer
+from benchmarks import results
+from benchmarks.training_step import empty
+
+READ: dict[str, Any] = {"preset": "hnet-small", "ctx": 1024, "batch": 8}
+MODELS = {
+    "one outer stage": READ,
+    "two outer stages": READ | {
+        "outer_dim": (192, 256), "outer_layers": (1, 1), "outer_heads": (3, 4),
+        "outer_ffn": (512, 704), "chunk_length": (3, 3),
+    },
+}  # fmt: skip
+"""Options by name."""
+FACTORS = (0.25, 0.5, 2.0, 4.0)
+
+
+def stage_of(name: str) -> str:
+    """Name the stage that a weight is of: `outer 0` and so on, `main`, or `around` all."""
+    first, second, *_ = name.split(".")
+    return f"outer {second}" if first == "stages" else "main" if first == "blocks" else "around"
+
+
+def build(
+    options: dict, paths: tuple[str, str], stage: str, factor: float, **given: Any
+) -> Trainer:
+    """Make a trainer, one of whose stages steps by another rate."""
+    config = new_config(**options, data=[paths[0]], val=[paths[1]], **given)
+    texts = open_texts(config.data, config.val, seed=given["seed"], context=config.model.ctx)
+    initialise = LanguageModel.initialise
+
+    def with_factor(model: LanguageModel, seed: int) -> None:
+        initialise(model, seed)
+        for name, tensor in model.packed_tensors().items():
+            tensor.lr_factor *= factor if stage_of(name) == stage else 1
+
+    with mock.patch.object(LanguageModel, "initialise", with_factor):
+        return Trainer(config, texts, capture=True)
+
+
+def main() -> None:
+    """Print a line a run, and write its row as soon as it is there."""
+    parser = results.options("stage_rates", "Train with learning rates by stage.")
+    parser.add_argument("train")
+    parser.add_argument("val")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
+    parser.add_argument("--steps", type=int, default=500)
+    given = parser.parse_intermixed_args()
+    paths = given.train, given.val
+    command = results.command_line("stage_rates", "TRAIN", "VAL", "--steps", str(given.steps))
+    for seed in given.seeds:
+        for model in given.models or MODELS:
+            options = MODELS[model]
+            depth = len(new_config(**options).model.outer)
+            stages = [*(f"outer {index}" for index in range(depth)), "main"]
+            runs = [("all", 1.0), *((stage, factor) for stage in stages for factor in FACTORS)]
+            for stage, factor in runs:
+                empty()
+                with deterministic():
+                    trainer = build(options, paths, stage, factor, seed=seed, steps=given.steps)
+                    for _ in range(given.steps):
+                        trainer.train_step()
+                    loss = round(trainer.evaluate(64), 4)
+                row = {
+                    "model": model, "stage": stage, "factor": factor, "seed": seed,
+                    "steps": given.steps, "weights": trainer.num_weights, "held_out_nats": loss,
+                }  # fmt: skip
+                print(row, flush=True)
+                results.save("stage_rates", [row], command=command, folder=given.out)
+
+
+if __name__ == "__main__":
+    main()
