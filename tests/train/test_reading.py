@@ -302,7 +302,8 @@ def records(options, tmp_path_factory) -> list[dict]:
         clock.take(patch, Trainer, "evaluate", 100)
         clock.take(patch, runs, "save_checkpoint", 1000)
         # what is not timed falls between the same two records more than once
-        start_run(new_config(**options | {"save_every": 1, "eval_every": 3}), run, Observer())
+        planned = {"save_every": 1, "eval_every": 3, "lr": 1.0}
+        start_run(new_config(**options | planned), run, Observer())
     return [json.loads(line) for line in (run / "metrics.jsonl").open()]
 
 
