@@ -864,6 +864,10 @@ FAULTS = [
         rewrite("z - n * RADIX", "tl.where(n == 1, z - n * RADIX, 0)"),  # 1 stands for trit 0
     ),
     kernel(
+        "random bits", "random bits of a step that are not turned", "step_by_moment",
+        rewrite("(a + b.to(tl.uint32)) & 0xFFFF", "a"),
+    ),
+    kernel(
         "threshold", "trit flips one unit early", "step_by_moment",
         rewrite("z - RADIX - RADIX // 2 - 1", "z - RADIX - RADIX // 2"),
     ),

@@ -58,6 +58,8 @@ class StepControl:
 
     step: Tensor
     """Number of the step, from 0, int32."""
+    turn: Tensor
+    """What the random bits of trits are turned by, int32; 0 unless the rule `turns_bits`."""
     keys: tuple[Tensor, ...]
     """NUM_STREAMS int32 scalars, of the streams of random bits."""
     scale_gain: tuple[Tensor, Tensor]
@@ -115,6 +117,8 @@ class Rule(ABC):
     """Whether scales have a fraction of an octave."""
     merges: bool = True
     """Whether what kernels of its step write is read by kernels alone: launches may be merged."""
+    turns_bits: bool = False
+    """Whether the random bits of trits are turned from step to step, and not drawn anew."""
     steps_by_signs: bool = False
     """Whether slopes of the scales are of the signs of the gradient."""
 

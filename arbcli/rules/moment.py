@@ -63,7 +63,7 @@ class Moment(Rule):
             step_size = step_size // control.accumulation
         step_by_moment(
             state["trits"], state["remainder"], None if self.share_a_byte else state["moment"],
-            control.keys[TRIT], step_size, squares, control.limit, gradient.gains.ok,
+            control.keys[TRIT], control.turn, step_size, squares, control.limit, gradient.gains.ok,
             control.flips, self.radix, self.remainder_max,
         )  # fmt: skip
 

@@ -10,10 +10,11 @@ from arbcli.rules.moment import Moment
 class Nibble(Moment):
     """Four bits of remainder, four bits of moment, which hold a mean of directions better.
 
-    P is the largest even number whose remainders of up to P / 2 have four bits.
+    P is the largest even number whose remainders of up to P / 2 have four bits. Steps are less than
+    a unit of z, so that rounding by bits of no order would be most of what z does: they are turned.
     """
 
-    averages_gradients = False
+    averages_gradients, turns_bits = False, True
     radix, remainder_max, moment_range = 14, 7, 0.6
     share_a_byte = True
 

@@ -28,6 +28,7 @@ from arbcli.kernels.update.gradient_gains import GradientGains, gradient_gains
 from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.kernels.update.sign_gradient import SignGradient
+from arbcli.kernels.update.step_trits import GOLDEN_TURN
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules.base import (
     COLUMN,
@@ -36,6 +37,7 @@ from arbcli.rules.base import (
     SCALE_STEP,
     STEP_CLIP,
     STEP_OF_RADIX,
+    TRIT,
     Gradient,
     State,
     StepControl,
@@ -136,6 +138,8 @@ class Updater:
         self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
         self._lr_factors = sorted({tensor.lr_factor for tensor in self.tensors})
         self._control = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._steady_keys = self._keys_of(0).view(-1, NUM_STREAMS)[:, TRIT].to(self.seed)
+        self._no_turn = torch.zeros_like(self.seed)
         # one of each for every matrix, so that updates of several may run side by side
         counter: TensorOptions = {"dtype": torch.int64, "device": self.device}
         self._flips, self._refused, self._nonfinite, self._squares = (
@@ -176,9 +180,10 @@ class Updater:
         self.accumulation = accumulation
         sizes = [self._step_sizes(lr * factor) for factor in self._lr_factors]
         step_sizes, others = zip(*sizes, strict=True)
-        numbers = [*step_sizes, *itertools.chain(*others), step]
-        rows = torch.tensor([numbers] * accumulation, dtype=torch.int64, device="cpu")
         ticks = range(step * accumulation, (step + 1) * accumulation)
+        turns = ([tick * GOLDEN_TURN % UNIT for tick in (step, each)] for each in ticks)
+        numbers = [*step_sizes, *itertools.chain(*others), step]
+        rows = torch.tensor([numbers + turn for turn in turns], dtype=torch.int64, device="cpu")
         keys = torch.stack([self._keys_of(tick) for tick in ticks])
         self._control = loaded(torch.cat([rows, keys], dim=1), self._control)
 
@@ -207,8 +212,8 @@ class Updater:
         control, factors = self._control[micro], len(self._lr_factors)
         integers = control[factors:].to(torch.int32)
         ends = 8 * factors
-        self._step = integers[ends]
-        self.keys = integers[ends + 1 :].view(self._num_matrices, NUM_STREAMS)
+        self._step, self._turn, self._turn_alone = integers[ends : ends + 3].unbind()
+        self.keys = integers[ends + 3 :].view(self._num_matrices, NUM_STREAMS)
         sizes = integers[:ends].view(factors, 8)
         self._sizes = {
             factor: _StepSizes(
@@ -446,6 +451,10 @@ class Updater:
         """
         tensor.updates += 1
         keys, rule, direction = self.keys[index].unbind(), tensor.rule, tensor.direction
+        turn = self._no_turn
+        if rule.turns_bits:  # from step to step, or with each gradient that steps by itself
+            turn = self._turn_alone if first and last else self._turn
+            keys = (*keys[:TRIT], self._steady_keys[index], *keys[TRIT + 1 :])
         sizes = self._sizes[tensor.lr_factor]
         packed = tensor.packed_of(state)
         averages = direction is not None and direction.averages
@@ -471,6 +480,7 @@ class Updater:
             ingredients = direction.ingredients(values, gains, share)
         control = StepControl(
             step=self._step,
+            turn=turn,
             keys=keys,
             scale_gain=sizes.scale_gain,
             direct_gain=sizes.direct_gain,

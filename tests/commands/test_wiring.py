@@ -95,7 +95,7 @@ def test_logger_that_is_named_twice_hears_once(asked, monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "processes", "wire"),
-    [([], 1, None), ([], 2, "int12"), (["--wire", "int16"], 2, "int16"),
+    [([], 1, None), ([], 2, "int12"), (["--reduce-dtype", "int16"], 2, "int16"),
      (["--weights", "float"], 2, None)],
 )  # fmt: skip
 def test_several_processes_send_twelve_bits_unless_told_otherwise(

@@ -5,6 +5,7 @@ import gc
 import json
 import math
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -584,9 +585,11 @@ class TestSaved:
         config, _ = open_saved(run, steps=1, note=print, device="cpu", backend="torch")
         assert (config.val, config.field) == (("v.txt",), "said")
         assert (config.device, config.backend) == ("cpu", "torch")
-        monkeypatch.setattr("arbcli.inspect.probe.resolve_backend", lambda *given: str(given))
+        chosen = mock.Mock(return_value="interpreter")
+        monkeypatch.setattr("arbcli.inspect.probe.resolve_backend", chosen)
         config, _ = open_saved(run, steps=1, note=print, device="cpu", backend="own")
-        assert config.backend == str(("own", torch.device("cpu")))
+        assert chosen.call_args == mock.call("own", torch.device("cpu"))
+        assert config.backend == "interpreter"
         given = {"data": [text], "val": ["w.txt"], "field": "body"}
         config, _ = open_saved(run, steps=1, note=print, **given)
         assert (config.val, config.field) == (("w.txt",), "body")

@@ -53,9 +53,9 @@ def test_run_is_extended_and_says_what_that_does_to_its_rate(text, tmp_path):
     (note,) = observer.notes
     assert note == (
         "4 steps instead of 2: the `cosine` schedule is that of 4 from step 2 on, and its rate"
-        " there 0.525 instead of 0.05"
+        " there 0.3675 instead of 0.035"
     )
-    assert records(run)[2]["lr"] == pytest.approx(0.525)
+    assert records(run)[2]["lr"] == pytest.approx(0.3675)
     facts = read_facts(run)
     assert facts["config"]["steps"] == 4
     assert facts["extended"] == [{"at": 2, "from": 2, "to": 4}]

@@ -135,7 +135,7 @@ def test_what_does_not_fade_is_refused():
     for options, said in (
         ({"rule": "carry"}, "`carry` does not fade to the trit"),
         ({"rule": "votes"}, "no digits below the trit"),
-        ({"keep_best": True}, "before the weights have faded"),
+        ({"keep_best": True}, "before the weights have become ternary"),
     ):
         with pytest.raises(ArbError, match=said):
             new_config(**SMALL | options)

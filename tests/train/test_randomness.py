@@ -224,6 +224,14 @@ def test_sub_unit_steps_add_up_to_the_exact_ones(backend, monkeypatch):
     assert_near(-v, STEPS * p, (STEPS * p * (1 - p)) ** 0.5)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_turned_bits_round_steps_of_one_size_more_evenly(backend, monkeypatch):
+    """Independent ones would give the number of units STEPS p (1 - p)."""
+    z, _, _ = digits_of(constant_run("nibble", backend, monkeypatch))
+    p = LR * 14 / 16
+    assert (14 - z).var().item() < 0.7 * STEPS * p * (1 - p)
+
+
 @pytest.mark.parametrize(
     ("rule", "backend"),
     [("moment", "torch"), ("nibble", "torch"), pytest.param("moment", "interpreter", id="triton")],

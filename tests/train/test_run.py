@@ -547,10 +547,10 @@ def test_default_learning_rate_is_of_the_rule_at_every_width():
     def lr(**given) -> float:
         return new_config(device="cpu", **given).lr
 
-    assert lr() == lr(preset="arb-tiny") == 1.0
+    assert lr() == lr(preset="arb-tiny") == 0.7
     assert lr(rule="nibble") == 0.4
     assert lr(preset="arb-3b") == 0.4  # its rule is nibble
-    assert lr(preset="arb-3b", rule="moment") == 1.0
+    assert lr(preset="arb-3b", rule="moment") == 0.7
     assert lr(preset="arb-3b", lr=0.3) == 0.3
     assert (lr(weights="float"), lr(weights="ste")) == (1e-3, 3e-3)
     assert {lr(weights=twin, optimizer="muon") for twin in ("float", "ste")} == {3e-3}
@@ -759,7 +759,7 @@ def test_resume_refuses_a_checkpoint_that_was_copied_from_another_run(started, t
     start_run(others, tmp_path / "other", StopAt(0))
     copied = "step-000001.safetensors"
     shutil.copy(tmp_path / "other" / copied, started / copied)
-    named = r"its `lr` is 0.5, not 1.0, its `schedule` is linear, not cosine"
+    named = r"its `lr` is 0.5, not 0.7, its `schedule` is linear, not cosine"
     for path in (started, started / copied):
         with pytest.raises(ArbError, match=named):
             resume_run(path, Observer())

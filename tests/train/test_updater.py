@@ -782,7 +782,7 @@ def test_rows_of_a_table_step_by_their_share_with_every_micro_batch(parts, monke
     monkeypatch.setattr(
         moment,
         "step_by_moment",
-        lambda *args: [sizes.append(int(args[4])), step(*args)][1],
+        lambda *args: [sizes.append(int(args[5])), step(*args)][1],
     )
     for accumulation in (1, parts):
         table, updater, _ = table_of("moment", "sign")

@@ -568,6 +568,7 @@ static void step_rows(const void *given, int64_t first, int64_t last, int64_t th
     int32_t gain = about->gain, shift = about->shift, limit = about->limit;
     int32_t radix = about->radix, half = radix / 2, most = radix + about->remainder_max;
     int nibble = about->nibble;
+    uint32_t turn = about->d.values ? 0 : (uint32_t)shift; /* of the random bits, by a moment */
     for (int64_t n = first; n < last; n++) {
         int8_t *state = about->remainder + n * about->remainder_stride;
         uint8_t *packed = about->packed + n * about->packed_stride;
@@ -586,7 +587,7 @@ static void step_rows(const void *given, int64_t first, int64_t last, int64_t th
         int32_t of_row = 0;
         for (int64_t k = 0; k < columns; k++) {
             int32_t step = u[k] < -limit ? -limit : u[k] > limit ? limit : u[k];
-            int32_t random = (int32_t)(words[k] >> odd & 0xFFFF);
+            int32_t random = (int32_t)((words[k] >> odd) + turn & 0xFFFF);
             int32_t low = nibble ? (int8_t)(state[k] * 16) >> 4 : state[k];
             int32_t old = trits[k], z = ((random - step) >> 16) + low + old * radix;
             z = z < -most ? -most : z > most ? most : z;

@@ -5,6 +5,10 @@ step T = sign(z) where |z| > P / 2, else 0, and A = z - P T, so nothing is ever 
 16 fractional bits the step is d = (u * gain) >> shift, clipped to +-limit, and the difference is
 rounded stochastically: floor((2**16 z - d + r) / 2**16), r uniform in 0..65535.
 
+By a moment r is turned: (r + turn) mod 2**16. With a key that stays and a turn that grows by
+`GOLDEN_TURN` a step, the r of an element are a low-discrepancy sequence: steps of one size are
+rounded up as often as they should be within a few steps, and rounding noise does not add up.
+
 `step_by_moment`: u is the int8 moment, or the high half of a byte beside A, and the gain brings it
 to unit root-mean-square: floor(step_size / sqrt(squares / (N K)) + 1/2), each operation one of
 correctly rounded float32.
@@ -43,6 +47,8 @@ from arbcli.kernels.update.direction import (
 )
 from arbcli.kernels.update.random_bits import random_halves, random_halves_reference, random_words
 
+GOLDEN_TURN = 40503
+"""2**16 over the golden ratio: its multiples, modulo 2**16, are spread as evenly as any."""
 CLIP = 1 << 18
 """A direction saturates here, at 4 times its root-mean-square."""
 LARGEST_GAIN = 1 << 23
@@ -65,6 +71,7 @@ def step_by_moment_reference(
     remainder: Tensor,
     moment: Tensor | None,
     key: Tensor,
+    turn: Tensor,
     step_size: Tensor,
     squares: Tensor,
     limit: Tensor,
@@ -86,7 +93,7 @@ def step_by_moment_reference(
         gain = float((size / (total / number).sqrt()).clamp(max=2**23) + 0.5) // 1
     step = u * int(gain)
     return _step_reference(
-        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble
+        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble, int(turn)
     )
 
 
@@ -115,7 +122,7 @@ def step_by_direction_reference(
 
 def _step_reference(
     packed: Tensor, remainder: Tensor, step: Tensor, key: Tensor, limit: Tensor, ok: Tensor,
-    flips: Tensor, radix: int, remainder_max: int, nibble: bool,
+    flips: Tensor, radix: int, remainder_max: int, nibble: bool, turn: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not ok:
         return packed, remainder, flips
@@ -124,6 +131,7 @@ def _step_reference(
     low = (state % 16 + 8) % 16 - 8 if nibble else state
     step = step.clamp(-int(limit), int(limit))
     random = random_halves_reference(int(key), *remainder.shape).to(packed.device)
+    random = (random + turn) % 2**16
     z = (trits * radix + low) * 2**16 - step + random
     z = torch.div(z, 2**16, rounding_mode="floor")
     z = z.clamp(-radix - remainder_max, radix + remainder_max)
@@ -136,8 +144,9 @@ def _step_reference(
 
 
 def _step_by_moment_torch(
-    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, step_size: Tensor,
-    squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
+    step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
+    remainder_max: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if ok:
         gain = moment_gain(step_size, squares, remainder.numel())
@@ -147,7 +156,9 @@ def _step_by_moment_torch(
             return u.to(torch.int32).mul_(gain)
 
         nibble, most = moment is None, int(limit)
-        _step_torch(packed, remainder, step_of, key, most, flips, radix, remainder_max, nibble)
+        _step_torch(
+            packed, remainder, step_of, key, most, flips, radix, remainder_max, nibble, int(turn)
+        )
     return packed, remainder, flips
 
 
@@ -169,7 +180,7 @@ def _step_by_direction_torch(
 
 def _step_torch(
     packed: Tensor, remainder: Tensor, step_of: Callable[[slice], Tensor], key: Tensor, limit: int,
-    flips: Tensor, radix: int, remainder_max: int, nibble: bool,
+    flips: Tensor, radix: int, remainder_max: int, nibble: bool, turn: int = 0,
 ) -> None:  # fmt: skip
     in_features = remainder.shape[1]
     columns = torch.arange(in_features, dtype=torch.int32, device=packed.device)
@@ -177,7 +188,10 @@ def _step_torch(
     for rows in row_chunks(remainder):
         state = remainder[rows]
         step = step_of(rows).clamp_(-limit, limit)
-        step = random_halves(key, rows, columns).sub_(step).bitwise_right_shift_(16)
+        random = random_halves(key, rows, columns)
+        if turn:
+            random.add_(turn).bitwise_and_(0xFFFF)
+        step = random.sub_(step).bitwise_right_shift_(16)
         z = step.to(torch.int16)
         z += state << 4 >> 4 if nibble else state
         old = unpack_trits_torch(packed[rows], in_features)
@@ -195,19 +209,20 @@ def _step_torch(
 
 
 def _step_by_moment_native(
-    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, step_size: Tensor,
-    squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
+    step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
+    remainder_max: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not _native_can(packed, remainder, moment):
         return _step_by_moment_torch(
-            packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix,
+            packed, remainder, moment, key, turn, step_size, squares, limit, ok, flips, radix,
             remainder_max,
         )  # fmt: skip
     if ok:
         gain = moment_gain(step_size, squares, remainder.numel())
         _step_native(
             (None, None, None, 0, 0, 0, remainder.shape[1]), packed, remainder, moment,
-            key, gain, 0, limit, flips, radix, remainder_max, moment is None,
+            key, gain, turn, limit, flips, radix, remainder_max, moment is None,
         )  # fmt: skip
     return packed, remainder, flips
 
@@ -288,10 +303,11 @@ def _gain(
 ):  # fmt: skip
     if SOURCE == "direction":
         return tl.load(gain_ptr), tl.load(shift_ptr)
+    turn = tl.load(shift_ptr)
     mean_square = tl.div_rn(tl.load(squares_ptr).to(tl.float32), num_weights)
     step_size = tl.load(gain_ptr).to(tl.float32) * 0.0000152587890625  # 2**-16
     gain = tl.div_rn(step_size, tl.sqrt_rn(mean_square))
-    return tl.floor(tl.minimum(gain, LARGEST_GAIN) + 0.5).to(tl.int32), 0
+    return tl.floor(tl.minimum(gain, LARGEST_GAIN) + 0.5).to(tl.int32), turn
 
 
 @triton.jit
@@ -335,15 +351,19 @@ def _step_block(
                 SOURCE, HAS_ROWS, HAS_COLUMNS, CLIP,
             )  # fmt: skip
             words = random_words(key, pair, k)
+            even_random, odd_random = words & 0xFFFF, words >> 16
+            if SOURCE != "direction":
+                even_random = (even_random + shift.to(tl.uint32)) & 0xFFFF
+                odd_random = (odd_random + shift.to(tl.uint32)) & 0xFFFF
             even_thrice, odd_thrice = even_left.to(tl.uint64) * 3, odd_left.to(tl.uint64) * 3
             even_left, odd_left = even_thrice.to(tl.uint32), odd_thrice.to(tl.uint32)
             even_old, odd_old = (even_thrice >> 32).to(tl.int32), (odd_thrice >> 32).to(tl.int32)
             even_new, even_low = _step(
-                even_old, even_low, even_u, words & 0xFFFF, gain, shift, limit,
+                even_old, even_low, even_u, even_random, gain, shift, limit,
                 SOURCE, RADIX, REMAINDER_MAX,
             )  # fmt: skip
             odd_new, odd_low = _step(
-                odd_old, odd_low, odd_u, words >> 16, gain, shift, limit,
+                odd_old, odd_low, odd_u, odd_random, gain, shift, limit,
                 SOURCE, RADIX, REMAINDER_MAX,
             )  # fmt: skip
             even_ptrs = remainder_ptr + even * stride_an + k * stride_ak
@@ -384,7 +404,10 @@ def _step(
     SOURCE: tl.constexpr, RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr,
 ):  # fmt: skip
     """Step weights and return both digits; trits are 0, 1, 2 here, and so z is P more."""
-    step = tl.minimum(tl.maximum((u * gain) >> shift, -limit), limit)
+    step = u * gain
+    if SOURCE == "direction":
+        step = step >> shift
+    step = tl.minimum(tl.maximum(step, -limit), limit)
     z = old * (RADIX << 16) + (low << 16) - step + random.to(tl.int32)
     # clipped before the shift, as an addition and a maximum are one instruction
     HIGHEST: tl.constexpr = ((2 * RADIX + REMAINDER_MAX) << 16) + 0xFFFF
@@ -419,12 +442,13 @@ def _launch(
 
 
 def _step_by_moment_triton(
-    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, step_size: Tensor,
-    squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
+    step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
+    remainder_max: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     source, values = ("nibble", remainder) if moment is None else ("moment", moment)
     _launch(
-        packed, remainder, source, values, None, None, key, step_size, step_size, squares, limit,
+        packed, remainder, source, values, None, None, key, step_size, turn, squares, limit,
         ok, flips, radix, remainder_max,
     )  # fmt: skip
     return packed, remainder, flips
@@ -447,6 +471,7 @@ def step_by_moment(
     remainder: Tensor,
     moment: Tensor | None,
     key: Tensor,
+    turn: Tensor,
     step_size: Tensor,
     squares: Tensor,
     limit: Tensor,
@@ -462,6 +487,7 @@ def step_by_moment(
         remainder: (N, K) int8, A; with no `moment`, bytes of 16 m + (A mod 16).
         moment: (N, K) int8, m; None for the high half of the remainder's bytes.
         key: int32 scalar tensor, from `stream_keys`.
+        turn: int32 scalar tensor, 0..65535, what the random bits are turned by.
         step_size: int64 scalar tensor, what unit root-mean-square moves z, in units of 2**-32.
         squares: int64 scalar tensor, the sum of m squared over the matrix.
         limit: int32 scalar tensor, the largest |d|, in units of 2**-16 of z.
@@ -474,8 +500,9 @@ def step_by_moment(
         ValueError: a dtype or a shape does not fit.
     """
     STEP_BY_MOMENT(
-        packed, remainder, moment, key, step_size, squares, limit, ok, flips, radix, remainder_max
-    )
+        packed, remainder, moment, key, turn, step_size, squares, limit, ok, flips, radix,
+        remainder_max,
+    )  # fmt: skip
 
 
 def step_by_direction(
@@ -555,8 +582,8 @@ def _moment_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         squares = shape[0] * shape[1] * largest**2 // 9
         wide = [_scalar(x, device, torch.int64) for x in (round(step * 2**32), squares)]
         return (
-            _scalar(key, device), *wide, _scalar(4 * 2 * 2**16, device), _scalar(ok, device),
-            _scalar(11, device, torch.int64),
+            _scalar(key, device), _scalar(key * 7 % 2**16, device), *wide,
+            _scalar(4 * 2 * 2**16, device), _scalar(ok, device), _scalar(11, device, torch.int64),
         )  # fmt: skip
 
     for shape in SHAPES:
@@ -621,7 +648,8 @@ def _moment_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     key, limit, ok = torch.tensor((-5, 2**19, 1), dtype=torch.int32, device=device)
     wide = (2**33, 500 * moment.numel(), 0)
     step_size, squares, flips = torch.tensor(wide, dtype=torch.int64, device=device)
-    control = (key, step_size, squares, limit, ok, flips)
+    turn = torch.full_like(key, 40503)
+    control = (key, turn, step_size, squares, limit, ok, flips)
     yield Timing("11264x2048 moment", (packed, remainder, moment, *control, 32, 127))
     yield Timing("11264x2048 nibble", (packed, remainder, None, *control, 8, 7))
 
@@ -656,7 +684,8 @@ def _draw_by_moment(dice: Dice, group_size: int, m: int, n: int, k: int) -> tupl
     )
     limit = dice.scalar(dice.pick((2**14, 2**19, 2**23)))
     return (
-        packed, remainder, moment, dice.key(), step_size, squares, limit,
+        packed, remainder, moment, dice.key(), dice.scalar(dice.below(2**16)), step_size, squares,
+        limit,
         dice.scalar(not dice.chance(0.1)), flips, radix, largest,
     )  # fmt: skip
 
@@ -681,8 +710,8 @@ STEP_BY_MOMENT = Operation(
     _moment_cases,
     arguments={
         **_WEIGHTS, "moment": Array("N, K", INT8, optional=True), "key": _INT32,
-        "step_size": _INT64, "squares": _INT64, "limit": _INT32, "ok": OK, "flips": _INT64,
-        **_RADIX,
+        "turn": _INT32, "step_size": _INT64, "squares": _INT64, "limit": _INT32, "ok": OK,
+        "flips": _INT64, **_RADIX,
     },
     draw=_draw_by_moment, needs_rows=False, timings=_moment_timings,
     native=_step_by_moment_native,
