@@ -38,6 +38,7 @@ from arbcli.config.site import SCALE_TYPES
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.parts.attention import Attention
 from arbcli.model.parts.edges import Edges
 from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.model.stack import Block
@@ -958,9 +959,12 @@ FAULTS = [
         ),
         "model: output",
     ),
-    module(
-        "exchange", "queries and keys exchanged", "model",
-        rewrite("q, k, v = prepare(a, b)", "k, q, v = prepare(a, b)"),
+    Fault(
+        "exchange", "queries and keys exchanged",
+        edit(
+            method(Attention, "_attend"),
+            rewrite("q, k, v = prepare(a, b)", "k, q, v = prepare(a, b)"),
+        ),
         "model: output",
     ),
     Fault(

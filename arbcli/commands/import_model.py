@@ -13,6 +13,7 @@ from arbcli.commands._options import DirectionToCome, Json, RuleToCome, ScaleTyp
 from arbcli.commands._outputs import check_folder
 from arbcli.config.model import VOCABULARY
 from arbcli.config.model_file import model_lines
+from arbcli.config.training import spelled_out
 from arbcli.errors import ArbError
 from arbcli.imports.config_json import read_folder_config
 from arbcli.output import LiveLine, bytes_text, emit, note, table, write_bytes
@@ -36,7 +37,7 @@ def import_model(
     ] = None,
     rule: RuleToCome = "moment",
     scale_type: ScaleTypeToCome = "T32",
-    direction: DirectionToCome = "orthogonal",
+    direction: DirectionToCome = "muon",
     print_config: Annotated[
         bool,
         typer.Option("--print-config", help="Print the model as TOML, and read no weights."),
@@ -49,7 +50,7 @@ def import_model(
     """
     if not folder.is_dir():
         raise ArbError(f"`{folder}` is no folder", hint="name one with `config.json` in it")
-    storage = {"rule": rule, "scale_type": scale_type, "direction": direction}
+    storage = spelled_out({"rule": rule, "scale_type": scale_type, "direction": direction})
     if print_config:
         config = read_folder_config(folder, **storage, digits="all")
         write_bytes("".join(f"{line}\n" for line in model_lines(config)).encode())

@@ -365,7 +365,7 @@ class LanguageModel(nn.Module):
         """
         main, config = self.config.main, self.config
         others = self.stages or config.beside or config.reads_text or main.memories or main.router
-        if others or main.streams > 1 or self.stored is not None:
+        if others or main.streams > 1 or self.kept.stored is not None:
             return False
         parts = [branch.part for block in self.blocks for branch in block.branches]
         if config.head:

@@ -164,7 +164,7 @@ def test_run_whose_name_is_no_utf_8_is_exported(saved, tmp_path, form):
 
 def test_weights_in_the_middle_of_fading_are_not_exported(saved, tmp_path):
     checkpoint = load_checkpoint(saved(digits="all"))
-    config = checkpoint.config | {"digits": FADED[0]}
+    config = checkpoint.config | {"digits": next(iter(FADED))}
     write_checkpoint(tmp_path / "middle", dataclasses.replace(checkpoint, config=config))
     for form in ("hf", "safetensors"):
         with pytest.raises(ArbError, match="are fading from all digits to the trit") as caught:

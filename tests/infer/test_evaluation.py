@@ -22,7 +22,7 @@ class Fake(nn.Module):
 
     config = preset("tiny", dim=4, layers=1, heads=1, ffn=4, ctx=CTX)
     device = torch.device("cpu")
-    compute_dtype, stored, mixed = torch.float32, None, False
+    compute_dtype, kept = torch.float32, LanguageModel.kept
     tokenizer, scores_in_chunks = None, False
     position_losses = LanguageModel.position_losses
     keeping, kept_in = LanguageModel.keeping, LanguageModel.kept_in

@@ -21,6 +21,7 @@ from marks import mostly_slow
 from references import reference_logits
 
 from arbcli.config.presets import config_from_dict, preset
+from arbcli.config.settings import plain_type
 from arbcli.config.short_forms import arguments
 from arbcli.directions import DIRECTIONS
 from arbcli.errors import ArbError
@@ -320,7 +321,9 @@ def test_router_with_even_scores_prefers_the_stream_of_the_blocks():
 
 
 def test_every_switch_is_tested():
-    switches = {name for name, one in arguments("graph").items() if one.annotation is bool}
+    switches = {
+        name for name, one in arguments("graph").items() if plain_type(one.annotation) is bool
+    }
     of_graph = {"graph_gate", "graph_adapters"}
     assert switches == {*PARTS, *of_graph, "sub_norms", "shared_expert", "moe_clamp"}
 

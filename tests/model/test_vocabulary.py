@@ -148,7 +148,13 @@ def test_rows_that_were_never_read_stay_and_nothing_is_refused(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(b"abc " * 200)
     config = new_config(
-        preset=model_config(9001), data=[str(path)], accum=2, batch=2, device="cpu", compute="fp32"
+        preset=model_config(9001),
+        data=[str(path)],
+        accum=2,
+        batch=2,
+        device="cpu",
+        compute="fp32",
+        lr=8.0,
     )
     trainer = Trainer(config, open_texts(config.data, None, seed=0, context=CTX))
     weights = {name: trainer.model.weights()[name] for name in ("embedding.weight", "head.weight")}

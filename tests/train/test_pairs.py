@@ -106,7 +106,7 @@ REFUSED = (
     ("weights", VOTES, "digits", ("all", "fade"), "stores no digits below"),
     ("weights", TWINS, "digits", ("all", "fade"), "stores no digits below"),
     ("weights", VOTES, "direction", ("orthogonal", "factored", "sign"), "takes no direction"),
-    ("weights", TWINS, "direction", ("orthogonal", "factored", "sign"), "stepped by an optimizer"),
+    ("weights", TWINS, "direction", ("factored", "sign"), "trained by AdamW or Muon"),
     ("weights", TWINS, "wire", ("int8", "int12", "int16"), "travel as they are"),
     ("weights", TWINS, "compute", ("fp8", "nvfp4"), "multiplied in bf16"),
     ("weights", TWINS, "scales", ("routed",), "which has no scales"),

@@ -302,7 +302,7 @@ def records(options, tmp_path_factory) -> list[dict]:
         clock.take(patch, Trainer, "evaluate", 100)
         clock.take(patch, runs, "save_checkpoint", 1000)
         # what is not timed falls between the same two records more than once
-        planned = {"save_every": 1, "eval_every": 3, "lr": 1.0}
+        planned = {"save_every": 1, "eval_every": 3}
         start_run(new_config(**options | planned), run, Observer())
     return [json.loads(line) for line in (run / "metrics.jsonl").open()]
 
@@ -480,7 +480,8 @@ def test_every_setting_that_decides_a_run_is_held_against_its_beginning(options)
     """What else there is says where a run reads, saves and computes, or how it keeps its memory."""
     config = new_config(**options)
     free = {
-        "data", "val", "field", "save_every", "eval_every", "log_every", "sample_every", "keep",
+        "data", "val", "field", "sound", "picture", "save_every", "eval_every", "log_every",
+        "sample_every", "keep",
         "keep_best", "recompute", "device", "backend", "model",
         "wire", "tokenizer",  # a checkpoint has them in its data
     }  # fmt: skip

@@ -135,10 +135,10 @@ def test_heads_begin_with_different_steps_and_rates(heads):
 def test_step_of_what_does_not_fit_is_refused():
     inputs = list(draw_step(2, 3, 5, 4, 1, torch.float32, torch.Generator()))
     for index, wrong, words in (
-        (0, inputs[0][1:], r"torch.float32 of shape \(28,\)"),
-        (0, inputs[0].double(), "float32 or bfloat16 rows"),
-        (2, inputs[2].mT, "need contiguous torch.float32"),
-        (7, inputs[7].long(), "need contiguous torch.int32"),
+        (0, inputs[0][1:], r"got float32 of shape \(27,\)"),
+        (0, inputs[0].double(), "need contiguous float32 or bfloat16"),
+        (2, inputs[2].mT, "need contiguous float32"),
+        (7, inputs[7].long(), "int32"),
     ):
         with pytest.raises(ValueError, match=words):
             mamba_step(*inputs[:index], wrong, *inputs[index + 1 :])
