@@ -479,7 +479,7 @@ ROUTE_POSITION = Operation(
         "encoder": _INT, "decoder": _INT, "length": Number((2, 4, 7)), "eps": Number((1e-6,)),
         "handle": replace(_ELEMENT, optional=True), "going_on": replace(_INT, optional=True),
     },
-    where=("len(T) < 2",), compared=_routed, draw=_draw_route,
+    where=("len(T) < 2",), compared=_routed, draw=_draw_route, torch_is_peer=True,
     timings=_route_timings,
 )  # fmt: skip
 TAKE_CHUNK = Operation(
@@ -491,5 +491,5 @@ TAKE_CHUNK = Operation(
         "begins": Array("*T", INT32, True, optional=True, values=(0, 1)),
     },
     where=("len(T) < 2", "begins is None or len(T) == 1"), sizes={"T": ("()", "(m,)")},
-    needs_rows=False, compared=("y", "mean", "position"), timings=_take_timings,
+    needs_rows=False, compared=("y", "mean", "position"), torch_is_peer=True, timings=_take_timings,
 )  # fmt: skip
