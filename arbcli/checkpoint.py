@@ -67,7 +67,7 @@ FIELDS = {
     "format": int, "step": int, "config": dict, "counters": dict, "data": dict,
     "digests": dict, "digest": str,
 }  # fmt: skip
-"""What `arb` holds."""
+"""Contents of the metadata key `arb`."""
 
 IN_HAND = 2**30
 """Bytes of tensors that are on their way between a device, the threads and the disk."""
@@ -103,9 +103,9 @@ class Checkpoint:
     step: int
     """Steps done."""
     config: dict[str, Any]
-    """What the model is."""
+    """Configuration of the model."""
     counters: dict[str, int]
-    """What was counted on the way."""
+    """Counters of the run."""
     data: dict[str, Any]
     """Which text, by its digest, the position in it, and the settings that decide the run."""
     tensors: Mapping[str, Tensor]

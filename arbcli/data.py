@@ -340,7 +340,7 @@ def _blocks(text: Text) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Texts:
-    """What a run reads."""
+    """Texts of a run."""
 
     train: Text
     val: Text

@@ -79,7 +79,7 @@ REPEATED = ("--data", "--val")
 OPTIONAL = {"--profile": "3", "--attention": "latent"}
 """Options that may stand without a value, which is then this."""
 VALUE_OF = {"--profile": "-?[0-9]+", "--attention": "[a-z]+"}
-"""What a value of such an option looks like."""
+"""Pattern of a value of such an option."""
 SHORT = {"--no-attention": ("--attention", "none")}
 """Words that stand for others."""
 

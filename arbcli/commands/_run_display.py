@@ -1,4 +1,4 @@
-"""What `arb train` shows of a run."""
+"""Display of a run for `arb train`."""
 
 import math
 import time

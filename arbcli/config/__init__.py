@@ -1,1 +1,1 @@
-"""What is chosen: models, presets, runs. No torch here."""
+"""Configurations of models, presets and runs, without torch."""

@@ -1,4 +1,4 @@
-"""What a run that begins with saved weights keeps of their model, and what it may choose."""
+"""Settings that a run with initial weights inherits from their model, and those it may change."""
 
 import dataclasses
 from typing import Any

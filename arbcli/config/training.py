@@ -1,4 +1,4 @@
-"""What a run computes, from the preset of its model to its seed."""
+"""Configuration of a run, from the preset of its model to its seed."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a direction is: what it keeps of earlier gradients, and how a gradient becomes a step."""
+"""Interface of directions: their state, and how a gradient becomes a step."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class Buffer(NamedTuple):
 
     shape: tuple[int, int]
     kind: str
-    """What the bytes are for, as reports name it."""
+    """Purpose of the bytes, as reports name it."""
 
 
 class Ingredients(NamedTuple):

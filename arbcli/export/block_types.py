@@ -30,7 +30,7 @@ class BlockType:
 
     name: str
     number: int
-    """What stands for it in a file."""
+    """Its number in a file."""
     block: int
     """Weights of a block."""
     block_bytes: int

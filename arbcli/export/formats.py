@@ -5,6 +5,6 @@ FORMATS = {
     "hf": "a folder for Transformers",
     "safetensors": "the packed weights alone, for arb",
 }
-"""What each is for."""
+"""Purpose of each."""
 TYPES = ("f32", "bf16", "f16", "q8_0", "q4_0", "q2_0")
 """Types of weights; hf has f32 and bf16 of them."""

@@ -117,7 +117,7 @@ class GGUFFile:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = 0
         self.keys: dict[str, Any] = {}
-        """What is said of the model."""
+        """Metadata of the model."""
         self.entries: dict[str, Entry] = {}
         """The tensors by name."""
         self._offsets: dict[str, int] = {}

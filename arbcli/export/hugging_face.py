@@ -36,11 +36,11 @@ from arbcli.run_files import CONFIG
 from arbcli.tokens import FILE as TOKENIZER
 
 CODE = Path(__file__).with_name("modeling_arb.py")
-"""What Transformers runs for a model with sub-norms."""
+"""Module that Transformers runs for a model with sub-norms."""
 TYPES = {"bf16": BF16, "f32": F32}
 """By the names that `--type` takes; bf16 holds every weight."""
 NUMBERS = TYPES | {"f16": F16}
-"""What weights of a folder may be."""
+"""Dtypes of the weights of a folder."""
 HINT = "name a folder of `arb export`, or of a model that `arb import` reads"
 _DTYPES = {"BF16": "bfloat16", "F32": "float32"}
 
@@ -213,7 +213,7 @@ class ModelFolder:
 
     def __init__(self, path: Path) -> None:
         self.keys: dict[str, Any] = read_json(path / CONFIG, {}, HINT)
-        """What is said of the model."""
+        """Metadata of the model."""
         try:
             config = read_config(self.keys, f"`{path / CONFIG}`")
             self._folder = WeightFolder(path)

@@ -14,7 +14,7 @@ from arbcli.infer.load import load_weights
 from arbcli.rules import FADED
 
 NAMES = {"gguf": "{}.gguf", "hf": "{}-hf", "safetensors": "{}-weights.safetensors"}
-"""What a format calls the export of a run unless a name is given."""
+"""Default name of the export of a run, by format."""
 TYPES_OF = {"gguf": tuple(TYPES), "hf": tuple(hugging_face.TYPES), "safetensors": ()}
 """Types of weights that a format has a choice of."""
 assert NAMES.keys() == TYPES_OF.keys() == set(FORMATS)
@@ -22,7 +22,7 @@ assert NAMES.keys() == TYPES_OF.keys() == set(FORMATS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """What was written."""
+    """Report of an export."""
 
     checkpoint: str
     format: str

@@ -44,7 +44,7 @@ class EvaluateReport:
 
     checkpoint: str
     text: str
-    """What was named, and its number of files."""
+    """Name of the text, and its number of files."""
     bytes: int
     """Of the text, of which all but the first are predicted."""
     nats_per_byte: float
@@ -64,7 +64,7 @@ class EvaluateReport:
     seconds: float
     bytes_per_second: float
     kv: str
-    """What keys and values were rounded to."""
+    """Type that keys and values were rounded to."""
     by_position: tuple["OfPositions", ...]
     """Loss of bytes by how many a window has before them. Those that two windows predict count
     twice, so that every part has nearly all of the text."""

@@ -133,7 +133,7 @@ class Decoder:
         self._key = stream_keys(seed, torch.full_like(seed, stream), 1, 1)[0, 0]
         self._phases = model.step_phases(self._byte, self.cache)
         self.checks = self._new_checks(ahead)
-        """What makes several bytes at once; None is one at a time."""
+        """Makes several bytes at once; None is one at a time."""
         self.checks_made, self.checked_bytes = 0, 0
         """Checks, and bytes that they made."""
         self._check: Callable[[], None] = self._run_check
@@ -441,7 +441,7 @@ class GenerateReport:
     prompt: str
     """Bytes that are no UTF-8 are shown as U+FFFD, here and in `text`."""
     text: str
-    """What follows the prompt."""
+    """Continuation of the prompt."""
     length: int
     """Bytes of it, or tokens of a model that makes those."""
     bytes_per_second: float
@@ -451,9 +451,9 @@ class GenerateReport:
     top_k: int
     top_p: float
     kv: str
-    """What keys and values were kept in."""
+    """Type of keys and values in the cache."""
     cache_bytes: int
-    """What those of this text take, or a model's states."""
+    """Size of the cache of this text, or of a model's states."""
     ahead: int
     """Bytes that a step makes at most."""
     bytes_per_check: float | None

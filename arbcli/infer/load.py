@@ -94,11 +94,11 @@ class Weights:
     model: LanguageModel
     """On the CPU, in float32."""
     checkpoint: Checkpoint
-    """What it was read from; its tensors are those of the model."""
+    """Checkpoint that it was read from; its tensors are those of the model."""
     path: Path
     """Of the checkpoint."""
     compute: str
-    """What the run was trained in."""
+    """Dtype of the activations in training."""
 
     @property
     def origin(self) -> str:

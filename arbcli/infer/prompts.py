@@ -12,7 +12,7 @@ from arbcli.reading import is_of, parse_json
 FIELDS = {
     "prompt": str, "length": int, "temperature": float, "top_k": int, "top_p": float, "seed": int,
 }  # fmt: skip
-"""What a line may have, and of which type."""
+"""Fields of a line, and their types."""
 SHOWN_LENGTH = 40
 
 

@@ -280,7 +280,7 @@ class TextReport:
     prompt: str
     """Bytes that are no UTF-8 are shown as U+FFFD, here and in `text`."""
     text: str
-    """What follows the prompt."""
+    """Continuation of the prompt."""
     length: int
     seed: int
     temperature: float

@@ -1,4 +1,4 @@
-"""What torch's CUDA allocator would do: blocks out of segments, and how much it has reserved.
+"""Simulation of torch's CUDA allocator: blocks out of segments, and reserved memory.
 
 Only sizes and offsets, no memory. It follows `CUDACachingAllocator.cpp` of torch 2.11 to 2.13 as it
 is set up by default: no expandable segments, no rounding to powers of two, one stream for all that
@@ -17,11 +17,11 @@ SMALL = 2**20
 """The largest block of the small pool."""
 SMALL_SEGMENT = 2 * 2**20
 LARGE_SEGMENT = 20 * 2**20
-"""What is taken from the device for a block of the large pool below `OWN_SEGMENT`."""
+"""Segment size for a block of the large pool below `OWN_SEGMENT`."""
 OWN_SEGMENT = 10 * 2**20
 """The smallest block that gets a segment of its own size."""
 SEGMENT_UNIT = 2 * 2**20
-"""What the size of such a segment is rounded up to."""
+"""Multiple that the size of such a segment is rounded up to."""
 
 
 def round_up(size: int, unit: int) -> int:

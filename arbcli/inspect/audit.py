@@ -42,7 +42,7 @@ class FitReport:
     predicted_peak: PeakReport
     fits: bool
     advice: str | None
-    """What would fit, where it does not."""
+    """A configuration that would fit, where this one does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Level:
     live_bytes: int
     """On CUDA what the allocator has given out, on a CPU the bytes of live tensors."""
     reserved_bytes: int | None
-    """What the CUDA allocator has taken from the device."""
+    """Memory that the CUDA allocator has reserved."""
     peak_bytes: int
     """The most alive at once during the stage."""
 
@@ -72,7 +72,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditReport:
-    """What was predicted, what was measured, and whether they agree."""
+    """Prediction, measurement, and whether they agree."""
 
     device: str
     backend: str

@@ -29,7 +29,7 @@ AREAS = (
 KINDS = (
     "trits", "scales", "remainder", "moment", "votes", "statistics", "counters", "edges",
 )  # fmt: skip
-"""What the bytes of buffers are for, in the order of reports; a rule may declare more."""
+"""Purposes of buffers, in the order of reports; a rule may declare more."""
 ADAMW_BYTES = 16
 """A weight, its gradient and two moments, float32 each."""
 TRITS_PER_BYTE = 5
@@ -39,7 +39,7 @@ LARGEST_COUNTER = 2**14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What some of the weights take."""
+    """Memory of some of the weights."""
 
     weights: int
     """Logical weights: one a trit, padding not counted."""
@@ -61,7 +61,7 @@ class StateReport:
     trained_weights: int
     """All but those of the norms, which are frozen."""
     adamw_bytes: int
-    """What these, their gradients and AdamW's two moments take in float32."""
+    """Memory of these weights, their gradients and AdamW's two moments in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class WhatIfReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredState:
-    """What hangs on a model: its buffers, its parameters and every other tensor it can reach."""
+    """Tensors of a model: its buffers, its parameters and every other tensor it can reach."""
 
     bytes_by_area: dict[str, dict[str, int]]
     """By area, then by kind; only what is there. What no module declares is `other`."""

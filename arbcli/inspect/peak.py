@@ -43,17 +43,17 @@ class PeakReport:
     captured: bool
     """Whether it is that of a run whose steps are one CUDA graph, as `arb train` does them."""
     state_bytes: int
-    """What is alive before the first step."""
+    """Memory that is alive before the first step."""
     saved_bytes: int
-    """What the forward made and is still alive at the peak."""
+    """Memory that the forward allocated and that is still alive at the peak."""
     transient_bytes: int
-    """What came after it: gradients, and tensors of the shape of a weight."""
+    """Memory allocated after it: gradients, and tensors of the shape of a weight."""
     constant_bytes: int
-    """What steps leave alive: rotary table, keys, workspaces of the matrix library."""
+    """Memory that steps leave alive: rotary table, keys, workspaces of the matrix library."""
     peak_bytes: int
     """The sum of these four; on CUDA in the allocator's blocks."""
     reserved_bytes: int
-    """What the CUDA allocator takes from the device for it, gaps included; on a CPU the same."""
+    """Memory that the CUDA allocator reserves for it, gaps included; on a CPU the same."""
     evaluated_bytes: int
     """The same once the run has also evaluated: outside of a captured step that takes its own."""
     at: str
@@ -65,9 +65,9 @@ ORDERS = 8
 lowest address, and the driver gives addresses as it likes: mostly all is the same, but what is
 reserved was seen to differ by up to 5 %. The worst order is left out, the next is predicted."""
 CUBLAS_BYTES = 8 * 4096 * 2**10
-"""What `CUBLAS_WORKSPACE_CONFIG` asks for, as `arbcli.environment` sets it."""
+"""Workspace that `CUBLAS_WORKSPACE_CONFIG` asks for, as `arbcli.environment` sets it."""
 CUBLASLT_BYTES = 2**20
-"""What torch gives cuBLASLt unless it is told."""
+"""Default workspace of cuBLASLt in torch."""
 WORKSPACES = {
     torch.ops.aten.mm.default: CUBLAS_BYTES,
     torch.ops.aten.bmm.default: CUBLAS_BYTES,
@@ -77,7 +77,7 @@ WORKSPACES = {
 
 
 class _Hidden(NamedTuple):
-    """What an operation allocates beside its results, and releases before it returns: bytes."""
+    """Bytes that an operation allocates besides its results, and frees before it returns."""
 
     before: tuple[int, ...] = ()
     """Before the results."""
@@ -164,8 +164,8 @@ IN_PLACE = {
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
 }
-"""What autograd does in place, unless a mode looks on. A view is not written to, as its base might
-still be in use."""
+"""Operations that autograd runs in place, unless a mode intercepts them. A view is not written
+to, as its base might still be in use."""
 
 
 class _Total:
@@ -305,10 +305,10 @@ class _Taken(NamedTuple):
     """Memory that was taken."""
 
     blocks: tuple
-    """What each memory wants back."""
+    """Handle that each memory takes back."""
     size: int
     part: str
-    """What it counts as: a key of `_Trace.parts`."""
+    """Category: a key of `_Trace.parts`."""
 
 
 class _AnyText:

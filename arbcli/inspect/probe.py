@@ -120,7 +120,7 @@ def open_saved(
 
 
 class _Stepped(NamedTuple):
-    """What is known of the step before a reading; None before the first one."""
+    """Facts of the step before a reading; None before the first one."""
 
     lr: float | None
     loss: float | None

@@ -1,4 +1,4 @@
-"""What each process of a shared run holds: predicted for any number, measured where they run."""
+"""Memory of each process of a distributed run, predicted for any number or measured."""
 
 from dataclasses import dataclass
 
@@ -16,13 +16,13 @@ from arbcli.train.trainer import check_shares
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one process of several holds between steps."""
+    """Memory of one process of several between steps."""
 
     rank: int
     weights: int
     """Weights that it owns."""
     kept_bytes: int
-    """What it alone has: remainders, moments and statistics of what it owns."""
+    """Its own shard: remainders, moments and statistics of the tensors that it owns."""
     state_bytes: int
     """That, and what all have."""
 
@@ -48,7 +48,7 @@ class RanksReport:
     state_bytes: int
     """Of one process that does the same alone."""
     budget_bytes: int | None
-    """What each process may take; None if that was not asked."""
+    """Memory budget of each process; None if none was given."""
     ranks: tuple[RankReport, ...]
     passed: bool
     """Whether each fits the budget, and all that was measured is as it must be."""

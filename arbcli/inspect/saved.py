@@ -1,4 +1,4 @@
-"""What a saved model is: a run, a checkpoint, or an export of any form."""
+"""Description of a saved model: a run, a checkpoint, or an export of any form."""
 
 import re
 from abc import ABC, abstractmethod
@@ -30,7 +30,7 @@ from arbcli.train.directory import FACTS
 from arbcli.train.record import METRICS, finite, read_all_records
 
 Decoders = Mapping[str, Callable[[], Tensor]]
-"""What decodes each weight, by name."""
+"""Decoder of each weight, by name."""
 ORIGIN = {"step": int | None, "origin": str | None}
 """Metadata of the checkpoint in an export."""
 _AREAS = {"attn": "attention", "ffn": "mlp", "token": "embedding", "output": "head"}
@@ -41,7 +41,7 @@ _OTHER = "other"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedReport:
-    """What a saved model is."""
+    """Description of a saved model."""
 
     path: str
     kind: str
@@ -54,9 +54,9 @@ class SavedReport:
     origin: str | None
     """Digest of the checkpoint that it is an export of."""
     config: dict[str, Any]
-    """What it says of the model."""
+    """Configuration of the model."""
     settings: dict[str, Any]
-    """What a checkpoint says of the run that made it; empty for one of an earlier version."""
+    """Facts of the run that wrote the checkpoint; empty for one of an earlier version."""
     num_weights: int
     """Logical weights; of an export with numbers those of the matrices."""
     bytes: int
@@ -311,13 +311,13 @@ class DifferenceReport:
     config: dict[str, list[Any]]
     """Fields that differ, with both values; of two checkpoints."""
     settings: dict[str, list[Any]]
-    """Those of the runs likewise, where both checkpoints have them."""
+    """Differing settings of the runs, where both checkpoints have them."""
     missing: dict[str, str]
     """Tensors that only one has, and which; or that have other shapes."""
     tensors: list[Difference]
-    """Those that differ."""
+    """Tensors that differ."""
     num_equal: int
-    """Those that do not."""
+    """Number of tensors that are equal."""
     equal: bool
     """Whether both have the same tensors, and all are equal."""
 

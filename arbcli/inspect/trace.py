@@ -347,7 +347,7 @@ def _substitutes(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
 
 
 class _RmsNorm(Function):
-    """What torch's own normalisation of the last dimension makes on a GPU, and keeps."""
+    """Tensors that torch's normalisation of the last dimension makes on a GPU, and saves."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

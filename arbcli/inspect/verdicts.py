@@ -1,4 +1,4 @@
-"""What a probe measured, and what it means: named verdicts with the numbers they rest on."""
+"""Report of a probe, and named verdicts with the numbers they rest on."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ UNIFORM_MARGIN = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What one batch of held-out text, always the same, shows after `step` steps.
+    """Measurements of one batch of held-out text, always the same, after `step` steps.
 
     A number is None where it is not finite, and before the first step where it is about a step.
     """
@@ -88,7 +88,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorReport:
-    """What the steps did to one packed tensor."""
+    """Effect of the steps on one packed tensor."""
 
     name: str
     num_weights: int
@@ -138,7 +138,7 @@ class ProbeReport:
 
     passed: bool
     verdicts: tuple[Verdict, ...]
-    """What is wrong, the gravest first; or `ok` alone."""
+    """Findings, the gravest first; or `ok` alone."""
     config: dict[str, Any]
     """The `TrainConfig` of the steps."""
     text: str

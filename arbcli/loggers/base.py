@@ -1,4 +1,4 @@
-"""What a logger is: an observer of a run that hands on numbers, histograms and text."""
+"""Base of loggers: observers of a run that log numbers, histograms and text."""
 
 import contextlib
 import sys
@@ -19,7 +19,7 @@ from arbcli.train.run import Observer
 from arbcli.train.trainer import Trainer
 
 PROJECT = "arb"
-"""What the runs are filed under where a logger has projects."""
+"""Project name, for loggers that have projects."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from arbcli.model.state import Track
 from arbcli.model.step_memory import StepMemory
 
 LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0}
-"""What each part of a loss counts in what is minimised, the text's being 1.
+"""Weight of each part of the loss, that of the text being 1.
 
 The source of `ratio` has 0.03. With ten times that chunks keep to the length that was asked for.
 Weights that learn by `indexer` learn by nothing else.
@@ -181,7 +181,7 @@ class LanguageModel(nn.Module):
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """What each part of a loss counts in what is minimised, the text's being 1."""
+        """Weight of each part of the loss, that of the text being 1."""
         ahead = self.config.ahead
         if ahead is None:
             return LOSS_WEIGHTS
@@ -586,7 +586,7 @@ class LanguageModel(nn.Module):
         return [part for part in self.modules() if isinstance(part, LinearWeight)]
 
     kept = KeptIn()
-    """What a cache keeps keys and values in."""
+    """Format of keys and values in a cache."""
 
     @contextmanager
     def keeping(self, kv: str | None) -> Iterator[None]:

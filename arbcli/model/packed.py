@@ -42,7 +42,7 @@ class StateModule(nn.Module):
         super().__init__()
         self.area = area
         self.kinds: dict[str, str] = {}
-        """What the bytes of each buffer are for, by its name."""
+        """Purpose of each buffer, by its name."""
 
     def declare(self, name: str, tensor: Tensor, kind: str) -> None:
         """Register an integer tensor as a buffer of some kind, such as `trits` or `counters`."""
@@ -159,7 +159,7 @@ class TernaryTensor(StateModule):
 
     @property
     def packed(self) -> Packed:
-        """What kernels read weights from: views of trits and scales."""
+        """Views of trits and scales, from which kernels read weights."""
         return self.packed_of(self.state)
 
     def packed_of(self, state: State) -> Packed:
@@ -290,4 +290,4 @@ class TernaryTensor(StateModule):
 
 
 GradientSink = Callable[..., None]
-"""What a backward hands each gradient to, once a tensor and backward: an `Updater`."""
+"""Consumer of gradients, called once per tensor and backward: an `Updater`."""

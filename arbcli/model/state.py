@@ -29,7 +29,7 @@ from arbcli.model.mark import Mark, Written
 
 
 class KeptTexts(NamedTuple):
-    """What is kept of a text, or of several."""
+    """Sizes and types of the state of a text, or of several."""
 
     positions: int
     """That a text can have, at most."""

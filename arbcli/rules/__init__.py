@@ -15,13 +15,13 @@ RULES = ("moment", "nibble", "carry", "votes")
 """Names of rules, each that of its file here, which defines `RULE`."""
 
 DIGITS = ("trit", "all", "fade")
-"""What a weight is: the trit of z = T * P + A, or all digits of z; or all of them at the beginning
+"""Forms of a weight: the trit of z = T * P + A, or all digits of z; or all of them at the beginning
 of a run and the trit at its end."""
 FADE_PARTS = 16
 """A remainder that fades loses this part of what it counts, so many times."""
 _SHARES = tuple(Fraction(kept, FADE_PARTS) for kept in range(FADE_PARTS - 1, 0, -1))
 STAGES = ("all", *map(str, _SHARES), "trit")
-"""What weights are in turn where they fade: those in the middle by the share of the remainder that
+"""Stages of weights that fade: those in the middle by the share of the remainder that
 they count."""
 FADED = dict(zip(STAGES[1:-1], _SHARES, strict=True)) | {
     name: Fraction(1, parts) for name, parts in (("half", 2), ("quarter", 4), ("eighth", 8))
@@ -31,7 +31,7 @@ that earlier ones have."""
 WITH_DIGITS = ("moment", "nibble", "carry")
 """Rules that keep digits below the trit; their files define `ALL_DIGITS` too."""
 FADING = ("moment", "nibble")
-"""Those that learn as well or better where weights fade."""
+"""Rules that learn as well or better where weights fade."""
 
 DIRECTION = {"moment": "orthogonal", "nibble": "orthogonal", "carry": "factored", "votes": None}
 """Default direction of each rule; None where the rule takes none."""

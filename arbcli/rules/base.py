@@ -1,4 +1,4 @@
-"""What a rule is: its buffers, their bytes and first values, and its step."""
+"""Interface of update rules: buffers, their bytes and first values, and the step."""
 
 import copy
 import math
@@ -18,9 +18,9 @@ from arbcli.rules.start import root_mean_square, share_of_nonzero
 STEP_CLIP = 4
 """Largest step of a weight, in root-mean-squares of the direction."""
 STEP_OF_RADIX = 1 / 16
-"""What a step of unit root-mean-square moves z at `lr` 1, in units of P."""
+"""Change of z by a step of unit root-mean-square at `lr` 1, in units of P."""
 SCALE_STEP = 4
-"""What a slope of unit root-mean-square moves v at `lr` 1."""
+"""Change of v by a slope of unit root-mean-square at `lr` 1."""
 
 MOMENT, TRIT, SCALE, ROW, COLUMN = range(5)
 """Streams of random bits of a matrix: each kind of rounding has its own."""
@@ -54,22 +54,22 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class StepControl:
-    """What a step of one matrix needs beside its state: scalars on the device, but for flags."""
+    """Inputs of a step of one matrix besides its state: scalars on the device, except for flags."""
 
     step: Tensor
     """Number of the step, from 0, int32."""
     turn: Tensor
-    """What the random bits of trits are turned by, int32; 0 unless the rule `turns_bits`."""
+    """Offset of the random bits of trits, int32; 0 unless the rule `turns_bits`."""
     keys: tuple[Tensor, ...]
     """NUM_STREAMS int32 scalars, of the streams of random bits."""
     scale_gain: tuple[Tensor, Tensor]
-    """What a slope is multiplied by, int32 gain and shift."""
+    """Factor of a slope, int32 gain and shift."""
     direct_gain: tuple[Tensor, Tensor]
-    """What a direction is multiplied by where z steps by it directly, int32 gain and shift."""
+    """Factor of a direction where z steps by it directly, int32 gain and shift."""
     whole_gain: tuple[Tensor, Tensor]
     """The same where z steps once for all gradients of the step."""
     step_size: Tensor
-    """What the moment is multiplied by, int64 in units of 2**-32 of z."""
+    """Factor of the moment, int64 in units of 2**-32 of z."""
     limit: Tensor
     """The largest step of z, int32 in units of 2**-16."""
     flips: Tensor
@@ -102,7 +102,7 @@ class Rule(ABC):
     kept: Fraction = Fraction(1)
     """The share of the remainder that a weight counts."""
     fade_growth: float = 1.0
-    """What the learning rate has grown by when the weights have faded to the trit."""
+    """Growth of the learning rate until the weights have faded to the trit."""
     radix: int
     """P: what a trit is worth in units of the remainder."""
     remainder_max: int
@@ -157,7 +157,7 @@ class Rule(ABC):
 
     @property
     def read_radix(self) -> int:
-        """What a trit is worth in a weight: P, unless weights fade.
+        """Return the value of a trit in a weight: P, unless weights fade.
 
         Then a weight is (1 - t) z / U + t T, with 1 - t = n / d the share that is kept: all digits,
         and the trit alone, each by its share. It is (T * this + n A) / (d U) too.

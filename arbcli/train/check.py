@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """What a run has, and what a resume would do."""
+    """Files of a run, and the effect of a resume."""
 
     run: str
     findings: tuple[Finding, ...]

@@ -34,7 +34,7 @@ from arbcli.train.trainer import text_digest
 from arbcli.version import __version__
 
 DATA = {"seed": "seed", "text": "digest", "tokenizer": "tokenizer", "wire": "wire"}
-"""What every checkpoint tells besides its model, and what its `data` calls that."""
+"""Facts in every checkpoint besides its model, and their names in its `data`."""
 MOST_NAMED = 3
 """Fields that an error lists."""
 THREADS_OF_A_CPU = 4
@@ -115,8 +115,8 @@ FACTS = {
     "threads": int | None,
     "versions": dict[str, str] | None,
 }
-"""What `config.json` holds that is read again; an earlier version, or a run that has no use for
-something, may leave out what can be None."""
+"""Schema of the fields of `config.json` that are read again; an earlier version, or a run without a
+use for a field, may leave out those that can be None."""
 
 
 def read_facts(run: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run tells while it goes on and when it ends, and the file of its records."""
+"""Records of a run, its final report, and the file of records."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ class Record:
     flip_share: float | None
     """Share of the trits that changed in a step, on average since the last record."""
     state_bytes: int
-    """What survives a step: weights and whatever the rule or the optimizer keeps."""
+    """Persistent state: weights and whatever the rule or the optimizer stores."""
     peak_bytes: int
     """The most memory held at once: of the CUDA allocator, or of the process on a CPU."""
     seconds_left: float | None
@@ -56,11 +56,11 @@ class Record:
     nonfinite_steps: int
     """Steps so far in which a gradient was not finite."""
     parts: dict[str, float]
-    """What else the last step minimised, by name: see `LanguageModel.losses`."""
+    """Other losses of the last step, by name: see `LanguageModel.losses`."""
     gauges: dict[str, float]
-    """What the model measures of itself."""
+    """Measurements that the model takes of itself."""
     sample: str | None
-    """What the model wrote at this step, where a sample was due."""
+    """Sample of this step, where one was due."""
 
     def as_json(self) -> dict[str, Any]:
         """List the fields; a number that is not finite, which JSON has not, is None."""
@@ -94,7 +94,7 @@ class FirstStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """What a finished or interrupted run reports."""
+    """Report of a finished or interrupted run."""
 
     run: str | None
     """None for a run that was not saved."""

@@ -1,4 +1,4 @@
-"""What changes from step to step: the learning rate, and what weights are where they fade.
+"""Schedules: the learning rate, and the stages of weights that fade.
 
 The rate is a linear warm-up times a shape that ends at the final rate.
 """

@@ -41,7 +41,7 @@ class TrainingStep:
         self.model, self.updates, self.accumulation = model, updates, accumulation
         self.group = group
         self.losses: Callable[[Tensor, Tensor], dict[str, Tensor]] | None = None
-        """What computes the losses in place of the model."""
+        """Computes the losses instead of the model."""
         self.scale_routes: dict[tuple[str, ...], frozenset[str]] = {}
         """Areas by the parts of the loss that alone move their scales."""
 

@@ -1,4 +1,4 @@
-"""What is odd about the texts of a run: said before it starts, and then it starts."""
+"""Warnings about the texts of a run, given before it starts."""
 
 from pathlib import Path
 

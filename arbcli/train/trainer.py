@@ -168,14 +168,14 @@ class Trainer:
         self._capture_at = EAGER_STEPS if capture else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tables: Tensor | None = None
-        """What merged launches of the graph read."""
+        """Tables that merged launches of the graph read."""
         self._table_numbers = 0
         """Integers in those of the last step that was no replay."""
         self._batches: Tensor | None = None
         self._measured = False
         """Whether what gradients are divided by is known."""
         self.digits = config.model.digits
-        """What the weights are, as in `ModelConfig`; where they fade, the stage of this step."""
+        """Form of the weights, as in `ModelConfig`; where they fade, the stage of this step."""
         self._fade()
 
     @property

@@ -52,7 +52,7 @@ are read most have most of the direction, and were seen to swing from one side t
 
 
 class _StepSizes(NamedTuple):
-    """What a learning rate makes of slopes, directions and moments: see `StepControl`."""
+    """Fixed-point learning rates of slopes, directions and moments: see `StepControl`."""
 
     scale_gain: tuple[Tensor, Tensor]
     direct_gain: tuple[Tensor, Tensor]

@@ -31,7 +31,7 @@ class CaseResult:
     """Of the angle to the reference; 1 where both are zero."""
     passed: bool
     error: str | None = None
-    """What was raised in place of a result."""
+    """Exception that was raised instead of a result."""
 
     @classmethod
     def of_error(cls, label: str, error: Exception, wanted: tuple[Tensor, ...]) -> "CaseResult":

@@ -60,7 +60,7 @@ PARKED_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """What compiling one kernel for one target gave."""
+    """Result of compiling one kernel for one target."""
 
     kernel: str
     target: str

@@ -42,7 +42,7 @@ def fuzz_cases(
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What random cases of a kernel really were, read off their inputs."""
+    """Coverage of the random cases of a kernel, read off their inputs."""
 
     cases: int
     elements: tuple[int, int]

@@ -63,7 +63,7 @@ SHARED = 12
 
 @dataclass(frozen=True, slots=True)
 class KernelResult:
-    """What one kind of check of one kernel found, over all its cases."""
+    """Result of one kind of check of one kernel, over all its cases."""
 
     kernel: str
     backend: str
@@ -92,7 +92,7 @@ class KernelResult:
     passed: bool
     failures: tuple[CaseResult, ...]
     drawn: Drawn | None = None
-    """What random cases were; None of others."""
+    """Coverage of random cases; None of others."""
     left_out: int = 0
     """Cases that the sample leaves out."""
     remembered: bool = False
@@ -101,7 +101,7 @@ class KernelResult:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What the comparison of kernels found."""
+    """Results of the comparison of kernels."""
 
     kernels: tuple[KernelResult, ...]
     seconds: float

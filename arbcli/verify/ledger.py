@@ -37,7 +37,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What `arb verify-kernels` prints and writes."""
+    """Report that `arb verify-kernels` prints and writes."""
 
     format: int
     date: str
@@ -286,7 +286,7 @@ _KEYS = {
     "parity": ("check", "item", "model", "backend"),
     "compiled": ("kernel", "target"),
 }
-"""What names a row in each part of a ledger."""
+"""Fields that name a row in each part of a ledger."""
 
 
 def _changes(before: dict[str, Any] | None, after: dict[str, Any] | None) -> Iterable[str]:

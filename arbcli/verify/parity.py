@@ -79,7 +79,7 @@ CHECKS = {
     "rotary": "cos**2 + sin**2 = 1, turning back undoes turning, angles against float64",
     "update": "every stored number within one unit of the formula in float64, rounding unbiased",
 }
-"""What each check compares, and how."""
+"""Description of each check."""
 
 RAGGED = dense(dim=36, layers=2, heads=2, ffn=50, ctx=6)
 """Sizes that fit neither 5 nor 32 nor 160, and small enough for the interpreter."""
@@ -251,7 +251,7 @@ class ParityResult:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is compared: a model on a device, of a type, with a batch."""
+    """Subject of a comparison: a model on a device, of a type, with a batch."""
 
     name: str
     config: ModelConfig
@@ -260,7 +260,7 @@ class Subject:
     device: torch.device
     backend: str
     parts: tuple[str, ...] = ("blocks", "bits")
-    """What of it: `blocks`, the `whole` gradient, `bits` of causality and determinism, `update`."""
+    """Part of it: `blocks`, the `whole` gradient, `bits` of causality and determinism, `update`."""
 
     def build(self) -> LanguageModel:
         """Make the model, with scales that differ from group to group, and memories that hold some.

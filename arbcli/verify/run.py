@@ -43,7 +43,7 @@ GPU_PROCESSES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyRequest:
-    """What to verify, and where."""
+    """Scope of a verification."""
 
     names: tuple[str, ...] = ()
     """Kernels; none is every one, and the model made of them."""
@@ -85,7 +85,7 @@ class VerifyRequest:
 
 @dataclass(slots=True)
 class _Found:
-    """What has been found so far."""
+    """Results so far."""
 
     kernels: list[KernelResult] = field(default_factory=list)
     parity: list[ParityResult] = field(default_factory=list)

@@ -25,7 +25,7 @@ class Strength:
     planted: int
     """Faults of this class that were planted, and found by one check of the whole."""
     caught: int
-    """Those of them that a check of this run found."""
+    """Faults that a check of this run found."""
     by: tuple[str, ...]
     """These checks: kernels, with the scale type if they have scales, and `model: NAME`."""
 

@@ -112,7 +112,7 @@ def median_ratio(ours: Sequence[float], peers: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What the machine did in the run that it is compared with."""
+    """Figures of the machine in the run that it is compared with."""
 
     bytes_per_second: float
     """Read and written by a kernel that negates 512 MiB; a copy engine would be slower."""
@@ -151,7 +151,7 @@ class TimingResult:
     us: float
     """Median of the turns, in microseconds."""
     peer: str | None
-    """What else did the same work, if anything."""
+    """Name of the peer, if there is one."""
     peer_us: float | None
     ratio: float | None
     """How many times as fast as the peer."""
@@ -161,7 +161,7 @@ class TimingResult:
     floor_us: float
     """The least that the roofline allows."""
     bound: str
-    """What sets it: `memory` or `products`."""
+    """Bound: `memory` or `products`."""
     share: float
     """Of the roofline: the floor over what it took."""
     turns: int

@@ -11,7 +11,7 @@ from arbcli.kernels.runtime.launches import replaced_launches
 
 
 class Launch(NamedTuple):
-    """What a launcher asked for."""
+    """Launch that a launcher asked for."""
 
     function: Any
     grid: tuple[int, ...]

@@ -27,7 +27,7 @@ class JobDone:
     total: int
     name: str
     result: Any
-    """What the call returned."""
+    """Return value of the call."""
     arguments: tuple = ()
     """Of the call."""
     remembered: bool = False

@@ -260,7 +260,7 @@ class Table(NamedTuple):
     """Where rings are, for one launch that stores in all of them."""
 
     rings: list[Kept]
-    """What the addresses are of, which must not move."""
+    """Tensors that the addresses belong to, which must not move."""
     addresses: Tensor
     """(2 R, 2) int64, of each ring and of its new vectors."""
     sizes: Tensor

@@ -1,4 +1,4 @@
-"""What an indexer does for one byte of a text: the key of the open entry, and perhaps a choice.
+"""Indexer step for one byte of a text: the key of the open entry, and perhaps a choice.
 
 With E slots, of which slot j mod E has entry j, and for the byte at position p of entry j = p // m:
 

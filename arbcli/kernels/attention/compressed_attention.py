@@ -35,7 +35,7 @@ from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
 class Sight(NamedTuple):
-    """What a byte sees."""
+    """Positions and entries that a byte attends to."""
 
     window: int
     """W, last bytes, itself one of them."""

@@ -27,7 +27,7 @@ ROOM = {E4M3: 7, torch.int8: 6}
 
 
 class KeptIn(NamedTuple):
-    """What keys and values are kept in."""
+    """Format of keys and values in a cache."""
 
     stored: torch.dtype | None = None
     """float8_e4m3fn or int8; None is the dtype of activations."""

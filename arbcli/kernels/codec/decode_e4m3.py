@@ -381,7 +381,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
 
 
 LARGEST = Array("L", INT8, dense=True, optional=True, values=never)
-"""What `largest_exponents` finds, which random cases leave to be found."""
+"""Results of `largest_exponents`, which random cases leave out."""
 
 DECODE_E4M3 = Operation(
     "decode_e4m3", in_float32(_decode_e4m3_triton), in_float32(_decode_e4m3_torch),

@@ -34,9 +34,9 @@ class Packed(NamedTuple):
     """(N, K) int8, A: the digit below the trit, where weights are all digits, z = T * P + A; None
     where they are the trit alone."""
     radix: int = 1
-    """What a trit is worth, in units of 1 / `unit`: P, unless weights fade."""
+    """Value of a trit, in units of 1 / `unit`: P, unless weights fade."""
     low: int = 1
-    """What a unit of the remainder is worth in them."""
+    """Value of a unit of the remainder, in the same units."""
     nibble: bool = False
     """Whether the remainder is only the low four bits of each byte."""
 
@@ -90,22 +90,22 @@ class Packed(NamedTuple):
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a kernel names packed_ptr, exponent_ptr and fraction_ptr; None is never read."""
+        """Kernel arguments packed_ptr, exponent_ptr and fraction_ptr; None is never read."""
         return self.trits, self.exponent, self._fraction_or_any
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """What a kernel names stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg."""
+        """Kernel arguments stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg."""
         return (*self.trits.stride(), *self.exponent.stride(), *self._fraction_or_any.stride())
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What a kernel is compiled for."""
+        """Constants that a kernel is compiled for."""
         return {"GROUP": self.group_size, "HAS_FRACTION": self.fraction is not None}
 
     @property
     def unit(self) -> int:
-        """What z is divided by where the weights are all digits."""
+        """Divisor of z where the weights are all digits."""
         return unit_of(self.radix)
 
     @property
@@ -120,7 +120,7 @@ class Packed(NamedTuple):
 
     @property
     def worths(self) -> tuple[float, float]:
-        """What such a kernel names of_trit and of_low: what T and A count, in units of a scale."""
+        """Kernel arguments of_trit and of_low: the values of T and A, in units of a scale."""
         return self.radix / self.unit, self.low / self.unit
 
     @property

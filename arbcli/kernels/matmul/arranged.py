@@ -1,4 +1,4 @@
-"""What products of few rows share: their checks, tiles of rows, and how results are stored.
+"""Shared pieces of products of few rows: checks, tiles of rows, and how results are stored.
 
 A matrix is laid out anew for them, in tiles of 16 rows by pieces in the order in which the threads
 of a warp load them: `coded` says how for trits, `digits_matmul` for all digits. If the result is

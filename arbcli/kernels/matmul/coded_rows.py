@@ -70,7 +70,7 @@ MOST_TEXTS = 64
 SHARED_BYTES = 47 << 10
 """Of pieces that a program can have at a time."""
 UNIT_BYTES = tl.constexpr(512)
-"""What a warp has of 16 rows of w times 8 rows of x: four float32 a thread."""
+"""Accumulator of a warp for 16 rows of w times 8 rows of x: four float32 a thread."""
 _SCALES_AT = tl.constexpr(CODE_BYTES)
 _TWICE = tl.constexpr("prmt.b32 $0, $1, 0, 0x1010;")
 _TWICE_UPPER = tl.constexpr("prmt.b32 $0, $1, 0, 0x3232;")

@@ -68,7 +68,7 @@ from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 LARGEST_Z = 127
 SIGN = 128
-"""What a code has beside its magnitude, if z is below 0."""
+"""Sign bit of a code, set if z is below 0."""
 _OFFSET = tl.constexpr("""{
 .reg .b32 factor, zero;
 mov.b32 factor, 0xC300C300;  // -128

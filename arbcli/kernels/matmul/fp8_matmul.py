@@ -25,7 +25,7 @@ from arbcli.kernels.runtime.arguments import FLOAT, Array, Matrix, Number
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 MULTIPLE = 16
-"""What both sizes of a matrix must be a multiple of, by the matrix library."""
+"""Multiple that the matrix library requires of both sizes of a matrix."""
 
 
 def fp8_matmul_reference(

@@ -58,7 +58,7 @@ from arbcli.kernels.runtime.shared_memory import (
 from arbcli.kernels.runtime.threads import across, load_constant, warp_number
 
 SHARED_BYTES = 47 << 10
-"""What a program can have of rows of x, of their sums and of their squares."""
+"""Capacity of a program for rows of x, their sums and their squares."""
 ROWS_AT_ONCE = 4
 """Rows of x that an instruction has room for."""
 REGISTERS, MORE_REGISTERS = 128, 224

@@ -233,7 +233,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 
 TEXT_FITS = f"(text.dtype == torch.uint8) == (V <= {MAX_SYMBOLS})"
-"""What the type of a text has to be."""
+"""Condition on the dtype of a text."""
 
 CHOOSE_BYTE = Operation(
     "choose_byte", _choose_byte_triton, choose_byte_torch, choose_byte_reference, _cases, EXACT,

@@ -1,1 +1,1 @@
-"""What every kernel stands on: the language, backends, launches, what is to be verified."""
+"""Foundations of every kernel: the language, backends, launches, operations."""

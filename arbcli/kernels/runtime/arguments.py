@@ -20,7 +20,7 @@ FUNCTIONS = {
     "torch": torch, "row_bytes": row_bytes, "min": min, "max": max, "len": len,
     "uses_native": uses_native,
 }  # fmt: skip
-"""What expressions may call."""
+"""Functions that expressions may call."""
 REAL = (torch.float32, torch.bfloat16)
 """Types of values; all arrays of `REAL` in a call have the same one."""
 SOME_REAL = (torch.float32, torch.bfloat16, "of its own")
@@ -43,7 +43,7 @@ class Array:
     optional: bool = False
     """Whether None stands for it; so do other kinds."""
     values: tuple[str | int, str | int] | Callable[..., Any] | None = None
-    """What is drawn: between two numbers or sizes, or (dice, *shape) to a tensor; None is normal
+    """Drawn values: between two numbers or sizes, or (dice, *shape) to a tensor; None is normal
     numbers, or all that an integer can be."""
     one: bool = False
     """Whether it is one element, or one of each of some texts, in any number of dimensions."""
@@ -76,7 +76,7 @@ class Number:
     """A number, or a name, that is known to the host."""
 
     drawn: tuple[Any, ...]
-    """What it is in random cases, one of these; a string is a name or computed from sizes. None at
+    """Choices in random cases; a string is a name or computed from sizes. None at
     all leave it out, as the last argument."""
     named: bool = False
     """Whether these are all that it may be."""

@@ -24,7 +24,7 @@ POINTERS = {
     for name in ("uint8", "int8", "int32", "int64", "bfloat16", "float32", "float64")
     if HAS_TRITON
 }
-"""What a pointer in the table points to, by the dtype of its tensor."""
+"""Element type of a pointer in the table, by the dtype of its tensor."""
 
 
 class Launch(NamedTuple):
@@ -39,7 +39,7 @@ class Launch(NamedTuple):
 
     @property
     def kind(self) -> tuple:
-        """What launches must share to run as one."""
+        """Properties that launches must share to be merged."""
         types = tuple(x.dtype if isinstance(x, Tensor) else type(x) for x in self.arguments)
         return id(self.kernel), types, self.constants, self.options
 

@@ -32,7 +32,7 @@ from arbcli.errors import ArbError
 
 SOURCE = Path(__file__).with_name("native.c")
 COMPILERS = ("cc", "gcc", "clang")
-"""What is looked for, unless the environment variable `CC` names one."""
+"""Compilers that are looked for, unless the environment variable `CC` names one."""
 FLAGS = (
     "-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden",
     # every operation rounds once, integers wrap, and nothing asks how an operation ended
@@ -40,7 +40,7 @@ FLAGS = (
 )  # fmt: skip
 TUNING = {"x86_64": "-march=native", "amd64": "-march=native"}
 TUNING |= dict.fromkeys(("arm64", "aarch64"), "-mcpu=native")
-"""What lets a compiler use all instructions of this CPU, by kind of machine."""
+"""Flags for all instructions of this CPU, by kind of machine."""
 LEVEL = "ARB_NATIVE_LEVEL"
 """Environment variable that names a level to compile for, in place of this CPU."""
 LEVELS = {
@@ -66,7 +66,7 @@ LEAST_ELEMENTS = 1 << 16
 
 
 _functions: dict[str, Callable[..., int]] = {}
-"""Those of the library that were called."""
+"""Functions of the library that were called."""
 
 
 class _Missing(Exception):

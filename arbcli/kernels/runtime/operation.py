@@ -1,4 +1,4 @@
-"""What an operation takes, who computes it, and how it is verified: one `Operation` for all of it.
+"""Arguments, implementations and verification of an operation, declared by one `Operation`.
 
 From the declaration of its arguments follow the check of every call, random cases, and tests of
 what is refused and of how inputs may lie. What follows from no declaration stands next to it: cases
@@ -57,7 +57,7 @@ class Timing:
     inputs: tuple
     """Positional arguments; every tensor of them is counted as read once."""
     run: Callable | None = None
-    """What is timed, and its results are counted as written once; None is the spec's `triton`."""
+    """Function to time, whose results count as written once; None is the operation's `triton`."""
     peer: Callable[[], object] | None = None
     """The same work, without arguments, by torch or a library that it calls."""
     peer_name: str = "torch"
@@ -111,11 +111,11 @@ class Operation:
     arguments: Arguments = field(default_factory=dict)
     """By name, in their order."""
     native: Callable | None = None
-    """What the `native` backend has of its own; None is what `torch` has."""
+    """Implementation of the `native` backend; None is that of `torch`."""
     where: tuple[str, ...] = ()
-    """What else must hold of sizes and arguments: expressions of Python."""
+    """Further conditions on sizes and arguments: expressions of Python."""
     launch: tuple[Callable, ...] = ()
-    """What is called on Triton, torch and the native backend, if it is not what is compared."""
+    """Functions called on Triton, torch and the native backend; () is the compared ones."""
     compared: Sequence[str] | Callable[[tuple, Any], Any] = ()
     """Arguments that are changed in place, and so are results when implementations are compared; or
     (inputs, results) to what is compared."""
@@ -140,7 +140,7 @@ class Operation:
     timings: MakeTimings | None = None
     """(device, group size) to what is timed, on a GPU only."""
     not_verified: tuple[str, ...] = ()
-    """What the cases leave out and why, for the ledger."""
+    """Gaps of the cases and their reasons, for the ledger."""
     check: Callable[..., None] = field(init=False)
     """Refuses arguments that do not fit, with a ValueError."""
     bfloat16: tuple[int, ...] = field(init=False)

@@ -1,4 +1,4 @@
-"""What a thread does that Triton has no word for: ask a neighbour, name its warp, load 16 bytes.
+"""Thread operations that Triton lacks: shuffles, the number of a warp, loads of 16 bytes.
 
 Tensors here have one element a thread. It is PTX; where there is none, as in the interpreter, the
 same is written in plain Triton. A load here is not moved before what stands before it, such as

@@ -1,1 +1,1 @@
-"""What runs along a sequence: a scan with decay, and a short convolution."""
+"""Operations along a sequence: a scan with decay, and a short convolution."""

@@ -39,7 +39,7 @@ PART_ROWS = 64
 
 
 class GradientStatistics(NamedTuple):
-    """What one pass over a gradient finds, in P, Q or P * Q parts."""
+    """Statistics of one pass over a gradient, in P, Q or P * Q parts."""
 
     slope: Tensor
     """(N, groups) float32."""

@@ -32,7 +32,7 @@ PARTS = 4
 
 
 class SignGradient(NamedTuple):
-    """What a rule of signs reads of a gradient."""
+    """Facts of a gradient that a rule of signs reads."""
 
     signs: Tensor
     """(N, K) int8."""

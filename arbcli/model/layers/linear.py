@@ -55,14 +55,14 @@ class LinearWeight(StreamedTensor):
     decodes_ahead = False
     """Whether it is decoded with others: see `decode_in_groups`."""
     needed_after: "tuple[LinearWeight, ...]" = ()
-    """Those that a forward decodes with it."""
+    """Weights that a forward decodes together with it."""
     needed_before: "tuple[LinearWeight, ...]" = ()
-    """Those that a backward decodes with it."""
+    """Weights that a backward decodes together with it."""
     keeps_decoded = False
     """Whether it is decoded once and kept, where products are torch's."""
     _kept: Tensor | None = None
     _decoded: tuple[tuple[int, ...], torch.dtype, Tensor] | None = None
-    """What was decoded with another: of which version, in which dtype, and the weights."""
+    """Weights that were decoded with another: their version, dtype and values."""
     _largest: tuple[tuple[int, ...] | None, Tensor | None] = None, None
     """The largest exponent that a forward found, and of which version."""
 

@@ -20,7 +20,7 @@ from arbcli.model.layers.compiled import Findable
 from arbcli.model.packed import TernaryTensor
 
 LIMIT = 10.0
-"""Of what a `ClampedGate` lets in."""
+"""Bound of the inputs of a `ClampedGate`."""
 
 
 _NO_NORM = torch.zeros(1, device="cpu")

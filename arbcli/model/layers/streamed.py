@@ -46,7 +46,7 @@ class StreamedTensor(Findable, TernaryTensor):
     """
 
     sink: GradientSink | None = None
-    """Who takes the gradient; None drops it."""
+    """Consumer of the gradient; None drops it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

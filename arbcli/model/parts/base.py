@@ -81,6 +81,6 @@ class CachedAttention(Part):
     """Attention whose keys and values a state keeps."""
 
     kept = KeptIn()
-    """What a forward without a state rounds them to, as a state in eight bits does."""
+    """Format that a forward without a state rounds them to, as a state in eight bits does."""
     rounds_queries = False
     """Whether queries may be in eight bits too."""

@@ -21,7 +21,7 @@ from arbcli.model.layers.table import TernaryTable
 
 
 class Found(NamedTuple):
-    """What a codebook gives for a stream of (B, T, D)."""
+    """Result of a codebook for a stream of (B, T, D)."""
 
     y: Tensor
     """(B, T, D), to be added to the stream."""

@@ -1,4 +1,4 @@
-"""What compressed attention has seen of one text: the last bytes, entries, and an open block.
+"""State of compressed attention for one text: the last bytes, entries, and an open block.
 
 Of a block of a model there are the last W bytes in a ring, as many entries as a byte sees and one
 that is not complete, the bytes of that one, the keys of the indexer and its last choice. Entry j is
@@ -26,7 +26,7 @@ from arbcli.model.state import Clock, Rows, State
 
 
 class CompressedState(State):
-    """What one block keeps; see the top of the file.
+    """State of one block; see the top of the file.
 
     Args:
         clock: of the list of blocks.
@@ -250,7 +250,7 @@ class CompressedState(State):
 
     @property
     def exponents(self) -> tuple[Tensor, Tensor] | None:
-        """Those of the ring and of the entries, where they are in eight bits."""
+        """Exponents of the ring and of the entries, where they are in eight bits."""
         if self.recent.exponents is None:
             return None
         return self.recent.exponents, self.entries.exponents

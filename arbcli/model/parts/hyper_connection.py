@@ -44,7 +44,7 @@ def first_biases(streams: int, read: int) -> list[float]:
 
 
 class HyperConnection(nn.Module):
-    """What a branch has around it where there are several streams.
+    """Mixing around a branch, where there are several streams.
 
     Args:
         site: where it stands.

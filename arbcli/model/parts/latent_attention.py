@@ -30,7 +30,7 @@ from arbcli.model.parts.base import CachedAttention
 from arbcli.model.state import Clock, State
 
 SHARPNESS = 2.0
-"""What scores are multiplied by: only a part of a normalised key tells its position, and with 1 no
+"""Factor of the scores: only a part of a normalised key tells its position, and with 1 no
 position can stand out enough."""
 ALIGNMENT = 16
 """Bytes: kernels of attention on a GPU read so many at once."""

@@ -30,13 +30,13 @@ HALT_AT = 0.99
 HALT_BIAS = -1.0
 """Added to the score of halting: at first about a quarter halts with each iteration."""
 HALT_PRIOR = 0.25
-"""What of a position is expected to halt with each iteration: see `ponder_cost`."""
+"""Expected share of a position that halts with each iteration: see `ponder_cost`."""
 KEEP = 0.95
-"""What an iteration keeps of the stream's way from where it began."""
+"""Share of the stream's change that an iteration keeps."""
 
 
 class Iterated(NamedTuple):
-    """What the iterations give for a stream of (B, T, D)."""
+    """Result of the iterations for a stream of (B, T, D)."""
 
     x: Tensor
     """(B, T, D)."""

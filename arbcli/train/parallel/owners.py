@@ -27,7 +27,7 @@ BUCKET_WEIGHTS = 2**25
 ALIGNMENT = 16
 """Bytes; every tensor in a message begins at a multiple."""
 ORTHOGONAL_COST = 1 / 100
-"""What a weight of an orthogonalised matrix costs for each row or column of its smaller side, a
+"""Cost of a weight of an orthogonalised matrix for each row or column of its smaller side, a
 pass over memory being 1: thirty operations against twenty bytes."""
 
 

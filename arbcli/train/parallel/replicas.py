@@ -8,7 +8,7 @@ from arbcli.model.language_model import LanguageModel
 
 
 class _Losses(nn.Module):
-    """What a step computes of a model, as the one function that DistributedDataParallel wraps."""
+    """Losses of a step, as the one function that DistributedDataParallel wraps."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()

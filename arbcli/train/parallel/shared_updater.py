@@ -50,7 +50,7 @@ LARGEST = {"int8": 127, "int12": 2047, "int16": 32767}
 MOST_NARROWED = 4
 """Parts are narrowed so that a sum of so many is no wider than one; sums of more are wider."""
 LARGEST_OF_ROWS = 127
-"""Of what is sent of a row of a table."""
+"""Largest magnitude in a row of a table that is sent."""
 WIRE_SEED = 0x5BD1E995
 """Parts are rounded by bits of another seed than updates."""
 STEPS_OF_AN_OCTAVE = 16
