@@ -24,7 +24,7 @@ def check_file(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
     if path.is_dir():
         raise ArbError(f"cannot write `{path}`: it is a folder", hint=hint)
     if not path.parent.is_dir():
-        raise ArbError(f"cannot write `{path}`: there is no folder `{path.parent}`", hint=hint)
+        raise ArbError(f"cannot write `{path}`: there is not a folder `{path.parent}`", hint=hint)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ArbError(f"cannot write `{path}`: Permission denied", hint=hint)
 
@@ -38,6 +38,6 @@ def check_folder(path: Path, option: str) -> None:
     hint = f"choose another `{option}`"
     there = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not there.is_dir():
-        raise ArbError(f"cannot write `{path}`: `{there}` is no folder", hint=hint)
+        raise ArbError(f"cannot write `{path}`: `{there}` is not a folder", hint=hint)
     if not os.access(there, os.W_OK):
         raise ArbError(f"cannot write `{path}`: Permission denied", hint=hint)

@@ -49,7 +49,7 @@ def import_model(
     Weights become all digits; `arb train --init-from` goes on from there.
     """
     if not folder.is_dir():
-        raise ArbError(f"`{folder}` is no folder", hint="name one with `config.json` in it")
+        raise ArbError(f"`{folder}` is not a folder", hint="name one with `config.json` in it")
     storage = spelled_out({"rule": rule, "scale_type": scale_type, "direction": direction})
     if print_config:
         config = read_folder_config(folder, **storage, digits="all")

@@ -56,7 +56,7 @@ def _fields(line: bytes) -> dict[str, Any]:
         shown = line.decode(errors="replace").strip()
         shown = shown if len(shown) <= SHOWN_LENGTH else f"{shown[:SHOWN_LENGTH]}..."
         raise ArbError(
-            f"`{shown}` is no JSON", hint='write {"prompt": "It was"}, in UTF-8'
+            f"`{shown}` is not JSON", hint='write {"prompt": "It was"}, in UTF-8'
         ) from error
     if isinstance(value, str):
         value = {"prompt": value}

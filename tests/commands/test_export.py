@@ -59,7 +59,7 @@ ERRORS = {
     "no such format": (["{run}", "--to", "onnx"], "`--to` is `onnx`"),
     "no such type": (["{run}", "--to", "hf", "--type", "q4_0"], "has no type `q4_0`"),
     "there already": (["{run}", "--to", "hf", "--out", "{run}"], "exists"),
-    "no folder": (["{run}", "--to", "gguf", "--out", "{run}/config.json/a"], "is no folder"),
+    "no folder": (["{run}", "--to", "gguf", "--out", "{run}/config.json/a"], "is not a folder"),
 }
 
 

@@ -24,7 +24,7 @@ def test_bad_places_are_refused(tmp_path, monkeypatch):
         with pytest.raises(ArbError):
             check_file(tmp_path / name, "--plot", PICTURES)
     for name in ("text.txt", "text.txt/below"):
-        with pytest.raises(ArbError, match="is no folder"):
+        with pytest.raises(ArbError, match="is not a folder"):
             check_folder(tmp_path / name, "--ledger")
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ArbError, match="Permission denied"):

@@ -261,7 +261,7 @@ ERRORS = {
     "unsaved trace": (["--no-save", "--profile"], "so `--profile` cannot be given with it"),
     "unsaved picture": (["--no-save", "--plot", "a.svg"], "so `--plot` cannot be given with it"),
     "plot over a text": (["--data", "{text}", "--plot", "{text}"], "`--plot` is"),
-    "plot in no folder": (["--plot", "nowhere/a.svg"], "there is no folder `nowhere`"),
+    "plot in no folder": (["--plot", "nowhere/a.svg"], "there is not a folder `nowhere`"),
     "out too long": (["--data", "{text}", "--out", "x" * 300], "File name too long"),
     "more windows than memory": (["--data", "{text}", "--batch", "1000000000"], "are free"),
     "more steps than numbers": (["--steps", "3000000000"], "`--steps` is 3,000,000,000"),

@@ -305,7 +305,7 @@ def test_lines_say_what_to_make():
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("It was", "line 3 of `f`: `It was` is no JSON"),
+        ("It was", "line 3 of `f`: `It was` is not JSON"),
         ("[1]", "there is no `prompt`"),
         ('{"text": "a"}', "there is no `prompt`"),
         ('{"prompt": "a", "max": 3}', "no field is named `max`"),
@@ -314,7 +314,7 @@ def test_lines_say_what_to_make():
         ('{"prompt": "a", "length": 0}', "0 bytes are to follow"),
         ('{"prompt": ""}', "the prompt is empty"),
         ('{"prompt": "\\ud800"}', "half a character"),
-        ('{"prompt": "a", "temperature": NaN}', "is no JSON"),
+        ('{"prompt": "a", "temperature": NaN}', "is not JSON"),
         ('{"prompt": "a", "top_p": 2}', "`--top-p` is 2"),
     ],
 )
@@ -338,7 +338,7 @@ def test_line_that_is_no_json_is_shown_without_its_end_and_in_part():
     ):  # fmt: skip
         with pytest.raises(ArbError) as caught:
             read_prompts([line], "f", 7, Sampling())
-        assert str(caught.value) == f"line 1 of `f`: `{shown}` is no JSON"
+        assert str(caught.value) == f"line 1 of `f`: `{shown}` is not JSON"
         assert "in UTF-8" in caught.value.hint
     with pytest.raises(ArbError, match=rf"`top_k` is \"{'x' * 39}$"):
         read(f'{{"prompt": "a", "top_k": "{long}"}}')
