@@ -82,12 +82,12 @@ class Job:
 def jobs() -> list[Job]:
     """List all runs, the most telling ones first."""
     rates = {
-        "moment": (0.3, 1.0, 0.1, 0.03, 0.01), "AdamW": (1e-3, 3e-4, 3e-3, 1e-4),
+        "moment": (0.3, 1.0, 0.1, 0.03, 0.01), "AdamW": (1e-3, 3e-4, 3e-3, 1e-4, 1e-2),
         "nibble": (0.3, 1.0, 0.1, 0.03), "Muon": (2e-3, 5e-4),
         "moment factored": (0.3, 0.1, 0.03), "nibble factored": (0.3, 0.1),
     }  # fmt: skip
     swept = [Job(part="swept", kind=kind, lr=lr) for kind, some in rates.items() for lr in some]
-    best = {"moment": 0.3, "AdamW": 1e-3, "nibble": 0.3}
+    best = {"moment": 0.3, "AdamW": 3e-3, "nibble": 0.3}
     seeds = [
         Job(part="swept", kind=kind, lr=lr, seed=seed)
         for kind, lr in best.items()
