@@ -49,7 +49,7 @@ def in_tiles(rows: Tensor, gated: bool) -> Tensor:
     return halves[0].unflatten(0, (-1, 2, 8))
 
 
-def fits_swizzled(x: Tensor, group_size: int) -> bool:
+def fits_prepacked(x: Tensor, group_size: int) -> bool:
     """Whether a step should prepack its weights: groups of whole planes, and kernels for it.
 
     Args:

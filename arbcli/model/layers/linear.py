@@ -377,7 +377,7 @@ class TernaryLinear(nn.Module):
     ) -> Tensor:
         """Multiply few rows, (..., K) to (..., N), and do in the same kernel what is around that.
 
-        The weights are prepacked when first used; `swizzled_once` says until when. Of several
+        The weights are prepacked when first used; `prepacked_once` says until when. Of several
         texts, (B, 1, K), each has the same bits, whatever the others are. A single text has the
         kernel that is the fastest for a row, which adds up in another order; up to 8 positions of
         it, (1, T, K), have the bits that each has by itself.
@@ -433,13 +433,13 @@ class TernaryLinear(nn.Module):
         return packed if beside is None else packed.above(beside.weight.packed)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """Decode the weights for steps, (N, K) of `dtype`; `swizzled_once` says until when."""
+        """Decode the weights for steps, (N, K) of `dtype`; `prepacked_once` says until when."""
         if self._decoded is None or self._decoded.dtype != dtype:
             self._decoded = self.weight.weight(dtype)
         return self._decoded
 
     @contextmanager
-    def swizzled_once(self) -> Iterator[None]:
+    def prepacked_once(self) -> Iterator[None]:
         """Keep the weights as they are prepacked for steps; meanwhile they must not change."""
         try:
             yield

@@ -25,7 +25,7 @@ from arbcli.kernels.matmul.prepacked_rows import (
     _tiling,
     prepacked_rows,
 )
-from arbcli.kernels.matmul.swizzled import fits_swizzled
+from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 
@@ -129,13 +129,13 @@ def test_a_row_of_a_wider_matrix(device):
 def test_only_one_row_of_bf16_is_taken(device):
     x = torch.zeros(1, 1, 328, device=device, dtype=torch.bfloat16)
     with use_backend(KERNELS):
-        assert fits_swizzled(x, 32)
-        assert not fits_swizzled(x, 6)
-        assert not fits_swizzled(x.float(), 32)
-        assert not fits_swizzled(x[..., 1:], 32)
-        assert not fits_swizzled(x.expand(1, 2, 328), 32)
+        assert fits_prepacked(x, 32)
+        assert not fits_prepacked(x, 6)
+        assert not fits_prepacked(x.float(), 32)
+        assert not fits_prepacked(x[..., 1:], 32)
+        assert not fits_prepacked(x.expand(1, 2, 328), 32)
     with use_backend("torch"):
-        assert not fits_swizzled(x, 32)
+        assert not fits_prepacked(x, 32)
 
 
 def test_rejects_what_does_not_fit(device):

@@ -176,7 +176,7 @@ def test_fused_products_of_a_step_have_the_logits_of_others(name, device, monkey
     ways = []
     with lm.prepared_weights():
         for fits in (False, True):
-            monkeypatch.setattr(model_module, "fits_swizzled", lambda *_, fits=fits: fits)
+            monkeypatch.setattr(model_module, "fits_prepacked", lambda *_, fits=fits: fits)
             with use_backend(backend if fits else "torch"):
                 ways.append(in_parts(lm, ids[:, :2], [1] * 2).float())
     attention = lm.blocks[0].attention
