@@ -39,7 +39,7 @@ def train_together(trainers: Sequence[Trainer]) -> list[float]:
 
 
 def _step(trainer: Trainer, stream: torch.cuda.Stream) -> None:
-    """Do one step: a replay beside those of others, another one by itself."""
+    """Do one step: a replay against those of others, another one by itself."""
     if trainer._graph is not None:
         with torch.cuda.stream(stream):
             trainer.train_step()

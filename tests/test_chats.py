@@ -124,7 +124,7 @@ def test_questions_and_texts(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("record", "why"),
     [
-        ([1], "it is no object"),
+        ([1], "it is not an object"),
         ({"messages": "hi"}, "no list of objects"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no message has the role"),
         ({"messages": [{"content": "a"}]}, "no `role`"),
