@@ -3,7 +3,7 @@
     python -m benchmarks.quality --data TRAIN --val VAL [--seed N]... [--file code] [--together N]
         OPTIONS...
 
-Each of OPTIONS is one argument, such as "--rule moment --digits all": what follows `arb train
+Each of OPTIONS is one argument, such as "--rule moment --weights int8": what follows `arb train
 --preset small --ctx 256 --batch 32 --steps 2000`, or for `--file code`, a longer run on source
 code, `--ctx 512 --batch 64 --steps 2500`. With `--together` so many runs share the GPU, each with
 the bits that it has by itself: see `benchmarks.together`. Their speed and peak are not known.
@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 
 from arbcli.cli import app
+from arbcli.config.model import ModelConfig
+from arbcli.config.settings import settings_of
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.train.configure import new_config
@@ -29,6 +31,8 @@ COMMON = {
     "code": "--preset small --ctx 512 --batch 64 --steps 2500",
 }
 """Options of every run, by the file of results."""
+WEIGHTS = settings_of(ModelConfig)["digits"].setting.words
+"""Fields that a word of `--weights` sets."""
 DIGITS = {"trit": "ternary", "all": "all digits", "fade": "ternary"}
 KINDS = {"float": "float", "ste": "straight-through"}
 """What tables call the weights of a twin."""
@@ -64,6 +68,7 @@ def trainer_of(options: str, common: str, text: list[str], seed: int) -> Trainer
         name = word.removeprefix("--").replace("-", "_")
         number = value.replace(".", "").replace("e-", "").isdecimal()
         given[name] = ast.literal_eval(value) if number else value
+    given |= WEIGHTS.get(given.get("weights"), {})
     config = new_config(**given | {name: [given[name]] for name in ("data", "val")})
     texts = open_texts(config.data, config.val, seed=seed, context=config.model.ctx)
     return Trainer(config, texts, capture=True)
@@ -98,8 +103,9 @@ def main() -> None:
     parser.add_argument("--file", choices=COMMON, default="quality")
     parser.add_argument("--together", type=int, default=1, metavar="N")
     given = parser.parse_args()
+    text_name = Path(given.data).stem.removesuffix("-train").upper()
     text, common = ["--data", given.data, "--val", given.val], COMMON[given.file]
-    command = f"arb train {common} --data {Path(given.data).stem.upper()}"
+    command = f"arb train {common} --data {text_name}"
     every = list(itertools.product(given.options, given.seed or [0]))
     for begin in range(0, len(every), given.together):
         runs = every[begin : begin + given.together]
