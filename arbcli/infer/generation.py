@@ -322,7 +322,7 @@ class Decoder:
         if len(self._phases) > 1:
             return
         with use_backend(self.backend):
-            self._phases[0].run()  # weights are arranged when first used
+            self._phases[0].run()  # weights are prepacked when first used
             step = native.Recording()
             try:
                 with step:

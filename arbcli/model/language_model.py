@@ -19,7 +19,7 @@ from torch.nn import functional
 from arbcli.config.model import ModelConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.attention.eight_bits import KeptIn
-from arbcli.kernels.matmul.arranged import fits_arranged
+from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
 from arbcli.model.flow import Documents, Flow, Reading, each_text, rows_of
@@ -462,7 +462,7 @@ class LanguageModel(nn.Module):
         Args:
             x: the stream, (B, 1, D) of one position of each text.
         """
-        fits = self.weights_are_prepared and fits_arranged(x, self.config.site().group_size)
+        fits = self.weights_are_prepared and fits_prepacked(x, self.config.site().group_size)
         stages = self.config.stages  # kernels of a row read eight numbers at once
         plain = all(stage.dim % 8 == 0 and stage.adds_plainly for stage in stages)
         return fits and plain and self.plain_norms and self.fits_bytes
@@ -555,7 +555,7 @@ class LanguageModel(nn.Module):
     def prepared_weights(self, spare_bytes: int = 0) -> Iterator[None]:
         """Make what follows from the weights once, not in every forward.
 
-        Those of a float twin are cast; matrices stay packed, but steps of a text arrange them anew.
+        Those of a float twin are cast; matrices stay packed, but steps of a text prepack them anew.
         Meanwhile no weight must change.
 
         Args:
@@ -570,7 +570,7 @@ class LanguageModel(nn.Module):
                 if isinstance(part, FloatWeight):
                     stack.enter_context(part.cast_once(self.compute_dtype))
                 elif isinstance(part, TernaryLinear | TernaryTaps | TernaryVector):
-                    stack.enter_context(part.arranged_once())
+                    stack.enter_context(part.prepacked_once())
             before, self.weights_are_prepared = self.weights_are_prepared, True
             try:
                 yield

@@ -27,7 +27,7 @@ def lm(device, monkeypatch) -> LanguageModel:
         lm = LanguageModel(config)
     lm.initialise(0)
     if device.type == "cpu":
-        monkeypatch.setattr(model_module, "fits_arranged", lambda x, _: x.shape[1] == 1)
+        monkeypatch.setattr(model_module, "fits_prepacked", lambda x, _: x.shape[1] == 1)
     return lm
 
 

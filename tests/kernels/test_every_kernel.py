@@ -284,14 +284,14 @@ def test_columns_of_any_one_input_of_a_loop_in_c_may_lie_apart(spec):
     inputs = inputs_to_lay_out(spec, torch.device("cpu"))
     wanted = as_tuple(spec.reference(*copies(inputs)))
     for place in ROWS_APART[spec.name]:
-        turned = by_columns(inputs[place])
-        laid_out = (*inputs[:place], turned, *inputs[place + 1 :])
+        by_column = by_columns(inputs[place])
+        laid_out = (*inputs[:place], by_column, *inputs[place + 1 :])
         check_laid_out(spec, "native", laid_out, wanted)
 
 
 NOT_ANYWHERE = {
     "choose_entries", "smooth_chunks", "smooth_chunks_backward", "fp8_matmul", "nvfp4_matmul",
-    "gradient_gains", "row_matmul", "row_by_row", "coded_rows", "digits_matmul",
+    "gradient_gains", "row_matmul", "row_by_row", "prepacked_rows", "digits_matmul",
     "merged_steps", "keep_accepted",
     *(spec.name for spec in KERNELS if "rms_norm" in spec.name), *IN_TURNS,
 } - {"compressed_attention"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""A run is verified file by file, nothing of it changes, and a resume does what was foretold."""
+"""A run is verified file by file, nothing of it changes, and a resume does what was predicted."""
 
 import json
 import os

@@ -129,7 +129,7 @@ def test_every_kernel_can_be_drawn():
 
 SLOW = {
     "weighted_rows", "weighted_rows_grad", "weighted_rows_grad_weights", "row_matmul",
-    "coded_rows",
+    "prepacked_rows",
 }  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def _choose_entries_torch(
         scores = (dots.relu() * w[:, some].float()[..., None]).sum(dim=2)
         complete = torch.arange(some.start, some.stop, device=q.device)[:, None] + first
         seen = (places < complete) & (places >= complete - most)
-        # turned round, as the first of equal ones is the later one then
+        # in reverse, as the first of equal ones is the later one then
         scores = scores.masked_fill(~seen, -torch.inf).flip(-1)
         order = scores.sort(dim=-1, descending=True, stable=True)
         best = number - 1 - order.indices[..., :size]

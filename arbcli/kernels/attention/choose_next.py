@@ -9,7 +9,7 @@ are chosen whose scores are largest, of equal ones the later:
 
     s[i] = sum over h of w[h] max(0, q[h] . keys[i mod E]),  q[h] = R_p n(x[h])
 
-Else the choice stays, but before the first entry is complete there is none. Turned vectors are
+Else the choice stays, but before the first entry is complete there is none. Rotated vectors are
 rounded to the dtype of the queries, keys too: scores are those of what would be stored. Keys may be
 kept in e4m3: they are normalised, and need no scale. Of several texts each has a program.
 """
@@ -56,18 +56,18 @@ def choose_next_reference(
     heads = len(query) // (width + 1)
     query, key, keys = (part.double() for part in (query, key, keys))
 
-    def turned(x: Tensor, place: int) -> Tensor:
+    def rotated(x: Tensor, place: int) -> Tensor:
         x = x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()
         angle = torch.complex(cos[place].double(), sin[place].double())
         found = torch.complex(*x.chunk(2, dim=-1)) * angle
         return torch.cat((found.real, found.imag), dim=-1)
 
-    new = turned(key, p // m * m)
+    new = rotated(key, p // m * m)
     keys[p // m % slots] = round_e4m3_reference(new.to(dtype).double()) if in_eight_bits else new
     complete = (p + 1) // m
     choice = torch.full_like(choice, -1) if complete == 0 else choice.clone()
     if (p + 1) % m == 0:
-        q, w = turned(query[: heads * width].view(heads, width), p), query[heads * width :]
+        q, w = rotated(query[: heads * width].view(heads, width), p), query[heads * width :]
         seen = range(max(0, complete - most), complete)
         q, stored = (part.to(dtype).double() for part in (q, keys))
         dots = stored[[j % slots for j in seen]] @ q.T  # (entries, h)
@@ -89,17 +89,17 @@ def _choose_next_torch(
     place = position.long()[None]
     number, complete = place // m, (place + 1) // m
 
-    def turned(x: Tensor, at: Tensor) -> Tensor:
+    def rotated(x: Tensor, at: Tensor) -> Tensor:
         first, second = functional.rms_norm(x.float(), (width,), eps=eps).chunk(2, dim=-1)
         c, s = cos[at], sin[at]
         return torch.cat((first * c - second * s, first * s + second * c), dim=-1).to(x.dtype)
 
-    new = turned(key[None], number * m)
+    new = rotated(key[None], number * m)
     if keys.dtype == E4M3:  # torch copies no e4m3 by index
         keys.view(torch.int8).index_copy_(0, number % slots, new.to(E4M3).view(torch.int8))
     else:
         keys.index_copy_(0, number % slots, new)
-    q = turned(query[: heads * width].view(heads, width), place)
+    q = rotated(query[: heads * width].view(heads, width), place)
     w = query[heads * width :].float()
     numbers = number - (number - torch.arange(slots, device=keys.device)) % slots
     seen = (numbers >= 0) & (numbers < complete) & (numbers >= complete - most)

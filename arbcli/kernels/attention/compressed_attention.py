@@ -10,8 +10,8 @@ head h that belongs to the head of keys h // (H / G):
     p[i] = exp(s[i]) / (exp(sink[h]) + sum over i of exp(s[i]))
     y[t] = R_-t (sum over i of p[i] c[i])
 
-Vectors are normalised and turned by their positions, R_i, so what y has of one is turned by R_i-t:
-by how far it is away. No score exceeds sqrt(d), and no maximum has to be subtracted.
+Vectors are normalised and rotated by their positions, R_i, so what y has of one is rotated by
+R_i-t: by how far it is away. No score exceeds sqrt(d), and no maximum has to be subtracted.
 
 The share of an entry in a group is the sum of its p over the group's bytes and over heads, which is
 what an indexer learns from.
@@ -451,10 +451,10 @@ def compressed_attention(
 
     Args:
         x: (B, T, H, d) float32 or bfloat16, d even: queries as they were projected.
-        recent: (B, S, G, d) like it, G a divisor of H: last bytes, normalised and turned. The last
+        recent: (B, S, G, d) like it, G a divisor of H: last bytes, normalised and rotated. The last
             one is that of the last query; S is T and as many before it as there are or are seen.
         entries: (B, E, G, d) like it: entry j is that of positions j m to j m + m - 1, normalised
-            and turned; there are all that a query sees.
+            and rotated; there are all that a query sees.
         chosen: (B, N, k) int32, k at most E: numbers of entries for each group of
             `sight.groups(T)`, those that are none, -1, behind the others. None is all that are
             complete.

@@ -113,7 +113,7 @@ def rounded_attention_gradients(
     def rounded(part: Tensor) -> Tensor:
         return part.to(dtype).double()
 
-    def turned(part: Tensor, by: Tensor) -> Tensor:
+    def rotated(part: Tensor, by: Tensor) -> Tensor:
         found = torch.complex(*part.chunk(2, dim=-1)) * by
         return torch.cat((found.real, found.imag), dim=-1)
 
@@ -132,7 +132,7 @@ def rounded_attention_gradients(
     seen = torch.cat((in_window, far[..., :-1]), dim=2)[:, :, None]
 
     r = (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
-    q, do = rounded(turned(x * r, angle)), rounded(turned(grad_y, angle))
+    q, do = rounded(rotated(x * r, angle)), rounded(rotated(grad_y, angle))
     s, dp = (torch.einsum("bthd,bjhd->bthj", part, vectors) for part in (q, do))
     p = torch.where(seen, (s * width**-0.5 - logs[..., None]).exp(), 0)
     delta = (grad_y * y).sum(dim=-1)
@@ -148,7 +148,7 @@ def rounded_attention_gradients(
         groups = [place[complete == g] for g in complete.unique()]
         of_groups = [rounded(of_vectors(group)[:, near:]) for group in groups]
         grad_entries = torch.stack(of_groups).sum(0)
-    grad_q = turned(torch.einsum("bthj,bjhd->bthd", ds, vectors), angle.conj())
+    grad_q = rotated(torch.einsum("bthj,bjhd->bthd", ds, vectors), angle.conj())
     grad_x = (grad_q - x * r * (grad_q * x * r).mean(dim=-1, keepdim=True)) * r
     grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))
     return grad_x.to(dtype), grad_recent, grad_entries, grad_sink

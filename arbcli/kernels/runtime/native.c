@@ -867,9 +867,9 @@ EXPORT void rotary_norm_backward(const void *grad_q, const void *grad_k, const v
     share_rows(rotary_backward_rows, &about, texts * length, 1, threads);
 }
 
-/* ---- text: products of rows with coded weights ------------------------------------------------- */
+/* ---- text: products of rows with prepacked weights -------------------------------------------- */
 
-/* `arbcli/kernels/matmul/coded.py` and `in_lanes` of `digits_matmul.py` say how weights lie. Lanes are the 16 rows
+/* `arbcli/kernels/matmul/prepacked.py` and `in_lanes` of `digits_matmul.py` say how weights lie. Lanes are the 16 rows
  * of a tile, so every sum over columns is one lane's, and its order does not depend on how many lanes
  * an instruction has, nor on how many rows x has. What is summed in an instruction is exact: products of trits are integers, and
  * a weight of all digits has 8 bits, which times the 16 of x are a float32. */
@@ -973,7 +973,7 @@ static void arrange_trits(const struct arranging *about, const int8_t *trits, in
     }
 }
 
-static int64_t arrange_digits(const struct arranging *about, const float *digits, int64_t row,
+static int64_t prepack_digits(const struct arranging *about, const float *digits, int64_t row,
                               int8_t *tile, uint16_t *scales, int64_t lane) {
     const struct packed *w = &about->w;
     int64_t beyond = 0;
@@ -1007,7 +1007,7 @@ static void arrange_tiles(const void *given, int64_t first, int64_t last, int64_
             row += about->gated ? lane / 8 * n : 0;
             if (scales) {
                 digits_of_row(w, row, trits, digits);
-                about->beyond[thread] += arrange_digits(about, digits, row, (int8_t *)pieces, scales, lane);
+                about->beyond[thread] += prepack_digits(about, digits, row, (int8_t *)pieces, scales, lane);
             } else {
                 unpack_row(w->trits + row * w->trits_stride, trits, w->columns);
                 arrange_trits(about, trits, row, pieces, lane);
