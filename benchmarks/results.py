@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "results"
 KEYS = {
     "quality": ("preset", "options", "seed"),
     "code": ("preset", "options", "seed"),
+    "code_base": ("preset", "options", "seed", "steps"),
     "training_step": ("preset", "kind"),
     "generation": ("preset", "prompt_bytes", "kind"),
     "several_texts": ("preset", "batch", "kind"),

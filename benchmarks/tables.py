@@ -28,16 +28,6 @@ Row = dict[str, Any]
 Runs = list[dict[str, Any]]
 
 
-def present(options: str) -> str:
-    """Write the options of a recorded command as they are called now."""
-    for old, now in {
-        "--digits all": "--weights int8", "--digits fade": "--weights anneal",
-        "--direction factored": "--optimizer adafactor",
-    }.items():  # fmt: skip
-        options = options.replace(old, now)
-    return options
-
-
 def rows_of(runs: Runs, **fields: Any) -> list[Row]:
     """List the rows that have these values."""
     rows = (row for run in runs for row in run["rows"])
@@ -143,7 +133,7 @@ def _quality(runs: Runs, preset: str, head: Sequence[str]) -> str:
         seeds = f"{first} to {last}" if last - first > 1 else f"{first}, {last}"
         cells = {
             "weights": rows[0]["kind"],
-            "options": f"`{present(options)}`" + (f", seeds {seeds}" if len(rows) > 1 else ""),
+            "options": f"`{options}`" + (f", seeds {seeds}" if len(rows) > 1 else ""),
             "held-out loss": ", ".join(f"{row['held_out_nats']:.4f}" for row in rows),
             "state": f"{rows[0]['state_mib']} MiB",
             "commit": ", ".join(dict.fromkeys(f"`{commit}`" for _, commit in found)),
@@ -667,8 +657,7 @@ def searched(runs: Runs) -> str:
         kinds.setdefault(row["kind"], {}).setdefault(place, []).append(row["held_out_nats"])
     places = list(dict.fromkeys(place for found in kinds.values() for place in found))
     head = ["model"] + [
-        f"{text}, {seconds:g} s"
-        + ("" if digits == "all" else f", `{present(f'--digits {digits}')}`")
+        f"{text}, {seconds:g} s" + ("" if digits == "all" else ", `--weights ternary`")
         for text, seconds, digits in places
     ]
     order = sorted(kinds, key=lambda kind: min(kinds[kind].get(places[1], [9.0])))
