@@ -125,7 +125,7 @@ def test_questions_and_texts(tmp_path, tokenizer):
     ("record", "why"),
     [
         ([1], "it is not an object"),
-        ({"messages": "hi"}, "no list of objects"),
+        ({"messages": "hi"}, "not a list of objects"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no message has the role"),
         ({"messages": [{"content": "a"}]}, "no `role`"),
         ({"messages": [{"role": "assistant", "content": None}]}, "no `content`"),

@@ -158,7 +158,7 @@ def encode_digits(
     if group_size % kind.block or columns % kind.block:
         raise ArbError(
             f"`{name}` has rows of {columns} weights in groups of {group_size}, which are not"
-            f" the blocks of {kind.block} that {kind.name} has",
+            f" the blocks of {kind.block} of {kind.name}",
             hint="use `--type bf16`, which holds any weights",
         )
     digits = digits.contiguous()
