@@ -136,8 +136,8 @@ def test_learnt_tokens_are_counted_as_windows_have_them(field, context, tmp_path
 @pytest.mark.parametrize(
     ("record", "why"),
     [
-        ([1], "it is no object"),
-        ({"messages": "hi"}, "no list of objects"),
+        ([1], "it is not an object"),
+        ({"messages": "hi"}, "not a list of objects"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no message has the role"),
         ({"messages": [{"content": "a"}]}, "no `role`"),
         ({"messages": [{"role": "assistant", "content": None}]}, "no `content`"),

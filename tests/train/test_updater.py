@@ -565,7 +565,7 @@ def mismatch(table: TernaryTensor, compact: TernaryTensor) -> dict[str, float]:
 @pytest.mark.parametrize("slots", [1, 4, 5])
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
 def test_rows_of_a_table_step_as_a_matrix_of_them(rule, direction, slots, monkeypatch):
-    """Exactly so, if one row of so many is no padding, but for the iterations of Newton-Schulz.
+    """Exactly so, if one row of so many is real, but for the iterations of Newton-Schulz.
 
     Else what is multiplied by the share differs in its last bit, and so a few random roundings.
     """
