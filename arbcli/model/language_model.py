@@ -19,7 +19,7 @@ from torch.nn import functional
 from arbcli.config.model import ModelConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.attention.eight_bits import KeptIn
-from arbcli.kernels.matmul.arranged import fits_arranged
+from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
 from arbcli.model.flow import Documents, Flow, Reading, each_text, rows_of
@@ -60,7 +60,7 @@ class Phase(NamedTuple):
     run: Callable[[], Tensor | None]
     """Do it; that of the last phase returns the logits, (1, 1, V)."""
     leads_deeper: Callable[[], Tensor] | None = None
-    """Afterwards, a tensor of one bool: whether phases that are one deeper run; None is no."""
+    """Afterwards, a tensor of one bool: whether phases that are one deeper run; None: no."""
     handle: Tensor | None = None
     """Int64 of one element: that of the conditional node that is told so, 0 being none; None where
     there can be none."""
@@ -369,14 +369,14 @@ class LanguageModel(nn.Module):
         """Read bytes of a text that may be taken back, each with the bits that it has by itself.
 
         The cache is left as it is, but for what `Cache.kept` names: `keep_accepted_` stores those
-        that stay, and whoever calls that counts them. It is for models that `can_check`.
+        that stay, and the caller counts them. It is for models that `can_check`.
 
         Args:
             ids: (1, M) int64, at most as many bytes as a ring has slots.
             cache: of `new_cache`.
 
         Returns:
-            (1, M, 256) logits, and the stream behind the last block, (1, M, D).
+            (1, M, 256) logits, and the stream after the last block, (1, M, D).
         """
         with cache.main.clock.checking():
             x = self.blocks.step(self.embedding(ids, self.compute_dtype), cache.main)
@@ -400,7 +400,7 @@ class LanguageModel(nn.Module):
         return self._fuses(x) and all(part.steps_ahead and part.steps_fused for part in parts)
 
     def propose(self, x: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
-        """Predict the byte behind one that follows, by the head beyond the next byte.
+        """Predict the byte after one that follows, by the head beyond the next byte.
 
         Args:
             x: (1, 1, D), of the position before `byte`: its stream, or what this returned.
@@ -488,7 +488,7 @@ class LanguageModel(nn.Module):
         Args:
             x: the stream, (B, 1, D) of one position of each text.
         """
-        fits = self.weights_are_prepared and fits_arranged(x, self.config.site().group_size)
+        fits = self.weights_are_prepared and fits_prepacked(x, self.config.site().group_size)
         stages = self.config.stages  # kernels of a row read eight numbers at once
         plain = all(stage.dim % 8 == 0 and stage.adds_plainly for stage in stages)
         return fits and plain and self.plain_norms and self.fits_bytes
@@ -534,7 +534,7 @@ class LanguageModel(nn.Module):
         return [part for part in self.modules() if isinstance(part, StepMemory)]
 
     def gauges(self) -> dict[str, float]:
-        """Measure what is worth a line in the log beside the loss; waits for the device.
+        """Measure what is worth a line in the log with the loss; waits for the device.
 
         Returns:
             What `gauges` of the parts say, the largest where several say it; and of stages
@@ -581,7 +581,7 @@ class LanguageModel(nn.Module):
     def prepared_weights(self, spare_bytes: int = 0) -> Iterator[None]:
         """Make what follows from the weights once, not in every forward.
 
-        Those of a float twin are cast; matrices stay packed, but steps of a text arrange them anew.
+        Those of a float twin are cast; matrices stay packed, but steps of a text prepack them anew.
         Meanwhile no weight must change.
 
         Args:
@@ -596,7 +596,7 @@ class LanguageModel(nn.Module):
                 if isinstance(part, FloatWeight):
                     stack.enter_context(part.cast_once(self.compute_dtype))
                 elif isinstance(part, TernaryLinear | TernaryTaps | TernaryVector):
-                    stack.enter_context(part.arranged_once())
+                    stack.enter_context(part.prepacked_once())
             before, self.weights_are_prepared = self.weights_are_prepared, True
             try:
                 yield
@@ -623,7 +623,7 @@ class LanguageModel(nn.Module):
 
         Args:
             kv: `bf16`, which activations must be too, `fp8` or `int8`; None is the dtype of
-                activations. With `-mixed` behind eight bits, numbers of keys that turn stay; with
+                activations. With `-mixed`, elements of keys that are rotated stay in it; with
                 `-queries` queries are rounded likewise.
 
         Raises:
