@@ -294,4 +294,4 @@ def test_no_option_is_named_by_its_metavar():
         for name, parameter in inspect.signature(command.callback).parameters.items():
             for info in getattr(parameter.annotation, "__metadata__", ()):
                 same = (info.metavar or "").replace("_", "-").lower() == name.replace("_", "-")
-                assert isinstance(info.default, str) or not same, f"{command.callback.__name__}: `{name}`"
+                assert isinstance(info.default, str) or not same, (command.callback, name)
