@@ -1,4 +1,4 @@
-"""A float model that is imported and tuned on another text, beside float training of the same.
+"""A float model that is imported and tuned on another text, against float training of the same.
 
     python -m benchmarks.tuning TEXTS [--parts PART...] [--at-once N] [--out DIR]
 
@@ -149,7 +149,7 @@ def tune_twin(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any
 
 
 class Adapted(FloatQwen):
-    """The same with adapters of low rank beside frozen matrices: w + 2 b a."""
+    """The same with adapters of low rank on frozen matrices: w + 2 b a."""
 
     def add_adapters(self, rank: int, names: tuple[str, ...]) -> None:
         """Freeze the weights, and add adapters to matrices of each block."""

@@ -208,6 +208,6 @@ def barriers_where_needed() -> Iterator[None]:
 
 @contextmanager
 def arguments_left_in_place() -> Iterator[None]:
-    """Copy no argument onto itself behind a launch: it may lie in more memory than there is."""
+    """Copy no argument onto itself after a launch: it may lie in more memory than there is."""
     with mock.patch.object(interpreter.GridExecutor, "_restore_args_dev"):
         yield

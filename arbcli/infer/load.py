@@ -51,7 +51,7 @@ def load_model(
 
 
 def _take_any_integers(model: LanguageModel, inputs: tuple) -> tuple:
-    """Convert bytes of any integer dtype, and refuse what is no batch of them."""
+    """Convert bytes of any integer dtype, and refuse what is not a batch of them."""
     ids, *others = inputs
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"a model takes bytes as integers, and got {ids.dtype}")
@@ -257,7 +257,7 @@ def _block_of(name: str) -> str | None:
 def check_saved(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose tensors are not those of its own model, or too large; see `Accept`.
 
-    A file is no reason to make room: the model is built where tensors have no memory.
+    A file alone takes no room: the model is built where tensors have no memory.
 
     Args:
         checkpoint: its tensors may be on `meta`.

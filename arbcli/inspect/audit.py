@@ -113,7 +113,7 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
     """Tell whether the steps and evaluations of a run fit into a budget: `6GiB`, `6G`, `4GB`.
 
     Raises:
-        ArbError: that is no number of bytes, or the batches alone are beyond any machine.
+        ArbError: that is not a number of bytes, or the batches alone are beyond any machine.
     """
     size = budget_bytes(budget)
     positions = config.batch * config.accum * config.model.ctx

@@ -280,7 +280,7 @@ class _Trace(Storages):
         return torch._C._current_graph_task_id() >= 0
 
     def _is_own(self, total: Tensor) -> bool:
-        """Whether autograd itself is adding something to a tensor that is no view."""
+        """Whether autograd itself is adding something to a tensor that is not a view."""
         return self._in_backward and not total._is_view() and calling_function() == "autograd"
 
     def _take(self, size: int, op: Any, part: str | None = None) -> "_Taken":
@@ -312,7 +312,7 @@ class _Taken(NamedTuple):
 
 
 class _AnyText:
-    """Text for who asks for its shape only."""
+    """Text of which only the shape is asked."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.packs, self.context = has_documents(config.field), config.model.ctx

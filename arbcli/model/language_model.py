@@ -59,7 +59,7 @@ class Phase(NamedTuple):
     run: Callable[[], Tensor | None]
     """Do it; that of the last phase returns the logits, (1, 1, V)."""
     leads_deeper: Callable[[], Tensor] | None = None
-    """Afterwards, a tensor of one bool: whether phases that are one deeper run; None is no."""
+    """Afterwards, a tensor of one bool: whether phases that are one deeper run; None: no."""
     handle: Tensor | None = None
     """Int64 of one element: that of the conditional node that is told so, 0 being none; None where
     there can be none."""
@@ -343,14 +343,14 @@ class LanguageModel(nn.Module):
         """Read bytes of a text that may be taken back, each with the bits that it has by itself.
 
         The cache is left as it is, but for what `Cache.kept` names: `keep_accepted_` stores those
-        that stay, and whoever calls that counts them. It is for models that `can_check`.
+        that stay, and the caller counts them. It is for models that `can_check`.
 
         Args:
             ids: (1, M) int64, at most as many bytes as a ring has slots.
             cache: of `new_cache`.
 
         Returns:
-            (1, M, 256) logits, and the stream behind the last block, (1, M, D).
+            (1, M, 256) logits, and the stream after the last block, (1, M, D).
         """
         with cache.main.clock.checking():
             x = self.blocks.step(self.embedding(ids, self.compute_dtype), cache.main)
@@ -374,7 +374,7 @@ class LanguageModel(nn.Module):
         return self._fuses(x) and all(part.steps_ahead and part.steps_fused for part in parts)
 
     def propose(self, x: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
-        """Predict the byte behind one that follows, by the head beyond the next byte.
+        """Predict the byte after one that follows, by the head beyond the next byte.
 
         Args:
             x: (1, 1, D), of the position before `byte`: its stream, or what this returned.
@@ -508,7 +508,7 @@ class LanguageModel(nn.Module):
         return [part for part in self.modules() if isinstance(part, StepMemory)]
 
     def gauges(self) -> dict[str, float]:
-        """Measure what is worth a line in the log beside the loss; waits for the device.
+        """Measure what is worth a line in the log with the loss; waits for the device.
 
         Returns:
             What `gauges` of the parts say, the largest where several say it; and of stages
@@ -597,7 +597,7 @@ class LanguageModel(nn.Module):
 
         Args:
             kv: `bf16`, which activations must be too, `fp8` or `int8`; None is the dtype of
-                activations. With `-mixed` behind eight bits, numbers of keys that turn stay; with
+                activations. With `-mixed`, elements of keys that are rotated stay in it; with
                 `-queries` queries are rounded likewise.
 
         Raises:

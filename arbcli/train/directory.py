@@ -191,7 +191,7 @@ def _earlier_steps(facts: dict[str, Any], step: int) -> list[int]:
     """List how many steps a run was to have before it was given others at `step` or later."""
     found = []
     for change in facts.get("extended", []):
-        with suppress(TypeError, KeyError):  # what a person made of it is no such change
+        with suppress(TypeError, KeyError):  # what a person made of it is not such a change
             if step <= change["at"]:
                 found.append(change["from"])
     return found

@@ -188,14 +188,14 @@ def start_run(
     check: Callable[[TrainConfig], None] = lambda _: None,
     save: bool = True,
 ) -> TrainReport:
-    """Start a run in a new directory, or one that leaves nothing behind.
+    """Start a run in a new directory, or one that leaves no files.
 
     Args:
         config: what to compute.
         run: directory to make; it must not hold a run. None is the next free one in `RUNS`.
         observer: is told of progress.
         minutes: sets the number of steps by timing a few.
-        initial: what to begin with: the weights, and all that rule and direction keep beside them;
+        initial: what to begin with: the weights, and all that rule and direction keep with them;
             it must be of the model of `config`: see `check_initial`.
         profile: steps to trace by torch's profiler, to a file in the directory: see `StepTrace`.
         check: may refuse the run, once its text is known and before anything is made for it.
@@ -477,14 +477,14 @@ def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
 
 
 def check_steps(run: Path, done: int, steps: int) -> None:
-    """Refuse a number of steps that a run has behind it.
+    """Refuse a number of steps that a run has done.
 
     Raises:
         ArbError: it is not above the steps that are done.
     """
     if steps <= done:
         raise ArbError(
-            f"the run has {done:,} steps behind it",
+            f"the run has done {done:,} steps",
             hint=f"use more than that, or `--resume {run}` alone",
         )
 
@@ -507,7 +507,7 @@ def _extended(
         f" {steps:,} from step {done:,} on, and its rate there {rates[1]:.4g} instead of"
         f" {rates[0]:.4g}"
     )
-    # who is ended after this goes on from the same checkpoint, and not from one of the old schedule
+    # if it is ended after this, it goes on from this checkpoint, not from one of the old schedule
     if group.first:
         _note_aside([set_aside(path) for path in _later(run, done)], observer)
     changes = [*facts.get("extended", []), {"at": done, "from": config.steps, "to": steps}]
@@ -645,7 +645,7 @@ class _Loop:
         """The first one of this process; None before it."""
         traced = profile if self.group.first else None
         self.trace = StepTrace(run, trainer, traced, observer.noted) if traced else None
-        self.left_behind = _later(run, trainer.step)
+        self.later_ones = _later(run, trainer.step)
         """Checkpoints of later steps, which the run, gone back, will come to again."""
         self.times = _times(trainer.texts)
         """Of the files of the text, as the run last saw them."""
@@ -680,7 +680,7 @@ class _Loop:
                         self._train_step()
                     if trainer.step < config.steps:
                         self._after_step(trainer.step)
-            # the end is saved last: who dies before gets there again, with the same record
+            # the end is saved last: a run that dies before gets there again, with the same record
             if not self._is_stopped(signal):
                 val_loss = self._evaluate() if is_evaluated(config, trainer.step) else None
                 self._record(val_loss)
@@ -710,7 +710,7 @@ class _Loop:
         return report
 
     def _is_stopped(self, signal: RememberedSignal) -> bool:
-        """Tell whether any process has been asked to stop, and agree on who needs a checkpoint."""
+        """Whether any process has been asked to stop; agree on whether a checkpoint is due."""
         old = self.group.first and time.perf_counter() - self.last_save >= SAVE_SECONDS
         received, old = self.group.agree(signal.received or 0, old)
         self._old = bool(old)
@@ -824,7 +824,7 @@ class _Loop:
             checkpoint.data[FIELD] = recent
             aside = self._write(checkpoint) if self.group.first else []
             self.saved_step, self.last_save = checkpoint.step, time.perf_counter()
-        self.left_behind = []
+        self.later_ones = []
         _note_aside(aside, self.observer)
 
     def _check_text(self) -> None:
@@ -846,9 +846,9 @@ class _Loop:
     def _write(self, checkpoint: Checkpoint) -> list[Path]:
         """Write a checkpoint; return what had to be set aside for it."""
         path = checkpoint_path(self.run_path, checkpoint.step)
-        aside = [set_aside(path, leave=True)] if path in self.left_behind else []
+        aside = [set_aside(path, leave=True)] if path in self.later_ones else []
         save_checkpoint(self.run_path, checkpoint, self.config.keep)
-        return aside + [set_aside(later) for later in self.left_behind if later != path]
+        return aside + [set_aside(later) for later in self.later_ones if later != path]
 
     def _save_if_new(self) -> None:
         if self.saved_step != self.trainer.step:

@@ -71,7 +71,7 @@ def check_areas(config: TrainConfig, model: LanguageModel) -> None:
         if area not in known:
             names = ", ".join(f"`{name}`" for name in known)
             raise ArbError(
-                f"`scale_losses` names `{area}`, which is no area of the model",
+                f"`scale_losses` names `{area}`, which is not an area of the model",
                 hint=f"choose among: {names}",
                 fields=("scale_losses",),
             )

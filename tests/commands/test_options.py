@@ -178,7 +178,7 @@ CHOSEN = {
     "wire": "int8", "moe_gate": "hash", "attention": "compressed",
     "votes_fixes": ("start", "bound"),
 }  # fmt: skip
-"""A value of each option that is no number and no switch."""
+"""A value of each option that is neither a number nor a switch."""
 OTHERS = {
     "minutes", "config_file", "print_config", "out", "resume", "init_from", "plot", "log", "force",
     "dry_run", "quiet", "as_json", "budget", "what_if", "snapshot", "checkpoint", "gpus", "profile",

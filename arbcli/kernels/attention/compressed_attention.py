@@ -447,7 +447,7 @@ def compressed_attention(
     sight: Sight,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Attend with queries at positions one behind the other, that of the first in `sight.start`.
+    """Attend with queries at positions one after the other, that of the first in `sight.start`.
 
     Args:
         x: (B, T, H, d) float32 or bfloat16, d even: queries as they were projected.
@@ -456,7 +456,7 @@ def compressed_attention(
         entries: (B, E, G, d) like it: entry j is that of positions j m to j m + m - 1, normalised
             and rotated; there are all that a query sees.
         chosen: (B, N, k) int32, k at most E: numbers of entries for each group of
-            `sight.groups(T)`, those that are none, -1, behind the others. None is all that are
+            `sight.groups(T)`, those that are none, -1, last. None is all that are
             complete.
         sink: (H,) float32.
         cos: (T, d / 2) float32, of the positions of the queries.
