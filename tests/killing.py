@@ -247,7 +247,9 @@ def write_tokenizer(path: Path, special: tuple[str, ...] = ()) -> None:
     trained.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=270, initial_alphabet=alphabet, show_progress=False,
+        vocab_size=270,
+        initial_alphabet=alphabet,
+        show_progress=False,
         special_tokens=[*special],
     )
     trained.train_from_iterator([TEXT.decode()], trainer)
