@@ -42,7 +42,7 @@ STAGES = {
 }
 
 
-@takes_settings("batch", "accum", "compute", "recompute", "seed")
+@takes_settings("batch", "accum", "compute", "recompute", "teacher", "seed")
 def audit_memory(
     steps: Annotated[int, typer.Option(min=2, help="Real steps to measure.")] = 3,
     budget: Annotated[

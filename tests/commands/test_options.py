@@ -171,6 +171,7 @@ def test_settings_name_other_settings_only():
 
 CHOSEN = {
     "tokenizer": "tokenizer.json", "sound": "pcm16", "picture": "grey:64x48",
+    "teacher": "runs/large",
     "preset": "hnet-tiny", "data": ["a.txt", "b.txt"], "val": ["c.txt"], "field": "body",
     "schedule": "wsd", "rule": "nibble", "digits": "int8", "direction": "muon",
     "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
