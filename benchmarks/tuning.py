@@ -105,8 +105,15 @@ def jobs() -> list[Job]:
     return swept + seeds + others + lowest
 
 
-def pretrain(texts: Path, folder: Path, steps: int, device: str) -> None:
-    """Train the float model on code, and write it as a folder for Transformers."""
+def pretrain(
+    texts: Path,
+    folder: Path,
+    steps: int,
+    device: str,
+    data: Iterable[str] = ("code-train.txt",),
+    held_out: Iterable[str] = ("code-val.txt",),
+) -> None:
+    """Train the float model on code, or other texts, and write a folder for Transformers."""
     folder.mkdir(parents=True)
     fields = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": SHAPE.dim,
@@ -117,9 +124,10 @@ def pretrain(texts: Path, folder: Path, steps: int, device: str) -> None:
         "dtype": "float32",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(fields))
-    code = Texts(Text([texts / "code-train.txt"]), Text([texts / "code-val.txt"]), "")
+    train, val = (Text([texts / name for name in some]) for some in (data, held_out))
+    begun = Texts(train, val, "")
     trainer = twin_trainer(
-        folder, code, batch=BATCH, lr=1e-3, steps=steps, device=device, optimizer="adamw"
+        folder, begun, batch=BATCH, lr=1e-3, steps=steps, device=device, optimizer="adamw"
     )
     for _ in range(steps):
         trainer.train_step()
