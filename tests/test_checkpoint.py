@@ -684,6 +684,7 @@ def kill_savers(directory: Path) -> None:
     assert len(checkpoints(directory)) == 2
 
 
+@pytest.mark.slow  # tests/train/test_killed.py looks at every state
 def test_kill_at_any_time_leaves_a_checkpoint_that_loads(tmp_path):
     run_elsewhere(kill_savers, tmp_path)
 

@@ -130,7 +130,7 @@ def test_muon_leaves_embedding_and_head_to_adamw_without_decay():
     ("whole", "given"),
     [
         pytest.param(2, {"sub_norms": False}, id="whole", marks=pytest.mark.slow),
-        pytest.param(1, {"sub_norms": False}, id="by parts"),
+        pytest.param(1, {"sub_norms": False}, id="by parts", marks=pytest.mark.slow),
         pytest.param(2, {"recompute": True}, id="recomputed", marks=pytest.mark.slow),
     ],
 )
