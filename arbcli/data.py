@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PACKED = (".gz", ".zst", ".parquet")
-"""Ends of names of files that are unpacked: bytes of theirs are no text, and what is inside is."""
+"""Ends of names of files that are unpacked: their bytes are not text, but their contents are."""
 PEEKED_BYTES = 8192
-"""Of a file, in which a byte 0 tells that it is no text."""
+"""Of a file, in which a byte 0 tells that it is not text."""
 SAVED = (".safetensors", ".gguf")
 """Ends of names of models, which no text of a folder is."""
 RUN = "config.json", frozenset({"metrics.jsonl", ".lock"})
@@ -364,9 +364,9 @@ def open_texts(
 ) -> Texts:
     """Find the files of a run and split them into training and validation.
 
-    An entry is a file, a glob (`**` for any depth) or a folder: all regular files below it, but for
-    what is hidden or behind a link to a folder, saved runs and models, and binary files, sounds and
-    pictures among them unless `conversion` has a form for them. A file named twice counts once.
+    An entry is a file, a glob (`**` for any depth) or a folder: all regular files below it, except
+    hidden ones, those that a link to a folder leads to, saved runs and models, and binary files,
+    with media unless `conversion` has a form for them. A file named twice counts once.
     Files that are not plain are unpacked: see `plain_text`.
 
     Entries of the form `book.txt:0.7` are a mixture: windows are drawn from each by its weight, and
@@ -618,7 +618,7 @@ def _matches(pattern: str) -> Iterator[str]:
 
 
 def _folders_below(folder: str) -> Iterator[str]:
-    """List a folder and all below it, also behind links, but for hidden ones; each once."""
+    """List a folder and all below it, also through links, but for hidden ones; each once."""
     seen: set[tuple[int, int]] = set()
     for parent, folders, _ in os.walk(folder, followlinks=True):
         status = os.stat(parent)
@@ -635,7 +635,7 @@ def _files_below(
 ) -> list[Path]:
     """List the regular files below a folder, sorted, without hidden ones and folders in `skip`.
 
-    Runs and models that were saved below it are no text, and are added to `left_out`.
+    Runs and models that were saved below it are not text, and are added to `left_out`.
     """
 
     def refuse(error: OSError) -> None:

@@ -18,7 +18,7 @@ SETTINGS = {
 }
 """Set for every command."""
 TERNARY_SETTINGS = {
-    # threads that wait for each other give way after a while: beside another busy program a step
+    # threads that wait for each other give way after a while: with another busy program a step
     # of training was seen to take 24 s instead of 0.3; with less than this it is slower alone
     "GOMP_SPINCOUNT": "12000",
 }

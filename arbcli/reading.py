@@ -159,7 +159,7 @@ def check_schema(values: Any, schema: Mapping[str, Any], where: str, hint: str) 
 
 
 def is_of(value: Any, kind: Any) -> bool:
-    """Return whether a value is of a type; `True` is no int, and an int is a float."""
+    """Return whether a value is of a type; `True` is not an int, and an int is a float."""
     return test_of(kind)(value)
 
 

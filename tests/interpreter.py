@@ -284,8 +284,8 @@ def barriers_where_needed() -> Iterator[None]:
     Here a program is one thread. On a GPU an element is one thread's in one tile of addresses and
     another's in the next, unless the tiles are alike: what one thread stores, another must neither
     read nor have read since the last barrier. A single element is read by all, and stored by one.
-    Who hands out tickets by an atomic sum, so that the last program reads what others stored, needs
-    a barrier before it: one thread takes the ticket, and others may not have stored yet.
+    A kernel that counts programs by an atomic sum, so that the last reads what others stored, needs
+    a barrier before it: one thread adds, and others may not have stored yet.
     """
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     since: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {"load": [], "store": []}
@@ -310,13 +310,13 @@ def barriers_where_needed() -> Iterator[None]:
                 shared = not alike and np.isin(address, found).any()
                 assert not shared, f"a {kind} meets a {against}, and no barrier is between"
             told = kind == "store" or not any(np.isin(address, part).any() for part in untold)
-            assert told, "a ticket was taken, and no barrier was between it and the stores"
+            assert told, "a semaphore was raised, and no barrier was between it and the stores"
             since[kind].append((tile, address))
             return access(self, *args, **options)
 
         return noted
 
-    def ticket(access: Callable) -> Callable:
+    def semaphore(access: Callable) -> Callable:
         @wraps(access)
         def taken(self, *args, **options):
             untold.extend(address for _, address in since["store"])
@@ -331,7 +331,7 @@ def barriers_where_needed() -> Iterator[None]:
             (builder, "create_barrier", lambda run: begin(run, *since.values())),
             (builder, "create_masked_load", lambda access: note(access, "load", "store", 0, 1)),
             (builder, "create_masked_store", lambda access: note(access, "store", "load", 0, 2)),
-            (builder, "create_atomic_rmw", ticket),
+            (builder, "create_atomic_rmw", semaphore),
         ):
             patched.enter_context(mock.patch.object(of, name, change(getattr(of, name))))
         yield
@@ -339,6 +339,6 @@ def barriers_where_needed() -> Iterator[None]:
 
 @contextmanager
 def arguments_left_in_place() -> Iterator[None]:
-    """Copy no argument onto itself behind a launch: it may lie in more memory than there is."""
+    """Copy no argument onto itself after a launch: it may lie in more memory than there is."""
     with mock.patch.object(interpreter.GridExecutor, "_restore_args_dev"):
         yield

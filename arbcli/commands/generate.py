@@ -128,7 +128,7 @@ def generate(
         typer.Option(
             "--chunks",
             help="Only with hnet presets: write prompt and text in the end, in colours by chunk, or"
-            " with marks where stdout is no terminal.",
+            " with marks where stdout is not a terminal.",
         ),
     ] = False,
     as_json: Json = False,

@@ -327,7 +327,7 @@ def _refuse_kept(given: dict[str, Any]) -> None:
     if given:
         options = ", ".join(dict.fromkeys(f"`{option_of(field)}`" for field in given))
         raise ArbError(
-            f"`--no-save` leaves no run behind, so {options} cannot be given with it",
+            f"`--no-save` leaves no run, so {options} cannot be given with it",
             hint="leave one or the other out",
         )
 

@@ -56,7 +56,7 @@ def verify_kernels(
         bool,
         typer.Option(
             "--time",
-            help="Also time the kernels that pass, beside torch and against the GPU's roofline.",
+            help="Also time the kernels that pass, against torch and the GPU's roofline.",
         ),
     ] = False,
     ledger: Annotated[

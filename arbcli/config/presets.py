@@ -251,7 +251,7 @@ def from_fields(kind: type, values: Any, where: str) -> Any:
         where: path of the dictionary in its file, for errors.
 
     Raises:
-        TypeError: a field is missing or unknown, or is no dictionary where it should be one.
+        TypeError: a field is missing or unknown, or is not a dictionary where it should be one.
         ArbError: a value does not fit; the message has its path.
     """
     if not isinstance(values, dict):

@@ -171,6 +171,7 @@ def test_settings_name_other_settings_only():
 
 CHOSEN = {
     "tokenizer": "tokenizer.json", "sound": "pcm16", "picture": "grey:64x48",
+    "teacher": "runs/large",
     "preset": "hnet-tiny", "data": ["a.txt", "b.txt"], "val": ["c.txt"], "field": "body",
     "schedule": "wsd", "rule": "nibble", "digits": "int8", "direction": "muon",
     "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
@@ -178,7 +179,7 @@ CHOSEN = {
     "wire": "int8", "moe_gate": "hash", "attention": "compressed",
     "votes_fixes": ("start", "bound"),
 }  # fmt: skip
-"""A value of each option that is no number and no switch."""
+"""A value of each option that is neither a number nor a switch."""
 OTHERS = {
     "minutes", "config_file", "print_config", "out", "resume", "init_from", "plot", "log", "force",
     "dry_run", "quiet", "as_json", "budget", "what_if", "snapshot", "checkpoint", "gpus", "profile",

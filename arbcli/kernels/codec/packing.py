@@ -291,7 +291,7 @@ def unpack_trits(packed: Tensor, in_features: int) -> Tensor:
 
 
 def illegal_bytes(packed: Tensor) -> int:
-    """Count bytes that are no five trits (243..255), on the CPU.
+    """Count bytes that are not five trits (243..255), on the CPU.
 
     By numpy: threads may do so side by side, and torch would give each of them threads of its own.
     """
