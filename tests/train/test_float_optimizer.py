@@ -85,8 +85,8 @@ def test_adamw_steps_as_torchs_own_with_a_number_for_a_rate():
     for step in range(3):
         for model in (mine, other):
             model.loss(*windows()).backward()
-        optimizer.set_step(step, 0.01 * (step + 1))
-        expected.param_groups[0]["lr"] = 0.01 * (step + 1)
+        optimizer.set_step(step, 0.01 * (3 - step))
+        expected.param_groups[0]["lr"] = 0.01 * (3 - step)
         optimizer.finish()
         torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
         expected.step()

@@ -44,6 +44,8 @@ SHAPES = {
         "sink": True, "window": WINDOW, "rotary": RotaryConfig(scaling="yarn", **LONGER, share=0.5),
     },
 }  # fmt: skip
+QUICK = ("fewer heads of keys", "one head of keys, in a window", "interpolated", "yarn", "biases")
+"""Of which references are computed each time; `all` has the others."""
 KERNELS = ("plain", "wide heads", "half of a head", "interpolated", "llama3")
 """Shapes that kernels have."""
 PARTS = {
@@ -84,7 +86,11 @@ def in_parts(lm, ids, lengths) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "norm_gain"), [*((name, False) for name in SHAPES), ("plain", True), ("all", True)]
+    ("name", "norm_gain"),
+    mostly_slow(
+        [*((name, False) for name in SHAPES), ("plain", True), ("all", True)],
+        lambda name, gain: gain or name in QUICK,
+    ),
 )
 def test_shape_agrees_with_its_reference(name, norm_gain, device):
     config = model_config(name, norm_gain=norm_gain)
