@@ -988,7 +988,7 @@ def test_minutes_count_everything(minutes, of_building, text, monkeypatch):
     monkeypatch.setattr(run_module, "_build", lambda *_: pass_time(of_building) is None or trainer)
     monkeypatch.setattr(run_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     settings = config(text, "cpu", eval_every=None)
-    found = run_module._fit_to_minutes(settings, None, minutes, Group())
+    found = run_module._fit_to_minutes(settings, None, minutes, Group(), None)
     evaluations = -(-found.steps // found.eval_interval)
     whole = clock[0] + found.steps * of_step + evaluations * 40 * of_batch
     assert 0.95 * minutes * 60 <= whole <= minutes * 60
@@ -1020,35 +1020,3 @@ def test_signal_saves_and_exits_with_its_code(number, code, text, tmp_path):
     step = load_checkpoint(checkpoints(run)[0]).step
     records = (run / "metrics.jsonl").read_text().splitlines()
     assert json.loads(records[-1])["step"] == step
-
-
-@pytest.mark.slow
-def test_kill_at_any_time_leaves_a_run_that_can_resume(text, tmp_path):
-    """SIGKILL in a loop of saves: every time the run goes on, and it ends as if it never died."""
-    run = tmp_path / "run"
-    start = ["train", "--data", text, *SMALL_ARGS, "--steps", "60", "--device", "cpu", "--quiet",
-             "--save-every", "1", "--eval-every", "60", "--out"]  # fmt: skip
-    with arb(*start, str(tmp_path / "whole")) as process:
-        assert process.wait(timeout=120) == 0
-    args, kills = [*start, str(run)], 0
-    for delay in (0.0, 0.01, 0.05, 0.02, 0.1, 0.03, None):
-        saved = len(list(run.glob("*.safetensors"))) and checkpoints(run)[0].name
-        with arb(*args) as process:
-            deadline = time.monotonic() + 60
-            while process.poll() is None and time.monotonic() < deadline:
-                newest = checkpoints(run)[:1]
-                if newest and newest[0].name != saved:
-                    break
-                time.sleep(0.002)
-            if delay is None:
-                assert process.wait(timeout=60) == 0
-                break
-            time.sleep(delay)
-            if process.poll() is None:
-                os.kill(process.pid, signal.SIGKILL)
-                kills += 1
-        if checkpoints(run):
-            args = ["train", "--resume", str(run), "--quiet"]
-    assert kills >= 4
-    name = "step-000060.safetensors"
-    assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

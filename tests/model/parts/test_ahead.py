@@ -118,6 +118,7 @@ def test_run_goes_on_exactly(tmp_path):
         assert torch.equal(part, resumed.model.state_dict()[name]), name
 
 
+@pytest.mark.slow
 def test_predicted_peak_is_the_measured_one(tmp_path):
     tensors = LiveTensors(CPU)
     with deterministic(), fresh_tables(), tensors:
