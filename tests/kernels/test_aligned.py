@@ -9,6 +9,8 @@ import torch
 from marks import needs_triton
 
 import arbcli.kernels
+from arbcli.kernels.codec.decode_weight import _by_block
+from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
@@ -65,3 +67,9 @@ def test_no_kernel_that_loads_so_is_left_out():
     files = Path(arbcli.kernels.__file__).parent.rglob("*.py")
     found = {file.stem for file in files if loads.search(file.read_text())}
     assert found - HELPERS - OWN == WIDE.keys() - {"gram"}
+
+
+def test_weights_are_stored_by_16_bytes_where_rows_begin_at_multiples():
+    generator, columns = torch.Generator().manual_seed(0), range(320, 340)
+    found = [_by_block(random_packed(3, number, 32, generator)) for number in columns]
+    assert found == [number * torch.bfloat16.itemsize % 16 == 0 for number in columns]

@@ -6,6 +6,7 @@ at 2**31 and refuses to load what is not aligned.
 
 import ast
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -318,3 +319,23 @@ def test_a_barrier_that_is_missing_is_found(before, after, found):
     for barrier, wanted in (("", found), ("    tl.debug_barrier()\n", [])):
         (kernel,) = kernels_of(source.format(before, barrier, after))
         assert missing_barriers(kernel) == wanted
+
+
+SHARED = {
+    "attend_parts: _attend_parts_kernel": 1,
+    "prepacked_rows: _prepacked_rows_kernel": 1,
+    "row_by_row: _do_rows": 3,
+    "row_matmul: _row_matmul_kernel": 2,
+}
+"""Barriers between what threads write to shared memory and others read there, which PTX does that is
+executed with all threads in step, too."""
+
+
+def test_barriers_of_shared_memory_are_all_there():
+    found = Counter(
+        name
+        for name, kernel in all_kernels().items()
+        for node in ast.walk(kernel)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.debug_barrier"
+    )
+    assert {name: found[name] for name in SHARED} == SHARED
