@@ -327,8 +327,8 @@ SHARED = {
     "row_by_row: _do_rows": 3,
     "row_matmul: _row_matmul_kernel": 2,
 }
-"""Barriers between what threads write to shared memory and others read there, which PTX does that is
-executed with all threads in step, too."""
+"""Barriers between what threads write to shared memory and what others read there. Tests that
+execute PTX run all threads in step, and miss none."""
 
 
 def test_barriers_of_shared_memory_are_all_there():
