@@ -57,7 +57,7 @@ def test_cell_learns_with_all_its_weights(cell, tmp_path):
     assert unmoved(learner, before) == frozen
 
 
-@each_cell(quick=[FEW[1], FEW[4]])
+@each_cell(quick=FEW[4:5])
 def test_cell_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(cell, tmp_path):
     with deterministic():
         whole, begun, resumed = (trainer(cell, tmp_path, windows=40) for _ in range(3))

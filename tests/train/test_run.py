@@ -401,7 +401,7 @@ def test_resumed_run_of_streams_ends_in_the_same_file(text, tmp_path, device, mo
     ("rule", "fixes"),
     mostly_slow(
         [*((rule, ()) for rule in RULES), ("votes", VOTES_FIXES)],
-        lambda rule, fixes: rule == "moment" or fixes,
+        lambda _, fixes: fixes,
     ),
     ids=lambda value: value if isinstance(value, str) else "fixed" if value else "",
 )
@@ -419,6 +419,7 @@ def test_resumed_run_ends_in_the_same_file(rule, fixes, text, tmp_path, device, 
         assert final(run) == final(tmp_path / "whole")
 
 
+@pytest.mark.slow  # test_pairs.py resumes every kind
 @pytest.mark.parametrize(
     ("options", "stop"),
     mostly_slow(
@@ -470,6 +471,7 @@ def test_resumed_run_of_chunks_ends_in_the_same_file(
     assert load(tmp_path / "stopped", device=str(device)).config == options.model
 
 
+@pytest.mark.slow
 def test_resumed_run_of_compressed_attention_ends_in_the_same_file(
     text, tmp_path, device, small_compressed, monkeypatch
 ):

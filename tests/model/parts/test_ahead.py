@@ -44,7 +44,7 @@ def model(of: ModelConfig) -> LanguageModel:
     return lm
 
 
-@pytest.mark.parametrize("positions", [2, 5, 8])
+@pytest.mark.parametrize("positions", [2, 5])
 def test_losses_and_every_gradient_agree_with_the_reference(positions):
     ahead = replace(AHEAD, positions=positions)
     subject = Subject(

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from marks import mostly_slow
 from processes import in_processes
 
 from arbcli.checkpoint import tensor_digest
@@ -113,7 +114,7 @@ def test_every_buffer_that_a_step_changes_is_told(texts, small_graph, monkeypatc
             assert {f"{name}.remainder", f"{name}.moment", f"{name}.fraction"} <= moved, name
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", mostly_slow([False, True], bool))
 def test_embedding_and_head_of_many_symbols_give_the_bits_of_one_process(tied, texts):
     model = preset("tiny", dim=16, layers=1, heads=2, ffn=24, ctx=12, direction="factored")
     model = dataclasses.replace(model, vocabulary=5003, tied=tied)  # two chunks, not alike
