@@ -1312,6 +1312,7 @@ PARAMETERS = [
 ]
 
 
+@pytest.mark.slow  # tests/verify/test_parity.py finds nothing either
 def test_nothing_is_found_without_a_fault(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "found_in", cache(found_in))  # several checks are made at once
     for check in (check for check in CHECKS if check.split()[0] not in OF_KERNELS):

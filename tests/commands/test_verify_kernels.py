@@ -235,6 +235,7 @@ def test_failure_is_not_remembered(wrong_kernel):
         assert json.loads(result.stdout)["remembered"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
 @needs_triton
 def test_sample_of_the_interpreter_is_stated_and_all_is_checked_when_asked_for():

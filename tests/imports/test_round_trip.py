@@ -189,6 +189,7 @@ def test_model_of_tokens_from_scratch_is_exported(transformers, tmp_path, arb_he
     assert "is not the tokenizer of" in done.stderr
 
 
+@pytest.mark.slow
 def test_imported_model_is_tuned_on_chats(transformers, tmp_path, arb_here, monkeypatch):
     pytest.importorskip("jinja2", reason="needs the extra `chat`")
     monkeypatch.chdir(tmp_path)

@@ -119,7 +119,7 @@ def test_predicted_peak_of_compressed_attention_is_the_measured_one(name, small_
     ("recompute", "compute"),
     mostly_slow(
         [*product((False, True), ("bf16", "fp32"))],
-        lambda recompute, compute: recompute and compute == "bf16",
+        lambda *_: False,
     ),
 )
 def test_predicted_peak_of_attention_without_kernels_is_the_measured_one(recompute, compute):
@@ -235,7 +235,7 @@ our own, which saves `tiny` up to 13 % of what is reserved: to be measured again
 """
 
 
-QUICK_MEASURED = ("tiny", False, False), ("small", True, True)
+QUICK_MEASURED = (("tiny", False, False),)
 
 
 @pytest.mark.parametrize(

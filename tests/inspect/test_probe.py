@@ -112,7 +112,8 @@ def test_probe_names_the_mass_flips_of_votes(seed):
 PARTS = (None, "attention", "moe", "graph", "knowledge_codebook")
 
 
-@pytest.mark.parametrize("part", mostly_slow(PARTS, lambda part: part is None))
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
 def test_probe_finds_nothing_wrong_with_a_graph(part, text, small_graph):
     off = {part: False} if part else {"memgram": True}
     given = small_graph | {"data": [text], "steps": STEPS, "device": "cpu", "ctx": 32} | off

@@ -38,6 +38,7 @@ from arbcli.train.parallel.group import Group
 from arbcli.train.profiling import StepTrace
 from arbcli.train.record import Record, append_record, keep_records
 from arbcli.train.run import Observer, accept_of, resume_run, start_run
+from arbcli.train.trainer import Trainer
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
 SMALL_ARGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
@@ -54,8 +55,10 @@ def text(tmp_path) -> str:
 
 
 @pytest.fixture(autouse=True)
-def short_samples(monkeypatch):
+def short_samples_and_evaluations(monkeypatch):
+    """Of two batches of held-out text, as forty take a third of the time of these runs."""
     monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 8)
+    monkeypatch.setattr(Trainer.evaluate.__wrapped__, "__defaults__", (2,))
 
 
 def config(text: str, device, **options):
@@ -456,6 +459,7 @@ def test_resumed_run_of_a_graph_ends_in_the_same_file(
         assert tensors[name].any(), name
 
 
+@pytest.mark.slow
 def test_resumed_run_of_chunks_ends_in_the_same_file(
     text, tmp_path, device, small_hnet, monkeypatch
 ):
@@ -847,7 +851,6 @@ def test_train_stops_after_three_steps_without_finite_gradients(
     text, tmp_path, device, monkeypatch
 ):
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
-    from arbcli.train.trainer import Trainer
 
     loss_of = Trainer.train_step
 
@@ -1006,7 +1009,7 @@ def arb(*args: str, **options) -> subprocess.Popen:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    mostly_slow([(signal.SIGINT, 130), (signal.SIGTERM, 143)], lambda number, code: code == 143),
+    mostly_slow([(signal.SIGINT, 130), (signal.SIGTERM, 143)], lambda *_: False),
 )
 def test_signal_saves_and_exits_with_its_code(number, code, text, tmp_path):
     run = tmp_path / "run"

@@ -39,7 +39,8 @@ def verified(names, checks):
 
 
 def make(names=("pack_trits", "rms_norm"), checks=None, compiled=(COMPILED,), timing=None):
-    report = verified((*names,), checks)
+    found = verified if names and checks is None else verified.__wrapped__  # kernels are altered
+    report = found((*names,), checks)
     parity = tuple(_rotary(CPU))
     left_out = ["the moon"]
     return new_ledger(CPU, ["T6", "T32"], report.kernels, parity, compiled, left_out, 1.25, timing)
