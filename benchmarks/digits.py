@@ -1,4 +1,4 @@
-"""Time products that read all digits of a weight beside those that read its trit, in one run.
+"""Time products that read all digits of a weight against those that read its trit, in one run.
 
     python -m benchmarks.digits [--out DIR]
 
@@ -32,7 +32,7 @@ LARGE, FEW = (4096, 8192, 16384), (1, 2, 4, 8)
 
 def main() -> None:
     """Print a line a comparison, and write the rows."""
-    given = results.options("digits", "Time all digits beside the trit.").parse_args()
+    given = results.options("digits", "Time all digits against the trit.").parse_args()
     stopwatch = Stopwatch(DEVICE)
     copy = measure_roofline(stopwatch).bytes_per_second
     rows = []
@@ -77,7 +77,7 @@ def products_of_few_rows(size: int) -> list[Comparison]:
     whole = random_digits(size, size, GROUP_SIZE, generator)
     every = [prepack_digits(whole) for _ in range(number)]
     packed = random_packed(size, size, GROUP_SIZE, generator, spread=8)
-    coded = [prepack(packed) for _ in range(number)]
+    prepacked = [prepack(packed) for _ in range(number)]
     read = every[0].pieces.nbytes + every[0].scales.nbytes
 
     def in_a_row(multiply: Callable, x: Tensor, weights: list) -> None:
@@ -90,10 +90,10 @@ def products_of_few_rows(size: int) -> list[Comparison]:
         x = torch.randn(rows, size, device=DEVICE, dtype=torch.bfloat16)
         about = {"rule": "any", "rows": rows}
         of_trits = row_matmul if rows == 1 else prepacked_rows
-        alone = [partial(digits_matmul, x, every[0]), partial(of_trits, x, coded[0])]
+        alone = [partial(digits_matmul, x, every[0]), partial(of_trits, x, prepacked[0])]
         many = [
             partial(in_a_row, digits_matmul, x, every),
-            partial(in_a_row, of_trits, x, coded),
+            partial(in_a_row, of_trits, x, prepacked),
         ]
         found.append((about | {"what": "alone"}, 1, read, alone))
         found.append((about | {"what": "in a row"}, number, read, many))

@@ -1,8 +1,8 @@
 """Every class of mistake, planted once on purpose in kernels, updates, models, checkpoints: caught.
 
-Who adds a check to `arb verify-kernels` wants to know that it would notice; so does who makes one
-cheaper. `KINDS` says which classes of mistakes there are, `FAULTS` has at least one of each, and
-for every kernel one that its cases notice. How faults are planted is told in `planting`.
+The author of a check of `arb verify-kernels` wants to know that it would notice, also after it is
+made cheaper. `KINDS` says which classes of mistakes there are, `FAULTS` has at least one of each,
+and for every kernel one that its cases notice. How faults are planted is told in `planting`.
 """
 
 from collections.abc import Callable
@@ -77,11 +77,11 @@ KINDS = {
     "exchange": "two operands are exchanged",
     "gradient": "a derivative lacks a term or a factor",
     "position": "a position or a slot is off by one",
-    "left behind": "a launch does not leave memory as the next one expects it",
+    "left over": "a launch does not leave memory as the next one expects it",
     "tie": "of equals another one is chosen",
     "normaliser": "a mean or a share is over too many",
     "constant": "a constant of the method has another value",
-    "diagonal": "a symmetric product goes wrong on, or beside, its diagonal",
+    "diagonal": "a symmetric product goes wrong on, or next to, its diagonal",
     "stack": "all of a stack get what belongs to the first",
     "bad gradient": "a gradient that must be refused is accepted, or steps all the same",
     "saturation": "an integer wraps around instead of saturating",
@@ -265,7 +265,7 @@ FAULTS = [
         rewrite("a + (b - c) * BLOCK_M", "b * BLOCK_M"),
     ),
     kernel(
-        "cut short", "rows behind all experts not zeroed", "grouped_matmul",
+        "cut short", "rows after all experts not zeroed", "grouped_matmul",
         rewrite("o < E + 2", "o < E + 1"), slow=True,
     ),
     kernel(
@@ -316,7 +316,7 @@ FAULTS = [
         rewrite("r * (g - x * m)", "r * g"),
     ),
     kernel(
-        "missing term", "gradient beside the norm not added", "rms_norm_backward",
+        "missing term", "gradient next to the norm not added", "rms_norm_backward",
         rewrite("v += load_rows(a, ...)", "v += 0 * load_rows(a, ...)"),
     ),
     kernel(
@@ -367,7 +367,7 @@ FAULTS = [
         rewrite("tl.load(position_ptr) + (1 + r)", "tl.load(position_ptr) + r"),
     ),
     kernel(
-        "too far", "a byte accepted behind one that was not proposed", "accept_ahead",
+        "too far", "a byte accepted after one that was not proposed", "accept_ahead",
         rewrite("tl.where(c == p, 8, r + 1)", "tl.where(c == p, 8, r + 2)"),
     ),
     kernel(
@@ -383,7 +383,7 @@ FAULTS = [
         rewrite("tl.load(position_ptr + t)", "tl.load(position_ptr)"),
     ),
     kernel(
-        "left behind", "a key stored by no program but the first", "decode_attention_rows",
+        "left over", "a key stored by no program but the first", "decode_attention_rows",
         rewrite("s // SPAN == f", "s // BLOCK_S == f"),
     ),
     kernel(
@@ -412,7 +412,7 @@ FAULTS = [
         "position", "oldest slot kept", "decode_attention", rewrite("p % W", "(p + 1) % W"),
     ),
     kernel(
-        "left behind", "semaphores not given back", "decode_attention",
+        "left over", "semaphores not given back", "decode_attention",
         rewrite("tl.store(p, 0)", "tl.store(p, 1)"),
     ),
     kernel(
@@ -522,7 +522,7 @@ FAULTS = [
         rewrite("scale_of_entry(tl.where(n, a, b), FLOATS)", "scale_of_entry(a, FLOATS)"),
     ),
     kernel(
-        "left behind", "choice of the text before kept", "choose_next",
+        "left over", "choice of the text before kept", "choose_next",
         rewrite("tl.store(choice_ptr + s, -1, mask=s < SIZE)", "0"),
     ),
     kernel(
@@ -708,7 +708,7 @@ FAULTS = [
         rewrite("u += a", "u = u"),
     ),
     kernel(
-        "left behind", "byte not kept for the next step", "route_position",
+        "left over", "byte not kept for the next step", "route_position",
         rewrite("tl.store(b, a)", "tl.load(b)"),
     ),
     kernel(

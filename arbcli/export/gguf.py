@@ -64,7 +64,7 @@ from arbcli.run_files import CONFIG
 from arbcli.tokens import FILE
 
 END = 0
-"""The byte that ends a text: no text has it, and whoever generates stops there."""
+"""The byte that ends a text: no text has it, and generation stops there."""
 ROTATED = re.compile(r"\.attn_[qk]\.")
 """In the names of matrices and biases whose results turn by angles."""
 OF_GROUP_SIZE = {32: Q4_0, 96: Q4_0, 64: Q2_0, 128: Q2_0}

@@ -77,9 +77,9 @@ class _Fetch(NamedTuple):
     begin: int
     """Bytes of the text that were known when they were launched."""
     position: Callable[[], Sequence[int]]
-    """Waits for the position behind them."""
+    """Waits for the position after them."""
     text: Callable[[], Sequence[int]]
-    """Waits for the bytes from `begin` on, and what may be behind them."""
+    """Waits for the bytes from `begin` on, and what may be after them."""
 
 
 class Decoder:
@@ -439,7 +439,7 @@ class GenerateReport:
 
     checkpoint: str
     prompt: str
-    """Bytes that are no UTF-8 are shown as U+FFFD, here and in `text`."""
+    """Bytes that are not UTF-8 are shown as U+FFFD, here and in `text`."""
     text: str
     """Continuation of the prompt."""
     length: int

@@ -202,7 +202,7 @@ class State:
             rows: (B, ...) tensors, of which `run` is given (1, ...).
 
         Returns:
-            The results, one behind the other; without several texts, what `run` gives.
+            The results, one after the other; without several texts, what `run` gives.
         """
         if self.clock.texts is None:
             return run(self, *rows)
@@ -224,14 +224,16 @@ class Rows:
     """
 
     def __init__(self, clock: Clock, slots: int, heads: int, width: int, rotated: int = 0) -> None:
-        self.dtype, self.beside = clock.dtype, rotated if clock.kept_in.mixed else 0
+        self.dtype, self.unrounded = clock.dtype, rotated if clock.kept_in.mixed else 0
         stored = clock.kept_in.stored
-        eight = stored is not None and self.beside < width
-        others = width - self.beside if eight else width
+        eight = stored is not None and self.unrounded < width
+        others = width - self.unrounded if eight else width
         self.codes = clock.zeros(slots, heads, others, dtype=stored if eight else None)
         self.exponents = clock.zeros(slots, heads, dtype=torch.int8) if eight else None
-        self.rotated = clock.zeros(slots, heads, self.beside) if eight and self.beside else None
-        """(n, G, rotated), what stays beside the codes."""
+        self.rotated = (
+            clock.zeros(slots, heads, self.unrounded) if eight and self.unrounded else None
+        )
+        """(n, G, rotated), what stays next to the codes."""
 
     def __len__(self) -> int:
         """Count the slots."""
@@ -258,7 +260,7 @@ class Rows:
     def put(self, slots: Tensor, rows: Tensor) -> None:
         """Store (n, G, d) in slots, (n,) int64."""
         if self.rotated is not None:
-            rotated, rows = part_rotated(rows, self.beside)
+            rotated, rows = part_rotated(rows, self.unrounded)
             self.rotated.index_copy_(0, slots, rotated)
         if self.exponents is None:
             self.codes.index_copy_(0, slots, rows)
@@ -280,7 +282,7 @@ class Rows:
         """Round (..., d) as they are read back once stored."""
         if self.exponents is None:
             return rows
-        return round_entries(rows, self.codes.dtype, self.beside)
+        return round_entries(rows, self.codes.dtype, self.unrounded)
 
 
 class Track:
@@ -311,15 +313,15 @@ class Track:
             if state:
                 state.reset()
 
-    def mark(self, positions: int, *beside: Written) -> Mark:
+    def mark(self, positions: int, *others: Written) -> Mark:
         """Make a mark, from which so many positions can be taken back.
 
         Args:
-            positions: that can be read behind it.
-            beside: what they write besides the states of blocks.
+            positions: that can be read after it.
+            others: what they write besides the states of blocks.
         """
         written = [part for state in self.blocks if state for part in state.written()]
-        return Mark(self.clock.position, [*written, *beside], positions)
+        return Mark(self.clock.position, [*written, *others], positions)
 
     @cached_property
     def each(self) -> list["Track"]:

@@ -34,7 +34,7 @@ LONG_CASES = {
     "grouped_grad_w": ("90x8x300*",),
     "rms_norm": ("1x8197",),
     "add_rms_norm": ("1x8197", "2x4096"),
-    "rms_norm_backward": ("1x8197", "1x8197 beside", "2x4096"),
+    "rms_norm_backward": ("1x8197", "1x8197 added", "2x4096"),
     "gated_rms_norm": ("2x4096",),
     "gated_rms_norm_backward": ("1x8209", "2x4096"),
     "compressed_attention_backward": ("1x41 after 30*",),

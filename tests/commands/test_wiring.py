@@ -203,7 +203,7 @@ def test_verification_is_told_of_what(asked):
     assert (request.exhaustive, request.fresh) == (False, False)
 
 
-def test_settings_are_printed_beside_those_of_their_preset(arb_here, monkeypatch):
+def test_settings_are_printed_next_to_those_of_their_preset(arb_here, monkeypatch):
     read = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config", "--json")
     assert json.loads(read.stdout)["model"]["stages"][0]["dim"] == 384
     shown = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config").stdout

@@ -94,7 +94,7 @@ class Watch:
         self.run, self.copies, self.seen = run, copies, seen
 
     def look(self, torn: str = "") -> None:
-        """Copy the directory, with part of a record behind the others, if that is new."""
+        """Copy the directory, with part of a record after the others, if that is new."""
         if not self.run.exists():
             return
         copy = self.copies / str(len(self.seen))

@@ -32,7 +32,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, Arguments, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
-from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 
 SHARED = (4, 6, 7)
 """Arguments of `append_position_` that are the same for all texts."""
@@ -340,9 +340,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             peer = APPEND_POSITION.torch if dtype == torch.bfloat16 else None
             inputs = (*given, *rest)
             yield Case(label, inputs, peer)
-            if kv == 2:  # a text that begins beside others
+            if kv == 2:  # a text that begins among others
                 begins = (-given[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
-                texts = beside_each_other([inputs, begins, inputs], *SHARED)
+                texts = stacked_texts([inputs, begins, inputs], *SHARED)
                 yield Case(f"3 texts of {label}", texts, peer)
 
 
@@ -383,7 +383,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         rest = (torch.randn(128, m, device=device), place, *table, 1e-6)
         inputs = (*parts, *rest)
         yield Timing(f"128 wide, {m} of an entry", inputs, run=_append_position_triton)
-        texts = beside_each_other([inputs] * 16, *SHARED)
+        texts = stacked_texts([inputs] * 16, *SHARED)
         label = f"16 texts of 128 wide, {m} of an entry"
         yield Timing(label, texts, run=_append_position_triton)
 

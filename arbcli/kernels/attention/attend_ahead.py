@@ -2,7 +2,7 @@
 
 Each byte attends to what is in the ring, to the bytes before it of these, and to itself, with the
 bits that it has when they come one by one: where a byte before it would have been stored, its key
-and value take the place of what is in the slot. So bytes behind it, which would overwrite the
+and value take the place of what is in the slot. So bytes after it, which would overwrite the
 oldest ones of a full ring, do not. Keys, rotated and normalised, and values are returned; how many
 of them stay is said later, and `keep_accepted_` stores those.
 """

@@ -6,8 +6,8 @@ slots; of S parts, part p has the spans p, p + S, p + 2 S and so on. Of a part t
 each head, the sum of exp(q . k / sqrt(d)) over its slots, its *total*, and the mean of its values,
 weighted by that. So y is the mean of all parts, weighted by their totals.
 
-Whoever reads y takes that mean while it reads. So no program waits for another here, as the last
-one does that adds up the parts; that takes longer than to read the parts.
+A kernel that reads y takes that mean while it reads. So no program waits for another here, as the
+last one does that adds up the parts; that takes longer than to read the parts.
 
 Spans of a ring in S = 3 parts, and slots of width 128 in the threads of a warp:
 
@@ -22,8 +22,8 @@ ring fills up.
 
 Work. A program has a part of a head. In each pass a warp has two slots of width 128, or four of 64:
 a thread has eight elements of a slot. A span is on its way to registers before the program waits
-for the kernel that makes query, key and value. A long ring has more spans than parts, so that who
-reads these reads few; then a program reads its next span while it computes with one.
+for the kernel that makes query, key and value. A long ring has more spans than parts, so that the
+product reads few parts; then a program reads its next span while it computes with one.
 """
 
 from collections.abc import Iterator

@@ -28,7 +28,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT32, REAL, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
-from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 
 SHARED = (5, 6)
 """Arguments of `choose_next_` that are the same for all texts."""
@@ -195,8 +195,8 @@ def _choose_next_kernel(
         above = there & (order > least)
         equal = (there & (order == least)).to(tl.int32)
         wanted = SIZE - tl.sum(above.to(tl.int32))
-        behind = tl.sum(equal) - tl.cumsum(equal) + equal
-        taken = above | ((equal > 0) & (behind <= wanted))
+        from_here = tl.sum(equal) - tl.cumsum(equal) + equal
+        taken = above | ((equal > 0) & (from_here <= wanted))
         count = tl.cumsum(taken.to(tl.int32))
         tl.store(choice_ptr + count - 1, first + s, mask=taken)
         tl.store(choice_ptr + s, -1, mask=(s >= tl.sum(taken.to(tl.int32))) & (s < SIZE))
@@ -242,7 +242,7 @@ def choose_next_(
         query: (h (d + 1),) float32 or bfloat16, contiguous: queries of d even, then weights.
         key: (d,) like it, contiguous.
         keys: (E, d) like it or float8_e4m3fn, contiguous, E above `most` or never full; written.
-        choice: (k,) int32, contiguous: numbers of entries, ascending, -1 behind them; written.
+        choice: (k,) int32, contiguous: numbers of entries, ascending, -1 after them; written.
         position: int32 scalar tensor, below P.
         cos: (P, d / 2) float32, contiguous.
         sin: like `cos`.
@@ -324,13 +324,13 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
                 still[-heads:] = 0
                 yield Case(f"{label}, equal", (still, *inputs[1:]))
             yield Case(f"{label}, keys in e4m3", (*inputs[:2], inputs[2].to(E4M3), *inputs[3:]))
-            if heads in (2, 4):  # a text that begins, and one that is a byte behind
+            if heads in (2, 4):  # a text that begins, and one of a byte
                 places = (position, 0, max(0, position - 1))
                 texts = [
                     (*inputs[:4], torch.full_like(inputs[4], place), *inputs[5:])
                     for place in places
                 ]
-                yield Case(f"3 texts of {label}", beside_each_other(texts, *SHARED))
+                yield Case(f"3 texts of {label}", stacked_texts(texts, *SHARED))
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -342,7 +342,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         place = torch.tensor(position, dtype=torch.int32, device=device)
         inputs = (query, key, keys, choice, place, *table, 4, 4096, 1e-6)
         yield Timing(f"128 of 4096 at {position}", inputs)
-        texts = beside_each_other([inputs] * 16, *SHARED)
+        texts = stacked_texts([inputs] * 16, *SHARED)
         yield Timing(f"16 texts of 128 of 4096 at {position}", texts)
 
 

@@ -7,7 +7,7 @@ matter to q . k, and a sum over keys does not depend on their order, so the ring
 
     slots     | block 0 | block 1 | block 2 | ... | not filled |       W of a head
     program       0         1         2       ...                     sums and total to memory, then
-    semaphores 0 -> 1 -> 2 -> ... -> n: who takes the last adds all up, and sets it to 0 again
+    semaphores 0 -> 1 -> 2 -> ... -> n: the last program adds all up, and sets it to 0 again
 
 Why so: one head's ring in one program would leave most processors idle, and a second launch to add
 up costs as much as the attention of a short ring. The count of those that have finished is in the

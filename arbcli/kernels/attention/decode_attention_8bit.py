@@ -45,7 +45,7 @@ from arbcli.kernels.runtime.arguments import INT8, INT32, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options
-from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 
 SHARED = (5, 6)
 """Arguments of `decode_attention_8bit` that are the same for all texts."""
@@ -299,10 +299,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             state = (keys, values, torch.stack(exponents), place)
             inputs = (qkv, *state, angle.cos(), angle.sin(), semaphores, 1e-6)
             yield Case(label, inputs)
-            if position in (17, 300):  # a text that begins beside others
+            if position in (17, 300):  # a text that begins among others
                 begins = (torch.roll(qkv, 1, 1), *inputs[1:4], torch.zeros_like(place))
                 texts = [inputs, (*begins, *inputs[5:]), inputs]
-                yield Case(f"3 texts of {label}", beside_each_other(texts, *SHARED))
+                yield Case(f"3 texts of {label}", stacked_texts(texts, *SHARED))
 
 
 def _with_state(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
@@ -334,7 +334,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
             )
             if window < 16384:
                 one = (qkv, *codes.unbind(), exponents, position, cos, sin, semaphores, 1e-6)
-                texts = beside_each_other([one] * 16, *SHARED)
+                texts = stacked_texts([one] * 16, *SHARED)
                 label = f"16 texts of {name} {heads}x{window}x{width}"
                 yield Timing(label, texts, run=_decode_attention_8bit_triton)
 

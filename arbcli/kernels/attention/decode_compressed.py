@@ -43,7 +43,7 @@ from arbcli.kernels.runtime.arguments import (
 )
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
-from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 
 SLOTS = 32
 """Slots of a program."""
@@ -313,7 +313,7 @@ def attention_of_byte(
     most: int,
     position: int,
 ) -> tuple:
-    """Draw what `decode_compressed` is given; `size` 0 is no choice."""
+    """Draw what `decode_compressed` is given; `size` 0 stands for no choice."""
 
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator)
@@ -358,9 +358,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             peer = DECODE_COMPRESSED.torch if low else None
             inputs = attention_of_byte(generator, device, dtype, *shape)
             yield Case(label, inputs, peer)
-            if position in (40, 77, 16383):  # a text that begins beside others
+            if position in (40, 77, 16383):  # a text that begins among others
                 begins = (-inputs[0], *inputs[1:5], torch.zeros_like(inputs[5]), *inputs[6:])
-                texts = beside_each_other([inputs, begins, inputs], *SHARED)
+                texts = stacked_texts([inputs, begins, inputs], *SHARED)
                 yield Case(f"3 texts of {label}", texts, peer)
             for name, stored in FORMATS.items() if heads != 4 else ():
                 quantised = [quantise_entries(part, stored) for part in inputs[1:3]]
@@ -381,7 +381,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         rest = (choice, sink, place, *table, semaphores, m, most, 1e-6)
         inputs = (x, recent, entries, *rest)
         yield Timing(f"12x128, entries of {m}", inputs, run=_decode_compressed_triton)
-        texts = beside_each_other([inputs] * 16, *SHARED)
+        texts = stacked_texts([inputs] * 16, *SHARED)
         label = f"16 texts of 12x128, entries of {m}"
         yield Timing(label, texts, run=_decode_compressed_triton)
 

@@ -27,7 +27,7 @@ from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 
 SHARED = (1, 6, 7)
 """Arguments of `decode_latent` that are the same for all texts."""
@@ -283,9 +283,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         label = f"{heads}x{width}x{size}x{rotary} at {position} of {window}{' bf16' if low else ''}"
         peer = DECODE_LATENT.torch if low else None
         yield Case(label, inputs, peer)
-        if window in (33, 64):  # a text that begins beside others
+        if window in (33, 64):  # a text that begins among others
             begins = (-parts[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
-            texts = beside_each_other([inputs, begins, inputs], *SHARED)
+            texts = stacked_texts([inputs, begins, inputs], *SHARED)
             yield Case(f"3 texts of {label}", texts, peer)
 
 
@@ -306,7 +306,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     )  # fmt: skip
     yield Timing(
         f"16 texts of {heads}x{width}x{size} of {window} bf16",
-        beside_each_other([inputs] * 16, *SHARED), run=_decode_latent_triton,
+        stacked_texts([inputs] * 16, *SHARED), run=_decode_latent_triton,
     )  # fmt: skip
 
 

@@ -32,21 +32,21 @@ class KeptIn(NamedTuple):
     stored: torch.dtype | None = None
     """float8_e4m3fn or int8; None is the dtype of activations."""
     mixed: bool = False
-    """Whether numbers of keys that turn stay in that dtype, beside eight bits."""
+    """Whether numbers of keys that turn stay in that dtype, with others in eight bits."""
     queries: bool = False
     """Whether queries are rounded like keys; they are `mixed` then."""
 
     @classmethod
     def named(cls, name: str | None) -> "KeptIn":
         """Read a name of `--kv`: of `FORMATS`, with `-mixed` or `-queries` after it, or another."""
-        kind, _, beside = (name or "").partition("-")
-        return cls(FORMATS.get(kind), bool(beside), beside == "queries")
+        kind, _, unrounded = (name or "").partition("-")
+        return cls(FORMATS.get(kind), bool(unrounded), unrounded == "queries")
 
     def name(self, plain: str) -> str:
         """Name it, as `plain` where nothing is in eight bits."""
         kinds = {stored: kind for kind, stored in FORMATS.items()}
-        beside = "-queries" if self.queries else "-mixed" if self.mixed else ""
-        return plain if self.stored is None else kinds[self.stored] + beside
+        unrounded = "-queries" if self.queries else "-mixed" if self.mixed else ""
+        return plain if self.stored is None else kinds[self.stored] + unrounded
 
     def round(self, *parts: Tensor, rotated: int = 0) -> tuple[Tensor, ...]:
         """Round tensors of entries, (..., d), of which some numbers turn, to what is read back."""

@@ -248,7 +248,7 @@ def _weight(code, scale):
 def _load_pieces(
     pieces, scales, plane, planes, WARPS: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr
 ):
-    """Load a thread's words and scales of `DEPTH` pieces, each `WARPS` behind the last."""
+    """Load a thread's words and scales of `DEPTH` pieces, each `WARPS` after the last."""
     words, of_rows, zero = (), (), tl.zeros_like(plane)
     for i in tl.static_range(DEPTH):
         at = plane + WARPS * i

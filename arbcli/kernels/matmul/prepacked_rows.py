@@ -211,7 +211,7 @@ def _prepacked_rows_kernel(
         row = tl.minimum(first_row + 8 * t + r, M - 1)
         x_starts = x_starts + (x_ptr + row * (K // 4),)  # noqa: RUF005
 
-    # shared memory of a warp: pieces of each tile, later its sums; behind all warps', the squares
+    # shared memory of a warp: pieces of each tile, later its sums; after all warps', the squares
     OF_WARP: tl.constexpr = OF_TILE * HEIGHT
     memory = memory_of(instead_ptr, thread, BYTES, PTX)
     mine, squares_at = memory + OF_WARP * warp, memory + OF_WARP * WARPS

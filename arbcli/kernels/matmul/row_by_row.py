@@ -250,7 +250,7 @@ def _row_by_row_kernel(
     OF_ROW: tl.constexpr = (2 * HALF + TABLE) * WIDE
     first_tile = tl.program_id(0) * HEIGHT
 
-    # all that a warp multiplies, as `row_matmul` has it but for who has which part of a block
+    # all that a warp multiplies, as in `row_matmul` but for the parts of a block that lanes have
     codes, scales = (), ()
     for turn in tl.static_range(0, STEPS, WARPS):
         step = tl.minimum(warp + turn, STEPS - 1)

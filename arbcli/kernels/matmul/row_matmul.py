@@ -636,7 +636,7 @@ ROW_MATMUL = Operation(
         relative=1e-3,
         peer_slack=0.1,
         reason="x is rounded to 15 bits, 32 elements with one power of two: errors of up to 2**-14"
-        " of the largest of them, some 1e-4 of the norm of a product and 3e-4 behind a gate; then"
+        " of the largest of them, some 1e-4 of the norm of a product and 3e-4 after a gate; then"
         " float32 sums; in bf16 one rounding, as torch's float32 has",
     ),
     PREPACKED_ARGUMENTS, where=(*few_rows_fit(1), f"in_features <= {MOST_COLUMNS}"), draw=_draw,

@@ -40,7 +40,7 @@ check_trits = compiled_check(
 
 
 def in_tiles(rows: Tensor, gated: bool) -> Tensor:
-    """Split rows, padded with zeros, to (tiles, 2, 8, ...): those of the second eight behind."""
+    """Split rows, padded with zeros, to (tiles, 2, 8, ...): those of the second eight last."""
     halves = rows.unflatten(0, (2, -1)) if gated else rows[None]
     missing = -halves.shape[1] % (8 if gated else ROWS)
     halves = functional.pad(halves, (*(0, 0) * (halves.dim() - 2), 0, missing))

@@ -5,7 +5,7 @@
  * in an order that shapes alone decide: not the instruction set, and not the number of threads.
  *
  * A matrix is a pointer to its first element and a stride of its rows in elements; columns lie
- * beside each other. Integer arguments are all int64_t, so that the caller needs no prototypes.
+ * next to each other. Integer arguments are all int64_t, so that the caller needs no prototypes.
  */
 
 #include <math.h>
@@ -188,7 +188,7 @@ static inline uint32_t to_bits(float x) {
     return bits;
 }
 
-/* Round to bfloat16, to nearest even; what is no number stays none. */
+/* Round to bfloat16, to nearest even; what is not a number stays none. */
 static inline uint16_t to_bf16(float x) {
     uint32_t bits = to_bits(x);
     uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
@@ -265,7 +265,7 @@ static void unpack_row(const uint8_t *packed, int8_t *trits, int64_t columns) {
     }
 }
 
-/* Pack a row; what `trits` has behind the columns has to be 0. */
+/* Pack a row; what `trits` has after the columns has to be 0. */
 static void pack_row(uint8_t *packed, const int8_t *trits, int64_t columns) {
     for (int64_t block = 0; 160 * block < columns; block++) {
         int64_t width = plane_width(columns, block);
@@ -1305,7 +1305,7 @@ static void multiply_tiles(const void *given, int64_t first, int64_t last, int64
 }
 
 /* x: (M, K); y: (M, N); added: like y, or NULL; all contiguous. pieces and scales: as they are
- * arranged; scales: NULL for trits. space: for every thread (136 ceil(K / 128) 4 + 4) M bytes. Where
+ * prepacked; scales: NULL for trits. space: for every thread (136 ceil(K / 128) 4 + 4) M bytes. Where
  * `eps` is negative there is no norm. */
 EXPORT void multiply_rows(const void *x, int64_t x_bf16, const uint8_t *pieces,
                           const uint16_t *scales, const void *added, void *y, int64_t bf16,

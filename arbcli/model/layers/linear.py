@@ -169,7 +169,7 @@ class LinearWeight(StreamedTensor):
         before: "TernaryRMSNorm | None",
         wanted: bool,
         *,
-        beside: Tensor | None = None,
+        other_grad: Tensor | None = None,
         overwrite: bool = False,
     ) -> Tensor | None:
         """Take the gradient of what `multiply` gave: return that of x if it is wanted.
@@ -179,14 +179,14 @@ class LinearWeight(StreamedTensor):
             x: (M, K), or what `before` makes that of.
             before: as of `multiply`.
             wanted: whether to return the gradient of x.
-            beside: the gradient that x has elsewhere, which `before` adds.
+            other_grad: the gradient that x has elsewhere, which `before` adds.
             overwrite: whether the gradient of a gate may take the place of x.
         """
         grad_x, source = None, x
         if wanted:
             grad_x = self.propagate(grad_y)
             if before:
-                grad_x, source = before.backward(grad_x, x, beside, overwrite)
+                grad_x, source = before.backward(grad_x, x, other_grad, overwrite)
         elif before:
             source = before(x)
         self.collect(source, grad_y)
@@ -258,7 +258,7 @@ _linear = operator(_Linear, lambda x, trits, *_: x.new_empty(len(x), len(trits))
 class _LinearOfSum(Function):
     """total = x + added, y = before(total) @ w.T; otherwise as `_Linear`.
 
-    Total is the stream, which goes on beside the layer, so its gradient is that of both.
+    Total is the stream, which goes on past the layer, so its gradient is that of both.
     """
 
     @staticmethod
@@ -275,7 +275,7 @@ class _LinearOfSum(Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:
         (total,) = ctx.saved_tensors
-        grad = ctx.weight.pass_back(grad_y, total, ctx.before, True, beside=grad_total)
+        grad = ctx.weight.pass_back(grad_y, total, ctx.before, True, other_grad=grad_total)
         return grad, grad, None, None, None
 
 
@@ -372,7 +372,7 @@ class TernaryLinear(nn.Module):
         normalise: bool,
         gated: bool = False,
         added: Tensor | None = None,
-        beside: "TernaryLinear | None" = None,
+        also: "TernaryLinear | None" = None,
         early: bool = True,
     ) -> Tensor:
         """Multiply few rows, (..., K) to (..., N), and do in the same kernel what is around that.
@@ -388,7 +388,7 @@ class TernaryLinear(nn.Module):
             gated: whether silu of the first half of the result multiplies the second; always the
                 same for a layer.
             added: what to add to the result, like it.
-            beside: a layer of the same site whose results, of the same rows, come behind; always
+            also: a layer of the same site whose results, of the same rows, come last; always
                 the same for a layer.
             early: whether the kernel after this one waits before it reads anything that a step
                 computes, so that it may begin before the kernel before this one has ended.
@@ -399,7 +399,7 @@ class TernaryLinear(nn.Module):
         if self._prepacked is None:
             of_digits = prepack_in_lanes if uses_native(self.weight.trits) else prepack_digits
             pack = of_digits if all_digits else prepack
-            self._prepacked = pack(self._above(beside), gated)
+            self._prepacked = pack(self._above(also), gated)
         weight = self._prepacked
         if isinstance(x, AttentionParts):
             if not isinstance(weight, Prepacked):
@@ -427,10 +427,10 @@ class TernaryLinear(nn.Module):
             y = prepacked_rows(rows, weight, eps, added)
         return y.view(*shape, -1)
 
-    def _above(self, beside: "TernaryLinear | None") -> Packed:
+    def _above(self, also: "TernaryLinear | None") -> Packed:
         """Put the weights of another layer under these."""
         packed = self.weight.packed
-        return packed if beside is None else packed.above(beside.weight.packed)
+        return packed if also is None else packed.above(also.weight.packed)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """Decode the weights for steps, (N, K) of `dtype`; `prepacked_once` says until when."""

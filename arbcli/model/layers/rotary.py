@@ -155,7 +155,7 @@ def table_rows(positions: int, context: int) -> int:
 
 @contextmanager
 def fresh_tables() -> Iterator[None]:
-    """Make tables anew inside, and forget them at the end: for who counts what a step leaves."""
+    """Make tables anew inside, and forget them at the end, to count what a step leaves."""
     global _tables
     before, _tables = _tables, _new_cache()
     try:

@@ -16,7 +16,7 @@ With `pooling` of `mean` there are neither A nor beta, and v[j] is n of the mean
 `key_gain` learned gains multiply n in (2), and v[j] in (4).
 
 Where an entry has few bytes there are many, and an indexer chooses. A choice is made by each byte
-t = g m - 1 that completes an entry, for itself and the m - 1 bytes behind it, among g entries:
+t = g m - 1 that completes an entry, for itself and the m - 1 bytes after it, among g entries:
 
     (7) s[g, j] = sum over h of w[h] max(0, q[h] . k[j]) / sqrt(heads d)
         q[h], w = x[t] I, and k[j] = v[j] J; q and k are normalised and rotated like Q x and c

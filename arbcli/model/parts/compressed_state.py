@@ -58,7 +58,7 @@ class CompressedState(State):
         self.keys: Tensor | None = None
         """(slots, width): the indexer's, of the entries; e4m3 where these are in eight bits."""
         self.choice: Tensor | None = None
-        """(k,) int32: the entries that were chosen last, and -1 behind them."""
+        """(k,) int32: the entries that were chosen last, and -1 after them."""
         if layer.indexer:
             indexer = layer.indexer
             self.index_table = indexer.table(rows, device)
@@ -229,7 +229,7 @@ class CompressedState(State):
         return still.view(-1, 1, *still.shape[-2:])
 
     def _append_plainly(self, new: Tensor, beta: Tensor) -> Tensor:
-        """Do as `append` does with (3, G, d) of one text, by plain operations behind the norm."""
+        """Do as `append` does with (3, G, d) of one text, by plain operations after the norm."""
         (cos, sin), place = self.table, self.clock.position.long()[None]
         flat, rows = (torch.ones_like(cos), torch.zeros_like(sin)), torch.empty_like(new[:2, None])
         about = (self.open, beta, self.clock.position, *flat, NORM_EPS)

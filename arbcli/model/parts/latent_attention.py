@@ -6,7 +6,7 @@ again, and `rotary` ones that are a part of every head's key and rotated by the 
 One new byte attends to these vectors as they are. A query times W n, a head's key, is (W.T query)
 times n, and a mean of W' n, the values, is W' times the mean of n; so two products of one row take
 the place of making all keys and values again. Only the lengths of the keys, which are normalised,
-are kept beside them.
+are kept next to them.
 Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
@@ -118,7 +118,7 @@ class LatentAttention(CachedAttention):
     def _attend_one(
         self, q: Tensor, latent: Tensor, rotated: Tensor, state: "LatentRing"
     ) -> Tensor:
-        """Attend with one query, (1, 1, heads, head_dim), to the ring with the new position behind.
+        """Attend with one query, (1, 1, heads, head_dim), to the ring and then the new position.
 
         Returns:
             (heads, head_dim), computed in float32.

@@ -34,7 +34,7 @@ def compressed_attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) ->
     still = norm(pooled.view(number, kv, size))
     entries = turn(still * gain.flatten(), place[:number] * m, rotated)
 
-    # what a group of positions, those behind g complete entries, sees of the entries
+    # what a group of positions, those after g complete entries, sees of the entries
     group, entry = torch.arange(number + 1, device=h.device)[:, None], place[:number]
     sees = (entry < group) & (entry >= group - config.entries(site))
     scores = None

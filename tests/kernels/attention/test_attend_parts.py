@@ -44,7 +44,7 @@ def test_average_of_the_parts_is_attention_over_all_slots(backend, device):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("position", [5, 97])
 def test_slots_that_were_never_written_may_hold_no_number(position, backend, device):
-    """So may the one that is written; and spans behind the position are not read."""
+    """So may the one that is written; and spans after the position are not read."""
     results = []
     for rubbish in (0.0, torch.nan):
         given = inputs(device, position=position)

@@ -1,4 +1,4 @@
-"""Attention to compressed positions beside a softmax in float64: cosines, by width and length.
+"""Attention to compressed positions against a softmax in float64: cosines, by width and length.
 
 Texts of up to 16,384 bytes are read whole on a GPU, and their last bytes on a CPU.
 """

@@ -64,7 +64,7 @@ def test_tickets_are_given_back(backend, device):
 
 @pytest.mark.parametrize("spec", [DECODE_ATTENTION, DECODE_ATTENTION_8BIT], ids=lambda s: s.name)
 def test_programs_that_have_several_blocks(spec, device, monkeypatch):
-    """As in a ring of 16,384 slots; a program's blocks end before, at and behind a slot."""
+    """As in a ring of 16,384 slots; a program's blocks end before, at and after a slot."""
     monkeypatch.setattr(module, "PROGRAMS", 4)
     monkeypatch.setattr(module, "SLOTS", 8)
     for case in spec.cases(torch.device("cpu"), 32):

@@ -1,4 +1,4 @@
-"""Products of a mixture of experts: every row by its expert's matrix, whatever lies beside it."""
+"""Products of a mixture of experts: every row by its expert's matrix, whatever lies around it."""
 
 from itertools import pairwise
 

@@ -204,7 +204,7 @@ def test_loops_lay_a_matrix_out_as_torch_does(in_features, gated):
 
 @pytest.mark.parametrize("processors", [5, 132])
 def test_order_of_sums_is_of_the_matrix_alone(processors):
-    """Else the bits of a row would depend on how many are beside it."""
+    """Else the bits of a row would depend on how many there are."""
     for tiles in (1, 70, 700):
         for blocks in range(1, 72):
             tilings = [

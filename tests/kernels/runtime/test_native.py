@@ -1,4 +1,4 @@
-"""The `native` backend: who compiles its loops, and that they give the same bits everywhere.
+"""The `native` backend: how its loops are compiled, and that they give the same bits everywhere.
 
 What they compute is compared with the references in `test_every_kernel.py`.
 """

@@ -99,7 +99,7 @@ def test_shape_agrees_with_its_reference(name, norm_gain, device):
 @pytest.mark.parametrize("kv", ["fp8-mixed", "int8-mixed", "fp8-queries"])
 @pytest.mark.parametrize("name", ["plain", "half of a head", "all"])
 @torch.no_grad()
-def test_numbers_that_turn_stay_beside_eight_bits(name, kv, device):
+def test_numbers_that_turn_stay_with_eight_bits(name, kv, device):
     lm, ids = build(name, device), text(device)
     layer, width = lm.blocks[0].attention, lm.blocks[0].attention.width
     errors = {}

@@ -29,7 +29,7 @@ PARTS = {
 
 
 class Normalised(nn.Module):
-    """Attention behind a norm."""
+    """Attention after a norm."""
 
     def __init__(self, config=CONFIG, **at) -> None:
         super().__init__()
