@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbcli.config.model import BlockConfig
