@@ -451,6 +451,53 @@ def imports(runs: Runs) -> str:
     return markdown([*head, "KL", "KL of Q8_0"], rows) + source(runs)
 
 
+def large_tuning(runs: Runs) -> str:
+    """List what tuning takes at large shapes, and how fast it is."""
+    head = ["shape", "kind", "batch", "state", "allocated", "predicted", "reserved", "predicted"]
+    rows = [
+        [
+            row["shape"].upper(),
+            row["kind"],
+            f"{row['batch']} x {row['ctx']:,}" + (", recomputed" if row["recompute"] else ""),
+            *(_gib(row[f"{name}_bytes"]) for name in LARGE_BYTES),
+            "" if row["cap_gib"] is None else f"{row['cap_gib']} GiB",
+            _number(row["tokens_per_second"]),
+        ]
+        for row in rows_of(runs)
+    ]
+    return markdown([*head, "cap", "tokens/s"], rows) + source(runs)
+
+
+LARGE_BYTES = (
+    "state",
+    "allocated",
+    "predicted_allocated",
+    "reserved",
+    "predicted_reserved",
+)
+
+
+def _gib(size: float | None) -> str:
+    return "" if size is None else f"{size / 2**30:.3f}"
+
+
+def tuning(runs: Runs) -> str:
+    """List what a model of code learns of novels, and what it forgets."""
+    return _tuning([row for row in rows_of(runs) if row["part"] != "low"], runs)
+
+
+def _tuning(rows: list[Row], runs: Runs) -> str:
+    lines = []
+    kinds = [*dict.fromkeys(row["kind"] for row in rows)]
+    pairs = {(row["kind"], row["lr"]) for row in rows}
+    for kind, lr in sorted(pairs, key=lambda pair: (kinds.index(pair[0]), pair[1])):
+        some = [row for row in rows if (row["kind"], row["lr"]) == (kind, lr)]
+        some.sort(key=lambda row: row["seed"])
+        losses = [", ".join(f"{row[name]:.4f}" for row in some) for name in ("new", "old")]
+        lines.append([kind, f"{lr:g}", *losses, f"{some[0]['state_bytes'] / 1e6:.1f}"])
+    return markdown(["kind", "rate", "new text", "old text", "state, MB"], lines) + source(runs)
+
+
 def bits_of_many(runs: Runs) -> str:
     """Compare states after the same steps on several GPUs and on one."""
     found = _of_part(runs, "bits")
@@ -786,6 +833,8 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "generation": ("generation", generation),
     "exports": ("exports", exports),
     "imports": ("imports", imports),
+    "large-tuning": ("large_tuning", large_tuning),
+    "tuning": ("tuning", tuning),
     "several-texts": ("several_texts", several),
     "kv-cache": ("kv_cache", caches),
     "hnet": ("hnet", chunked),

@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.table import Table
 
 from arbcli.commands._options import (
-    Backend,
     Json,
+    PredictedBackend,
     PredictedDevice,
     check_device,
     check_settings,
@@ -42,7 +42,7 @@ STAGES = {
 }
 
 
-@takes_settings("batch", "accum", "compute", "recompute", "seed")
+@takes_settings("batch", "accum", "compute", "recompute", "teacher", "seed")
 def audit_memory(
     steps: Annotated[int, typer.Option(min=2, help="Real steps to measure.")] = 3,
     budget: Annotated[
@@ -65,7 +65,7 @@ def audit_memory(
         bool, typer.Option("--floats", help="List every float tensor of the first step.")
     ] = False,
     device: PredictedDevice = None,
-    backend: Backend = None,
+    backend: PredictedBackend = None,
     as_json: Json = False,
     **given: Any,
 ) -> None:

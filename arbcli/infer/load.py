@@ -116,16 +116,17 @@ def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
     Raises:
         ArbError: there is no checkpoint, or it is damaged.
     """
-
-    def accept(checkpoint: Checkpoint) -> set[str]:
-        check_saved(checkpoint)
-        return set(empty_model(checkpoint, weights_only=True).state_dict())
-
-    name, checkpoint = read_saved(path, note, accept)
+    name, checkpoint = read_saved(path, note, accept_weights)
     model = empty_model(checkpoint, weights_only=True)
     model.load_state_dict(checkpoint.tensors, assign=True)
     compute = _trained_in(name, checkpoint, torch.device("cpu"))
     return Weights(model, checkpoint, name, compute)
+
+
+def accept_weights(checkpoint: Checkpoint) -> set[str]:
+    """Refuse as `check_saved` does, and choose the tensors that are not training state."""
+    check_saved(checkpoint)
+    return set(empty_model(checkpoint, weights_only=True).state_dict())
 
 
 def is_export(checkpoint: Checkpoint) -> bool:

@@ -22,6 +22,7 @@ from arbcli.inspect.allocator import Allocator, round_up
 from arbcli.inspect.trace import META, KnownShapes, Storages, calling_function, without_memory
 from arbcli.kernels.runtime.backend import compile_for, num_processors
 from arbcli.train.parallel.group import Group, Travelling
+from arbcli.train.teacher import read_teacher
 from arbcli.train.trainer import Trainer
 
 ASSUMED_GPU = ((9, 0), 132)
@@ -374,10 +375,11 @@ def predict_peak(
     device = torch.device(config.device)
     group = _Imagined(rank, size) if size > 1 else None
     captured = captured and config.backend == "triton"
-    trace = _Trace(device)
+    trace, teacher = _Trace(device), read_teacher(config)
     with deterministic(), compile_for(*_gpu(device)), trace, without_memory(device):
         text: Any = _AnyText(config)  # all of a text that a step asks for
-        trainer = Trainer(config, Texts(text, text, ""), group=group)
+        known = teacher and teacher.checkpoint
+        trainer = Trainer(config, Texts(text, text, ""), group=group, teacher=known)
         trace.end_stage()
         for _ in range(WARM_STEPS):
             trainer.train_step()

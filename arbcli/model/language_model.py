@@ -26,9 +26,10 @@ from arbcli.model.flow import Documents, Flow, Reading, each_text, rows_of
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
+from arbcli.model.layers.loss import divergence
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor
-from arbcli.model.layers.symbols import in_chunks
+from arbcli.model.layers.symbols import Predictions, in_chunks
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.packed import StateModule, TernaryTensor
 from arbcli.model.parts.ahead import Ahead
@@ -43,7 +44,7 @@ from arbcli.model.stage import Chunked, Stage, pass_one
 from arbcli.model.state import Track
 from arbcli.model.step_memory import StepMemory
 
-LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0}
+LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0}
 """Weight of each part of the loss, that of the text being 1.
 
 The source of `ratio` has 0.03. With ten times that chunks keep to the length that was asked for.
@@ -154,7 +155,12 @@ class LanguageModel(nn.Module):
         return self.losses(ids, targets, documents)["text"]
 
     def losses(
-        self, ids: Tensor, targets: Tensor, documents: Tensor | None = None
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        documents: Tensor | None = None,
+        *,
+        teacher: "LanguageModel | None" = None,
     ) -> dict[str, Tensor]:
         """Compute the parts of the loss that a step minimises, each times its `loss_weights`.
 
@@ -164,11 +170,13 @@ class LanguageModel(nn.Module):
                 the mean is over the others.
             documents: (B, T) int64, numbers of the documents of each window, which know nothing of
                 each other; None is windows of one text.
+            teacher: a model of the same symbols, whose predictions are learnt besides.
 
         Returns:
             Float32 scalars by name: `text`, the cross-entropy in nats a symbol; `ponder`, see
             `Iterated.ponder_cost`; `ratio`, the sum over the stages that learn where chunks begin;
-            `indexer`, the mean over the blocks with an indexer; `next_2` and so on, see `Ahead`.
+            `indexer`, the mean over the blocks with an indexer; `next_2` and so on, see `Ahead`;
+            `teacher`, the mean divergence from the teacher's predictions, in nats a symbol.
         """
         seen: list[Chunked] = []
         flow = self._whole(ids, seen, documents)
@@ -182,6 +190,10 @@ class LanguageModel(nn.Module):
         ratios = [stage.ratio for stage in seen if stage.ratio is not None]
         if self.ahead:
             losses |= self.ahead.losses(flow.whole(), ids)
+        if teacher is not None:
+            apart = self._divergences(flow, teacher, ids, documents)
+            learnt = torch.ones_like(targets) if documents is None else targets >= 0
+            losses["teacher"] = (apart * learnt).sum() / learnt.sum().clamp(min=1)
         return losses | ({"ratio": cast(Tensor, sum(ratios))} if ratios else {})
 
     @property
@@ -214,11 +226,26 @@ class LanguageModel(nn.Module):
         """Whether losses are computed a chunk of symbols at a time, and logits never are."""
         return self.config.weights == "ternary" and in_chunks(self.config.vocabulary)
 
-    def _score(self, flow: Flow, targets: Tensor) -> Tensor:
+    def _score(self, flow: Flow, targets: Tensor | Predictions) -> Tensor:
+        return self.head.losses(self._before_head(flow), targets, self.norm)
+
+    def _before_head(self, flow: Flow) -> Tensor:
         x = flow.whole()
-        if self.config.head:
-            x = x + self.byte_mlp(x, self.byte_norm).added
-        return self.head.losses(x, targets, self.norm)
+        return x + self.byte_mlp(x, self.byte_norm).added if self.config.head else x
+
+    def _divergences(
+        self, flow: Flow, teacher: "LanguageModel", ids: Tensor, documents: Tensor | None
+    ) -> Tensor:
+        """Compute the divergence of each position from a teacher's predictions, (B, T) float32."""
+        with torch.no_grad():
+            known = teacher._whole(ids, [], documents)
+            if self.scores_in_chunks:
+                theirs = teacher.head.predictions(teacher._before_head(known), teacher.norm)
+            else:
+                logits = teacher._logits(known).flatten(0, 1)
+        if self.scores_in_chunks:
+            return self._score(flow, theirs)
+        return divergence(self._logits(flow).flatten(0, 1), logits).view(ids.shape)
 
     def position_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Compute the cross-entropy of each of (B, T) int64 targets: (B, T) float32, in nats."""
@@ -330,8 +357,7 @@ class LanguageModel(nn.Module):
     def _logits(self, flow: Flow) -> Tensor:
         """Compute logits of what the stages give."""
         if self.config.head:
-            x = flow.whole()
-            return self.head(x + self.byte_mlp(x, self.byte_norm).added, self.norm)
+            return self.head(self._before_head(flow), self.norm)
         if flow.added is None:
             return self.head(flow.x, self.norm)
         return self.head(flow.x, self.norm, flow.added)[0]

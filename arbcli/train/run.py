@@ -87,6 +87,7 @@ from arbcli.train.record import (
     seconds_until,
 )
 from arbcli.train.schedule import learning_rate
+from arbcli.train.teacher import read_teacher
 from arbcli.train.text_warnings import text_warnings
 from arbcli.train.trainer import (
     EAGER_STEPS,
@@ -224,9 +225,11 @@ def start_run(
             trained_with = initial.checkpoint.data.get(DIGEST)
             check_digest(texts.tokenizer, trained_with, Path(str(config.tokenizer)))
         initial_digest = initial and initial.checkpoint.digest
-        _compare_settings(
-            config, texts, group, minutes=minutes, init_from=initial_digest, save=save
-        )
+        teacher = read_teacher(config, observer.noted)
+        if teacher is not None:  # the file itself, as its run may go on
+            config = dataclasses.replace(config, teacher=os.path.abspath(teacher.path))
+        asked = {"teacher": teacher and teacher.checkpoint.digest, "init_from": initial_digest}
+        _compare_settings(config, texts, group, minutes=minutes, save=save, **asked)
         check(config)
         for warning in text_warnings(texts):
             observer.noted(warning)
@@ -242,9 +245,12 @@ def start_run(
             if group.first and save:
                 check_free(run)  # nobody else can start one here from now on
             if minutes is not None:
-                config = _fit_to_minutes(config, texts, minutes, group)
+                config = _fit_to_minutes(config, texts, minutes, group, teacher)
             facts = run_facts(run, config, texts)
-            trainer = _build(config, texts, group)
+            trainer = _build(config, texts, group, teacher)
+            if teacher is not None:
+                facts["teacher_digest"] = trainer.teacher_digest
+                del teacher  # it may be large
             if initial is not None:
                 trainer.take_weights(initial.checkpoint)
                 facts["init_from"] = os.path.abspath(initial.path)
@@ -331,9 +337,11 @@ def resume_run(
             _compare_settings(config, texts, group, steps=steps or config.steps)
             new_run = "start a new run on the new text with `--out`"
             check_same_text(run, facts, text_digest(texts), new_run)
+            teacher = teacher_again(facts, config)
             if steps not in (None, config.steps):
                 config, facts = _extended(run, facts, config, done, steps, observer, group)
-            trainer = _build(config, texts, group)
+            trainer = _build(config, texts, group, teacher)
+            del teacher  # it may be large
             if checkpoint is None:
                 return _run(trainer, run, facts, observer, profile)
             trainer.restore(checkpoint)
@@ -523,18 +531,41 @@ def _times(texts: Texts) -> dict[Path, tuple[int, int]]:
     return texts.train.times() | texts.val.times()
 
 
-def _build(config: TrainConfig, texts: Texts, group: Group) -> Trainer:
+def teacher_again(facts: dict[str, Any], config: TrainConfig) -> SavedModel | None:
+    """Read the teacher of a run that goes on.
+
+    Raises:
+        ArbError: it is gone, or another.
+    """
+    teacher = read_teacher(config)
+    if teacher is not None and teacher.checkpoint.digest != facts.get("teacher_digest"):
+        raise ArbError(
+            f"`{teacher.path}` is not the teacher that the run began with",
+            hint="put it back, or start a new run with `--out`",
+        )
+    return teacher
+
+
+def _build(config: TrainConfig, texts: Texts, group: Group, teacher: SavedModel | None) -> Trainer:
     with explained_out_of_memory():
-        return Trainer(config, texts, capture=True, group=group)
+        return Trainer(
+            config, texts, capture=True, group=group, teacher=teacher and teacher.checkpoint
+        )
 
 
-def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float, group: Group) -> TrainConfig:
+def _fit_to_minutes(
+    config: TrainConfig,
+    texts: Texts,
+    minutes: float,
+    group: Group,
+    teacher: SavedModel | None,
+) -> TrainConfig:
     """Turn minutes into steps by timing a few, on a trainer that is thrown away.
 
     What that takes comes off the minutes, and so do evaluations.
     """
     started, most = time.perf_counter(), minutes * 60
-    trainer = _build(config, texts, group)
+    trainer = _build(config, texts, group, teacher)
     for _ in range(EAGER_STEPS + 1 if trainer.captures else 1):
         loss = trainer.train_step()
     float(loss)  # waits for a GPU

@@ -69,7 +69,7 @@ class _Target(NamedTuple):
     tensor: TernaryTensor
     """Its rule and its direction are the matrix's."""
     state: State
-    index: int
+    number: int
     """Of its keys and counters."""
     refused: Tensor
     """Counts bad gradients."""

@@ -171,6 +171,7 @@ def test_settings_name_other_settings_only():
 
 CHOSEN = {
     "tokenizer": "tokenizer.json", "sound": "pcm16", "picture": "grey:64x48",
+    "teacher": "runs/large",
     "preset": "hnet-tiny", "data": ["a.txt", "b.txt"], "val": ["c.txt"], "field": "body",
     "schedule": "wsd", "rule": "nibble", "digits": "int8", "direction": "muon",
     "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
@@ -182,7 +183,7 @@ CHOSEN = {
 OTHERS = {
     "minutes", "config_file", "print_config", "out", "resume", "init_from", "plot", "log", "force",
     "dry_run", "quiet", "as_json", "budget", "what_if", "snapshot", "checkpoint", "gpus", "profile",
-    "ranks", "help", "model_file", "no_save", "floats", "pin",
+    "ranks", "help", "model_file", "no_save", "floats", "pin", "run",
 }  # fmt: skip
 """Options that set no field of a configuration."""
 
@@ -211,7 +212,8 @@ def test_every_option_reaches_its_field(command, arb_here, monkeypatch):
     assert {option.name for option in known} <= {*fields, *OTHERS}
     new_config = mock.Mock(side_effect=ArbError("enough"))
     monkeypatch.setattr(configure, "new_config", new_config)
-    for early in ("train_config", "check_named", "may_have_gpu"):  # no model has all of them
+    for early in ("train_config", "check_named", "check_regular", "may_have_gpu"):
+        # no model has all of them
         monkeypatch.setattr(f"arbcli.commands._options.{early}", mock.Mock())
     words, expected = [], {}
     for number, option in enumerate(options, 11):

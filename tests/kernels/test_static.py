@@ -5,6 +5,7 @@ at 2**31 and refuses to load what is not aligned.
 """
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -16,8 +17,21 @@ FILES = sorted(Path(arbcli.kernels.__file__).parent.rglob("*.py"))
 OF_A_ROW = {"k", "offs_b", "offs_g", "block", "j", "kv", "h", "g"}
 """What columns, their bytes and groups, and heads are called: products of them stay in one row or
 position, and are int32."""
-NARROW = {"decode_weight.py"}
+NARROW = {"decode_weight"}
 """Files whose kernels are given matrices of fewer than 2**31 weights."""
+OF_A_STEP = {
+    "append_position", "attend_ahead", "attend_parts", "choose_ahead",
+    "decode_attention", "decode_attention_8bit", "decode_attention_rows", "decode_compressed",
+    "decode_latent", "mamba_step", "prepacked_rows", "route_position", "row_by_row", "row_matmul",
+}  # fmt: skip
+"""Files whose kernels step at most 64 texts: numbers of theirs are products of int32."""
+OF_PROGRAMS = {"merged", "newton_schulz", "shared_memory"}
+"""Files whose kernels multiply numbers of programs by what each of these has: tables and parts."""
+FITTING = {"t[:, None] * HALF", "width * digit", "width * (4 - plane)"}
+"""Places in a table of angles, whose positions are below 2**24, and columns of a block."""
+TILE = re.compile("BLOCK|STEPS|ROWS|TILES|GROUP|LANES|HEIGHT|ABREAST")
+"""Beginnings of the names of sizes of tiles."""
+ADDRESS = re.compile("(^|_)ptrs?$|pointer")
 NUMBERS = {"tl.load", "tl.sum", "tl.max"}
 """These return what is in tensors, of a type that is chosen elsewhere."""
 
@@ -33,9 +47,14 @@ def kernels_of(source: str) -> list[ast.FunctionDef]:
 
 
 @cache
+def kernels_in(file: Path) -> list[ast.FunctionDef]:
+    return kernels_of(file.read_text())
+
+
+@cache
 def all_kernels() -> dict[str, ast.FunctionDef]:
-    files = (file for file in FILES if file.name not in NARROW)
-    return {f"{f.stem}: {k.name}": k for f in files for k in kernels_of(f.read_text())}
+    files = (file for file in FILES if file.stem not in NARROW)
+    return {f"{f.stem}: {k.name}": k for f in files for k in kernels_in(f)}
 
 
 def is_cast(node: ast.AST) -> bool:
@@ -64,6 +83,7 @@ def is_narrow(node: ast.AST, names: set[str]) -> bool:
     return any(is_narrow(part, names) for part in ast.iter_child_nodes(node))
 
 
+@cache
 def assigned(kernel: ast.FunctionDef) -> list[tuple[str, ast.AST]]:
     """List (name, expression) of assignments, in the order of the source."""
     found = []
@@ -77,11 +97,59 @@ def assigned(kernel: ast.FunctionDef) -> list[tuple[str, ast.AST]]:
 
 def names_of(kernel: ast.FunctionDef, given: set[str]) -> tuple[set[str], set[str]]:
     """Find the (narrow, wide) names of a kernel, some of whose arguments are narrow."""
+    return _names_of(kernel, frozenset(given))
+
+
+@cache
+def _names_of(kernel: ast.FunctionDef, given: frozenset[str]) -> tuple[set[str], set[str]]:
     narrow, wide, pairs = {*given}, set(), assigned(kernel)
     for _ in range(3):  # as deep as names follow from one another
         wide |= {name for name, value in pairs if is_wide(value, wide)}
         narrow |= {name for name, value in pairs if is_narrow(value, narrow)} - wide
     return narrow - wide - OF_A_ROW, wide
+
+
+def is_tile(node: ast.AST) -> bool:
+    """Whether an expression is a size of tiles, or of a grid: products of it count rows."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) == "tl.num_programs"
+    parts = [part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Call)]
+    return all(isinstance(part, ast.Name) and TILE.match(part.id) for part in parts)
+
+
+def is_address(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and ADDRESS.search(node.id) is not None
+
+
+def products_in(node: ast.AST, narrow: set[str], wide: set[str]) -> set[str]:
+    """Find products of int32 numbers by program with anything but sizes of tiles."""
+    return {
+        ast.unparse(part)
+        for part in ast.walk(node)
+        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult)
+        for one, other in ((part.left, part.right), (part.right, part.left))
+        if is_narrow(one, narrow) and not is_tile(other) and not is_wide(part, wide)
+    }
+
+
+def narrow_addresses(kernel: ast.FunctionDef, given: set[str]) -> set[str]:
+    """List such products that addresses are made of, whatever they are multiplied by."""
+    narrow, wide = names_of(kernel, given)
+    made = {
+        name: products
+        for name, value in assigned(kernel)
+        if not is_address(ast.Name(name)) and (products := products_in(value, narrow, wide))
+    }
+    found: set[str] = set()
+    for node in ast.walk(kernel):
+        added = node.value if isinstance(node, ast.AugAssign) and is_address(node.target) else None
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            added = node if any(map(is_address, ast.walk(node))) else None
+        if added is not None:
+            found |= products_in(added, narrow, wide)
+            names = {part.id for part in ast.walk(added) if isinstance(part, ast.Name)}
+            found |= {each for name in names & made.keys() for each in made[name]}
+    return found - FITTING
 
 
 def narrow_arguments(kernels: list[ast.FunctionDef]) -> dict[str, set[str]]:
@@ -122,6 +190,31 @@ def test_rows_are_counted_in_64_bits():
     }
     assert {name: found for name, found in products.items() if found} == {}
     assert len(products) > 200
+
+
+def test_addresses_are_made_of_64_bits():
+    """By constants too, such as widths of heads: those of 2**31 numbers are not a large batch."""
+    found = {}
+    for file in (f for f in FILES if f.stem not in OF_A_STEP | OF_PROGRAMS | NARROW):
+        kernels = kernels_in(file)
+        given = narrow_arguments(kernels)
+        for kernel in kernels:
+            found[f"{file.stem}: {kernel.name}"] = narrow_addresses(kernel, given[kernel.name])
+    assert {name: products for name, products in found.items() if products} == {}
+    assert len(found) > 200
+
+
+@pytest.mark.parametrize(("line", "found"), [
+    ("n = tl.program_id(0)\n    tl.load(p_ptr + n * WIDTH)", {"n * WIDTH"}),
+    ("n = tl.program_id(0).to(tl.int64)\n    tl.load(p_ptr + n * WIDTH)", set()),
+    ("n = tl.program_id(0) * BLOCK_N + tl.arange(0, 8)\n    tl.load(p_ptr + n)", set()),
+    ("at = tl.program_id(0) // H * WIDTH\n    tl.load(p_ptr + at)",
+     {"tl.program_id(0) // H * WIDTH"}),
+    ("p_ptr += tl.program_id(1) * (3 * WIDTH)", {"tl.program_id(1) * (3 * WIDTH)"}),
+])  # fmt: skip
+def test_an_address_that_is_not_widened_is_found(line, found):
+    (kernel,) = kernels_of(f"@triton.jit\ndef kernel(p_ptr, H, WIDTH):\n    {line}")
+    assert narrow_addresses(kernel, set()) == found
 
 
 @pytest.mark.parametrize(("line", "found"), [

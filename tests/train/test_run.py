@@ -700,7 +700,7 @@ FREE = {
     "data", "val", "field", "sound", "picture",  # the text itself is compared, wherever it lies
     "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best", "recompute",
     "device", "backend",
-    "wire", "tokenizer",  # a checkpoint says them, of the tokenizer its digest, and is compared
+    "wire", "tokenizer", "teacher",  # a checkpoint says them, or their digests, and is compared
 }  # fmt: skip
 """Settings that change no bit of a checkpoint, that a resume may change, or that are seen besides.
 """

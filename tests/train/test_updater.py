@@ -1,5 +1,6 @@
 """The update rules: their equations, their exactness, and what they do with bad gradients."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.update.newton_schulz import gram
 from arbcli.kernels.update.step_scales import step_scales
-from arbcli.kernels.update.step_trits import step_by_direction
+from arbcli.kernels.update.step_trits import GOLDEN_TURN, step_by_direction
 from arbcli.model.layers import symbols
 from arbcli.model.layers.symbols import SymbolWeight
 from arbcli.model.layers.table import TableWeight
@@ -703,6 +704,25 @@ def test_rows_and_stacked_matrices_step_by_a_share_with_every_micro_batch(rule):
     for name, (once, often) in moved.items():
         assert once == pytest.approx(table.rule.radix / 16, abs=0.1), name
         assert often == pytest.approx(once, abs=0.15), name
+
+
+def test_bits_turn_once_a_step_and_with_each_gradient_that_steps_by_itself(monkeypatch):
+    turns = []
+    step = moment.step_by_moment
+    monkeypatch.setattr(moment, "step_by_moment", lambda *x: (turns.append(int(x[4])), step(*x)))
+    whole, of_whole, _ = build("nibble", "sign", "cpu", (EXPERTS * HEIGHT, DIM))
+    stack, of_stack, _ = stack_of("nibble", "sign")
+    found = {"whole": [], "stack": []}
+    for number, micro in itertools.product(range(3), range(2)):
+        for name, tensor, updater in (("whole", whole, of_whole), ("stack", stack, of_stack)):
+            turns.clear()
+            updater.begin(number, 1.0, micro, 2)
+            where = (range(EXPERTS),) if tensor is stack else ()
+            grad = torch.ones(EXPERTS, HEIGHT, DIM)
+            updater(tensor, grad if where else grad.flatten(0, 1), *where)
+            found[name] += dict.fromkeys(turns)
+    assert found["whole"] == [tick * GOLDEN_TURN % 2**16 for tick in range(3)]
+    assert found["stack"] == [tick * GOLDEN_TURN % 2**16 for tick in range(6)]
 
 
 SHAPES = ((17, 33), (16, 40), (17, 33))

@@ -383,7 +383,7 @@ def tiling(x: Tensor, recent: Tensor, chosen: Tensor | None, sight: Sight) -> Ti
         queries, programs = sight.ratio, chosen.shape[1]
         shift = sight.group(0) * sight.ratio - 1 - sight.start
     rows = max(16, triton.next_power_of_2(queries) * of_kv)  # no product has fewer
-    parts = max(1, rows // most_rows(block_h)) if width > 128 else 1
+    parts = max(1, rows // most_rows(block_h))
     return Tiling(queries, shift, programs, rows // parts, parts, of_kv, block_h)
 
 
@@ -517,7 +517,8 @@ SMALL = (
     (Sight(5, 4, 2, 9), 1, 7, 4, (2, 1, 66, 2)), (Sight(5, 4, 2, 9), 2, 7, 4, (2, 1, 4, 0)),
     (Sight(5, 4, 2), 1, 3, 0, (2, 1, 4, 2)), (Sight(9, 4, 99), 1, 41, 0, (12, 1, 64, 5)),
     (Sight(40, 4, 99, 30), 1, 41, 19, (12, 1, 64, 0)), (Sight(3, 9, 1), 1, 1, 0, (1, 1, 2, 0)),
-    (Sight(4, 6, 3, 21), 1, 25, 3, (6, 3, 8, 3)),
+    (Sight(4, 6, 3, 21), 1, 25, 3, (6, 3, 8, 3)), (Sight(3, 4, 99), 1, 9, 0, (72, 1, 4, 2)),
+    (Sight(3, 4, 99), 1, 9, 0, (72, 1, 4, 0)),
 )  # fmt: skip
 """Sights, texts, queries, bytes before them, and shapes: ragged, after a past, too few entries."""
 LARGE = (
@@ -526,7 +527,8 @@ LARGE = (
     (Sight(64, 4, 4096), 1, 260, 0, (8, 2, 64, 16)),
     (Sight(100, 4, 99), 1, 150, 0, (4, 1, 512, 20)),
     (Sight(128, 4, 4096, 16001), 1, 90, 127, (12, 1, 128, 128)),
-    (Sight(20, 4, 99), 1, 50, 0, (12, 1, 512, 5)),
+    (Sight(20, 4, 99), 1, 50, 0, (12, 1, 512, 5)), (Sight(20, 4, 99), 1, 50, 0, (128, 1, 512, 5)),
+    (Sight(20, 8, 99), 1, 50, 0, (128, 1, 512, 0)), (Sight(20, 4, 99), 1, 50, 0, (64, 1, 128, 5)),
 )  # fmt: skip
 
 
