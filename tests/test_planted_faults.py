@@ -676,9 +676,6 @@ FAULTS = [
         rewrite("tl.minimum(n, C) - 1", "tl.minimum(n, C - 1)"),
     ),
     kernel(
-        "sign", "what is negative squared too", "squared_relu", rewrite("x > 0", "x > -9"),
-    ),
-    kernel(
         "neighbour", "rows taken from the first sequence", "gather_chunks",
         rewrite("x + b * stride_xb + p * s", "x + p * s"),
     ),

@@ -44,7 +44,6 @@ from arbcli.kernels.norm.norm_e4m3 import (
     RMS_NORM_E4M3,
 )
 from arbcli.kernels.norm.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
-from arbcli.kernels.norm.squared_relu import SQUARED_RELU
 from arbcli.kernels.output.choose_ahead import ACCEPT_AHEAD, CHOOSE_AHEAD
 from arbcli.kernels.output.choose_byte import CHOOSE_BYTE
 from arbcli.kernels.output.choose_bytes import CHOOSE_BYTES
@@ -133,7 +132,6 @@ KERNELS: tuple[Operation, ...] = (
     CHOOSE_BYTES,
     CHOOSE_AHEAD,
     ACCEPT_AHEAD,
-    SQUARED_RELU,
     CROSS_ENTROPY,
     CROSS_ENTROPY_BACKWARD,
     ADD_SYMBOLS,
