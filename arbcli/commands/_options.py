@@ -350,6 +350,7 @@ BY_HAND = {
     "preset": Annotated[
         str | None,
         typer.Option(
+            "--preset",
             metavar="PRESET",
             help="Kind and size of the model. Dense blocks: tiny, small, base or 1b. Compressed"
             " attention: arb-long; with experts and four residual streams: arb-deep-small or"

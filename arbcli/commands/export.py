@@ -30,6 +30,7 @@ def export(
     type: Annotated[
         str | None,
         typer.Option(
+            "--type",
             metavar="TYPE",
             help=f"Of the weights: {', '.join(TYPES)}; bf16 or f32 for hf. [default: the smallest"
             " that holds what they are made of; bf16 for hf]",

@@ -1,6 +1,7 @@
 """Errors speak of fields, and a command line of its options: one place translates."""
 
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 from unittest import mock
@@ -283,3 +284,15 @@ def test_auto_says_which_run_it_is(tmp_path, capsys):
 
 def test_page_of_settings_is_that_of_the_fields():
     assert settings_page.PAGE.read_text() == settings_page.page(), "python tests/settings_page.py"
+
+
+def test_no_option_is_named_by_its_metavar():
+    """Typer 0.27 takes the letters of `PRESET` for those of `--preset`, which it then lacks.
+
+    In an annotation the name of an option stands where the default does otherwise.
+    """
+    for command in app.registered_commands:
+        for name, parameter in inspect.signature(command.callback).parameters.items():
+            for info in getattr(parameter.annotation, "__metadata__", ()):
+                same = (info.metavar or "").replace("_", "-").lower() == name.replace("_", "-")
+                assert isinstance(info.default, str) or not same, (command.callback, name)
