@@ -267,8 +267,8 @@ def vectors_of(kernel: ast.FunctionDef) -> set[str]:
 def missing_barriers(kernel: ast.FunctionDef) -> list[str]:
     """List what threads of a program may do to memory before others have done what must be first.
 
-    A load of what was stored; a store of what every thread loads and computes with; and a semaphore,
-    or a flag, that tells of stores.
+    A load of what was stored; a store of what every thread loads and computes with; and a
+    semaphore, or a flag, that tells of stores.
     """
     vectors, made_of = vectors_of(kernel), dict[str, str]()
     for name, value in assigned(kernel):

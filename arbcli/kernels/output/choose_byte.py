@@ -133,7 +133,7 @@ def choose_symbol(
                 before += tl.sum(tl.where(likelier, tl.exp(other), 0), axis=1)
             kept &= rank < top_k
             total = tl.sum(tl.where(kept, tl.exp(score), 0))
-            kept &= (before < top_p * total) | (top_p >= 1)
+            kept &= before < tl.where(top_p < 1, top_p, 2.0) * total  # 1 keeps all
         word = random_words(key, position, symbol)
         uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
         score = tl.where(kept, score - tl.log(-tl.log(uniform)), float("-inf"))
