@@ -438,10 +438,22 @@ def _find_parts(
     Raises:
         ArbError: only some entries have weights, or one is 0.
     """
+    check_weights(entries)
     weighed = [_weight(entry) for entry in entries]
-    weights = [weight for _, weight in weighed]
-    if all(weight is None for weight in weights):
+    if all(weight is None for _, weight in weighed):
         return [(_find_files(entries, left_out, conversion), None)]
+    return [(_find_files([entry], left_out, conversion), weight) for entry, weight in weighed]
+
+
+def check_weights(entries: Sequence[str]) -> None:
+    """Refuse texts of which only some have a weight, or one has a weight of 0.
+
+    Raises:
+        ArbError: they are such.
+    """
+    weights = [_weight(entry)[1] for entry in entries]
+    if all(weight is None for weight in weights):
+        return
     for entry, weight in zip(entries, weights, strict=True):
         if not weight or weight > MOST_WEIGHT:
             raise ArbError(
@@ -449,7 +461,6 @@ def _find_parts(
                 " text has one",
                 hint="give all of them one, as in `--data a.txt:0.7 --data b.txt:0.3`, or none",
             )
-    return [(_find_files([entry], left_out, conversion), weight) for entry, weight in weighed]
 
 
 def _weight(entry: str) -> tuple[str, float | None]:

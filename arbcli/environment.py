@@ -66,6 +66,14 @@ def no_cuda_device(name: str) -> ArbError:
     )
 
 
+def no_gpu_for_triton(device: str) -> ArbError:
+    """Make the error of kernels for a GPU on another device."""
+    return ArbError(
+        f"the `triton` backend needs a CUDA device, and this run is on `{device}`",
+        hint="use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
+    )
+
+
 def may_have_gpu() -> bool:
     """Tell quickly whether torch might find a GPU: on Linux there is the driver of one."""
     if sys.platform != "linux":

@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.table import Table
 
 from arbcli.commands._options import (
-    Backend,
     Json,
+    PredictedBackend,
     PredictedDevice,
     check_device,
     check_settings,
@@ -65,7 +65,7 @@ def audit_memory(
         bool, typer.Option("--floats", help="List every float tensor of the first step.")
     ] = False,
     device: PredictedDevice = None,
-    backend: Backend = None,
+    backend: PredictedBackend = None,
     as_json: Json = False,
     **given: Any,
 ) -> None:

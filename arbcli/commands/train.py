@@ -283,8 +283,7 @@ def _check_new(given: dict[str, Any], init_from: Path | None, out: Path | None) 
         check_named([*given.get("data", ()), *given.get("val", ())])
     if out is not None:
         run_files.check_free(out)
-        if not out.is_file():
-            check_folder(out, "--out")
+        check_folder(out, "--out")
 
 
 def _read_initial(path: Path, given: dict[str, Any], display: RunDisplay) -> "SavedModel":

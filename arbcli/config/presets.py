@@ -225,6 +225,8 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
         TypeError: they are of another version.
         ArbError: no model can have them.
     """
+    if not isinstance(values, dict):
+        raise TypeError(f"a model is `{shown(values)}`, and not values by name")
     if "stages" in values:
         return from_fields(ModelConfig, values, "model")
     fields = {name: value for name, value in values.items() if name != "kind"}

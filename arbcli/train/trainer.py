@@ -144,7 +144,7 @@ class Trainer:
                 self.updater = Updater(tensors, config.seed, dtype, HELD_BYTES)
             else:
                 self.model.declare_wire()
-                largest = max(config.lr, config.final_lr or 0) * fade_growth(config)
+                largest = config.lr * fade_growth(config)
                 self.updater = self.shared = SharedUpdater(
                     tensors, config.seed, dtype, config.wire, config.accum, self.group, largest
                 )

@@ -6,6 +6,7 @@ at 2**31 and refuses to load what is not aligned.
 
 import ast
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -238,3 +239,103 @@ def test_a_number_that_another_function_multiplies_is_found():
         kernels = kernels_of(outer.format(cast) + inner)
         given = narrow_arguments(kernels)
         assert narrow_products(kernels[1], given["inner"]) == found
+
+
+APART = {"decode_latent: _decode_latent_kernel"}
+"""Kernels that leave out of what they load what they have stored."""
+
+
+def pointer_of(address: ast.AST, made_of: dict[str, str]) -> str | None:
+    """Find the pointer that an address is made of."""
+    names = [part.id for part in ast.walk(address) if isinstance(part, ast.Name)]
+    found = [made_of.get(name, name) for name in names if ADDRESS.search(name) or name in made_of]
+    return found[0] if found else None
+
+
+def vectors_of(kernel: ast.FunctionDef) -> set[str]:
+    """List names whose values threads may have each for itself, arguments among them."""
+    found = {name.arg for name in kernel.args.args if not ADDRESS.search(name.arg)}
+    for _ in range(4):
+        for name, value in assigned(kernel):
+            one = isinstance(value, ast.Call) and ast.unparse(value.func) in NUMBERS - {"tl.load"}
+            names = {part.id for part in ast.walk(value) if isinstance(part, ast.Name)}
+            if not one and ("tl.arange" in ast.unparse(value) or names & found):
+                found.add(name)
+    return found
+
+
+def missing_barriers(kernel: ast.FunctionDef) -> list[str]:
+    """List what threads of a program may do to memory before others have done what must be first.
+
+    A load of what was stored; a store of what every thread loads and computes with; and a ticket,
+    or a flag, that tells of stores.
+    """
+    vectors, made_of = vectors_of(kernel), dict[str, str]()
+    for name, value in assigned(kernel):
+        pointer = pointer_of(value, made_of)
+        if pointer and "tl.load" not in ast.unparse(value):  # which is no address any more
+            made_of[name] = pointer
+    calls = [node for node in ast.walk(kernel) if isinstance(node, ast.Call)]
+    calls.sort(key=lambda node: (node.end_lineno, node.end_col_offset))
+    inside = {id(part) for call in calls for each in call.args for part in ast.walk(each)}
+    stored, loaded, told, found = set[str | None](), set[str](), False, list[str]()
+    for call in calls:
+        name, text = ast.unparse(call.func), ast.unparse(call.args[0]) if call.args else ""
+        if name == "tl.debug_barrier":
+            stored, loaded, told = set(), set(), True
+        elif name == "tl.store":
+            if text in loaded:
+                found.append(f"{text} is stored")
+            stored, told = stored | {pointer_of(call.args[0], made_of)}, False
+        elif name == "tl.load":
+            if pointer_of(call.args[0], made_of) in stored:
+                found.append(f"{text} is loaded")
+            names = {part.id for part in ast.walk(call.args[0]) if isinstance(part, ast.Name)}
+            loaded |= set() if names & vectors or id(call) in inside else {text}
+        elif name.startswith("tl.atomic"):
+            how = [ast.unparse(word.value) for word in call.keywords if word.arg == "sem"]
+            if how in (["'release'"], ["'acq_rel'"]) and not told:
+                found.append(f"{text} tells")
+    return found
+
+
+def test_threads_wait_for_each_other():
+    """Races show rarely, and never in an interpreter."""
+    found = {name: missing_barriers(kernel) for name, kernel in all_kernels().items()}
+    assert {name for name, missing in found.items() if missing} == APART
+
+
+@pytest.mark.parametrize(("before", "after", "found"), [
+    ("tl.store(p_ptr + n, 1)", "x = tl.load(p_ptr + 2)", ["p_ptr + 2 is loaded"]),
+    ("at = p_ptr + n\n    tl.store(at, 1)", "x = tl.load(p_ptr + 2)", ["p_ptr + 2 is loaded"]),
+    ("tl.store(p_ptr + n, 1)", "x = tl.load(q_ptr + 2)", []),
+    ("x = tl.load(p_ptr)", "tl.store(p_ptr, x + 1)", ["p_ptr is stored"]),
+    ("x = tl.load(p_ptr + n)", "tl.store(p_ptr + n, x + 1)", []),
+    ("tl.store(p_ptr + n, 1)", "tl.atomic_xchg(q_ptr, 1, sem='release')", ["q_ptr tells"]),
+    ("tl.store(p_ptr + n, 1)", "tl.atomic_add(q_ptr, 1, sem='relaxed')", []),
+])  # fmt: skip
+def test_a_barrier_that_is_missing_is_found(before, after, found):
+    source = "@triton.jit\ndef kernel(p_ptr, q_ptr):\n    n = tl.arange(0, 8)\n    {}\n{}    {}\n"
+    for barrier, wanted in (("", found), ("    tl.debug_barrier()\n", [])):
+        (kernel,) = kernels_of(source.format(before, barrier, after))
+        assert missing_barriers(kernel) == wanted
+
+
+SHARED = {
+    "attend_parts: _attend_parts_kernel": 1,
+    "prepacked_rows: _prepacked_rows_kernel": 1,
+    "row_by_row: _do_rows": 3,
+    "row_matmul: _row_matmul_kernel": 2,
+}
+"""Barriers between what threads write to shared memory and what others read there. Tests that
+execute PTX run all threads in step, and miss none."""
+
+
+def test_barriers_of_shared_memory_are_all_there():
+    found = Counter(
+        name
+        for name, kernel in all_kernels().items()
+        for node in ast.walk(kernel)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.debug_barrier"
+    )
+    assert {name: found[name] for name in SHARED} == SHARED

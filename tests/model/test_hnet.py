@@ -169,6 +169,8 @@ def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatc
     """Only products are fused here, in torch: what is around them is wired as on a GPU."""
 
     def fused(self, x, *, normalise, gated=False, added=None, also=None, early=True):
+        # the kernel after it reads what was computed before it
+        assert not (early and any(self is layer for layer in awaited))
         x = functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS) if normalise else x
         y = self(x) if also is None else torch.cat((self(x), also(x)), dim=-1)
         if self is lm.head:
@@ -181,6 +183,8 @@ def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatc
     monkeypatch.setattr(TernaryLinear, "fused", fused)
     monkeypatch.setattr(LanguageModel, "_fuses", lambda *_: True)
     lm, prompt, of_steps = model(kind), bytes(text(1, 5)[0].tolist()), []
+    awaited = [stage.outward for stage in lm.stages]
+    awaited += [s.router.query_key if s.router else s.residual for s in lm.stages]
     with lm.prepared_weights(), torch.no_grad():
         decoder = Decoder(lm, 24, Sampling(temperature=0), capture=False)
         decoder.read(prompt)

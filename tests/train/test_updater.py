@@ -706,6 +706,33 @@ def test_rows_and_stacked_matrices_step_by_a_share_with_every_micro_batch(rule):
         assert often == pytest.approx(once, abs=0.15), name
 
 
+@pytest.mark.parametrize("parts", [[range(3)], [range(2), range(2, 3)]], ids=["together", "parts"])
+@pytest.mark.parametrize("kind", ["stack", "table"])
+def test_slopes_of_all_of_a_loss_move_scales_as_its_gradient_does(kind, parts):
+    """Found beforehand, for the matrices of a stack and for rows of a table, each its own."""
+    found = []
+    for routed in (False, True):
+        tensor, updater, _ = (stack_of if kind == "stack" else table_of)("moment", "sign")
+        if kind == "stack":
+            grads = gradient("cpu", 3, (EXPERTS, HEIGHT, DIM))
+            given = [(grads[part.start : part.stop], part) for part in parts]
+        else:
+            where = touched(2)
+            given = [(padded(gradient("cpu", 3, (len(ROWS), DIM)), where), where)]
+        updater.begin(0, lr=1.0)
+        before = state(tensor)
+        if routed:
+            with updater.finding_slopes(frozenset({tensor.area})):
+                for grad, where in given:
+                    updater(tensor, grad, where)
+            assert all(torch.equal(part, before[name]) for name, part in state(tensor).items())
+        for grad, where in given:
+            updater(tensor, grad, where)
+        found.append(state(tensor))
+        assert not torch.equal(found[-1]["fraction"], before["fraction"])
+    assert all(torch.equal(part, found[1][name]) for name, part in found[0].items())
+
+
 def test_bits_turn_once_a_step_and_with_each_gradient_that_steps_by_itself(monkeypatch):
     turns = []
     step = moment.step_by_moment

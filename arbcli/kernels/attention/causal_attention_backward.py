@@ -224,7 +224,8 @@ def _causal_attention_backward_triton(
 def _readable(x: Tensor) -> Tensor:
     """Make a copy of what descriptors cannot read: rows that begin anywhere, or are the same."""
     aligned = all(stride and stride * x.itemsize % 16 == 0 for stride in x.stride()[:3])
-    return x if aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0 else x.contiguous()
+    fits = aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def causal_attention_backward(
