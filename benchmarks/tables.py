@@ -189,6 +189,19 @@ def quality_of_code(runs: Runs) -> str:
     return _quality(runs, "small", ("weights", "options", "held-out loss", "state"))
 
 
+def curves_of_code(runs: Runs) -> str:
+    """Loss in the course of a run on source code, and state, `base`."""
+    rows = rows_of(runs)
+    marks = sorted({step for row in rows for step, _ in row["curve"]})
+    lines = []
+    for row in rows:
+        losses = dict(row["curve"])
+        cells = [f"{losses[step]:.4f}" if step in losses else "" for step in marks]
+        lines.append([f"`{row['options']}`", *cells, f"{row['state_mib']} MiB"])
+    head = ["options", *(f"{step:,} steps" for step in marks), "state"]
+    return markdown(head, lines) + source(runs)
+
+
 def quality_in_eight_bits(runs: Runs) -> str:
     """Loss with `--compute fp8`, against bf16."""
     lines = []
@@ -884,6 +897,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "quality-base": ("quality", quality_of_base),
     "quality-fp8": ("quality", quality_in_eight_bits),
     "quality-code": ("code", quality_of_code),
+    "curves-code": ("code_base", curves_of_code),
     "cpu-step": ("cpu_step", steps_on_a_cpu),
     "cpu-text": ("cpu_text", text_on_a_cpu),
     "speed": ("training_step", speed),
