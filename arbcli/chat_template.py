@@ -29,7 +29,7 @@ UNBOUNDED = ("center", "expandtabs", "format", "format_map", "ljust", "rjust", "
 """Methods of strings that make a long one of a short one."""
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 """Names of tokens that templates write."""
-HINT = f"put the model's own `{TEMPLATE}` beside its tokenizer"
+HINT = f"put the model's own `{TEMPLATE}` next to its tokenizer"
 
 Message = Mapping[str, Any]
 """`role` and `content`, and fields that a template knows."""
@@ -44,7 +44,7 @@ class ChatTemplate:
         tokens: texts of special tokens, by the names of `SPECIAL`.
 
     Raises:
-        ArbError: the package jinja2 is missing, or this is no template.
+        ArbError: the package jinja2 is missing, or this is not a template.
     """
 
     def __init__(self, source: str, name: str, tokens: Mapping[str, str]) -> None:
@@ -62,7 +62,9 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except (jinja.TemplateError, RecursionError, MemoryError) as error:
-            raise ArbError(f"`{name}` is no chat template: {_reason(error)}", hint=HINT) from None
+            raise ArbError(
+                f"`{name}` is not a chat template: {_reason(error)}", hint=HINT
+            ) from None
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
         """Write messages as one text.
@@ -184,7 +186,7 @@ def keep_template(tokenizer: Path | str, run: Path) -> None:
 
 
 def find_template(tokenizer: Path | str) -> ChatTemplate | None:
-    """Find the chat template that lies beside a tokenizer, or that came with it.
+    """Find the chat template that lies next to a tokenizer, or that came with it.
 
     Args:
         tokenizer: path of a `tokenizer.json`.

@@ -82,7 +82,7 @@ class Chats(Text):
             raise ArbError("documents are not mixed by weights", hint="leave the weights out")
         if template is None and not field.startswith(JOINED):
             raise ArbError(
-                f"`--field {field}` has messages, and no chat template lies beside the tokenizer",
+                f"`--field {field}` has messages, and no chat template lies next to the tokenizer",
                 hint="put the model's `chat_template.jinja` there, or use `--field +FIELD`",
             )
         self._source, self.context = source, context
@@ -205,10 +205,10 @@ class _Reader:
         """Read the documents of a record: one, or one for each answer.
 
         Raises:
-            ValueError: it is no such record.
+            ValueError: it is not such a record.
         """
         if not is_table(record):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
         question, _, answer = self.field.rpartition(JOINED)
         if not answer or self.field == MESSAGES:
             yield from self._chat(self._messages(record.get(MESSAGES)))
@@ -224,7 +224,7 @@ class _Reader:
 
     def _messages(self, messages: Any) -> list[Message]:
         if not isinstance(messages, list) or not all(map(is_table, messages)):
-            raise ValueError(f"its `{MESSAGES}` are no list of objects")
+            raise ValueError(f"its `{MESSAGES}` are not a list of objects")
         for message in messages:
             if not isinstance(message.get("role"), str):
                 raise ValueError("a message has no `role`")

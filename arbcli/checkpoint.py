@@ -85,14 +85,14 @@ _RANGES = {
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _READ_HINT = "check the path and its permissions"
 _WRITE_HINT = "check permissions and free space; whatever was saved before is intact"
-_REFUSED_HINT = "it is no checkpoint of arb, or was truncated or altered: name another"
+_REFUSED_HINT = "it is not a checkpoint of arb, or was truncated or altered: name another"
 
 
 class DamagedError(ArbError):
     """The bytes of a checkpoint are not those that were written.
 
     Whatever else keeps a checkpoint from being read, such as permissions, a fault of the disk or an
-    older arb than the one that wrote it, is no such error: the file may be whole.
+    older arb than the one that wrote it, is not such an error: the file may be whole.
     """
 
 
@@ -251,7 +251,7 @@ def latest_checkpoint(
 
 
 def set_aside(path: Path, *, leave: bool = False) -> Path:
-    """Give a file a name that is no checkpoint's, so that nothing here reads or removes it.
+    """Give a file a name that is not a checkpoint's, so that nothing here reads or removes it.
 
     Args:
         path: of the file.
@@ -540,7 +540,7 @@ def _read_metadata(entry: Any) -> dict[str, Any]:
 def _read_shape(name: str, entry: Any) -> list[int]:
     """Check a tensor's name, its dtype, and that torch can represent its shape."""
     tensor = _TENSOR_NAME.fullmatch(name) is not None and isinstance(entry, dict)
-    _require(tensor, "its header has an entry that is no tensor")
+    _require(tensor, "its header has an entry that is not a tensor")
     _require(entry.get("dtype") == _CODES[_dtype(name)], f"`{name}` is not {_dtype(name)}")
     shape = entry.get("shape")
     integers = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
@@ -561,7 +561,7 @@ def _parse_object(text: bytes, what: str) -> dict[str, Any]:
 
 
 def _write_whole(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
-    """Write to a temporary file beside `path`, and rename it once it is on the disk."""
+    """Write to a temporary file next to `path`, and rename it once it is on the disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PACKED = (".gz", ".zst", ".parquet")
-"""Ends of names of files that are unpacked: bytes of theirs are no text, and what is inside is."""
+"""Ends of names of files that are unpacked: their bytes are not text, but their contents are."""
 PEEKED_BYTES = 8192
-"""Of a file, in which a byte 0 tells that it is no text."""
+"""Of a file, in which a byte 0 tells that it is not text."""
 SAVED = (".safetensors", ".gguf")
 """Ends of names of models, which no text of a folder is."""
 RUN = "config.json", frozenset({"metrics.jsonl", ".lock"})
@@ -364,9 +364,9 @@ def open_texts(
 ) -> Texts:
     """Find the files of a run and split them into training and validation.
 
-    An entry is a file, a glob (`**` for any depth) or a folder: all regular files below it, but for
-    what is hidden or behind a link to a folder, saved runs and models, and binary files, sounds and
-    pictures among them unless `conversion` has a form for them. A file named twice counts once.
+    An entry is a file, a glob (`**` for any depth) or a folder: all regular files below it, except
+    hidden ones, those that a link to a folder leads to, saved runs and models, and binary files,
+    with media unless `conversion` has a form for them. A file named twice counts once.
     Files that are not plain are unpacked: see `plain_text`.
 
     Entries of the form `book.txt:0.7` are a mixture: windows are drawn from each by its weight, and
@@ -438,10 +438,22 @@ def _find_parts(
     Raises:
         ArbError: only some entries have weights, or one is 0.
     """
+    check_weights(entries)
     weighed = [_weight(entry) for entry in entries]
-    weights = [weight for _, weight in weighed]
-    if all(weight is None for weight in weights):
+    if all(weight is None for _, weight in weighed):
         return [(_find_files(entries, left_out, conversion), None)]
+    return [(_find_files([entry], left_out, conversion), weight) for entry, weight in weighed]
+
+
+def check_weights(entries: Sequence[str]) -> None:
+    """Refuse texts of which only some have a weight, or one has a weight of 0.
+
+    Raises:
+        ArbError: they are such.
+    """
+    weights = [_weight(entry)[1] for entry in entries]
+    if all(weight is None for weight in weights):
+        return
     for entry, weight in zip(entries, weights, strict=True):
         if not weight or weight > MOST_WEIGHT:
             raise ArbError(
@@ -449,7 +461,6 @@ def _find_parts(
                 " text has one",
                 hint="give all of them one, as in `--data a.txt:0.7 --data b.txt:0.3`, or none",
             )
-    return [(_find_files([entry], left_out, conversion), weight) for entry, weight in weighed]
 
 
 def _weight(entry: str) -> tuple[str, float | None]:
@@ -618,7 +629,7 @@ def _matches(pattern: str) -> Iterator[str]:
 
 
 def _folders_below(folder: str) -> Iterator[str]:
-    """List a folder and all below it, also behind links, but for hidden ones; each once."""
+    """List a folder and all below it, also through links, but for hidden ones; each once."""
     seen: set[tuple[int, int]] = set()
     for parent, folders, _ in os.walk(folder, followlinks=True):
         status = os.stat(parent)
@@ -635,7 +646,7 @@ def _files_below(
 ) -> list[Path]:
     """List the regular files below a folder, sorted, without hidden ones and folders in `skip`.
 
-    Runs and models that were saved below it are no text, and are added to `left_out`.
+    Runs and models that were saved below it are not text, and are added to `left_out`.
     """
 
     def refuse(error: OSError) -> None:

@@ -18,7 +18,7 @@ SETTINGS = {
 }
 """Set for every command."""
 TERNARY_SETTINGS = {
-    # threads that wait for each other give way after a while: beside another busy program a step
+    # threads that wait for each other give way after a while: with another busy program a step
     # of training was seen to take 24 s instead of 0.3; with less than this it is slower alone
     "GOMP_SPINCOUNT": "12000",
 }
@@ -63,6 +63,14 @@ def no_cuda_device(name: str) -> ArbError:
     """Make the error of a device that is not there."""
     return ArbError(
         f"there is no CUDA device for `{name}`", hint="use `--device cpu`, or leave it out"
+    )
+
+
+def no_gpu_for_triton(device: str) -> ArbError:
+    """Make the error of kernels for a GPU on another device."""
+    return ArbError(
+        f"the `triton` backend needs a CUDA device, and this run is on `{device}`",
+        hint="use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
     )
 
 

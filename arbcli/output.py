@@ -47,13 +47,13 @@ class OutputError(ArbError):
             f"cannot write to stdout: {error.strerror or error}", hint="write it to another place"
         )
         self.reader_gone = error.errno == errno.EPIPE
-        """Whether whoever read stdout has ended: `head` has what it wants."""
+        """Whether the reader of stdout has ended, as `head` does."""
 
 
 _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls, but for the tab and the end of a line
     "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # what changes the order of letters, or lines
-    "\ud800-\udfff]"  # bytes of a name that are no UTF-8
+    "\ud800-\udfff]"  # bytes of a name that are not UTF-8
 )
 
 
@@ -192,7 +192,7 @@ def is_terminal() -> bool:
 
 
 def drop_typed() -> None:
-    """Forget what a person typed before there was a mark to type behind."""
+    """Forget what a person typed before there was a prompt."""
     with contextlib.suppress(ImportError):  # Windows has no termios
         import termios
 
@@ -201,7 +201,7 @@ def drop_typed() -> None:
 
 
 def read_line(mark: str) -> str | None:
-    """Read a line that a person types behind a mark; None at the end of them."""
+    """Read a line that a person types at a prompt; None at the end of them."""
     try:
         return input(mark)
     except EOFError:
@@ -237,7 +237,7 @@ def chunked_text(text: bytes, depths: Sequence[int]) -> Text:
     """Show the chunks of a text: in colours on a terminal, else with marks.
 
     Args:
-        text: bytes; those that are no UTF-8 within a chunk are U+FFFD.
+        text: bytes; those that are not UTF-8 within a chunk are U+FFFD.
         depths: for each byte, how many stages begin a chunk there; so many marks are before it.
             On a terminal the first character of a chunk of chunks is underlined.
     """
@@ -288,7 +288,7 @@ def _one_line(text: str) -> str:
 
 
 class LiveLine:
-    """A line on stderr that is written over, or a line each time where that is no terminal.
+    """A line on stderr that is written over, or a line each time where that is not a terminal.
 
     One that is written over ends at the width of the terminal; the last one is left there.
 

@@ -43,6 +43,16 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         raise ArbError(f"cannot read `{path}`: {error.strerror or error}", hint=hint) from error
 
 
+def check_regular(path: Path) -> None:
+    """Refuse a file that `open_regular` cannot open.
+
+    Raises:
+        ArbError: it cannot.
+    """
+    with open_regular(path):
+        pass
+
+
 def without_blocking(path: str, flags: int) -> int:
     """Open a file for `open`, without waiting for the other end of a FIFO."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
@@ -159,7 +169,7 @@ def check_schema(values: Any, schema: Mapping[str, Any], where: str, hint: str) 
 
 
 def is_of(value: Any, kind: Any) -> bool:
-    """Return whether a value is of a type; `True` is no int, and an int is a float."""
+    """Return whether a value is of a type; `True` is not an int, and an int is a float."""
     return test_of(kind)(value)
 
 

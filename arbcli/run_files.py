@@ -75,11 +75,13 @@ def latest_run(root: Path = RUNS) -> Path:
 
 
 def check_free(run: Path) -> None:
-    """Refuse a directory that holds a run.
+    """Refuse a directory that holds a run, or is a file.
 
     Raises:
-        ArbError: it does.
+        ArbError: it does, or is.
     """
+    if run.is_file():
+        raise ArbError(f"`{run}` is a file", hint="choose another `--out`")
     if (run / CONFIG).exists():
         raise ArbError(
             f"`{run}` holds a run already",

@@ -136,7 +136,7 @@ class Tokenizer:
         return np.dtype("<u2" if self.size <= MOST_OF_TWO_BYTES else "<u4")
 
     def encode(self, text: bytes) -> list[int]:
-        """Turn bytes into tokens; bytes that are no UTF-8 are those of U+FFFD."""
+        """Turn bytes into tokens; bytes that are not UTF-8 are those of U+FFFD."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Iterable[bytes]) -> list[list[int]]:
@@ -279,7 +279,7 @@ def _encoded(blocks: Iterator[bytes], tokens: Tokenizer) -> Iterator[bytes]:
 def _blocks(text: Text, begin: int, end: int) -> Iterator[bytes]:
     """Cut bytes of a text into blocks, where a line ends and the next one begins with a word.
 
-    No tokenizer whose words hold no line's end behind their beginning makes a token across that.
+    No tokenizer whose words hold no line's end after their beginning makes a token across that.
     """
     rest = b""
     while begin < end or rest:

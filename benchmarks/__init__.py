@@ -1,4 +1,4 @@
-"""Figures of the README and the documents, each beside its peer in one run: `make bench`."""
+"""Figures of the README and the documents, each against its peer in one run: `make bench`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Time `arb-3b` in the memory of the system it re-creates, beside a float twin that fills as much.
+"""Time `arb-3b` in the memory of the system it re-creates, against a float twin that fills as much.
 
     python -m benchmarks.arb_3b [ours] [twin] [checkpoint] [batches] [signs] [--out DIR]
 
@@ -119,7 +119,7 @@ def time_checkpoint() -> None:
 
 def main() -> None:
     """Print a line a measurement, and write those of steps as rows."""
-    parser = results.options("arb_3b", "Time arb-3b beside a float twin in the same memory.")
+    parser = results.options("arb_3b", "Time arb-3b against a float twin in the same memory.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     given = parser.parse_args()
     parts = given.parts or PARTS

@@ -1,10 +1,10 @@
-"""Time a training step of `tiny` on the CPU beside its float twin, in turns: `make bench`.
+"""Time a training step of `tiny` on the CPU against its float twin, in turns: `make bench`.
 
     python -m benchmarks.cpu_step [--compute fp32] [--out DIR]
 
 Every kind is a process of its own that waits while another one computes, as libgomp reads once how
 long its threads spin: ours as `arb` sets it, the twin's as libgomp has it. Where there is a C++
-compiler, the twin is measured compiled too. Beside the time on the clock stands that of the
+compiler, the twin is measured compiled too. With the time on the clock stands that of the
 processor, of all threads, which other programs disturb less.
 """
 
@@ -80,7 +80,7 @@ def ask(process: subprocess.Popen) -> tuple[tuple[float, float], int, str]:
 
 def main() -> None:
     """Print a line a kind, with its speed against the faster twin's, and write the rows."""
-    parser = results.options("cpu_step", "Time training steps on the CPU beside a float twin.")
+    parser = results.options("cpu_step", "Time training steps on the CPU against a float twin.")
     parser.add_argument("--serve", choices=KINDS)
     parser.add_argument("--weights")
     parser.add_argument("--compute", choices=("bf16", "fp32"), help="default: what is native")

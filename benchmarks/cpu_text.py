@@ -1,10 +1,10 @@
-"""Time text on a CPU beside llama.cpp with the same weights, in turns.
+"""Time text on a CPU against llama.cpp with the same weights, in turns.
 
     python -m benchmarks.cpu_text [PRESET...] [--threads N] [--compute C] [--rounds N] [--out DIR]
 
 The weights are random, without sub-norms, and exported to the smallest type of GGUF that holds
 them: Q4_0 of trits, Q8_0 of all digits. Either program is a process of its own that waits while the
-other one computes. llama.cpp is that of the package `xllamacpp`, as it is configured there. Beside
+other one computes. llama.cpp is that of the package `xllamacpp`, as it is configured there. With
 the time on the clock, which llama.cpp reports itself, stands that of the processor, of all threads:
 with one thread other programs disturb it less. Set
 `ARB_NATIVE_LEVEL=x86-64-v3` to let ours have no more than AVX2, which it was compiled for.
@@ -186,7 +186,7 @@ def main() -> None:
         _, _, program, *words = sys.argv
         (serve_ours if program == "arb" else serve_llama)(*words)
         return
-    parser = results.options("cpu_text", "Time text on a CPU beside llama.cpp.")
+    parser = results.options("cpu_text", "Time text on a CPU against llama.cpp.")
     parser.add_argument("presets", nargs="*", default=["base"], metavar="PRESET")
     parser.add_argument("--compute", choices=("bf16", "fp32"), default="fp32")
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -52,7 +52,7 @@ def trainer_of(preset: str, *, steps: int, **given) -> Trainer:
 
 
 def train(trainer: Trainer) -> dict:
-    """Do `STEPS` steps: losses, and the peak beside the predicted one."""
+    """Do `STEPS` steps: losses, and the peak against the predicted one."""
     cuda = trainer.device.type == "cuda"
     predicted = predict_peak(trainer.config).peak_bytes
     if cuda:

@@ -1,4 +1,4 @@
-"""Time products that read all digits of a weight beside those that read its trit, in one run.
+"""Time products that read all digits of a weight against those that read its trit, in one run.
 
     python -m benchmarks.digits [--out DIR]
 
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import with_remainders
 from arbcli.kernels.codec.packed import random_packed
-from arbcli.kernels.matmul.coded import code
-from arbcli.kernels.matmul.coded_rows import coded_rows
-from arbcli.kernels.matmul.digits_matmul import arrange_digits, digits_matmul, random_digits
+from arbcli.kernels.matmul.digits_matmul import digits_matmul, prepack_digits, random_digits
+from arbcli.kernels.matmul.prepacked import prepack
+from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
 from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
 from arbcli.kernels.runtime.overlap import overlapping
@@ -32,7 +32,7 @@ LARGE, FEW = (4096, 8192, 16384), (1, 2, 4, 8)
 
 def main() -> None:
     """Print a line a comparison, and write the rows."""
-    given = results.options("digits", "Time all digits beside the trit.").parse_args()
+    given = results.options("digits", "Time all digits against the trit.").parse_args()
     stopwatch = Stopwatch(DEVICE)
     copy = measure_roofline(stopwatch).bytes_per_second
     rows = []
@@ -75,9 +75,9 @@ def products_of_few_rows(size: int) -> list[Comparison]:
     generator = torch.Generator(DEVICE)
     number = 16
     whole = random_digits(size, size, GROUP_SIZE, generator)
-    every = [arrange_digits(whole) for _ in range(number)]
+    every = [prepack_digits(whole) for _ in range(number)]
     packed = random_packed(size, size, GROUP_SIZE, generator, spread=8)
-    coded = [code(packed) for _ in range(number)]
+    prepacked = [prepack(packed) for _ in range(number)]
     read = every[0].pieces.nbytes + every[0].scales.nbytes
 
     def in_a_row(multiply: Callable, x: Tensor, weights: list) -> None:
@@ -89,11 +89,11 @@ def products_of_few_rows(size: int) -> list[Comparison]:
     for rows in FEW:
         x = torch.randn(rows, size, device=DEVICE, dtype=torch.bfloat16)
         about = {"rule": "any", "rows": rows}
-        of_trits = row_matmul if rows == 1 else coded_rows
-        alone = [partial(digits_matmul, x, every[0]), partial(of_trits, x, coded[0])]
+        of_trits = row_matmul if rows == 1 else prepacked_rows
+        alone = [partial(digits_matmul, x, every[0]), partial(of_trits, x, prepacked[0])]
         many = [
             partial(in_a_row, digits_matmul, x, every),
-            partial(in_a_row, of_trits, x, coded),
+            partial(in_a_row, of_trits, x, prepacked),
         ]
         found.append((about | {"what": "alone"}, 1, read, alone))
         found.append((about | {"what": "in a row"}, number, read, many))

@@ -17,7 +17,7 @@ UNIT = 1e6
 NUMBERS, EXPONENTS = (1e-6, 1e6), (0.02, 2.0)
 """Least and largest E, A and B, at the middle of the points, and exponents."""
 FLAT = 1e-6
-"""Singular value, beside the largest, of a direction in which the law does not change."""
+"""Singular value, relative to the largest, of a direction in which the law does not change."""
 STEPS = 2000
 """At most."""
 FEWEST = 6

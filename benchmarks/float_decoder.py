@@ -1,7 +1,7 @@
 """Generation by a float model as an expert writes it: the peer of `benchmarks.generation`.
 
 Weights are bf16, the cache is static, a byte is one CUDA graph, and a block is seven kernels or so
-that `torch.compile` makes. What norms divide by is taken out of the product behind them and formed
+that `torch.compile` makes. What norms divide by is taken out of the product after them and formed
 in the same pass, the gate is formed where its two sums end, and a residual is added where a product
 ends. Heads of queries and keys have unit root-mean-square, so scores are bounded by the root of a
 head's width, and a softmax needs no maximum.
@@ -59,7 +59,7 @@ def multiply(x: Tensor, weight: Tensor, *, normalise: bool, cublas: bool) -> Ten
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the halves of (heads, d) by the angles of a position, and normalise each head.
 
-    A rotation keeps the root-mean-square, so that is found beside it.
+    A rotation keeps the root-mean-square, so that is found on the way.
     """
     halves = x.view(len(x), 2, -1)
     scale = torch.rsqrt((x * x).mean(1) + NORM_EPS)

@@ -57,7 +57,7 @@ def measure(kind: str, shape: str, way: str, text: dict, lock: Path | None) -> d
         config, open_texts(config.data, config.val, seed=0, context=CTX), capture=True
     )
     run_steps(trainer, 1)
-    empty()  # what a compiler tried is no part of a step
+    empty()  # what a compiler tried is not a part of a step
     run_steps(trainer, EAGER_STEPS + 2)
     with alone(lock):
         steps = max(3, round(ROUND_SECONDS / run_steps(trainer, 3)))

@@ -1,4 +1,4 @@
-"""Time generation at batch 1 beside a float model in bf16, both captured: `make bench`.
+"""Time generation at batch 1 against a float model in bf16, both captured: `make bench`.
 
     python -m benchmarks.generation [PRESET...] [--out DIR]
 
@@ -157,7 +157,7 @@ def _rates(kind: str, rates: list[float]) -> dict:
 
 def main() -> None:
     """Print a line a model and prompt, and write the rows."""
-    parser = results.options("generation", "Time generation beside a float model in bf16.")
+    parser = results.options("generation", "Time generation against a float model in bf16.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", default=["small", "1b"])
     all_modes = [DENSE, *MODES]
     parser.add_argument(

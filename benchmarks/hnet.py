@@ -1,4 +1,4 @@
-"""Time a chunked model beside the dense model of its size: training and generation, in one run.
+"""Time a chunked model against the dense model of its size: training and generation, in one run.
 
     python -m benchmarks.hnet [PRESET...] [--kind KIND]... [--out DIR]
 
@@ -25,7 +25,7 @@ from benchmarks.generation import bytes_per_second
 from benchmarks.training_step import empty, run_steps, text
 
 PEERS = {"hnet-small": ("small", 1024, 32), "hnet-base": ("base", 4096, 8)}
-"""The dense preset beside each, and the context and batch of both."""
+"""The dense preset for each, and the context and batch of both."""
 KINDS = {
     "learned": {},
     "learned, mamba": {"outer_blocks": "mamba"},
@@ -88,7 +88,7 @@ def time_generation(model: LanguageModel, ctx: int) -> tuple[bytes, list[float]]
 
 def main() -> None:
     """Print a line a model, and write its row as soon as it is there."""
-    parser = results.options("hnet", "Time a chunked model beside a dense one.")
+    parser = results.options("hnet", "Time a chunked model against a dense one.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--kind", action="append", choices=KINDS, help="[default: all]")
     given = parser.parse_args()

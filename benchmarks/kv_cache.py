@@ -84,8 +84,8 @@ def measure(name: str, ctx: int) -> list[dict]:
 def cosine(kept: KeptIn, heads: int, length: int, width: int) -> float:
     """Compare attention of one query over rounded entries with that over unrounded ones.
 
-    All are normal numbers, queries and keys normalised, half of their numbers turned; the cosine is
-    that of all heads together.
+    All are normal numbers, queries and keys normalised, half of their numbers rotated; the cosine
+    is that of all heads together.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -93,7 +93,7 @@ def cosine(kept: KeptIn, heads: int, length: int, width: int) -> float:
         for rows in (1, length, length)
     )
     q, k = (functional.rms_norm(part, (width,)) for part in (q, k))
-    asked, found = kept.round(q.float(), k.float(), turned=width // 2)
+    asked, found = kept.round(q.float(), k.float(), rotated=width // 2)
     rounded = (asked.double() if kept.queries else q, found.double(), kept.round(v.float())[0])
     one, other = (
         functional.scaled_dot_product_attention(*(part.double() for part in parts)).flatten()

@@ -23,7 +23,7 @@ class Llama:
 
     def log_probabilities(self, text: bytes) -> Tensor:
         """Compute those of all bytes that may follow a text, (256,) float64."""
-        # the byte that is chosen does not matter, but one that is no UTF-8 would be held back
+        # the byte that is chosen does not matter, but one that is not UTF-8 would be held back
         choices = self._complete(text, 1, n_probs=256, logit_bias=[[ord("a"), 1e4]])
         found = {entry["id"]: entry["logprob"] for entry in choices[0]["top_logprobs"]}
         return torch.tensor([found[byte] for byte in range(256)], dtype=torch.float64)

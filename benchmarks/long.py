@@ -1,10 +1,10 @@
-"""Time `arb-long` beside the same shape with attention to all bytes, at ctx 16,384.
+"""Time `arb-long` against the same shape with attention to all bytes, at ctx 16,384.
 
     python -m benchmarks.long [--out DIR]
 
 The peer is dense model of the same widths, `--preset arb-long --attention dense`, ternary too. Both
 are trained for a few steps, captured, then read a prompt that nearly fills the context and make
-text behind it, with keys and values in bf16, int8 and fp8.
+text after it, with keys and values in bf16, int8 and fp8.
 """
 
 import statistics
@@ -55,7 +55,7 @@ def measure(options: dict) -> dict:
 
 
 def time_generation(model: LanguageModel, context: int) -> dict:
-    """Make text behind a long prompt."""
+    """Make text after a long prompt."""
     made = WARM_UP_BYTES + ROUNDS * LENGTH
     prompt = text().read_bytes()[: context - made]
     with model.prepared_weights():
@@ -77,7 +77,7 @@ def time_generation(model: LanguageModel, context: int) -> dict:
 
 def main() -> None:
     """Print a line a model, and write its row as soon as it is there."""
-    given = results.options("long", "Time compressed attention beside dense.").parse_args()
+    given = results.options("long", "Time compressed attention against dense.").parse_args()
     for kind, options in KINDS.items():
         row = {"preset": PRESET, "kind": kind} | measure(options)
         print(

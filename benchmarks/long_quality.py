@@ -4,8 +4,8 @@
         [--stride N] [--ms MS] [--out DIR] [KIND...]
 
 The peer of `arb-long` is `--preset base --ctx 16384`: a dense model of 85.5 million weights with
-attention to all bytes. Other kinds are options of the presets, beside `compressed` and `deep`. Each
-takes as many steps as fit the seconds, by a step that is timed before, or that took so
+attention to all bytes. Other kinds are options of the presets, besides `compressed` and `deep`.
+Each takes as many steps as fit the seconds, by a step that is timed before, or that took so
 many milliseconds on a GPU of its own, where others share it now (`--ms`). Then it predicts the
 whole held-out text, from windows that overlap, so that the same bytes are seen after few bytes and
 after many, and once more with keys and values in eight bits.

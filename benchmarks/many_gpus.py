@@ -1,4 +1,4 @@
-"""Measure a run that several GPUs share: its bits, its speed beside a twin's, and what it learns.
+"""Measure a run that several GPUs share: its bits, its speed against a twin's, and what it learns.
 
     torchrun --nproc-per-node 2 -m benchmarks.many_gpus bits|speed|quality [--preset NAME]
         [--data FILE --val FILE] [--device cpu] [--eager] [--digits all] [--steps N]

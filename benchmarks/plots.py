@@ -39,10 +39,10 @@ COLOURS = {
 LABELS = {
     "--rule moment": "moment",
     "--rule nibble": "nibble",
-    "--rule moment --digits all": "moment, all digits",
-    "--rule nibble --digits all": "nibble, all digits",
-    "--rule moment --digits fade": "moment, faded",
-    "--rule nibble --digits fade": "nibble, faded",
+    "--rule moment --weights int8": "moment, all digits",
+    "--rule nibble --weights int8": "nibble, all digits",
+    "--rule moment --weights anneal": "moment, faded",
+    "--rule nibble --weights anneal": "nibble, faded",
     "--rule carry": "carry",
     "--weights ste --optimizer muon --lr 3e-3": "straight-through, Muon",
     "--weights float --lr 1e-3": "float, AdamW",
@@ -58,7 +58,7 @@ def draw_loss(runs: Runs) -> Any:
         rows = rows_of(runs, preset="small", options=options)
         if not rows:
             continue
-        faded = "fade" in options
+        faded = "anneal" in options
         losses = [row["held_out_nats"] for row in rows]
         state, colour = rows[0]["state_mib"], COLOURS[rows[0]["kind"]]
         axes.plot([state] * len(rows), losses, "o", color=colour)

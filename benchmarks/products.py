@@ -1,4 +1,4 @@
-"""Time the packed products and the whole update beside cuBLAS, in one run: `make bench`.
+"""Time the packed products and the whole update against cuBLAS, in one run: `make bench`.
 
 Every call is a replay from a cold cache; ours and the peer's take turns, and a ratio is the median
 over the turns. See `arbcli.verify.timing`. cuBLAS multiplies normal weights, as a float twin has
@@ -20,9 +20,9 @@ from torch import Tensor
 from arbcli.config.presets import preset
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.matmul.coded import code
-from arbcli.kernels.matmul.coded_rows import coded_rows
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
+from arbcli.kernels.matmul.prepacked import prepack
+from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
 from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
@@ -98,7 +98,7 @@ def compare_few_rows(found: Comparisons, size: int) -> None:
         random_packed(size, size, GROUP_SIZE, generator, spread=8)
         for _ in range(8 * found.stopwatch.cache_bytes // (size * size // 4) + 1)
     ]
-    coded = [code(one) for one in matrices]
+    weights = [prepack(one) for one in matrices]
     twins = [randn(size, size) for _ in matrices]
 
     def in_a_row(multiply: Callable, x: Tensor, many: list) -> None:
@@ -112,15 +112,15 @@ def compare_few_rows(found: Comparisons, size: int) -> None:
 
     for rows in (1, 2, 4, 8):
         x = randn(rows, size)
-        multiply = row_matmul if rows == 1 else coded_rows
-        one, one_twin = partial(multiply, x, coded[0]), partial(torch.matmul, x, twins[0].T)
-        all_, all_twins = partial(in_a_row, multiply, x, coded), partial(twins_in_a_row, x)
+        multiply = row_matmul if rows == 1 else prepacked_rows
+        one, one_twin = partial(multiply, x, weights[0]), partial(torch.matmul, x, twins[0].T)
+        all_, all_twins = partial(in_a_row, multiply, x, weights), partial(twins_in_a_row, x)
         for what, ours, peer, number in (
             ("arranged", one, one_twin, 1),
-            ("arranged, in a row", all_, all_twins, len(coded)),
+            ("arranged, in a row", all_, all_twins, len(weights)),
         ):
             found.compare(
-                (size, size), rows, what, ours, peer, number=number, weight=coded[0].pieces
+                (size, size), rows, what, ours, peer, number=number, weight=weights[0].pieces
             )
 
 
@@ -131,7 +131,7 @@ def randn(*shape: int) -> torch.Tensor:
 
 def main() -> None:
     """Print a line a comparison, and write the rows."""
-    given = results.options("products", "Time products and updates beside cuBLAS.").parse_args()
+    given = results.options("products", "Time products and updates against cuBLAS.").parse_args()
     found = Comparisons()
     roofline = found.roofline
     print(

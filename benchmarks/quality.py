@@ -1,12 +1,12 @@
 """Train with several options and seeds on one text, and note the held-out loss of each.
 
-    python -m benchmarks.quality --data TRAIN --val VAL [--seed N]... [--file code] [--together N]
+    python -m benchmarks.quality --data TRAIN --val VAL [--seed N]... [--file FILE] [--together N]
         OPTIONS...
 
-Each of OPTIONS is one argument, such as "--rule moment --digits all": what follows `arb train
---preset small --ctx 256 --batch 32 --steps 2000`, or for `--file code`, a longer run on source
-code, `--ctx 512 --batch 64 --steps 2500`. With `--together` so many runs share the GPU, each with
-the bits that it has by itself: see `benchmarks.together`. Their speed and peak are not known.
+Each of OPTIONS is one argument, such as "--rule moment --weights int8": what follows `arb train
+--preset small --ctx 256 --batch 32 --steps 2000`, or for another `--file`, a longer run on source
+code: see `COMMON`. With `--together` so many runs share the GPU, each with the bits that it has by
+itself: see `benchmarks.together`. Their speed and peak are not known.
 """
 
 import ast
@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 
 from arbcli.cli import app
+from arbcli.config.model import ModelConfig
+from arbcli.config.settings import settings_of
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.train.configure import new_config
@@ -27,24 +29,34 @@ from benchmarks.together import train_together
 COMMON = {
     "quality": "--preset small --ctx 256 --batch 32 --steps 2000",
     "code": "--preset small --ctx 512 --batch 64 --steps 2500",
+    "code_base": "--preset base --ctx 512 --batch 64 --steps 3000",
 }
 """Options of every run, by the file of results."""
+CURVE = {"code_base": 500}
+"""Steps between the losses that rows have besides the last one, by the file."""
+WEIGHTS = settings_of(ModelConfig)["digits"].setting.words
+"""Fields that a word of `--weights` sets."""
 DIGITS = {"trit": "ternary", "all": "all digits", "fade": "ternary"}
 KINDS = {"float": "float", "ste": "straight-through"}
 """What tables call the weights of a twin."""
 
 
-def measure(options: str, common: str, text: list[str], seed: int) -> dict:
-    """Train once: what a row holds."""
+def measure(options: str, common: str, text: list[str], seed: int, every: int | None) -> dict:
+    """Train once: what a row holds.
+
+    With `every` it has `curve`: pairs of a number of steps, and the held-out loss after them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         given = ["train", *shlex.split(f"{common} {options}"), *text, "--seed", str(seed)]
+        given += ["--eval-every", str(every)] if every else []
         app([*given, "--out", str(run), "--quiet"], standalone_mode=False)
-        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+        records = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
         config = json.loads((run / "config.json").read_text())["config"]
-    weights = config["model"]["weights"]
+    weights, last = config["model"]["weights"], records[-1]
+    curve = [[line["step"], round(line["val_loss"], 4)] for line in records if "val_loss" in line]
     return {
-        "preset": "small",
+        "preset": common.split()[1],
         "options": options,
         "kind": KINDS.get(weights, DIGITS[config["model"]["digits"]]),
         "seed": seed,
@@ -53,7 +65,7 @@ def measure(options: str, common: str, text: list[str], seed: int) -> dict:
         "state_mib": round(last["state_bytes"] / 2**20, 1),
         "peak_mib": round(last["peak_bytes"] / 2**20, 1),
         "bytes_per_second": round(last["bytes_per_second"]),
-    }
+    } | ({"curve": curve} if every else {})
 
 
 def trainer_of(options: str, common: str, text: list[str], seed: int) -> Trainer:
@@ -64,27 +76,31 @@ def trainer_of(options: str, common: str, text: list[str], seed: int) -> Trainer
         name = word.removeprefix("--").replace("-", "_")
         number = value.replace(".", "").replace("e-", "").isdecimal()
         given[name] = ast.literal_eval(value) if number else value
+    given |= WEIGHTS.get(given.get("weights"), {})
     config = new_config(**given | {name: [given[name]] for name in ("data", "val")})
     texts = open_texts(config.data, config.val, seed=seed, context=config.model.ctx)
     return Trainer(config, texts, capture=True)
 
 
-def measure_together(runs: list[tuple[str, int]], common: str, text: list[str]) -> list[dict]:
+def measure_together(
+    runs: list[tuple[str, int]], common: str, text: list[str], every: int | None
+) -> list[dict]:
     """Train several runs at once: rows as of `measure`, without speed and peak."""
     with deterministic():
         trainers = [trainer_of(options, common, text, seed) for options, seed in runs]
-        losses = train_together(trainers)
+        curves = train_together(trainers, every)
     return [
         {
-            "preset": "small",
+            "preset": common.split()[1],
             "options": options,
             "kind": KINDS.get(trainer.config.model.weights, DIGITS[trainer.config.model.digits]),
             "seed": seed,
             "steps": trainer.config.steps,
-            "held_out_nats": round(loss, 4),
+            "held_out_nats": round(curve[trainer.config.steps], 4),
             "state_mib": round(trainer.state_bytes() / 2**20, 1),
         }
-        for (options, seed), trainer, loss in zip(runs, trainers, losses, strict=True)
+        | ({"curve": [[step, round(loss, 4)] for step, loss in curve.items()]} if every else {})
+        for (options, seed), trainer, curve in zip(runs, trainers, curves, strict=True)
     ]
 
 
@@ -96,17 +112,19 @@ def main() -> None:
     parser.add_argument("--val", required=True)
     parser.add_argument("--seed", type=int, action="append", help="[default: 0]")
     parser.add_argument("--file", choices=COMMON, default="quality")
-    parser.add_argument("--together", type=int, default=1, metavar="N")
+    parser.add_argument("--together", type=int, metavar="N")
     given = parser.parse_args()
+    text_name = Path(given.data).stem.removesuffix("-train").upper()
     text, common = ["--data", given.data, "--val", given.val], COMMON[given.file]
-    command = f"arb train {common} --data {Path(given.data).stem.upper()}"
+    command = f"arb train {common} --data {text_name}"
     every = list(itertools.product(given.options, given.seed or [0]))
-    for begin in range(0, len(every), given.together):
-        runs = every[begin : begin + given.together]
-        if given.together > 1:
-            rows = measure_together(runs, common, text)
+    at_once, curve = given.together or 1, CURVE.get(given.file)
+    for begin in range(0, len(every), at_once):
+        runs = every[begin : begin + at_once]
+        if given.together:
+            rows = measure_together(runs, common, text, curve)
         else:
-            rows = [measure(options, common, text, seed) for options, seed in runs]
+            rows = [measure(options, common, text, seed, curve) for options, seed in runs]
         for row in rows:
             print(f"{row['options']} seed {row['seed']}: {row['held_out_nats']}", flush=True)
         results.save(given.file, rows, command=command, folder=given.out)

@@ -1,7 +1,7 @@
 """What was measured, as files: `docs/results/NAME.json`, one a benchmark.
 
 A file is `{"name": ..., "runs": [...]}`, and a run says where its rows come from: `command`,
-`commit`, `dirty` (whether the tree had changes beside), `hardware`, `versions`. A row that is
+`commit`, `dirty` (whether the tree had changes), `hardware`, `versions`. A row that is
 measured again leaves its old run, and a run without rows the file. No file holds a date: git knows.
 """
 
@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "results"
 KEYS = {
     "quality": ("preset", "options", "seed"),
     "code": ("preset", "options", "seed"),
+    "code_base": ("preset", "options", "seed", "steps"),
     "training_step": ("preset", "kind"),
     "generation": ("preset", "prompt_bytes", "kind"),
     "several_texts": ("preset", "batch", "kind"),
@@ -34,6 +35,7 @@ KEYS = {
     "imports": ("kind", "rule", "scale_type"),
     "large_tuning": ("shape", "kind"),
     "tuning": ("part", "kind", "lr", "seed"),
+    "ternary_tuning": ("kind", "lr", "taught", "seed"),
     "hnet": ("preset", "kind"),
     "long": ("preset", "kind"),
     "long_quality": ("kind", "seconds", "batch", "seed"),
@@ -57,7 +59,7 @@ def load(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
     """Read the runs of a benchmark, in the order of the file; none if there is no file.
 
     Raises:
-        ValueError: the file is no such file.
+        ValueError: the file has another layout.
     """
     path = folder / f"{name}.json"
     if not path.exists():
@@ -122,7 +124,7 @@ def _key(name: str, row: dict[str, Any]) -> tuple:
 
 
 def find_commit() -> tuple[str, bool]:
-    """Find the commit, and whether the tree has changes beside it.
+    """Find the commit, and whether the tree has changes.
 
     `ARB_COMMIT` says it where the tree is a copy without its history; `+` at its end says that
     there are changes.

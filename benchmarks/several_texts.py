@@ -1,4 +1,4 @@
-"""Time generation of several texts at once beside a float model in bf16, both captured.
+"""Time generation of several texts at once against a float model in bf16, both captured.
 
     python -m benchmarks.several_texts [PRESET...] [--batch B...] [--beside float|one] [--out DIR]
 
@@ -123,7 +123,7 @@ def measure_beside_one(name: str, batches: list[int]) -> None:
 
 def main() -> None:
     """Print a line a batch, and write the rows."""
-    parser = results.options("several_texts", "Time several texts beside a float model in bf16.")
+    parser = results.options("several_texts", "Time several texts against a float model in bf16.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", default=["1b"])
     parser.add_argument("--batch", nargs="+", type=int, default=[4, 16, 64])
     parser.add_argument("--beside", choices=("float", "one"), default="float")

@@ -3,7 +3,7 @@
     python -m benchmarks.step_kernels [MODEL...] [--out DIR]
 
 Steps are traced one kernel after another, as they run before they are captured: a range around the
-updates tells their kernels from those of the model. A captured step is timed beside that. The GPU
+updates tells their kernels from those of the model. A captured step is timed too. The GPU
 binds a step where its kernels take nearly all of its time. MODEL is one of `MODELS`.
 """
 

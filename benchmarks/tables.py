@@ -28,16 +28,6 @@ Row = dict[str, Any]
 Runs = list[dict[str, Any]]
 
 
-def present(options: str) -> str:
-    """Write the options of a recorded command as they are called now."""
-    for old, now in {
-        "--digits all": "--weights int8", "--digits fade": "--weights anneal",
-        "--direction factored": "--optimizer adafactor",
-    }.items():  # fmt: skip
-        options = options.replace(old, now)
-    return options
-
-
 def rows_of(runs: Runs, **fields: Any) -> list[Row]:
     """List the rows that have these values."""
     rows = (row for run in runs for row in run["rows"])
@@ -109,7 +99,7 @@ LEFT_TO_RESULTS = ("--no-sub-norms", "carry", "--lr 2e-3", "--weights ste --lr 3
 
 
 def quality(runs: Runs) -> str:
-    """Loss beside state, `small`, the best of each kind."""
+    """Loss by state, `small`, the best of each kind."""
     best = [run | {"rows": [row for row in run["rows"] if not _is_left_out(row)]} for run in runs]
     return _quality(best, "small", ("weights", "options", "held-out loss", "state"))
 
@@ -119,7 +109,7 @@ def _is_left_out(row: Row) -> bool:
 
 
 def quality_of_small(runs: Runs) -> str:
-    """Loss beside state, with commits, `small`."""
+    """Loss by state, with commits, `small`."""
     return _quality(runs, "small", ("options", "held-out loss", "state", "commit"))
 
 
@@ -143,7 +133,7 @@ def _quality(runs: Runs, preset: str, head: Sequence[str]) -> str:
         seeds = f"{first} to {last}" if last - first > 1 else f"{first}, {last}"
         cells = {
             "weights": rows[0]["kind"],
-            "options": f"`{present(options)}`" + (f", seeds {seeds}" if len(rows) > 1 else ""),
+            "options": f"`{options}`" + (f", seeds {seeds}" if len(rows) > 1 else ""),
             "held-out loss": ", ".join(f"{row['held_out_nats']:.4f}" for row in rows),
             "state": f"{rows[0]['state_mib']} MiB",
             "commit": ", ".join(dict.fromkeys(f"`{commit}`" for _, commit in found)),
@@ -168,7 +158,7 @@ def steps_on_a_cpu(runs: Runs) -> str:
 
 
 def text_on_a_cpu(runs: Runs) -> str:
-    """Bytes of text a second on a CPU, and of a prompt, beside llama.cpp."""
+    """Bytes of text a second on a CPU, and of a prompt, against llama.cpp."""
     pairs: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows_of(runs):
         key = row["preset"], row["digits"], row["task"], row["threads"], row["level"]
@@ -176,7 +166,7 @@ def text_on_a_cpu(runs: Runs) -> str:
     lines = []
     for (preset, digits, task, threads, _), found in pairs.items():
         ours, peer = (found[name] for name in ("arb", "llama.cpp"))
-        # beside other programs a thread's time on the clock says little
+        # with other programs a thread's time on the clock says little
         unit = "bytes_per_cpu_second" if threads == 1 else "bytes_per_second"
         rates = zip(*(row[f"rounds_{unit}"] for row in (ours, peer)), strict=True)
         speeds = [f"{row[unit]:,.1f} bytes/s" for row in (ours, peer)]
@@ -186,7 +176,7 @@ def text_on_a_cpu(runs: Runs) -> str:
 
 
 EARLIER = " (until c5ecf49)"
-"""Behind the options of a run whose rule has changed since."""
+"""A mark after the options of a run whose rule has changed since."""
 
 
 def _is_of_today(row: Row, preset: str) -> bool:
@@ -195,12 +185,12 @@ def _is_of_today(row: Row, preset: str) -> bool:
 
 
 def quality_of_code(runs: Runs) -> str:
-    """Loss beside state on source code, `small`."""
+    """Loss by state on source code, `small`."""
     return _quality(runs, "small", ("weights", "options", "held-out loss", "state"))
 
 
 def quality_in_eight_bits(runs: Runs) -> str:
-    """Loss with `--compute fp8`, beside bf16."""
+    """Loss with `--compute fp8`, against bf16."""
     lines = []
     both = {"`--compute fp8`": f"--compute fp8{EARLIER}", "bf16": f"--rule moment{EARLIER}"}
     for name, options in both.items():
@@ -217,7 +207,7 @@ def quality_in_eight_bits(runs: Runs) -> str:
 
 
 def speed(runs: Runs) -> str:
-    """Bytes a second of a training step beside the faster twin's."""
+    """Bytes a second of a training step against the faster twin's."""
     lines = []
     for preset in PRESETS:
         ours, peer = row_of(runs, preset=preset, kind="factored"), faster(runs, preset, "AdamW")
@@ -322,7 +312,7 @@ def products(runs: Runs) -> str:
             shares = [_share(row and row["copy_share"]) for row in found]
             lines.append(["as a share of the copy bandwidth", *shares])
     kept = [line for line in lines if any(line[1:])]
-    text += "\n" + markdown(["arranged for generation", "M = 1", "2", "4", "8"], kept)
+    text += "\n" + markdown(["prepacked for generation", "M = 1", "2", "4", "8"], kept)
     some = (1, 2, 4, 8, 16, 32, 64)
     lines = [
         [size.replace("x", " x "), *(ratio(size, rows, "forward", ".2f") for rows in some)]
@@ -346,7 +336,7 @@ def products(runs: Runs) -> str:
 
 
 def generation(runs: Runs) -> str:
-    """Bytes a second at batch 1 beside the float decoder's."""
+    """Bytes a second at batch 1 against the float decoder's."""
     lines = []
     for ours in rows_of(runs, kind="moment"):
         name, prompt = ours["preset"], ours["prompt_bytes"]
@@ -366,7 +356,7 @@ def generation(runs: Runs) -> str:
 
 
 def several(runs: Runs) -> str:
-    """Bytes a second of several texts at once, beside the float decoder's."""
+    """Bytes a second of several texts at once, against the float decoder's."""
     lines = []
     for ours in rows_of(runs, kind="moment"):
         peer = row_of(runs, preset=ours["preset"], batch=ours["batch"], kind="float bf16")
@@ -388,7 +378,7 @@ def caches(runs: Runs) -> str:
 
 
 def chunked(runs: Runs) -> str:
-    """Speed of every kind of chunked model beside a dense one of its size."""
+    """Speed of every kind of chunked model against a dense one of its size."""
     lines = []
     for row in rows_of(runs):
         peer = row_of(runs, preset=row["preset"], kind="dense")
@@ -461,6 +451,53 @@ def imports(runs: Runs) -> str:
     return markdown([*head, "KL", "KL of Q8_0"], rows) + source(runs)
 
 
+def large_tuning(runs: Runs) -> str:
+    """List what tuning takes at large shapes, and how fast it is."""
+    head = ["shape", "kind", "batch", "state", "allocated", "predicted", "reserved", "predicted"]
+    rows = [
+        [
+            row["shape"].upper(),
+            row["kind"],
+            f"{row['batch']} x {row['ctx']:,}" + (", recomputed" if row["recompute"] else ""),
+            *(_gib(row[f"{name}_bytes"]) for name in LARGE_BYTES),
+            "" if row["cap_gib"] is None else f"{row['cap_gib']} GiB",
+            _number(row["tokens_per_second"]),
+        ]
+        for row in rows_of(runs)
+    ]
+    return markdown([*head, "cap", "tokens/s"], rows) + source(runs)
+
+
+LARGE_BYTES = (
+    "state",
+    "allocated",
+    "predicted_allocated",
+    "reserved",
+    "predicted_reserved",
+)
+
+
+def _gib(size: float | None) -> str:
+    return "" if size is None else f"{size / 2**30:.3f}"
+
+
+def tuning(runs: Runs) -> str:
+    """List what a model of code learns of novels, and what it forgets."""
+    return _tuning([row for row in rows_of(runs) if row["part"] != "low"], runs)
+
+
+def _tuning(rows: list[Row], runs: Runs) -> str:
+    lines = []
+    kinds = [*dict.fromkeys(row["kind"] for row in rows)]
+    pairs = {(row["kind"], row["lr"]) for row in rows}
+    for kind, lr in sorted(pairs, key=lambda pair: (kinds.index(pair[0]), pair[1])):
+        some = [row for row in rows if (row["kind"], row["lr"]) == (kind, lr)]
+        some.sort(key=lambda row: row["seed"])
+        losses = [", ".join(f"{row[name]:.4f}" for row in some) for name in ("new", "old")]
+        lines.append([kind, f"{lr:g}", *losses, f"{some[0]['state_bytes'] / 1e6:.1f}"])
+    return markdown(["kind", "rate", "new text", "old text", "state, MB"], lines) + source(runs)
+
+
 def bits_of_many(runs: Runs) -> str:
     """Compare states after the same steps on several GPUs and on one."""
     found = _of_part(runs, "bits")
@@ -504,7 +541,7 @@ def speed_of_many(runs: Runs) -> str:
 
 
 def quality_of_many(runs: Runs) -> str:
-    """Held-out loss of whole runs by gradients that travel, beside those of the other rule."""
+    """Held-out loss of whole runs by gradients that travel, against those of the other rule."""
     found = _of_part(runs, "quality")
     means = {}
     for kind in dict.fromkeys(row["kind"] for row in rows_of(found)):
@@ -523,7 +560,7 @@ def quality_of_many(runs: Runs) -> str:
 
 
 def long_speed(runs: Runs) -> str:
-    """Training, text and cache of compressed attention beside dense, at ctx 16,384."""
+    """Training, text and cache of compressed attention against dense, at ctx 16,384."""
     lines = []
     for row in rows_of(runs):
         made = row["texts"].values()
@@ -667,8 +704,7 @@ def searched(runs: Runs) -> str:
         kinds.setdefault(row["kind"], {}).setdefault(place, []).append(row["held_out_nats"])
     places = list(dict.fromkeys(place for found in kinds.values() for place in found))
     head = ["model"] + [
-        f"{text}, {seconds:g} s"
-        + ("" if digits == "all" else f", `{present(f'--digits {digits}')}`")
+        f"{text}, {seconds:g} s" + ("" if digits == "all" else ", `--weights ternary`")
         for text, seconds, digits in places
     ]
     order = sorted(kinds, key=lambda kind: min(kinds[kind].get(places[1], [9.0])))
@@ -797,6 +833,8 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "generation": ("generation", generation),
     "exports": ("exports", exports),
     "imports": ("imports", imports),
+    "large-tuning": ("large_tuning", large_tuning),
+    "tuning": ("tuning", tuning),
     "several-texts": ("several_texts", several),
     "kv-cache": ("kv_cache", caches),
     "hnet": ("hnet", chunked),

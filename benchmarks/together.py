@@ -14,15 +14,17 @@ AHEAD = 8
 """Rounds of steps that the host may be ahead of the GPU."""
 
 
-def train_together(trainers: Sequence[Trainer]) -> list[float]:
+def train_together(trainers: Sequence[Trainer], every: int | None = None) -> list[dict[int, float]]:
     """Train every model to its end.
 
     Args:
         trainers: of one GPU, which capture their steps, at step 0.
+        every: steps between evaluations; None evaluates at the end only.
 
     Returns:
-        Their held-out losses, in nats a symbol.
+        Held-out losses of each, in nats a symbol, by the number of steps; the last is the end's.
     """
+    found: list[dict[int, float]] = [{} for _ in trainers]
     streams = [torch.cuda.Stream() for _ in trainers]
     torch.cuda.synchronize()
     for step in range(max(trainer.config.steps for trainer in trainers)):
@@ -31,15 +33,22 @@ def train_together(trainers: Sequence[Trainer]) -> list[float]:
                 _step(trainer, stream)
         if step % AHEAD == 0:
             torch.cuda.synchronize()
-    torch.cuda.synchronize()
-    losses = [trainer.evaluate() for trainer in trainers]
+        for trainer, losses in zip(trainers, found, strict=True):
+            if _is_due(trainer, every) and trainer.step not in losses:
+                torch.cuda.synchronize()
+                losses[trainer.step] = trainer.evaluate()
     for trainer in trainers:
         trainer.release_graph()
-    return losses
+    return found
+
+
+def _is_due(trainer: Trainer, every: int | None) -> bool:
+    """Whether a model is evaluated after the step that it is at."""
+    return trainer.step == trainer.config.steps or bool(every and trainer.step % every == 0)
 
 
 def _step(trainer: Trainer, stream: torch.cuda.Stream) -> None:
-    """Do one step: a replay beside those of others, another one by itself."""
+    """Do one step: a replay against those of others, another one by itself."""
     if trainer._graph is not None:
         with torch.cuda.stream(stream):
             trainer.train_step()

@@ -1,4 +1,4 @@
-"""Time a training step of every preset beside its float twin: `make bench`.
+"""Time a training step of every preset against its float twin: `make bench`.
 
     python -m benchmarks.training_step [PRESET...] [--kinds KIND...] [--out DIR]
 
@@ -209,7 +209,7 @@ def to_row(preset: str, subject: Subject, in_turns: bool) -> dict:
 
 def main() -> None:
     """Print a line a step, and write the rows of each preset."""
-    parser = results.options("training_step", "Time training steps beside float twins.")
+    parser = results.options("training_step", "Time training steps against float twins.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     given = parser.parse_args()

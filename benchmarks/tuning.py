@@ -1,4 +1,4 @@
-"""A float model that is imported and tuned on another text, beside float training of the same.
+"""A float model that is imported and tuned on another text, against float training of the same.
 
     python -m benchmarks.tuning TEXTS [--parts PART...] [--at-once N] [--out DIR]
 
@@ -45,16 +45,16 @@ from benchmarks.float_qwen import ORDER, FloatQwen, ReleasedAdafactor, Shape
 SHAPE = Shape(
     layers=6, dim=384, heads=6, kv_heads=6, head_width=64, ffn=1024, vocabulary=256, tied=False
 )
-CTX, BATCH = 512, 64
+CTX, BATCH, LOW_BATCH = 512, 64, 16
 PRETRAINED_STEPS, STEPS, LOW_STEPS = 2000, 600, 2000
 WARMUP = 60
 RULES = {
-    "moment": ("moment", "orthogonal"),
-    "moment factored": ("moment", "factored"),
-    "nibble": ("nibble", "orthogonal"),
-    "nibble factored": ("nibble", "factored"),
+    "moment": ("moment", "muon"),
+    "moment factored": ("moment", "adafactor"),
+    "nibble": ("nibble", "muon"),
+    "nibble factored": ("nibble", "adafactor"),
 }
-"""Rule and direction, by kind."""
+"""Rule and optimizer, by kind."""
 IN_BLOCK = {
     "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
     "o": "self_attn.o_proj", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
@@ -76,17 +76,18 @@ class Job:
     lr: float
     seed: int = 0
     steps: int = STEPS
+    batch: int = BATCH
 
 
 def jobs() -> list[Job]:
     """List all runs, the most telling ones first."""
     rates = {
-        "moment": (0.3, 1.0, 0.1, 0.03, 0.01), "AdamW": (1e-3, 3e-4, 3e-3, 1e-4),
-        "nibble": (0.3, 1.0, 0.1, 0.03), "Muon": (2e-3, 5e-4, 6e-3),
+        "moment": (0.3, 1.0, 0.1, 0.03, 0.01), "AdamW": (1e-3, 3e-4, 3e-3, 1e-4, 1e-2),
+        "nibble": (0.3, 1.0, 0.1, 0.03), "Muon": (2e-3, 5e-4),
         "moment factored": (0.3, 0.1, 0.03), "nibble factored": (0.3, 0.1),
     }  # fmt: skip
     swept = [Job(part="swept", kind=kind, lr=lr) for kind, some in rates.items() for lr in some]
-    best = {"moment": 0.3, "AdamW": 1e-3, "nibble": 0.3}
+    best = {"moment": 0.3, "AdamW": 3e-3, "nibble": 0.3}
     seeds = [
         Job(part="swept", kind=kind, lr=lr, seed=seed)
         for kind, lr in best.items()
@@ -97,15 +98,22 @@ def jobs() -> list[Job]:
     low = {"AdamW": (1e-5, 3e-6), "moment": (1e-3, 3e-4), "nibble": (1e-3, 3e-4),
            "moment factored": (1e-3, 3e-4)}  # fmt: skip
     lowest = [
-        Job(part="low", kind=kind, lr=lr, steps=LOW_STEPS)
+        Job(part="low", kind=kind, lr=lr, steps=LOW_STEPS, batch=LOW_BATCH)
         for kind, some in low.items()
         for lr in some
     ]
     return swept + seeds + others + lowest
 
 
-def pretrain(texts: Path, folder: Path, steps: int, device: str) -> None:
-    """Train the float model on code, and write it as a folder for Transformers."""
+def pretrain(
+    texts: Path,
+    folder: Path,
+    steps: int,
+    device: str,
+    data: Iterable[str] = ("code-train.txt",),
+    held_out: Iterable[str] = ("code-val.txt",),
+) -> None:
+    """Train the float model on code, or other texts, and write a folder for Transformers."""
     folder.mkdir(parents=True)
     fields = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": SHAPE.dim,
@@ -116,8 +124,11 @@ def pretrain(texts: Path, folder: Path, steps: int, device: str) -> None:
         "dtype": "float32",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(fields))
-    code = Texts(Text([texts / "code-train.txt"]), Text([texts / "code-val.txt"]), "")
-    trainer = twin_trainer(folder, code, optimizer="adamw", lr=1e-3, steps=steps, device=device)
+    train, val = (Text([texts / name for name in some]) for some in (data, held_out))
+    begun = Texts(train, val, "")
+    trainer = twin_trainer(
+        folder, begun, batch=BATCH, lr=1e-3, steps=steps, device=device, optimizer="adamw"
+    )
     for _ in range(steps):
         trainer.train_step()
     tensors = {
@@ -132,14 +143,20 @@ def pretrain(texts: Path, folder: Path, steps: int, device: str) -> None:
 def twin_trainer(folder: Path, texts: Texts, *, device: str, **options: Any) -> Trainer:
     """Make a trainer of the float twin of a folder's model."""
     model = read_folder_config(folder, weights="float")
-    config = new_config(preset=model, batch=BATCH, device=device, warmup=WARMUP, **options)
+    config = new_config(preset=model, device=device, warmup=WARMUP, **options)
     return Trainer(config, texts, capture=True)
 
 
 def tune_twin(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Tune the float twin by AdamW or Muon."""
     novels = Texts(Text([texts / "novels-train.txt"]), Text([texts / "novels-val.txt"]), "")
-    options = {"optimizer": job.kind.lower(), "lr": job.lr, "steps": job.steps, "seed": job.seed}
+    options = {
+        "optimizer": job.kind.lower(),
+        "lr": job.lr,
+        "steps": job.steps,
+        "seed": job.seed,
+        "batch": job.batch,
+    }
     trainer = twin_trainer(folder, novels, device=device, **options)
     begun = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
     trainer.model.load_state_dict(begun.state_dict())
@@ -149,7 +166,7 @@ def tune_twin(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any
 
 
 class Adapted(FloatQwen):
-    """The same with adapters of low rank beside frozen matrices: w + 2 b a."""
+    """The same with adapters of low rank on frozen matrices: w + 2 b a."""
 
     def add_adapters(self, rank: int, names: tuple[str, ...]) -> None:
         """Freeze the weights, and add adapters to matrices of each block."""
@@ -195,7 +212,13 @@ def tune_plain(job: Job, texts: Path, folder: Path, device: str) -> dict[str, An
     for step in range(job.steps):
         rate = job.lr * learning_rate(config, step) / config.lr
         ids, targets = batch(
-            text, seed=job.seed, step=step, micro=0, batch_size=BATCH, context=CTX, device=device
+            text,
+            seed=job.seed,
+            step=step,
+            micro=0,
+            batch_size=job.batch,
+            context=CTX,
+            device=device,
         )
         if adafactor is not None:
             adafactor.lr.fill_(rate)
@@ -225,7 +248,7 @@ def tune_integers(job: Job, texts: Path, folder: Path, device: str) -> dict[str,
         run = Path(made, "run")
         arb(
             "train", "--init-from", imported(folder, job.kind), "--data",
-            texts / "novels-train.txt", "--val", texts / "novels-val.txt", "--batch", BATCH,
+            texts / "novels-train.txt", "--val", texts / "novels-val.txt", "--batch", job.batch,
             "--steps", job.steps, "--lr", job.lr, "--seed", job.seed, "--warmup", WARMUP,
             "--eval-every", 0, "--device", device, "--out", run, "--keep", 1, "--quiet",
         )  # fmt: skip
@@ -242,6 +265,12 @@ def score(run: Path, texts: Path, device: str) -> dict[str, Any]:
 def imported(folder: Path, kind: str) -> Path:
     """Name the run that a kind begins with."""
     return folder.with_name(f"imported-{kind.replace(' ', '-')}")
+
+
+def import_for(folder: Path, kind: str) -> None:
+    """Import the float model for a kind."""
+    rule, optimizer = RULES[kind]
+    arb("import", folder, "--rule", rule, "--optimizer", optimizer, "--out", imported(folder, kind))
 
 
 def arb(*words: Any) -> None:
@@ -327,11 +356,12 @@ def main() -> None:
         folder = given.folder or Path(temporary, "qwen3-of-bytes")
         if not folder.exists():
             pretrain(given.texts, folder, given.steps or PRETRAINED_STEPS, given.device)
-        for kind, (rule, direction) in RULES.items():
-            run = imported(folder, kind)
-            arb("import", folder, "--rule", rule, "--direction", direction, "--out", run)
+        with ThreadPoolExecutor(len(RULES)) as pool:
+            list(pool.map(lambda kind: import_for(folder, kind), RULES))
+        for kind in RULES:
             row = {"part": "begun", "kind": kind, "lr": 0.0, "seed": 0, "steps": 0, "seconds": 0.0}
-            print(json.dumps(row | score(run, given.texts, given.device)), flush=True)
+            found = score(imported(folder, kind), given.texts, given.device)
+            print(json.dumps(row | found), flush=True)
         twin = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
         twin = twin.to(given.device)
         print("float", both_losses(twin.loss, given.texts, given.device), flush=True)

@@ -30,9 +30,13 @@ from arbcli.train.configure import new_config
 from arbcli.train.run import Observer, start_run
 
 SHAPE = {"sub_norms": False, "dim": 32, "layers": 1, "heads": 2, "ffn": 64, "ctx": 16, "batch": 2}
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 SECONDS = 5.0
 HELD_BYTES = 500 * 10**6
-FOLDERS = ("run", "hf", "llama", "shards")
+FOLDERS = ("run", "hf", "llama", "shards", "chat")
 TEXT = b"ternary weights learn to read. " * 200
 SETTINGS = (
     b'preset = "tiny"\nsteps = 10\nlr = 0.5\nbatch = 4\nschedule = "wsd"\n\n'
@@ -188,11 +192,18 @@ def honest(folder: Path) -> dict[str, tuple[Path, list[str]]]:
         parquet.write_table(table, folder / "made.parquet", row_group_size=40)
         content = (folder / "made.parquet").read_bytes()
         made["parquet"] = ("text.parquet", content, [*evaluate, "--field", "text", "--data"])
+    found = {}
     if find_spec("tokenizers"):
         write_tokenizer(folder / "tokenizer.json")
         content = (folder / "tokenizer.json").read_bytes()
         made["tokenizer"] = ("made.json", content, [*train, "--tokenizer"])
-    found = {}
+        if find_spec("jinja2"):
+            made |= chats(folder)
+            for path in sorted((folder / "chat").iterdir()):
+                words = [*of_chats(folder), "--data", str(folder / "honest.jsonl"), "--tokenizer"]
+                found[f"chat {path.name}"] = (path, words)
+    if find_spec("soundfile") and find_spec("PIL"):
+        made |= media(folder, evaluate)
     for name, (file, content, words) in made.items():
         (folder / file).write_bytes(content)
         found[name] = (folder / file, words)
@@ -215,6 +226,57 @@ def honest(folder: Path) -> dict[str, tuple[Path, list[str]]]:
     for kind in ("gguf", "safetensors"):
         found[kind] = (folder / exports[kind], ["inspect"])
     return found
+
+
+def of_chats(folder: Path) -> list[str]:
+    return ["train", *OF_A_STEP.split(), "--ctx", "32", "--field", "messages"]
+
+
+def chats(folder: Path) -> dict[str, tuple[str, bytes, list[str]]]:
+    """Make records of chats, of questions and of documents, and a tokenizer with its template."""
+    (folder / "chat").mkdir()
+    tokenizer = folder / "chat" / "tokenizer.json"
+    write_tokenizer(tokenizer, ("<|im_start|>", "<|im_end|>"))
+    (folder / "chat" / "chat_template.jinja").write_text(CHATML)
+    about = {"eos_token": "<|im_end|>", "chat_template": CHATML}
+    (folder / "chat" / "tokenizer_config.json").write_text(json.dumps(about))
+    said = [{"role": "user", "content": "ab?"}, {"role": "assistant", "content": "c"}]
+    lines = {
+        "messages": {"messages": said},
+        "prompt+completion": {"prompt": "ab?", "completion": "c"},
+        "+text": {"text": "ternary weights"},
+    }
+    made = {}
+    for field, record in lines.items():
+        words = of_chats(folder)
+        words[words.index("messages")] = field
+        words += ["--tokenizer", str(tokenizer), "--data"]
+        made[f"chats {field}"] = (f"{len(made)}.jsonl", json.dumps(record).encode() + b"\n", words)
+    (folder / "honest.jsonl").write_text(f"{json.dumps(lines['messages'])}\n" * 20)
+    return {name: (file, line * 20, words) for name, (file, line, words) in made.items()}
+
+
+def media(folder: Path, evaluate: list[str]) -> dict[str, tuple[str, bytes, list[str]]]:
+    """Make sounds and pictures, and records that join them with text."""
+    import soundfile
+    from PIL import Image
+
+    made = {}
+    for suffix in ("wav", "flac", "ogg"):
+        soundfile.write(folder / f"made.{suffix}", [0.1, -0.2, 0.3] * 200, 8000)
+    for suffix in ("png", "jpg", "webp"):
+        Image.new("RGB", (24, 20), (200, 10, 90)).save(folder / f"made.{suffix}")
+    for suffix in ("wav", "flac", "ogg", "png", "jpg", "webp"):
+        content = (folder / f"made.{suffix}").read_bytes()
+        made[f"media {suffix}"] = (f"a.{suffix}", content, [*evaluate, "--data"])
+        if suffix in ("wav", "png"):
+            words = ["generate", *evaluate[1:], "--length", "1", "--prompt-file"]
+            made[f"prompt {suffix}"] = (f"b.{suffix}", content, words)
+    parts = [{"text": "a "}, {"sound": str(folder / "made.wav")}]
+    parts.append({"picture": str(folder / "made.png")})
+    record = json.dumps({"parts": parts}).encode() + b"\n"
+    made["joined"] = ("joined.jsonl", record * 3, [*evaluate, "--field", "parts", "--data"])
+    return made
 
 
 def in_shards(source: Path, target: Path) -> None:
@@ -340,6 +402,8 @@ def given(path: Path, words: list[str], place: Path, draw: random.Random | None)
         tried, named = whole / path.name, whole
         if "--config" in words:
             named = tried
+        elif words[-1] == "--tokenizer":
+            named = whole / "tokenizer.json"
     else:
         tried = named = place / path.name
         shutil.copy(path, tried)

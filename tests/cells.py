@@ -142,7 +142,7 @@ FEW = covering(CELLS, singles)
 
 
 def each_cell(cells: list[Cell] = CELLS, quick: list[Cell] = QUICK) -> pytest.MarkDecorator:
-    """Run a test for every cell; those beside the `quick` ones are slow."""
+    """Run a test for every cell; all but the `quick` ones are slow."""
     return pytest.mark.parametrize(
         "cell",
         [

@@ -36,7 +36,7 @@ KINDS = {
     ),
     "Mistral": ("Mistral", {"rms_norm_eps": 1e-5, "sliding_window": 24}),
 }
-"""A class of Transformers, and its configuration beside `SIZES`."""
+"""A class of Transformers, and its configuration besides `SIZES`."""
 
 
 def random_model(transformers, kind: str, **others) -> nn.Module:

@@ -50,7 +50,7 @@ def reading(
 
 
 def initialised(part: torch.nn.Module) -> torch.nn.Module:
-    """Set the weights of a part that is no whole model."""
+    """Set the weights of a part that is not a whole model."""
     tensors = [tensor for tensor in part.modules() if isinstance(tensor, TernaryTensor)]
     for index, tensor in enumerate(tensors):
         tensor.std = STD

@@ -238,7 +238,7 @@ def options_of(name: str, folder: Path) -> list[str]:
     return words
 
 
-def write_tokenizer(path: Path) -> None:
+def write_tokenizer(path: Path, special: tuple[str, ...] = ()) -> None:
     """Train a small tokenizer of bytes on the text."""
     import tokenizers
 
@@ -247,7 +247,10 @@ def write_tokenizer(path: Path) -> None:
     trained.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=270, initial_alphabet=alphabet, show_progress=False
+        vocab_size=270,
+        initial_alphabet=alphabet,
+        show_progress=False,
+        special_tokens=[*special],
     )
     trained.train_from_iterator([TEXT.decode()], trainer)
     trained.save(str(path))

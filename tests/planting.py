@@ -12,7 +12,7 @@ A changed function takes the place of the real one in two ways, and both are nee
 
 - A Python function gets the faulty code object. So it is faulty wherever it is held: by a spec, a
   class, a closure, another module. Nobody has to be found.
-- A kernel is no Python function any more. Triton's interpreter reads its source again, by
+- A kernel is not a Python function any more. Triton's interpreter reads its source again, by
   `inspect`, from a file, and compiles that. So the faulty source, decorators and all, is written
   to a file and executed with the module's own globals, and the kernel it makes is put wherever a
   module of `arbcli` has the real one. No private part of triton is touched. Kernels that were
@@ -51,7 +51,7 @@ def rewrite(old: str, new: str, only: int | None = None) -> Change:
     """Put one expression or statement in place of another.
 
     Args:
-        old: the pattern: a lower-case letter is anything, `...` behind arguments any further ones.
+        old: the pattern: a lower-case letter is anything, `...` after arguments any further ones.
         new: what takes its place, with the same letters.
         only: which of the matches in a function, from 0, in the order of its source; None is all.
     """
@@ -91,7 +91,7 @@ def drop_addition(value: str) -> Change:
 
 
 def drop_condition(value: str) -> Change:
-    """Leave a condition out that is joined to others by `&`, in front or behind."""
+    """Leave a condition out that is joined to others by `&`, before or after."""
     return _either(rewrite(f"a & {value}", "a"), rewrite(f"{value} & a", "a"))
 
 
@@ -371,7 +371,7 @@ def set_constant(room: str, name: str, value: object) -> Planter:
 
 @dataclass(frozen=True)
 class Fault:
-    """One mistake, and who must notice it."""
+    """One mistake, and the check that must notice it."""
 
     kind: str
     name: str

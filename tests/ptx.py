@@ -3,7 +3,7 @@
 Triton's interpreter shows whether a kernel is right, and this whether it is right once it is
 compiled, PTX that it contains included. It knows the instructions that kernels are compiled to for
 an H200, and no more; not the matrix units of a warp group, nor the copy engine. Where threads of a
-program part, those that are behind go on first, and all meet at a barrier. What is copied to shared
+program part, those that are after go on first, and all meet at a barrier. What is copied to shared
 memory is there when it has been waited for, and not before. Addresses have to be somebody's, and
 aligned.
 """

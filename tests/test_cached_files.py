@@ -25,7 +25,7 @@ def path(tmp_path, monkeypatch) -> Path:
 
 
 def owned_by_another(path: Path, monkeypatch) -> None:
-    """Let a file have another owner, whoever runs the tests."""
+    """Let a file have an owner that does not run the tests."""
     number = path.stat().st_ino
 
     def seen_by(real: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
@@ -110,7 +110,7 @@ def test_file_is_on_the_disk_before_it_has_its_name(path, monkeypatch):
     assert done == ["fsync", "replace"] * 2
 
 
-def test_processes_of_one_number_write_beside_each_other(path):
+def test_processes_of_one_number_write_together(path):
     """As those of two containers that share a cache may be."""
 
     def blocks():

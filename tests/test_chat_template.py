@@ -61,6 +61,20 @@ def test_hostile_template_is_refused_in_one_line(source, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nothing_makes_a_long_text_of_a_short_one_and_a_number():
+    """Whatever filters the installed Jinja has, and whatever methods strings have."""
+    filters = ChatTemplate("", "it", {})._template.environment.filters
+    calls = [f"'a\\nb' | {name}" for name in filters]
+    calls += [f"'a\\nb'.{name}" for name in dir(str) if name[0] != "_"]
+    assert len(calls) > 80
+    for call in calls:
+        try:
+            made = ChatTemplate("{{ " + call + "(1000000) }}", "it", {}).render([])
+        except ArbError:
+            continue
+        assert len(made) < 1000, call
+
+
 def test_template_is_found_wherever_transformers_writes_it(tmp_path):
     file = tmp_path / "tokenizer.json"
     assert find_template(file) is None

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import AttentionConfig, MambaConfig, MLPConfig
 from arbcli.data import Text, batch
 from arbcli.errors import ArbError
+from arbcli.infer.conversation import Conversation
 from arbcli.model.build import build_model
+from arbcli.run_files import COMPANIONS
 from arbcli.tokens import Tokenizer
 from tests.test_chat_template import CHATML
 
@@ -122,10 +126,39 @@ def test_questions_and_texts(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
+    ("field", "context"), [("messages", 64), ("messages", 31), ("+text", 64), ("+text", 5)]
+)
+def test_learnt_tokens_are_counted_as_windows_have_them(field, context, tmp_path, tokenizer):
+    """A token that is first, or beyond the window, is no target."""
+    records = [chat("how are you", "fine", "you", "I am fine") | {"text": "you are fine, I am"}]
+    found = chats(tmp_path, tokenizer, records, field=field, context=context)
+    targets = [target for _, targets in documents_of(found) for target in targets]
+    assert found.learnt_tokens == len(targets) - targets.count(NOT_LEARNT) > 0
+    assert found.cut == (context < 64)
+
+
+@pytest.mark.parametrize(("says", "more"), [(None, set()), (5, {5}), ([5, 7], {5, 7})])
+def test_conversation_ends_where_its_model_says_and_remembers(
+    says, more, folder, tokenizer, tmp_path
+):
+    run = shutil.copytree(folder, tmp_path / "run")
+    (run / COMPANIONS).mkdir()
+    (run / COMPANIONS / "generation_config.json").write_text(json.dumps({"eos_token_id": says}))
+    model = SimpleNamespace(tokenizer=tokenizer)
+    conversation = Conversation(model, run / "step-000001.safetensors")
+    assert conversation.ends == {tokenizer.special("<|im_end|>"), *more}
+    conversation.ask(b"how are you")
+    conversation.answered(b"fine")
+    template = ChatTemplate(CHATML, "", SPECIAL)
+    wanted = template.render(chat("how are you", "fine", "you")["messages"], asks=True)
+    assert tokenizer.decode(conversation.ask(b"you")) == wanted
+
+
+@pytest.mark.parametrize(
     ("record", "why"),
     [
-        ([1], "it is no object"),
-        ({"messages": "hi"}, "no list of objects"),
+        ([1], "it is not an object"),
+        ({"messages": "hi"}, "not a list of objects"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no message has the role"),
         ({"messages": [{"content": "a"}]}, "no `role`"),
         ({"messages": [{"role": "assistant", "content": None}]}, "no `content`"),

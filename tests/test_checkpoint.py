@@ -242,7 +242,7 @@ def test_save_keeps_the_newest_two(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_save_keeps_itself_beside_later_steps(tmp_path):
+def test_save_keeps_itself_next_to_later_steps(tmp_path):
     for step in (100, 200, 300, 150):
         save_checkpoint(tmp_path, example(step), keep=4 if step > 150 else 1)
     assert [load_checkpoint(path).step for path in checkpoints(tmp_path)] == [300, 200, 150]
@@ -527,7 +527,7 @@ def test_hint_about_a_file_that_is_not_ours_is_no_advice_to_delete_it(tmp_path):
     (tmp_path / "text.txt").write_bytes(b"a text that its owner needs")
     with pytest.raises(ArbError) as caught:
         load_checkpoint(tmp_path / "text.txt")
-    assert "it is no checkpoint" in caught.value.hint
+    assert "it is not a checkpoint" in caught.value.hint
     assert "delete" not in caught.value.hint
 
 
@@ -754,7 +754,7 @@ def test_write_json_is_sorted_and_read_back(tmp_path):
 
 
 def test_write_json_is_atomic(tmp_path, monkeypatch):
-    """A write that fails leaves what was there, and nothing beside it."""
+    """A write that fails leaves what was there, and nothing next to it."""
     path = tmp_path / "config.json"
     write_json(path, {"seed": 1})
     with pytest.raises(ValueError, match="not JSON compliant"):

@@ -102,7 +102,7 @@ def other_fields(header: dict, data: bytes, draw: random.Random) -> tuple[dict, 
 
 
 def other_metadata(header: dict, data: bytes, draw: random.Random) -> tuple[dict, bytes]:
-    """Count to what is no count."""
+    """Count to what is not a count."""
     nested: list = []
     for _ in range(400):
         nested = [nested]

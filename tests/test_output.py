@@ -234,7 +234,7 @@ def test_name_with_a_newline_forges_no_error(capsys):
 
 
 def test_line_that_is_written_over_fits_the_terminal(terminal):
-    """One that went on in a second line left parts of itself behind."""
+    """One that went on in a second line left parts of itself."""
     with LiveLine() as line:
         line.show("step " + "9" * 200)
         drawn = terminal.getvalue()

@@ -134,7 +134,7 @@ def test_frame_is_unpacked_a_part_at_a_time(tmp_path, monkeypatch):
     assert held < 6 * 2**20
 
 
-def test_bytes_behind_a_frame_are_not_copied_for_each_frame(tmp_path, monkeypatch):
+def test_bytes_after_a_frame_are_not_copied_for_each_frame(tmp_path, monkeypatch):
     """It took 58 GB of copies for a file of 2 MB. Runs without the package."""
     copied = []
 

@@ -1,8 +1,8 @@
 """Every class of mistake, planted once on purpose in kernels, updates, models, checkpoints: caught.
 
-Who adds a check to `arb verify-kernels` wants to know that it would notice; so does who makes one
-cheaper. `KINDS` says which classes of mistakes there are, `FAULTS` has at least one of each, and
-for every kernel one that its cases notice. How faults are planted is told in `planting`.
+The author of a check of `arb verify-kernels` wants to know that it would notice, also after it is
+made cheaper. `KINDS` says which classes of mistakes there are, `FAULTS` has at least one of each,
+and for every kernel one that its cases notice. How faults are planted is told in `planting`.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ ATTENTION = "functional.scaled_dot_product_attention"
 KINDS = {
     "rounding": "a number is truncated, or a tie is rounded the wrong way",
     "octave": "a power of two is off by one",
-    "sign": "a sign is turned, or left out",
+    "sign": "a sign is flipped, or left out",
     "layout": "a digit, plane or word of a packed row is taken for another",
     "correction": "what an approximation has too much is not taken back",
     "stride": "a stride is taken to be 1, or to be another tensor's",
@@ -77,11 +77,11 @@ KINDS = {
     "exchange": "two operands are exchanged",
     "gradient": "a derivative lacks a term or a factor",
     "position": "a position or a slot is off by one",
-    "left behind": "a launch does not leave memory as the next one expects it",
+    "left over": "a launch does not leave memory as the next one expects it",
     "tie": "of equals another one is chosen",
     "normaliser": "a mean or a share is over too many",
     "constant": "a constant of the method has another value",
-    "diagonal": "a symmetric product goes wrong on, or beside, its diagonal",
+    "diagonal": "a symmetric product goes wrong on, or next to, its diagonal",
     "stack": "all of a stack get what belongs to the first",
     "bad gradient": "a gradient that must be refused is accepted, or steps all the same",
     "saturation": "an integer wraps around instead of saturating",
@@ -265,7 +265,7 @@ FAULTS = [
         rewrite("a + (b - c) * BLOCK_M", "b * BLOCK_M"),
     ),
     kernel(
-        "cut short", "rows behind all experts not zeroed", "grouped_matmul",
+        "cut short", "rows after all experts not zeroed", "grouped_matmul",
         rewrite("o < E + 2", "o < E + 1"), slow=True,
     ),
     kernel(
@@ -316,7 +316,7 @@ FAULTS = [
         rewrite("r * (g - x * m)", "r * g"),
     ),
     kernel(
-        "missing term", "gradient beside the norm not added", "rms_norm_backward",
+        "missing term", "gradient next to the norm not added", "rms_norm_backward",
         rewrite("v += load_rows(a, ...)", "v += 0 * load_rows(a, ...)"),
     ),
     kernel(
@@ -367,15 +367,15 @@ FAULTS = [
         rewrite("tl.load(position_ptr) + (1 + r)", "tl.load(position_ptr) + r"),
     ),
     kernel(
-        "too far", "a byte accepted behind one that was not proposed", "accept_ahead",
+        "too far", "a byte accepted after one that was not proposed", "accept_ahead",
         rewrite("tl.where(c == p, 8, r + 1)", "tl.where(c == p, 8, r + 2)"),
     ),
     kernel(
-        "diagonal", "squares of the neighbouring row", "coded_rows",
+        "diagonal", "squares of the neighbouring row", "prepacked_rows",
         rewrite("write_where(t, s, c == r // 2, p)", "write_where(t, s, c == (r // 2 ^ 1), p)"),
     ),
     kernel(
-        "group", "row r + 8 with the scale of row r", "coded_rows",
+        "group", "row r + 8 with the scale of row r", "prepacked_rows",
         rewrite("scales[2 * half + plane // 2]", "scales[plane // 2]"),
     ),
     kernel(
@@ -383,7 +383,7 @@ FAULTS = [
         rewrite("tl.load(position_ptr + t)", "tl.load(position_ptr)"),
     ),
     kernel(
-        "left behind", "a key stored by no program but the first", "decode_attention_rows",
+        "left over", "a key stored by no program but the first", "decode_attention_rows",
         rewrite("s // SPAN == f", "s // BLOCK_S == f"),
     ),
     kernel(
@@ -391,7 +391,7 @@ FAULTS = [
         rewrite("tl.where(i[:, None], c[None, :], x)", "tl.where(i[:, None], 0 * c[None, :], x)"),
     ),
     kernel(
-        "missing term", "scores without what is turned", "decode_latent",
+        "missing term", "scores without what is rotated", "decode_latent",
         rewrite("tl.sum(a * u_0[None, :] + b * u_1[None, :], axis=1)",
                 "tl.sum(a * u_0[None, :], axis=1)"),
     ),
@@ -412,11 +412,11 @@ FAULTS = [
         "position", "oldest slot kept", "decode_attention", rewrite("p % W", "(p + 1) % W"),
     ),
     kernel(
-        "left behind", "tickets not given back", "decode_attention",
+        "left over", "semaphores not given back", "decode_attention",
         rewrite("tl.store(p, 0)", "tl.store(p, 1)"),
     ),
     kernel(
-        "neighbour", "an element turned with another one than its partner", "attend_parts",
+        "neighbour", "an element rotated with another one than its partner", "attend_parts",
         rewrite("across(w, LANES // 2, PTX)", "across(w, LANES // 4, PTX)"),
     ),
     kernel(
@@ -472,7 +472,7 @@ FAULTS = [
         rewrite("tl.exp(tl.load(sink_ptr + h, ...))", "0.0"),
     ),
     kernel(
-        "sign", "what was found turned on, not back", "compressed_attention",
+        "sign", "what was found rotated on, not back", "compressed_attention",
         rewrite("(y2 * c - y1 * s)", "(y2 * c + y1 * s)"),
     ),
     kernel(
@@ -522,7 +522,7 @@ FAULTS = [
         rewrite("scale_of_entry(tl.where(n, a, b), FLOATS)", "scale_of_entry(a, FLOATS)"),
     ),
     kernel(
-        "left behind", "choice of the text before kept", "choose_next",
+        "left over", "choice of the text before kept", "choose_next",
         rewrite("tl.store(choice_ptr + s, -1, mask=s < SIZE)", "0"),
     ),
     kernel(
@@ -561,7 +561,7 @@ FAULTS = [
         "compressed: end to end",
     ),
     kernel(
-        "position", "entries turned as their second bytes", "compress_blocks",
+        "position", "entries rotated as their second bytes", "compress_blocks",
         rewrite("tl.load(cos_ptr + b * M * HALF + o, ...)",
                 "tl.load(cos_ptr + (b * M + 1) * HALF + o, ...)"),
     ),
@@ -599,7 +599,7 @@ FAULTS = [
         rewrite("tl.exp(x - tl.load(t + m)) - h", "tl.exp(x - tl.load(t + m))"),
     ),
     kernel(
-        "position", "every head turned like its position's neighbour", "rotary_norm",
+        "position", "every head rotated like its position's neighbour", "rotary_norm",
         rewrite("t % T", "(t + 1) % T"),
     ),
     kernel(
@@ -622,7 +622,7 @@ FAULTS = [
         rewrite("y += load_rows(other_ptr, ...)", "y += 0 * load_rows(other_ptr, ...)"),
     ),
     kernel(
-        "sign", "gradient turned on instead of back", "rotary_norm_backward",
+        "sign", "gradient rotated on instead of back", "rotary_norm_backward",
         rewrite("a * c + b * s", "a * c - b * s"), place=launched,
     ),
     # rows of tables
@@ -708,7 +708,7 @@ FAULTS = [
         rewrite("u += a", "u = u"),
     ),
     kernel(
-        "left behind", "byte not kept for the next step", "route_position",
+        "left over", "byte not kept for the next step", "route_position",
         rewrite("tl.store(b, a)", "tl.load(b)"),
     ),
     kernel(
@@ -865,7 +865,7 @@ FAULTS = [
         rewrite("z - n * RADIX", "tl.where(n == 1, z - n * RADIX, 0)"),  # 1 stands for trit 0
     ),
     kernel(
-        "random bits", "random bits of a step that are not turned", "step_by_moment",
+        "random bits", "random bits of a step that are not rotated", "step_by_moment",
         rewrite("(a + b.to(tl.uint32)) & 0xFFFF", "a"),
     ),
     kernel(
@@ -884,7 +884,7 @@ FAULTS = [
         rewrite("tl.abs(t) >= h", "tl.abs(t) > h"),
     ),
     kernel(
-        "sign", "signs of gradients turned", "sign_gradient",
+        "sign", "signs of gradients flipped", "sign_gradient",
         rewrite("(a > 0).to(tl.int32) - (a < 0).to(tl.int32)",
                 "(a < 0).to(tl.int32) - (a > 0).to(tl.int32)"),
     ),
@@ -1111,7 +1111,7 @@ FAULTS = [
         slow=True,
     ),
     module(
-        "gradient", "confidence of a position that begins no chunk not turned",
+        "gradient", "confidence of a position that begins no chunk not inverted",
         "model.parts.chunking", rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
         "hnet: whole gradient",
     ),

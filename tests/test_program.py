@@ -1,4 +1,4 @@
-"""The program from its first moment on: a signal while it is being loaded is no traceback."""
+"""The program from its first moment on: a signal while it is being loaded shows no traceback."""
 
 import signal
 import subprocess

@@ -122,7 +122,7 @@ def test_scaling_of_several_gpus_is_of_the_same_kind_on_one():
     assert tables.quality_of_many([run(rows)]) == "Not measured yet.\n"
 
 
-def test_losses_of_several_gpus_are_beside_the_first_kind():
+def test_losses_of_several_gpus_are_next_to_the_first_kind():
     shared = {"part": "quality", "preset": "small", "gpus": 1}
     rows = [
         shared | {"kind": kind, "seed": seed, "val_loss": loss}

@@ -23,7 +23,7 @@ MARK = "> "
 
 
 class Continued:
-    """A text that goes on: a line is continued as it is, without a newline behind it.
+    """A text that goes on: a line is continued as it is, without a newline after it.
 
     Args:
         context: bytes of the end of the whole text that the model sees.

@@ -17,11 +17,12 @@ from arbcli.config.file import read_model
 from arbcli.config.presets import ATTENTIONS, GRAPH_ATTENTIONS, check_preset
 from arbcli.config.settings import MODEL, OUTPUT, RUN, Setting, replaced
 from arbcli.config.short_forms import MODEL_SETTINGS
-from arbcli.config.training import SETTINGS, spelled_out, train_config, words_of
-from arbcli.data import check_named
-from arbcli.environment import may_have_gpu, no_cuda_device
+from arbcli.config.training import BACKENDS, SETTINGS, spelled_out, train_config, words_of
+from arbcli.data import check_named, check_weights
+from arbcli.environment import may_have_gpu, no_cuda_device, no_gpu_for_triton
 from arbcli.errors import ArbError
 from arbcli.output import note
+from arbcli.reading import check_regular
 from arbcli.rules import FADING
 
 
@@ -139,6 +140,22 @@ def repeat_options(words: list[str]) -> list[str]:
     return found
 
 
+def the_one(run: Path | None, checkpoint: Path | None) -> Path:
+    """Return the model that an argument or `--checkpoint` names.
+
+    Raises:
+        ArbError: neither does, or both do.
+    """
+    if run is not None and checkpoint is not None:
+        raise ArbError(f"`{run}` and `--checkpoint` both name a model", hint="give one of them")
+    if found := run or checkpoint:
+        return found
+    raise ArbError(
+        "no saved model is named",
+        hint="name a run or a checkpoint, or `auto` for the run that was started last",
+    )
+
+
 def find_run(path: Path, root: Path | None = None, *, loads: bool = False) -> Path:
     """Find the run that `auto` stands for: the last one in `root`, or in `runs`.
 
@@ -173,6 +190,9 @@ def check_settings(given: dict[str, Any]) -> None:
     """
     place = {"device": "cpu", "backend": "torch"}
     train_config(**{"preset": "tiny", "compute": "fp32"} | given | place)
+    if given.get("tokenizer"):
+        check_regular(Path(given["tokenizer"]))
+    check_weights(given.get("data", ()))
     check_named([*given.get("data", ()), *given.get("val", ())])
 
 
@@ -212,6 +232,13 @@ def check_device(name: str | None) -> str | None:
     _check_device_name(name)
     if name is not None and name.startswith("cuda") and not may_have_gpu():
         raise no_cuda_device(name)
+    return name
+
+
+def _check_backend(name: str | None) -> str | None:
+    one_of("backend", BACKENDS)(name)
+    if name == "triton" and not may_have_gpu():
+        raise no_gpu_for_triton("cpu")
     return name
 
 
@@ -268,10 +295,12 @@ def _device(callback: Callable[[str | None], str | None]) -> Any:
 Device = _device(check_device)
 PredictedDevice = _device(_check_device_name)
 """One that need not be here."""
-Backend = option_for("backend")
+Backend = option_for("backend", callback=_check_backend)
+PredictedBackend = option_for("backend")
+"""One whose device need not be here."""
 Seed = option_for("seed")
 Field = option_for("field")
-ScaleType = option_for("scale_type")
+ScaleType = option_for("scale_type", default="T32")
 ComputeOfRun = option_for(
     "compute",
     choices=("bf16", "fp32"),
@@ -302,12 +331,15 @@ KeptIn = Annotated[
         rich_help_panel=RUN,
     ),
 ]
+NAMED = "auto|RUN|FILE"
+
+
+NAMES_RUN = "a run, or one of its checkpoints; auto is the run that was started last."
+Run = Annotated[
+    Path | None, typer.Argument(metavar=NAMED, help=NAMES_RUN[0].upper() + NAMES_RUN[1:])
+]
 Checkpoint = Annotated[
-    Path,
-    typer.Option(
-        metavar="auto|RUN|FILE",
-        help="A run, or one of its checkpoints; auto is the run that was started last.",
-    ),
+    Path | None, typer.Option("--checkpoint", metavar=NAMED, help="The same, as an option.")
 ]
 Json = Annotated[
     bool,
@@ -318,6 +350,7 @@ BY_HAND = {
     "preset": Annotated[
         str | None,
         typer.Option(
+            "--preset",
             metavar="PRESET",
             help="Kind and size of the model. Dense blocks: tiny, small, base or 1b. Compressed"
             " attention: arb-long; with experts and four residual streams: arb-deep-small or"

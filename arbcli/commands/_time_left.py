@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from arbcli.config.training import TrainConfig
 
 AVERAGED_SECONDS = 60.0
-"""A step counts e times less for the average when it lies so long behind."""
+"""A step counts e times less for the average when it is so long ago."""
 WARM_UP_STEPS = 3
 """Steps that compile, capture and allocate: they are not averaged with later ones."""
 

@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.table import Table
 
 from arbcli.commands._options import (
-    Backend,
     Json,
+    PredictedBackend,
     PredictedDevice,
     check_device,
     check_settings,
@@ -42,7 +42,7 @@ STAGES = {
 }
 
 
-@takes_settings("batch", "accum", "compute", "recompute", "seed")
+@takes_settings("batch", "accum", "compute", "recompute", "teacher", "seed")
 def audit_memory(
     steps: Annotated[int, typer.Option(min=2, help="Real steps to measure.")] = 3,
     budget: Annotated[
@@ -65,7 +65,7 @@ def audit_memory(
         bool, typer.Option("--floats", help="List every float tensor of the first step.")
     ] = False,
     device: PredictedDevice = None,
-    backend: Backend = None,
+    backend: PredictedBackend = None,
     as_json: Json = False,
     **given: Any,
 ) -> None:
@@ -171,7 +171,7 @@ def _mib(size: int | None) -> str:
 
 def _part_of(function: str) -> str:
     """Name the part of the program that a function is of: `data.batch` is of `data`."""
-    place = function.rpartition(" in ")[2]  # behind an operation of torch
+    place = function.rpartition(" in ")[2]  # the part after an operation of torch
     return place.split(".")[-2].replace("_", " ") if "." in place else place
 
 
@@ -207,7 +207,7 @@ def _peak_rows(peak: "PeakReport") -> list[list[str]]:
         ["constants, workspaces", _mib(peak.constant_bytes)],
         [f"predicted peak of a step on {peak.device}", _mib(peak.peak_bytes)],
         ["taken from the device for it", _mib(peak.reserved_bytes)],
-        ["with evaluations beside it", _mib(peak.evaluated_bytes)],
+        ["with evaluations", _mib(peak.evaluated_bytes)],
     ]
 
 
@@ -277,7 +277,7 @@ def _audit_tables(report: "AuditReport") -> Group:
         table("Peak", ["", "MiB"], peak),
         table(title, ["", "after", "live MiB", "reserved MiB", "peak MiB"], levels, left=2),
         table(
-            "Largest tensors beside the state", ["", "tensor", "made in", "MiB"], tensors, left=3
+            "Largest tensors besides the state", ["", "tensor", "made in", "MiB"], tensors, left=3
         ),
         table("Checks", ["", "", ""], checks, left=3),
     )

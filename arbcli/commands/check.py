@@ -1,12 +1,12 @@
 """`arb check`: every file of a run verified, and what a resume would do."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Group
 
-from arbcli.commands._options import Json, find_run
+from arbcli.commands._options import Checkpoint, Json, Run, find_run, the_one
 from arbcli.output import LiveLine, emit, table
 
 if TYPE_CHECKING:
@@ -14,16 +14,15 @@ if TYPE_CHECKING:
 
 
 def check(
-    run: Annotated[
-        Path, typer.Argument(metavar="auto|RUN|FILE", help="A run, or one of its checkpoints.")
-    ],
+    run: Run = None,
+    checkpoint: Checkpoint = None,
     as_json: Json = False,
 ) -> None:
     """Verify every file of a run, and tell what a resume would do: `arb check RUN`.
 
     Nothing is changed. Exit 0 if all is well, 1 if something is damaged or cannot be used.
     """
-    raise typer.Exit(show_check(run, as_json=as_json))
+    raise typer.Exit(show_check(the_one(run, checkpoint), as_json=as_json))
 
 
 def show_check(

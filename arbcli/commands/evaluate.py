@@ -15,7 +15,9 @@ from arbcli.commands._options import (
     Field,
     Json,
     KeptIn,
+    Run,
     find_run,
+    the_one,
 )
 from arbcli.data import check_named, open_text
 from arbcli.errors import ArbError
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    checkpoint: Checkpoint,
+    run: Run = None,
+    checkpoint: Checkpoint = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -48,13 +51,13 @@ def evaluate(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure bits per byte over all of a text: `arb evaluate --checkpoint RUN --data book.txt`.
+    """Measure bits per byte over all of a text: `arb evaluate RUN --data book.txt`.
 
     Every byte but the first is predicted once, with at least the context less the stride before it.
     """
     if field is not None and not data:
         raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
-    checkpoint = find_run(checkpoint, loads=True)
+    checkpoint = find_run(the_one(run, checkpoint), loads=True)
     check_named(data or ())
     with LiveLine() as line:
         line.show_wait("loading")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from arbcli.commands._options import Json, find_run, one_of
+from arbcli.commands._options import Checkpoint, Json, Run, find_run, one_of, the_one
 from arbcli.commands._outputs import check_folder
-from arbcli.export.formats import FORMATS, TYPES
+from arbcli.export.formats import FORMATS, TYPES, output_path
 from arbcli.output import bytes_text, emit, note, table
 
 if TYPE_CHECKING:
@@ -17,13 +17,6 @@ if TYPE_CHECKING:
 
 
 def export(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="auto|RUN|FILE",
-            help="A run, or a checkpoint; auto is the run that was started last.",
-        ),
-    ],
     to: Annotated[
         str,
         typer.Option(
@@ -32,9 +25,12 @@ def export(
             callback=one_of("to", FORMATS),
         ),
     ],
+    run: Run = None,
+    checkpoint: Checkpoint = None,
     type: Annotated[
         str | None,
         typer.Option(
+            "--type",
             metavar="TYPE",
             help=f"Of the weights: {', '.join(TYPES)}; bf16 or f32 for hf. [default: the smallest"
             " that holds what they are made of; bf16 for hf]",
@@ -52,7 +48,8 @@ def export(
     """
     if out is not None:
         check_folder(out.parent, "--out")
-    run = find_run(run, loads=True)
+    run = find_run(the_one(run, checkpoint), loads=True)
+    output_path(run, to, out)
     from arbcli.export import run as exporting  # torch takes seconds to import
 
     report = exporting.export(run, to, out=out, kind=type, note=note)

@@ -17,8 +17,10 @@ from arbcli.commands._options import (
     Device,
     Json,
     KeptIn,
+    Run,
     Seed,
     find_run,
+    the_one,
 )
 from arbcli.errors import ArbError
 from arbcli.media.continuing import kind_of, prompt_and_length, write_first
@@ -32,7 +34,7 @@ from arbcli.output import (
     write_chunks,
 )
 from arbcli.plain_text import plain_file
-from arbcli.reading import open_regular
+from arbcli.reading import check_regular, open_regular
 
 LENGTH = 512
 """Bytes, or tokens, that are made by default."""
@@ -45,7 +47,8 @@ if TYPE_CHECKING:
 
 
 def generate(
-    checkpoint: Checkpoint,
+    run: Run = None,
+    checkpoint: Checkpoint = None,
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -128,12 +131,12 @@ def generate(
         typer.Option(
             "--chunks",
             help="Only with hnet presets: write prompt and text in the end, in colours by chunk, or"
-            " with marks where stdout is no terminal.",
+            " with marks where stdout is not a terminal.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt: `arb generate --checkpoint runs/001-256x4-moment --prompt "import "`.
+    """Continue a prompt: `arb generate runs/001-256x4-moment --prompt "import "`.
 
     The text that follows the prompt goes to stdout as it is made. Without a prompt, on a terminal,
     it asks for one again and again.
@@ -163,7 +166,9 @@ def generate(
             raise ArbError(
                 f"`--prompts` has prompts of its own and writes JSON lines; leave `{option}` out"
             )
-    checkpoint = find_run(checkpoint, loads=True)
+    checkpoint = find_run(the_one(run, checkpoint), loads=True)
+    if prompt_file is not None:
+        check_regular(prompt_file)
     lines = _lines(prompts) if prompts else []
     with LiveLine() as line:
         line.show_wait("loading")

@@ -51,8 +51,8 @@ def import_model(
     if not folder.is_dir():
         raise ArbError(f"`{folder}` is not a folder", hint="name one with `config.json` in it")
     storage = spelled_out({"rule": rule, "scale_type": scale_type, "direction": direction})
+    config = read_folder_config(folder, **storage, digits="all")
     if print_config:
-        config = read_folder_config(folder, **storage, digits="all")
         write_bytes("".join(f"{line}\n" for line in model_lines(config)).encode())
         return
     if out is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Group, RenderableType
 
-from arbcli.commands._options import Json, find_run
+from arbcli.commands._options import NAMED, Checkpoint, Json, find_run, the_one
 from arbcli.commands._parts_table import parts_table
 from arbcli.output import bytes_text, emit, note, table
 
@@ -20,19 +20,18 @@ SHOWN = 30
 
 def inspect(
     file: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
-            metavar="auto|RUN|FILE",
+            metavar=NAMED,
             help="A run, a checkpoint, or an export; auto is the run that was started last.",
         ),
-    ],
-    diff: Annotated[
-        Path | None, typer.Option(metavar="auto|RUN|FILE", help="Compare with another.")
     ] = None,
+    checkpoint: Checkpoint = None,
+    diff: Annotated[Path | None, typer.Option(metavar=NAMED, help="Compare with another.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show what a saved model is: `arb inspect RUN`. Digests are checked, if it has any."""
-    file, other = find_run(file), diff and find_run(diff)
+    file, other = find_run(the_one(file, checkpoint)), diff and find_run(diff)
     from arbcli.inspect import saved  # torch takes seconds to import, so not for `arb --help`
 
     first = saved.open_saved(file, note)

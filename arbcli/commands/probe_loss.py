@@ -12,7 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from arbcli.commands._options import (
+    NAMED,
+    NAMES_RUN,
     Backend,
+    Checkpoint,
     Device,
     HalfWarmup,
     Json,
@@ -21,6 +24,7 @@ from arbcli.commands._options import (
     given_options,
     option_of,
     takes_settings,
+    the_one,
     with_model_file,
 )
 from arbcli.commands._outputs import PICTURES, check_file
@@ -38,14 +42,15 @@ OF_A_STEP = ("data", "val", "field", "batch", "lr", "seed", "compute")
 
 @takes_settings("data", "val", "field", "tokenizer", "batch", "lr", "seed", "compute")
 def probe_loss(
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar=NAMED, help=f"Probe a saved model, left as it is: {NAMES_RUN}"),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to do.")] = STEPS,
     warmup: HalfWarmup = None,
     backend: Backend = None,
     device: Device = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(metavar="auto|RUN|FILE", help="Probe a saved model, left as it is."),
-    ] = None,
+    checkpoint: Checkpoint = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw stream, flips, loss, logits: .png, .pdf or .svg.")
     ] = None,
@@ -60,21 +65,22 @@ def probe_loss(
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
     given = given_options(**given, warmup=warmup)
-    if checkpoint is None:
+    named = None if run is None and checkpoint is None else the_one(run, checkpoint)
+    if named is None:
         given = with_model_file(given)
         check_settings(given | {"steps": steps})
     else:
         _refuse_changes(given)
         if "field" in given and "data" not in given:
             raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
-        checkpoint = find_run(checkpoint, loads=True)
+        named = find_run(named, loads=True)
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.inspect.plots import plot_probe, require_matplotlib
 
         if plot is not None:
             require_matplotlib()
-        report = _probe(given, steps, checkpoint, device, backend, line.show_wait)
+        report = _probe(given, steps, named, device, backend, line.show_wait)
     emit(report, _shown(report), as_json=as_json)
     if plot is not None:
         plot_probe(dataclasses.asdict(report), plot)
@@ -107,7 +113,7 @@ def _refuse_changes(given: dict[str, Any]) -> None:
     if changed:
         raise ArbError(
             f"a saved model keeps its own settings, so {', '.join(changed)} cannot be given to it",
-            hint="leave them out, or probe a new model without `--checkpoint`",
+            hint="leave them out, or probe a new model",
         )
 
 

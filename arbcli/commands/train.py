@@ -283,8 +283,7 @@ def _check_new(given: dict[str, Any], init_from: Path | None, out: Path | None) 
         check_named([*given.get("data", ()), *given.get("val", ())])
     if out is not None:
         run_files.check_free(out)
-        if not out.is_file():
-            check_folder(out, "--out")
+        check_folder(out, "--out")
 
 
 def _read_initial(path: Path, given: dict[str, Any], display: RunDisplay) -> "SavedModel":
@@ -327,7 +326,7 @@ def _refuse_kept(given: dict[str, Any]) -> None:
     if given:
         options = ", ".join(dict.fromkeys(f"`{option_of(field)}`" for field in given))
         raise ArbError(
-            f"`--no-save` leaves no run behind, so {options} cannot be given with it",
+            f"`--no-save` leaves no run, so {options} cannot be given with it",
             hint="leave one or the other out",
         )
 

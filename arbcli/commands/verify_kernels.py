@@ -14,8 +14,9 @@ from arbcli.commands._outputs import check_folder
 from arbcli.commands._verify_tables import emit_gates, ledger_tables
 from arbcli.environment import interpret_kernels_without_gpu
 from arbcli.errors import ArbError
-from arbcli.kernels.names import check_kernel_names
+from arbcli.kernels.names import TARGETS, check_kernel_names, check_targets
 from arbcli.output import LiveLine, emit, note
+from arbcli.reading import check_regular
 from arbcli.signals import Interrupted, exit_code
 
 
@@ -26,7 +27,7 @@ def verify_kernels(
     ] = None,
     scale_type: ScaleType = None,
     all_tscale_types: Annotated[
-        bool, typer.Option("--all-tscale-types", help="Check every one of them.")
+        bool, typer.Option("--all-tscale-types", help="Check every scale type.")
     ] = False,
     exhaustive: Annotated[
         bool,
@@ -48,15 +49,14 @@ def verify_kernels(
         str | None,
         typer.Option(
             metavar="all|TARGET,...",
-            help="Also compile for GPUs that need not be here: sm_80, sm_89, sm_90, sm_100,"
-            " sm_120, gfx942.",
+            help=f"Also compile for GPUs that need not be here: {', '.join(TARGETS)}.",
         ),
     ] = None,
     timed: Annotated[
         bool,
         typer.Option(
             "--time",
-            help="Also time the kernels that pass, beside torch and against the GPU's roofline.",
+            help="Also time the kernels that pass, against torch and the GPU's roofline.",
         ),
     ] = False,
     ledger: Annotated[
@@ -79,6 +79,10 @@ def verify_kernels(
             "`--tscale-type` and `--all-tscale-types` exclude each other", hint="give one of them"
         )
     check_kernel_names(names or ())
+    if targets is not None:
+        check_targets(targets)
+    if compare is not None:
+        check_regular(compare)
     if ledger is not None:
         check_folder(ledger, "--ledger")
     with _stopped_before_any(), LiveLine() as line:

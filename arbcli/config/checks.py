@@ -45,7 +45,7 @@ def check_value(field: str, value: Any, annotation: Any) -> None:
 
 
 def check_setting(field: str, value: Any, setting: Setting) -> None:
-    """Refuse a value that is no choice of a setting, or outside its bounds; None is any.
+    """Refuse a value that is not a choice of a setting, or outside its bounds; None is any.
 
     Raises:
         ArbError: it is one.
@@ -62,7 +62,7 @@ def check_setting(field: str, value: Any, setting: Setting) -> None:
 
 
 def check_type(field: str, value: Any, kind: Any) -> None:
-    """Refuse a value that is not of a type; `True` is no int, and an int is a float.
+    """Refuse a value that is not of a type; `True` is not an int, and an int is a float.
 
     Raises:
         ArbError: it is not.
@@ -74,7 +74,7 @@ def check_type(field: str, value: Any, kind: Any) -> None:
                 f"`{field}` is `{value}`", hint="use a number that is finite", fields=(field,)
             )
         raise ArbError(
-            f"`{field}` is `{shown(value)}`, which is no {name}",
+            f"`{field}` is `{shown(value)}`, which is not of type {name}",
             hint="restore the file that holds it",
             fields=(field,),
         )

@@ -41,7 +41,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         path: of a TOML file, or of a `config.json`.
 
     Raises:
-        ArbError: it cannot be read, or names what is no setting or has another type.
+        ArbError: it cannot be read, or names what is not a setting or has another type.
     """
     hint = "write lines such as `steps = 100`"
     values = read_json(path, hint=hint) if path.suffix == ".json" else read_toml(path, hint)

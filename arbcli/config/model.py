@@ -45,7 +45,7 @@ Context = Annotated[
 class BlockConfig:
     """A mixer of positions, then a channel mixer, each added to the stream; one may be None.
 
-    Each stands behind a norm of its own.
+    Each stands after a norm of its own.
     """
 
     mixer: PartConfig | None = None
@@ -89,7 +89,7 @@ class StageConfig:
     contribution: float = 1.0
     """A factor, above 0 and at most 1, of what each part of a block adds to the stream."""
     bound: float | None = None
-    """The largest root-mean-square of a stream behind a block: more is scaled down; None is any."""
+    """The largest root-mean-square of a stream after a block: more is scaled down; None is any."""
     blocks: Blocks = ()
     """Of the innermost stage."""
     before: Blocks = ()
@@ -150,7 +150,7 @@ class StageConfig:
 
     @property
     def adds_plainly(self) -> bool:
-        """Whether parts add to the stream without a factor, and without a bound behind them."""
+        """Whether parts add to the stream without a factor, and without a bound after them."""
         return self.contribution == 1 and self.bound is None
 
     @property

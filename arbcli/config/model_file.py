@@ -116,7 +116,7 @@ def model_lines(config: ModelConfig) -> list[str]:
     """Write a model as lines of TOML that `model_from_toml` reads."""
     names = _block_names(config)
     own = given_fields(config, without=("stages",))
-    own["direction"] = config.direction  # that of the rule is no default
+    own["direction"] = config.direction  # that of the rule is not a default
     lines = ["[model]", *(f"{name} = {to_toml(value)}" for name, value in own.items())]
     for block, name in names.items():
         lines += ["", f"[model.block.{name}]"]

@@ -225,6 +225,8 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
         TypeError: they are of another version.
         ArbError: no model can have them.
     """
+    if not isinstance(values, dict):
+        raise TypeError(f"a model is `{shown(values)}`, and not values by name")
     if "stages" in values:
         return from_fields(ModelConfig, values, "model")
     fields = {name: value for name, value in values.items() if name != "kind"}
@@ -251,7 +253,7 @@ def from_fields(kind: type, values: Any, where: str) -> Any:
         where: path of the dictionary in its file, for errors.
 
     Raises:
-        TypeError: a field is missing or unknown, or is no dictionary where it should be one.
+        TypeError: a field is missing or unknown, or is not a dictionary where it should be one.
         ArbError: a value does not fit; the message has its path.
     """
     if not isinstance(values, dict):

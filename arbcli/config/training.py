@@ -198,6 +198,14 @@ class TrainConfig:
         ),
     ] = "rule"
     """`rule` for ternary weights."""
+    teacher: Annotated[
+        str | None,
+        Setting(
+            "Run or checkpoint whose predictions are learnt besides the text.",
+            OPTIMISATION,
+            metavar="PATH",
+        ),
+    ] = None
     scale_losses: tuple[str, ...] = ()
     """Parts of the loss that move the scales of an area of the model, `area=loss` or
     `area=loss+loss`; those of other areas move by all of it."""
@@ -256,6 +264,12 @@ class TrainConfig:
         if self.scale_losses:
             self._check_scale_losses()
         self._check_media()
+        if self.teacher is not None and self.model.weights != "ternary":
+            raise ArbError(
+                "a float twin learns from the text alone",
+                hint="leave `teacher` out, or use `weights=ternary`",
+                fields=("teacher",),
+            )
         if self.wire is not None:
             if self.model.weights != "ternary":
                 raise ArbError(
@@ -457,6 +471,8 @@ def train_config(
     given["scale_losses"] = tuple(given.pop("scale_losses", ()))
     if given.get("tokenizer") is not None:
         given["tokenizer"] = str(given["tokenizer"])
+    if given.get("teacher") is not None:
+        given["teacher"] = str(given["teacher"])
     return TrainConfig(
         model=model, optimizer=optimizer, data=data, val=val,
         device=device, backend=backend, compute=compute, **given,

@@ -1,6 +1,6 @@
 """`orthogonal`: the gradient with its singular values pushed towards 1, and rows of one length.
 
-The first is Muon's, the second NorMuon's, who takes a running mean of the rows' squares; that of
+The first is Muon's, the second NorMuon's, which takes a running mean of the rows' squares; that of
 the one step does as well here, and nothing is stored for it.
 """
 

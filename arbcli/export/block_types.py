@@ -157,8 +157,8 @@ def encode_digits(
     columns = digits.shape[1]
     if group_size % kind.block or columns % kind.block:
         raise ArbError(
-            f"`{name}` has rows of {columns} weights in groups of {group_size}, which are no blocks"
-            f" of {kind.block} as {kind.name} has them",
+            f"`{name}` has rows of {columns} weights in groups of {group_size}, which are not"
+            f" the blocks of {kind.block} of {kind.name}",
             hint="use `--type bf16`, which holds any weights",
         )
     digits = digits.contiguous()

@@ -26,7 +26,7 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=200)[0]))
 
 
 def model_card(weights: Weights, name: str) -> str:
-    """Write a card in Markdown, with the figures of the run if it lies beside the checkpoint."""
+    """Write a card in Markdown, with the figures of the run if it lies next to the checkpoint."""
     config, checkpoint = weights.model.config, weights.checkpoint
     shape = known_shape(config)
     number = sum(tensor.num_weights for tensor in weights.model.packed_tensors().values())

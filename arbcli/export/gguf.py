@@ -64,8 +64,8 @@ from arbcli.run_files import CONFIG
 from arbcli.tokens import FILE
 
 END = 0
-"""The byte that ends a text: no text has it, and whoever generates stops there."""
-TURNED = re.compile(r"\.attn_[qk]\.")
+"""The byte that ends a text: no text has it, and generation stops there."""
+ROTATED = re.compile(r"\.attn_[qk]\.")
 """In the names of matrices and biases whose results turn by angles."""
 OF_GROUP_SIZE = {32: Q4_0, 96: Q4_0, 64: Q2_0, 128: Q2_0}
 """The smallest type that holds trits, by the weights that share a scale; for others BF16."""
@@ -161,8 +161,8 @@ def in_our_order(file: GGUFFile, name: str) -> Tensor:
     """Read a tensor of a file, float32, its rows as ours are."""
     weight, kind = file.tensor(name), file.keys.get("general.architecture")
     width = file.keys.get(f"{kind}.attention.key_length")
-    turned = any(known.gguf == kind and known.interleaved for known in ARCHITECTURES.values())
-    if not (turned and TURNED.search(name) and width and len(weight) % width == 0):
+    rotated = any(known.gguf == kind and known.interleaved for known in ARCHITECTURES.values())
+    if not (rotated and ROTATED.search(name) and width and len(weight) % width == 0):
         return weight
     return weight.unflatten(0, (-1, width // 2, 2)).transpose(1, 2).flatten(0, 2)
 
@@ -173,7 +173,7 @@ def _order(source: Source, config: ModelConfig, architecture: Architecture) -> d
         return {}
     width, found = known_shape(config).head_width, {}
     for part in source.parts:
-        if TURNED.search(part.gguf):
+        if ROTATED.search(part.gguf):
             rows = torch.arange(part.shape[0]).view(-1, 2, width // 2)
             found[part.gguf] = rows.transpose(1, 2).flatten()
     return found

@@ -106,7 +106,7 @@ class GGUFFile:
     """A file that is read, mapped.
 
     Raises:
-        ArbError: it is no GGUF file, or its end is missing.
+        ArbError: it is not a GGUF file, or its end is missing.
     """
 
     def __init__(self, path: Path) -> None:

@@ -52,7 +52,7 @@ def token_keys(
     tokenizer = _read(path)
     if tokenizer["model"]["type"] != "BPE" or tokenizer["model"].get("byte_fallback"):
         raise ArbError(
-            f"`{path}` is no byte-level BPE, the one kind that is written to GGUF", hint=HINT
+            f"`{path}` is not byte-level BPE, the one kind that is written to GGUF", hint=HINT
         )
     tokens: list[str | None] = [None] * config.vocabulary
     kinds = [UNUSED] * config.vocabulary
@@ -102,7 +102,7 @@ def _merges(merges: list[Any], path: Path) -> list[str]:
     """Write merges as two texts with a space between; newer files have them as pairs."""
     found = [" ".join(pair) if is_of(pair, list[str]) else pair for pair in merges]
     if not is_of(found, list[str]):
-        raise ArbError(f"`{path}` has a merge that is no pair of texts", hint=ALTERED)
+        raise ArbError(f"`{path}` has a merge that is not a pair of texts", hint=ALTERED)
     return found
 
 
@@ -131,7 +131,7 @@ def _begins(tokenizer: dict[str, Any], tokens: list[str | None], begin: int | No
 
 
 def _steps(tokenizer: dict[str, Any], name: str, several: str) -> list[dict[str, Any]]:
-    """List the steps of a part that is one, or several in a list; none of what is no such list."""
+    """List the steps of a part that is one, or several in a list; none of anything else."""
     part = tokenizer.get(name) or {}
     steps = part.get(several, [part])
     return steps if is_of(steps, list[dict]) else []

@@ -1,6 +1,6 @@
 """Qwen3 with a norm before the output projections, for Transformers: `trust_remote_code=True`.
 
-`arb export --to hf` copies this file beside the weights of a model that has such norms.
+`arb export --to hf` copies this file next to the weights of a model that has such norms.
 """
 
 from torch import Tensor, nn

@@ -8,16 +8,14 @@ from pathlib import Path
 from arbcli.errors import ArbError
 from arbcli.export import gguf, hugging_face
 from arbcli.export.block_types import TYPES
-from arbcli.export.formats import FORMATS
+from arbcli.export.formats import FORMATS, NAMES, name_of, output_path
 from arbcli.export.inference import write_inference
 from arbcli.infer.load import load_weights
 from arbcli.rules import FADED
 
-NAMES = {"gguf": "{}.gguf", "hf": "{}-hf", "safetensors": "{}-weights.safetensors"}
-"""Default name of the export of a run, by format."""
 TYPES_OF = {"gguf": tuple(TYPES), "hf": tuple(hugging_face.TYPES), "safetensors": ()}
 """Types of weights that a format has a choice of."""
-assert NAMES.keys() == TYPES_OF.keys() == set(FORMATS)
+assert NAMES.keys() == TYPES_OF.keys() == FORMATS.keys()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +65,7 @@ def export(
             hint=f"choose one of: {known}" if known else "leave `--type` out",
         )
     started = time.perf_counter()
-    run = source if source.is_dir() else source.parent
-    name = run.resolve().name if (run / "config.json").exists() else source.stem
-    name = name.encode(errors="replace").decode()  # files of text are UTF-8, names need not be
-    path = out or Path(NAMES[format].format(name))
-    if path.exists():
-        raise ArbError(f"`{path}` exists", hint="remove it, or choose another `--out`")
+    name, path = name_of(source), output_path(source, format, out)
     weights = load_weights(source, note)
     if weights.model.config.digits in FADED:
         raise ArbError(

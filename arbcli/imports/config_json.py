@@ -71,7 +71,7 @@ class _Fields:
         """Refuse the first field that was not taken."""
         for name, value in sorted(self._left.items()):
             raise ArbError(
-                f"{self.where}: `{name}`, which is `{shown(value)}`, is no field that arb knows",
+                f"{self.where}: `{name}`, which is `{shown(value)}`, is not a field that arb knows",
                 hint=HINT,
             )
 

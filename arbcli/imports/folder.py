@@ -79,7 +79,7 @@ class WeightFolder:
         for tensor, name in index["weight_map"].items():
             if not name.endswith(".safetensors") or Path(name).name != name or "\\" in name:
                 raise ArbError(
-                    f"`{self.path / INDEX}`: `{shown(name)}` is no safetensors file of the folder",
+                    f"`{self.path / INDEX}`: `{shown(name)}` is not a safetensors file there",
                     hint=HINT,
                 )
             files[name] = (files.get(name) or set()) | {tensor}

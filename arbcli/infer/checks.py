@@ -24,7 +24,7 @@ class Checks:
     Args:
         model: that `can_check`, with a head beyond the next byte.
         cache: of the text.
-        size: bytes of a check: the last one of the text, and proposals behind it.
+        size: bytes of a check: the last one of the text, and proposals after it.
     """
 
     def __init__(self, model: LanguageModel, cache: Cache, size: int) -> None:

@@ -18,7 +18,7 @@ class Conversation:
 
     Args:
         model: of tokens.
-        checkpoint: its path, beside which its tokenizer and what came with it lie.
+        checkpoint: its path; its tokenizer and what came with it lie next to it.
 
     Raises:
         ArbError: it has no chat template, or a damaged one.

@@ -77,9 +77,9 @@ class _Fetch(NamedTuple):
     begin: int
     """Bytes of the text that were known when they were launched."""
     position: Callable[[], Sequence[int]]
-    """Waits for the position behind them."""
+    """Waits for the position after them."""
     text: Callable[[], Sequence[int]]
-    """Waits for the bytes from `begin` on, and what may be behind them."""
+    """Waits for the bytes from `begin` on, and what may be after them."""
 
 
 class Decoder:
@@ -322,7 +322,7 @@ class Decoder:
         if len(self._phases) > 1:
             return
         with use_backend(self.backend):
-            self._phases[0].run()  # weights are arranged when first used
+            self._phases[0].run()  # weights are prepacked when first used
             step = native.Recording()
             try:
                 with step:
@@ -439,7 +439,7 @@ class GenerateReport:
 
     checkpoint: str
     prompt: str
-    """Bytes that are no UTF-8 are shown as U+FFFD, here and in `text`."""
+    """Bytes that are not UTF-8 are shown as U+FFFD, here and in `text`."""
     text: str
     """Continuation of the prompt."""
     length: int

@@ -51,7 +51,7 @@ def load_model(
 
 
 def _take_any_integers(model: LanguageModel, inputs: tuple) -> tuple:
-    """Convert bytes of any integer dtype, and refuse what is no batch of them."""
+    """Convert bytes of any integer dtype, and refuse what is not a batch of them."""
     ids, *others = inputs
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"a model takes bytes as integers, and got {ids.dtype}")
@@ -116,16 +116,17 @@ def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
     Raises:
         ArbError: there is no checkpoint, or it is damaged.
     """
-
-    def accept(checkpoint: Checkpoint) -> set[str]:
-        check_saved(checkpoint)
-        return set(empty_model(checkpoint, weights_only=True).state_dict())
-
-    name, checkpoint = read_saved(path, note, accept)
+    name, checkpoint = read_saved(path, note, accept_weights)
     model = empty_model(checkpoint, weights_only=True)
     model.load_state_dict(checkpoint.tensors, assign=True)
     compute = _trained_in(name, checkpoint, torch.device("cpu"))
     return Weights(model, checkpoint, name, compute)
+
+
+def accept_weights(checkpoint: Checkpoint) -> set[str]:
+    """Refuse as `check_saved` does, and choose the tensors that are no training state."""
+    check_saved(checkpoint)
+    return set(empty_model(checkpoint, weights_only=True).state_dict())
 
 
 def is_export(checkpoint: Checkpoint) -> bool:
@@ -257,7 +258,7 @@ def _block_of(name: str) -> str | None:
 def check_saved(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose tensors are not those of its own model, or too large; see `Accept`.
 
-    A file is no reason to make room: the model is built where tensors have no memory.
+    A file alone takes no room: the model is built where tensors have no memory.
 
     Args:
         checkpoint: its tensors may be on `meta`.

@@ -2,7 +2,7 @@
 
 Each step makes one byte of every text that goes on. A text that is done gives its place to the next
 prompt, which is read by itself, as if it were alone. A step gives each text the bits that it would
-have beside any others, at any number of them: its kernels promise that of a row, and what has no
+have among any others, at any number of them: its kernels promise that of a row, and what has no
 such kernels is computed for one text after another, within the same step.
 """
 
@@ -278,7 +278,7 @@ class TextReport:
     index: int
     """Of the prompt, from 0 on."""
     prompt: str
-    """Bytes that are no UTF-8 are shown as U+FFFD, here and in `text`."""
+    """Bytes that are not UTF-8 are shown as U+FFFD, here and in `text`."""
     text: str
     """Continuation of the prompt."""
     length: int

@@ -97,7 +97,7 @@ class StepGraph:
     def _add_condition(
         self, whole: ctypes.c_void_p, last: ctypes.c_void_p, handle: Tensor
     ) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
-        """Add a conditional node behind the last one; return its empty body, and the node."""
+        """Add a conditional node after the last one; return its empty body, and the node."""
         found = ctypes.c_uint64()
         flags = ctypes.c_uint(0), ctypes.c_uint(0)  # what it is at first does not matter
         _call("cuGraphConditionalHandleCreate", ctypes.byref(found), whole, self._context, *flags)

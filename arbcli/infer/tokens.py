@@ -38,7 +38,7 @@ def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer | None, name: str
 
 
 def saved_tokenizer(file: Path, checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer | None:
-    """Read the tokenizer that lies beside a checkpoint; None of a model of bytes.
+    """Read the tokenizer that lies next to a checkpoint; None of a model of bytes.
 
     Args:
         file: of the checkpoint.
@@ -55,7 +55,7 @@ def saved_tokenizer(file: Path, checkpoint: Checkpoint, config: ModelConfig) -> 
     if not path.exists():
         raise ArbError(
             f"`{file}` is of a model of tokens, and there is no `{path}`",
-            hint=f"put the run's own `{FILE}` beside it",
+            hint=f"put the run's own `{FILE}` next to it",
         )
     tokenizer = Tokenizer.read(path)
     check_digest(tokenizer, digest, path)

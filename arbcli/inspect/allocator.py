@@ -46,13 +46,13 @@ class Block:
     """The driver's choice; of free blocks of one size that of the lowest address is taken."""
     pool: "_Pool"
     before: "Block | None" = None
-    behind: "Block | None" = None
+    after: "Block | None" = None
     free: bool = False
 
     @property
     def whole(self) -> bool:
         """Whether it is all of its segment."""
-        return self.before is None and self.behind is None
+        return self.before is None and self.after is None
 
 
 @dataclass(slots=True, eq=False)
@@ -108,10 +108,10 @@ class Allocator:
         block = pool.take(size) or self._reserve(pool, size)
         rest = block.size - size
         if rest >= UNIT if pool.small else rest > SMALL:
-            other = Block(rest, block.address + size, pool, before=block, behind=block.behind)
-            if block.behind:
-                block.behind.before = other
-            block.behind, block.size = other, size
+            other = Block(rest, block.address + size, pool, before=block, after=block.after)
+            if block.after:
+                block.after.before = other
+            block.after, block.size = other, size
             pool.put(other)
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -120,19 +120,19 @@ class Allocator:
     def release(self, block: Block) -> None:
         """Take back a block, and join it with free neighbours."""
         self.allocated -= block.size
-        before, behind, pool = block.before, block.behind, block.pool
+        before, after, pool = block.before, block.after, block.pool
         if before and before.free:
             pool.remove(before)
             block.size, block.address = block.size + before.size, before.address
             block.before = before.before
             if block.before:
-                block.before.behind = block
-        if behind and behind.free:
-            pool.remove(behind)
-            block.size += behind.size
-            block.behind = behind.behind
-            if block.behind:
-                block.behind.before = block
+                block.before.after = block
+        if after and after.free:
+            pool.remove(after)
+            block.size += after.size
+            block.after = after.after
+            if block.after:
+                block.after.before = block
         pool.put(block)
 
     def empty_cache(self) -> None:

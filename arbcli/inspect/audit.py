@@ -28,6 +28,7 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.layers.rotary import fresh_tables
 from arbcli.train.configure import new_config
 from arbcli.train.parallel.group import Group
+from arbcli.train.teacher import read_teacher
 from arbcli.train.trainer import Trainer
 
 TOLERANCE = 0.01
@@ -113,7 +114,7 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
     """Tell whether the steps and evaluations of a run fit into a budget: `6GiB`, `6G`, `4GB`.
 
     Raises:
-        ArbError: that is no number of bytes, or the batches alone are beyond any machine.
+        ArbError: that is not a number of bytes, or the batches alone are beyond any machine.
     """
     size = budget_bytes(budget)
     positions = config.batch * config.accum * config.model.ctx
@@ -177,6 +178,8 @@ def audit(
     group = group or Group()
     predicted_peak = predict_peak(config, rank=group.rank, size=group.size)
     predicted(predicted_peak)
+    teacher = read_teacher(config)
+    known = teacher and teacher.checkpoint
     tensors, listed = LiveTensors(torch.device(config.device)), None
     try:
         with (
@@ -186,10 +189,12 @@ def audit(
             use_backend(config.backend),
             tensors,
         ):
-            trainer = Trainer(config, texts, group=group)
+            trainer = Trainer(config, texts, group=group, teacher=known)
             levels = [_read(tensors, 0, "load")]
             loaded_bytes = tensors.bytes
             loaded_bytes -= measure(trainer.model, trainer.updater).counter_bytes
+            if trainer.teacher:
+                loaded_bytes -= sum(part.nbytes for part in trainer.teacher.buffers())
             tensors.settle()
             for step in range(1, config.steps + 1):
                 if step == 1 and floats:

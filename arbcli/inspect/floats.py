@@ -1,7 +1,7 @@
 """Every float tensor of a training step: its module, stage and bytes, and whether it survives.
 
 An operation of torch makes each of them, or a launcher that allocates for a kernel: registers and
-what loops in C keep on their stack are no tensors.
+what loops in C keep on their stack are not tensors.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class FloatTensor:
     module: str
     """The innermost module whose forward runs, or the gradient of whose output came last."""
     stage: str
-    """`forward`, `backward` (which updates the weights too), or `end` for what is behind both."""
+    """`forward`, `backward` (which updates the weights too), or `end` for what is after both."""
     made_in: str
     """The function of this package that asked for it; `autograd` where none did."""
     dtype: str
@@ -67,7 +67,7 @@ class FloatTensors(Storages):
                 handle.remove()
 
     def reached(self, stage: str) -> None:
-        """Begin the stage behind the one that ends, as `Trainer.train_step` tells of it."""
+        """Begin the stage after the one that ends, as `Trainer.train_step` tells of it."""
         self.stage = {"forward": "backward", "backward": "end"}[stage]
         self._within = [OUTSIDE]
 

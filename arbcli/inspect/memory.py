@@ -34,7 +34,7 @@ ADAMW_BYTES = 16
 """A weight, its gradient and two moments, float32 each."""
 TRITS_PER_BYTE = 5
 LARGEST_COUNTER = 2**14
-"""An integer tensor that is no buffer counts as state only if it takes more bytes than this."""
+"""An integer tensor that is not a buffer counts as state only if it takes more bytes than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class MeasuredState:
     """By area, then by kind; only what is there. What no module declares is `other`."""
     state_bytes: int
     counter_bytes: int
-    """Seeds, keys and counters: small integers that are no buffers."""
+    """Seeds, keys and counters: small integers that are not buffers."""
     float_parameters: int
     """Elements of parameters, which no packed model has."""
     float_buffers: int

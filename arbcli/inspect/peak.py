@@ -22,6 +22,7 @@ from arbcli.inspect.allocator import Allocator, round_up
 from arbcli.inspect.trace import META, KnownShapes, Storages, calling_function, without_memory
 from arbcli.kernels.runtime.backend import compile_for, num_processors
 from arbcli.train.parallel.group import Group, Travelling
+from arbcli.train.teacher import read_teacher
 from arbcli.train.trainer import Trainer
 
 ASSUMED_GPU = ((9, 0), 132)
@@ -280,7 +281,7 @@ class _Trace(Storages):
         return torch._C._current_graph_task_id() >= 0
 
     def _is_own(self, total: Tensor) -> bool:
-        """Whether autograd itself is adding something to a tensor that is no view."""
+        """Whether autograd itself is adding something to a tensor that is not a view."""
         return self._in_backward and not total._is_view() and calling_function() == "autograd"
 
     def _take(self, size: int, op: Any, part: str | None = None) -> "_Taken":
@@ -312,7 +313,7 @@ class _Taken(NamedTuple):
 
 
 class _AnyText:
-    """Text for who asks for its shape only."""
+    """Text of which only the shape is asked."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.packs, self.context = has_documents(config.field), config.model.ctx
@@ -374,10 +375,11 @@ def predict_peak(
     device = torch.device(config.device)
     group = _Imagined(rank, size) if size > 1 else None
     captured = captured and config.backend == "triton"
-    trace = _Trace(device)
+    trace, teacher = _Trace(device), read_teacher(config)
     with deterministic(), compile_for(*_gpu(device)), trace, without_memory(device):
         text: Any = _AnyText(config)  # all of a text that a step asks for
-        trainer = Trainer(config, Texts(text, text, ""), group=group)
+        known = teacher and teacher.checkpoint
+        trainer = Trainer(config, Texts(text, text, ""), group=group, teacher=known)
         trace.end_stage()
         for _ in range(WARM_STEPS):
             trainer.train_step()

@@ -415,7 +415,7 @@ def _read(
 def _growth_by_position(
     streams: list[Tensor], ids: Tensor, starts: list[int]
 ) -> tuple[float | None, ...]:
-    """Divide the streams (B, T) of bytes behind the blocks by those before, on average."""
+    """Divide the streams (B, T) of bytes after the blocks by those before, on average."""
     first, last = streams[0], streams[-1]
     if any(stream.shape != ids.shape for stream in (first, last)):
         return ()
@@ -514,7 +514,7 @@ def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
         return None
     stages = torch.stack(model.boundaries(ids)).cpu()  # (stages, B, T)
     places = torch.nonzero(functional.pad(stages[0], (0, 1), value=True).flatten()).flatten()
-    lengths = places.diff()  # a window ends with one place more, which is no byte of it
+    lengths = places.diff()  # a window ends with one place more, which is not a byte of it
     ends = torch.tensor([place % (ids.shape[1] + 1) == ids.shape[1] for place in places.tolist()])
     sample = ids[0, :SAMPLE_BYTES].tolist()
     return ChunkReport(

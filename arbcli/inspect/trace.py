@@ -156,7 +156,7 @@ class LiveTensors(Storages):
 def calling_function() -> str:
     """Name the innermost function of this package, but for this folder, that is being run.
 
-    A backward is run by torch, whoever asked for it.
+    A backward is run by torch, on whatever thread it was asked for.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -125,7 +125,7 @@ class ChunkReport:
     lengths: tuple[int, ...]
     """How many chunks of the outermost stage have 1, 2 and so on bytes."""
     sample: str
-    """The beginning of the first window; bytes that are no UTF-8 are U+FFFD."""
+    """The beginning of the first window; bytes that are not UTF-8 are U+FFFD."""
     sample_bytes: tuple[int, ...]
     """The same."""
     sample_depths: tuple[int, ...]

@@ -1,1 +1,1 @@
-"""Triton kernels, each beside its torch backend and its reference."""
+"""Triton kernels, each next to its torch backend and its reference."""

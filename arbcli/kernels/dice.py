@@ -119,9 +119,10 @@ class Dice:
         steps = [1 + self.below(3) for _ in values.shape]
         starts = [self.below(3) for _ in values.shape]
         sizes = [z + s * n for z, s, n in zip(starts, steps, values.shape, strict=True)]
-        turned = values.dim() == 2 and self.chance(0.5)
-        base = torch.empty(sizes[::-1] if turned else sizes, dtype=values.dtype, device=self.device)
-        base = base.T if turned else base
+        flipped = values.dim() == 2 and self.chance(0.5)
+        sizes = sizes[::-1] if flipped else sizes
+        base = torch.empty(sizes, dtype=values.dtype, device=self.device)
+        base = base.T if flipped else base
         corner = zip(starts, steps, values.shape, strict=True)
         view = base[tuple(slice(z, z + s * n, s) for z, s, n in corner)]
         return view.copy_(values)

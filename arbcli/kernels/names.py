@@ -11,6 +11,24 @@ SPEC = re.compile(r'\bOperation\(\s*"(\w+)"')
 """How the source of a kernel begins its spec."""
 
 
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+"""GPUs to compile for, by the name that their makers use."""
+
+
+def check_targets(names: str) -> list[str]:
+    """Split a list of targets; `all` is every one.
+
+    Raises:
+        ArbError: a name is unknown.
+    """
+    chosen = [*TARGETS] if names == "all" else [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name not in TARGETS:
+            known = ", ".join(f"`{target}`" for target in TARGETS)
+            raise ArbError(f"no target is named `{name}`", hint=f"use `all`, or some of: {known}")
+    return chosen
+
+
 @cache
 def kernel_names() -> tuple[str, ...]:
     """Read the names of all kernels from their sources."""

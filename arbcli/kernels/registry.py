@@ -26,11 +26,11 @@ from arbcli.kernels.codec.decode_digits import DECODE_DIGITS
 from arbcli.kernels.codec.decode_e4m3 import DECODE_E4M3
 from arbcli.kernels.codec.decode_weight import DECODE_WEIGHT
 from arbcli.kernels.codec.packing import PACK_TRITS, UNPACK_TRITS
-from arbcli.kernels.matmul.coded_rows import CODED_ROWS
 from arbcli.kernels.matmul.digits_matmul import DIGITS_MATMUL
 from arbcli.kernels.matmul.fp8_matmul import FP8_MATMUL
 from arbcli.kernels.matmul.grouped_matmul import GROUPED_GRAD_W, GROUPED_MATMUL
 from arbcli.kernels.matmul.nvfp4_matmul import NVFP4_MATMUL
+from arbcli.kernels.matmul.prepacked_rows import PREPACKED_ROWS
 from arbcli.kernels.matmul.quantise_rows import QUANTISE_ROWS
 from arbcli.kernels.matmul.round_nvfp4 import ROUND_NVFP4
 from arbcli.kernels.matmul.row_by_row import ROW_BY_ROW
@@ -94,7 +94,7 @@ KERNELS: tuple[Operation, ...] = (
     TERNARY_MATMUL_GRAD_X,
     ROW_MATMUL,
     ROW_BY_ROW,
-    CODED_ROWS,
+    PREPACKED_ROWS,
     DIGITS_MATMUL,
     GROUPED_MATMUL,
     GROUPED_GRAD_W,

@@ -42,7 +42,7 @@ class Logger(base.Logger):
             )
 
     def text(self, step: int, text: str) -> None:
-        """Write a sample as it is: indented, it is no Markdown."""
+        """Write a sample as it is: indented, it is not Markdown."""
         lines = "".join(f"    {line}\n" for line in text.splitlines())
         self._writer.add_text("sample", lines, step)
 

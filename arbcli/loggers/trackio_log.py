@@ -29,7 +29,7 @@ class Logger(base.Logger):
         trackio.log(bars, step=step)
 
     def text(self, step: int, text: str) -> None:
-        """Hand on a sample, indented: it is no Markdown."""
+        """Hand on a sample, indented: it is not Markdown."""
         lines = "".join(f"    {line}\n" for line in text.splitlines())
         trackio.log({"sample": trackio.Markdown(lines)}, step=step)
 

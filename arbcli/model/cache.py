@@ -25,20 +25,20 @@ class _Markable:
     _marked = _read = 0
 
     def mark(self, positions: int) -> None:
-        """Mark where texts are, so that positions behind it can be taken back.
+        """Mark where texts are, so that positions after it can be taken back.
 
         Memory for that, part of `nbytes`, is kept for the next mark of as many positions. Steps
         that a captured graph replays are not seen and cannot be taken back.
 
         Args:
-            positions: that are read behind the mark, at most.
+            positions: that are read after the mark, at most.
         """
         if not (self._marks and self._marked == positions):
             self._marks = tuple(self._new_marks(positions))
         self._marked, self._read, self.is_marked = positions, 0, True
 
     def rewind(self, accepted: int | Tensor) -> None:
-        """Take back the positions behind the mark but for the first ones, and remove the mark.
+        """Take back the positions after the mark but for the first ones, and remove the mark.
 
         Every tensor is what it would be had the others never been read. Nobody waits for it.
 
@@ -79,7 +79,7 @@ class _Markable:
         if not self.is_marked:
             return
         if self._read + length > self._marked:
-            raise ValueError(f"no more than {self._marked} positions can be read behind the mark")
+            raise ValueError(f"no more than {self._marked} positions can be read after the mark")
         for mark in self._marks:
             mark.save(self._read, length)
         self._read += length

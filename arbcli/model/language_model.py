@@ -19,16 +19,17 @@ from torch.nn import functional
 from arbcli.config.model import ModelConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.attention.eight_bits import KeptIn
-from arbcli.kernels.matmul.arranged import fits_arranged
+from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
 from arbcli.model.flow import Documents, Flow, Reading, each_text, rows_of
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
+from arbcli.model.layers.loss import divergence
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor
-from arbcli.model.layers.symbols import in_chunks
+from arbcli.model.layers.symbols import Predictions, in_chunks
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.packed import StateModule, TernaryTensor
 from arbcli.model.parts.ahead import Ahead
@@ -43,7 +44,7 @@ from arbcli.model.stage import Chunked, Stage, pass_one
 from arbcli.model.state import Track
 from arbcli.model.step_memory import StepMemory
 
-LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0}
+LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0}
 """Weight of each part of the loss, that of the text being 1.
 
 The source of `ratio` has 0.03. With ten times that chunks keep to the length that was asked for.
@@ -59,7 +60,7 @@ class Phase(NamedTuple):
     run: Callable[[], Tensor | None]
     """Do it; that of the last phase returns the logits, (1, 1, V)."""
     leads_deeper: Callable[[], Tensor] | None = None
-    """Afterwards, a tensor of one bool: whether phases that are one deeper run; None is no."""
+    """Afterwards, a tensor of one bool: whether phases that are one deeper run; None: no."""
     handle: Tensor | None = None
     """Int64 of one element: that of the conditional node that is told so, 0 being none; None where
     there can be none."""
@@ -149,7 +150,12 @@ class LanguageModel(nn.Module):
         return self.losses(ids, targets, documents)["text"]
 
     def losses(
-        self, ids: Tensor, targets: Tensor, documents: Tensor | None = None
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        documents: Tensor | None = None,
+        *,
+        teacher: "LanguageModel | None" = None,
     ) -> dict[str, Tensor]:
         """Compute the parts of the loss that a step minimises, each times its `loss_weights`.
 
@@ -159,11 +165,13 @@ class LanguageModel(nn.Module):
                 the mean is over the others.
             documents: (B, T) int64, numbers of the documents of each window, which know nothing of
                 each other; None is windows of one text.
+            teacher: a model of the same symbols, whose predictions are learnt besides.
 
         Returns:
             Float32 scalars by name: `text`, the cross-entropy in nats a symbol; `ponder`, see
             `Iterated.ponder_cost`; `ratio`, the sum over the stages that learn where chunks begin;
-            `indexer`, the mean over the blocks with an indexer; `next_2` and so on, see `Ahead`.
+            `indexer`, the mean over the blocks with an indexer; `next_2` and so on, see `Ahead`;
+            `teacher`, the mean divergence from the teacher's predictions, in nats a symbol.
         """
         seen: list[Chunked] = []
         flow = self._whole(ids, seen, documents)
@@ -177,6 +185,10 @@ class LanguageModel(nn.Module):
         ratios = [stage.ratio for stage in seen if stage.ratio is not None]
         if self.ahead:
             losses |= self.ahead.losses(flow.whole(), ids)
+        if teacher is not None:
+            found = self._divergences(flow, teacher, ids, documents)
+            learnt = torch.ones_like(targets) if documents is None else targets >= 0
+            losses["teacher"] = (found * learnt).sum() / learnt.sum().clamp(min=1)
         return losses | ({"ratio": sum(ratios)} if ratios else {})
 
     @property
@@ -209,11 +221,26 @@ class LanguageModel(nn.Module):
         """Whether losses are computed a chunk of symbols at a time, and logits never are."""
         return self.config.weights == "ternary" and in_chunks(self.config.vocabulary)
 
-    def _score(self, flow: Flow, targets: Tensor) -> Tensor:
+    def _score(self, flow: Flow, targets: Tensor | Predictions) -> Tensor:
+        return self.head.losses(self._before_head(flow), targets, self.norm)
+
+    def _before_head(self, flow: Flow) -> Tensor:
         x = flow.whole()
-        if self.config.head:
-            x = x + self.byte_mlp(x, self.byte_norm).added
-        return self.head.losses(x, targets, self.norm)
+        return x + self.byte_mlp(x, self.byte_norm).added if self.config.head else x
+
+    def _divergences(
+        self, flow: Flow, teacher: "LanguageModel", ids: Tensor, documents: Tensor | None
+    ) -> Tensor:
+        """Compute the divergence of each position from a teacher's predictions, (B, T) float32."""
+        with torch.no_grad():
+            known = teacher._whole(ids, [], documents)
+            if self.scores_in_chunks:
+                theirs = teacher.head.predictions(teacher._before_head(known), teacher.norm)
+            else:
+                logits = teacher._logits(known).flatten(0, 1)
+        if self.scores_in_chunks:
+            return self._score(flow, theirs)
+        return divergence(self._logits(flow).flatten(0, 1), logits).view(ids.shape)
 
     def position_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Compute the cross-entropy of each of (B, T) int64 targets: (B, T) float32, in nats."""
@@ -324,8 +351,7 @@ class LanguageModel(nn.Module):
     def _logits(self, flow: Flow) -> Tensor:
         """Compute logits of what the stages give."""
         if self.config.head:
-            x = flow.whole()
-            return self.head(x + self.byte_mlp(x, self.byte_norm).added, self.norm)
+            return self.head(self._before_head(flow), self.norm)
         if flow.added is None:
             return self.head(flow.x, self.norm)
         return self.head(flow.x, self.norm, flow.added)[0]
@@ -343,14 +369,14 @@ class LanguageModel(nn.Module):
         """Read bytes of a text that may be taken back, each with the bits that it has by itself.
 
         The cache is left as it is, but for what `Cache.kept` names: `keep_accepted_` stores those
-        that stay, and whoever calls that counts them. It is for models that `can_check`.
+        that stay, and the caller counts them. It is for models that `can_check`.
 
         Args:
             ids: (1, M) int64, at most as many bytes as a ring has slots.
             cache: of `new_cache`.
 
         Returns:
-            (1, M, 256) logits, and the stream behind the last block, (1, M, D).
+            (1, M, 256) logits, and the stream after the last block, (1, M, D).
         """
         with cache.main.clock.checking():
             x = self.blocks.step(self.embedding(ids, self.compute_dtype), cache.main)
@@ -374,7 +400,7 @@ class LanguageModel(nn.Module):
         return self._fuses(x) and all(part.steps_ahead and part.steps_fused for part in parts)
 
     def propose(self, x: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
-        """Predict the byte behind one that follows, by the head beyond the next byte.
+        """Predict the byte after one that follows, by the head beyond the next byte.
 
         Args:
             x: (1, 1, D), of the position before `byte`: its stream, or what this returned.
@@ -462,7 +488,7 @@ class LanguageModel(nn.Module):
         Args:
             x: the stream, (B, 1, D) of one position of each text.
         """
-        fits = self.weights_are_prepared and fits_arranged(x, self.config.site().group_size)
+        fits = self.weights_are_prepared and fits_prepacked(x, self.config.site().group_size)
         stages = self.config.stages  # kernels of a row read eight numbers at once
         plain = all(stage.dim % 8 == 0 and stage.adds_plainly for stage in stages)
         return fits and plain and self.plain_norms and self.fits_bytes
@@ -508,7 +534,7 @@ class LanguageModel(nn.Module):
         return [part for part in self.modules() if isinstance(part, StepMemory)]
 
     def gauges(self) -> dict[str, float]:
-        """Measure what is worth a line in the log beside the loss; waits for the device.
+        """Measure what is worth a line in the log with the loss; waits for the device.
 
         Returns:
             What `gauges` of the parts say, the largest where several say it; and of stages
@@ -555,7 +581,7 @@ class LanguageModel(nn.Module):
     def prepared_weights(self, spare_bytes: int = 0) -> Iterator[None]:
         """Make what follows from the weights once, not in every forward.
 
-        Those of a float twin are cast; matrices stay packed, but steps of a text arrange them anew.
+        Those of a float twin are cast; matrices stay packed, but steps of a text prepack them anew.
         Meanwhile no weight must change.
 
         Args:
@@ -570,7 +596,7 @@ class LanguageModel(nn.Module):
                 if isinstance(part, FloatWeight):
                     stack.enter_context(part.cast_once(self.compute_dtype))
                 elif isinstance(part, TernaryLinear | TernaryTaps | TernaryVector):
-                    stack.enter_context(part.arranged_once())
+                    stack.enter_context(part.prepacked_once())
             before, self.weights_are_prepared = self.weights_are_prepared, True
             try:
                 yield
@@ -597,7 +623,7 @@ class LanguageModel(nn.Module):
 
         Args:
             kv: `bf16`, which activations must be too, `fp8` or `int8`; None is the dtype of
-                activations. With `-mixed` behind eight bits, numbers of keys that turn stay; with
+                activations. With `-mixed`, elements of keys that are rotated stay in it; with
                 `-queries` queries are rounded likewise.
 
         Raises:

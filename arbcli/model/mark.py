@@ -1,4 +1,4 @@
-"""Marks: what positions behind a mark write over in states, so that they can be taken back.
+"""Marks: what positions after a mark write over in states, so that they can be taken back.
 
 Each state declares its tensors as `Written`, with the slot that a position goes to. Before a
 position is read, what is in its slots is copied. To take positions back, each slot gets what it had
@@ -36,7 +36,7 @@ class Mark:
     Args:
         position: positions that were read, a scalar, or (B,) of several texts; counted elsewhere.
         written: tensors of the states.
-        positions: that can be read behind the mark.
+        positions: that can be read after the mark.
     """
 
     def __init__(self, position: Tensor, written: Iterable[Written], positions: int) -> None:
@@ -73,7 +73,7 @@ class Mark:
             saved[:, some] = rows[self._texts, slots]
 
     def rewind(self, accepted: Tensor, length: int) -> None:
-        """Take back the positions behind those that are accepted.
+        """Take back the positions after those that are accepted.
 
         Args:
             accepted: (B,) int64, positions that stay, 0..length.

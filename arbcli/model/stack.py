@@ -37,7 +37,7 @@ class Branch(NamedTuple):
 
 
 class Block(nn.Module):
-    """A mixer and a channel mixer, each behind its norm and added to the residual stream.
+    """A mixer and a channel mixer, each after its norm and added to the residual stream.
 
     Args:
         config: of the block.
@@ -45,7 +45,7 @@ class Block(nn.Module):
         streams: number of residual streams.
         first: number of its first branch in the list of blocks; branches read streams in turns.
         contribution: a factor of what a branch adds.
-        bound: the largest root-mean-square of a stream behind the block; None is any.
+        bound: the largest root-mean-square of a stream after the block; None is any.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Stack(nn.ModuleList):
         site: where they stand.
         streams: number of residual streams.
         contribution: a factor of what a branch of a block adds.
-        bound: the largest root-mean-square of a stream behind a block; None is any.
+        bound: the largest root-mean-square of a stream after a block; None is any.
         grouped: whether small matrices are decoded several at a time, if the blocks are equal.
     """
 

@@ -183,7 +183,7 @@ class Stage(nn.Module):
             layers = (query_key, self.residual) if query_key else (self.residual,)
             rows = torch.cat([each_text(layer, normal) for layer in layers], dim=-1)
         elif query_key:
-            rows = query_key.fused(x, normalise=True, beside=self.residual, early=False)
+            rows = query_key.fused(x, normalise=True, also=self.residual, early=False)
         else:
             rows = self.residual.fused(x, normalise=True, early=False)
         past.begin(x, rows, ids)
@@ -267,7 +267,7 @@ class StageState(State):
         decoder.clock.going_on = clock.going_on
         self.last = clock.zeros(2, dim)
         """The position before the new ones, encoded and normalised, and what is projected of it
-        for the position behind it."""
+        for the position after it."""
         self.mean = clock.zeros(dim, dtype=torch.float32)
         """The last chunk, smoothed."""
         self.byte = clock.zeros(1, 1, dtype=torch.int64)

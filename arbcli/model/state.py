@@ -19,8 +19,8 @@ from arbcli.kernels.attention.decode_attention import count_on_
 from arbcli.kernels.attention.eight_bits import (
     KeptIn,
     decode_entries,
-    join_turned,
-    part_turned,
+    join_rotated,
+    part_rotated,
     quantise_entries,
     round_entries,
 )
@@ -202,7 +202,7 @@ class State:
             rows: (B, ...) tensors, of which `run` is given (1, ...).
 
         Returns:
-            The results, one behind the other; without several texts, what `run` gives.
+            The results, one after the other; without several texts, what `run` gives.
         """
         if self.clock.texts is None:
             return run(self, *rows)
@@ -220,18 +220,20 @@ class Rows:
         slots: n.
         heads: G.
         width: d.
-        turned: numbers of a vector that turn, which stay in the dtype where the clock says `mixed`.
+        rotated: elements of a vector that RoPE rotates; they keep their dtype if `mixed`.
     """
 
-    def __init__(self, clock: Clock, slots: int, heads: int, width: int, turned: int = 0) -> None:
-        self.dtype, self.beside = clock.dtype, turned if clock.kept_in.mixed else 0
+    def __init__(self, clock: Clock, slots: int, heads: int, width: int, rotated: int = 0) -> None:
+        self.dtype, self.unrounded = clock.dtype, rotated if clock.kept_in.mixed else 0
         stored = clock.kept_in.stored
-        eight = stored is not None and self.beside < width
-        others = width - self.beside if eight else width
+        eight = stored is not None and self.unrounded < width
+        others = width - self.unrounded if eight else width
         self.codes = clock.zeros(slots, heads, others, dtype=stored if eight else None)
         self.exponents = clock.zeros(slots, heads, dtype=torch.int8) if eight else None
-        self.turned = clock.zeros(slots, heads, self.beside) if eight and self.beside else None
-        """(n, G, turned), what stays beside the codes."""
+        self.rotated = (
+            clock.zeros(slots, heads, self.unrounded) if eight and self.unrounded else None
+        )
+        """(n, G, rotated), what stays next to the codes."""
 
     def __len__(self) -> int:
         """Count the slots."""
@@ -240,7 +242,7 @@ class Rows:
     def __getitem__(self, text: int) -> "Rows":
         """Take those of one of several texts, in the same tensors."""
         own = copy.copy(self)
-        for name in ("codes", "exponents", "turned"):
+        for name in ("codes", "exponents", "rotated"):
             part = getattr(self, name)
             setattr(own, name, None if part is None else part[text])
         return own
@@ -251,15 +253,15 @@ class Rows:
         def slot(position: Tensor) -> Tensor:
             return number(position) % len(self)
 
-        for part, dim in ((self.codes, -3), (self.exponents, -2), (self.turned, -3)):
+        for part, dim in ((self.codes, -3), (self.exponents, -2), (self.rotated, -3)):
             if part is not None:
                 yield Written(part, slot, dim)
 
     def put(self, slots: Tensor, rows: Tensor) -> None:
         """Store (n, G, d) in slots, (n,) int64."""
-        if self.turned is not None:
-            turned, rows = part_turned(rows, self.beside)
-            self.turned.index_copy_(0, slots, turned)
+        if self.rotated is not None:
+            rotated, rows = part_rotated(rows, self.unrounded)
+            self.rotated.index_copy_(0, slots, rotated)
         if self.exponents is None:
             self.codes.index_copy_(0, slots, rows)
             return
@@ -274,13 +276,13 @@ class Rows:
             return self.codes[slots]
         codes = self.codes.view(torch.int8)[slots].view(self.codes.dtype)
         others = decode_entries(codes, self.exponents[slots], self.dtype)
-        return others if self.turned is None else join_turned(self.turned[slots], others)
+        return others if self.rotated is None else join_rotated(self.rotated[slots], others)
 
     def rounded(self, rows: Tensor) -> Tensor:
         """Round (..., d) as they are read back once stored."""
         if self.exponents is None:
             return rows
-        return round_entries(rows, self.codes.dtype, self.beside)
+        return round_entries(rows, self.codes.dtype, self.unrounded)
 
 
 class Track:
@@ -311,15 +313,15 @@ class Track:
             if state:
                 state.reset()
 
-    def mark(self, positions: int, *beside: Written) -> Mark:
+    def mark(self, positions: int, *others: Written) -> Mark:
         """Make a mark, from which so many positions can be taken back.
 
         Args:
-            positions: that can be read behind it.
-            beside: what they write besides the states of blocks.
+            positions: that can be read after it.
+            others: what they write besides the states of blocks.
         """
         written = [part for state in self.blocks if state for part in state.written()]
-        return Mark(self.clock.position, [*written, *beside], positions)
+        return Mark(self.clock.position, [*written, *others], positions)
 
     @cached_property
     def each(self) -> list["Track"]:

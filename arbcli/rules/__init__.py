@@ -1,4 +1,4 @@
-"""Update rules: how a step changes packed weights, and what is stored beside them. One file each.
+"""Update rules: how a step changes packed weights, and what is stored next to them. One file each.
 
 To add a rule, write its file and add its name here. A name is known without importing torch.
 """

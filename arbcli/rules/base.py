@@ -129,7 +129,7 @@ class Rule(ABC):
 
     @abstractmethod
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
-        """Declare what is stored beside trits and scales of a matrix, all zero at first."""
+        """Declare what is stored next to trits and scales of a matrix, all zero at first."""
 
     def start(self, state: State, rows: slice, remainder: Tensor) -> None:
         """Write the first remainders of some rows, (R, K) int8, if the rule keeps them."""

@@ -19,6 +19,7 @@ from arbcli.train.run import (
     check_steps,
     is_evaluated,
     stays,
+    teacher_again,
 )
 from arbcli.train.trainer import text_digest
 
@@ -87,6 +88,10 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
         finding = _check_text(facts, config)
         findings.append(finding)
         stops = None if finding.state == "ok" else finding.detail
+        if config.teacher is not None:
+            finding = _check_teacher(facts, config)
+            findings.append(finding)
+            stops = stops or (None if finding.state == "ok" else finding.detail)
     records, bad = read_all_records(run)
     findings.append(_check_records(len(records), bad))
     accepted = accept_of(run, facts, config) if config else lambda _: None
@@ -151,6 +156,14 @@ def _check_text(facts: dict[str, Any], config: TrainConfig) -> Finding:
         return Finding(name="text", state="refused", detail="it is not the one of the run")
     size = f"{len(texts.train.source):,} + {len(texts.val.source):,} bytes"
     return Finding(name="text", state="ok", detail=f"{texts.description}, {size}")
+
+
+def _check_teacher(facts: dict[str, Any], config: TrainConfig) -> Finding:
+    try:
+        teacher_again(facts, config)
+    except ArbError as error:
+        return Finding(name="teacher", state="refused", detail=str(error))
+    return Finding(name="teacher", state="ok", detail=f"{config.teacher}")
 
 
 def _check_records(good: int, bad: int) -> Finding:

@@ -101,6 +101,7 @@ FACTS = {
     "init_digest": str | None,
     "number": int | None,
     "started": str,
+    "teacher_digest": str | None,
     "text": dict,
     "text.description": str,
     "text.digest": str,
@@ -164,6 +165,7 @@ def check_same_run(
     if not isinstance(settings, dict):
         settings = {"settings": settings}
     known = config.decisive() | {"init_from": facts.get("init_digest")}
+    known |= {"teacher": facts.get("teacher_digest")}
     made_with |= settings
     wanted |= {name: known[name] for name in settings if name in known}
     if made_with.get("steps") in _earlier_steps(facts, checkpoint.step):
@@ -191,7 +193,7 @@ def _earlier_steps(facts: dict[str, Any], step: int) -> list[int]:
     """List how many steps a run was to have before it was given others at `step` or later."""
     found = []
     for change in facts.get("extended", []):
-        with suppress(TypeError, KeyError):  # what a person made of it is no such change
+        with suppress(TypeError, KeyError):  # what a person made of it is not such a change
             if step <= change["at"]:
                 found.append(change["from"])
     return found

@@ -33,7 +33,7 @@ class StepTrace:
         passed = EAGER_STEPS + 1 if trainer.captures else 1
         first = trainer.step + passed + DISCARDED + 1
         self.turns = (first - DISCARDED - 1, first - 1, first + steps - 1)
-        """Steps behind which the profiler gets ready, begins, and writes: it takes its time."""
+        """Steps after which the profiler gets ready, begins, and writes: it takes its time."""
         self.path = run / f"trace-{first:06d}.json.gz"
         self._left_out = passed + DISCARDED
         on_gpu = trainer.device.type == "cuda"
@@ -50,7 +50,7 @@ class StepTrace:
         return self
 
     def step_done(self) -> None:
-        """Count a step; behind the last one that is traced the trace is written."""
+        """Count a step; after the last one that is traced the trace is written."""
         if not self._done:
             self._left_out -= 1
             self._profiler.step()

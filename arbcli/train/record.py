@@ -153,7 +153,7 @@ _TESTS = {name: test_of(kind) for name, kind in SCHEMA.items()}
 
 
 def _lines(run: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Read the lines of the records of a run, each with what it holds; None is no record."""
+    """Read the lines of the records of a run, each with what it holds; None: no record."""
     path = run / METRICS
     if not os.path.lexists(path):
         return

@@ -87,6 +87,7 @@ from arbcli.train.record import (
     seconds_until,
 )
 from arbcli.train.schedule import learning_rate
+from arbcli.train.teacher import read_teacher
 from arbcli.train.text_warnings import text_warnings
 from arbcli.train.trainer import (
     EAGER_STEPS,
@@ -188,14 +189,14 @@ def start_run(
     check: Callable[[TrainConfig], None] = lambda _: None,
     save: bool = True,
 ) -> TrainReport:
-    """Start a run in a new directory, or one that leaves nothing behind.
+    """Start a run in a new directory, or one that leaves no files.
 
     Args:
         config: what to compute.
         run: directory to make; it must not hold a run. None is the next free one in `RUNS`.
         observer: is told of progress.
         minutes: sets the number of steps by timing a few.
-        initial: what to begin with: the weights, and all that rule and direction keep beside them;
+        initial: what to begin with: the weights, and all that rule and direction keep with them;
             it must be of the model of `config`: see `check_initial`.
         profile: steps to trace by torch's profiler, to a file in the directory: see `StepTrace`.
         check: may refuse the run, once its text is known and before anything is made for it.
@@ -224,9 +225,11 @@ def start_run(
             trained_with = initial.checkpoint.data.get(DIGEST)
             check_digest(texts.tokenizer, trained_with, Path(config.tokenizer))
         initial_digest = initial and initial.checkpoint.digest
-        _compare_settings(
-            config, texts, group, minutes=minutes, init_from=initial_digest, save=save
-        )
+        teacher = read_teacher(config, observer.noted)
+        if teacher is not None:  # the file itself, as its run may go on
+            config = dataclasses.replace(config, teacher=os.path.abspath(teacher.path))
+        asked = {"teacher": teacher and teacher.checkpoint.digest, "init_from": initial_digest}
+        _compare_settings(config, texts, group, minutes=minutes, save=save, **asked)
         check(config)
         for warning in text_warnings(texts):
             observer.noted(warning)
@@ -242,9 +245,12 @@ def start_run(
             if group.first and save:
                 check_free(run)  # nobody else can start one here from now on
             if minutes is not None:
-                config = _fit_to_minutes(config, texts, minutes, group)
+                config = _fit_to_minutes(config, texts, minutes, group, teacher)
             facts = run_facts(run, config, texts)
-            trainer = _build(config, texts, group)
+            trainer = _build(config, texts, group, teacher)
+            if teacher is not None:
+                facts["teacher_digest"] = trainer.teacher_digest
+                del teacher  # it may be large
             if initial is not None:
                 trainer.take_weights(initial.checkpoint)
                 facts["init_from"] = os.path.abspath(initial.path)
@@ -331,9 +337,11 @@ def resume_run(
             _compare_settings(config, texts, group, steps=steps or config.steps)
             new_run = "start a new run on the new text with `--out`"
             check_same_text(run, facts, text_digest(texts), new_run)
+            teacher = teacher_again(facts, config)
             if steps not in (None, config.steps):
                 config, facts = _extended(run, facts, config, done, steps, observer, group)
-            trainer = _build(config, texts, group)
+            trainer = _build(config, texts, group, teacher)
+            del teacher  # it may be large
             if checkpoint is None:
                 return _run(trainer, run, facts, observer, profile)
             trainer.restore(checkpoint)
@@ -477,14 +485,14 @@ def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
 
 
 def check_steps(run: Path, done: int, steps: int) -> None:
-    """Refuse a number of steps that a run has behind it.
+    """Refuse a number of steps that a run has done.
 
     Raises:
         ArbError: it is not above the steps that are done.
     """
     if steps <= done:
         raise ArbError(
-            f"the run has {done:,} steps behind it",
+            f"the run has done {done:,} steps",
             hint=f"use more than that, or `--resume {run}` alone",
         )
 
@@ -507,7 +515,7 @@ def _extended(
         f" {steps:,} from step {done:,} on, and its rate there {rates[1]:.4g} instead of"
         f" {rates[0]:.4g}"
     )
-    # who is ended after this goes on from the same checkpoint, and not from one of the old schedule
+    # if it is ended after this, it goes on from this checkpoint, not from one of the old schedule
     if group.first:
         _note_aside([set_aside(path) for path in _later(run, done)], observer)
     changes = [*facts.get("extended", []), {"at": done, "from": config.steps, "to": steps}]
@@ -523,18 +531,41 @@ def _times(texts: Texts) -> dict[Path, tuple[int, int]]:
     return texts.train.times() | texts.val.times()
 
 
-def _build(config: TrainConfig, texts: Texts, group: Group) -> Trainer:
+def teacher_again(facts: dict[str, Any], config: TrainConfig) -> SavedModel | None:
+    """Read the teacher of a run that goes on.
+
+    Raises:
+        ArbError: it is gone, or another.
+    """
+    teacher = read_teacher(config)
+    if teacher is not None and teacher.checkpoint.digest != facts.get("teacher_digest"):
+        raise ArbError(
+            f"`{teacher.path}` is not the teacher that the run began with",
+            hint="put it back, or start a new run with `--out`",
+        )
+    return teacher
+
+
+def _build(config: TrainConfig, texts: Texts, group: Group, teacher: SavedModel | None) -> Trainer:
     with explained_out_of_memory():
-        return Trainer(config, texts, capture=True, group=group)
+        return Trainer(
+            config, texts, capture=True, group=group, teacher=teacher and teacher.checkpoint
+        )
 
 
-def _fit_to_minutes(config: TrainConfig, texts: Texts, minutes: float, group: Group) -> TrainConfig:
+def _fit_to_minutes(
+    config: TrainConfig,
+    texts: Texts,
+    minutes: float,
+    group: Group,
+    teacher: SavedModel | None,
+) -> TrainConfig:
     """Turn minutes into steps by timing a few, on a trainer that is thrown away.
 
     What that takes comes off the minutes, and so do evaluations.
     """
     started, most = time.perf_counter(), minutes * 60
-    trainer = _build(config, texts, group)
+    trainer = _build(config, texts, group, teacher)
     for _ in range(EAGER_STEPS + 1 if trainer.captures else 1):
         loss = trainer.train_step()
     float(loss)  # waits for a GPU
@@ -645,7 +676,7 @@ class _Loop:
         """The first one of this process; None before it."""
         traced = profile if self.group.first else None
         self.trace = StepTrace(run, trainer, traced, observer.noted) if traced else None
-        self.left_behind = _later(run, trainer.step)
+        self.later_ones = _later(run, trainer.step)
         """Checkpoints of later steps, which the run, gone back, will come to again."""
         self.times = _times(trainer.texts)
         """Of the files of the text, as the run last saw them."""
@@ -680,7 +711,7 @@ class _Loop:
                         self._train_step()
                     if trainer.step < config.steps:
                         self._after_step(trainer.step)
-            # the end is saved last: who dies before gets there again, with the same record
+            # the end is saved last: a run that dies before gets there again, with the same record
             if not self._is_stopped(signal):
                 val_loss = self._evaluate() if is_evaluated(config, trainer.step) else None
                 self._record(val_loss)
@@ -710,7 +741,7 @@ class _Loop:
         return report
 
     def _is_stopped(self, signal: RememberedSignal) -> bool:
-        """Tell whether any process has been asked to stop, and agree on who needs a checkpoint."""
+        """Whether any process has been asked to stop; agree on whether a checkpoint is due."""
         old = self.group.first and time.perf_counter() - self.last_save >= SAVE_SECONDS
         received, old = self.group.agree(signal.received or 0, old)
         self._old = bool(old)
@@ -824,7 +855,7 @@ class _Loop:
             checkpoint.data[FIELD] = recent
             aside = self._write(checkpoint) if self.group.first else []
             self.saved_step, self.last_save = checkpoint.step, time.perf_counter()
-        self.left_behind = []
+        self.later_ones = []
         _note_aside(aside, self.observer)
 
     def _check_text(self) -> None:
@@ -846,9 +877,9 @@ class _Loop:
     def _write(self, checkpoint: Checkpoint) -> list[Path]:
         """Write a checkpoint; return what had to be set aside for it."""
         path = checkpoint_path(self.run_path, checkpoint.step)
-        aside = [set_aside(path, leave=True)] if path in self.left_behind else []
+        aside = [set_aside(path, leave=True)] if path in self.later_ones else []
         save_checkpoint(self.run_path, checkpoint, self.config.keep)
-        return aside + [set_aside(later) for later in self.left_behind if later != path]
+        return aside + [set_aside(later) for later in self.later_ones if later != path]
 
     def _save_if_new(self) -> None:
         if self.saved_step != self.trainer.step:

@@ -40,7 +40,7 @@ class TrainingStep:
     ) -> None:
         self.model, self.updates, self.accumulation = model, updates, accumulation
         self.group = group
-        self.losses: Callable[[Tensor, Tensor], dict[str, Tensor]] | None = None
+        self.losses: Callable[..., dict[str, Tensor]] | None = None
         """Computes the losses instead of the model."""
         self.scale_routes: dict[tuple[str, ...], frozenset[str]] = {}
         """Areas by the parts of the loss that alone move their scales."""

@@ -11,7 +11,7 @@ MOST_FILES = 1000
 
 
 def text_warnings(texts: Texts) -> list[str]:
-    """Say whether texts have files that are no text, and whether both are of one kind."""
+    """Say whether texts have files that are not text, and whether both are of one kind."""
     both = texts.train.source, texts.val.source
     found = [file for text in both for file in _binary_files(text)]
     warnings = []

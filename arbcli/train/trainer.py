@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from arbcli.train.parallel.replicas import Replicas
 from arbcli.train.parallel.shared_updater import SharedUpdater
 from arbcli.train.schedule import fade_growth, fade_stage, learning_rate
 from arbcli.train.step import TrainingStep, minimised
+from arbcli.train.teacher import frozen_model
 from arbcli.train.updater import HELD_BYTES, Updater
 
 EAGER_STEPS = 3
@@ -71,7 +73,7 @@ def check_areas(config: TrainConfig, model: LanguageModel) -> None:
         if area not in known:
             names = ", ".join(f"`{name}`" for name in known)
             raise ArbError(
-                f"`scale_losses` names `{area}`, which is no area of the model",
+                f"`scale_losses` names `{area}`, which is not an area of the model",
                 hint=f"choose among: {names}",
                 fields=("scale_losses",),
             )
@@ -92,9 +94,11 @@ class Trainer:
             bits without the launches' cost. Hooks on the model see nothing of a replayed step. A
             float twin is compiled besides, which moves its last bits.
         group: the processes that share the run; None is this one alone.
+        teacher: checkpoint of the teacher that `config` names, as `read_teacher` reads it.
 
     Raises:
         ArbError: the run cannot be shared out so.
+        ValueError: the teacher was not read.
     """
 
     def __init__(
@@ -104,7 +108,10 @@ class Trainer:
         *,
         capture: bool = False,
         group: Group | None = None,
+        teacher: Checkpoint | None = None,
     ) -> None:
+        if config.teacher is not None and teacher is None:
+            raise ValueError("the teacher has to be read first: see `read_teacher`")
         self.config, self.texts = config, texts
         self.group = group or Group()
         check_shares(config, self.group.size)
@@ -137,7 +144,7 @@ class Trainer:
                 self.updater = Updater(tensors, config.seed, dtype, HELD_BYTES)
             else:
                 self.model.declare_wire()
-                largest = max(config.lr, config.final_lr or 0) * fade_growth(config)
+                largest = config.lr * fade_growth(config)
                 self.updater = self.shared = SharedUpdater(
                     tensors, config.seed, dtype, config.wire, config.accum, self.group, largest
                 )
@@ -152,6 +159,10 @@ class Trainer:
             self._updates = self.optimizer
         self._compute = TrainingStep(self.model, self._updates, config.accum, self.group)
         self._compute.scale_routes = config.scale_routes
+        self.teacher_digest = teacher and teacher.digest
+        self.teacher = teacher and frozen_model(teacher, self.device, dtype)
+        if self.teacher:
+            self._compute.losses = partial(self.model.losses, teacher=self.teacher)
         check_areas(config, self.model)
         self._local = self.group.local(config.accum)
         if self.optimizer and self.group.size > 1:
@@ -279,7 +290,7 @@ class Trainer:
             with use_backend(self.config.backend), shared.measuring():
                 for given in self._micro_batches:
                     self.model.forget_uses()
-                    losses = self.model.losses(*given)
+                    losses = (self._compute.losses or self.model.losses)(*given)
                     minimised(losses, self.model.loss_weights).backward()
                 self.model.forget_uses()
         self._measured = True
@@ -357,6 +368,7 @@ class Trainer:
             init_digest: of the checkpoint that the run began with; None if it began with none.
         """
         settings = self.config.decisive() | {"init_from": init_digest}
+        settings |= {"teacher": self.teacher_digest} if self.teacher else {}
         seed = settings.pop("seed")
         tensors, wire = self.model.state_dict(), {}
         if self.shared:

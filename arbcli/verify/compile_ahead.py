@@ -18,6 +18,7 @@ import torch
 from arbcli.errors import ArbError
 from arbcli.inspect.trace import without_memory
 from arbcli.kernels.dice import ShapeDice
+from arbcli.kernels.names import check_targets
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED
 from arbcli.kernels.runtime.backend import compile_for
 from arbcli.kernels.runtime.operation import Operation
@@ -85,11 +86,7 @@ def find_targets(names: str) -> list[str]:
     Raises:
         ArbError: a name is unknown, or triton is missing.
     """
-    chosen = list(TARGETS) if names == "all" else [name.strip() for name in names.split(",")]
-    for name in chosen:
-        if name not in TARGETS:
-            known = ", ".join(f"`{target}`" for target in TARGETS)
-            raise ArbError(f"no target is named `{name}`", hint=f"use `all`, or some of: {known}")
+    chosen = check_targets(names)
     if not HAS_TRITON:
         raise ArbError(
             "kernels cannot be compiled without triton",

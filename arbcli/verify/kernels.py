@@ -52,7 +52,7 @@ SLOWEST = (
     "compressed_attention", "decode_e4m3", "decode_attention_8bit", "cross_entropy", "fp8_matmul",
     "cross_entropy_backward", "decode_digits", "weighted_rows", "weighted_rows_grad_weights",
     "boundary_scores_backward", "stream_weights_backward", "decode_attention", "decode_weight",
-    "row_matmul", "coded_rows", "append_position_8bit", "quantise_gradient", "decode_latent",
+    "row_matmul", "prepacked_rows", "append_position_8bit", "quantise_gradient", "decode_latent",
 )  # fmt: skip
 """Kernels that take longest to be compiled, the longest first: they are begun before others."""
 LARGE = 1 << 15

@@ -409,8 +409,8 @@ SPEED_NOTES = {
 def speed_rows(timing: TimingReport) -> Iterable[list[str]]:
     """Lay out a row for each `SPEED_COLUMNS`, and one for each kernel that was not timed."""
     for r in timing.timings:
-        beside = [r.peer, f"{r.peer_us:.1f}", f"{r.ratio:.2f}"] if r.peer else [""] * 3
-        yield [r.kernel, r.shape, f"{r.us:.1f}", *beside, f"{r.share:.0%}", r.bound]
+        against = [r.peer, f"{r.peer_us:.1f}", f"{r.ratio:.2f}"] if r.peer else [""] * 3
+        yield [r.kernel, r.shape, f"{r.us:.1f}", *against, f"{r.share:.0%}", r.bound]
     for kernel, reason in timing.not_timed.items():
         yield [kernel, f"not timed: {reason}", *[""] * 6]
 

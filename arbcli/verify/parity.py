@@ -210,7 +210,7 @@ OF_MANY_KERNELS = ("arb-deep", "mixed", "graph", "hnet-two-stage", "arb-tiny wit
 SHARES = 4
 """In which that is shared out."""
 LAST = 2
-"""The turn of a model, behind those of kernels."""
+"""The turn of a model, after those of kernels."""
 BYTES_OF_REFERENCE = 48
 """Of a weight: itself and its gradient in float64, the kernels' gradient, and what passes by."""
 LAYERS = 2
@@ -535,7 +535,7 @@ def _subjects(
                 for name, config in FULL_SIZE.items():
                     config = shortened(config)
                     if dtype in fitting_dtypes(config, device):
-                        # a codebook has experts behind it, which let a rounding pass on
+                        # a codebook has experts after it, which let a rounding pass on
                         parts = ("blocks", "whole" if config.main.memories else "bits")
                         yield Subject(name, config, 1, *place, parts)
             # few rows go through the fused products, many do not
@@ -683,7 +683,7 @@ def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
         found.made.setdefault(name, []).append(chosen.view(batch, -1, *chosen.shape[1:]))
 
     def note_rows(name: str, heads: int, _table, given: tuple) -> None:
-        if name not in found.made:  # a graph reads rows, too, behind its codebook
+        if name not in found.made:  # a graph reads rows, too, after its codebook
             note(name, lambda: given[0].view(-1, heads, given[0].shape[1]))
 
     def note_entries(name: str, choose: Callable[..., Tensor], *given, **options) -> Tensor:
@@ -788,7 +788,7 @@ def _blocks(
     def compare(
         name: str, got: Tensor, grad: Tensor, wanted: Tensor, own: dict, besides: Tensor | float = 0
     ) -> Iterator[ParityResult]:
-        """Compare an output; and for its gradient, those of leaves with the ones beside them."""
+        """Compare an output; and for its gradient, those of leaves with their references."""
         yield subject.result("output", name, got, wanted, subject.gate)
         objective = (wanted * grad.double()).sum() + besides
         grads = torch.autograd.grad(objective, [leaf for leaf, _ in own.values()])

@@ -1,6 +1,6 @@
 """Which mistakes the checks are known to catch: those that were planted to see whether they do.
 
-`planted.json`, beside this file, lists them. They are planted by the tests, one at a time, and each
+`planted.json`, next to this file, lists them. The tests plant them, one at a time, and each
 has to be found by the check that is named with it; `python tests/write_planted.py` writes the list.
 """
 

@@ -1,4 +1,4 @@
-"""Time kernels beside torch's own operations, and against what the machine could do in that run.
+"""Time kernels against torch's own operations, and against what the machine could do in that run.
 
 What is timed is one call, captured as a CUDA graph and replayed between two events. That is how a
 training step runs, and it leaves out Python but not the launch: a call that does nothing takes
@@ -181,7 +181,7 @@ def check_timeable(device: torch.device, backends: Iterable[str]) -> None:
     """Refuse to time what does not run, or is not verified first.
 
     Raises:
-        ArbError: `device` is no GPU, or its kernels are not among the `backends` to be verified.
+        ArbError: `device` is not a GPU, or its kernels are not among the `backends` to be verified.
     """
     if device.type != "cuda":
         raise ArbError(

@@ -32,7 +32,7 @@ class Variant(NamedTuple):
     attributes: dict[tuple[int, ...], list]
     options: dict[str, Any]
     may_spill: bool = False
-    """Whether registers in memory are no fault."""
+    """Whether registers in memory are allowed."""
 
     @property
     def key(self) -> str:

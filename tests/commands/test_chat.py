@@ -25,7 +25,7 @@ def model(saved):
 
 @pytest.fixture
 def typed(monkeypatch):
-    """Type lines; what is no text is done instead."""
+    """Type lines; what is not text is done instead."""
 
     def type_lines(*lines) -> None:
         waiting = iter([*lines, None])

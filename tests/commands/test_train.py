@@ -381,7 +381,7 @@ def test_unknown_name_is_refused_while_options_are_read(mistake, monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "page"),
-    [("train --stepz 3", "arb train"), ("evaluate", "arb evaluate"), ("--quick", "arb"),
+    [("train --stepz 3", "arb train"), ("export auto", "arb export"), ("--quick", "arb"),
      ("generate --checkpoint x --top-k 0", "arb generate")],
 )  # fmt: skip
 def test_mistake_of_usage_names_the_page_of_help(words, page, arb_here):

@@ -119,7 +119,7 @@ def test_kernels_are_listed_with_their_gates():
 
 
 @pytest.mark.slow
-def test_targets_are_compiled_beside_the_checks():
+def test_targets_are_compiled_with_the_checks():
     found = json.loads(arb("step_scales", "--targets", "gfx942", "--json").stdout)
     (compiled,) = found["compiled"]
     assert (compiled["kernel"], compiled["target"]) == ("step_scales", "gfx942")

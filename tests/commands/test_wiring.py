@@ -15,6 +15,8 @@ from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.infer import load, tokens
 from arbcli.inspect import room
+from arbcli.rules import LR_OF_TUNING
+from arbcli.run_files import COMPANIONS
 from arbcli.train import run as runs
 
 SIZES = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
@@ -81,6 +83,24 @@ def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
     checked.reset_mock()
     call.kwargs["check"](config)
     assert not checked.called
+
+
+@pytest.mark.parametrize(
+    ("words", "lr", "tokenizer"),
+    [([], LR_OF_TUNING, "some/run/tokenizer.json"),
+     (["--lr", "0.3", "--tokenizer", "x"], 0.3, "x")],
+)  # fmt: skip
+def test_model_that_is_tuned_brings_what_was_not_asked_for(
+    words, lr, tokenizer, asked, monkeypatch
+):
+    path = Path("some/run/step-000001.safetensors")
+    path.with_name(COMPANIONS).mkdir()
+    monkeypatch.setattr(load, "read_saved", lambda _path, _note: load.SavedModel(path, path))
+    monkeypatch.setattr(load, "saved_config", lambda _: preset("small", digits="all"))
+    monkeypatch.setattr(tokens, "saved_tokenizer", lambda *_: "its own")
+    new_config = "arbcli.train.configure.new_config"
+    given = asked(new_config, "train", "--init-from", "some/run", "--device", "cpu", *words).kwargs
+    assert (given["lr"], given["tokenizer"]) == (lr, tokenizer)
 
 
 def test_logger_that_is_named_twice_hears_once(asked, monkeypatch):
@@ -203,7 +223,7 @@ def test_verification_is_told_of_what(asked):
     assert (request.exhaustive, request.fresh) == (False, False)
 
 
-def test_settings_are_printed_beside_those_of_their_preset(arb_here, monkeypatch):
+def test_settings_are_printed_next_to_those_of_their_preset(arb_here, monkeypatch):
     read = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config", "--json")
     assert json.loads(read.stdout)["model"]["stages"][0]["dim"] == 384
     shown = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config").stdout

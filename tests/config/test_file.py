@@ -1,4 +1,4 @@
-"""Settings from a file are those of the options, and what is no setting is refused."""
+"""Settings from a file are those of the options, and what is not a setting is refused."""
 
 import json
 

@@ -87,8 +87,8 @@ def test_every_compute_has_a_dtype():
     assert TrainConfig.__dataclass_fields__["compute"].default in COMPUTES
 
 
-@pytest.mark.parametrize(("width", "turned"), [(64, 32), (10, 4), (6, 2)])
-def test_half_of_a_compressed_head_is_turned_and_an_even_part_of_it(width, turned):
+@pytest.mark.parametrize(("width", "rotated"), [(64, 32), (10, 4), (6, 2)])
+def test_half_of_a_compressed_head_is_turned_and_an_even_part_of_it(width, rotated):
     config = CompressedAttentionConfig(heads=2, head_width=width)
     site = Site(dim=64, depth=1, ctx=130)
-    assert (config.rotated(site), config.width(site)) == (turned, width)
+    assert (config.rotated(site), config.width(site)) == (rotated, width)

@@ -66,12 +66,12 @@ def shown(value: float) -> str:
     ids=str,
 )
 def test_value_of_no_such_type_is_refused_by_name(kind, good, bad):
-    """A file may hold anything: `NaN` and `Infinity` are no numbers to compute with."""
+    """A file may hold anything: `NaN` and `Infinity` are not numbers to compute with."""
     holder = dataclasses.make_dataclass("Holder", [("size", kind)])
     for value in good:
         check_fields(holder(value))
     for value in bad:
-        with pytest.raises(ArbError, match=r"^`size` is `.*`(, which is no |$)") as caught:
+        with pytest.raises(ArbError, match=r"^`size` is `.*`(, which is not of type |$)") as caught:
             check_fields(holder(value))
         assert caught.value.fields == ("size",)
 

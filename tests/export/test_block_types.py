@@ -99,5 +99,5 @@ def test_scale_of_zeros_is_not_looked_at():
 @pytest.mark.parametrize(("group", "columns"), [(16, 64), (32, 33)])
 def test_blocks_that_do_not_fit_are_refused(group, columns):
     trits, scales = trits_and_scales(1, columns, group)
-    with pytest.raises(ArbError, match="no blocks of 32"):
+    with pytest.raises(ArbError, match="not the blocks of 32"):
         encode_digits("w", trits, scales, group, Q4_0)

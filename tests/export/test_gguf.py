@@ -1,5 +1,7 @@
 """A file for llama.cpp holds the same weights, and llama.cpp computes the same with it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from marks import mostly_slow
@@ -10,8 +12,9 @@ from arbcli.errors import ArbError
 from arbcli.export import gguf
 from arbcli.export.gguf import byte_symbols
 from arbcli.export.gguf_file import GGUFFile
-from arbcli.imports.dense import read, sources
+from arbcli.imports.dense import known_shape, read, sources
 from arbcli.infer.load import load_model, load_weights
+from arbcli.model.language_model import LanguageModel
 
 TEXT = b"def main(self):\n    return 1\n"
 SMALLEST = {"T32": "Q4_0", "T96": "Q4_0", "T64": "Q2_0", "T128": "Q2_0"}
@@ -126,6 +129,37 @@ def test_every_key_says_what_it_is_to_say(saved, tmp_path):
         "arb.step": 7,
         "arb.origin": weights.checkpoint.digest,
     }
+
+
+def test_context_is_that_of_the_shortest_window(saved, tmp_path):
+    """llama.cpp attends to everything: within a window that is the same."""
+    weights, _ = written(saved, tmp_path / "model.gguf")
+    config = weights.model.config
+    wide, narrow = (
+        replace(block, mixer=replace(block.mixer, window=window))
+        for block, window in zip(config.main.blocks, (30, 20), strict=True)
+    )
+    config = replace(config, stages=(replace(config.main, blocks=(wide, narrow)),))
+    keys = gguf._keys(config, "", weights, known_shape(config).architecture)
+    assert keys["qwen3.context_length"][1] == 20
+
+
+def test_rows_of_queries_and_keys_are_turned_with_their_biases():
+    config = preset("tiny", sub_norms=False)
+    about = {"bias": True, "output_bias": True, "query_key_norm": "none"}
+    blocks = tuple(
+        replace(block, mixer=replace(block.mixer, **about)) for block in config.main.blocks
+    )
+    config = replace(config, stages=(replace(config.main, blocks=blocks),))
+    architecture = known_shape(config).architecture
+    assert architecture.interleaved
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    orders = [gguf._order(source, config, architecture) for source in sources(model)]
+    assert {name for order in orders for name in order} == {
+        f"blk.{index}.attn_{part}.{kind}"
+        for index in range(len(blocks)) for part in "qk" for kind in ("weight", "bias")
+    }  # fmt: skip
 
 
 def test_another_reader_finds_the_same(saved, tmp_path):

@@ -96,7 +96,7 @@ def test_shards_that_are_missing_or_outside_are_refused(tmp_path):
     save_file(weights, tmp_path / "outside.safetensors")
     for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), "code.py"):
         write(name)
-        assert "is no safetensors file of the folder" in refused(folder, tmp_path)
+        assert "is not a safetensors file there" in refused(folder, tmp_path)
 
 
 def test_pickle_is_refused_and_not_run(tmp_path):

@@ -148,8 +148,8 @@ def test_file_says_what_the_tokens_are(transformers, tmp_path, arb_here, monkeyp
     known = read_json(path)
     for changed, why in (
         ({"pre_tokenizer": {"type": "Whitespace"}}, "no rules"),
-        ({"model": known["model"] | {"type": "Unigram"}}, "no byte-level BPE"),
-        ({"model": known["model"] | {"byte_fallback": True}}, "no byte-level BPE"),
+        ({"model": known["model"] | {"type": "Unigram"}}, "not byte-level BPE"),
+        ({"model": known["model"] | {"byte_fallback": True}}, "not byte-level BPE"),
         ({"model": known["model"] | {"vocab": {"a": 320}}}, "that the model has not"),
     ):
         from arbcli.export.gguf_tokens import token_keys

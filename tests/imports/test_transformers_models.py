@@ -1,6 +1,7 @@
 """Models of every kind go from Transformers to integers and back, and predict the same."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -51,6 +52,8 @@ def test_model_is_read_and_given_back(transformers, kind, tmp_path):
     folder, run, back = (tmp_path / name for name in ("folder", "run", "back"))
     theirs.save_pretrained(folder, max_shard_size="100KB")
     assert (folder / "model.safetensors.index.json").exists()
+    about = read_json(folder / "config.json") | {"torch_dtype": "float16"}  # as Transformers 4 did
+    (folder / "config.json").write_text(json.dumps(about))
     ids = torch.randint(320, (2, 64), generator=torch.Generator().manual_seed(1))
     twin = read_float(WeightFolder(folder), read(folder, weights="float"))
     for length in (1, 17, 64):
@@ -68,6 +71,10 @@ def test_model_is_read_and_given_back(transformers, kind, tmp_path):
     assert divergence(wanted, logits) < 1.2 * divergence(wanted, other(ids).logits)
 
     export(run, "hf", out=back)
+    says = {
+        name: value for name, value in read_json(back / "config.json").items() if "dtype" in name
+    }
+    assert says == {"dtype": "bfloat16"}
     again = transformers.AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32).eval()
     assert type(again) is type(theirs)
     torch.testing.assert_close(again(ids).logits, logits, rtol=0, atol=1e-4)

@@ -1,4 +1,4 @@
-"""A file is no reason to build a model: what cannot be loaded is refused by what it says."""
+"""No model is built for a file: what cannot be loaded is refused by what it says."""
 
 import dataclasses
 from pathlib import Path

@@ -27,7 +27,7 @@ def lm(device, monkeypatch) -> LanguageModel:
         lm = LanguageModel(config)
     lm.initialise(0)
     if device.type == "cpu":
-        monkeypatch.setattr(model_module, "fits_arranged", lambda x, _: x.shape[1] == 1)
+        monkeypatch.setattr(model_module, "fits_prepacked", lambda x, _: x.shape[1] == 1)
     return lm
 
 
@@ -48,7 +48,7 @@ def texts(lm, requests, batch) -> list[bytes]:
     return [made[index] for index in range(len(requests))]
 
 
-def test_a_text_is_the_same_beside_any_others(lm):
+def test_a_text_is_the_same_among_any_others(lm):
     alone = [texts(lm, [each], 1)[0] for each in REQUESTS]
     assert [len(text) for text in alone] == [each.length for each in REQUESTS]
     assert texts(lm, REQUESTS, 2) == alone
@@ -99,7 +99,7 @@ def logits_of(lm: LanguageModel, prompts: tuple[bytes, ...], steps: int = 4) -> 
 
 
 @each_cell()
-def test_text_of_every_cell_is_the_same_beside_any_others(cell, device):
+def test_text_of_every_cell_is_the_same_among_any_others(cell, device):
     """By the kernels of the device, and where there are none one text after another."""
     lm, (first, second) = in_cell(cell, torch.float32, device), (b"it was longer", b"a b")
     with lm.prepared_weights():
@@ -115,7 +115,7 @@ def test_text_of_every_cell_is_the_same_beside_any_others(cell, device):
 @pytest.mark.gpu
 @each_cell()
 @pytest.mark.parametrize("kv", [None, "int8"])
-def test_text_of_every_cell_is_the_same_beside_any_others_on_a_gpu(cell, kv):
+def test_text_of_every_cell_is_the_same_among_any_others_on_a_gpu(cell, kv):
     """In bf16, each at a place of its own among 2, 9 and 40 texts."""
     lm = in_cell(cell, torch.bfloat16, torch.device("cuda"))
     if kv and cell.mixer in ("mamba", "none"):
@@ -135,7 +135,7 @@ def test_text_of_every_cell_is_the_same_beside_any_others_on_a_gpu(cell, kv):
     assert sum(a[:1] == b[:1] for a, b in zip(made(sharp, 12), alone, strict=True)) >= 8
 
 
-def test_tokens_are_made_beside_others(device):
+def test_tokens_are_made_among_others(device):
     """Of a vocabulary of more symbols than a byte has; a token is written as its two bytes."""
     config = preset("tiny", dim=32, layers=1, heads=2, ffn=48, ctx=16)
     with torch.device(device):
@@ -243,8 +243,8 @@ def test_keys_and_values_are_kept_as_is_asked(lm, kv, monkeypatch):
     monkeypatch.setattr(several, "SeveralDecoder", decoder)
     asked = [request(each.prompt, each.length, temperature=0.0) for each in REQUESTS[:3]]
     found = dict(generate_several(lm, asked, kv=kv))
-    beside = dict(generate_several(lm, asked[::-1], 2, kv=kv))
-    assert [found[index] for index in range(3)] == [beside[2 - index] for index in range(3)]
+    together = dict(generate_several(lm, asked[::-1], 2, kv=kv))
+    assert [found[index] for index in range(3)] == [together[2 - index] for index in range(3)]
     for index, each in enumerate(asked):
         alone = b"".join(generate(lm, each.prompt, each.length, each.sampling, kv=kv))
         assert alone[:3] == found[index][:3]

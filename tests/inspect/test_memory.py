@@ -198,7 +198,7 @@ def test_measure_sees_a_tensor_by_any_name_in_any_container(name):
 
 
 def test_integers_in_a_buffer_are_state_by_any_name():
-    """Only attributes that are no buffers may be small counters."""
+    """Only attributes that are not buffers may be small counters."""
     model = model_of(preset("tiny", **TINY), "cpu")
     before = measure(model)
     for name in ("count", "_count", "__count"):
@@ -208,7 +208,7 @@ def test_integers_in_a_buffer_are_state_by_any_name():
     assert after.counter_bytes == before.counter_bytes
 
 
-def test_measure_finds_the_updater_behind_a_sink():
+def test_measure_finds_the_updater_of_a_sink():
     config = preset("tiny", **TINY)
     model = model_of(config, "cpu")
     updater = Updater(model.weights().values(), 0, torch.float32)

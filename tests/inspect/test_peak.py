@@ -321,7 +321,7 @@ def test_a_step_on_a_gpu_of_apple_makes_no_float64(direction, compute):
     assert doubles.made == set()
 
 
-def test_what_kernels_of_torch_take_beside_their_results_is_what_was_found():
+def test_what_kernels_of_torch_take_next_to_their_results_is_what_was_found():
     """Copies and counters that no operation returns; found on a GPU, in bytes."""
     x = torch.zeros(3, 40, device="meta")
     index = torch.zeros(7, dtype=torch.int32, device="meta")

@@ -313,7 +313,7 @@ def test_probe_steps_as_training_does(text):
         assert torch.equal(probed.model.state_dict()[name], buffer), name
 
 
-def test_probe_leaves_no_hooks_behind(text):
+def test_probe_leaves_no_hooks(text):
     trainer, frozen = trainer_of(text), gc.get_freeze_count()
     examine(trainer, 1)
     assert gc.get_freeze_count() <= frozen  # what is alive is collected again
@@ -573,7 +573,7 @@ class TestSaved:
         config, _ = open_saved(run, steps=1, note=print, batch=3, data=[text], lr=0.5)
         assert (config.batch, config.data, config.val, config.lr) == (3, (text,), (), 0.5)
 
-    def test_another_text_comes_without_what_was_beside_the_run_s(self, run, text, monkeypatch):
+    def test_another_text_comes_without_what_was_next_to_the_run_s(self, run, text, monkeypatch):
         """Neither its held-out text nor the field of its records is of that one."""
 
         def of_records(_run, facts):

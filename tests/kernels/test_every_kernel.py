@@ -135,7 +135,7 @@ IN_TURNS = {
 }  # fmt: skip
 """Kernels of which no case takes several turns, and one that does with smaller tiles, by its label.
 
-A tile of one slot ends wherever the slots do, so that none behind the last turn is left out.
+A tile of one slot ends wherever the slots do, so that none after the last turn is left out.
 """
 
 
@@ -233,7 +233,7 @@ ROWS_APART = {
 
 
 def apart(value):
-    """Lay rows out in a wider matrix, of what is no number or of ones."""
+    """Lay rows out in a wider matrix, of what is not a number or of ones."""
     if isinstance(value, Packed):
         return value.map(apart)
     wide = torch.full((*value.shape[:-1], value.shape[-1] + 3), 1, dtype=value.dtype)
@@ -247,7 +247,9 @@ def by_columns(value):
 
 
 def inputs_to_lay_out(spec, device) -> tuple:
-    dice = Dice(40, device, torch.float32)  # who shows a moment, and steps that change octaves
+    dice = Dice(
+        40, device, torch.float32
+    )  # a seed that shows a moment, and steps that change octaves
     inputs = spec.drawn(dice, SCALE_TYPES["T6"], 5, 7, 37)
     return inputs
 
@@ -284,14 +286,14 @@ def test_columns_of_any_one_input_of_a_loop_in_c_may_lie_apart(spec):
     inputs = inputs_to_lay_out(spec, torch.device("cpu"))
     wanted = as_tuple(spec.reference(*copies(inputs)))
     for place in ROWS_APART[spec.name]:
-        turned = by_columns(inputs[place])
-        laid_out = (*inputs[:place], turned, *inputs[place + 1 :])
+        by_column = by_columns(inputs[place])
+        laid_out = (*inputs[:place], by_column, *inputs[place + 1 :])
         check_laid_out(spec, "native", laid_out, wanted)
 
 
 NOT_ANYWHERE = {
     "choose_entries", "smooth_chunks", "smooth_chunks_backward", "fp8_matmul", "nvfp4_matmul",
-    "gradient_gains", "row_matmul", "row_by_row", "coded_rows", "digits_matmul",
+    "gradient_gains", "row_matmul", "row_by_row", "prepacked_rows", "digits_matmul",
     "merged_steps", "keep_accepted",
     *(spec.name for spec in KERNELS if "rms_norm" in spec.name), *IN_TURNS,
 } - {"compressed_attention"}  # fmt: skip
@@ -331,7 +333,7 @@ def all_digits(value, device):
 
 
 def inputs_to_lay_anywhere(spec, scale_type: str, device) -> tuple:
-    # who show every input, several sequences and several experts
+    # seeds that show every input, several sequences and several experts
     dice = Dice(0 if "grouped" in spec.name else 30, device, torch.float32)
     sizes = (7 if spec.one_layout else 5, 7, 37)  # several texts
     if scale_type == "T32":
@@ -361,7 +363,7 @@ def test_elements_of_every_input_may_lie_anywhere(spec, scale_type, digits, devi
 
 
 FAR = 2**30 + 8
-"""Elements from one row to the next, so many that those before the third row are no int32."""
+"""Elements from one row to the next, so many that those before the third row do not fit int32."""
 NOT_FAR = {"decode_weight", "decode_e4m3", "ternary_matmul_grad_x", "choose_entries"}
 """Kernels that count rows within a tile, or heads of a position, in int32, which is enough."""
 FAR_ROWS = {spec.name for spec, *_ in ANYWHERE if not spec.one_layout}

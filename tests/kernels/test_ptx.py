@@ -6,7 +6,7 @@ import torch
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import random_packed
-from arbcli.kernels.matmul import coded, coded_rows, row_by_row, row_matmul
+from arbcli.kernels.matmul import prepacked, prepacked_rows, row_by_row, row_matmul
 from arbcli.kernels.matmul.few_rows import few_rows
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.compare import as_tuple, compare
@@ -71,7 +71,7 @@ def row_error(
 ) -> float:  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     packed = random_packed(out_features, in_features, 32, generator, spread=8)
-    weight = coded.code(packed, gated)
+    weight = prepacked.prepack(packed, gated)
     x = torch.randn(5 if heads else 1, in_features, generator=generator).bfloat16()
     row = x
     if heads:  # of five parts of attention, three are filled
@@ -83,19 +83,19 @@ def row_error(
     with emulated(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_matmul, "tiling_of", lambda *_: row_matmul.Tiling(*tiling))
         y = row_matmul.ROW_MATMUL.triton(x, *inputs)
-    return error(y, coded.coded_reference(row, *inputs))
+    return error(y, prepacked.prepacked_reference(row, *inputs))
 
 
 def rows_error(rows: int, out_features: int, in_features: int, gated: bool, tiling: tuple) -> float:
     generator = torch.Generator().manual_seed(0)
     packed = random_packed(out_features, in_features, 32, generator, spread=8)
-    weight = coded.code(packed, gated)
+    weight = prepacked.prepack(packed, gated)
     x = torch.randn(rows, in_features, generator=generator).bfloat16()
     inputs = x, *weight, 1e-6, None, torch.float32
     with emulated(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coded_rows, "_tiling", lambda *_: coded_rows.Tiling(*tiling))
-        y = coded_rows.CODED_ROWS.triton(*inputs)
-    return error(y, coded.coded_reference(*inputs))
+        patch.setattr(prepacked_rows, "_tiling", lambda *_: prepacked_rows.Tiling(*tiling))
+        y = prepacked_rows.PREPACKED_ROWS.triton(*inputs)
+    return error(y, prepacked.prepacked_reference(*inputs))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_row_matmul(compiling, shape, tiling, gated, eps):
 def differing_rows(rows: int, shape: tuple, tiling: tuple) -> int:
     """Count the rows of a product that have other bits than each has by itself."""
     generator = torch.Generator().manual_seed(0)
-    weight = coded.code(random_packed(*shape, 32, generator, spread=8), gated=True)
+    weight = prepacked.prepack(random_packed(*shape, 32, generator, spread=8), gated=True)
     x = torch.randn(rows, shape[1], generator=generator).bfloat16()
     added = torch.randn(rows, weight.out_features, generator=generator)
     with emulated(), pytest.MonkeyPatch.context() as patch:

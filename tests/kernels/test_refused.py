@@ -19,10 +19,10 @@ from arbcli.kernels.attention.rotary_norm import rotary_norm_backward
 from arbcli.kernels.codec.decode_e4m3 import decode_e4m3
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.dice import Dice
-from arbcli.kernels.matmul.coded import Coded, code
-from arbcli.kernels.matmul.coded_rows import coded_rows
-from arbcli.kernels.matmul.digits_matmul import ArrangedDigits, arrange_digits, digits_matmul
+from arbcli.kernels.matmul.digits_matmul import PrepackedDigits, digits_matmul, prepack_digits
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
+from arbcli.kernels.matmul.prepacked import Prepacked, prepack
+from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
 from arbcli.kernels.matmul.row_by_row import row_by_row
 from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.registry import BY_NAME, KERNELS
@@ -43,13 +43,13 @@ OTHER_TYPE = {
 
 ADAPTED = {
     "append_position_8bit": lambda *x: append_position_(*x[:-2], x[-2:]),
-    "coded_rows": lambda x, *rest: coded_rows(x, Coded(*rest[:4]), *rest[4:]),
-    "row_matmul": lambda x, *rest: row_matmul(x, Coded(*rest[:4]), *rest[4:]),
-    "row_by_row": lambda x, *rest: row_by_row(x, Coded(*rest[:4]), *rest[4:]),
+    "prepacked_rows": lambda x, *rest: prepacked_rows(x, Prepacked(*rest[:4]), *rest[4:]),
+    "row_matmul": lambda x, *rest: row_matmul(x, Prepacked(*rest[:4]), *rest[4:]),
+    "row_by_row": lambda x, *rest: row_by_row(x, Prepacked(*rest[:4]), *rest[4:]),
     "keep_accepted": lambda keys, values, new, *counts: keep_accepted_(
         table_of([Kept(keys, values, new)]), *counts
     ),
-    "digits_matmul": lambda x, *rest: digits_matmul(x, ArrangedDigits(*rest[:5]), *rest[5:]),
+    "digits_matmul": lambda x, *rest: digits_matmul(x, PrepackedDigits(*rest[:5]), *rest[5:]),
     "rotary_norm_backward": lambda *inputs: rotary_norm_backward(inputs[:3], *inputs[3:]),
     "weighted_rows_grad": lambda grad_y, weights, tokens, order, bounds, *kind: (
         weighted_rows_grad(grad_y, weights, tokens, TouchedRows(order, order, bounds, order), *kind)
@@ -241,7 +241,7 @@ VALUES = {
         {1: zeros(0, 1, 76)}, {2: zeros(0, 1, 76)}, {3: zeros(2, 0, 76), 4: zeros(76, 0)},
     ),
     "append_position_8bit": ({1: zeros(3, 2, 76), 2: zeros(4, 2, 76)},),
-    "coded_rows": (
+    "prepacked_rows": (
         {0: zeros(0, 40, dtype=HALF), 6: None}, {0: zeros(65, 40, dtype=HALF), 6: None},
     ),
     "blend_moment": ({7: -1}, {7: 2**16 + 1}, {8: -1}, {8: 2**10}),
@@ -343,7 +343,7 @@ def test_parts_of_attention_that_do_not_belong_together_are_not_multiplied():
     with use_backend("torch"):
         parts = attend_parts(*drawn("attend_parts"))
     packed = Dice(0, torch.device("cpu"), torch.float32).packed(7, 384, 32, 8, "trit")
-    weight = code(packed)
+    weight = prepack(packed)
     row_matmul(parts, weight)
     for name, letters in (("values", "t+-l01"), ("totals", "tb+-l0"), ("position", "t+")):
         others = dict(alterations(getattr(parts, name)))
@@ -352,8 +352,8 @@ def test_parts_of_attention_that_do_not_belong_together_are_not_multiplied():
                 row_matmul(parts._replace(**{name: others[letter]}), weight)
 
 
-def test_matrix_that_has_no_digits_in_planes_is_not_arranged():
+def test_matrix_that_has_no_digits_in_planes_is_not_prepacked():
     for group_size, gated, digits in ((6, False, "all"), (32, False, "trit"), (32, True, "all")):
         packed = Dice(0, torch.device("cpu"), torch.float32).packed(7, 40, group_size, 8, digits)
         with pytest.raises(ValueError, match="packed weights: need"):
-            arrange_digits(packed, gated)
+            prepack_digits(packed, gated)

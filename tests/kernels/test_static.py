@@ -5,6 +5,8 @@ at 2**31 and refuses to load what is not aligned.
 """
 
 import ast
+import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -16,8 +18,21 @@ FILES = sorted(Path(arbcli.kernels.__file__).parent.rglob("*.py"))
 OF_A_ROW = {"k", "offs_b", "offs_g", "block", "j", "kv", "h", "g"}
 """What columns, their bytes and groups, and heads are called: products of them stay in one row or
 position, and are int32."""
-NARROW = {"decode_weight.py"}
+NARROW = {"decode_weight"}
 """Files whose kernels are given matrices of fewer than 2**31 weights."""
+OF_A_STEP = {
+    "append_position", "attend_ahead", "attend_parts", "choose_ahead",
+    "decode_attention", "decode_attention_8bit", "decode_attention_rows", "decode_compressed",
+    "decode_latent", "mamba_step", "prepacked_rows", "route_position", "row_by_row", "row_matmul",
+}  # fmt: skip
+"""Files whose kernels step at most 64 texts: numbers of theirs are products of int32."""
+OF_PROGRAMS = {"merged", "newton_schulz", "shared_memory"}
+"""Files whose kernels multiply numbers of programs by what each of these has: tables and parts."""
+FITTING = {"t[:, None] * HALF", "width * digit", "width * (4 - plane)"}
+"""Places in a table of angles, whose positions are below 2**24, and columns of a block."""
+TILE = re.compile("BLOCK|STEPS|ROWS|TILES|GROUP|LANES|HEIGHT|ABREAST")
+"""Beginnings of the names of sizes of tiles."""
+ADDRESS = re.compile("(^|_)ptrs?$|pointer")
 NUMBERS = {"tl.load", "tl.sum", "tl.max"}
 """These return what is in tensors, of a type that is chosen elsewhere."""
 
@@ -33,9 +48,14 @@ def kernels_of(source: str) -> list[ast.FunctionDef]:
 
 
 @cache
+def kernels_in(file: Path) -> list[ast.FunctionDef]:
+    return kernels_of(file.read_text())
+
+
+@cache
 def all_kernels() -> dict[str, ast.FunctionDef]:
-    files = (file for file in FILES if file.name not in NARROW)
-    return {f"{f.stem}: {k.name}": k for f in files for k in kernels_of(f.read_text())}
+    files = (file for file in FILES if file.stem not in NARROW)
+    return {f"{f.stem}: {k.name}": k for f in files for k in kernels_in(f)}
 
 
 def is_cast(node: ast.AST) -> bool:
@@ -64,6 +84,7 @@ def is_narrow(node: ast.AST, names: set[str]) -> bool:
     return any(is_narrow(part, names) for part in ast.iter_child_nodes(node))
 
 
+@cache
 def assigned(kernel: ast.FunctionDef) -> list[tuple[str, ast.AST]]:
     """List (name, expression) of assignments, in the order of the source."""
     found = []
@@ -77,11 +98,59 @@ def assigned(kernel: ast.FunctionDef) -> list[tuple[str, ast.AST]]:
 
 def names_of(kernel: ast.FunctionDef, given: set[str]) -> tuple[set[str], set[str]]:
     """Find the (narrow, wide) names of a kernel, some of whose arguments are narrow."""
+    return _names_of(kernel, frozenset(given))
+
+
+@cache
+def _names_of(kernel: ast.FunctionDef, given: frozenset[str]) -> tuple[set[str], set[str]]:
     narrow, wide, pairs = {*given}, set(), assigned(kernel)
     for _ in range(3):  # as deep as names follow from one another
         wide |= {name for name, value in pairs if is_wide(value, wide)}
         narrow |= {name for name, value in pairs if is_narrow(value, narrow)} - wide
     return narrow - wide - OF_A_ROW, wide
+
+
+def is_tile(node: ast.AST) -> bool:
+    """Whether an expression is a size of tiles, or of a grid: products of it count rows."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) == "tl.num_programs"
+    parts = [part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Call)]
+    return all(isinstance(part, ast.Name) and TILE.match(part.id) for part in parts)
+
+
+def is_address(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and ADDRESS.search(node.id) is not None
+
+
+def products_in(node: ast.AST, narrow: set[str], wide: set[str]) -> set[str]:
+    """Find products of int32 numbers by program with anything but sizes of tiles."""
+    return {
+        ast.unparse(part)
+        for part in ast.walk(node)
+        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult)
+        for one, other in ((part.left, part.right), (part.right, part.left))
+        if is_narrow(one, narrow) and not is_tile(other) and not is_wide(part, wide)
+    }
+
+
+def narrow_addresses(kernel: ast.FunctionDef, given: set[str]) -> set[str]:
+    """List such products that addresses are made of, whatever they are multiplied by."""
+    narrow, wide = names_of(kernel, given)
+    made = {
+        name: products
+        for name, value in assigned(kernel)
+        if not is_address(ast.Name(name)) and (products := products_in(value, narrow, wide))
+    }
+    found: set[str] = set()
+    for node in ast.walk(kernel):
+        added = node.value if isinstance(node, ast.AugAssign) and is_address(node.target) else None
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            added = node if any(map(is_address, ast.walk(node))) else None
+        if added is not None:
+            found |= products_in(added, narrow, wide)
+            names = {part.id for part in ast.walk(added) if isinstance(part, ast.Name)}
+            found |= {each for name in names & made.keys() for each in made[name]}
+    return found - FITTING
 
 
 def narrow_arguments(kernels: list[ast.FunctionDef]) -> dict[str, set[str]]:
@@ -124,6 +193,31 @@ def test_rows_are_counted_in_64_bits():
     assert len(products) > 200
 
 
+def test_addresses_are_made_of_64_bits():
+    """By constants too, such as widths of heads: those of 2**31 numbers are no large batch."""
+    found = {}
+    for file in (f for f in FILES if f.stem not in OF_A_STEP | OF_PROGRAMS | NARROW):
+        kernels = kernels_in(file)
+        given = narrow_arguments(kernels)
+        for kernel in kernels:
+            found[f"{file.stem}: {kernel.name}"] = narrow_addresses(kernel, given[kernel.name])
+    assert {name: products for name, products in found.items() if products} == {}
+    assert len(found) > 200
+
+
+@pytest.mark.parametrize(("line", "found"), [
+    ("n = tl.program_id(0)\n    tl.load(p_ptr + n * WIDTH)", {"n * WIDTH"}),
+    ("n = tl.program_id(0).to(tl.int64)\n    tl.load(p_ptr + n * WIDTH)", set()),
+    ("n = tl.program_id(0) * BLOCK_N + tl.arange(0, 8)\n    tl.load(p_ptr + n)", set()),
+    ("at = tl.program_id(0) // H * WIDTH\n    tl.load(p_ptr + at)",
+     {"tl.program_id(0) // H * WIDTH"}),
+    ("p_ptr += tl.program_id(1) * (3 * WIDTH)", {"tl.program_id(1) * (3 * WIDTH)"}),
+])  # fmt: skip
+def test_an_address_that_is_not_widened_is_found(line, found):
+    (kernel,) = kernels_of(f"@triton.jit\ndef kernel(p_ptr, H, WIDTH):\n    {line}")
+    assert narrow_addresses(kernel, set()) == found
+
+
 @pytest.mark.parametrize(("line", "found"), [
     ("n = tl.program_id(0)\n    tl.load(p + n * stride_n)", ["n * stride_n"]),
     ("n = tl.program_id(0).to(tl.int64)\n    tl.load(p + n * stride_n)", []),
@@ -145,3 +239,103 @@ def test_a_number_that_another_function_multiplies_is_found():
         kernels = kernels_of(outer.format(cast) + inner)
         given = narrow_arguments(kernels)
         assert narrow_products(kernels[1], given["inner"]) == found
+
+
+APART = {"decode_latent: _decode_latent_kernel"}
+"""Kernels that leave out of what they load what they have stored."""
+
+
+def pointer_of(address: ast.AST, made_of: dict[str, str]) -> str | None:
+    """Find the pointer that an address is made of."""
+    names = [part.id for part in ast.walk(address) if isinstance(part, ast.Name)]
+    found = [made_of.get(name, name) for name in names if ADDRESS.search(name) or name in made_of]
+    return found[0] if found else None
+
+
+def vectors_of(kernel: ast.FunctionDef) -> set[str]:
+    """List names whose values threads may have each for itself, arguments among them."""
+    found = {name.arg for name in kernel.args.args if not ADDRESS.search(name.arg)}
+    for _ in range(4):
+        for name, value in assigned(kernel):
+            one = isinstance(value, ast.Call) and ast.unparse(value.func) in NUMBERS - {"tl.load"}
+            names = {part.id for part in ast.walk(value) if isinstance(part, ast.Name)}
+            if not one and ("tl.arange" in ast.unparse(value) or names & found):
+                found.add(name)
+    return found
+
+
+def missing_barriers(kernel: ast.FunctionDef) -> list[str]:
+    """List what threads of a program may do to memory before others have done what must be first.
+
+    A load of what was stored; a store of what every thread loads and computes with; and a ticket,
+    or a flag, that tells of stores.
+    """
+    vectors, made_of = vectors_of(kernel), dict[str, str]()
+    for name, value in assigned(kernel):
+        pointer = pointer_of(value, made_of)
+        if pointer and "tl.load" not in ast.unparse(value):  # which is no address any more
+            made_of[name] = pointer
+    calls = [node for node in ast.walk(kernel) if isinstance(node, ast.Call)]
+    calls.sort(key=lambda node: (node.end_lineno, node.end_col_offset))
+    inside = {id(part) for call in calls for each in call.args for part in ast.walk(each)}
+    stored, loaded, told, found = set[str | None](), set[str](), False, list[str]()
+    for call in calls:
+        name, text = ast.unparse(call.func), ast.unparse(call.args[0]) if call.args else ""
+        if name == "tl.debug_barrier":
+            stored, loaded, told = set(), set(), True
+        elif name == "tl.store":
+            if text in loaded:
+                found.append(f"{text} is stored")
+            stored, told = stored | {pointer_of(call.args[0], made_of)}, False
+        elif name == "tl.load":
+            if pointer_of(call.args[0], made_of) in stored:
+                found.append(f"{text} is loaded")
+            names = {part.id for part in ast.walk(call.args[0]) if isinstance(part, ast.Name)}
+            loaded |= set() if names & vectors or id(call) in inside else {text}
+        elif name.startswith("tl.atomic"):
+            how = [ast.unparse(word.value) for word in call.keywords if word.arg == "sem"]
+            if how in (["'release'"], ["'acq_rel'"]) and not told:
+                found.append(f"{text} tells")
+    return found
+
+
+def test_threads_wait_for_each_other():
+    """Races show rarely, and never in an interpreter."""
+    found = {name: missing_barriers(kernel) for name, kernel in all_kernels().items()}
+    assert {name for name, missing in found.items() if missing} == APART
+
+
+@pytest.mark.parametrize(("before", "after", "found"), [
+    ("tl.store(p_ptr + n, 1)", "x = tl.load(p_ptr + 2)", ["p_ptr + 2 is loaded"]),
+    ("at = p_ptr + n\n    tl.store(at, 1)", "x = tl.load(p_ptr + 2)", ["p_ptr + 2 is loaded"]),
+    ("tl.store(p_ptr + n, 1)", "x = tl.load(q_ptr + 2)", []),
+    ("x = tl.load(p_ptr)", "tl.store(p_ptr, x + 1)", ["p_ptr is stored"]),
+    ("x = tl.load(p_ptr + n)", "tl.store(p_ptr + n, x + 1)", []),
+    ("tl.store(p_ptr + n, 1)", "tl.atomic_xchg(q_ptr, 1, sem='release')", ["q_ptr tells"]),
+    ("tl.store(p_ptr + n, 1)", "tl.atomic_add(q_ptr, 1, sem='relaxed')", []),
+])  # fmt: skip
+def test_a_barrier_that_is_missing_is_found(before, after, found):
+    source = "@triton.jit\ndef kernel(p_ptr, q_ptr):\n    n = tl.arange(0, 8)\n    {}\n{}    {}\n"
+    for barrier, wanted in (("", found), ("    tl.debug_barrier()\n", [])):
+        (kernel,) = kernels_of(source.format(before, barrier, after))
+        assert missing_barriers(kernel) == wanted
+
+
+SHARED = {
+    "attend_parts: _attend_parts_kernel": 1,
+    "prepacked_rows: _prepacked_rows_kernel": 1,
+    "row_by_row: _do_rows": 3,
+    "row_matmul: _row_matmul_kernel": 2,
+}
+"""Barriers between what threads write to shared memory and what others read there. Tests that
+execute PTX run all threads in step, and miss none."""
+
+
+def test_barriers_of_shared_memory_are_all_there():
+    found = Counter(
+        name
+        for name, kernel in all_kernels().items()
+        for node in ast.walk(kernel)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.debug_barrier"
+    )
+    assert {name: found[name] for name in SHARED} == SHARED

@@ -55,7 +55,7 @@ def test_parts_add_a_share_and_blocks_end_within_the_bound(streams):
 
 @pytest.mark.parametrize("place", ["plain", "chunked"])
 @torch.no_grad()
-def test_text_is_read_in_pieces_and_beside_others_as_it_is_at_once(place):
+def test_text_is_read_in_pieces_and_among_others_as_it_is_at_once(place):
     lm = build(model(1, place, contribution=0.5, bound=0.6))
     ids = torch.arange(9)[None] + 97
     with use_backend("torch"), lm.prepared_weights():

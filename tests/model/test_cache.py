@@ -86,20 +86,20 @@ def test_kernels_give_the_logits_of_one_forward(device, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"sub_norms": False}, {"dim": 128}], ids=str)
-def test_arranged_weights_give_the_logits_of_packed_ones(options, device, monkeypatch):
+def test_prepacked_weights_give_the_logits_of_packed_ones(options, device, monkeypatch):
     lm, ids = model(device, torch.bfloat16, **options), text(21, device)
     lm.embedding.weight.exponent -= 4  # so what blocks add counts, and so do their norms
     with lm.prepared_weights():
         with monkeypatch.context() as patch:
-            patch.setattr(model_module, "fits_arranged", lambda *_: False)
+            patch.setattr(model_module, "fits_prepacked", lambda *_: False)
             expected = forward_in_parts(lm, ids, [1] * 21)
         assert lm.plain_norms
-        assert not arranged(lm)
-        monkeypatch.setattr(model_module, "fits_arranged", lambda x, _: x.shape[1] == 1)
+        assert not prepacked(lm)
+        monkeypatch.setattr(model_module, "fits_prepacked", lambda x, _: x.shape[1] == 1)
         monkeypatch.setattr(attention_module, "fits_parts", lambda qkv: qkv.shape[-1] == 64)
         got = forward_in_parts(lm, ids, PARTS["ragged chunks and bytes"])
-        assert arranged(lm) == 2 * 4 + 1
-    assert not arranged(lm)
+        assert prepacked(lm) == 2 * 4 + 1
+    assert not prepacked(lm)
     error = (got.float() - expected.float()).norm() / expected.float().norm()
     assert error < 0.02  # roundings to bf16
 
@@ -114,7 +114,7 @@ def test_loops_give_the_logits_of_one_forward(name, digits, dtype, monkeypatch):
     expected = forward_in_windows(lm, ids, monkeypatch)
     with lm.prepared_weights(1 << 30), use_backend("native"):
         got = forward_in_parts(lm, ids, PARTS[name])
-        assert arranged(lm) == 2 * 4 + 1
+        assert prepacked(lm) == 2 * 4 + 1
         assert all(weight._kept is None for weight in lm._matrices())
     error = (got.float() - expected.float()).norm() / expected.float().norm()
     assert error < (2e-4 if dtype == torch.float32 else 0.02)  # activations of 16 bits, and bf16
@@ -147,10 +147,10 @@ def test_product_of_parts_has_the_bits_of_that_of_their_average(device, monkeypa
     assert len(averaged) == 1
 
 
-def arranged(lm) -> int:
-    """Count the matrices that are arranged."""
+def prepacked(lm) -> int:
+    """Count the matrices that are prepacked."""
     layers = [part for part in lm.modules() if isinstance(part, TernaryLinear)]
-    return sum(part._arranged is not None for part in layers)
+    return sum(part._prepacked is not None for part in layers)
 
 
 @pytest.mark.parametrize("weights", ["float", "ste"])

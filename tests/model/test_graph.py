@@ -342,9 +342,9 @@ def test_steps_by_kernels_give_the_logits_of_steps_by_parts(attention, small_gra
         return torch.cat([lm(part, cache) for part in ids.split([7] + [1] * 13, dim=1)], dim=1)
 
     with lm.prepared_weights():
-        monkeypatch.setattr(model_module, "fits_arranged", lambda *_: False)
+        monkeypatch.setattr(model_module, "fits_prepacked", lambda *_: False)
         expected = read()
-        monkeypatch.setattr(model_module, "fits_arranged", lambda x, _: x.shape[1] == 1)
+        monkeypatch.setattr(model_module, "fits_prepacked", lambda x, _: x.shape[1] == 1)
         got = read()
         kept = [part for part in lm.modules() if getattr(part, "_decoded", None) is not None]
         assert len(kept) == (2 if attention else 0)

@@ -42,7 +42,7 @@ KINDS = {
     "mamba": {"outer_blocks": "mamba", "states": 7},
     "every, two stages": TWO_STAGES | {"boundaries": "every"},
 }
-"""Options by who says where chunks begin."""
+"""Options by what says where chunks begin."""
 each_kind = pytest.mark.parametrize("kind", KINDS)
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 
@@ -168,9 +168,11 @@ def test_phases_of_a_step_make_the_text_of_whole_forwards(kind):
 def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatch):
     """Only products are fused here, in torch: what is around them is wired as on a GPU."""
 
-    def fused(self, x, *, normalise, gated=False, added=None, beside=None, early=True):
+    def fused(self, x, *, normalise, gated=False, added=None, also=None, early=True):
+        # the kernel after it reads what was computed before it
+        assert not (early and any(self is layer for layer in awaited))
         x = functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS) if normalise else x
-        y = self(x) if beside is None else torch.cat((self(x), beside(x)), dim=-1)
+        y = self(x) if also is None else torch.cat((self(x), also(x)), dim=-1)
         if self is lm.head:
             of_steps.append(y)
         if gated:
@@ -181,6 +183,8 @@ def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatc
     monkeypatch.setattr(TernaryLinear, "fused", fused)
     monkeypatch.setattr(LanguageModel, "_fuses", lambda *_: True)
     lm, prompt, of_steps = model(kind), bytes(text(1, 5)[0].tolist()), []
+    awaited = [stage.outward for stage in lm.stages]
+    awaited += [s.router.query_key if s.router else s.residual for s in lm.stages]
     with lm.prepared_weights(), torch.no_grad():
         decoder = Decoder(lm, 24, Sampling(temperature=0), capture=False)
         decoder.read(prompt)
@@ -327,7 +331,7 @@ def test_ratio_of_an_inner_stage_is_of_the_chunks_that_there_are(monkeypatch):
 
 
 def test_ratio_loss_counts_positions_that_there_are():
-    """Inner stages have slots without a chunk, which are no positions."""
+    """Inner stages have slots without a chunk, which are not positions."""
     p = torch.rand(2, 9, generator=torch.Generator().manual_seed(0)).requires_grad_()
     valid = torch.arange(9) < torch.tensor([[7], [4]])
     begins = (p > 0.5) & valid

@@ -19,7 +19,7 @@ from arbcli.model.mark import Mark
 POSITIONS = 40
 BEFORE = 6
 ROUNDS = ((4, 2), (1, 0), (3, 3), (8, 3), (7, 1), (5, 4), (2, 0), (6, 5))
-"""Bytes that are read behind a mark, and accepted: round rings, over ends of entries and chunks."""
+"""Bytes that are read after a mark, and accepted: round rings, over ends of entries and chunks."""
 
 
 def model(config) -> LanguageModel:
@@ -61,7 +61,7 @@ def equal(some, others) -> bool:
 
 
 def rewinds(lm: LanguageModel, rounds: tuple = ROUNDS) -> bool:
-    """Tell whether nothing is left of what is read behind marks and not accepted."""
+    """Tell whether nothing is left of what is read after marks and not accepted."""
     cache, other = lm.new_cache(POSITIONS), lm.new_cache(POSITIONS)
     for each in (cache, other):
         read(lm, each, text(BEFORE, 0))
@@ -73,8 +73,8 @@ def rewinds(lm: LanguageModel, rounds: tuple = ROUNDS) -> bool:
         read(lm, other, proposed[:, :accepted])
         if not equal(kept(cache), kept(other)):
             return False
-    behind = text(2, 0)
-    return torch.equal(read(lm, cache, behind), read(lm, other, behind))
+    after = text(2, 0)
+    return torch.equal(read(lm, cache, after), read(lm, other, after))
 
 
 @each_cell(quick=FEW)
@@ -184,7 +184,7 @@ def test_several_texts_take_back_as_many_as_each_likes(cell):
     lm = model(wide(cell.model()))
     cache, other = (SeveralCache(lm, 3, POSITIONS) for _ in range(2))
     steps, accepted = torch.tensor([3, 4, 2]), torch.tensor([1, 4, 2])
-    there, proposed, behind = (text(length, length, 3) for length in (3, 4, 5))
+    there, proposed, after = (text(length, length, 3) for length in (3, 4, 5))
 
     def step(several: SeveralCache, ids: torch.Tensor, going_on: torch.Tensor) -> torch.Tensor:
         several.going_on.copy_(going_on)
@@ -201,7 +201,7 @@ def test_several_texts_take_back_as_many_as_each_likes(cell):
         assert cache.position.tolist() == [6, 7, 5]
         cache.rewind(accepted)
         assert cache.position.tolist() == other.position.tolist() == [4, 7, 5]
-        for ids in behind.unbind(1):
+        for ids in after.unbind(1):
             assert torch.equal(*(step(each, ids, torch.ones(3)) for each in (cache, other)))
     if cell.place == "plain":
         # not before: a step of a text that is left alone writes where its next position will

@@ -70,7 +70,7 @@ def test_vocabulary_that_no_model_has_is_refused(vocabulary):
 
 
 @pytest.mark.parametrize("name", ["hnet-tiny", "arb-tiny"])
-def test_part_that_reads_bytes_is_refused_beside_tokens(name):
+def test_part_that_reads_bytes_is_refused_with_tokens(name):
     config = PRESETS[name]
     if name == "hnet-tiny":
         (first, *others) = config.stages

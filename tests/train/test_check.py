@@ -1,4 +1,4 @@
-"""A run is verified file by file, nothing of it changes, and a resume does what was foretold."""
+"""A run is verified file by file, nothing of it changes, and a resume does what was predicted."""
 
 import json
 import os
@@ -188,7 +188,7 @@ def test_command_tells_it_and_so_does_a_dry_run(run):
     assert "sets aside at once: step-000003.safetensors" in longer.stdout
     shorter = CliRunner().invoke(app, [*dry_run_of, "2"], env={"COLUMNS": "200"})
     assert shorter.exit_code == 1
-    assert "would not start: the run has 2 steps behind it" in shorter.stdout
+    assert "would not start: the run has done 2 steps" in shorter.stdout
     assert contents(run) == before
     flip(run / "step-000003.safetensors")
     assert CliRunner().invoke(app, ["check", str(run)]).exit_code == 1

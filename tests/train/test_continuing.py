@@ -63,11 +63,11 @@ def test_run_is_extended_and_says_what_that_does_to_its_rate(text, tmp_path):
     assert resume_run(run, again, steps=4).steps == 4  # as many as it has
     (note,) = again.notes
     assert note.startswith("the run is finished: all 4 steps are done")
-    with pytest.raises(ArbError, match="has 4 steps behind it"):
+    with pytest.raises(ArbError, match="has done 4 steps"):
         resume_run(run, Observer(), steps=3)
 
 
-def test_step_counts_that_a_person_wrote_beside_those_of_a_run_are_passed_over():
+def test_step_counts_that_a_person_wrote_next_to_those_of_a_run_are_passed_over():
     """Those that a checkpoint of the step may still have are found."""
     wrong = [None, {"at": "2", "from": 5}, {"from": 6}, {"at": 9}]
     changes = [{"at": 2, "from": 3}, *wrong, {"at": 4, "from": 7}]

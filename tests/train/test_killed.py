@@ -94,7 +94,7 @@ class Watch:
         self.run, self.copies, self.seen = run, copies, seen
 
     def look(self, torn: str = "") -> None:
-        """Copy the directory, with part of a record behind the others, if that is new."""
+        """Copy the directory, with part of a record after the others, if that is new."""
         if not self.run.exists():
             return
         copy = self.copies / str(len(self.seen))
@@ -228,8 +228,8 @@ def test_stopped_run_ends_with_the_files_and_records_of_a_whole_one(
     report = start_run(options, run, Observer())
     assert (report.stopped_by, report.steps, report.val_loss) == ("SIGTERM", step, None)
     assert [record["step"] for record in records(run)][-1:] == ([step] if step < STEPS else [6])
-    foretold = check_run(run)
-    assert (foretold.drops_records, foretold.evaluates_first) == (step in (1, 2), step == STEPS)
+    predicted = check_run(run)
+    assert (predicted.drops_records, predicted.evaluates_first) == (step in (1, 2), step == STEPS)
     resume_run(run, Observer())
     assert contents(run) == contents(tmp_path / "whole")
 
@@ -267,8 +267,8 @@ def test_record_without_the_evaluation_of_its_step_is_written_again(config, tmp_
     *others, last = (run / METRICS).read_text().splitlines()
     unevaluated = json.dumps(json.loads(last) | {"val_loss": None})
     (run / METRICS).write_text("\n".join([*others, unevaluated, ""]))
-    foretold = check_run(run)
-    assert (foretold.drops_records, foretold.evaluates_first) == (1, True)
+    predicted = check_run(run)
+    assert (predicted.drops_records, predicted.evaluates_first) == (1, True)
     resume_run(run, Observer())
     assert contents(run) == expected
 

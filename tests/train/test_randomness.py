@@ -102,7 +102,7 @@ def test_gradients_on_the_wire_share_no_key_with_updates(shape, used_keys, tmp_p
     steps = 2 if shape == "dense" else 1
     for _ in range(steps):
         trainer.train_step()
-    # who only looks how large gradients are makes zeros of them, which no noise rounds
+    # a look at how large gradients are makes zeros of them, which no noise rounds
     used = [pair for pair in used_keys if pair != ("wire", 0)]
     counts = purposes(used)
     if shape == "dense":  # what all micro-batches made is stepped by once

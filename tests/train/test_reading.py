@@ -163,7 +163,7 @@ def test_weights_are_taken_from_a_run_whose_gradients_travelled_otherwise(before
 
 
 @pytest.mark.parametrize(("rank", "size", "mine"), [
-    (1, 4, range(10, 20)), (0, 2, range(20)), (1, 3, range(40)),  # 40 are no multiple of 3
+    (1, 4, range(10, 20)), (0, 2, range(20)), (1, 3, range(40)),  # 40 are not a multiple of 3
 ])  # fmt: skip
 def test_processes_share_an_evaluation_where_it_can_be_dealt_out(rank, size, mine, options):
     trainer, seen = trainer_of(options), []

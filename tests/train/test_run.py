@@ -568,7 +568,7 @@ def test_metrics_of_a_resumed_run_have_no_step_twice(text, tmp_path, device, mon
 
 
 def test_last_record_is_written_before_the_last_checkpoint(text, tmp_path, device, monkeypatch):
-    """Who is killed between the two comes to both again."""
+    """A run that is killed between the two comes to both again."""
     monkeypatch.setattr("arbcli.train.run._Loop._save_if_new", mock.Mock(side_effect=SystemExit))
     with pytest.raises(SystemExit):
         start_run(config(text, device, steps=2), tmp_path / "run", Observer())
@@ -700,7 +700,7 @@ FREE = {
     "data", "val", "field", "sound", "picture",  # the text itself is compared, wherever it lies
     "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best", "recompute",
     "device", "backend",
-    "wire", "tokenizer",  # a checkpoint says them, of the tokenizer its digest, and is compared
+    "wire", "tokenizer", "teacher",  # a checkpoint says them, or their digests, and is compared
 }  # fmt: skip
 """Settings that change no bit of a checkpoint, that a resume may change, or that are seen besides.
 """

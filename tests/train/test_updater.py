@@ -1,5 +1,6 @@
 """The update rules: their equations, their exactness, and what they do with bad gradients."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.update.newton_schulz import gram
 from arbcli.kernels.update.step_scales import step_scales
-from arbcli.kernels.update.step_trits import step_by_direction
+from arbcli.kernels.update.step_trits import GOLDEN_TURN, step_by_direction
 from arbcli.model.layers import symbols
 from arbcli.model.layers.symbols import SymbolWeight
 from arbcli.model.layers.table import TableWeight
@@ -564,7 +565,7 @@ def mismatch(table: TernaryTensor, compact: TernaryTensor) -> dict[str, float]:
 @pytest.mark.parametrize("slots", [1, 4, 5])
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
 def test_rows_of_a_table_step_as_a_matrix_of_them(rule, direction, slots, monkeypatch):
-    """Exactly so, if one row of so many is no padding, but for the iterations of Newton-Schulz.
+    """Exactly so, if one row of so many is real, but for the iterations of Newton-Schulz.
 
     Else what is multiplied by the share differs in its last bit, and so a few random roundings.
     """
@@ -703,6 +704,52 @@ def test_rows_and_stacked_matrices_step_by_a_share_with_every_micro_batch(rule):
     for name, (once, often) in moved.items():
         assert once == pytest.approx(table.rule.radix / 16, abs=0.1), name
         assert often == pytest.approx(once, abs=0.15), name
+
+
+@pytest.mark.parametrize("parts", [[range(3)], [range(2), range(2, 3)]], ids=["together", "parts"])
+@pytest.mark.parametrize("kind", ["stack", "table"])
+def test_slopes_of_all_of_a_loss_move_scales_as_its_gradient_does(kind, parts):
+    """Found beforehand, for the matrices of a stack and for rows of a table, each its own."""
+    found = []
+    for routed in (False, True):
+        tensor, updater, _ = (stack_of if kind == "stack" else table_of)("moment", "sign")
+        if kind == "stack":
+            grads = gradient("cpu", 3, (EXPERTS, HEIGHT, DIM))
+            given = [(grads[part.start : part.stop], part) for part in parts]
+        else:
+            where = touched(2)
+            given = [(padded(gradient("cpu", 3, (len(ROWS), DIM)), where), where)]
+        updater.begin(0, lr=1.0)
+        before = state(tensor)
+        if routed:
+            with updater.finding_slopes(frozenset({tensor.area})):
+                for grad, where in given:
+                    updater(tensor, grad, where)
+            assert all(torch.equal(part, before[name]) for name, part in state(tensor).items())
+        for grad, where in given:
+            updater(tensor, grad, where)
+        found.append(state(tensor))
+        assert not torch.equal(found[-1]["fraction"], before["fraction"])
+    assert all(torch.equal(part, found[1][name]) for name, part in found[0].items())
+
+
+def test_bits_turn_once_a_step_and_with_each_gradient_that_steps_by_itself(monkeypatch):
+    turns = []
+    step = moment.step_by_moment
+    monkeypatch.setattr(moment, "step_by_moment", lambda *x: (turns.append(int(x[4])), step(*x)))
+    whole, of_whole, _ = build("nibble", "sign", "cpu", (EXPERTS * HEIGHT, DIM))
+    stack, of_stack, _ = stack_of("nibble", "sign")
+    found = {"whole": [], "stack": []}
+    for number, micro in itertools.product(range(3), range(2)):
+        for name, tensor, updater in (("whole", whole, of_whole), ("stack", stack, of_stack)):
+            turns.clear()
+            updater.begin(number, 1.0, micro, 2)
+            where = (range(EXPERTS),) if tensor is stack else ()
+            grad = torch.ones(EXPERTS, HEIGHT, DIM)
+            updater(tensor, grad if where else grad.flatten(0, 1), *where)
+            found[name] += dict.fromkeys(turns)
+    assert found["whole"] == [tick * GOLDEN_TURN % 2**16 for tick in range(3)]
+    assert found["stack"] == [tick * GOLDEN_TURN % 2**16 for tick in range(6)]
 
 
 SHAPES = ((17, 33), (16, 40), (17, 33))

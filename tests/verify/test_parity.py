@@ -390,7 +390,7 @@ def test_steps_that_differ_in_the_loss_alone_are_no_equal_ones(monkeypatch):
 
 @pytest.mark.parametrize(("late", "failing"), [(0, ()), (1, ("at",)), (-1, ("before",))])
 def test_logit_that_sees_one_byte_more_or_less_is_no_causal_one(late, failing, monkeypatch):
-    """Its own must move with a byte: later ones that do are no excuse."""
+    """Its own must move with a byte: later ones that do are not enough."""
 
     def running_sums(ids):
         sums = ids.cumsum(dim=1)

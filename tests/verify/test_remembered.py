@@ -155,7 +155,7 @@ def test_what_others_can_write_is_not_believed(source, folder, monkeypatch):
     _, known, (line,) = run(source)
     assert not known
     assert line.startswith(f"ignored `{file}`")
-    assert folder.stat().st_mode & 0o777 == 0o700  # it was this user's, who can mend it
+    assert folder.stat().st_mode & 0o777 == 0o700  # it was this user's, and can be mended
     assert run(source)[1]
     monkeypatch.setattr(cached_files, "_is_own", lambda _: False)  # but another one's
     monkeypatch.setattr(Path, "chmod", MagicMock(side_effect=PermissionError(1, "not permitted")))

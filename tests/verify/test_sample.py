@@ -306,7 +306,7 @@ def test_slow_kernels_and_large_models_are_compiled_by_several_processes_first()
     assert {*parity.OF_MANY_KERNELS} <= names
 
 
-def test_references_run_on_the_host_beside_a_gpu(monkeypatch):
+def test_references_run_on_the_host_with_a_gpu(monkeypatch):
     """But for real matrices, and large cases of kernels that have a reference for these."""
     called, places = [], []
     small, large = (Case("", (torch.zeros(n),)) for n in (3, verify.LARGE + 1))

@@ -455,7 +455,7 @@ CASES = {
     "pack_trits": 9, "unpack_trits": 11, "decode_weight": 10, "decode_digits": 13,
     "decode_e4m3": 20, "quantise_rows": 10, "fp8_matmul": 8, "ternary_matmul": 22,
     "ternary_matmul_grad_x": 14,
-    "row_matmul": 7, "coded_rows": 7, "digits_matmul": 6, "unit_rows": 10,
+    "row_matmul": 7, "prepacked_rows": 7, "digits_matmul": 6, "unit_rows": 10,
     "grouped_matmul": 30,
     "grouped_grad_w": 15, "expert_combine": 10,
     "expert_combine_backward": 10, "rms_norm": 12, "add_rms_norm": 12, "rms_norm_backward": 12,

@@ -112,7 +112,7 @@ def test_kernels_are_given_the_strides_and_the_memory_of_their_cases():
 
 
 @pytest.mark.skipif(not native.available(), reason=native.why_not())
-def test_loops_in_c_are_verified_beside_torch_where_there_are_any():
+def test_loops_in_c_are_verified_with_torch_where_there_are_any():
     for name, backends in (("step_scales", ["torch", "native"]), ("pack_trits", ["torch"])):
         report = verify_kernels([name], T6, torch.device("cpu"), ["torch", "native"])
         assert [result.backend for result in report.kernels] == backends
@@ -131,7 +131,7 @@ def test_every_kernel_can_be_drawn():
 
 SLOW = {
     "weighted_rows", "weighted_rows_grad", "weighted_rows_grad_weights", "row_matmul",
-    "coded_rows",
+    "prepacked_rows",
 }  # fmt: skip
 
 
@@ -257,7 +257,7 @@ def codes(run: object) -> set:
 
 @pytest.mark.parametrize(("relative", "passed"), [(0.49, False), (0.51, True)])
 def test_errors_are_relative_to_the_reference(relative, passed):
-    """2 beside 4 is half of it, and 4 beside 2 is all of it."""
+    """2 against 4 is half of it, and 4 against 2 is all of it."""
     small, large = torch.full((9,), 2.0), torch.full((9,), 4.0)
     assert compare(close(relative), "", small, large).passed == passed
     assert not compare(close(relative), "", large, small).passed

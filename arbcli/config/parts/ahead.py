@@ -48,7 +48,7 @@ class AheadConfig(PartConfig):
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """Names of its losses, that of the byte behind the next one first."""
+        """Names of its losses, that of the byte after the next one first."""
         return tuple(f"next_{number}" for number in range(2, self.positions + 1))
 
     def check_at(self, site: Site) -> None:

@@ -41,7 +41,7 @@ def check_kv_heads(heads: int, kv_heads: int) -> None:
 
 
 def check_even_width(name: str, value: int | None) -> None:
-    """Check that a width can be cut into pairs; None is no width.
+    """Check that a width can be cut into pairs; None: no width.
 
     Raises:
         ArbError: it cannot.

@@ -61,7 +61,7 @@ class CompressedAttentionConfig(PartConfig):
         if self.index_width % 4:
             raise ArbError(
                 f"`index_width` is {self.index_width:,}",
-                hint="use a multiple of 4, half of which can be turned",
+                hint="use a multiple of 4, half of which can be rotated",
                 fields=("index_width",),
             )
 
@@ -73,7 +73,7 @@ class CompressedAttentionConfig(PartConfig):
         if width % 2 or rotated > width or width > WIDEST_HEAD:
             raise ArbError(
                 f"heads of {width} have no even part of {rotated} to turn",
-                hint=f"use heads of 2 to {WIDEST_HEAD} numbers, of which no more are turned",
+                hint=f"use heads of 2 to {WIDEST_HEAD} numbers, of which no more are rotated",
                 fields=("head_width", "rotary"),
             )
 

@@ -59,7 +59,7 @@ class IteratedConfig(PartConfig):
     gate_dim: int = 1
     """Width of the query that chooses experts."""
     edges: tuple[int, int] | None = None
-    """Buckets of the graph, and edges of a bucket; None is no graph."""
+    """Buckets of the graph, and edges of a bucket; None: no graph."""
     graph_gate: bool = False
     """Whether what the edges carry enters the query that chooses experts."""
     graph_adapters: bool = False

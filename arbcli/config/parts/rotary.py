@@ -24,7 +24,8 @@ MOST = 1e12
 class RotaryConfig:
     """The angles of rotary positions, and how they are scaled for a longer context.
 
-    Pair i of a head of which n numbers turn is turned by `base ** (-2 i / n)` radians a position.
+    Pair i of a head, of which n numbers are rotated, turns by `base ** (-2 i / n)` radians a
+    position.
     """
 
     base: float = 10000.0

@@ -32,7 +32,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, Arguments, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
-from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 
 SHARED = (4, 6, 7)
 """Arguments of `append_position_` that are the same for all texts."""
@@ -54,7 +54,7 @@ def append_position_reference(
     p, m = int(position), opened.shape[1]
     new, recent, entries, opened = (part.double() for part in (new, recent, entries, opened))
 
-    def turned(x: Tensor, place: int) -> Tensor:
+    def rotated(x: Tensor, place: int) -> Tensor:
         angle = torch.complex(cos[place].double(), sin[place].double())
         found = torch.complex(*x.chunk(2, dim=-1)) * angle
         return torch.cat((found.real, found.imag), dim=-1)
@@ -62,12 +62,12 @@ def append_position_reference(
     def normal(x: Tensor) -> Tensor:
         return x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()
 
-    recent[p % len(recent)] = turned(normal(new[0]), p)
+    recent[p % len(recent)] = rotated(normal(new[0]), p)
     opened[:, p % m] = new[1:].flatten(1)
     share = torch.exp(opened[1] + beta.double().T)[: p % m + 1]
     mixed = (share * opened[0, : p % m + 1]).sum(dim=0) / share.sum(dim=0)
     still = normal(mixed.view(new[0].shape))
-    entries[p // m % len(entries)] = turned(still, p // m * m)
+    entries[p // m % len(entries)] = rotated(still, p // m * m)
     return still, recent, entries, opened
 
 
@@ -117,19 +117,19 @@ def _append_position_torch(
     place = position.long()[None]
     number = place // m
 
-    def turned(x: Tensor, at: Tensor) -> Tensor:
+    def rotated(x: Tensor, at: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
         c, s = cos[at], sin[at]
         return torch.cat((first * c - second * s, first * s + second * c), dim=-1)
 
     normal = functional.rms_norm(new[0].float(), width, eps=eps)
-    recent.index_copy_(0, place % len(recent), turned(normal, place)[None].to(recent.dtype))
+    recent.index_copy_(0, place % len(recent), rotated(normal, place)[None].to(recent.dtype))
     opened.index_copy_(1, place % m, new[1:].flatten(1)[:, None])
     filled = (torch.arange(m, device=new.device) <= place % m)[:, None]
     gates = (opened[1].float() + beta.T).masked_fill(~filled, -torch.inf)
     mixed = (gates.softmax(dim=0) * torch.where(filled, opened[0].float(), 0)).sum(dim=0)
     still = functional.rms_norm(mixed.view(new[0].shape), width, eps=eps).to(new.dtype)
-    entry = turned(still.float(), number * m)[None].to(entries.dtype)
+    entry = rotated(still.float(), number * m)[None].to(entries.dtype)
     entries.index_copy_(0, number % len(entries), entry)
     return still
 
@@ -167,7 +167,7 @@ def _store_vector(ptr, exponents_ptr, slot, x1, x2, offs, mask, dtype: tl.conste
 
 
 @triton.jit
-def _turned(x1, x2, cos_ptr, sin_ptr, place, offs, mask, HALF: tl.constexpr):
+def _rotated(x1, x2, cos_ptr, sin_ptr, place, offs, mask, HALF: tl.constexpr):
     table = place.to(tl.int64) * HALF + offs
     cos = tl.load(cos_ptr + table, mask=mask, other=0)
     sin = tl.load(sin_ptr + table, mask=mask, other=0)
@@ -215,7 +215,7 @@ def _append_position_kernel(
     r1 = tl.load(new_ptr + base + offs, mask=mask, other=0).to(tl.float32)
     r2 = tl.load(new_ptr + base + HALF + offs, mask=mask, other=0).to(tl.float32)
     r = tl.rsqrt(tl.sum(r1 * r1 + r2 * r2) / WIDTH + eps)
-    r1, r2 = _turned(r1 * r, r2 * r, cos_ptr, sin_ptr, position, offs, mask, HALF)
+    r1, r2 = _rotated(r1 * r, r2 * r, cos_ptr, sin_ptr, position, offs, mask, HALF)
     r1, r2 = tl.where(mask, r1, 0), tl.where(mask, r2, 0)
     slot = (position % W * KV + kv).to(tl.int64)
     _store_vector(recent_ptr, of_recent_ptr, slot, r1, r2, offs, mask, dtype, HALF, EIGHT, FLOATS,
@@ -241,7 +241,7 @@ def _append_position_kernel(
     c1, c2 = (c1 * r).to(dtype), (c2 * r).to(dtype)
     tl.store(still_ptr + base + offs, c1, mask=mask)
     tl.store(still_ptr + base + HALF + offs, c2, mask=mask)
-    c1, c2 = _turned(
+    c1, c2 = _rotated(
         c1.to(tl.float32), c2.to(tl.float32), cos_ptr, sin_ptr, number * M, offs, mask, HALF
     )
     c1, c2 = tl.where(mask, c1, 0), tl.where(mask, c2, 0)
@@ -301,7 +301,7 @@ def append_position_(
             codes of float8_e4m3fn or int8.
 
     Returns:
-        (G, d) like `new`: the open entry, normalised and not turned.
+        (G, d) like `new`: the open entry, normalised and not rotated.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
@@ -340,9 +340,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             peer = APPEND_POSITION.torch if dtype == torch.bfloat16 else None
             inputs = (*given, *rest)
             yield Case(label, inputs, peer)
-            if kv == 2:  # a text that begins beside others
+            if kv == 2:  # a text that begins among others
                 begins = (-given[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
-                texts = beside_each_other([inputs, begins, inputs], *SHARED)
+                texts = stacked_texts([inputs, begins, inputs], *SHARED)
                 yield Case(f"3 texts of {label}", texts, peer)
 
 
@@ -355,8 +355,8 @@ def _with_numbers(inputs: tuple, still: Tensor) -> tuple[Tensor, ...]:
 
 def in_eight_bits(inputs: tuple, stored: torch.dtype) -> tuple:
     """Turn what `append_position_` is given into codes and exponents."""
-    coded = [quantise_entries(part, stored) for part in inputs[1:3]]
-    codes, exponents = zip(*coded, strict=True)
+    quantised = [quantise_entries(part, stored) for part in inputs[1:3]]
+    codes, exponents = zip(*quantised, strict=True)
     return inputs[0], *codes, *inputs[3:], exponents
 
 
@@ -383,7 +383,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         rest = (torch.randn(128, m, device=device), place, *table, 1e-6)
         inputs = (*parts, *rest)
         yield Timing(f"128 wide, {m} of an entry", inputs, run=_append_position_triton)
-        texts = beside_each_other([inputs] * 16, *SHARED)
+        texts = stacked_texts([inputs] * 16, *SHARED)
         label = f"16 texts of 128 wide, {m} of an entry"
         yield Timing(label, texts, run=_append_position_triton)
 

@@ -2,8 +2,8 @@
 
 Each byte attends to what is in the ring, to the bytes before it of these, and to itself, with the
 bits that it has when they come one by one: where a byte before it would have been stored, its key
-and value take the place of what is in the slot. So bytes behind it, which would overwrite the
-oldest ones of a full ring, do not. Keys, turned and normalised, and values are returned; how many
+and value take the place of what is in the slot. So bytes after it, which would overwrite the
+oldest ones of a full ring, do not. Keys, rotated and normalised, and values are returned; how many
 of them stay is said later, and `keep_accepted_` stores those.
 """
 
@@ -160,7 +160,7 @@ def attend_in_turn(
     position: Tensor,
     cos: Tensor,
     sin: Tensor,
-    tickets: Tensor,
+    semaphores: Tensor,
     eps: float,
     alone: bool = False,
 ) -> Tensor:
@@ -174,7 +174,7 @@ def attend_in_turn(
         position: int32 scalar tensor: how many bytes came before the first one.
         cos: as of `decode_attention`, like those that follow.
         sin: likewise.
-        tickets: likewise.
+        semaphores: likewise.
         eps: likewise.
         alone: likewise.
 
@@ -184,7 +184,7 @@ def attend_in_turn(
     _check_turn(qkv, keys, values, new, position, cos, sin)
 
     def attend(row: Tensor, place: Tensor) -> Tensor:
-        return decode_attention(row, keys, values, place, cos, sin, tickets, eps, alone)
+        return decode_attention(row, keys, values, place, cos, sin, semaphores, eps, alone)
 
     return torch.stack(_in_turn(attend, qkv, keys, values, new, position))
 

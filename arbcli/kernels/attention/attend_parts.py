@@ -6,8 +6,8 @@ slots; of S parts, part p has the spans p, p + S, p + 2 S and so on. Of a part t
 each head, the sum of exp(q . k / sqrt(d)) over its slots, its *total*, and the mean of its values,
 weighted by that. So y is the mean of all parts, weighted by their totals.
 
-Whoever reads y takes that mean while it reads. So no program waits for another here, as the last
-one does that adds up the parts; that takes longer than to read the parts.
+A kernel that reads y takes that mean while it reads. So no program waits for another here, as the
+last one does that adds up the parts; that takes longer than to read the parts.
 
 Spans of a ring in S = 3 parts, and slots of width 128 in the threads of a warp:
 
@@ -22,8 +22,8 @@ ring fills up.
 
 Work. A program has a part of a head. In each pass a warp has two slots of width 128, or four of 64:
 a thread has eight elements of a slot. A span is on its way to registers before the program waits
-for the kernel that makes query, key and value. A long ring has more spans than parts, so that who
-reads these reads few; then a program reads its next span while it computes with one.
+for the kernel that makes query, key and value. A long ring has more spans than parts, so that the
+product reads few parts; then a program reads its next span while it computes with one.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ from torch.nn import functional
 from arbcli.kernels.attention.decode_attention import (
     PLACE,
     decode_attention,
-    turned_torch,
+    rotated_torch,
 )
 from arbcli.kernels.codec.warp_products import HAS_PTX, round_pair, unpair, unpair_four
 from arbcli.kernels.dice import Dice
@@ -163,9 +163,9 @@ def attend_parts_reference(
     p, (heads, window, width) = int(position), keys.shape
     parts, _, span = sharing(window, width, most)
     x, keys, values = (part.to(torch.float64) for part in (qkv, keys, values))
-    turned = torch.complex(*x[:2].chunk(2, dim=-1)) * torch.complex(cos[p], sin[p])
+    rotated = torch.complex(*x[:2].chunk(2, dim=-1)) * torch.complex(cos[p], sin[p])
     root = (x[:2].square().mean(-1, True) + eps).sqrt()
-    q, k = (torch.cat([turned.real, turned.imag], -1) / root).to(qkv.dtype).to(torch.float64)
+    q, k = (torch.cat([rotated.real, rotated.imag], -1) / root).to(qkv.dtype).to(torch.float64)
     keys[:, p % window], values[:, p % window] = k, x[2]
     averages = torch.zeros(parts, heads, width, dtype=torch.float64, device=qkv.device)
     totals = averages.new_zeros(parts, heads)
@@ -186,7 +186,7 @@ def _attend_parts_torch(
     window, width = keys.shape[1:]
     parts, _, span = sharing(window, width, most)
     slot = (position % window).long()[None]
-    q, k = turned_torch(qkv, position, cos, sin, eps)
+    q, k = rotated_torch(qkv, position, cos, sin, eps)
     keys.index_copy_(1, slot, k[:, None])
     values.index_copy_(1, slot, qkv[2][:, None])
     unseen = torch.arange(window, device=qkv.device) > position
@@ -245,12 +245,12 @@ def _turn(words, cos, sin, eps, WIDTH: tl.constexpr, PTX: tl.constexpr):
     r = tl.rsqrt(squares[0] / WIDTH + eps)
     for i in tl.static_range(4):
         partner = partner + unpair(across(words[i], LANES // 2, PTX))
-    turned = ()
+    rotated = ()
     for i in tl.static_range(4):
         low = (x[2 * i] * cos[2 * i] + partner[2 * i] * sin[2 * i]) * r
         high = (x[2 * i + 1] * cos[2 * i + 1] + partner[2 * i + 1] * sin[2 * i + 1]) * r
-        turned = turned + (round_pair(low, high, PTX),)  # noqa: RUF005
-    return turned
+        rotated = rotated + (round_pair(low, high, PTX),)  # noqa: RUF005
+    return rotated
 
 
 @triton.jit
@@ -300,7 +300,7 @@ def _add_span(
 
 
 @triton.jit
-def _turned_angles(cos_ptr, sin_ptr, position, d, HALF: tl.constexpr, PTX: tl.constexpr):
+def _rotated_angles(cos_ptr, sin_ptr, position, d, HALF: tl.constexpr, PTX: tl.constexpr):
     """Load the angles of a position for a thread's eight elements; sines with a half's sign."""
     angle = position.to(tl.int64) * HALF + d % HALF
     cos, sin = _angles(cos_ptr + angle, PTX), ()
@@ -342,7 +342,7 @@ def _put_before(
         if (m < row) & (slot >= first) & (slot < first + STRIDE * len(keys)):
             k_words = load_new(of_k + 3 * HEADS * HALF * m, PTX)
             v_words = load_new(of_k + HEADS * HALF * (3 * m + 1), PTX)
-            cos, sin = _turned_angles(cos_ptr, sin_ptr, position + m, d, HALF, PTX)
+            cos, sin = _rotated_angles(cos_ptr, sin_ptr, position + m, d, HALF, PTX)
             k_words = _turn(k_words, cos, sin, eps, WIDTH, PTX)
             new_keys, new_values = (), ()
             for i in tl.static_range(len(keys)):
@@ -385,7 +385,7 @@ def _attend_parts_kernel(
         keys, values = _load_span(
             keys_of_head, values_of_head, mine, seen, slot, WIDTH, STRIDE, PASSES, PTX
         )
-        cos, sin = _turned_angles(cos_ptr, sin_ptr, position, d, HALF, PTX)
+        cos, sin = _rotated_angles(cos_ptr, sin_ptr, position, d, HALF, PTX)
         memory = memory_of(instead_ptr, thread, OF_WARP * WARPS, PTX)
         adds_new = slot // SPAN % tl.num_programs(1) == part
         wait_for_last(OVERLAP, True)
@@ -599,12 +599,12 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         keys, values = torch.randn(2, heads, window, width, **half).unbind()
         place = torch.tensor(position, dtype=torch.int32, device=device)
         cos, sin = torch.rand(2, window, width // 2, device=device).unbind()
-        tickets = torch.zeros(heads, dtype=torch.int32, device=device)
+        semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
         yield Timing(
             f"{heads}x{window}x{width} at {position}",
             (qkv, keys, values, place, cos, sin, 1e-6, MOST_PARTS),
             run=_attend_parts_triton,
-            peer=partial(decode_attention, qkv, keys, values, place, cos, sin, tickets, 1e-6),
+            peer=partial(decode_attention, qkv, keys, values, place, cos, sin, semaphores, 1e-6),
             peer_name="decode_attention, which adds the parts up",
         )
 

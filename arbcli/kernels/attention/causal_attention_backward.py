@@ -77,7 +77,7 @@ def _place_of_gradients(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _load_rows(desc, b, h, first, ROWS: tl.constexpr, D: tl.constexpr):
-    """Load rows of a head, [ROWS, D]; zeros behind the last."""
+    """Load rows of a head, [ROWS, D]; zeros after the last."""
     return desc.load([b, h, first, 0]).reshape(ROWS, D)
 
 
@@ -151,7 +151,7 @@ def _add_queries(
         p = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * scale - log[None, :])
         if MASKED:
             p = tl.where(n[:, None] <= m[None, :], p, 0)
-        g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)  # zeros behind the last query
+        g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)  # zeros after the last query
         grad_v = tl.dot(p.to(g.dtype), g, grad_v, input_precision=PRECISION)
         delta = tl.load(delta_ptr + m)
         e = p * (tl.dot(v, g.T, input_precision=PRECISION) - delta[None, :])
@@ -224,7 +224,8 @@ def _causal_attention_backward_triton(
 def _readable(x: Tensor) -> Tensor:
     """Make a copy of what descriptors cannot read: rows that begin anywhere, or are the same."""
     aligned = all(stride and stride * x.itemsize % 16 == 0 for stride in x.stride()[:3])
-    return x if aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0 else x.contiguous()
+    fits = aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def causal_attention_backward(

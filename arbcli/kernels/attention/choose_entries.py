@@ -58,7 +58,7 @@ def _choose_entries_torch(
         scores = (dots.relu() * w[:, some].float()[..., None]).sum(dim=2)
         complete = torch.arange(some.start, some.stop, device=q.device)[:, None] + first
         seen = (places < complete) & (places >= complete - most)
-        # turned round, as the first of equal ones is the later one then
+        # in reverse, as the first of equal ones is the later one then
         scores = scores.masked_fill(~seen, -torch.inf).flip(-1)
         order = scores.sort(dim=-1, descending=True, stable=True)
         best = number - 1 - order.indices[..., :size]
@@ -118,8 +118,8 @@ def _take_best_kernel(
     above = seen & (order > least)
     equal = (seen & (order == least)).to(tl.int32)
     wanted = SIZE - tl.sum(above.to(tl.int32))
-    behind = tl.sum(equal) - tl.cumsum(equal) + equal  # equal ones from this one on
-    taken = above | ((equal > 0) & (behind <= wanted))
+    from_here = tl.sum(equal) - tl.cumsum(equal) + equal  # equal ones from this one on
+    taken = above | ((equal > 0) & (from_here <= wanted))
     count = tl.cumsum(taken.to(tl.int32))
     chosen_ptr += (b * N + n) * SIZE
     tl.store(chosen_ptr + count - 1, j, mask=taken)
@@ -163,7 +163,7 @@ def choose_entries(q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k
     """Choose the entries of each group.
 
     Args:
-        q: (B, N, h, d) float32, bfloat16 or float8_e4m3fn, of groups one behind the other.
+        q: (B, N, h, d) float32, bfloat16 or float8_e4m3fn, of groups one after the other.
         w: (B, N, h) like it, but float32 or bfloat16.
         k: (B, E, d) like q.
         first: number of the first group, which is how many entries are complete.

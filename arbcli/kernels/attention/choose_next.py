@@ -9,7 +9,7 @@ are chosen whose scores are largest, of equal ones the later:
 
     s[i] = sum over h of w[h] max(0, q[h] . keys[i mod E]),  q[h] = R_p n(x[h])
 
-Else the choice stays, but before the first entry is complete there is none. Turned vectors are
+Else the choice stays, but before the first entry is complete there is none. Rotated vectors are
 rounded to the dtype of the queries, keys too: scores are those of what would be stored. Keys may be
 kept in e4m3: they are normalised, and need no scale. Of several texts each has a program.
 """
@@ -28,7 +28,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT32, REAL, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
-from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 
 SHARED = (5, 6)
 """Arguments of `choose_next_` that are the same for all texts."""
@@ -56,18 +56,18 @@ def choose_next_reference(
     heads = len(query) // (width + 1)
     query, key, keys = (part.double() for part in (query, key, keys))
 
-    def turned(x: Tensor, place: int) -> Tensor:
+    def rotated(x: Tensor, place: int) -> Tensor:
         x = x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()
         angle = torch.complex(cos[place].double(), sin[place].double())
         found = torch.complex(*x.chunk(2, dim=-1)) * angle
         return torch.cat((found.real, found.imag), dim=-1)
 
-    new = turned(key, p // m * m)
+    new = rotated(key, p // m * m)
     keys[p // m % slots] = round_e4m3_reference(new.to(dtype).double()) if in_eight_bits else new
     complete = (p + 1) // m
     choice = torch.full_like(choice, -1) if complete == 0 else choice.clone()
     if (p + 1) % m == 0:
-        q, w = turned(query[: heads * width].view(heads, width), p), query[heads * width :]
+        q, w = rotated(query[: heads * width].view(heads, width), p), query[heads * width :]
         seen = range(max(0, complete - most), complete)
         q, stored = (part.to(dtype).double() for part in (q, keys))
         dots = stored[[j % slots for j in seen]] @ q.T  # (entries, h)
@@ -89,17 +89,17 @@ def _choose_next_torch(
     place = position.long()[None]
     number, complete = place // m, (place + 1) // m
 
-    def turned(x: Tensor, at: Tensor) -> Tensor:
+    def rotated(x: Tensor, at: Tensor) -> Tensor:
         first, second = functional.rms_norm(x.float(), (width,), eps=eps).chunk(2, dim=-1)
         c, s = cos[at], sin[at]
         return torch.cat((first * c - second * s, first * s + second * c), dim=-1).to(x.dtype)
 
-    new = turned(key[None], number * m)
+    new = rotated(key[None], number * m)
     if keys.dtype == E4M3:  # torch copies no e4m3 by index
         keys.view(torch.int8).index_copy_(0, number % slots, new.to(E4M3).view(torch.int8))
     else:
         keys.index_copy_(0, number % slots, new)
-    q = turned(query[: heads * width].view(heads, width), place)
+    q = rotated(query[: heads * width].view(heads, width), place)
     w = query[heads * width :].float()
     numbers = number - (number - torch.arange(slots, device=keys.device)) % slots
     seen = (numbers >= 0) & (numbers < complete) & (numbers >= complete - most)
@@ -195,8 +195,8 @@ def _choose_next_kernel(
         above = there & (order > least)
         equal = (there & (order == least)).to(tl.int32)
         wanted = SIZE - tl.sum(above.to(tl.int32))
-        behind = tl.sum(equal) - tl.cumsum(equal) + equal
-        taken = above | ((equal > 0) & (behind <= wanted))
+        from_here = tl.sum(equal) - tl.cumsum(equal) + equal
+        taken = above | ((equal > 0) & (from_here <= wanted))
         count = tl.cumsum(taken.to(tl.int32))
         tl.store(choice_ptr + count - 1, first + s, mask=taken)
         tl.store(choice_ptr + s, -1, mask=(s >= tl.sum(taken.to(tl.int32))) & (s < SIZE))
@@ -242,7 +242,7 @@ def choose_next_(
         query: (h (d + 1),) float32 or bfloat16, contiguous: queries of d even, then weights.
         key: (d,) like it, contiguous.
         keys: (E, d) like it or float8_e4m3fn, contiguous, E above `most` or never full; written.
-        choice: (k,) int32, contiguous: numbers of entries, ascending, -1 behind them; written.
+        choice: (k,) int32, contiguous: numbers of entries, ascending, -1 after them; written.
         position: int32 scalar tensor, below P.
         cos: (P, d / 2) float32, contiguous.
         sin: like `cos`.
@@ -324,13 +324,13 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
                 still[-heads:] = 0
                 yield Case(f"{label}, equal", (still, *inputs[1:]))
             yield Case(f"{label}, keys in e4m3", (*inputs[:2], inputs[2].to(E4M3), *inputs[3:]))
-            if heads in (2, 4):  # a text that begins, and one that is a byte behind
+            if heads in (2, 4):  # a text that begins, and one of a byte
                 places = (position, 0, max(0, position - 1))
                 texts = [
                     (*inputs[:4], torch.full_like(inputs[4], place), *inputs[5:])
                     for place in places
                 ]
-                yield Case(f"3 texts of {label}", beside_each_other(texts, *SHARED))
+                yield Case(f"3 texts of {label}", stacked_texts(texts, *SHARED))
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -342,7 +342,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         place = torch.tensor(position, dtype=torch.int32, device=device)
         inputs = (query, key, keys, choice, place, *table, 4, 4096, 1e-6)
         yield Timing(f"128 of 4096 at {position}", inputs)
-        texts = beside_each_other([inputs] * 16, *SHARED)
+        texts = stacked_texts([inputs] * 16, *SHARED)
         yield Timing(f"16 texts of 128 of 4096 at {position}", texts)
 
 

@@ -34,18 +34,18 @@ def compress_blocks_reference(
     def normal(v: Tensor) -> Tensor:
         return v / (v.square().mean(dim=-1, keepdim=True) + eps).sqrt()
 
-    def turned(v: Tensor, t: int) -> Tensor:
+    def rotated(v: Tensor, t: int) -> Tensor:
         found = torch.complex(*v.chunk(2, dim=-1))
         found = found * torch.complex(cos[t].double(), sin[t].double())
         return torch.cat((found.real, found.imag), dim=-1)
 
-    recent = torch.stack([turned(normal(x[:, t, 0]), t) for t in range(length)], dim=1)
+    recent = torch.stack([rotated(normal(x[:, t, 0]), t) for t in range(length)], dim=1)
     still, entries = [], []
     for j in range(length // m):
         weights = torch.stack([(x[:, j * m + i, 2] + beta[..., i]).exp() for i in range(m)])
         values = torch.stack([x[:, j * m + i, 1] for i in range(m)])
         still.append(normal((weights * values).sum(dim=0) / weights.sum(dim=0)))
-        entries.append(turned(still[-1], j * m))
+        entries.append(rotated(still[-1], j * m))
     if not still:
         none = recent[:, :0]
         return recent, none, none
@@ -71,7 +71,7 @@ def compress_blocks_backward_reference(
     return grad_x, torch.zeros_like(beta) if grad_beta is None else grad_beta
 
 
-def _turned_torch(v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated_torch(v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn (B, T, G, d) float32 by (T, d / 2) angles."""
     first, second = v.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -85,13 +85,13 @@ def _compress_blocks_torch(
     head, number = (width // 3 // heads,), length // m
     recent, values, gates = x.split(width // 3, dim=2)
     recent = functional.rms_norm(recent.unflatten(2, (heads, -1)).float(), head, eps=eps)
-    recent = _turned_torch(recent, cos, sin).to(x.dtype)
+    recent = _rotated_torch(recent, cos, sin).to(x.dtype)
     values, gates = (part[:, : number * m].float() for part in (values, gates))
     share = (gates.unflatten(1, (number, m)) + beta.T).softmax(dim=2)
     mixed = (share * values.unflatten(1, (number, m))).sum(dim=2).unflatten(2, (heads, -1))
     still = functional.rms_norm(mixed, head, eps=eps).to(x.dtype)
     starts = [part[::m][:number] for part in (cos, sin)]
-    return recent, _turned_torch(still.float(), *starts).to(x.dtype), still
+    return recent, _rotated_torch(still.float(), *starts).to(x.dtype), still
 
 
 def _compress_blocks_backward_torch(
@@ -193,8 +193,8 @@ def _compress_blocks_kernel(
 
 
 @triton.jit
-def _unturned(g1, g2, x1, x2, r, cos, sin, WIDTH: tl.constexpr):
-    """Compute the gradient of rows before they were normalised to x, and turned."""
+def _unrotated(g1, g2, x1, x2, r, cos, sin, WIDTH: tl.constexpr):
+    """Compute the gradient of rows before they were normalised to x, and rotated."""
     g1, g2 = g1 * cos + g2 * sin, g2 * cos - g1 * sin
     mean = (tl.sum(g1 * x1 + g2 * x2, axis=1) / WIDTH)[:, None]
     return (g1 - x1 * mean) * r, (g2 - x2 * mean) * r
@@ -222,7 +222,7 @@ def _compress_blocks_backward_kernel(
     rows = ((b * T + t) * KV + kv)[:, None] * WIDTH + offs
     g1 = tl.load(grad_recent_ptr + rows, mask=mask, other=0).to(tl.float32)
     g2 = tl.load(grad_recent_ptr + rows + HALF, mask=mask, other=0).to(tl.float32)
-    g1, g2 = _unturned(g1, g2, r1 * r, r2 * r, r, cos, sin, WIDTH)
+    g1, g2 = _unrotated(g1, g2, r1 * r, r2 * r, r, cos, sin, WIDTH)
     out = grad_ptr + (b * T + t)[:, None] * (3 * KV * WIDTH) + kv * WIDTH + offs
     tl.store(out, g1.to(dtype), mask=mask)
     tl.store(out + HALF, g2.to(dtype), mask=mask)
@@ -240,7 +240,7 @@ def _compress_blocks_backward_kernel(
         e2 = tl.load(grad_entries_ptr + at + HALF, mask=half, other=0).to(tl.float32)
         cos0 = tl.load(cos_ptr + block * M * HALF + offs, mask=half, other=0)
         sin0 = tl.load(sin_ptr + block * M * HALF + offs, mask=half, other=0)
-        e1, e2 = _unturned(e1, e2, c1 * rc, c2 * rc, rc, cos0, sin0, WIDTH)
+        e1, e2 = _unrotated(e1, e2, c1 * rc, c2 * rc, rc, cos0, sin0, WIDTH)
         g1, g2 = p1 * e1, p2 * e2
         tl.store(out, g1.to(dtype), mask=mask)
         tl.store(out + HALF, g2.to(dtype), mask=mask)
@@ -308,7 +308,7 @@ def compress_blocks(
         eps: added to mean squares.
 
     Returns:
-        Bytes (B, T, G, d), entries (B, T // m, G, d), and these before they were turned, in the
+        Bytes (B, T, G, d), entries (B, T // m, G, d), and these before they were rotated, in the
         dtype of x; computed in float32.
 
     Raises:

@@ -10,8 +10,8 @@ head h that belongs to the head of keys h // (H / G):
     p[i] = exp(s[i]) / (exp(sink[h]) + sum over i of exp(s[i]))
     y[t] = R_-t (sum over i of p[i] c[i])
 
-Vectors are normalised and turned by their positions, R_i, so what y has of one is turned by R_i-t:
-by how far it is away. No score exceeds sqrt(d), and no maximum has to be subtracted.
+Vectors are normalised and rotated by their positions, R_i, so what y has of one is rotated by
+R_i-t: by how far it is away. No score exceeds sqrt(d), and no maximum has to be subtracted.
 
 The share of an entry in a group is the sum of its p over the group's bytes and over heads, which is
 what an indexer learns from.
@@ -383,7 +383,7 @@ def tiling(x: Tensor, recent: Tensor, chosen: Tensor | None, sight: Sight) -> Ti
         queries, programs = sight.ratio, chosen.shape[1]
         shift = sight.group(0) * sight.ratio - 1 - sight.start
     rows = max(16, triton.next_power_of_2(queries) * of_kv)  # no product has fewer
-    parts = max(1, rows // most_rows(block_h)) if width > 128 else 1
+    parts = max(1, rows // most_rows(block_h))
     return Tiling(queries, shift, programs, rows // parts, parts, of_kv, block_h)
 
 
@@ -447,16 +447,16 @@ def compressed_attention(
     sight: Sight,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Attend with queries at positions one behind the other, that of the first in `sight.start`.
+    """Attend with queries at positions one after the other, that of the first in `sight.start`.
 
     Args:
         x: (B, T, H, d) float32 or bfloat16, d even: queries as they were projected.
-        recent: (B, S, G, d) like it, G a divisor of H: last bytes, normalised and turned. The last
+        recent: (B, S, G, d) like it, G a divisor of H: last bytes, normalised and rotated. The last
             one is that of the last query; S is T and as many before it as there are or are seen.
         entries: (B, E, G, d) like it: entry j is that of positions j m to j m + m - 1, normalised
-            and turned; there are all that a query sees.
+            and rotated; there are all that a query sees.
         chosen: (B, N, k) int32, k at most E: numbers of entries for each group of
-            `sight.groups(T)`, those that are none, -1, behind the others. None is all that are
+            `sight.groups(T)`, those that are none, -1, last. None is all that are
             complete.
         sink: (H,) float32.
         cos: (T, d / 2) float32, of the positions of the queries.
@@ -517,7 +517,8 @@ SMALL = (
     (Sight(5, 4, 2, 9), 1, 7, 4, (2, 1, 66, 2)), (Sight(5, 4, 2, 9), 2, 7, 4, (2, 1, 4, 0)),
     (Sight(5, 4, 2), 1, 3, 0, (2, 1, 4, 2)), (Sight(9, 4, 99), 1, 41, 0, (12, 1, 64, 5)),
     (Sight(40, 4, 99, 30), 1, 41, 19, (12, 1, 64, 0)), (Sight(3, 9, 1), 1, 1, 0, (1, 1, 2, 0)),
-    (Sight(4, 6, 3, 21), 1, 25, 3, (6, 3, 8, 3)),
+    (Sight(4, 6, 3, 21), 1, 25, 3, (6, 3, 8, 3)), (Sight(3, 4, 99), 1, 9, 0, (72, 1, 4, 2)),
+    (Sight(3, 4, 99), 1, 9, 0, (72, 1, 4, 0)),
 )  # fmt: skip
 """Sights, texts, queries, bytes before them, and shapes: ragged, after a past, too few entries."""
 LARGE = (
@@ -526,7 +527,8 @@ LARGE = (
     (Sight(64, 4, 4096), 1, 260, 0, (8, 2, 64, 16)),
     (Sight(100, 4, 99), 1, 150, 0, (4, 1, 512, 20)),
     (Sight(128, 4, 4096, 16001), 1, 90, 127, (12, 1, 128, 128)),
-    (Sight(20, 4, 99), 1, 50, 0, (12, 1, 512, 5)),
+    (Sight(20, 4, 99), 1, 50, 0, (12, 1, 512, 5)), (Sight(20, 4, 99), 1, 50, 0, (128, 1, 512, 5)),
+    (Sight(20, 8, 99), 1, 50, 0, (128, 1, 512, 0)), (Sight(20, 4, 99), 1, 50, 0, (64, 1, 128, 5)),
 )  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def rounded_attention_gradients(
     def rounded(part: Tensor) -> Tensor:
         return part.to(dtype).double()
 
-    def turned(part: Tensor, by: Tensor) -> Tensor:
+    def rotated(part: Tensor, by: Tensor) -> Tensor:
         found = torch.complex(*part.chunk(2, dim=-1)) * by
         return torch.cat((found.real, found.imag), dim=-1)
 
@@ -132,7 +132,7 @@ def rounded_attention_gradients(
     seen = torch.cat((in_window, far[..., :-1]), dim=2)[:, :, None]
 
     r = (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
-    q, do = rounded(turned(x * r, angle)), rounded(turned(grad_y, angle))
+    q, do = rounded(rotated(x * r, angle)), rounded(rotated(grad_y, angle))
     s, dp = (torch.einsum("bthd,bjhd->bthj", part, vectors) for part in (q, do))
     p = torch.where(seen, (s * width**-0.5 - logs[..., None]).exp(), 0)
     delta = (grad_y * y).sum(dim=-1)
@@ -148,7 +148,7 @@ def rounded_attention_gradients(
         groups = [place[complete == g] for g in complete.unique()]
         of_groups = [rounded(of_vectors(group)[:, near:]) for group in groups]
         grad_entries = torch.stack(of_groups).sum(0)
-    grad_q = turned(torch.einsum("bthj,bjhd->bthd", ds, vectors), angle.conj())
+    grad_q = rotated(torch.einsum("bthj,bjhd->bthd", ds, vectors), angle.conj())
     grad_x = (grad_q - x * r * (grad_q * x * r).mean(dim=-1, keepdim=True)) * r
     grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))
     return grad_x.to(dtype), grad_recent, grad_entries, grad_sink
@@ -300,16 +300,14 @@ def _grad_vectors_kernel(
     q_ptr, do_ptr, vectors_ptr, logs_ptr, delta_ptr, grad_ptr,
     T, LEAD, VECTORS, START, WINDOW, MOST, RATIO, scale,
     stride_vb, stride_vs, stride_vg,
-    HEADS: tl.constexpr, KV: tl.constexpr, QUERIES: tl.constexpr, OF_KV: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, ROWS: tl.constexpr, OF_KV: tl.constexpr,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     ENTRIES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block, split = tl.program_id(0), tl.program_id(1)
     b, kv = (tl.program_id(2) // KV).to(tl.int64), tl.program_id(2) % KV
     of_kv: tl.constexpr = HEADS // KV
-    row = tl.arange(0, QUERIES * OF_KV)
-    place, own = row // OF_KV, row % OF_KV
-    h = kv * of_kv + own
+    queries: tl.constexpr = (ROWS + OF_KV - 1) // OF_KV
     offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     last = tl.minimum(block * BLOCK_N + BLOCK_N, VECTORS) - 1
     vectors_ptr += b * stride_vb + kv * stride_vg
@@ -320,12 +318,15 @@ def _grad_vectors_kernel(
     else:
         low = tl.maximum(block * BLOCK_N - LEAD, 0)
         high = tl.minimum(last - LEAD + WINDOW, T)
-    share = tl.cdiv(tl.cdiv(high - low, SPLITS), QUERIES) * QUERIES
+    share = tl.cdiv(tl.cdiv(high - low, SPLITS), queries) * queries
+    first = low + split * share
     dtype = q_ptr.dtype.element_ty
     dk1 = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
     dk2 = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
-    for start in range(low + split * share, tl.minimum(low + (split + 1) * share, high), QUERIES):
-        t = start + place
+    for start in range(first * OF_KV, tl.minimum(first + share, high) * OF_KV, ROWS):
+        row = start + tl.arange(0, ROWS)  # OF_KV a position
+        t, own = row // OF_KV, row % OF_KV
+        h = kv * of_kv + own
         valid = (own < of_kv) & (t < high)
         rows = (b * T + t) * HEADS + h
         q1, q2 = _load_rows(q_ptr, rows, valid, HALF, BLOCK_H)
@@ -393,7 +394,7 @@ def _compressed_attention_backward_triton(
         **shape, QUERIES=tile.queries, ROWS=tile.rows, PARTS=tile.parts,
         BLOCK_N=block_n(x, 32), CHOSEN=chosen is not None, **options,
     )  # fmt: skip
-    queries = max(1, 16 // tile.of_kv, most // tile.of_kv)
+    block_rows = max(16, most)
 
     def grad_of(vectors: Tensor, splits: int, of_entries: bool) -> Tensor:
         count, size = vectors.shape[1], block_n(x, 32)
@@ -403,14 +404,14 @@ def _compressed_attention_backward_triton(
                 q, do, vectors, logs, delta, found,
                 length, lead, count, sight.start, sight.window, sight.most, sight.ratio,
                 width**-0.5, *vectors.stride()[:3],
-                **shape, QUERIES=queries, BLOCK_N=size, SPLITS=splits, ENTRIES=of_entries,
+                **shape, ROWS=block_rows, BLOCK_N=size, SPLITS=splits, ENTRIES=of_entries,
                 **options,
             )  # fmt: skip
         return found[0] if splits == 1 else found.sum(dim=0)
 
     grad_recent = grad_of(recent, 1, False)
     if chosen is None:
-        splits = min(SPLITS, triton.cdiv(length, 4 * queries))
+        splits = min(SPLITS, triton.cdiv(length, 4 * triton.cdiv(block_rows, tile.of_kv)))
         grad_entries = grad_of(entries, splits, True)
     else:
         own = chosen.repeat_interleave(tile.parts, dim=1)

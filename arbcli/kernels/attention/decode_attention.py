@@ -7,7 +7,7 @@ matter to q . k, and a sum over keys does not depend on their order, so the ring
 
     slots     | block 0 | block 1 | block 2 | ... | not filled |       W of a head
     program       0         1         2       ...                     sums and total to memory, then
-    tickets   0 -> 1 -> 2 -> ... -> n: who takes the last adds all up, and sets it to 0 again
+    semaphores 0 -> 1 -> 2 -> ... -> n: the last program adds all up, and sets it to 0 again
 
 Why so: one head's ring in one program would leave most processors idle, and a second launch to add
 up costs as much as the attention of a short ring. The count of those that have finished is in the
@@ -54,17 +54,17 @@ def decode_attention_reference(
     position: Tensor,
     cos: Tensor,
     sin: Tensor,
-    tickets: Tensor,
+    semaphores: Tensor,
     eps: float,
     alone: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Compute what `decode_attention` must return, leave in the ring and in `tickets`: float64."""
+    """Compute the results of `decode_attention`, its ring and its `semaphores` in float64."""
     p, window = int(position), keys.shape[1]
     qkv, keys, values = (part.to(torch.float64) for part in (qkv, keys, values))
     x = torch.complex(*qkv[:2].chunk(2, dim=-1)) * torch.complex(cos[p], sin[p])
     q, k = torch.cat([x.real, x.imag], -1) / (qkv[:2].square().mean(-1, True) + eps).sqrt()
     keys[:, p % window], values[:, p % window] = k, qkv[2]
-    return attend_reference(q, keys, values, p), keys, values, torch.zeros_like(tickets)
+    return attend_reference(q, keys, values, p), keys, values, torch.zeros_like(semaphores)
 
 
 def attend_reference(q: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
@@ -77,20 +77,20 @@ def attend_reference(q: Tensor, keys: Tensor, values: Tensor, position: int) -> 
     return y
 
 
-def turned_torch(qkv: Tensor, position: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+def rotated_torch(qkv: Tensor, position: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Turn and normalise the query and the key of one byte."""
     cos, sin = (table.index_select(0, position[None]) for table in (cos, sin))
     first, second = qkv[:2].float().chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
-    return functional.rms_norm(turned, turned.shape[-1:], eps=eps).to(qkv.dtype)
+    rotated = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    return functional.rms_norm(rotated, rotated.shape[-1:], eps=eps).to(qkv.dtype)
 
 
 def _decode_attention_torch(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    tickets: Tensor, eps: float, alone: bool = False,
+    semaphores: Tensor, eps: float, alone: bool = False,
 ) -> Tensor:  # fmt: skip
     window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
-    q, k = turned_torch(qkv, position, cos, sin, eps)
+    q, k = rotated_torch(qkv, position, cos, sin, eps)
     keys.index_copy_(1, slot, k[:, None])
     values.index_copy_(1, slot, qkv[2][:, None])
     seen = torch.arange(window, device=qkv.device) <= position
@@ -100,7 +100,7 @@ def _decode_attention_torch(
 
 def _decode_attention_native(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    tickets: Tensor, eps: float, alone: bool = False,
+    semaphores: Tensor, eps: float, alone: bool = False,
 ) -> Tensor:  # fmt: skip
     heads, window, width = keys.shape
     y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
@@ -112,7 +112,7 @@ def _decode_attention_native(
 
 
 @triton.jit
-def load_turned(
+def load_rotated(
     qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps,
     HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -139,14 +139,14 @@ def load_turned(
 
 @triton.jit
 def add_parts(
-    totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, splits, offs_d, mask_d,
+    totals_ptr, sums_ptr, semaphores_ptr, y_ptr, head, splits, offs_d, mask_d,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Take a ticket; with the last one, add up the `splits` sums of a head, of any `PROGRAMS`."""
-    tl.debug_barrier()  # all threads store their sums before one takes a ticket
-    ticket = tl.atomic_add(tickets_ptr + head, 1, sem="acq_rel")
-    if ticket == tl.minimum(splits, PROGRAMS) - 1:
+    """Count this program, and in the last add up the `splits` sums of a head, of any `PROGRAMS`."""
+    tl.debug_barrier()  # all threads store their sums before one counts itself
+    arrived = tl.atomic_add(semaphores_ptr + head, 1, sem="acq_rel")
+    if arrived == tl.minimum(splits, PROGRAMS) - 1:
         total, found = 0.0, tl.zeros(offs_d.shape, dtype=tl.float32)
         for start in range(0, splits, BLOCK_P):
             offs_p = start + tl.arange(0, BLOCK_P)
@@ -159,7 +159,7 @@ def add_parts(
             found += tl.sum(sums, axis=0)
         y = (found / total).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + head * WIDTH + offs_d, y, mask=mask_d)
-        tl.store(tickets_ptr + head, 0)
+        tl.store(semaphores_ptr + head, 0)
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def _load_slots(
 
 @triton.jit
 def _decode_attention_kernel(
-    qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, tickets_ptr,
+    qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, semaphores_ptr,
     totals_ptr, sums_ptr, y_ptr,
     W, HEADS, scale, eps,
     HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -207,7 +207,7 @@ def _decode_attention_kernel(
         key, value = _load_slots(
             keys_ptr, values_ptr, row, first, end, slot, offs_d, mask_d, WIDTH, BLOCK_S
         )
-        q, k, v = load_turned(
+        q, k, v = load_rotated(
             qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP
         )
         q = q.to(tl.float32)
@@ -240,7 +240,7 @@ def _decode_attention_kernel(
         tl.store(totals_ptr + part, tl.sum(weights) + of_new)
         tl.store(sums_ptr + part * WIDTH + offs_d, sums, mask=mask_d)
         add_parts(
-            totals_ptr, sums_ptr, tickets_ptr, y_ptr, head, tl.cdiv(seen, span), offs_d, mask_d,
+            totals_ptr, sums_ptr, semaphores_ptr, y_ptr, head, tl.cdiv(seen, span), offs_d, mask_d,
             WIDTH, SPLITS, BLOCK_P, SPLITS,
         )  # fmt: skip
 
@@ -271,7 +271,7 @@ def tiling(heads: int, window: int, width: int, dtype: torch.dtype, alone: bool 
 
 def _decode_attention_triton(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    tickets: Tensor, eps: float, alone: bool = False,
+    semaphores: Tensor, eps: float, alone: bool = False,
 ) -> Tensor:  # fmt: skip
     heads, window, width = keys.shape
     block_s, splits, several, num_warps = tiling(heads, window, width, qkv.dtype, alone)
@@ -279,7 +279,7 @@ def _decode_attention_triton(
     found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
     y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
     _decode_attention_kernel[(heads, splits)](
-        qkv, keys, values, position, cos, sin, tickets,
+        qkv, keys, values, position, cos, sin, semaphores,
         *found.split([parts, parts * width]), y, window, heads, width**-0.5, eps,
         HALF=width // 2, BLOCK_D=triton.next_power_of_2(width), BLOCK_S=block_s, SPLITS=splits,
         SEVERAL=several, BLOCK_P=min(triton.next_power_of_2(splits), MAX_PARTS),
@@ -295,7 +295,7 @@ def decode_attention(
     position: Tensor,
     cos: Tensor,
     sin: Tensor,
-    tickets: Tensor,
+    semaphores: Tensor,
     eps: float,
     alone: bool = False,
 ) -> Tensor:
@@ -311,7 +311,7 @@ def decode_attention(
             must be below P.
         cos: (P, d / 2) float32, contiguous.
         sin: like `cos`.
-        tickets: (heads,) int32 zeros, and zeros again afterwards: how programs find out which of
+        semaphores: (heads,) int32 zeros, and zeros again afterwards: how programs find out which of
             them is the last.
         eps: added to the mean square.
         alone: whether one program has all slots of a head, if they are as few as a block may have:
@@ -324,7 +324,7 @@ def decode_attention(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    return DECODE_ATTENTION(qkv, keys, values, position, cos, sin, tickets, eps, alone)
+    return DECODE_ATTENTION(qkv, keys, values, position, cos, sin, semaphores, eps, alone)
 
 
 def count_on_(position: Tensor, length: int) -> None:
@@ -358,8 +358,8 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
         angle = 7 * torch.randn(position + 2, width // 2, generator=generator).to(device)
         place = torch.tensor(position, dtype=torch.int32, device=device)
-        tickets = torch.zeros(heads, dtype=torch.int32, device=device)
-        inputs = (*parts, place, angle.cos(), angle.sin(), tickets, 1e-6, alone)
+        semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
+        inputs = (*parts, place, angle.cos(), angle.sin(), semaphores, 1e-6, alone)
         yield Case(label, inputs, DECODE_ATTENTION.torch if low else None)
 
 
@@ -370,11 +370,11 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     keys, values = torch.randn(2, heads, window, width, **real).unbind()
     position = torch.tensor(window - 1, dtype=torch.int32, device=device)
     table = torch.rand(2, window, width // 2, device=device).unbind()
-    tickets = torch.zeros(heads, dtype=torch.int32, device=device)
+    semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
     attend = functional.scaled_dot_product_attention
     yield Timing(
         f"{heads}x{window}x{width} bf16",
-        (qkv, keys, values, position, *table, tickets, 1e-6),
+        (qkv, keys, values, position, *table, semaphores, 1e-6),
         run=_decode_attention_triton,
         peer=partial(attend, qkv[0][None, :, None], keys[None], values[None]),
         peer_name="torch's attention alone",
@@ -387,10 +387,10 @@ def draw_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     qkv = dice.reals(3 * heads, 2 * half).contiguous().view(3, heads, 2 * half)
     rings = (dice.reals(heads * n, 2 * half).contiguous() for _ in range(2))
     angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
-    tickets = torch.zeros(heads, dtype=torch.int32, device=dice.device)
+    semaphores = torch.zeros(heads, dtype=torch.int32, device=dice.device)
     return (
         qkv, *(ring.view(heads, n, 2 * half) for ring in rings), dice.scalar(position),
-        angle.cos(), angle.sin(), tickets, 1e-6,
+        angle.cos(), angle.sin(), semaphores, 1e-6,
     )  # fmt: skip
 
 
@@ -413,9 +413,9 @@ DECODE_ATTENTION = Operation(
     ),
     {
         "qkv": Array("3, H, D", dense=True), "keys": _RING, "values": _RING,
-        **PLACE, "position": Array("", INT32), "tickets": Array("H", INT32, dense=True),
+        **PLACE, "position": Array("", INT32), "semaphores": Array("H", INT32, dense=True),
         "eps": Number(()), "alone": Number(()),
     },
-    where=("D % 2 == 0", "W > 0"), compared=("keys", "values", "tickets"), draw=draw_byte,
+    where=("D % 2 == 0", "W > 0"), compared=("keys", "values", "semaphores"), draw=draw_byte,
     needs_rows=False, torch_is_peer=True, timings=_timings, native=_decode_attention_native,
 )  # fmt: skip

@@ -24,10 +24,10 @@ from arbcli.kernels.attention.decode_attention import (
     attend_reference,
     decode_attention,
     draw_byte,
-    load_turned,
+    load_rotated,
+    rotated_torch,
     span_of,
     tiling,
-    turned_torch,
 )
 from arbcli.kernels.attention.eight_bits import (
     FORMATS,
@@ -45,7 +45,7 @@ from arbcli.kernels.runtime.arguments import INT8, INT32, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options
-from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 
 SHARED = (5, 6)
 """Arguments of `decode_attention_8bit` that are the same for all texts."""
@@ -60,7 +60,7 @@ def decode_attention_8bit_reference(
     position: Tensor,
     cos: Tensor,
     sin: Tensor,
-    tickets: Tensor,
+    semaphores: Tensor,
     eps: float,
 ) -> tuple[Tensor, ...]:
     """Compute what `decode_attention_8bit` must return, and leave in the ring: float64.
@@ -69,9 +69,9 @@ def decode_attention_8bit_reference(
     """
     p, window = int(position), keys.shape[1]
     x = qkv.to(torch.float64)
-    turned = torch.complex(*x[:2].chunk(2, dim=-1)) * torch.complex(cos[p], sin[p])
+    rotated = torch.complex(*x[:2].chunk(2, dim=-1)) * torch.complex(cos[p], sin[p])
     root = (x[:2].square().mean(-1, True) + eps).sqrt()
-    q, k = (torch.cat([turned.real, turned.imag], -1) / root).to(qkv.dtype).to(torch.float64)
+    q, k = (torch.cat([rotated.real, rotated.imag], -1) / root).to(qkv.dtype).to(torch.float64)
     rings = []
     for ring, exponent, new in zip((keys, values), exponents, (k, x[2]), strict=True):
         room = 7 if ring.dtype == E4M3 else 6
@@ -85,16 +85,16 @@ def decode_attention_8bit_reference(
         numbers[:, p % window] = codes * scale
         rings.append(numbers)
     y = attend_reference(q, rings[0], rings[1], p)
-    return y, *rings, torch.zeros_like(tickets)
+    return y, *rings, torch.zeros_like(semaphores)
 
 
 @text_by_text(4, *SHARED)
 def _decode_attention_8bit_torch(
     qkv: Tensor, keys: Tensor, values: Tensor, exponents: Tensor, position: Tensor, cos: Tensor,
-    sin: Tensor, tickets: Tensor, eps: float,
+    sin: Tensor, semaphores: Tensor, eps: float,
 ) -> Tensor:  # fmt: skip
     window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
-    q, k = turned_torch(qkv, position, cos, sin, eps)
+    q, k = rotated_torch(qkv, position, cos, sin, eps)
     numbers = []
     for ring, exponent, new in zip((keys, values), exponents, (k, qkv[2]), strict=True):
         codes, new_exponent = quantise_entries(new, ring.dtype)
@@ -126,7 +126,7 @@ def _load_slots(
 
 @triton.jit
 def _decode_attention_8bit_kernel(
-    qkv_ptr, keys_ptr, values_ptr, exponents_ptr, position_ptr, cos_ptr, sin_ptr, tickets_ptr,
+    qkv_ptr, keys_ptr, values_ptr, exponents_ptr, position_ptr, cos_ptr, sin_ptr, semaphores_ptr,
     totals_ptr, sums_ptr, y_ptr,
     W, HEADS, scale, eps,
     HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -154,7 +154,7 @@ def _decode_attention_8bit_kernel(
             keys_ptr, values_ptr, exponents_ptr, row, first, end, slot, offs_d, mask_d, entries,
             WIDTH, BLOCK_S,
         )  # fmt: skip
-        q, k, v = load_turned(
+        q, k, v = load_rotated(
             qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP
         )
         q = q.to(tl.float32)
@@ -198,7 +198,7 @@ def _decode_attention_8bit_kernel(
         tl.store(totals_ptr + part, tl.sum(weights) + of_new)
         tl.store(sums_ptr + part * WIDTH + offs_d, sums, mask=mask_d)
         add_parts(
-            totals_ptr, sums_ptr, tickets_ptr, y_ptr, place, tl.cdiv(seen, span), offs_d, mask_d,
+            totals_ptr, sums_ptr, semaphores_ptr, y_ptr, place, tl.cdiv(seen, span), offs_d, mask_d,
             WIDTH, SPLITS, BLOCK_P, SPLITS,
         )  # fmt: skip
 
@@ -212,17 +212,17 @@ def _tiling(heads: int, window: int, width: int, dtype: torch.dtype) -> Tiling:
 
 def _decode_attention_8bit_triton(
     qkv: Tensor, keys: Tensor, values: Tensor, exponents: Tensor, position: Tensor, cos: Tensor,
-    sin: Tensor, tickets: Tensor, eps: float,
+    sin: Tensor, semaphores: Tensor, eps: float,
 ) -> Tensor:  # fmt: skip
     heads, window, width = keys.shape[-3:]
     block_s, splits, several, num_warps = _tiling(heads, window, width, qkv.dtype)
-    parts = tickets.numel() * splits
+    parts = semaphores.numel() * splits
     found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
     y = qkv.new_empty(*position.shape, heads, width)
     is_e4m3 = keys.dtype == E4M3
     codes = [ring.view(torch.uint8) if is_e4m3 else ring for ring in (keys, values)]
     _decode_attention_8bit_kernel[(heads, splits, position.numel())](
-        qkv, *codes, exponents, position, cos, sin, tickets,
+        qkv, *codes, exponents, position, cos, sin, semaphores,
         *found.split([parts, parts * width]), y, window, heads, width**-0.5, eps,
         HALF=width // 2, BLOCK_D=triton.next_power_of_2(width), BLOCK_S=block_s, SPLITS=splits,
         SEVERAL=several, BLOCK_P=min(triton.next_power_of_2(splits), MAX_PARTS),
@@ -240,7 +240,7 @@ def decode_attention_8bit(
     position: Tensor,
     cos: Tensor,
     sin: Tensor,
-    tickets: Tensor,
+    semaphores: Tensor,
     eps: float,
 ) -> Tensor:
     """Store the key and value of one byte in a ring in eight bits, and attend to all in it.
@@ -258,7 +258,7 @@ def decode_attention_8bit(
             must be below P.
         cos: (P, d / 2) float32, contiguous.
         sin: like `cos`.
-        tickets: (heads,) int32 zeros, and zeros again afterwards.
+        semaphores: (heads,) int32 zeros, and zeros again afterwards.
         eps: added to the mean square.
 
     Returns:
@@ -268,7 +268,7 @@ def decode_attention_8bit(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    return DECODE_ATTENTION_8BIT(qkv, keys, values, exponents, position, cos, sin, tickets, eps)
+    return DECODE_ATTENTION_8BIT(qkv, keys, values, exponents, position, cos, sin, semaphores, eps)
 
 
 SMALL_8BIT = (*SHAPES[:-1], (1, 40, 512, 33))
@@ -289,27 +289,27 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         rings[1] *= torch.exp2(torch.randint(-9, 9, (heads, window, 1), generator=generator))
         angle = 7 * torch.randn(position + 1, width // 2, generator=generator).to(device)
         place = torch.tensor(position, dtype=torch.int32, device=device)
-        tickets = torch.zeros(heads, dtype=torch.int32, device=device)
+        semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
         for name, stored in FORMATS.items():
-            coded = [quantise_entries(ring.to(device), stored) for ring in rings]
-            (keys, values), exponents = zip(*coded, strict=True)
+            quantised = [quantise_entries(ring.to(device), stored) for ring in rings]
+            (keys, values), exponents = zip(*quantised, strict=True)
             label = f"{name} {heads}x{window}x{width} at {position}"
             label += " next octave" if width == 10 else ""
             label += " bf16" if dtype == torch.bfloat16 else ""
             state = (keys, values, torch.stack(exponents), place)
-            inputs = (qkv, *state, angle.cos(), angle.sin(), tickets, 1e-6)
+            inputs = (qkv, *state, angle.cos(), angle.sin(), semaphores, 1e-6)
             yield Case(label, inputs)
-            if position in (17, 300):  # a text that begins beside others
+            if position in (17, 300):  # a text that begins among others
                 begins = (torch.roll(qkv, 1, 1), *inputs[1:4], torch.zeros_like(place))
                 texts = [inputs, (*begins, *inputs[5:]), inputs]
-                yield Case(f"3 texts of {label}", beside_each_other(texts, *SHARED))
+                yield Case(f"3 texts of {label}", stacked_texts(texts, *SHARED))
 
 
 def _with_state(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
     """Give what is left in the ring too, as numbers."""
-    _, keys, values, exponents, _, _, _, tickets, _ = inputs
+    _, keys, values, exponents, _, _, _, semaphores, _ = inputs
     rings = zip((keys, values), exponents.unbind(-3), strict=True)
-    return y, *(decode_entries(*ring, torch.float32) for ring in rings), tickets
+    return y, *(decode_entries(*ring, torch.float32) for ring in rings), semaphores
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -319,20 +319,22 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         plain = torch.randn(2, heads, window, width, **real)
         position = torch.tensor(window - 1, dtype=torch.int32, device=device)
         cos, sin = torch.rand(2, window, width // 2, device=device).unbind()
-        tickets = torch.zeros(heads, dtype=torch.int32, device=device)
-        peer = partial(decode_attention, qkv, plain[0], plain[1], position, cos, sin, tickets, 1e-6)
+        semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
+        peer = partial(
+            decode_attention, qkv, plain[0], plain[1], position, cos, sin, semaphores, 1e-6
+        )
         for name, stored in FORMATS.items():
             codes, exponents = quantise_entries(plain, stored)
             yield Timing(
                 f"{name} {heads}x{window}x{width}",
-                (qkv, *codes.unbind(), exponents, position, cos, sin, tickets, 1e-6),
+                (qkv, *codes.unbind(), exponents, position, cos, sin, semaphores, 1e-6),
                 run=_decode_attention_8bit_triton,
                 peer=peer,
                 peer_name="the ring in bf16",
             )
             if window < 16384:
-                one = (qkv, *codes.unbind(), exponents, position, cos, sin, tickets, 1e-6)
-                texts = beside_each_other([one] * 16, *SHARED)
+                one = (qkv, *codes.unbind(), exponents, position, cos, sin, semaphores, 1e-6)
+                texts = stacked_texts([one] * 16, *SHARED)
                 label = f"16 texts of {name} {heads}x{window}x{width}"
                 yield Timing(label, texts, run=_decode_attention_8bit_triton)
 
@@ -358,7 +360,7 @@ DECODE_ATTENTION_8BIT = Operation(
     {
         "qkv": Array("*T, 3, H, D", dense=True), "keys": _RING, "values": _RING,
         "exponents": Array("*T, 2, H, W", INT8, dense=True), **PLACE,
-        "tickets": Array("*T, H", INT32, dense=True), "eps": Number(()),
+        "semaphores": Array("*T, H", INT32, dense=True), "eps": Number(()),
     },
     where=("len(T) < 2", "D % 2 == 0", "W > 0", "keys.dtype == values.dtype"),
     compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,

@@ -17,7 +17,7 @@ from arbcli.kernels.attention.decode_attention import (
     PLACE,
     add_parts,
     decode_attention_reference,
-    load_turned,
+    load_rotated,
 )
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
@@ -40,11 +40,11 @@ def decode_attention_rows_reference(
     position: Tensor,
     cos: Tensor,
     sin: Tensor,
-    tickets: Tensor,
+    semaphores: Tensor,
     eps: float,
 ) -> tuple[Tensor, ...]:
     """Compute what `decode_attention_rows` must return and leave: one text after another."""
-    texts = zip(qkv, keys, values, position, tickets, strict=True)
+    texts = zip(qkv, keys, values, position, semaphores, strict=True)
     found = [
         decode_attention_reference(new, of_keys, of_values, place, cos, sin, free, eps)
         for new, of_keys, of_values, place, free in texts
@@ -54,10 +54,10 @@ def decode_attention_rows_reference(
 
 def _decode_attention_rows_torch(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    tickets: Tensor, eps: float,
+    semaphores: Tensor, eps: float,
 ) -> Tensor:  # fmt: skip
     attend = DECODE_ATTENTION.torch
-    texts = zip(qkv, keys, values, position, tickets, strict=True)
+    texts = zip(qkv, keys, values, position, semaphores, strict=True)
     return torch.stack(
         [attend(*three, place, cos, sin, free, eps)[0] for *three, place, free in texts]
     )
@@ -72,7 +72,7 @@ def _load_slots(ring_ptr, offs_s, offs_d, mask_d, slot, seen, WIDTH: tl.constexp
 
 @triton.jit
 def _decode_attention_rows_kernel(
-    qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, tickets_ptr,
+    qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, semaphores_ptr,
     totals_ptr, sums_ptr, y_ptr,
     W, HEADS, scale, eps,
     HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -94,7 +94,7 @@ def _decode_attention_rows_kernel(
         key = _load_slots(keys_ptr, offs_s, offs_d, mask_d, slot, seen, WIDTH)
         value = _load_slots(values_ptr, offs_s, offs_d, mask_d, slot, seen, WIDTH)
         end = tl.minimum(begin + SPAN, seen)
-        q, k, v = load_turned(
+        q, k, v = load_rotated(
             qkv_ptr + text.to(tl.int64) * (3 * HEADS * WIDTH), cos_ptr, sin_ptr, position,
             head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP,
         )  # fmt: skip
@@ -128,14 +128,14 @@ def _decode_attention_rows_kernel(
             tl.store(totals_ptr + part, total)
             tl.store(sums_ptr + part.to(tl.int64) * WIDTH + offs_d, found, mask=mask_d)
             add_parts(
-                totals_ptr, sums_ptr, tickets_ptr, y_ptr, place, tl.cdiv(seen, SPAN),
+                totals_ptr, sums_ptr, semaphores_ptr, y_ptr, place, tl.cdiv(seen, SPAN),
                 offs_d, mask_d, WIDTH, PROGRAMS, BLOCK_P, PROGRAMS,
             )  # fmt: skip
 
 
 def _decode_attention_rows_triton(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    tickets: Tensor, eps: float,
+    semaphores: Tensor, eps: float,
 ) -> Tensor:  # fmt: skip
     texts, heads, window, width = keys.shape
     block_d = triton.next_power_of_2(width)
@@ -145,7 +145,7 @@ def _decode_attention_rows_triton(
     found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
     y = torch.empty(texts, heads, width, dtype=qkv.dtype, device=qkv.device)
     _decode_attention_rows_kernel[(heads, programs, texts)](
-        qkv, keys, values, position, cos, sin, tickets,
+        qkv, keys, values, position, cos, sin, semaphores,
         *found.split([parts, parts * width]), y, window, heads, width**-0.5, eps,
         HALF=width // 2, BLOCK_D=block_d, BLOCK_S=block_s, SPAN=SPAN, BLOCK_P=MAX_PARTS,
         PROGRAMS=programs,
@@ -161,7 +161,7 @@ def decode_attention_rows(
     position: Tensor,
     cos: Tensor,
     sin: Tensor,
-    tickets: Tensor,
+    semaphores: Tensor,
     eps: float,
 ) -> Tensor:
     """Do as `decode_attention` does for one new byte of each of several texts.
@@ -173,7 +173,7 @@ def decode_attention_rows(
         position: (B,) int32: how many bytes of each text came before; below P.
         cos: (P, d / 2) float32, contiguous.
         sin: like `cos`.
-        tickets: (B, heads) int32 zeros, and zeros again afterwards.
+        semaphores: (B, heads) int32 zeros, and zeros again afterwards.
         eps: added to the mean square.
 
     Returns:
@@ -183,7 +183,7 @@ def decode_attention_rows(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    return DECODE_ATTENTION_ROWS(qkv, keys, values, position, cos, sin, tickets, eps)
+    return DECODE_ATTENTION_ROWS(qkv, keys, values, position, cos, sin, semaphores, eps)
 
 
 SHAPES = ((1, 1, 1, 2, (0,)), (3, 2, 70, 10, (0, 69, 200)), (2, 3, 100, 64, (199, 5)),
@@ -205,8 +205,8 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
         angle = 7 * torch.randn(max(positions) + 1, width // 2, generator=generator).to(device)
         position = torch.tensor(positions, dtype=torch.int32, device=device)
-        tickets = torch.zeros(texts, heads, dtype=torch.int32, device=device)
-        inputs = (*parts, position, angle.cos(), angle.sin(), tickets, 1e-6)
+        semaphores = torch.zeros(texts, heads, dtype=torch.int32, device=device)
+        inputs = (*parts, position, angle.cos(), angle.sin(), semaphores, 1e-6)
         yield Case(label, inputs, DECODE_ATTENTION_ROWS.torch if low else None)
 
 
@@ -217,11 +217,11 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     keys, values = torch.randn(2, texts, heads, window, width, **real).unbind()
     position = torch.full((texts,), window - 1, dtype=torch.int32, device=device)
     table = torch.rand(2, window, width // 2, device=device).unbind()
-    tickets = torch.zeros(texts, heads, dtype=torch.int32, device=device)
+    semaphores = torch.zeros(texts, heads, dtype=torch.int32, device=device)
     attend = torch.nn.functional.scaled_dot_product_attention
     yield Timing(
         f"{texts}x{heads}x{window}x{width} bf16",
-        (qkv, keys, values, position, *table, tickets, 1e-6),
+        (qkv, keys, values, position, *table, semaphores, 1e-6),
         run=_decode_attention_rows_triton,
         peer=lambda: attend(qkv[:, 0, :, None], keys, values),
         peer_name="torch's attention alone",
@@ -234,10 +234,10 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     rings = (dice.reals(texts * heads * n, 2 * half).contiguous() for _ in range(2))
     position = dice.integers(0, 3 * n - 1, texts, dtype=torch.int32).contiguous()
     angle = dice.reals(3 * n, half, dtype=torch.float32).contiguous()
-    tickets = torch.zeros(texts, heads, dtype=torch.int32, device=dice.device)
+    semaphores = torch.zeros(texts, heads, dtype=torch.int32, device=dice.device)
     return (
         qkv, *(ring.view(texts, heads, n, 2 * half) for ring in rings), position,
-        angle.cos(), angle.sin(), tickets, 1e-6,
+        angle.cos(), angle.sin(), semaphores, 1e-6,
     )  # fmt: skip
 
 
@@ -254,9 +254,9 @@ DECODE_ATTENTION_ROWS = Operation(
     ),
     {
         "qkv": Array("B, 3, H, D", dense=True), "keys": _RING, "values": _RING, **PLACE,
-        "position": Array("B", INT32, dense=True), "tickets": Array("B, H", INT32, dense=True),
+        "position": Array("B", INT32, dense=True), "semaphores": Array("B, H", INT32, dense=True),
         "eps": Number(()),
     },
-    where=("B > 0", "D % 2 == 0", "W > 0"), compared=("keys", "values", "tickets"), draw=_draw,
+    where=("B > 0", "D % 2 == 0", "W > 0"), compared=("keys", "values", "semaphores"), draw=_draw,
     needs_rows=False, torch_is_peer=True, timings=_timings,
 )  # fmt: skip

@@ -43,7 +43,7 @@ from arbcli.kernels.runtime.arguments import (
 )
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
-from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 
 SLOTS = 32
 """Slots of a program."""
@@ -61,13 +61,13 @@ def decode_compressed_reference(
     position: Tensor,
     cos: Tensor,
     sin: Tensor,
-    tickets: Tensor,
+    semaphores: Tensor,
     m: int,
     most: int,
     eps: float,
     exponents: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `decode_compressed` must return, and leave in `tickets`, in float64."""
+    """Compute what `decode_compressed` must return, and leave in `semaphores`, in float64."""
     p, (heads, width) = int(position), x.shape
     room = 7 if recent.dtype == E4M3 else 6
     x, recent, entries = (part.double() for part in (x, recent, entries))
@@ -93,13 +93,13 @@ def decode_compressed_reference(
         y = weights / (weights.sum() + sink[head].double().exp()) @ keys
         y = torch.complex(*y.chunk(2)) * angle.conj()
         rows.append(torch.cat((y.real, y.imag)))
-    return torch.stack(rows), torch.zeros_like(tickets)
+    return torch.stack(rows), torch.zeros_like(semaphores)
 
 
 @text_by_text(5, *SHARED)
 def _decode_compressed_torch(
     x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
-    position: Tensor, cos: Tensor, sin: Tensor, tickets: Tensor, m: int, most: int, eps: float,
+    position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, most: int, eps: float,
     exponents: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     slots, ring, device = len(entries), len(recent), x.device
@@ -120,17 +120,17 @@ def _decode_compressed_torch(
     keys = torch.cat((recent, chosen)).float()  # (S, G, d)
     c, s = cos[place], sin[place]
 
-    def turned(v: Tensor, s: Tensor) -> Tensor:
+    def rotated(v: Tensor, s: Tensor) -> Tensor:
         first, second = v.chunk(2, dim=-1)
         return torch.cat((first * c - second * s, first * s + second * c), dim=-1)
 
-    q = turned(functional.rms_norm(x.float(), x.shape[-1:], eps=eps), s).to(x.dtype).float()
+    q = rotated(functional.rms_norm(x.float(), x.shape[-1:], eps=eps), s).to(x.dtype).float()
     q = (q * x.shape[-1] ** -0.5).unflatten(0, (keys.shape[1], -1))  # (G, H / G, d)
     scores = torch.einsum("ghd,sgd->ghs", q, keys)
     weights = scores.masked_fill(~torch.cat((near, seen)), -torch.inf).exp()
     total = weights.sum(dim=-1) + sink.exp().view(weights.shape[:2])
     y = torch.einsum("ghs,sgd->ghd", weights / total[..., None], keys).flatten(0, 1)
-    return turned(y, -s).to(x.dtype)
+    return rotated(y, -s).to(x.dtype)
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def _load_halves(ptr, rows, seen, offs, mask, HALF: tl.constexpr):
 @triton.jit
 def _decode_compressed_kernel(
     x_ptr, recent_ptr, entries_ptr, of_recent_ptr, of_entries_ptr, choice_ptr, sink_ptr,
-    position_ptr, cos_ptr, sin_ptr, tickets_ptr, totals_ptr, sums_ptr, y_ptr,
+    position_ptr, cos_ptr, sin_ptr, semaphores_ptr, totals_ptr, sums_ptr, y_ptr,
     W, E, K, M, MOST, HEADS, KV, scale, eps,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_P: tl.constexpr, CHOSEN: tl.constexpr, EIGHT: tl.constexpr, FLOATS: tl.constexpr,
@@ -156,7 +156,7 @@ def _decode_compressed_kernel(
     rows, entry_rows = text * W * KV, text * E * KV
     recent_ptr, entries_ptr = recent_ptr + rows * WIDTH, entries_ptr + entry_rows * WIDTH
     x_ptr, y_ptr = x_ptr + text * HEADS * WIDTH, y_ptr + text * HEADS * WIDTH
-    tickets_ptr, totals_ptr = tickets_ptr + text * HEADS, totals_ptr + text * HEADS * SPLITS
+    semaphores_ptr, totals_ptr = semaphores_ptr + text * HEADS, totals_ptr + text * HEADS * SPLITS
     sums_ptr += text * HEADS * SPLITS * WIDTH
     if CHOSEN:
         choice_ptr += text * K
@@ -205,8 +205,8 @@ def _decode_compressed_kernel(
     tl.store(sums, tl.sum(weight[:, None] * k1, axis=0), mask=mask)
     tl.store(sums + HALF, tl.sum(weight[:, None] * k2, axis=0), mask=mask)
 
-    tl.debug_barrier()  # all threads store their sums before one takes a ticket
-    if tl.atomic_add(tickets_ptr + head, 1, sem="acq_rel") == SPLITS - 1:
+    tl.debug_barrier()  # all threads store their sums before one counts itself
+    if tl.atomic_add(semaphores_ptr + head, 1, sem="acq_rel") == SPLITS - 1:
         total = tl.exp(tl.load(sink_ptr + head))
         y1, y2 = tl.zeros((BLOCK_H,), dtype=tl.float32), tl.zeros((BLOCK_H,), dtype=tl.float32)
         for start in range(0, SPLITS, BLOCK_P):
@@ -219,12 +219,12 @@ def _decode_compressed_kernel(
         out = y_ptr + head * WIDTH + offs
         tl.store(out, (y1 * cos + y2 * sin).to(dtype), mask=mask)
         tl.store(out + HALF, (y2 * cos - y1 * sin).to(dtype), mask=mask)
-        tl.store(tickets_ptr + head, 0)
+        tl.store(semaphores_ptr + head, 0)
 
 
 def _decode_compressed_triton(
     x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
-    position: Tensor, cos: Tensor, sin: Tensor, tickets: Tensor, m: int, most: int, eps: float,
+    position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, most: int, eps: float,
     exponents: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     (heads, width), (ring, kv, _) = x.shape[-2:], recent.shape[-3:]
@@ -234,11 +234,11 @@ def _decode_compressed_triton(
     slots = entries.shape[-3]
     size = slots if choice is None else choice.shape[-1]
     splits = triton.cdiv(ring + size, SLOTS)
-    parts = tickets.numel() * splits
+    parts = semaphores.numel() * splits
     found = torch.empty(parts * (width + 1), dtype=torch.float32, device=x.device)
     y = torch.empty_like(x)
     _decode_compressed_kernel[(heads, splits, position.numel())](
-        x, recent, entries, of_recent, of_entries, choice, sink, position, cos, sin, tickets,
+        x, recent, entries, of_recent, of_entries, choice, sink, position, cos, sin, semaphores,
         *found.split([parts, parts * width]), y,
         ring, slots, size, m, most, heads, kv, width**-0.5, eps,
         HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2), BLOCK_S=SLOTS,
@@ -258,7 +258,7 @@ def decode_compressed(
     position: Tensor,
     cos: Tensor,
     sin: Tensor,
-    tickets: Tensor,
+    semaphores: Tensor,
     m: int,
     most: int,
     eps: float,
@@ -278,7 +278,7 @@ def decode_compressed(
         position: int32 scalar tensor, below P.
         cos: (P, d / 2) float32, contiguous.
         sin: like `cos`.
-        tickets: (H,) int32 zeros, and zeros again afterwards.
+        semaphores: (H,) int32 zeros, and zeros again afterwards.
         m: bytes of an entry.
         most: M.
         eps: added to mean squares.
@@ -291,7 +291,7 @@ def decode_compressed(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    inputs = x, recent, entries, choice, sink, position, cos, sin, tickets, m, most, eps
+    inputs = x, recent, entries, choice, sink, position, cos, sin, semaphores, m, most, eps
     if exponents is None:
         DECODE_COMPRESSED.check(*inputs)
     else:
@@ -313,7 +313,7 @@ def attention_of_byte(
     most: int,
     position: int,
 ) -> tuple:
-    """Draw what `decode_compressed` is given; `size` 0 is no choice."""
+    """Draw what `decode_compressed` is given; `size` 0 stands for no choice."""
 
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator)
@@ -326,10 +326,10 @@ def attention_of_byte(
         choice = functional.pad(picked, (0, size - len(picked)), value=-1).int().to(device)
     angle = (7 * normal(position + 1, width // 2)).to(device)
     place = torch.tensor(position, dtype=torch.int32, device=device)
-    tickets = torch.zeros(heads, dtype=torch.int32, device=device)
+    semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
     given = (part.to(device, dtype) for part in (normal(heads, width), *vectors))
     sink = normal(heads).to(device)
-    return (*given, choice, sink, place, angle.cos(), angle.sin(), tickets, m, most, 1e-6)
+    return (*given, choice, sink, place, angle.cos(), angle.sin(), semaphores, m, most, 1e-6)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -358,13 +358,13 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             peer = DECODE_COMPRESSED.torch if low else None
             inputs = attention_of_byte(generator, device, dtype, *shape)
             yield Case(label, inputs, peer)
-            if position in (40, 77, 16383):  # a text that begins beside others
+            if position in (40, 77, 16383):  # a text that begins among others
                 begins = (-inputs[0], *inputs[1:5], torch.zeros_like(inputs[5]), *inputs[6:])
-                texts = beside_each_other([inputs, begins, inputs], *SHARED)
+                texts = stacked_texts([inputs, begins, inputs], *SHARED)
                 yield Case(f"3 texts of {label}", texts, peer)
             for name, stored in FORMATS.items() if heads != 4 else ():
-                coded = [quantise_entries(part, stored) for part in inputs[1:3]]
-                codes, exponents = zip(*coded, strict=True)
+                quantised = [quantise_entries(part, stored) for part in inputs[1:3]]
+                codes, exponents = zip(*quantised, strict=True)
                 yield Case(f"{label} {name}", (inputs[0], *codes, *inputs[3:], exponents), peer)
 
 
@@ -376,12 +376,12 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         choice = torch.arange(size, dtype=torch.int32, device=device) if size else None
         place = torch.tensor(16383, dtype=torch.int32, device=device)
         table = torch.rand(2, 16384, 64, device=device).unbind()
-        tickets = torch.zeros(12, dtype=torch.int32, device=device)
+        semaphores = torch.zeros(12, dtype=torch.int32, device=device)
         sink = torch.zeros(12, device=device)
-        rest = (choice, sink, place, *table, tickets, m, most, 1e-6)
+        rest = (choice, sink, place, *table, semaphores, m, most, 1e-6)
         inputs = (x, recent, entries, *rest)
         yield Timing(f"12x128, entries of {m}", inputs, run=_decode_compressed_triton)
-        texts = beside_each_other([inputs] * 16, *SHARED)
+        texts = stacked_texts([inputs] * 16, *SHARED)
         label = f"16 texts of 12x128, entries of {m}"
         yield Timing(label, texts, run=_decode_compressed_triton)
 
@@ -402,7 +402,7 @@ _ARGUMENTS: Arguments = {
     "choice": Array("*T, K", INT32, dense=True, optional=True),
     "sink": Array("H", FLOAT, dense=True),
     **PLACE,
-    "tickets": Array("*T, H", INT32, dense=True),
+    "semaphores": Array("*T, H", INT32, dense=True),
     "m": Number(()),
     "most": Number(()),
     "eps": Number(()),
@@ -423,7 +423,7 @@ DECODE_COMPRESSED = Operation(
     ),
     _ARGUMENTS,
     where=_WHERE,
-    compared=("tickets",),
+    compared=("semaphores",),
     draw=_draw,
     needs_rows=False,
     torch_is_peer=True,

@@ -1,8 +1,8 @@
 """Attention of one new byte to compressed positions: all that is between two products, at once.
 
 A position p keeps a vector c_p for all heads, whose norm n_p = c_p / rms(c_p) gives head h its key
-(W_h n_p, t_p) and its value V_h n_p; t_p is turned by the position. The query (q_h, u_h) of a head
-is turned in its second part and normalised, and keys are divided by their root-mean-square, of
+(W_h n_p, t_p) and its value V_h n_p; t_p is rotated by the position. The query (q_h, u_h) of a head
+is rotated in its second part and normalised, and keys are divided by their root-mean-square, of
 which the inverse l_hp is kept:
 
     s_hp = (q_h . W_h n_p + u_h . t_p) l_hp scale,    y_h = V_h sum over p of softmax(s_h)_p n_p
@@ -27,7 +27,7 @@ from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 
 SHARED = (1, 6, 7)
 """Arguments of `decode_latent` that are the same for all texts."""
@@ -42,7 +42,7 @@ def decode_latent_reference(
     row: Tensor,
     up: Tensor,
     latent: Tensor,
-    turned: Tensor,
+    rotated: Tensor,
     lengths: Tensor,
     position: Tensor,
     cos: Tensor,
@@ -52,15 +52,15 @@ def decode_latent_reference(
 ) -> tuple[Tensor, ...]:
     """Compute what `decode_latent` must return and leave in the rings: float64, head by head."""
     dtype, p, (window, size), heads = row.dtype, int(position), latent.shape, lengths.shape[1]
-    rotary, dim = turned.shape[1], len(row) - size - turned.shape[1]
+    rotary, dim = rotated.shape[1], len(row) - size - rotated.shape[1]
     width, slot = dim // heads, p % window
-    row, up, latent, turned, lengths = (x.double() for x in (row, up, latent, turned, lengths))
+    row, up, latent, rotated, lengths = (x.double() for x in (row, up, latent, rotated, lengths))
 
     def turn(x: Tensor) -> Tensor:
         z = torch.complex(*x.chunk(2)) * torch.complex(cos[p].double(), sin[p].double())
         return torch.cat([z.real, z.imag]).to(dtype).double()  # rounded, as what is stored
 
-    latent[slot], turned[slot] = row[dim : dim + size], turn(row[dim + size :])
+    latent[slot], rotated[slot] = row[dim : dim + size], turn(row[dim + size :])
     n = latent / (latent.square().mean(1, keepdim=True) + eps).sqrt()
     seen, y = min(p + 1, window), torch.empty(heads, width, dtype=torch.float64, device=row.device)
     for head in range(heads):
@@ -68,19 +68,19 @@ def decode_latent_reference(
         q = torch.cat([q[: width - rotary], turn(q[width - rotary :])])
         q = q / (q.square().mean() + eps).sqrt()
         w = up[head * (2 * width - rotary) : (head + 1) * (2 * width - rotary)]
-        keys = torch.cat([n @ w[: width - rotary].T, turned], dim=1)
+        keys = torch.cat([n @ w[: width - rotary].T, rotated], dim=1)
         lengths[slot, head] = 1 / (keys[slot].square().mean() + eps).sqrt()
         score = keys[:seen] @ q * lengths[:seen, head] * scale
         y[head] = torch.softmax(score, 0) @ n[:seen] @ w[width - rotary :].T
-    return y, latent, turned, lengths
+    return y, latent, rotated, lengths
 
 
 @text_by_text(5, *SHARED)
 def _decode_latent_torch(
-    row: Tensor, up: Tensor, latent: Tensor, turned: Tensor, lengths: Tensor, position: Tensor,
+    row: Tensor, up: Tensor, latent: Tensor, rotated: Tensor, lengths: Tensor, position: Tensor,
     cos: Tensor, sin: Tensor, scale: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    (window, size), heads, rotary = latent.shape, lengths.shape[1], turned.shape[1]
+    (window, size), heads, rotary = latent.shape, lengths.shape[1], rotated.shape[1]
     dim, slot = len(row) - size - rotary, (position % window).long()[None]
     width = dim // heads
     still = width - rotary
@@ -95,9 +95,9 @@ def _decode_latent_torch(
     q = torch.cat([q[:, :still], turn(q[:, still:])], dim=1).float()
     q = functional.rms_norm(q, (width,), eps=eps)
     latent.index_copy_(0, slot, row[None, dim : dim + size])
-    turned.index_copy_(0, slot, turn(row[None, dim + size :]))
+    rotated.index_copy_(0, slot, turn(row[None, dim + size :]))
     to_keys, to_values = up.float().view(heads, -1, size).split((still, width), dim=1)
-    n, t = functional.rms_norm(latent.float(), (size,), eps=eps), turned.float()
+    n, t = functional.rms_norm(latent.float(), (size,), eps=eps), rotated.float()
     now = to_keys @ n.index_select(0, slot)[0]
     key = now.square().sum(1) + t.index_select(0, slot).square().sum(1)
     lengths.index_copy_(0, slot, torch.rsqrt(key / width + eps)[None])
@@ -109,8 +109,8 @@ def _decode_latent_torch(
 
 
 @triton.jit
-def _load_turned_halves(pointer, offs_r, mask_r, cos, sin, HALF: tl.constexpr):
-    """Load a part that is turned, and turn it: both halves, rounded as what is stored."""
+def _load_rotated_halves(pointer, offs_r, mask_r, cos, sin, HALF: tl.constexpr):
+    """Load a part that is rotated, and rotate it: both halves, rounded as what is stored."""
     first = tl.load(pointer + offs_r, mask=mask_r, other=0).to(tl.float32)
     second = tl.load(pointer + HALF + offs_r, mask=mask_r, other=0).to(tl.float32)
     dtype: tl.constexpr = pointer.dtype.element_ty
@@ -119,7 +119,7 @@ def _load_turned_halves(pointer, offs_r, mask_r, cos, sin, HALF: tl.constexpr):
 
 @triton.jit
 def _decode_latent_kernel(
-    row_ptr, up_ptr, latent_ptr, turned_ptr, lengths_ptr, position_ptr, cos_ptr, sin_ptr, y_ptr,
+    row_ptr, up_ptr, latent_ptr, rotated_ptr, lengths_ptr, position_ptr, cos_ptr, sin_ptr, y_ptr,
     W, HEADS, scale, eps,
     LATENT: tl.constexpr, STILL: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
@@ -127,7 +127,7 @@ def _decode_latent_kernel(
     head, text = tl.program_id(0), tl.program_id(1).to(tl.int64)
     position = tl.load(position_ptr + text)
     row_ptr += text * (HEADS * WIDTH + LATENT + 2 * HALF)
-    latent_ptr, turned_ptr = latent_ptr + text * W * LATENT, turned_ptr + text * W * (2 * HALF)
+    latent_ptr, rotated_ptr = latent_ptr + text * W * LATENT, rotated_ptr + text * W * (2 * HALF)
     lengths_ptr, y_ptr = lengths_ptr + text * W * HEADS, y_ptr + text * HEADS * WIDTH
     slot, seen = position % W, tl.minimum(position + 1, W)
     offs_l, offs_r, offs_n = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
@@ -137,16 +137,16 @@ def _decode_latent_kernel(
     wait_for_last(OVERLAP)
     c_ptr, q_ptr = row_ptr + HEADS * WIDTH, row_ptr + head * WIDTH
     c = tl.load(c_ptr + offs_l, mask=mask_l, other=0)
-    t_0, t_1 = _load_turned_halves(c_ptr + LATENT, offs_r, mask_r, cos, sin, HALF)
+    t_0, t_1 = _load_rotated_halves(c_ptr + LATENT, offs_r, mask_r, cos, sin, HALF)
     if head == 0:
         tl.store(latent_ptr + slot * LATENT + offs_l, c, mask=mask_l)
-        tl.store(turned_ptr + slot * (2 * HALF) + offs_r, t_0, mask=mask_r)
-        tl.store(turned_ptr + slot * (2 * HALF) + HALF + offs_r, t_1, mask=mask_r)
+        tl.store(rotated_ptr + slot * (2 * HALF) + offs_r, t_0, mask=mask_r)
+        tl.store(rotated_ptr + slot * (2 * HALF) + HALF + offs_r, t_1, mask=mask_r)
     c, t_0, t_1 = c.to(tl.float32), t_0.to(tl.float32), t_1.to(tl.float32)
     n = c * tl.rsqrt(tl.sum(c * c) / LATENT + eps)
 
     # W.T q, and the squares of the query and of the new key
-    u_0, u_1 = _load_turned_halves(q_ptr + STILL, offs_r, mask_r, cos, sin, HALF)
+    u_0, u_1 = _load_rotated_halves(q_ptr + STILL, offs_r, mask_r, cos, sin, HALF)
     u_0, u_1 = u_0.to(tl.float32), u_1.to(tl.float32)
     of_query, of_key = tl.sum(u_0 * u_0 + u_1 * u_1), tl.sum(t_0 * t_0 + t_1 * t_1)
     in_latent = tl.zeros((BLOCK_L,), tl.float32)
@@ -169,15 +169,15 @@ def _decode_latent_kernel(
     for start in range(0, seen, BLOCK_N):
         s = start + offs_n
         is_new, old = s == slot, (s < seen) & (s != slot)
-        both, turned = old[:, None] & mask_l[None, :], old[:, None] & mask_r[None, :]
+        both, rotated = old[:, None] & mask_l[None, :], old[:, None] & mask_r[None, :]
         x = tl.load(latent_ptr + (s[:, None] * LATENT + offs_l[None, :]), mask=both, other=0).to(
             tl.float32
         )  # [BLOCK_N, BLOCK_L]
         x = tl.where(is_new[:, None], c[None, :], x)
         r = tl.rsqrt(tl.sum(x * x, axis=1) / LATENT + eps)
-        at = turned_ptr + (s[:, None] * (2 * HALF) + offs_r[None, :])
-        a = tl.load(at, mask=turned, other=0).to(tl.float32)
-        b = tl.load(at + HALF, mask=turned, other=0).to(tl.float32)
+        at = rotated_ptr + (s[:, None] * (2 * HALF) + offs_r[None, :])
+        a = tl.load(at, mask=rotated, other=0).to(tl.float32)
+        b = tl.load(at + HALF, mask=rotated, other=0).to(tl.float32)
         a, b = (
             tl.where(is_new[:, None], t_0[None, :], a),
             tl.where(is_new[:, None], t_1[None, :], b),
@@ -201,15 +201,15 @@ def _decode_latent_kernel(
 
 
 def _decode_latent_triton(
-    row: Tensor, up: Tensor, latent: Tensor, turned: Tensor, lengths: Tensor, position: Tensor,
+    row: Tensor, up: Tensor, latent: Tensor, rotated: Tensor, lengths: Tensor, position: Tensor,
     cos: Tensor, sin: Tensor, scale: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    (window, size), heads, rotary = latent.shape[-2:], lengths.shape[-1], turned.shape[-1]
+    (window, size), heads, rotary = latent.shape[-2:], lengths.shape[-1], rotated.shape[-1]
     width = (row.shape[-1] - size - rotary) // heads
     y = row.new_empty(*position.shape, heads, width)
     block_l = triton.next_power_of_2(size)
     _decode_latent_kernel[(heads, position.numel())](
-        row, up, latent, turned, lengths, position, cos, sin, y, window, heads, scale, eps,
+        row, up, latent, rotated, lengths, position, cos, sin, y, window, heads, scale, eps,
         LATENT=size, STILL=width - rotary, HALF=rotary // 2, WIDTH=width,
         BLOCK_L=block_l, BLOCK_R=triton.next_power_of_2(rotary // 2),
         BLOCK_N=max(1, min(32, TILE // block_l)), num_warps=WARPS, **overlap_options(row),
@@ -221,7 +221,7 @@ def decode_latent(
     row: Tensor,
     up: Tensor,
     latent: Tensor,
-    turned: Tensor,
+    rotated: Tensor,
     lengths: Tensor,
     position: Tensor,
     cos: Tensor,
@@ -236,11 +236,11 @@ def decode_latent(
 
     Args:
         row: (heads * d + L + R,) float32 or bfloat16, contiguous: queries, the compressed position,
-            and the part of its key that is turned. The last R of each query are turned too.
+            and the part of its key that is rotated. The last R of each query are rotated too.
         up: (heads * (d - R + d), L) like `row`: for each head what makes its keys of a compressed
             position, and then its values.
         latent: (W, L) like `row`; slot `position` mod W is written, as in those that follow.
-        turned: (W, R) like `row`.
+        rotated: (W, R) like `row`.
         lengths: (W, heads) float32: by what keys are multiplied to be normalised.
         position: int32 scalar tensor below P: how many bytes came before. Read on the device.
         cos: (P, R / 2) float32.
@@ -256,7 +256,7 @@ def decode_latent(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    return DECODE_LATENT(row, up, latent, turned, lengths, position, cos, sin, scale, eps)
+    return DECODE_LATENT(row, up, latent, rotated, lengths, position, cos, sin, scale, eps)
 
 
 SHAPES = ((1, 2, 3, 2, 1, 0), (2, 10, 24, 4, 7, 3), (3, 16, 40, 8, 33, 32), (2, 24, 16, 24, 40, 99),
@@ -283,9 +283,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         label = f"{heads}x{width}x{size}x{rotary} at {position} of {window}{' bf16' if low else ''}"
         peer = DECODE_LATENT.torch if low else None
         yield Case(label, inputs, peer)
-        if window in (33, 64):  # a text that begins beside others
+        if window in (33, 64):  # a text that begins among others
             begins = (-parts[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
-            texts = beside_each_other([inputs, begins, inputs], *SHARED)
+            texts = stacked_texts([inputs, begins, inputs], *SHARED)
             yield Case(f"3 texts of {label}", texts, peer)
 
 
@@ -306,7 +306,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     )  # fmt: skip
     yield Timing(
         f"16 texts of {heads}x{width}x{size} of {window} bf16",
-        beside_each_other([inputs] * 16, *SHARED), run=_decode_latent_triton,
+        stacked_texts([inputs] * 16, *SHARED), run=_decode_latent_triton,
     )  # fmt: skip
 
 
@@ -336,7 +336,7 @@ DECODE_LATENT = Operation(
     {
         "row": Array("*T, Q", dense=True),
         "up": Array("2 * (Q - L - R) - H * R, L", dense=True),
-        "latent": Array("*T, W, L", dense=True), "turned": Array("*T, W, R", dense=True),
+        "latent": Array("*T, W, L", dense=True), "rotated": Array("*T, W, R", dense=True),
         "lengths": Array("*T, W, H", FLOAT, dense=True), **PLACE,
         "cos": Array("P, R // 2", FLOAT, dense=True), "sin": Array("P, R // 2", FLOAT, dense=True),
         "scale": Number(()), "eps": Number(()),
@@ -345,6 +345,6 @@ DECODE_LATENT = Operation(
         "len(T) < 2", "W > 0 and H > 0", "R % 2 == 0 and R > 0",
         "(Q - L - R) % H == 0 and R * H <= Q - L - R",
     ),
-    compared=("latent", "turned", "lengths"), draw=_draw_rings, needs_rows=False,
+    compared=("latent", "rotated", "lengths"), draw=_draw_rings, needs_rows=False,
     torch_is_peer=True, timings=_timings,
 )  # fmt: skip

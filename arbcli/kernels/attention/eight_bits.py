@@ -32,28 +32,28 @@ class KeptIn(NamedTuple):
     stored: torch.dtype | None = None
     """float8_e4m3fn or int8; None is the dtype of activations."""
     mixed: bool = False
-    """Whether numbers of keys that turn stay in that dtype, beside eight bits."""
+    """Whether numbers of keys that turn stay in that dtype, with others in eight bits."""
     queries: bool = False
     """Whether queries are rounded like keys; they are `mixed` then."""
 
     @classmethod
     def named(cls, name: str | None) -> "KeptIn":
         """Read a name of `--kv`: of `FORMATS`, with `-mixed` or `-queries` after it, or another."""
-        kind, _, beside = (name or "").partition("-")
-        return cls(FORMATS.get(kind), bool(beside), beside == "queries")
+        kind, _, unrounded = (name or "").partition("-")
+        return cls(FORMATS.get(kind), bool(unrounded), unrounded == "queries")
 
     def name(self, plain: str) -> str:
         """Name it, as `plain` where nothing is in eight bits."""
         kinds = {stored: kind for kind, stored in FORMATS.items()}
-        beside = "-queries" if self.queries else "-mixed" if self.mixed else ""
-        return plain if self.stored is None else kinds[self.stored] + beside
+        unrounded = "-queries" if self.queries else "-mixed" if self.mixed else ""
+        return plain if self.stored is None else kinds[self.stored] + unrounded
 
-    def round(self, *parts: Tensor, turned: int = 0) -> tuple[Tensor, ...]:
+    def round(self, *parts: Tensor, rotated: int = 0) -> tuple[Tensor, ...]:
         """Round tensors of entries, (..., d), of which some numbers turn, to what is read back."""
         if self.stored is None:
             return parts
-        turned = turned if self.mixed else 0
-        return tuple(round_entries(part, self.stored, turned) for part in parts)
+        rotated = rotated if self.mixed else 0
+        return tuple(round_entries(part, self.stored, rotated) for part in parts)
 
 
 def quantise_entries(x: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -87,41 +87,41 @@ def decode_entries(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tens
     return (codes.float() * scale[..., None]).to(dtype)
 
 
-def round_entries(x: Tensor, stored: torch.dtype, turned: int = 0) -> Tensor:
+def round_entries(x: Tensor, stored: torch.dtype, rotated: int = 0) -> Tensor:
     """Round entries as if they had been stored and read back; the dtype stays.
 
     Args:
         x: (..., d).
         stored: float8_e4m3fn or int8.
-        turned: numbers that stay as they are, see `part_turned`.
+        rotated: numbers that stay as they are, see `part_rotated`.
     """
-    if turned == x.shape[-1]:
+    if rotated == x.shape[-1]:
         return x
-    if turned:
-        kept, others = part_turned(x, turned)
-        return join_turned(kept, round_entries(others, stored))
+    if rotated:
+        kept, others = part_rotated(x, rotated)
+        return join_rotated(kept, round_entries(others, stored))
     return decode_entries(*quantise_entries(x, stored), x.dtype)
 
 
-def part_turned(x: Tensor, turned: int) -> tuple[Tensor, Tensor]:
+def part_rotated(x: Tensor, rotated: int) -> tuple[Tensor, Tensor]:
     """Part the numbers of heads that are rotated by position from the others.
 
     Args:
         x: (..., d).
-        turned: how many, those of the first pairs (i, i + d / 2).
+        rotated: how many, those of the first pairs (i, i + d / 2).
 
     Returns:
-        (..., turned), and (..., d - turned).
+        (..., rotated), and (..., d - rotated).
     """
     first, second = x.chunk(2, dim=-1)
-    half = turned // 2
+    half = rotated // 2
     whole = torch.cat((first[..., :half], second[..., :half]), dim=-1)
     return whole, torch.cat((first[..., half:], second[..., half:]), dim=-1)
 
 
-def join_turned(turned: Tensor, others: Tensor) -> Tensor:
-    """Put together what `part_turned` parted."""
-    pairs = zip(turned.chunk(2, dim=-1), others.chunk(2, dim=-1), strict=True)
+def join_rotated(rotated: Tensor, others: Tensor) -> Tensor:
+    """Put together what `part_rotated` parted."""
+    pairs = zip(rotated.chunk(2, dim=-1), others.chunk(2, dim=-1), strict=True)
     return torch.cat([part for pair in pairs for part in pair], dim=-1)
 
 

@@ -1,9 +1,9 @@
 """Queries and keys before attention: turn by rotary angles, normalise each head, in place.
 
 A head's vector x of d elements is two halves. With a and b a pair of them, at the angle t of the
-pair and position: turned = (a cos t - b sin t, a sin t + b cos t), and y = turned * r with
+pair and position: rotated = (a cos t - b sin t, a sin t + b cos t), and y = rotated * r with
 r = rsqrt(mean(x**2) + eps), as turning changes no length. The backward needs y and r alone:
-grad_x = turned back by t of r * (gy - y * mean(y * gy)).
+grad_x = rotated back by t of r * (gy - y * mean(y * gy)).
 Source of the angles: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 34.
 """
 
@@ -21,13 +21,13 @@ from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
 def _rotary_norm_float64(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Compute (B, T, 3, heads, d) float64: queries and keys turned and normalised, values as is."""
+    """Compute (B, T, 3, heads, d) float64: queries, keys rotated and normalised, values as is."""
     qkv = qkv.to(torch.float64)
     half = qkv.shape[-1] // 2
     angle = torch.complex(cos.double(), sin.double())[:, None, None]
-    turned = torch.complex(qkv[..., :half], qkv[..., half:]) * angle
-    turned = torch.cat([turned.real, turned.imag], dim=-1)
-    normal = turned / torch.sqrt((turned * turned).mean(dim=-1, keepdim=True) + eps)
+    rotated = torch.complex(qkv[..., :half], qkv[..., half:]) * angle
+    rotated = torch.cat([rotated.real, rotated.imag], dim=-1)
+    normal = rotated / torch.sqrt((rotated * rotated).mean(dim=-1, keepdim=True) + eps)
     return torch.cat([normal[:, :, :2], qkv[:, :, 2:]], dim=2)
 
 
@@ -48,19 +48,19 @@ def rotary_norm_backward_reference(
     y, grad_y = qkv[:, :, :2].to(torch.float64), grad[:, :, :2]
     grad_y = (grad_y - y * (y * grad_y).mean(dim=-1, keepdim=True)) * r.double()[..., None]
     angle = torch.complex(cos.double(), -sin.double())[:, None, None]
-    turned = torch.complex(grad_y[..., :half], grad_y[..., half:]) * angle
-    return torch.cat([torch.cat([turned.real, turned.imag], dim=-1), grad[:, :, 2:]], dim=2)
+    rotated = torch.complex(grad_y[..., :half], grad_y[..., half:]) * angle
+    return torch.cat([torch.cat([rotated.real, rotated.imag], dim=-1), grad[:, :, 2:]], dim=2)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn (B, T, ..., d) float32 by (T, d / 2) angles."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = (table.view(-1, *(1,) * (x.dim() - 3), cos.shape[-1]) for table in (cos, sin))
-    turned = torch.empty_like(x)
+    rotated = torch.empty_like(x)
     half = x.shape[-1] // 2
-    torch.mul(first, cos, out=turned[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(first, sin, out=turned[..., half:]).addcmul_(second, cos)
-    return turned
+    torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(first, sin, out=rotated[..., half:]).addcmul_(second, cos)
+    return rotated
 
 
 def _rotary_norm_torch(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
@@ -179,10 +179,10 @@ def _rotary_norm_backward_kernel(
         cos = tl.load(cos_ptr + table, mask=mask, other=0)
         sin = tl.load(sin_ptr + table, mask=mask, other=0)
         dtype = grad_qkv_ptr.dtype.element_ty
-        turned = grad_first * cos + grad_second * sin
-        tl.store(grad_qkv_ptr + out, turned.to(dtype), mask=mask)
-        turned = grad_second * cos - grad_first * sin
-        tl.store(grad_qkv_ptr + out + HALF, turned.to(dtype), mask=mask)
+        rotated = grad_first * cos + grad_second * sin
+        tl.store(grad_qkv_ptr + out, rotated.to(dtype), mask=mask)
+        rotated = grad_second * cos - grad_first * sin
+        tl.store(grad_qkv_ptr + out + HALF, rotated.to(dtype), mask=mask)
 
 
 def _tile(half: int) -> dict[str, int]:

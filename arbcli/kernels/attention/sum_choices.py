@@ -119,7 +119,7 @@ def sum_choices(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
 def random_choices(
     generator: torch.Generator, batch: int, number: int, size: int, entries: int
 ) -> Tensor:
-    """Draw choices of different entries, ascending, and some that are none behind them."""
+    """Draw choices of different entries, ascending, and then some that are none."""
     scores = torch.rand(batch, number, entries, generator=generator)
     found = scores.argsort(dim=-1)[..., :size].sort(dim=-1).values.int()
     kept = torch.randint(0, size + 1, (batch, number, 1), generator=generator)

@@ -59,7 +59,7 @@ def _find_chunks_torch(boundaries: Tensor, capacity: int) -> Chunks:
     found = begins.long().cumsum(1)
     fits = begins & (found <= capacity)
     slot = torch.where(fits, found - 1, -1)
-    # what begins no chunk writes to a slot behind the last, which is cut off
+    # what begins no chunk writes to a slot after the last, which is cut off
     first = found.new_full((batch, capacity + 1), -1)
     places = torch.arange(length, device=found.device).expand(batch, length)
     first.scatter_(1, torch.where(fits, slot, capacity), torch.where(fits, places, -1))

@@ -3,7 +3,7 @@
 `route_position_` asks whether a chunk begins there, remembers what the next position is compared
 with, and adds to what of the position goes past the inner network the chunk that was last:
 
-    begins = position = 0, or, by who says so,
+    begins = position = 0, or, by the setting,
         learned:  p = (1 - cos(x' + q', n + k)) / 2 > 1/2,   n = x / sqrt(mean(x**2) + eps),
                   x' and q' the n and the q of the position before
         every:    `length` divides the position
@@ -15,7 +15,7 @@ Where a chunk begins the inner network gives z of it, and `take_chunk_` smooths 
     mean = P z + (1 - P) mean,   P = p, held away from 0 and 1;   y = residual + mean
 
 Both count positions, so that a step needs no kernel for that. In a CUDA graph the first also tells
-the conditional node behind it whether a chunk begins.
+the conditional node after it whether a chunk begins.
 
 Of several texts each has a program of its own, which knows nothing of the others. Where one does
 not go on, no chunk begins, and nothing is counted or remembered.
@@ -37,7 +37,7 @@ from arbcli.kernels.runtime.conditions import tell_condition
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 
 ROUTERS = ("learned", "every", "space")
 LEAST_SHARE = 1e-4
@@ -61,7 +61,7 @@ def route_position_reference(
     handle: Tensor | None,
     going_on: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute what `route_position_` returns and leaves behind, in float64.
+    """Compute what `route_position_` returns and changes, in float64.
 
     Of p, a small difference of large numbers, it is 1 + p, and of `begins` a number.
     """
@@ -99,7 +99,7 @@ def take_chunk_reference(
     position: Tensor | None,
     begins: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute what `take_chunk_` leaves behind, in float64."""
+    """Compute what `take_chunk_` changes, in float64."""
     one = z.dim() == 1
     share = p.double().clamp(1e-4, 1 - 1e-4)
     found = share * z.double() + (1 - share) * mean
@@ -349,7 +349,7 @@ def take_chunk_(
         residual: (D,) like z.
         mean: (D,) float32, the last chunk, smoothed; overwritten.
         y: (D,) like z, overwritten: residual + mean.
-        position: int32 scalar tensor to which one is added; None is no such.
+        position: int32 scalar tensor to which one is added, or None.
         begins: (B,) int32 of several texts: 0 where a chunk does not begin, and nothing changes;
             None is nowhere.
 
@@ -391,7 +391,7 @@ def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             drawn.append(inputs)
         for texts in (drawn[:2], drawn[2:4], drawn[4:]):
             going_on = torch.tensor([n % 3 != 1 for n in range(len(texts))], dtype=torch.int32)
-            inputs = (*beside_each_other(texts), going_on.to(device))
+            inputs = (*stacked_texts(texts), going_on.to(device))
             label = f"{len(texts)} texts of {inputs[0]} {width}{low}"
             yield Case(label, inputs, ROUTE_POSITION.torch if low else None)
 
@@ -412,7 +412,7 @@ def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(f"{width} {p}{low}", (*inputs, position), TAKE_CHUNK.torch if low else None)
             drawn.append(inputs)
         position, begins = torch.tensor([[5, 0, 7], [1, 0, 1]], dtype=torch.int32, device=device)
-        texts = (*beside_each_other(drawn), position, begins)
+        texts = (*stacked_texts(drawn), position, begins)
         yield Case(f"three texts of {width}{low}", texts, TAKE_CHUNK.torch if low else None)
 
 
@@ -426,7 +426,7 @@ def _route_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     inputs = ("learned", *reals, byte, ids, encoder, decoder, 4, 1e-6, None)
     peer = partial(_route_position_torch, *inputs)
     yield Timing("512 bf16", inputs, peer=peer, peer_name="torch, step by step")
-    texts = beside_each_other([inputs] * 16)
+    texts = stacked_texts([inputs] * 16)
     yield Timing("16 texts of 512 bf16", texts, run=_route_position_triton)
 
 
@@ -437,7 +437,7 @@ def _take_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     peer = partial(_take_chunk_torch, *inputs)
     yield Timing("512 bf16", inputs, peer=peer, peer_name="torch, step by step")
     begins = torch.ones(16, dtype=torch.int32, device=device)
-    texts = (*beside_each_other([inputs] * 16), begins)
+    texts = (*stacked_texts([inputs] * 16), begins)
     yield Timing("16 texts of 512 bf16", texts, run=_take_chunk_triton)
 
 

@@ -90,7 +90,7 @@ def _smooth_chunks_kernel(
     last = tl.zeros((1, BLOCK_D), dtype=tl.float32)
     for start in range(0, C, BLOCK_C):
         c = (start + offs).to(tl.int64)
-        # chunks behind the last keep what was before them
+        # chunks after the last keep what was before them
         p = tl.load(p_ptr + b * stride_pb + c * stride_pc, mask=c < C, other=0)
         mask = (c < C) & (d < D)
         z_ptrs = z_ptr + b * stride_zb + c * stride_zc + d * stride_zd

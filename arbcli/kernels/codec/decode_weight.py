@@ -117,8 +117,8 @@ def _decode_blocks(
     four blocks, and the other threads fetch them from it.
     """
     thread = tl.arange(0, 32)
-    c, beside = thread % 4, thread // 4 % ABREAST
-    block, n = first_block + beside, first_n + thread // (4 * ABREAST)
+    c, lane = thread % 4, thread // 4 % ABREAST
+    block, n = first_block + lane, first_n + thread // (4 * ABREAST)
     mine = tl.where(n < N, blocks - block, 0)  # blocks from this thread's to the row's end
     n = n.to(tl.int64)
     scales = ()

@@ -28,9 +28,8 @@ def in_planes(group_size: int) -> bool:
 def pack_trits_reference(trits: Tensor) -> Tensor:
     """Compute what `pack_trits` must return, one weight at a time."""
     rows, in_features = trits.shape
-    packed = torch.zeros(
-        rows, in_features // 160 * 32 + -(-(in_features % 160) // 5), dtype=torch.int64
-    )
+    size = in_features // 160 * 32 + -(-(in_features % 160) // 5)
+    packed = [[0] * size for _ in range(rows)]
     values = trits.tolist()
     for n in range(rows):
         for block in range(-(-in_features // 160)):
@@ -39,21 +38,21 @@ def pack_trits_reference(trits: Tensor) -> Tensor:
                 for digit in range(5):
                     k = 160 * block + width * digit + j
                     trit = values[n][k] if k < in_features else 0
-                    packed[n, 32 * block + j] += (trit + 1) * 3**digit
-    return packed.to(torch.uint8).to(trits.device)
+                    packed[n][32 * block + j] += (trit + 1) * 3**digit
+    return torch.tensor(packed, dtype=torch.uint8, device=trits.device).view(rows, size)
 
 
 def unpack_trits_reference(packed: Tensor, in_features: int) -> Tensor:
     """Compute what `unpack_trits` must return, one weight at a time."""
     values = packed.tolist()
-    trits = torch.zeros(packed.shape[0], in_features, dtype=torch.int8)
+    trits = [[0] * in_features for _ in values]
     for n in range(packed.shape[0]):
         for k in range(in_features):
             block, offset = divmod(k, 160)
             width = min(32, -(-(in_features - 160 * block) // 5))
             digit, j = divmod(offset, width)
-            trits[n, k] = values[n][32 * block + j] // 3**digit % 3 - 1
-    return trits.to(packed.device)
+            trits[n][k] = values[n][32 * block + j] // 3**digit % 3 - 1
+    return torch.tensor(trits, dtype=torch.int8, device=packed.device).view(len(trits), in_features)
 
 
 def _planes(flat: Tensor, in_features: int) -> tuple[Tensor, Tensor]:
@@ -292,7 +291,7 @@ def unpack_trits(packed: Tensor, in_features: int) -> Tensor:
 
 
 def illegal_bytes(packed: Tensor) -> int:
-    """Count bytes that are no five trits (243..255), on the CPU.
+    """Count bytes that are not five trits (243..255), on the CPU.
 
     By numpy: threads may do so side by side, and torch would give each of them threads of its own.
     """

@@ -3,7 +3,7 @@
 A weight is bf16(z * scale), the same that `decode_weight` gives. Norm, gate and sum can each be
 left out; the norm's division is done last, on the products.
 
-Layout. The matrix is arranged in pieces of 16 rows by a plane of 32 weights, a byte a weight: its
+Layout. The matrix is prepacked in pieces of 16 rows by a plane of 32 weights, a byte a weight: its
 magnitude in seven bits, and its sign. Thread 4 r + c of a warp has the 16 bytes of weights
 8 c .. 8 c + 7 of row r of a piece, then of row r + 8. If the result is gated, row r + 8 of a piece
 is the row half a matrix below row r. Scales, over the unit of z, are bf16, one a row and piece.
@@ -36,7 +36,8 @@ from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, pair, unpair
 from arbcli.kernels.dice import Dice
-from arbcli.kernels.matmul.arranged import (
+from arbcli.kernels.matmul.few_rows import load_eight_over, load_int
+from arbcli.kernels.matmul.swizzled import (
     MOST_ROWS,
     ROWS,
     arrange_native,
@@ -50,7 +51,6 @@ from arbcli.kernels.matmul.arranged import (
     tiles_reference,
     with_torch,
 )
-from arbcli.kernels.matmul.few_rows import load_eight_over, load_int
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import (
     BF16,
@@ -89,7 +89,7 @@ lop3.b32 $1, $1, sign, 0x80008000, 0xF8;
 }""")
 
 
-class ArrangedDigits(NamedTuple):
+class PrepackedDigits(NamedTuple):
     """A matrix in pieces: T tiles of 16 rows by P planes."""
 
     pieces: Tensor
@@ -104,7 +104,7 @@ class ArrangedDigits(NamedTuple):
     """Whether a tile has eight rows of each half of the matrix."""
 
 
-def arrange_digits(packed: Packed, gated: bool = False) -> ArrangedDigits:
+def prepack_digits(packed: Packed, gated: bool = False) -> PrepackedDigits:
     """Arrange a packed matrix whose weights are all digits.
 
     Args:
@@ -134,11 +134,11 @@ def arrange_digits(packed: Packed, gated: bool = False) -> ArrangedDigits:
     # a kernel that overlaps the one before it reads them without waiting for any kernel
     if pieces.is_cuda:
         torch.cuda.synchronize(pieces.device)
-    return ArrangedDigits(pieces, scales, rows // (1 + gated), in_features, gated)
+    return PrepackedDigits(pieces, scales, rows // (1 + gated), in_features, gated)
 
 
-def arrange_in_lanes(packed: Packed, gated: bool = False) -> ArrangedDigits:
-    """Arrange a matrix as `in_lanes` of `arrange_digits` does, by the native loop."""
+def prepack_in_lanes(packed: Packed, gated: bool = False) -> PrepackedDigits:
+    """Arrange a matrix as `in_lanes` of `prepack_digits` does, by the native loop."""
     _check_digits(packed, gated)
     rows = packed.out_features // (1 + gated)
     grid, device = grid_of(rows, packed.in_features, gated, PLANE), packed.trits.device
@@ -146,7 +146,7 @@ def arrange_in_lanes(packed: Packed, gated: bool = False) -> ArrangedDigits:
     scales = torch.empty(*grid, 8, 2, dtype=torch.bfloat16, device=device)
     if arrange_native(packed, pieces, scales, gated):
         raise ValueError(f"z is beyond {LARGEST_Z}, which a byte holds")
-    return ArrangedDigits(pieces, scales, rows, packed.in_features, gated)
+    return PrepackedDigits(pieces, scales, rows, packed.in_features, gated)
 
 
 _check_digits = compiled_check(
@@ -156,7 +156,7 @@ _check_digits = compiled_check(
 )
 
 
-def in_lanes(weight: ArrangedDigits) -> ArrangedDigits:
+def in_lanes(weight: PrepackedDigits) -> PrepackedDigits:
     """Arrange pieces for the native loop: (T, P, 32, 16) int8, z of 16 rows by column."""
     if weight.pieces.dtype == torch.int8:
         return weight
@@ -209,7 +209,7 @@ def _digits_matmul_native(
     x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    weight = in_lanes(ArrangedDigits(pieces, scales, out_features, in_features, gated))
+    weight = in_lanes(PrepackedDigits(pieces, scales, out_features, in_features, gated))
     return multiply_native(x, weight.pieces, scales, out_features, gated, eps, added, dtype)
 
 
@@ -248,7 +248,7 @@ def _weight(code, scale):
 def _load_pieces(
     pieces, scales, plane, planes, WARPS: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr
 ):
-    """Load a thread's words and scales of `DEPTH` pieces, each `WARPS` behind the last."""
+    """Load a thread's words and scales of `DEPTH` pieces, each `WARPS` after the last."""
     words, of_rows, zero = (), (), tl.zeros_like(plane)
     for i in tl.static_range(DEPTH):
         at = plane + WARPS * i
@@ -359,12 +359,12 @@ def _digits_matmul_triton(
 
 def digits_matmul(
     x: Tensor,
-    weight: ArrangedDigits,
+    weight: PrepackedDigits,
     eps: float | None = None,
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Normalise few rows, multiply them by an arranged matrix, gate the result and add to it.
+    """Normalise few rows, multiply them by a prepacked matrix, gate the result and add to it.
 
     Args:
         x: (M, K) bfloat16, contiguous, 1 to 8 rows, K a multiple of 8; on a CPU float32 too, and
@@ -408,7 +408,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
     for m, rows, in_features, group_size, gated, eps, adds in SHAPES:
-        weight = arrange_digits(random_digits(rows, in_features, group_size, generator), gated)
+        weight = prepack_digits(random_digits(rows, in_features, group_size, generator), gated)
         codes = torch.randint(0, 256, weight.pieces.shape, generator=generator)  # -0 is one too
         weight = weight._replace(pieces=codes.to(torch.uint8))
         x = torch.randn(m, in_features, generator=generator)
@@ -435,7 +435,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
             generator=generator, device=device, dtype=torch.uint8,
         )  # fmt: skip
         scales = torch.full((*pieces.shape[:3], 2), 2.0**-12, **half)
-        weight = ArrangedDigits(pieces, scales, rows // (1 + gated), in_features, gated)
+        weight = PrepackedDigits(pieces, scales, rows // (1 + gated), in_features, gated)
         dense = torch.randn(rows, in_features, **half)
         x, added = torch.randn(m, in_features, **half), torch.randn(m, weight.out_features, **half)
         yield Timing(
@@ -453,7 +453,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     packed = dice.packed(n + n % 2, k, size, digits="all")
     if packed.remainder is not None and not packed.nibble:  # z is within a byte
         packed = packed._replace(remainder=(packed.remainder // 2).clamp(min=-63))
-    weight = arrange_digits(packed, gated)
+    weight = prepack_digits(packed, gated)
     x = dice.reals(1 + (m - 1) % MOST_ROWS, k, dtype=torch.bfloat16).contiguous()
     added = dice.reals(len(x), weight.out_features).contiguous() if dice.below(2) else None
     return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype

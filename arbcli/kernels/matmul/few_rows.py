@@ -117,7 +117,7 @@ def _load_eight(pointer, PTX: tl.constexpr):
 def load_eight_over(old, pointer, mask, PTX: tl.constexpr, WRITTEN: tl.constexpr = False):
     """Load eight elements of x, or 16 bytes, where `mask`; elsewhere keep `old`, which is 0.
 
-    With `WRITTEN` the load stays behind a wait for the kernel that writes them.
+    With `WRITTEN` the load comes after a wait for the kernel that writes them.
     """
     if PTX:
         x = tl.inline_asm_elementwise(
@@ -259,7 +259,7 @@ def _add_block(
     sums, qs, xs, BLOCK: tl.constexpr, mask, scales, LANE: tl.constexpr, c,
     TILES: tl.constexpr, MASKED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of the block `BLOCK` blocks behind `xs`; thread `LANE` has its scales."""
+    """Add the products of the block `BLOCK` blocks after `xs`; thread `LANE` has its scales."""
     ROWS: tl.constexpr = len(qs) // 4
     HEIGHT: tl.constexpr = ROWS // 2
     zero, lane = tl.zeros_like(c), tl.full(c.shape, LANE, tl.int32)

@@ -127,7 +127,7 @@ def _grouped_matmul_kernel(
     DESCRIBED: tl.constexpr, ZEROS: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    # group 0 is the rows before those of the experts, 1..E are theirs, E + 1 the rows behind
+    # group 0 is the rows before those of the experts, 1..E are theirs, E + 1 the rows after them
     offs_e = tl.arange(0, BLOCK_E)
     is_expert = (offs_e > 0) & (offs_e <= E)
     is_group = is_expert
@@ -138,8 +138,8 @@ def _grouped_matmul_kernel(
     end = tl.load(starts + stride_b, mask=offs_e <= E, other=S)
     begin, end = tl.maximum(begin, 0).to(tl.int32), tl.minimum(end, S).to(tl.int32)
     blocks = tl.where(is_group, (tl.maximum(end - begin, 0) + BLOCK_M - 1) // BLOCK_M, 0)
-    behind = tl.cumsum(blocks, 0)
-    before = behind - blocks
+    ends = tl.cumsum(blocks, 0)
+    before = ends - blocks
     num_blocks = tl.sum(blocks, axis=0)
     columns = tl.cdiv(N, BLOCK_N)
 
@@ -148,7 +148,7 @@ def _grouped_matmul_kernel(
         height = tl.minimum(num_blocks - first, BAND)
         block = first + (tile - first * columns) % height
         n = (tile - first * columns) // height * BLOCK_N
-        mine = (before <= block) & (block < behind)
+        mine = (before <= block) & (block < ends)
         group = tl.sum(tl.where(mine, offs_e, 0), axis=0)
         m = tl.sum(tl.where(mine, begin + (block - before) * BLOCK_M, 0), axis=0)
         last = tl.sum(tl.where(mine, end, 0), axis=0)
@@ -265,7 +265,7 @@ def _grouped_matmul_triton(
         w_tiles, w_strides = _tiles_of(w.mT, depth, columns)
     else:
         w_tiles, w_strides = _tiles_of(w, columns, depth)
-    # an upper bound: each expert, and the rows before and behind all of them, may add a short block
+    # an upper bound: each expert, and the rows before and after all of them, may add a short block
     tiles = (triton.cdiv(slots, rows) + experts + 1) * triton.cdiv(out_features, columns)
     _grouped_matmul_kernel[(min(tiles, PROGRAMS * num_processors(x)),)](
         x_tiles, w_tiles, bounds, y, slots, experts, out_features, in_features,
@@ -426,7 +426,7 @@ def _timed(device: torch.device) -> Iterator[tuple[str, int, Tensor, Tensor, Ten
 
 
 def _matmul_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    """Time it beside the library with as many rows for every expert, a little more where need be.
+    """Time it against the library with as many rows for every expert, a little more where need be.
 
     That is told by shapes alone; with rows as here, the library would have to wait for the device.
     """

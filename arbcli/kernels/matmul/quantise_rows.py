@@ -157,7 +157,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         that is not finite is NaN.
 
     Raises:
-        ValueError: `x` is no such matrix.
+        ValueError: `x` is another kind of matrix.
     """
     return QUANTISE_ROWS(x)
 

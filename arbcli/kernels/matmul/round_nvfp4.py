@@ -176,7 +176,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield case("4x16 ties", torch.stack([ties * scale for scale in (1, 2, 0.5, 448 / 256)]))
     trits = torch.randint(-1, 2, (7, 48), generator=generator).float()
     yield case("7x48 trits", trits * 0.0371)
-    yield case("7x48 small beside large", torch.cat((normal(3, 48), 1e-4 * normal(4, 48))))
+    yield case("7x48 small and large", torch.cat((normal(3, 48), 1e-4 * normal(4, 48))))
     yield case("3x20 strided", normal(40, 6).T[::2, ::2])
     yield case("2x32 zeros", torch.zeros(2, 32))
     yield case("3x20 the smallest", normal(3, 20) * 2.0**-120)

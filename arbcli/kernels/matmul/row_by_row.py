@@ -21,18 +21,17 @@ from arbcli.kernels.attention.attend_parts import PartsOfRows
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_byte_products, unpair
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul import row_matmul as of_row
-from arbcli.kernels.matmul.arranged import MOST_ROWS, few_rows_fit
-from arbcli.kernels.matmul.coded import (
+from arbcli.kernels.matmul.prepacked import (
     BLOCK,
-    CODED_ARGUMENTS,
     PIECE_BYTES,
-    Coded,
-    coded_cases,
-    coded_native,
-    coded_reference,
-    coded_timings,
-    coded_torch,
-    draw_coded,
+    PREPACKED_ARGUMENTS,
+    Prepacked,
+    draw_prepacked,
+    prepacked_cases,
+    prepacked_native,
+    prepacked_reference,
+    prepacked_timings,
+    prepacked_torch,
 )
 from arbcli.kernels.matmul.row_matmul import (
     HALF,
@@ -44,6 +43,7 @@ from arbcli.kernels.matmul.row_matmul import (
     take_x,
     width_of,
 )
+from arbcli.kernels.matmul.swizzled import MOST_ROWS, few_rows_fit
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors
 from arbcli.kernels.runtime.operation import Operation
@@ -75,14 +75,16 @@ def _row_by_row_torch(
     x: Tensor | PartsOfRows, pieces: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    return coded_torch(_rows_of(x), pieces, out_features, in_features, gated, eps, added, dtype)
+    return prepacked_torch(_rows_of(x), pieces, out_features, in_features, gated, eps, added, dtype)
 
 
 def _row_by_row_native(
     x: Tensor | PartsOfRows, pieces: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    return coded_native(_rows_of(x), pieces, out_features, in_features, gated, eps, added, dtype)
+    return prepacked_native(
+        _rows_of(x), pieces, out_features, in_features, gated, eps, added, dtype
+    )
 
 
 @triton.jit
@@ -248,7 +250,7 @@ def _row_by_row_kernel(
     OF_ROW: tl.constexpr = (2 * HALF + TABLE) * WIDE
     first_tile = tl.program_id(0) * HEIGHT
 
-    # all that a warp multiplies, as `row_matmul` has it but for who has which part of a block
+    # all that a warp multiplies, as in `row_matmul` but for the parts of a block that lanes have
     codes, scales = (), ()
     for turn in tl.static_range(0, STEPS, WARPS):
         step = tl.minimum(warp + turn, STEPS - 1)
@@ -319,13 +321,13 @@ def _row_by_row_triton(
 
 def row_by_row(
     x: Tensor | PartsOfRows,
-    weight: Coded,
+    weight: Prepacked,
     eps: float | None = None,
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
     early: bool = False,
 ) -> Tensor:
-    """Normalise rows, multiply them by a coded matrix, gate the result and add to it.
+    """Normalise rows, multiply them by a prepacked matrix, gate the result and add to it.
 
     Args:
         x: (M, K) bfloat16, contiguous, 1 to 8 rows, K a multiple of 8 and at most `MOST_COLUMNS`;
@@ -360,14 +362,14 @@ TIMED = tuple((4, *shape[1:]) for shape in of_row.TIMED)
 
 def _draw_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     rows = 1 + (m - 1) % MOST_ROWS
-    x, *rest = draw_coded(dice, group_size, rows, n, min(k, MOST_COLUMNS))
+    x, *rest = draw_prepacked(dice, group_size, rows, n, min(k, MOST_COLUMNS))
     return (8 * x).round(), *rest
 
 
 ROW_BY_ROW = Operation(
-    "row_by_row", _row_by_row_triton, _row_by_row_torch, coded_reference,
-    partial(coded_cases, SHAPES), of_row.ROW_MATMUL.gate, CODED_ARGUMENTS,
+    "row_by_row", _row_by_row_triton, _row_by_row_torch, prepacked_reference,
+    partial(prepacked_cases, SHAPES), of_row.ROW_MATMUL.gate, PREPACKED_ARGUMENTS,
     where=(*few_rows_fit(MOST_ROWS), f"in_features <= {MOST_COLUMNS}"), draw=_draw_rows,
-    needs_rows=True, peer=of_row.ROW_MATMUL.torch, timings=partial(coded_timings, TIMED),
+    needs_rows=True, peer=of_row.ROW_MATMUL.torch, timings=partial(prepacked_timings, TIMED),
     native=_row_by_row_native,
 )  # fmt: skip

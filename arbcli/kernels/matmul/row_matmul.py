@@ -2,7 +2,7 @@
 
 rms_norm(x) = x / sqrt(mean(x**2) + eps) has no weights; gate(a, b) = silu(a) * b, with a and b the
 two halves of the product. Norm, gate and sum can each be left out. The norm's division is done
-last, on the products. `coded` says how w lies.
+last, on the products. `prepacked` says how w lies.
 
 Arithmetic. Matrix units multiply bytes faster than anything else, and add them up exactly. So x is
 rounded to 15 bits, with one power of two for 32 elements: an element is off by at most 2**-14 of
@@ -44,19 +44,19 @@ from arbcli.kernels.codec.warp_products import (
     unpair_four,
 )
 from arbcli.kernels.dice import Dice
-from arbcli.kernels.matmul.arranged import few_rows_fit
-from arbcli.kernels.matmul.coded import (
+from arbcli.kernels.matmul.prepacked import (
     BLOCK,
-    CODED_ARGUMENTS,
     PIECE_BYTES,
-    Coded,
-    coded_cases,
-    coded_native,
-    coded_reference,
-    coded_timings,
-    coded_torch,
-    draw_coded,
+    PREPACKED_ARGUMENTS,
+    Prepacked,
+    draw_prepacked,
+    prepacked_cases,
+    prepacked_native,
+    prepacked_reference,
+    prepacked_timings,
+    prepacked_torch,
 )
+from arbcli.kernels.matmul.swizzled import few_rows_fit
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
 from arbcli.kernels.runtime.operation import MATRIX, Gate, Operation
@@ -115,7 +115,7 @@ def _row_matmul_torch(
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     rows = x.average()[None] if isinstance(x, AttentionParts) else x
-    return coded_torch(rows, pieces, out_features, in_features, gated, eps, added, dtype)
+    return prepacked_torch(rows, pieces, out_features, in_features, gated, eps, added, dtype)
 
 
 def _row_matmul_native(
@@ -123,7 +123,7 @@ def _row_matmul_native(
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     rows = x.average()[None] if isinstance(x, AttentionParts) else x
-    return coded_native(rows, pieces, out_features, in_features, gated, eps, added, dtype)
+    return prepacked_native(rows, pieces, out_features, in_features, gated, eps, added, dtype)
 
 
 @triton.jit
@@ -575,13 +575,13 @@ def _row_matmul_triton(
 
 def row_matmul(
     x: Tensor | AttentionParts,
-    weight: Coded,
+    weight: Prepacked,
     eps: float | None = None,
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
     early: bool = False,
 ) -> Tensor:
-    """Normalise a row, multiply it by a coded matrix, gate the result and add to it.
+    """Normalise a row, multiply it by a prepacked matrix, gate the result and add to it.
 
     Args:
         x: (1, K) bfloat16, contiguous, K a multiple of 8 and at most `MOST_COLUMNS`; or parts of
@@ -623,23 +623,23 @@ TIMED = (
 
 
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    x, *rest = draw_coded(dice, group_size, 1, n, min(k, MOST_COLUMNS))
+    x, *rest = draw_prepacked(dice, group_size, 1, n, min(k, MOST_COLUMNS))
     # whole numbers, which 15 bits hold: of a few results, what is rounded may be most
     return (8 * x).round(), *rest
 
 
 ROW_MATMUL = Operation(
-    "row_matmul", _row_matmul_triton, _row_matmul_torch, coded_reference,
-    partial(coded_cases, SHAPES),
+    "row_matmul", _row_matmul_triton, _row_matmul_torch, prepacked_reference,
+    partial(prepacked_cases, SHAPES),
     Gate(
         exact=False,
         relative=1e-3,
         peer_slack=0.1,
         reason="x is rounded to 15 bits, 32 elements with one power of two: errors of up to 2**-14"
-        " of the largest of them, some 1e-4 of the norm of a product and 3e-4 behind a gate; then"
+        " of the largest of them, some 1e-4 of the norm of a product and 3e-4 after a gate; then"
         " float32 sums; in bf16 one rounding, as torch's float32 has",
     ),
-    CODED_ARGUMENTS, where=(*few_rows_fit(1), f"in_features <= {MOST_COLUMNS}"), draw=_draw,
-    needs_rows=False, torch_is_peer=True, timings=partial(coded_timings, TIMED),
+    PREPACKED_ARGUMENTS, where=(*few_rows_fit(1), f"in_features <= {MOST_COLUMNS}"), draw=_draw,
+    needs_rows=False, torch_is_peer=True, timings=partial(prepacked_timings, TIMED),
     native=_row_matmul_native,
 )  # fmt: skip

@@ -197,7 +197,7 @@ def add_rms_norm_e4m3(
 def gated_rms_norm_e4m3(
     gate_up: Tensor, weight: Packed | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Do for (M, 2 D) `gate_up` what `rms_norm_e4m3` does, behind the gate of `gated_rms_norm`.
+    """Do for (M, 2 D) `gate_up` what `rms_norm_e4m3` does, after the gate of `gated_rms_norm`.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
@@ -218,7 +218,7 @@ def _cases_of(spec: Operation) -> MakeCases:
 
 
 def _timings_of(spec: Operation, run: Callable) -> MakeTimings:
-    """Time what a norm is timed on, beside the norm and the rounding apart."""
+    """Time what a norm is timed on, against the norm and the rounding apart."""
 
     def timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         assert spec.timings is not None

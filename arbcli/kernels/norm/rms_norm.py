@@ -5,7 +5,7 @@ Backward, with r = rsqrt(mean(x**2) + eps) and xhat = x * r:
 grad_x = r * (gy * w - xhat * mean(xhat * gy * w)).
 
 The backward also returns y, so that only x has to be saved, not what the next layer multiplied. To
-grad_x, rounded, it adds the gradient that x has beside the norm, as that of a residual stream.
+grad_x, rounded, it adds the gradient that x has besides, as that of a residual stream.
 Rows are kept in registers; rows too wide for that are read in blocks, twice.
 """
 
@@ -48,12 +48,12 @@ def add_rms_norm_reference(
 
 
 def rms_norm_backward_reference(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, beside: Tensor | None = None
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute what `rms_norm_backward` must return: autograd through the reference, in float64."""
     grads = grad_y.double(), x.double()
     grad_x, y = gradient_and_output(rms_norm_reference, *grads, weight, eps)
-    return grad_x if beside is None else grad_x + beside.double(), y
+    return grad_x if other_grad is None else grad_x + other_grad.double(), y
 
 
 def gradient_and_output(
@@ -83,7 +83,7 @@ def _add_rms_norm_torch(
 
 
 def _rms_norm_backward_torch(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, beside: Tensor | None = None
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     width, factors = x.shape[-1], norm_weight_torch(weight)
     grad_x, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
@@ -93,7 +93,7 @@ def _rms_norm_backward_torch(
         parts = norm_gradient(grad_y[rows], x[rows].to(torch.float32), factors, eps)
         for result, part in zip(results, parts, strict=True):
             result[rows] = part
-    return grad_x if beside is None else grad_x.add_(beside), y
+    return grad_x if other_grad is None else grad_x.add_(other_grad), y
 
 
 def _rms_norm_native(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
@@ -108,11 +108,11 @@ def _add_rms_norm_native(
 
 
 def _rms_norm_backward_native(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, beside: Tensor | None = None
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _, y = norm_backward_native(grad_y, x, weight, eps, gated=False, grad_x=grad_x)
-    return grad_x if beside is None else grad_x.add_(beside), y
+    return grad_x if other_grad is None else grad_x.add_(other_grad), y
 
 
 def norm_native(x: Tensor, weight: Packed | None, eps: float | None, *, gated: bool) -> Tensor:
@@ -239,21 +239,21 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _store_gradient(
-    grad_x_ptr, beside_ptr, values, offs_m, offs_d, mask, D, stride_bm, BESIDE: tl.constexpr
+    grad_x_ptr, other_grad_ptr, values, offs_m, offs_d, mask, D, stride_bm, OTHER_GRAD: tl.constexpr
 ):  # fmt: skip
-    """Store a gradient, with the one beside it added to what is rounded."""
-    if BESIDE:
+    """Store a gradient, with another one added before it is rounded."""
+    if OTHER_GRAD:
         values = values.to(grad_x_ptr.dtype.element_ty).to(tl.float32)
-        values += load_rows(beside_ptr, offs_m, offs_d, mask, stride_bm)
+        values += load_rows(other_grad_ptr, offs_m, offs_d, mask, stride_bm)
     store_rows(grad_x_ptr, values, offs_m, offs_d, mask, D)
 
 
 @triton.jit
 def _rms_norm_backward_kernel(
-    grad_y_ptr, x_ptr, weight_ptr, beside_ptr, grad_x_ptr, y_ptr,
+    grad_y_ptr, x_ptr, weight_ptr, other_grad_ptr, grad_x_ptr, y_ptr,
     M, D, eps, one,
     stride_ym, stride_xm, stride_bm,
-    HAS_WEIGHT: tl.constexpr, BESIDE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, OTHER_GRAD: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -267,8 +267,8 @@ def _rms_norm_backward_kernel(
         xhat = x * r
         mean = (tl.sum(xhat * grad_xhat, axis=1) / D)[:, None]
         _store_gradient(
-            grad_x_ptr, beside_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D,
-            stride_bm, BESIDE,
+            grad_x_ptr, other_grad_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D,
+            stride_bm, OTHER_GRAD,
         )  # fmt: skip
         store_rows(y_ptr, xhat * weight, offs_m, offs_d, mask, D)
     else:
@@ -292,8 +292,8 @@ def _rms_norm_backward_kernel(
             xhat = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm) * r
             grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
             _store_gradient(
-                grad_x_ptr, beside_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D,
-                stride_bm, BESIDE,
+                grad_x_ptr, other_grad_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D,
+                stride_bm, OTHER_GRAD,
             )  # fmt: skip
             store_rows(y_ptr, xhat * weight, offs_m, offs_d, mask, D)
 
@@ -361,7 +361,7 @@ def _add_rms_norm_triton(
 
 
 def _rms_norm_backward_triton(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, beside: Tensor | None = None
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     y = torch.empty_like(grad_x)
@@ -373,11 +373,11 @@ def _rms_norm_backward_triton(
             norm_weight(weight),
         )
         grid, tile = tiling(len(x), width)
-        others = x if beside is None else dense_rows(beside)
+        others = x if other_grad is None else dense_rows(other_grad)
         _rms_norm_backward_kernel[grid](
             grad_y, x, y if decoded is None else decoded, others, grad_x, y, len(x), width, eps,
             1.0, grad_y.stride(0), x.stride(0), others.stride(0),
-            HAS_WEIGHT=decoded is not None, BESIDE=beside is not None, **tile,
+            HAS_WEIGHT=decoded is not None, OTHER_GRAD=other_grad is not None, **tile,
         )  # fmt: skip
     return grad_x, y
 
@@ -420,12 +420,12 @@ def rms_norm_backward(
     x: Tensor,
     weight: Packed | None,
     eps: float,
-    beside: Tensor | None = None,
+    other_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradient of `rms_norm` with respect to `x`, and its result again.
 
-    `grad_y` has the shape and dtype of `x`, and any strides, and so has `beside`, a gradient that
-    `x` has by another way: it is added to what is rounded. The rest is what `rms_norm` was given.
+    `grad_y` has the shape and dtype of `x`, and any strides, and so has `other_grad`, the gradient
+    of `x` by another path: it is added before rounding. The rest is what `rms_norm` was given.
 
     Returns:
         grad_x and y, each like the result of `rms_norm`.
@@ -433,7 +433,7 @@ def rms_norm_backward(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    return RMS_NORM_BACKWARD(grad_y, x, weight, eps, beside)
+    return RMS_NORM_BACKWARD(grad_y, x, weight, eps, other_grad)
 
 
 def rms_norm_in_its_dtype(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
@@ -501,15 +501,15 @@ def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         yield Case(case.label, (grad_y, *case.inputs), peer)
 
 
-def _backward_beside_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+def _backward_added_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(2)
     for case in _backward_cases(device, group_size):
         yield case
         x = case.inputs[1]
         if "x165" in case.label or "bf16 ones" in case.label or x.shape[-1] > WHOLE_ROW:
-            beside = torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator))
+            other_grad = torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator))
             peer = case.peer and backward_in_its_dtype
-            yield Case(f"{case.label} beside", (*case.inputs, beside), peer)
+            yield Case(f"{case.label} added", (*case.inputs, other_grad), peer)
 
 
 def backward_in_its_dtype(
@@ -517,11 +517,11 @@ def backward_in_its_dtype(
     x: Tensor,
     weight: Packed | None,
     eps: float,
-    beside: Tensor | None = None,
+    other_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Do what torch alone would do, gradient and sum, in the dtype of `x`."""
     grad_x, y = gradient_and_output(rms_norm_in_its_dtype, grad_y, x, weight, eps)
-    return grad_x if beside is None else grad_x + beside, y
+    return grad_x if other_grad is None else grad_x + other_grad, y
 
 
 TIMED_EPS = 1e-6
@@ -583,9 +583,9 @@ ADD_RMS_NORM = Operation(
 )  # fmt: skip
 RMS_NORM_BACKWARD = Operation(
     "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
-    rms_norm_backward_reference, _backward_beside_cases, _GATE,
+    rms_norm_backward_reference, _backward_added_cases, _GATE,
     {"grad_y": ROWS, "x": ROWS, "weight": NORM_WEIGHT, "eps": EPS,
-     "beside": Array("*B, D", optional=True)},
+     "other_grad": Array("*B, D", optional=True)},
     sizes=ROW_SIZES, scale_path=in_planes, peer=backward_in_its_dtype, timings=_backward_timings,
     native=_rms_norm_backward_native,
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Choose several bytes of a text at once, and accept those whose proposals they equal.
 
-A check reads the last byte of a text and M - 1 proposals behind it, and so has the logits of M
+A check reads the last byte of a text and M - 1 proposals after it, and so has the logits of M
 bytes. Each is chosen as `choose_byte` chooses it, by the random numbers of its position. The first
 one is a byte of the text whatever was proposed; and each following one is, as long as the bytes
 before it equal their proposals. So what is accepted is what would be chosen one by one.
@@ -99,7 +99,7 @@ def choose_ahead_(
     top_k: int,
     top_p: float,
 ) -> None:
-    """Choose the bytes of a text behind the one at `position`, each by its logits, in place.
+    """Choose the bytes of a text after the one at `position`, each by its logits, in place.
 
     Args:
         chosen: (M,) int64, set to the bytes, 1 to 8 of them.
@@ -197,7 +197,7 @@ def accept_ahead_(
     """Accept the bytes that equal their proposals, and the first that does not, in place.
 
     Args:
-        ids: (M,) int64, the byte that was read first and the proposals behind it; the first one is
+        ids: (M,) int64, the byte that was read first and the proposals after it; the first one is
             set to the last byte that is accepted.
         chosen: (M,) int64, what follows each of them.
         rows: (M, D), what the model has of each, any dtype.

@@ -181,7 +181,7 @@ def choose_byte_(
     Of more than 256 symbols the likeliest are found by sorting, by torch's operations everywhere.
 
     Args:
-        byte: int64 of one element, set to the byte, for whoever reads it next.
+        byte: int64 of one element, set to the byte, for its next reader.
         text: (P,) uint8, or int32 of more than 256 symbols, contiguous; its element `position` is
             set to the byte.
         logits: (V,) float32 or bfloat16, contiguous; finite, or -inf.

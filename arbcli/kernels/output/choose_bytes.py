@@ -131,7 +131,7 @@ def choose_bytes_(
     Of more than 256 symbols one text after another has torch's operations.
 
     Args:
-        byte: (B, 1) int64, set to the bytes, for whoever reads them next.
+        byte: (B, 1) int64, set to the bytes, for their next reader.
         text: (B, P) uint8, or int32 of more than 256 symbols; in each row the element at its
             position is set.
         logits: (B, V) float32 or bfloat16; finite, or -inf.

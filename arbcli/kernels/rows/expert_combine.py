@@ -134,7 +134,7 @@ def _expert_combine_backward_triton(
     grad_y: Tensor, values: Tensor, positions: Tensor, gates: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     tokens, slots = positions.shape
-    # rows that are no token's have no gradient; where there are none, all is written
+    # rows without a token have no gradient; where there are none, all is written
     make = torch.empty if len(values) == tokens * slots else torch.zeros
     grad_values = make(values.shape, dtype=values.dtype, device=values.device)
     grad_gates = torch.empty(positions.shape, dtype=torch.float32, device=values.device)
@@ -184,7 +184,7 @@ def expert_combine_backward(
         gates: what it was given.
 
     Returns:
-        Gradients of `values`, like them, zero in rows that are no token's, and of `gates`, float32;
+        Gradients of `values`, like them, zero in rows without a token, and of `gates`, float32;
         the latter without gates too.
 
     Raises:

@@ -92,7 +92,7 @@ def never(*_: Any) -> None:
 
 
 def evaluate(expression: Any, known: Mapping[str, Any]) -> Any:
-    """Compute what is written of sizes; what is no string is itself."""
+    """Compute what is written of sizes; what is not a string is itself."""
     return eval(expression, FUNCTIONS, dict(known)) if isinstance(expression, str) else expression
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from arbcli.environment import no_gpu_for_triton
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TritonMissing
@@ -45,10 +46,7 @@ def check_backend(name: str, device: torch.device) -> None:
         _check_native(device)
         return
     if name == "triton" and device.type != "cuda":
-        raise ArbError(
-            f"the `triton` backend needs a CUDA device, and this run is on `{device}`",
-            hint="use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
-        )
+        raise no_gpu_for_triton(str(device))
     if not HAS_TRITON:
         raise TritonMissing(f"the `{name}` backend")
     if name == "interpreter" and not INTERPRETED:

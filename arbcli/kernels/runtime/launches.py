@@ -1,4 +1,4 @@
-"""The one way from a launcher to the GPU, for who wants to see launches instead of doing them.
+"""Single entry point of kernel launches, which can be replaced to trace them.
 
 Every kernel here is launched as `kernel[grid](...)`, triton's own notation, whether it is compiled
 or interpreted. Replacing what that does reaches all of them, and a new one needs no word for it.

@@ -89,7 +89,7 @@ def _merged_kernel(
 def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) -> None:
     """Do what several functions do, with launches of the same kernel as one.
 
-    A function may launch kernels on grids of one axis whose first parameters are no constants. It
+    A function may launch kernels on grids of one axis whose first parameters are not constants. It
     must compute nothing else of what they write, as they run when all functions have returned, and
     nothing that another function's kernels write.
 

@@ -5,7 +5,7 @@
  * in an order that shapes alone decide: not the instruction set, and not the number of threads.
  *
  * A matrix is a pointer to its first element and a stride of its rows in elements; columns lie
- * beside each other. Integer arguments are all int64_t, so that the caller needs no prototypes.
+ * next to each other. Integer arguments are all int64_t, so that the caller needs no prototypes.
  */
 
 #include <math.h>
@@ -188,7 +188,7 @@ static inline uint32_t to_bits(float x) {
     return bits;
 }
 
-/* Round to bfloat16, to nearest even; what is no number stays none. */
+/* Round to bfloat16, to nearest even; what is not a number stays none. */
 static inline uint16_t to_bf16(float x) {
     uint32_t bits = to_bits(x);
     uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
@@ -265,7 +265,7 @@ static void unpack_row(const uint8_t *packed, int8_t *trits, int64_t columns) {
     }
 }
 
-/* Pack a row; what `trits` has behind the columns has to be 0. */
+/* Pack a row; what `trits` has after the columns has to be 0. */
 static void pack_row(uint8_t *packed, const int8_t *trits, int64_t columns) {
     for (int64_t block = 0; 160 * block < columns; block++) {
         int64_t width = plane_width(columns, block);
@@ -867,9 +867,9 @@ EXPORT void rotary_norm_backward(const void *grad_q, const void *grad_k, const v
     share_rows(rotary_backward_rows, &about, texts * length, 1, threads);
 }
 
-/* ---- text: products of rows with coded weights ------------------------------------------------- */
+/* ---- text: products of rows with prepacked weights -------------------------------------------- */
 
-/* `arbcli/kernels/matmul/coded.py` and `in_lanes` of `digits_matmul.py` say how weights lie. Lanes are the 16 rows
+/* `arbcli/kernels/matmul/prepacked.py` and `in_lanes` of `digits_matmul.py` say how weights lie. Lanes are the 16 rows
  * of a tile, so every sum over columns is one lane's, and its order does not depend on how many lanes
  * an instruction has, nor on how many rows x has. What is summed in an instruction is exact: products of trits are integers, and
  * a weight of all digits has 8 bits, which times the 16 of x are a float32. */
@@ -973,7 +973,7 @@ static void arrange_trits(const struct arranging *about, const int8_t *trits, in
     }
 }
 
-static int64_t arrange_digits(const struct arranging *about, const float *digits, int64_t row,
+static int64_t prepack_digits(const struct arranging *about, const float *digits, int64_t row,
                               int8_t *tile, uint16_t *scales, int64_t lane) {
     const struct packed *w = &about->w;
     int64_t beyond = 0;
@@ -1007,7 +1007,7 @@ static void arrange_tiles(const void *given, int64_t first, int64_t last, int64_
             row += about->gated ? lane / 8 * n : 0;
             if (scales) {
                 digits_of_row(w, row, trits, digits);
-                about->beyond[thread] += arrange_digits(about, digits, row, (int8_t *)pieces, scales, lane);
+                about->beyond[thread] += prepack_digits(about, digits, row, (int8_t *)pieces, scales, lane);
             } else {
                 unpack_row(w->trits + row * w->trits_stride, trits, w->columns);
                 arrange_trits(about, trits, row, pieces, lane);
@@ -1305,7 +1305,7 @@ static void multiply_tiles(const void *given, int64_t first, int64_t last, int64
 }
 
 /* x: (M, K); y: (M, N); added: like y, or NULL; all contiguous. pieces and scales: as they are
- * arranged; scales: NULL for trits. space: for every thread (136 ceil(K / 128) 4 + 4) M bytes. Where
+ * prepacked; scales: NULL for trits. space: for every thread (136 ceil(K / 128) 4 + 4) M bytes. Where
  * `eps` is negative there is no norm. */
 EXPORT void multiply_rows(const void *x, int64_t x_bf16, const uint8_t *pieces,
                           const uint16_t *scales, const void *added, void *y, int64_t bf16,

@@ -290,15 +290,15 @@ def threads_for(elements: int) -> int:
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """View, or copy, (..., D) as rows whose columns lie beside each other."""
+    """View, or copy, (..., D) as rows whose columns lie next to each other."""
     return as_rows(x.reshape(-1, x.shape[-1]))
 
 
 def in_rows(matrix: Tensor) -> bool:
-    """Tell whether the columns of a matrix lie beside each other, as the loops need."""
+    """Tell whether the columns of a matrix lie next to each other, as the loops need."""
     return matrix.shape[1] <= 1 or matrix.stride(1) == 1
 
 
 def as_rows(matrix: Tensor) -> Tensor:
-    """Copy a matrix whose columns do not lie beside each other."""
+    """Copy a matrix whose columns do not lie next to each other."""
     return matrix if in_rows(matrix) else matrix.contiguous()

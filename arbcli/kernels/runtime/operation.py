@@ -37,7 +37,7 @@ class Case:
     label: str
     """Shapes and what is awkward about them."""
     inputs: tuple
-    """Positional arguments; whoever runs the case passes clones, so updates in place are safe."""
+    """Positional arguments; the runner of a case passes clones, so updates in place are safe."""
     peer: Callable[..., Results] | None = None
     """torch's own operation on these inputs, where the gate is "no worse than torch"."""
     chunk_elements: int | None = None

@@ -19,7 +19,7 @@ not overlap, such as torch's own. What a step of a text reads so:
   then have come the kernels that choose a byte and look it up, not early.
 - In a model with chunks, positions of decoders and of the inner network are counted by kernels of
   a step. Between these and a decoder is the end of a phase, which no kernel overlaps, or the kernel
-  that takes a chunk, which is not early; behind the inner network's, the same two as above.
+  that takes a chunk, which is not early; after the inner network's, the same two as above.
 - `route_position` and `take_chunk` read what was computed before the product that they wait for.
   So that product is not early: `TernaryLinear.fused` is told.
 """

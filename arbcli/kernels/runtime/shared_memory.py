@@ -49,8 +49,8 @@ mov.b32 $0, 0;
 
 
 @triton.constexpr_function
-def _wait_ptx(behind):
-    return f"cp.async.wait_group {behind}; bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
+def _wait_ptx(latest):
+    return f"cp.async.wait_group {latest}; bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
 
 
 @triton.jit
@@ -105,9 +105,9 @@ def commit(thread):
 
 
 @triton.jit
-def wait_for_copies(BEHIND: tl.constexpr, thread):
-    """Wait for all copies of the warp except those of its latest `BEHIND` groups."""
-    PTX: tl.constexpr = _wait_ptx(BEHIND)
+def wait_for_copies(LATEST: tl.constexpr, thread):
+    """Wait for all copies of the warp except those of its latest `LATEST` groups."""
+    PTX: tl.constexpr = _wait_ptx(LATEST)
     _execute(PTX, thread)
 
 

@@ -47,7 +47,7 @@ def _own(part: Any, text: int) -> Any:
     return part[text] if isinstance(part, Tensor) else part
 
 
-def beside_each_other(cases: list[tuple], *shared: int) -> tuple:
+def stacked_texts(cases: list[tuple], *shared: int) -> tuple:
     """Put the inputs of several texts together, for the case of a kernel.
 
     Args:

@@ -24,7 +24,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, Array
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.texts import beside_each_other, text_by_text
+from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 
 SHARED = (3, 4, 5, 6)
 """Arguments of `mamba_step` that are the same for all texts."""
@@ -42,7 +42,7 @@ def mamba_step_reference(
     position: Tensor,
     going_on: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute what `mamba_step` must return and leave behind, a head at a time in float64."""
+    """Compute what `mamba_step` must return and change, a head at a time in float64."""
     heads, states, width = state.shape
     inner, num_taps, p = heads * width, ring.shape[0], int(position)
     rows, ring, state = rows.double(), ring.double(), state.double()
@@ -253,14 +253,14 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     going_on = torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
     texts = [draw_step(2, 7, 5, 4, at, torch.float32, generator) for at in (0, 6, 13)]
     texts = [(*inputs[:3], *texts[0][3:7], inputs[7]) for inputs in texts]
-    yield Case("three texts", (*beside_each_other(texts, *SHARED), going_on))
+    yield Case("three texts", (*stacked_texts(texts, *SHARED), going_on))
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         inputs = draw_step(16, 64, 64, 4, 9, torch.bfloat16, generator)
         yield Case("16x64x64 bf16", inputs, MAMBA_STEP.torch)
         texts = [draw_step(16, 64, 64, 4, at, torch.bfloat16, generator) for at in range(9)]
         texts = [(*inputs[:3], *texts[0][3:7], inputs[7]) for inputs in texts]
         going_on = torch.ones(9, dtype=torch.int32, device=device)
-        inputs = (*beside_each_other(texts, *SHARED), going_on)
+        inputs = (*stacked_texts(texts, *SHARED), going_on)
         yield Case("9 texts of 16x64x64 bf16", inputs, MAMBA_STEP.torch)
 
 
@@ -269,7 +269,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     inputs = draw_step(16, 64, 64, 4, 9, torch.bfloat16, generator)
     peer = partial(_mamba_step_torch, *inputs)
     yield Timing("16x64x64 bf16", inputs, peer=peer, peer_name="torch, step by step")
-    inputs = beside_each_other([inputs] * 16, *SHARED)
+    inputs = stacked_texts([inputs] * 16, *SHARED)
     yield Timing("16 texts of 16x64x64 bf16", inputs, run=_mamba_step_triton)
 
 

@@ -116,7 +116,7 @@ def _load_square(raw_ptr, bias_ptr, offs_m, M, stride_rm, N: tl.constexpr):
     mask = (offs_m < M)[:, None, None]
     z = tl.load(raw_ptr + offs_m[:, None, None] * stride_rm + places, mask=mask, other=0)
     z = z.to(tl.float32) + tl.load(bias_ptr + places)
-    # what is no number stays none
+    # what is not a number stays none
     bounded = tl.where(z > _LIMIT, _LIMIT, tl.where(z < -_LIMIT, -_LIMIT, z))
     return bounded, z == bounded
 

@@ -3,8 +3,8 @@
 m is int8 in units of `range / max` of the rule, u the direction in units of 2**-16 of its
 root-mean-square. All of it is int32: with 16 fractional bits,
 t = m * decay + ((u * gain) >> shift), and stochastic rounding is floor((t + r) / 2**16) with r
-uniform in 0..65535, which is unbiased exactly. In a nibble m is the high half of a byte, beside the
-remainder.
+uniform in 0..65535, which is unbiased exactly. In a nibble m is the high half of a byte, whose
+low half is the remainder.
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ their running mean squares, after these have taken the new ones in.
 
 A running statistic is two int8 digits of its log2 in steps of 1/128: log2 = whole + fraction / 128,
 whole = -128 standing for one never set. It is averaged arithmetically and then its log is rounded
-stochastically: an average of logs trails behind, and a rounded one would stand still.
+stochastically: an average of logs lags, and a rounded one would stand still.
 """
 
 import math

@@ -139,7 +139,7 @@ def _gradient_statistics_kernel(
             stride_an, stride_ak, of_trit, of_low, stride_sn,
             HAS_FRACTION, DIGITS, NIBBLE, FACTORED, SIGNS, BLOCK_N, STEPS,
         )  # fmt: skip
-    else:  # behind full blocks a row is packed like a row that begins there
+    else:  # after full blocks a row is packed like a row that begins there
         _read_groups(
             grad_ptr + 160 * blocks * stride_gk, packed_ptr + 32 * blocks * stride_pb,
             exponent_ptr + 5 * blocks * stride_eg, fraction_ptr + 5 * blocks * stride_fg,

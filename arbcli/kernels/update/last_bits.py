@@ -1,4 +1,4 @@
-"""Tell z = P T + A by its last four bits, to who has the z of the step before, a number near it.
+"""Encode z = P T + A as its last four bits, relative to the z of the step before.
 
 `last_bits`: b = z mod 16, of two rows in a byte, the even row in the low half. `take_last_bits_`:
 

@@ -9,24 +9,24 @@ program a processor, so that no processor waits for another's last tile (2048 ro
 to its own float32 sums those that the others left in memory, in their order: the same bits every
 run. Otherwise a program computes a whole tile.
 
-Shapes alone decide who computes what. An H200 took, in bfloat16 and microseconds, beside cuBLAS:
+Shapes alone decide what runs. An H200 took, in bfloat16 and microseconds, against cuBLAS:
 
-    gram              768x768     4.1 beside 4.9      small tiles
-                      768x2048    6.3 beside 8.7
-                      768x4096    10.1 beside 10.5
-                      384x2048    5.7 beside 5.3      left to cuBLAS, as all of few rows
-                      2048x2048   26.0 beside 23.7    left to cuBLAS, as all of few products
-                      2048x5632   57.1 beside 58.2    shared tiles
-                      2048x6144   58.6 beside 63.2
-                      2048x11264  101.5 beside 113.6
-               4 of   2048x2048   79.3 beside 91.1
-                      8192x8192   866 beside 1652     many tiles; 1448 if they are shared
-    polynomial        256, 384    4.2, 4.4 beside the same, without the identity
-                      768         5.2 beside 6.3      small tiles
-                      2048        28.2 beside 29.1    shared tiles
-               4 of   2048        87.2 beside 115.0
-               8 of   768         24.2 beside 19.0    left to cuBLAS
-                      8192        933 beside 1666     many tiles; 1405 if they are shared
+    gram              768x768     4.1 against 4.9      small tiles
+                      768x2048    6.3 against 8.7
+                      768x4096    10.1 against 10.5
+                      384x2048    5.7 against 5.3      left to cuBLAS, as all of few rows
+                      2048x2048   26.0 against 23.7    left to cuBLAS, as all of few products
+                      2048x5632   57.1 against 58.2    shared tiles
+                      2048x6144   58.6 against 63.2
+                      2048x11264  101.5 against 113.6
+               4 of   2048x2048   79.3 against 91.1
+                      8192x8192   866 against 1652     many tiles; 1448 if they are shared
+    polynomial        256, 384    4.2, 4.4 against the same without the identity
+                      768         5.2 against 6.3      small tiles
+                      2048        28.2 against 29.1    shared tiles
+               4 of   2048        87.2 against 115.0
+               8 of   768         24.2 against 19.0    left to cuBLAS
+                      8192        933 against 1666     many tiles; 1405 if they are shared
 """
 
 from collections.abc import Iterator
@@ -105,7 +105,7 @@ def _gram_polynomial_torch(a: Tensor, alpha: float, beta: float, gamma: float) -
 def _tile_at(index, T, BAND: tl.constexpr):
     """Find (row, column) of a tile in the lower triangle of T rows of tiles, diagonal included.
 
-    The triangle's short rows, turned, complete its long ones to a rectangle. That is walked down
+    The triangle's short rows, reversed, complete its long ones to a rectangle. That is walked down
     its columns in bands of BAND rows, so programs at work together read the same rows of x.
     """
     width = T | 1

@@ -7,12 +7,12 @@ of two, which the caller knows before the gradient is there. With x = |y| / 2**e
     q = sign(y) * floor(x + r / 2**16),  r uniform in 0..65535
 
 which is unbiased but for what is clipped. Integers add up to the same sum in every order, so a
-gradient of many parts does not depend on who added which.
+gradient of many parts does not depend on the order of adding.
 
 Sums of twelve bits are in two planes: 16 * sums + low, with the `low` of two rows in a byte, that
 of the even row in its low half.
 
-Beside the sums stands for each row the power of two that would have fitted: of the largest y,
+Next to the sums stands for each row the power of two that would have fitted: of the largest y,
 e = floor(log2 |y|) + 1 - bits, so that |y| / 2**e is below 2**bits, where `limit` has so many bits.
 A row of zeros has `NONE`, and one that is not finite `NOT_FINITE`.
 """

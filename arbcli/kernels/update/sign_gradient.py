@@ -158,7 +158,7 @@ def sign_gradient(grad_y: Tensor, x: Tensor, packed: Packed) -> SignGradient:
 
 
 def _draw(generator: torch.Generator, *shape: int) -> Tensor:
-    """Draw small integers, whose sums are exact in any order, so that a sign is no accident."""
+    """Draw small integers, whose sums are exact in any order, so that no sign is an accident."""
     return torch.randint(-4, 5, shape, generator=generator).float()
 
 

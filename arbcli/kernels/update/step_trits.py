@@ -9,7 +9,7 @@ By a moment r is turned: (r + turn) mod 2**16. With a key that stays and a turn 
 `GOLDEN_TURN` a step, the r of an element are a low-discrepancy sequence: steps of one size are
 rounded up as often as they should be within a few steps, and rounding noise does not add up.
 
-`step_by_moment`: u is the int8 moment, or the high half of a byte beside A, and the gain brings it
+`step_by_moment`: u is the int8 moment, or the high half of a byte next to A, and the gain brings it
 to unit root-mean-square: floor(step_size / sqrt(squares / (N K)) + 1/2), each operation one of
 correctly rounded float32.
 `step_by_direction`: u is the step's own direction.

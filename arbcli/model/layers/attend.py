@@ -29,7 +29,7 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend from every position to itself and those before it, scores divided by sqrt(d).
 
     The bits of the result and of its gradients are the same every time. So of cuDNN only the
-    forward is used: its backward adds up in any order, and torch has no switch for that. Behind it
+    forward is used: its backward adds up in any order, and torch has no switch for that. After it
     goes `causal_attention_backward`, or on the `torch` backend torch's flash attention.
 
     Args:
@@ -55,7 +55,7 @@ def repeat_heads(x: Tensor, times: int) -> Tensor:
 def attend_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, seen: Tensor) -> Tensor:
     """Attend to positions, and to one more that has a logit of each head's own and no value.
 
-    That position is a key behind the others: `EXTRA` numbers are added to each head, two of which
+    That position is a key after the others: `EXTRA` numbers are added to each head, two of which
     are the logit in queries, rounded and what rounding left, and ones in this key alone.
 
     Args:

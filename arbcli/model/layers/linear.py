@@ -13,21 +13,21 @@ from arbcli.kernels.attention.attend_parts import AttentionParts, PartsOfRows
 from arbcli.kernels.codec.decode_e4m3 import largest_exponents
 from arbcli.kernels.codec.decode_weight import decode_weights_triton
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.matmul.arranged import MOST_ROWS
-from arbcli.kernels.matmul.coded import Coded, code
-from arbcli.kernels.matmul.coded_rows import coded_rows
 from arbcli.kernels.matmul.digits_matmul import (
     ROWS_ALIKE,
-    ArrangedDigits,
-    arrange_digits,
-    arrange_in_lanes,
+    PrepackedDigits,
     digits_matmul,
+    prepack_digits,
+    prepack_in_lanes,
 )
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
+from arbcli.kernels.matmul.prepacked import Prepacked, prepack
+from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
 from arbcli.kernels.matmul.row_by_row import row_by_row
 from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, row_matmul
 from arbcli.kernels.matmul.scaled_nvfp4 import nvfp4_product
+from arbcli.kernels.matmul.swizzled import MOST_ROWS
 from arbcli.kernels.matmul.ternary_matmul import (
     FUSED_ROWS,
     ternary_matmul,
@@ -169,7 +169,7 @@ class LinearWeight(StreamedTensor):
         before: "TernaryRMSNorm | None",
         wanted: bool,
         *,
-        beside: Tensor | None = None,
+        other_grad: Tensor | None = None,
         overwrite: bool = False,
     ) -> Tensor | None:
         """Take the gradient of what `multiply` gave: return that of x if it is wanted.
@@ -179,14 +179,14 @@ class LinearWeight(StreamedTensor):
             x: (M, K), or what `before` makes that of.
             before: as of `multiply`.
             wanted: whether to return the gradient of x.
-            beside: the gradient that x has elsewhere, which `before` adds.
+            other_grad: the gradient that x has elsewhere, which `before` adds.
             overwrite: whether the gradient of a gate may take the place of x.
         """
         grad_x, source = None, x
         if wanted:
             grad_x = self.propagate(grad_y)
             if before:
-                grad_x, source = before.backward(grad_x, x, beside, overwrite)
+                grad_x, source = before.backward(grad_x, x, other_grad, overwrite)
         elif before:
             source = before(x)
         self.collect(source, grad_y)
@@ -258,7 +258,7 @@ _linear = operator(_Linear, lambda x, trits, *_: x.new_empty(len(x), len(trits))
 class _LinearOfSum(Function):
     """total = x + added, y = before(total) @ w.T; otherwise as `_Linear`.
 
-    Total is the stream, which goes on beside the layer, so its gradient is that of both.
+    Total is the stream, which goes on past the layer, so its gradient is that of both.
     """
 
     @staticmethod
@@ -275,7 +275,7 @@ class _LinearOfSum(Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:
         (total,) = ctx.saved_tensors
-        grad = ctx.weight.pass_back(grad_y, total, ctx.before, True, beside=grad_total)
+        grad = ctx.weight.pass_back(grad_y, total, ctx.before, True, other_grad=grad_total)
         return grad, grad, None, None, None
 
 
@@ -295,7 +295,7 @@ class TernaryLinear(nn.Module):
 
     averages = True
     """Whether `fused` may be given parts of attention."""
-    _arranged: Coded | ArrangedDigits | None = None
+    _prepacked: Prepacked | PrepackedDigits | None = None
     _decoded: Tensor | None = None
 
     def __init__(
@@ -372,12 +372,12 @@ class TernaryLinear(nn.Module):
         normalise: bool,
         gated: bool = False,
         added: Tensor | None = None,
-        beside: "TernaryLinear | None" = None,
+        also: "TernaryLinear | None" = None,
         early: bool = True,
     ) -> Tensor:
         """Multiply few rows, (..., K) to (..., N), and do in the same kernel what is around that.
 
-        The weights are arranged for it when first used; `arranged_once` says until when. Of several
+        The weights are prepacked when first used; `prepacked_once` says until when. Of several
         texts, (B, 1, K), each has the same bits, whatever the others are. A single text has the
         kernel that is the fastest for a row, which adds up in another order; up to 8 positions of
         it, (1, T, K), have the bits that each has by itself.
@@ -388,7 +388,7 @@ class TernaryLinear(nn.Module):
             gated: whether silu of the first half of the result multiplies the second; always the
                 same for a layer.
             added: what to add to the result, like it.
-            beside: a layer of the same site whose results, of the same rows, come behind; always
+            also: a layer of the same site whose results, of the same rows, come last; always
                 the same for a layer.
             early: whether the kernel after this one waits before it reads anything that a step
                 computes, so that it may begin before the kernel before this one has ended.
@@ -396,21 +396,21 @@ class TernaryLinear(nn.Module):
         all_digits = self.weight.rule.reads_all
         eps = NORM_EPS if normalise else None
         added = None if added is None else added.reshape(-1, added.shape[-1])
-        if self._arranged is None:
-            of_digits = arrange_in_lanes if uses_native(self.weight.trits) else arrange_digits
-            arrange = of_digits if all_digits else code
-            self._arranged = arrange(self._above(beside), gated)
-        weight = self._arranged
+        if self._prepacked is None:
+            of_digits = prepack_in_lanes if uses_native(self.weight.trits) else prepack_digits
+            pack = of_digits if all_digits else prepack
+            self._prepacked = pack(self._above(also), gated)
+        weight = self._prepacked
         if isinstance(x, AttentionParts):
-            if not isinstance(weight, Coded):
+            if not isinstance(weight, Prepacked):
                 raise ValueError("parts of attention need weights of trits")
             return row_matmul(x, weight, eps, added, early=early).view(1, 1, -1)
         if isinstance(x, PartsOfRows):
-            if not isinstance(weight, Coded):
+            if not isinstance(weight, Prepacked):
                 raise ValueError("parts of attention need weights of trits")
             return row_by_row(x, weight, eps, added, early=early)[None]
         rows, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
-        if isinstance(weight, ArrangedDigits):
+        if isinstance(weight, PrepackedDigits):
             # of more rows work may be shared out otherwise
             most = MOST_ROWS if len(x) > 1 else ROWS_ALIKE
             pieces = [slice(at, at + most) for at in range(0, len(rows), most)]
@@ -424,24 +424,24 @@ class TernaryLinear(nn.Module):
         elif len(x) == 1 and len(rows) <= MOST_ROWS and self.takes_parts:
             y = row_by_row(rows, weight, eps, added, early=early)
         else:
-            y = coded_rows(rows, weight, eps, added)
+            y = prepacked_rows(rows, weight, eps, added)
         return y.view(*shape, -1)
 
-    def _above(self, beside: "TernaryLinear | None") -> Packed:
+    def _above(self, also: "TernaryLinear | None") -> Packed:
         """Put the weights of another layer under these."""
         packed = self.weight.packed
-        return packed if beside is None else packed.above(beside.weight.packed)
+        return packed if also is None else packed.above(also.weight.packed)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """Decode the weights for steps, (N, K) of `dtype`; `arranged_once` says until when."""
+        """Decode the weights for steps, (N, K) of `dtype`; `prepacked_once` says until when."""
         if self._decoded is None or self._decoded.dtype != dtype:
             self._decoded = self.weight.weight(dtype)
         return self._decoded
 
     @contextmanager
-    def arranged_once(self) -> Iterator[None]:
-        """Keep the weights as they are arranged for steps; meanwhile they must not change."""
+    def prepacked_once(self) -> Iterator[None]:
+        """Keep the weights as they are prepacked for steps; meanwhile they must not change."""
         try:
             yield
         finally:
-            self._arranged = self._decoded = None
+            self._prepacked = self._decoded = None

@@ -64,7 +64,7 @@ def _find_ones(weight: NormWeight, _incompatible_keys: Any) -> None:
 class TernaryRMSNorm(Findable):
     """Divide by the root-mean-square, then multiply by frozen ternary weights, all ones.
 
-    A norm is part of the linear layer behind it, which differentiates it: see `TernaryLinear`.
+    A norm is part of the linear layer after it, which differentiates it: see `TernaryLinear`.
     """
 
     def __init__(self, dim: int, site: Site) -> None:
@@ -97,10 +97,10 @@ class TernaryRMSNorm(Findable):
         return add_rms_norm_e4m3(x, added, *self._norm())
 
     def backward(
-        self, grad_y: Tensor, x: Tensor, beside: Tensor | None = None, overwrite: bool = False
+        self, grad_y: Tensor, x: Tensor, other_grad: Tensor | None = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x, plus the one that it has beside, and the result again."""
-        return rms_norm_backward(grad_y, x, *self._norm(), beside)
+        """Compute the gradient of x, plus another one that it has, and the result again."""
+        return rms_norm_backward(grad_y, x, *self._norm(), other_grad)
 
     @property
     def plain(self) -> bool:
@@ -116,7 +116,7 @@ class TernaryGate(TernaryRMSNorm):
     """The middle of a gated MLP: silu of the first half times the second, normalised.
 
     `normalise` False leaves the norm out, and there are no weights. Like a norm, it is part of the
-    linear layer behind it.
+    linear layer after it.
     """
 
     def __init__(self, dim: int, site: Site, *, normalise: bool) -> None:
@@ -139,15 +139,15 @@ class TernaryGate(TernaryRMSNorm):
         return gated_rms_norm_e4m3(gate_up, *self._norm_of_gate())
 
     def backward(
-        self, grad_y: Tensor, x: Tensor, beside: Tensor | None = None, overwrite: bool = False
+        self, grad_y: Tensor, x: Tensor, other_grad: Tensor | None = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Compute the gradient of x, in its place where it may be, and the result again.
 
         Raises:
-            ValueError: x has another gradient beside, which nothing adds.
+            ValueError: x has another gradient, which nothing adds.
         """
-        if beside is not None:
-            raise ValueError("what a gate is given has no gradient beside")
+        if other_grad is not None:
+            raise ValueError("a gate's input has no other gradient to add")
         return gated_rms_norm_backward(grad_y, x, *self._norm_of_gate(), overwrite)
 
     @property
@@ -173,11 +173,11 @@ class ClampedGate(TernaryGate):
         return super().rounded(clamp_halves(gate_up))
 
     def backward(
-        self, grad_y: Tensor, x: Tensor, beside: Tensor | None = None, overwrite: bool = False
+        self, grad_y: Tensor, x: Tensor, other_grad: Tensor | None = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Compute the gradient of x, and the result again."""
         clamped = clamp_halves(x)
-        grad, y = super().backward(grad_y, clamped, beside)
+        grad, y = super().backward(grad_y, clamped, other_grad)
         return grad * (clamped == x), y
 
 

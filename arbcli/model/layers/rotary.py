@@ -1,4 +1,4 @@
-"""Rotary positions: the table of angles, and queries and keys turned where they lie."""
+"""Rotary positions: the table of angles, and queries and keys rotated in place."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -23,15 +23,15 @@ ROWS_AT_ONCE = 2**16
 
 
 def _compute_table(
-    length: int, head_dim: int, device: torch.device, turned: int, rotary: RotaryConfig
+    length: int, head_dim: int, device: torch.device, rotated: int, rotary: RotaryConfig
 ) -> tuple[Tensor, Tensor]:
     # in float32 far positions lose digits, and a GPU of Apple has no float64
     on_mps = torch.empty(0, device=device).is_mps
     place = torch.device("cpu") if on_mps else device
     exact: TensorOptions = {"device": place, "dtype": torch.float64}
-    frequency = rotary_rates(turned, rotary, place)
-    if turned < head_dim:
-        still = torch.zeros((head_dim - turned) // 2, **exact)
+    frequency = rotary_rates(rotated, rotary, place)
+    if rotated < head_dim:
+        still = torch.zeros((head_dim - rotated) // 2, **exact)
         frequency = torch.cat((frequency, still))
 
     def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -50,10 +50,10 @@ def _compute_table(
     return cos, sin
 
 
-def rotary_rates(turned: int, rotary: RotaryConfig, device: torch.device | str = "cpu") -> Tensor:
-    """Compute the radians a position by which each pair turns, (turned / 2,) float64."""
-    places = torch.arange(0, turned, 2, dtype=torch.float64, device=device)
-    frequency = rotary.base ** (-places / turned)
+def rotary_rates(rotated: int, rotary: RotaryConfig, device: torch.device | str = "cpu") -> Tensor:
+    """Compute the radians a position by which each pair turns, (rotated / 2,) float64."""
+    places = torch.arange(0, rotated, 2, dtype=torch.float64, device=device)
+    frequency = rotary.base ** (-places / rotated)
     if rotary.scaling == "none":
         return frequency
     kept = _kept_share(frequency, rotary)
@@ -94,22 +94,22 @@ def rotary_table(
     length: int,
     head_dim: int,
     device: torch.device,
-    turned: int | None = None,
+    rotated: int | None = None,
     rotary: RotaryConfig = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Compute cos and sin of every position's angles, (length, head_dim / 2) float32 each.
 
-    Of a head `turned` numbers turn, by angles as of a head of that width, and the others' angles
+    Of a head `rotated` numbers turn, by angles as of a head of that width, and the others' angles
     are 0; None is the share of `rotary`. Both are multiplied by `rotary.stretch`.
 
     A derived constant: it follows from the configuration, so it is cached here and no part of the
     state. Source: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 15.
     """
-    turned = turned or rotary.rotated(head_dim)
+    rotated = rotated or rotary.rotated(head_dim)
     if torch.compiler.is_compiling():
         like = torch.empty(0, device=device)
-        return _copied_table(like, length, head_dim, turned, *_numbers(rotary), rotary.scaling)
-    return _tables(length, head_dim, device, turned, rotary)
+        return _copied_table(like, length, head_dim, rotated, *_numbers(rotary), rotary.scaling)
+    return _tables(length, head_dim, device, rotated, rotary)
 
 
 def _numbers(rotary: RotaryConfig) -> tuple[float, float, float, float, int]:
@@ -123,7 +123,7 @@ def _copy_table(
     like: Tensor,
     length: int,
     head_dim: int,
-    turned: int,
+    rotated: int,
     base: float,
     factor: float,
     low: float,
@@ -135,7 +135,7 @@ def _copy_table(
         base=base, scaling=scaling, factor=factor, low=low or None, high=high or None,
         original_ctx=original_ctx or None,
     )  # fmt: skip
-    cos, sin = _tables(length, head_dim, like.device, turned, rotary)
+    cos, sin = _tables(length, head_dim, like.device, rotated, rotary)
     return cos.clone(), sin.clone()  # a compiler may write over what an operator gave
 
 
@@ -155,7 +155,7 @@ def table_rows(positions: int, context: int) -> int:
 
 @contextmanager
 def fresh_tables() -> Iterator[None]:
-    """Make tables anew inside, and forget them at the end: for who counts what a step leaves."""
+    """Make tables anew inside, and forget them at the end, to count what a step leaves."""
     global _tables
     before, _tables = _tables, _new_cache()
     try:

@@ -21,6 +21,7 @@ from arbcli.model.initial import head_std
 from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
+from arbcli.model.layers.loss import add_divergence_, grade_divergence_
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.packed import GradientSink
 from arbcli.model.widths import head_lr_factor
@@ -36,13 +37,27 @@ def in_chunks(vocabulary: int) -> bool:
     return vocabulary > MOST_AT_ONCE
 
 
+class Predictions(NamedTuple):
+    """Inputs of a teacher's logits, which are computed a chunk of symbols at a time, too."""
+
+    x: Tensor
+    """(M, D)."""
+    weight: "SymbolWeight"
+    total: Tensor
+    """(M,) float32, logarithms of the sums of exponentials."""
+
+    def logits(self, rows: slice) -> Tensor:
+        """Compute those of some symbols, (M, N)."""
+        return self.x @ self.weight.decode_rows(rows, self.x.dtype).T
+
+
 class Scored(NamedTuple):
     """Inputs of the losses of a batch, kept for the backward."""
 
     x: Tensor
     """(M, D)."""
-    targets: Tensor
-    """(M,) int64."""
+    targets: Tensor | Predictions
+    """(M,) int64, or those of a teacher."""
     total: Tensor
     """(M,) float32, logarithms of the sums of exponentials."""
 
@@ -99,6 +114,17 @@ class SymbolWeight(LinearWeight):
         for rows, w in self._chunks(x.dtype):
             add_symbols_(total, of_target, x @ w.T, targets - rows.start)
         return total - of_target, total
+
+    def diverge(self, x: Tensor, theirs: Predictions) -> tuple[Tensor, Tensor]:
+        """Compute the divergence of each row from a teacher's, in nats, and the total."""
+        total = torch.full((len(x),), -torch.inf, dtype=torch.float32, device=x.device)
+        found, ignored = -theirs.total, torch.zeros_like(total)
+        nowhere = torch.full(total.shape, -1, device=x.device)
+        for rows, w in self._chunks(x.dtype):
+            logits = x @ w.T
+            add_symbols_(total, ignored, logits, nowhere)
+            add_divergence_(found, logits, theirs.logits(rows), theirs.total)
+        return found + total, total
 
     def pass_back_losses(self, scored: Scored, scale: Tensor) -> Tensor:
         """Take the gradient of losses: step if this was the last use, and return that of x.
@@ -162,7 +188,7 @@ class SymbolWeight(LinearWeight):
         grad, w = None, None
         for source, of_result in uses:
             if isinstance(source, Scored):
-                w = self._decode(rows, source.x.dtype) if w is None else w
+                w = self.decode_rows(rows, source.x.dtype) if w is None else w
                 of_logits, x = _gradient_of_logits(source, of_result, rows, w), source.x
                 if grad_x is not None:
                     grad_x += of_logits @ w
@@ -172,14 +198,15 @@ class SymbolWeight(LinearWeight):
             grad = part if grad is None else grad + part
         return grad
 
-    def _decode(self, rows: slice, dtype: torch.dtype) -> Tensor:
+    def decode_rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Decode the weights of some symbols, (N, D) of `dtype`."""
         return decode_weight(self.packed.rows(rows), dtype)
 
     def _chunks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """Decode one chunk after another: which rows, and their weights, (N, D) of `dtype`."""
         for some in self.gradient_ranges():
             rows = self.rows_of(some)
-            yield rows, self._decode(rows, dtype)
+            yield rows, self.decode_rows(rows, dtype)
 
 
 def _are_ids(source: Scored | Tensor) -> bool:
@@ -187,8 +214,12 @@ def _are_ids(source: Scored | Tensor) -> bool:
 
 
 def _gradient_of_logits(scored: Scored, scale: Tensor, rows: slice, w: Tensor) -> Tensor:
-    logits = scored.x @ w.T
-    grade_symbols_(logits, scored.targets - rows.start, scored.total, scale)
+    logits, targets = scored.x @ w.T, scored.targets
+    if isinstance(targets, Predictions):
+        theirs = targets.logits(rows)
+        grade_divergence_(logits, theirs, scored.total, targets.total, scale)
+    else:
+        grade_symbols_(logits, targets - rows.start, scored.total, scale)
     return logits
 
 
@@ -216,20 +247,26 @@ class _Losses(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        targets: Tensor,
+        targets: Tensor | Predictions,
         _anchor: Tensor,
         weight: SymbolWeight,
         before: TernaryRMSNorm | None,
     ) -> Tensor:
-        losses, total = weight.score(before(x) if before else x, targets)
-        ctx.weight, ctx.before = weight, before
-        ctx.save_for_backward(x, targets, total)
+        ctx.weight, ctx.before, ctx.theirs = weight, before, None
+        normal = before(x) if before else x
+        if isinstance(targets, Predictions):
+            losses, total = weight.diverge(normal, targets)
+            ctx.theirs = targets
+            ctx.save_for_backward(x, total)
+        else:
+            losses, total = weight.score(normal, targets)
+            ctx.save_for_backward(x, total, targets)
         return losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, targets, total = ctx.saved_tensors
-        before = ctx.before
+        x, total, *own = ctx.saved_tensors
+        before, targets = ctx.before, ctx.theirs or own[0]
         scored = Scored(before(x) if before else x, targets, total)
         grad_x = ctx.weight.pass_back_losses(scored, grad.contiguous())
         if before:
@@ -240,16 +277,23 @@ class _Losses(Function):
 class SymbolHead(TernaryLinear):
     """The linear layer that gives logits of many symbols, or losses without them."""
 
+    weight: SymbolWeight
+
     def __init__(self, vocabulary: int, dim: int, site: Site, *, area: str) -> None:
         nn.Module.__init__(self)
         self.weight = SymbolWeight(vocabulary, dim, site, area=area)
 
-    def losses(self, x: Tensor, targets: Tensor, before: TernaryRMSNorm | GainedRMSNorm) -> Tensor:
-        """Compute the cross-entropy of each position, in nats.
+    def losses(
+        self,
+        x: Tensor,
+        targets: Tensor | Predictions,
+        before: TernaryRMSNorm | GainedRMSNorm,
+    ) -> Tensor:
+        """Compute the cross-entropy of each position, in nats, or its divergence from a teacher.
 
         Args:
             x: (..., D), the stream.
-            targets: (...) int64.
+            targets: (...) int64, or what the teacher's head predicts.
             before: is applied to x first.
 
         Returns:
@@ -258,9 +302,17 @@ class SymbolHead(TernaryLinear):
         gained = isinstance(before, GainedRMSNorm)
         x = before(x) if gained else x
         self.weight.note_use()
-        rows = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+        rows = x.reshape(-1, x.shape[-1])
+        symbols = targets if isinstance(targets, Predictions) else targets.reshape(-1)
         within = None if gained else before
-        return _Losses.apply(*rows, anchor(x), self.weight, within).view(targets.shape)
+        return _Losses.apply(rows, symbols, anchor(x), self.weight, within).view(x.shape[:-1])
+
+    @torch.no_grad()
+    def predictions(self, x: Tensor, before: TernaryRMSNorm | GainedRMSNorm) -> Predictions:
+        """Make what another head's losses compare with, of the stream of a teacher, (..., D)."""
+        rows = before(x.reshape(-1, x.shape[-1]))
+        nowhere = torch.full((len(rows),), -1, device=x.device)
+        return Predictions(rows, self.weight, self.weight.score(rows, nowhere)[1])
 
 
 class TiedHead(SymbolHead):

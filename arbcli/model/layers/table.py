@@ -118,7 +118,7 @@ class TernaryTable(nn.Module):
         """Add up weighted rows.
 
         Args:
-            ids: (M, k) int64; one outside 0..V-1, such as -1, is no row.
+            ids: (M, k) int64; one outside 0..V-1, such as -1, is not a row.
             weights: (M, k) float32; differentiable.
             dtype: of the result.
 

@@ -114,7 +114,7 @@ class _ReadWhole(nn.Module):
     _prepared: Tensor | None = None
 
     def prepared(self) -> Tensor:
-        """Decode once; `arranged_once` says until when."""
+        """Decode once; `prepacked_once` says until when."""
         if self._prepared is None:
             self._prepared = self.weight.weight(torch.float32).squeeze(1)
             if self._prepared.is_cuda:  # kernels that overlap read it without waiting for any
@@ -122,7 +122,7 @@ class _ReadWhole(nn.Module):
         return self._prepared
 
     @contextmanager
-    def arranged_once(self) -> Iterator[None]:
+    def prepacked_once(self) -> Iterator[None]:
         """Keep what was decoded for steps; meanwhile the weights must not change."""
         try:
             yield

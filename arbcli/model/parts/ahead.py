@@ -1,6 +1,6 @@
 """The head that predicts bytes beyond the next one.
 
-With s_0 the stream of a position behind the last block, and b_1, b_2, .. the bytes that follow the
+With s_0 the stream of a position after the last block, and b_1, b_2, .. the bytes that follow the
 position, of which the model's own head predicts b_1, for k = 1, 2, ..:
 
     (1) x_k = n(s_{k-1}) P^T + E[b_k]
@@ -8,7 +8,7 @@ position, of which the model's own head predicts b_1, for k = 1, 2, ..:
     (3) n(s_k) H^T = logits of b_{k+1}
 
 n divides by the root-mean-square; P, E, H and the weights of the MLP are the same for all k. The
-average cross-entropy of (3) over the positions that have so many bytes behind them in the window
+average cross-entropy of (3) over the positions that have so many bytes after them in the window
 is the loss `next_{k+1}`. In training the b_k are those of the text; when a text is made, they are
 what (3) proposed.
 """
@@ -64,7 +64,7 @@ class Ahead(nn.Module):
         """Average the cross-entropy of each byte beyond the next one.
 
         Args:
-            x: (B, T, D), the stream behind the last block.
+            x: (B, T, D), the stream after the last block.
             ids: (B, T) int64, the bytes of the window.
 
         Returns:

@@ -81,7 +81,7 @@ class Attention(CachedAttention):
         parts, dim = layers_for(site), site.dim
         self.heads, self.kv_heads, self.width = config.heads, config.key_heads, config.width(site)
         self.window, self.rotary = config.window, config.rotary
-        self.turned = config.rotated(site)
+        self.rotated = config.rotated(site)
         self.normalises, self.eps = config.query_key_norm != "none", site.norm_eps
         inner, kv = self.heads * self.width, self.kv_heads * self.width
         self.fits_kernels = fits_kernels(config)
@@ -145,9 +145,9 @@ class Attention(CachedAttention):
         angles = angles or self.turning(qkv)
         heads = qkv.unflatten(-1, (-1, self.width)).transpose(1, 2)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        return self._turned(q, self.query_gain, angles), self._turned(k, self.key_gain, angles), v
+        return self._rotated(q, self.query_gain, angles), self._rotated(k, self.key_gain, angles), v
 
-    def _turned(self, x: Tensor, gain: nn.Module | None, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def _rotated(self, x: Tensor, gain: nn.Module | None, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Normalise (B, heads, T, d), and turn it by (T, d / 2) angles."""
         y = x.float()
         if self.normalises:
@@ -159,9 +159,9 @@ class Attention(CachedAttention):
         prepare = self.turning if self.fits_kernels else self._prepare
         q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
         length, sink = q.shape[-2], self._sinks()
-        (k,), (v,) = self.kept.round(k, turned=self.turned), self.kept.round(v)
+        (k,), (v,) = self.kept.round(k, rotated=self.rotated), self.kept.round(v)
         if self.kept.queries:
-            (q,) = self.kept.round(q, turned=self.turned)
+            (q,) = self.kept.round(q, rotated=self.rotated)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
         short = self.window is not None and self.window < length
         if documents is not None:
@@ -199,7 +199,7 @@ class Attention(CachedAttention):
         prepare, kept = self.turning if self.fits_kernels else self._prepare, state.clock.kept_in
         q, k, v = prepare(qkv, state.angles)
         if kept.queries:
-            (q,) = kept.round(q, turned=self.turned)
+            (q,) = kept.round(q, rotated=self.rotated)
         return state.attend(q, k, v, self._sinks())
 
     def new_state(self, clock: Clock) -> "Ring":
@@ -242,7 +242,7 @@ class Ring(State):
         rotary: the angles of positions.
     """
 
-    by_text = ("keys", "values", "exponents", "tickets")
+    by_text = ("keys", "values", "exponents", "semaphores")
 
     def __init__(
         self,
@@ -258,7 +258,9 @@ class Ring(State):
         self.exponents: Tensor | None = None
         if clock.kept_in.stored:
             self.exponents = clock.zeros(2, heads, self.window, dtype=torch.int8)
-        self.tickets = clock.kept(("tickets", heads), lambda: clock.zeros(heads, dtype=torch.int32))
+        self.semaphores = clock.kept(
+            ("semaphores", heads), lambda: clock.zeros(heads, dtype=torch.int32)
+        )
 
     fuses = True
     """Whether kernels of a step read what is kept."""
@@ -374,19 +376,20 @@ class Ring(State):
         clock, (cos, sin) = self.clock, self.table
         if clock.texts is not None and self.exponents is None:
             y = decode_attention_rows(
-                qkv[:, 0], self.keys, self.values, clock.position, cos, sin, self.tickets, NORM_EPS
-            )
+                qkv[:, 0], self.keys, self.values, clock.position, cos, sin, self.semaphores,
+                NORM_EPS,
+            )  # fmt: skip
             return y[:, :, None]
         rows = qkv.view(*clock.position.shape, *qkv.shape[2:])
         if self.exponents is None:
             y = decode_attention(
-                rows, self.keys, self.values, clock.position, cos, sin, self.tickets, NORM_EPS,
+                rows, self.keys, self.values, clock.position, cos, sin, self.semaphores, NORM_EPS,
                 self.short,
             )  # fmt: skip
         else:
             y = decode_attention_8bit(
                 rows, self.keys, self.values, self.exponents, clock.position, cos, sin,
-                self.tickets, NORM_EPS,
+                self.semaphores, NORM_EPS,
             )  # fmt: skip
         return y.view(-1, *y.shape[-2:])[:, :, None]
 
@@ -416,7 +419,7 @@ class Ring(State):
         rings = qkv[0], self.keys, self.values, new
         if in_parts and self.leaves_parts(qkv):
             return attend_ahead(*rings, position, cos, sin, NORM_EPS)
-        y = attend_in_turn(*rings, position, cos, sin, self.tickets, NORM_EPS, self.short)
+        y = attend_in_turn(*rings, position, cos, sin, self.semaphores, NORM_EPS, self.short)
         return y.flatten(1)[None]
 
     def new_of(self, positions: int) -> Tensor:
@@ -448,7 +451,7 @@ class MixedRing(Ring):
     def __init__(self, clock: Clock, layer: Attention) -> None:
         self._begin(clock, layer.width, layer.window, layer.rotary)
         shape = (self.window, layer.kv_heads, layer.width)
-        self.keys, self.values = Rows(clock, *shape, layer.turned), Rows(clock, *shape)
+        self.keys, self.values = Rows(clock, *shape, layer.rotated), Rows(clock, *shape)
 
     def written(self) -> Iterator[Written]:
         """List the rings."""

@@ -45,7 +45,7 @@ class BoundaryRouter(nn.Module):
 
     The projections are the identity plus packed weights, which are zero at first. A packed identity
     would be exact too, but every weight of its row would have a scale of 1, and the first trit to
-    turn beside the diagonal would weigh as much as the diagonal.
+    turn next to the diagonal would weigh as much as the diagonal.
     """
 
     def __init__(self, site: Site) -> None:

@@ -16,10 +16,10 @@ With `pooling` of `mean` there are neither A nor beta, and v[j] is n of the mean
 `key_gain` learned gains multiply n in (2), and v[j] in (4).
 
 Where an entry has few bytes there are many, and an indexer chooses. A choice is made by each byte
-t = g m - 1 that completes an entry, for itself and the m - 1 bytes behind it, among g entries:
+t = g m - 1 that completes an entry, for itself and the m - 1 bytes after it, among g entries:
 
     (7) s[g, j] = sum over h of w[h] max(0, q[h] . k[j]) / sqrt(heads d)
-        q[h], w = x[t] I, and k[j] = v[j] J; q and k are normalised and turned like Q x and c
+        q[h], w = x[t] I, and k[j] = v[j] J; q and k are normalised and rotated like Q x and c
     (8) the k entries of the largest s are attended to: `kernels.attention.choose_entries`
     (9) divergence = mean over g of KL(p[g] || softmax s[g]) over the chosen entries
 
@@ -97,7 +97,7 @@ class _Attend(Function):
 
 
 class _Compress(Function):
-    """Bytes and entries as they are attended to, and entries before they are turned."""
+    """Bytes and entries as they are attended to, and entries before they are rotated."""
 
     @staticmethod
     def forward(
@@ -186,12 +186,12 @@ class Indexer(nn.Module):
                 x, norm = norm(x), None
         q, w = self.query(x.detach(), norm).split((self.heads * self.width, self.heads), dim=-1)
         angles = [part[:, None] for part in angles]
-        q = turned(q.unflatten(-1, (self.heads, self.width)), angles)
+        q = rotated(q.unflatten(-1, (self.heads, self.width)), angles)
         return q, w * (self.heads * self.width) ** -0.5
 
     def keys(self, entries: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Make keys, (B, E, width), of entries (B, E, G, d) that are not yet turned."""
-        return turned(self.key(entries.detach().flatten(2)), angles)
+        """Make keys, (B, E, width), of entries (B, E, G, d) that are not yet rotated."""
+        return rotated(self.key(entries.detach().flatten(2)), angles)
 
     def choose(
         self,
@@ -249,7 +249,7 @@ class Indexer(nn.Module):
         return (distance * valid).sum() / valid.sum().clamp(min=1)
 
 
-def turned(x: Tensor, angles: Any) -> Tensor:
+def rotated(x: Tensor, angles: Any) -> Tensor:
     """Normalise the last dimension, and turn it; in the dtype of x."""
     normal = functional.rms_norm(x.float(), x.shape[-1:], eps=NORM_EPS)
     return rotate(normal, *angles).to(x.dtype)
@@ -270,7 +270,7 @@ class CompressedAttention(CachedAttention):
         super().__init__()
         parts = layers_for(site)
         self.heads, self.kv_heads, self.width = config.heads, config.kv_heads, config.width(site)
-        self.turned, self.ratio = config.rotated(site), config.ratio
+        self.rotated, self.ratio = config.rotated(site), config.ratio
         self.sight = Sight(config.window, self.ratio, config.entries(site))
         self.inner, self.kv = self.heads * self.width, self.kv_heads * self.width
         projected = self.inner + config.vectors * self.kv
@@ -307,14 +307,14 @@ class CompressedAttention(CachedAttention):
         q = q.unflatten(-1, (self.heads, self.width))
         kept = state.clock.kept_in if state is not None else self.kept
         if kept.queries:
-            (q,) = kept.round(q, turned=self.turned)
+            (q,) = kept.round(q, rotated=self.rotated)
         if state is not None:
             y = state.attend(x, norm, q, *rest.split(self.kv, dim=-1))
             return Flow(x, self.output(y.reshape(batch, length, self.inner), self.sub_norm))
         table = self.table(length, x.device)
         recent, entries, still = self._compressed(rest, table)
         number = entries.shape[1]
-        recent, entries = self.kept.round(recent, entries, turned=self.turned)
+        recent, entries = self.kept.round(recent, entries, rotated=self.rotated)
         chosen = found = None
         if self.indexer:
             found, chosen = self._choose(x, norm, still)
@@ -369,7 +369,7 @@ class CompressedAttention(CachedAttention):
     def _compressed(
         self, rest: Tensor, table: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute (2) to (4): bytes, entries, and these before they are turned, (B, n, G, d)."""
+        """Compute (2) to (4): bytes, entries, and these before they are rotated, (B, n, G, d)."""
         beta = self.gate_bias(rest.device)
         if self.key_gain is None:
             return _compress(rest, beta, *table, self.kv_heads)
@@ -402,7 +402,7 @@ class CompressedAttention(CachedAttention):
 
     def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Give the angles of so many positions."""
-        return rotary_table(length, self.width, device, self.turned)
+        return rotary_table(length, self.width, device, self.rotated)
 
     def in_place(self, recent: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Normalise and turn bytes, (B, T, G d), by the angles of their positions.
@@ -421,7 +421,7 @@ class CompressedAttention(CachedAttention):
         return rotate(x, *angles)
 
     def compress(self, values: Tensor, gates: Tensor) -> Tensor:
-        """Make entries of blocks, (B, E, m, G d) each: (B, E, G, d), normalised and not turned."""
+        """Make entries of blocks, (B, E, m, G d) each: (B, E, G, d), normalised and not rotated."""
         share = torch.softmax(gates.float() + self.gate_bias(gates.device).T, dim=2)
         entries = (share * values.float()).sum(dim=2).unflatten(-1, (self.kv_heads, -1))
         return functional.rms_norm(entries, entries.shape[-1:], eps=NORM_EPS).to(values.dtype)

@@ -33,7 +33,7 @@ class CompressedState(State):
         layer: the `CompressedAttention`.
     """
 
-    by_text = ("recent", "entries", "open", "keys", "choice", "tickets")
+    by_text = ("recent", "entries", "open", "keys", "choice", "semaphores")
 
     def __init__(self, clock: Clock, layer: Any) -> None:
         super().__init__(clock)
@@ -42,23 +42,23 @@ class CompressedState(State):
         self.window, self.most = layer.sight.window, layer.sight.most
         vector, device = (layer.kv_heads, layer.width), clock.device
         rows = table_rows(positions, clock.ctx)
-        self.table = rotary_table(rows, layer.width, device, layer.turned)
+        self.table = rotary_table(rows, layer.width, device, layer.rotated)
         self.no_beta: Tensor | None = None
         """Beta of a mean."""
         if layer.beta is None:
             self.no_beta = layer.gate_bias(device)
-        self.tickets = clock.kept(
-            ("tickets", layer.heads), lambda: clock.zeros(layer.heads, dtype=torch.int32)
+        self.semaphores = clock.kept(
+            ("semaphores", layer.heads), lambda: clock.zeros(layer.heads, dtype=torch.int32)
         )
-        self.recent = Rows(clock, min(self.window, positions), *vector, layer.turned)
+        self.recent = Rows(clock, min(self.window, positions), *vector, layer.rotated)
         slots = min(self.most, positions // self.ratio) + 1
-        self.entries = Rows(clock, slots, *vector, layer.turned)
+        self.entries = Rows(clock, slots, *vector, layer.rotated)
         self.open = clock.zeros(2, self.ratio, layer.kv)
         """Values and gates of the bytes of the open block."""
         self.keys: Tensor | None = None
         """(slots, width): the indexer's, of the entries; e4m3 where these are in eight bits."""
         self.choice: Tensor | None = None
-        """(k,) int32: the entries that were chosen last, and -1 behind them."""
+        """(k,) int32: the entries that were chosen last, and -1 after them."""
         if layer.indexer:
             indexer = layer.indexer
             self.index_table = indexer.table(rows, device)
@@ -133,7 +133,7 @@ class CompressedState(State):
         still = layer.compress(*full)  # (1, number, G, d)
         firsts = torch.arange(done, done + number, device=device)
         angles = [part[:, None] for part in rows(self.table, firsts * m)]
-        turned = layer.placed(still[0], angles).to(still.dtype)
+        rotated = layer.placed(still[0], angles).to(still.dtype)
         rest = block[0].shape[1] - number * m
         for kept_part, part in zip(self.open, block, strict=True):
             kept_part[:rest] = part[0, number * m :]
@@ -142,9 +142,9 @@ class CompressedState(State):
         lowest = max(0, group - self.most)
         slots = len(self.entries)
         old = torch.arange(lowest, done, device=device) % slots
-        entries = torch.cat((self.entries.get(old), self.entries.rounded(turned)))[None]
+        entries = torch.cat((self.entries.get(old), self.entries.rounded(rotated)))[None]
         fits = min(number, slots)  # later ones would be written over
-        self.entries.put(firsts[number - fits :] % slots, turned[number - fits :])
+        self.entries.put(firsts[number - fits :] % slots, rotated[number - fits :])
         sight = Sight(self.window, m, self.most, start - lowest * m)
         chosen = None
         if self.keys is not None:
@@ -229,7 +229,7 @@ class CompressedState(State):
         return still.view(-1, 1, *still.shape[-2:])
 
     def _append_plainly(self, new: Tensor, beta: Tensor) -> Tensor:
-        """Do as `append` does with (3, G, d) of one text, by plain operations behind the norm."""
+        """Do as `append` does with (3, G, d) of one text, by plain operations after the norm."""
         (cos, sin), place = self.table, self.clock.position.long()[None]
         flat, rows = (torch.ones_like(cos), torch.zeros_like(sin)), torch.empty_like(new[:2, None])
         about = (self.open, beta, self.clock.position, *flat, NORM_EPS)
@@ -281,7 +281,7 @@ class CompressedState(State):
         x = q.reshape(*self.clock.position.shape, *q.shape[2:]).contiguous()
         y = decode_compressed(
             x, self.recent.codes, self.entries.codes, choice, sink, self.clock.position, cos, sin,
-            self.tickets, self.ratio, self.most, NORM_EPS, self.exponents,
+            self.semaphores, self.ratio, self.most, NORM_EPS, self.exponents,
         )  # fmt: skip
         return y.view(q.shape)
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.config.site import Site
-from arbcli.kernels.matmul.coded_rows import MOST_TEXTS
+from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS
 from arbcli.model.layers.kinds import layers_for
 
 BIAS = 2.0

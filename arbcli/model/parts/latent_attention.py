@@ -1,12 +1,12 @@
 """Attention over compressed keys and values, their rotary part apart.
 
 A position keeps one vector for all heads: `latent` numbers from which keys and values are made
-again, and `rotary` ones that are a part of every head's key and turned by the position.
+again, and `rotary` ones that are a part of every head's key and rotated by the position.
 
 One new byte attends to these vectors as they are. A query times W n, a head's key, is (W.T query)
 times n, and a mean of W' n, the values, is W' times the mean of n; so two products of one row take
 the place of making all keys and values again. Only the lengths of the keys, which are normalised,
-are kept beside them.
+are kept next to them.
 Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
@@ -72,18 +72,18 @@ class LatentAttention(CachedAttention):
         table = state.angles if state else rotary_table(length, self.rotary, x.device)
         angles = [part[:, None] for part in table]  # for (T, heads, rotary)
         q = q.view(batch, length, self.heads, self.head_dim)
-        turned = rotate(q[..., self.still :], *angles).to(x.dtype)
-        q = torch.cat((q[..., : self.still], turned), dim=-1)
-        turned = rotate(c[..., None, self.latent :], *angles).to(x.dtype)  # (B, T, 1, rotary)
+        rotated = rotate(q[..., self.still :], *angles).to(x.dtype)
+        q = torch.cat((q[..., : self.still], rotated), dim=-1)
+        rotated = rotate(c[..., None, self.latent :], *angles).to(x.dtype)  # (B, T, 1, rotary)
         latent, mask = c[..., : self.latent], None
         if state is None:
             (latent,) = self.kept.round(latent)
         else:
-            latent, turned, mask = state.extend(latent, turned)
+            latent, rotated, mask = state.extend(latent, rotated)
             if length == 1:
-                y = self._attend_one(q, latent, turned, state)
+                y = self._attend_one(q, latent, rotated, state)
                 return Flow(x, self.output(y.view(batch, length, dim), self.sub_norm))
-        k, v = self._keys_and_values(latent, turned)
+        k, v = self._keys_and_values(latent, rotated)
         if state is not None:
             state.extend_lengths(k[:, -length:])
         q, k = (functional.rms_norm(part, (self.head_dim,), eps=NORM_EPS) for part in (q, k))
@@ -105,30 +105,32 @@ class LatentAttention(CachedAttention):
         """Make a ring of latent vectors."""
         return LatentRing(clock, self)
 
-    def _keys_and_values(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Make them of compressed positions: (B, T, heads, head_dim) each, not yet normalised."""
         kv = self.up(latent, self.latent_norm)
         kv = kv.view(len(kv), -1, self.heads, self.still + self.head_dim)
-        k = torch.cat((kv[..., : self.still], turned.expand(-1, -1, self.heads, -1)), dim=-1)
+        k = torch.cat((kv[..., : self.still], rotated.expand(-1, -1, self.heads, -1)), dim=-1)
         v = kv[..., self.still :]
         if self.still * v.itemsize % ALIGNMENT:
             v = v.contiguous()
         return k, v
 
-    def _attend_one(self, q: Tensor, latent: Tensor, turned: Tensor, state: "LatentRing") -> Tensor:
-        """Attend with one query, (1, 1, heads, head_dim), to the ring with the new position behind.
+    def _attend_one(
+        self, q: Tensor, latent: Tensor, rotated: Tensor, state: "LatentRing"
+    ) -> Tensor:
+        """Attend with one query, (1, 1, heads, head_dim), to the ring and then the new position.
 
         Returns:
             (heads, head_dim), computed in float32.
         """
-        k, _ = self._keys_and_values(latent[:, -1:], turned[:, -1:])
+        k, _ = self._keys_and_values(latent[:, -1:], rotated[:, -1:])
         up = self.up.weight.weight(torch.float32).view(self.heads, -1, self.latent)
         to_keys, to_values = up.split((self.still, self.head_dim), dim=1)  # (heads, ..., latent)
         q = functional.rms_norm(q[0, 0], (self.head_dim,), eps=NORM_EPS).float()
         still, query = q.split((self.still, self.rotary), dim=-1)
         n = self.latent_norm(latent[0]).float()  # (W + 1, latent)
         in_latent = (still[:, None] @ to_keys)[:, 0]  # (heads, latent)
-        scores = in_latent @ n.T + query @ turned[0, :, 0].float().T  # (heads, W + 1)
+        scores = in_latent @ n.T + query @ rotated[0, :, 0].float().T  # (heads, W + 1)
         scores *= state.extend_lengths(k).T * (SHARPNESS * self.head_dim**-0.5)
         share = torch.softmax(scores.masked_fill(~state.mask, -torch.inf), dim=-1)
         y = to_values @ (share @ n)[..., None]  # (heads, head_dim, 1)
@@ -147,7 +149,7 @@ class LatentRing(State):
         layer: the attention.
     """
 
-    by_text = ("latent", "turned", "lengths", "exponents")
+    by_text = ("latent", "rotated", "lengths", "exponents")
 
     def __init__(self, clock: Clock, layer: LatentAttention) -> None:
         super().__init__(clock)
@@ -157,7 +159,7 @@ class LatentRing(State):
             table_rows(clock.positions, clock.ctx), layer.rotary, clock.device
         )
         self.latent = clock.zeros(1, self.window, layer.latent, dtype=clock.kept_in.stored)
-        self.turned = clock.zeros(1, self.window, 1, layer.rotary)
+        self.rotated = clock.zeros(1, self.window, 1, layer.rotary)
         self.lengths = clock.zeros(self.window, layer.heads, dtype=torch.float32)
         self.exponents: Tensor | None = None
         if clock.kept_in.stored:
@@ -165,7 +167,7 @@ class LatentRing(State):
 
     def written(self) -> Iterator[Written]:
         """List the rings."""
-        rings = ((self.latent, -2), (self.turned, -3), (self.lengths, -2), (self.exponents, -1))
+        rings = ((self.latent, -2), (self.rotated, -3), (self.lengths, -2), (self.exponents, -1))
         for ring, dim in rings:
             if ring is not None:
                 yield Written(ring, lambda position: position % self.window, dim)
@@ -212,11 +214,11 @@ class LatentRing(State):
     def attend_one(self, rows: Tensor, up: Tensor, scale: float) -> Tensor:
         """Store a new position of each text, and attend to the last W: see `decode_latent`."""
         position = self.clock.position
-        rings = self.latent.squeeze(-3), self.turned.squeeze((-4, -2)), self.lengths
+        rings = self.latent.squeeze(-3), self.rotated.squeeze((-4, -2)), self.lengths
         rows = rows.view(*position.shape, -1)
         return decode_latent(rows, up, *rings, position, *self.table, scale, NORM_EPS)
 
-    def extend(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def extend(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Put the ring before the new positions, and store these.
 
         Returns:
@@ -234,6 +236,6 @@ class LatentRing(State):
             # torch copies no e4m3 by index
             self.latent.view(torch.int8).index_copy_(1, slots, codes.view(torch.int8))
             self.exponents.index_copy_(1, slots, exponents)
-        found = after, torch.cat((self.turned, turned), dim=1)
-        self.turned.index_copy_(1, slots, turned)
+        found = after, torch.cat((self.rotated, rotated), dim=1)
+        self.rotated.index_copy_(1, slots, rotated)
         return *found, self.mask

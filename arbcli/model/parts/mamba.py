@@ -98,7 +98,7 @@ class Mamba(Part):
         b, c = (part[:, :, None].expand(-1, -1, self.heads, -1) for part in (b, c))
         scan = _scan if state is None else state.scan
         y = scan(c, b, values, decay)
-        return Flow(x, self.output(_beside(z, y, self.skip(), u), self.gate))
+        return Flow(x, self.output(_gate_and_scan(z, y, self.skip(), u), self.gate))
 
     def step(self, x: Tensor, state: "MambaState", *, whole: bool = True) -> Tensor:
         """Mix one position with those before it: see `Part.step`."""
@@ -158,7 +158,7 @@ class _DecayScan(Function):
 
 
 class _Beside(Function):
-    """z, and behind it y + skip * u, which is rounded where it is written."""
+    """z, and after it y + skip * u, which is rounded where it is written."""
 
     @staticmethod
     def forward(z: Tensor, y: Tensor, skip: Tensor, u: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class _Beside(Function):
         return grad_z, grad_y, grad_skip, (grad_y * skip[:, None]).to(u.dtype)
 
 
-def _beside(z: Tensor, y: Tensor, skip: Tensor, u: Tensor) -> Tensor:
+def _gate_and_scan(z: Tensor, y: Tensor, skip: Tensor, u: Tensor) -> Tensor:
     """Put z, (B, T, H P), before y + skip * u, (B, T, H, P) float32: (B, T, 2 H P)."""
     if torch.compiler.is_compiling():
         return torch.cat((z, (y + skip[:, None] * u).to(z.dtype).flatten(-2)), dim=-1)

@@ -1,6 +1,6 @@
 """A memory of the text's own n-grams: what followed each, and how surely, as two small integers.
 
-An entry holds the byte that last prevailed behind the n-grams hashed to it. Each time it is seen
+An entry holds the byte that last prevailed after the n-grams hashed to it. Each time it is seen
 again it grows stronger by one, each time another byte is seen it decays by one, and at nothing the
 other byte takes its place: the majority of a stream, in two bytes. Source: R. Boyer and J. Moore,
 "MJRTY: A Fast Majority Vote Algorithm", 1981.
@@ -27,7 +27,7 @@ MOST = 127
 
 
 class MemGram(StepMemory):
-    """Vectors of the bytes that are remembered behind the last 6 bytes, by their strength.
+    """Vectors of the bytes that are remembered after the last 6 bytes, by their strength.
 
     Buffers, one of each for an entry:
         symbol: int8, the byte less 128.
@@ -71,7 +71,7 @@ class MemGram(StepMemory):
         strength = self.strength[known].float() / MOST * (entries >= 0)
         symbols = torch.where(strength > 0, self.symbol[known].long() + 128, -1)
         y = self.output(self.table(symbols, torch.ones_like(strength), dtype), self.norm)
-        # behind the norm, which would undo it
+        # after the norm, which would undo it
         return (y * strength.sqrt().to(dtype)).view(len(text), length, -1)
 
     def join(self, group: Any) -> None:

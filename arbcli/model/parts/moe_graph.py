@@ -167,7 +167,7 @@ class MoEGraph(nn.Module):
         ids, weights = self.edges(codes, anchor(codes))
         total = weights.abs().sum(dim=1, keepdim=True)
         rows = codebook.table(ids, weights / total.clamp(min=1e-6), dtype)
-        # how strong the edges are counts behind the norm, which would undo it
+        # how strong the edges are counts after the norm, which would undo it
         strength = (total.clamp(max=1) * sure).to(dtype)
         best = weights.detach().abs().argmax(dim=1, keepdim=True)
         on = ids.gather(1, best)[:, 0]  # a code without an edge stays

@@ -52,6 +52,6 @@ def _attend_by_flash(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def _with_piece_before(x: Tensor, window: int) -> Tensor:
-    """Turn (B, heads, n W, d) into (B * heads, n, 2 W, d): each piece behind the one before."""
+    """Turn (B, heads, n W, d) into (B * heads, n, 2 W, d): each piece after the one before."""
     pieces = functional.pad(x, (0, 0, window, 0)).unflatten(2, (-1, window)).flatten(0, 1)
     return torch.cat((pieces[:, :-1], pieces[:, 1:]), dim=2)

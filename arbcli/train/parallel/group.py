@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, and what they tell each other.
+"""The processes of a run: their ranks, and their messages.
 
 Tensors on a GPU travel by NCCL, those on a CPU by gloo. Where all processes are on one machine both
 use its loopback interface. Whatever is added up here is integers, so that no order matters.
@@ -71,7 +71,7 @@ class Group:
         """Send each process its own part, and get from all what is this one's.
 
         Args:
-            sent: bytes, one part behind the other.
+            sent: bytes, one part after the other.
             sizes: of the parts.
 
         Returns:

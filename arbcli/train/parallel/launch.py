@@ -60,6 +60,8 @@ def this_process(environment: Mapping[str, str] = os.environ) -> Place:
     where = (STORE,) if STORE in environment else MASTER
     if not all(name in environment for name in (*RANKS, *where)):
         return Place()
+    if where == MASTER:
+        number_in(environment, "MASTER_PORT", 1, 65535)
     size = number_in(environment, "WORLD_SIZE", 1)
     rank = number_in(environment, "RANK", 0, size - 1)
     local_rank = number_in(environment, "LOCAL_RANK", 0, size - 1)

@@ -2,7 +2,7 @@
 
 An owner adds up the gradient of its tensors, steps them, and tells the others. What only a step
 needs, such as remainder and moment, it alone keeps. Tensors are dealt out from the last of the
-model to the first, as a backward comes to them, each to whoever has had the least work so far, so
+model to the first, as a backward comes to them, each to the process with the least work so far, so
 that the work is even at every moment of a backward.
 """
 
@@ -133,7 +133,7 @@ def are_told_by_bits(tensor: TernaryTensor, lr: float) -> bool:
     """Tell whether four bits say what a step makes of the digits of a tensor.
 
     They do where all digits are read, and no step moves z by more than `LARGEST_CHANGE`. Rows of a
-    table may be far behind, and are told as they are.
+    table may be far off, and are told as they are.
 
     Args:
         tensor: of a model.

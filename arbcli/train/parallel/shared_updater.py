@@ -91,7 +91,7 @@ class SharedUpdater:
 
     Args:
         tensors: the packed tensors of the model, in an order that never changes; they have
-            `declare_wire` behind them.
+            `declare_wire` after them.
         seed: of the stochastic rounding, 0..2**31-1.
         dtype: of the Newton-Schulz products.
         wire: what gradients travel as, one of `WIRES`.

@@ -12,7 +12,7 @@ def ahead(w: Weights, s: Tensor, reading: Reading) -> None:
 
     Args:
         w: weights of the part.
-        s: (T, D), the stream behind the last block.
+        s: (T, D), the stream after the last block.
         reading: with the bytes of the text.
     """
     config, text = reading.config_of(AheadConfig), [*reading.text]

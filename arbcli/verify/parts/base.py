@@ -166,8 +166,8 @@ def turn(
     angles = torch.zeros(len(x), half, dtype=torch.float64, device=x.device)
     angles[:, : width // 2] = rotary_angles(places, width, rotary)
     angles = angles.view(len(x), *[1] * (x.dim() - 2), half)
-    turned = torch.complex(*x.split(half, dim=-1)) * torch.exp(1j * angles)
-    return torch.cat([turned.real, turned.imag], dim=-1)
+    rotated = torch.complex(*x.split(half, dim=-1)) * torch.exp(1j * angles)
+    return torch.cat([rotated.real, rotated.imag], dim=-1)
 
 
 def positions(x: Tensor) -> Tensor:

@@ -18,12 +18,12 @@ def compressed_attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) ->
         reading.config_of(CompressedAttentionConfig).ratio,
     )
     heads, kv, size = config.heads, config.kv_heads, config.width(site)
-    turned, number = config.rotated(site), len(h) // m
+    rotated, number = config.rotated(site), len(h) // m
     parts, gain = (heads * size, kv * size, kv * size), w.get("key_gain", h.new_ones(size))
     projected = (h @ w["projection"].T).tensor_split((parts[0], sum(parts[:2]), sum(parts)), dim=1)
     q, recent, value, gate = projected
-    q = turn(norm(q.view(-1, heads, size)), place, turned)
-    recent = turn(norm(recent.view(-1, kv, size), gain), place, turned)
+    q = turn(norm(q.view(-1, heads, size)), place, rotated)
+    recent = turn(norm(recent.view(-1, kv, size), gain), place, rotated)
 
     blocks = value[: number * m].view(number, m, kv * size)
     if config.pooling == "mean":
@@ -32,9 +32,9 @@ def compressed_attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) ->
         share = (gate[: number * m].view(blocks.shape) + w["beta"].T).softmax(dim=1)
         pooled = (share * blocks).sum(dim=1)
     still = norm(pooled.view(number, kv, size))
-    entries = turn(still * gain.flatten(), place[:number] * m, turned)
+    entries = turn(still * gain.flatten(), place[:number] * m, rotated)
 
-    # what a group of positions, those behind g complete entries, sees of the entries
+    # what a group of positions, those after g complete entries, sees of the entries
     group, entry = torch.arange(number + 1, device=h.device)[:, None], place[:number]
     sees = (entry < group) & (entry >= group - config.entries(site))
     scores = None
@@ -47,7 +47,7 @@ def compressed_attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) ->
     products = torch.einsum("thd,shd->hts", q, keys) / math.sqrt(size)
     weights = torch.exp(products.masked_fill(~seen, -math.inf))
     weights = weights / (weights.sum(dim=-1, keepdim=True) + torch.exp(w["sink"])[:, None])
-    y = turn(torch.einsum("hts,shd->thd", weights, keys), -place, turned).flatten(1)
+    y = turn(torch.einsum("hts,shd->thd", weights, keys), -place, rotated).flatten(1)
     if config.top_k is not None and max(reading.slots, len(h)) >= m:
         attended = weights.detach()[:, :, :number].sum(dim=0)
         if scores is not None:

@@ -49,12 +49,12 @@ def test_each_byte_has_the_bits_that_it_has_alone(rows, window, position, backen
 def test_in_turn_has_the_same_bits_too(backend):
     device = torch.device("cpu")
     qkv, keys, values, new, at, *table = drawn(3, 6, 10, device, torch.float32)
-    before, tickets = (keys.clone(), values.clone()), torch.zeros(2, dtype=torch.int32)
+    before, semaphores = (keys.clone(), values.clone()), torch.zeros(2, dtype=torch.int32)
     with use_backend(backend):
-        y = attend_in_turn(qkv, keys, values, new, at, *table, tickets, 1e-6)
+        y = attend_in_turn(qkv, keys, values, new, at, *table, semaphores, 1e-6)
         assert torch.equal(keys, before[0])
         for row in range(3):
-            alone = decode_attention(qkv[row], *before, at + row, *table, tickets, 1e-6)
+            alone = decode_attention(qkv[row], *before, at + row, *table, semaphores, 1e-6)
             assert torch.equal(y[row], alone)
 
 

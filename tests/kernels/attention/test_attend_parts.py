@@ -32,8 +32,8 @@ def inputs(device, heads=1, window=100, width=128, position=99) -> list:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_average_of_the_parts_is_attention_over_all_slots(backend, device):
     given = inputs(device, heads=2, window=200, width=64, position=280)
-    tickets = torch.zeros(2, dtype=torch.int32, device=device)
-    y, *_ = decode_attention_reference(*copies(given[:-1]), tickets, given[-1])
+    semaphores = torch.zeros(2, dtype=torch.int32, device=device)
+    y, *_ = decode_attention_reference(*copies(given[:-1]), semaphores, given[-1])
     with use_backend(backend):
         parts = attend_parts(*given)
     assert len(parts.totals) == 2
@@ -44,7 +44,7 @@ def test_average_of_the_parts_is_attention_over_all_slots(backend, device):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("position", [5, 97])
 def test_slots_that_were_never_written_may_hold_no_number(position, backend, device):
-    """So may the one that is written; and spans behind the position are not read."""
+    """So may the one that is written; and spans after the position are not read."""
     results = []
     for rubbish in (0.0, torch.nan):
         given = inputs(device, position=position)

@@ -1,4 +1,4 @@
-"""Attention to compressed positions beside a softmax in float64: cosines, by width and length.
+"""Attention to compressed positions against a softmax in float64: cosines, by width and length.
 
 Texts of up to 16,384 bytes are read whole on a GPU, and their last bytes on a CPU.
 """
@@ -29,12 +29,12 @@ def softmax_in_float64(inputs: tuple, places: torch.Tensor) -> torch.Tensor:
     lead = recent.shape[1] - length
     turn = torch.complex(cos[places].double(), sin[places].double())[:, None]
 
-    def turned(v: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    def rotated(v: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         found = torch.complex(*v.chunk(2, dim=-1)) * by
         return torch.cat((found.real, found.imag), dim=-1)
 
     q = x[:, places]
-    q = turned(q / (q.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt(), turn)
+    q = rotated(q / (q.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt(), turn)
     complete = ((sight.start + places + 1) // sight.ratio)[:, None]
     slots = torch.arange(number, device=x.device)
     seen = ((slots < complete) & (slots >= complete - sight.most))[None]
@@ -51,7 +51,7 @@ def softmax_in_float64(inputs: tuple, places: torch.Tensor) -> torch.Tensor:
     scores = scores.masked_fill(~seen, -torch.inf)
     scores = torch.cat((scores, sink[:, None].expand(*scores.shape[:3], 1)), dim=3)
     weights = scores.softmax(dim=3)[..., :-1]
-    return turned(torch.einsum("bnhs,bshd->bnhd", weights, keys), turn.conj())
+    return rotated(torch.einsum("bnhs,bshd->bnhd", weights, keys), turn.conj())
 
 
 def drawn(width: int, length: int, kind: str, dtype: torch.dtype, start: int, device) -> tuple:
@@ -134,9 +134,9 @@ def test_one_byte_at_the_end_is_close_to_float64(width, dtype, kind, device):
     slots = functional.pad(entries[0], (0, 0, 0, 0, 0, 1))
     table = [part.expand(LONG, -1).contiguous() for part in (cos, sin)]
     position = torch.tensor(LONG - 1, dtype=torch.int32, device=device)
-    tickets = torch.zeros(4, dtype=torch.int32, device=device)
+    semaphores = torch.zeros(4, dtype=torch.int32, device=device)
     choice = None if chosen is None else chosen[0, -1].contiguous()
-    about = (sink, position, *table, tickets, sight.ratio, sight.most, 1e-6)
+    about = (sink, position, *table, semaphores, sight.ratio, sight.most, 1e-6)
     with use_backend("triton" if on_gpu else "torch"):
         got = decode_compressed(x[0, 0].contiguous(), ring, slots, choice, *about)
     wanted = softmax_in_float64(inputs, torch.zeros(1, dtype=torch.int64, device=device))

@@ -19,8 +19,8 @@ def inputs(device, heads=2, window=70, width=12, position=30) -> list[torch.Tens
     parts = [torch.randn(size, generator=generator).to(device) for size in sizes]
     angle = torch.randn(300, width // 2, generator=generator).to(device)
     position = torch.tensor(position, dtype=torch.int32, device=device)
-    tickets = torch.zeros(heads, dtype=torch.int32, device=device)
-    return [*parts, position, angle.cos(), angle.sin(), tickets]
+    semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
+    return [*parts, position, angle.cos(), angle.sin(), semaphores]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -41,11 +41,11 @@ def test_only_the_bytes_in_the_window_matter(position, backend, device):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_order_of_the_slots_does_not_matter(backend, device):
     parts = inputs(device, position=69)
-    turned = [ring.roll(-7, dims=1).contiguous() for ring in parts[1:3]]
+    shifted = [ring.roll(-7, dims=1).contiguous() for ring in parts[1:3]]
     with use_backend(backend):
         y = decode_attention(*parts, 1e-6)
         parts = inputs(device, position=69)
-        parts[1:3] = turned
+        parts[1:3] = shifted
         parts[3] = parts[3] + 70 - 7  # writes to the slot 62 what went to 69
         for table in parts[4:6]:
             table[132] = table[69]
@@ -64,7 +64,7 @@ def test_tickets_are_given_back(backend, device):
 
 @pytest.mark.parametrize("spec", [DECODE_ATTENTION, DECODE_ATTENTION_8BIT], ids=lambda s: s.name)
 def test_programs_that_have_several_blocks(spec, device, monkeypatch):
-    """As in a ring of 16,384 slots; a program's blocks end before, at and behind a slot."""
+    """As in a ring of 16,384 slots; a program's blocks end before, at and after a slot."""
     monkeypatch.setattr(module, "PROGRAMS", 4)
     monkeypatch.setattr(module, "SLOTS", 8)
     for case in spec.cases(torch.device("cpu"), 32):

@@ -65,8 +65,8 @@ def test_entry_of_almost_nothing_has_the_least_exponent(backend, stored, device)
     exponents = torch.zeros(2, 1, 2, dtype=torch.int8, device=device)
     angle = torch.zeros(2, 2, device=device)
     numbers = (torch.zeros(n, dtype=torch.int32, device=device) for n in ((), (1,)))
-    position, tickets = numbers
-    about = position, angle.cos(), angle.sin(), tickets, 1e-6
+    position, semaphores = numbers
+    about = position, angle.cos(), angle.sin(), semaphores, 1e-6
     with use_backend(backend):
         decode_attention_8bit(qkv, keys, values, exponents, *about)
     assert exponents[1, 0].tolist() == [-120, 0]

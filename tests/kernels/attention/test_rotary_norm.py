@@ -1,4 +1,4 @@
-"""The turned and normalised queries and keys: what the cases of the specs do not say."""
+"""The rotated and normalised queries and keys: what the cases of the specs do not say."""
 
 import torch
 

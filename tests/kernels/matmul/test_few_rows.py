@@ -60,7 +60,7 @@ def test_every_plan_gives_the_product(device, monkeypatch, rows, plan):
     monkeypatch.setattr(module, "_plan", lambda *_: (plan, None))
     generator = torch.Generator().manual_seed(0)
     packed = random_packed(36, 805, 32, generator, spread=8)
-    # read where it is, with what is behind an odd number of columns
+    # read where it is, with what is after an odd number of columns
     x = torch.full((rows, 816), math.nan, dtype=torch.bfloat16, device=device)[:, :805]
     x.copy_(torch.randn(rows, 805, generator=generator))
     expected = x.cpu().double() @ decode_digits_reference(packed).double().T

@@ -1,4 +1,4 @@
-"""Products of a mixture of experts: every row by its expert's matrix, whatever lies beside it."""
+"""Products of a mixture of experts: every row by its expert's matrix, whatever lies around it."""
 
 from itertools import pairwise
 
@@ -66,6 +66,22 @@ def test_calls_with_ranges_of_experts_fill_one_result(backend, device):
         assert torch.equal(out, whole)
         grads = [grouped_grad_w(out, x, bounds[a : b + 1]) for a, b in ((0, 2), (2, 5))]
         assert torch.equal(torch.cat(grads), grouped_grad_w(out, x, bounds))
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bits_of_a_row_apart_depend_on_no_other(backend, dtype, device):
+    """One row an expert has small tiles, and 130 have large ones, unless they are apart."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (
+        torch.randn(shape, generator=generator).to(device, dtype)
+        for shape in ((260, 160), (2, 24, 160))
+    )
+    rows = torch.tensor([129, 130], device=device)
+    with use_backend(backend):
+        many = grouped_matmul(x, w, bounds_of(0, 130, 260, device=device), apart=True)
+        few = grouped_matmul(x[rows], w, bounds_of(0, 1, 2, device=device), apart=True)
+    assert torch.equal(many[rows], few)
 
 
 @each_backend
@@ -190,6 +206,7 @@ def test_tiles_are_chosen_by_rows_an_expert():
         assert chosen(4096, 64) == (module.HOPPER_TILES[1], module.HOPPER_GRAD_TILES[1])
         assert chosen(16384, 40) == (module.HOPPER_TILES[2], module.HOPPER_GRAD_TILES[1])
         assert chosen(16384, 40, torch.float32) == (module.FLOAT32_TILES,) * 2
+        assert module._tiling(torch.empty(16384, 1).bfloat16(), 40, True) == module.HOPPER_TILES[0]
     with compile_for((8, 9)):
         assert chosen(16384, 40) == (module.OTHER_TILES[2], module.OTHER_GRAD_TILES[1])
 

@@ -5,7 +5,7 @@ import torch
 
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul import row_matmul as of_row
-from arbcli.kernels.matmul.coded import code
+from arbcli.kernels.matmul.prepacked import prepack
 from arbcli.kernels.matmul.row_by_row import PartsOfRows, row_by_row
 from arbcli.kernels.matmul.row_matmul import Tiling, row_matmul
 from arbcli.kernels.runtime.backend import use_backend
@@ -23,7 +23,7 @@ def slow(*values):
 
 def matrix(rows, in_features, device, *, gated=False):
     generator = torch.Generator().manual_seed(0)
-    return code(random_packed(rows, in_features, 32, generator, spread=8).to(device), gated)
+    return prepack(random_packed(rows, in_features, 32, generator, spread=8).to(device), gated)
 
 
 def draw(*shape, device):

@@ -1,4 +1,4 @@
-"""A row times a coded matrix: how it is coded, and what its cases do not say."""
+"""A row times a prepacked matrix: how it is prepacked, and what its cases do not say."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ import torch
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.matmul import coded
+from arbcli.kernels.matmul import prepacked
 from arbcli.kernels.matmul import row_matmul as module
-from arbcli.kernels.matmul.coded import code, coded_reference, decode_coded
+from arbcli.kernels.matmul.prepacked import decode_prepacked, prepack, prepacked_reference
 from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, Tiling, row_matmul
 from arbcli.kernels.runtime.backend import use_backend
 
@@ -29,28 +29,28 @@ def row(device, in_features=328) -> torch.Tensor:
 @pytest.mark.parametrize("group_size", [32, 96])
 def test_coded_weights_are_the_packed_ones(group_size, in_features, device):
     packed = matrix(device, in_features=in_features, group_size=group_size)
-    expected, weight = decode_digits_reference(packed), code(packed)
+    expected, weight = decode_digits_reference(packed), prepack(packed)
     for k in {0, in_features // 2, in_features - 1}:
         x = torch.zeros(1, in_features, device=device)
         x[0, k] = 1
-        column = coded_reference(x, *weight, None, None, torch.float32)
+        column = prepacked_reference(x, *weight, None, None, torch.float32)
         assert torch.equal(column[0], expected[:, k].double())
-    assert torch.equal(decode_coded(weight.pieces)[:20, :in_features], expected.float())
+    assert torch.equal(decode_prepacked(weight.pieces)[:20, :in_features], expected.float())
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_matrix_is_coded_some_rows_at_a_time(gated, monkeypatch, device):
     packed = matrix(device, rows=90)
-    whole = code(packed, gated)
-    monkeypatch.setattr(coded, "CODED_AT_ONCE", 2 * 16 * 384)
-    assert torch.equal(code(packed, gated).pieces, whole.pieces)
+    whole = prepack(packed, gated)
+    monkeypatch.setattr(prepacked, "PREPACKED_AT_ONCE", 2 * 16 * 384)
+    assert torch.equal(prepack(packed, gated).pieces, whole.pieces)
 
 
 def test_a_gated_matrix_is_coded_by_halves(device):
     packed = matrix(device, rows=22)
-    weight, halves, x = code(packed, gated=True), decode_digits_reference(packed), row(device)
+    weight, halves, x = prepack(packed, gated=True), decode_digits_reference(packed), row(device)
     gate, up = (x.double() @ halves.double().T).chunk(2, dim=1)
-    got = coded_reference(x, *weight, None, None, torch.float32)
+    got = prepacked_reference(x, *weight, None, None, torch.float32)
     torch.testing.assert_close(got, gate * torch.sigmoid(gate) * up)
 
 
@@ -60,7 +60,7 @@ def test_elements_that_15_bits_hold_are_multiplied_exactly(device):
     packed = packed._replace(fraction=None, exponent=torch.zeros_like(packed.exponent))
     expected = x.double() @ decode_digits_reference(packed).double().T
     with use_backend(KERNELS):
-        y = row_matmul(x, code(packed), dtype=torch.float32)
+        y = row_matmul(x, prepack(packed), dtype=torch.float32)
     assert torch.equal(y.double(), expected)
 
 
@@ -71,13 +71,13 @@ def test_an_element_is_off_by_little_of_the_largest_of_32(device):
     for scale in (1.0, 2.0**-100, 2.0**100):
         x = row(device, 32) * torch.logspace(0, -6, 32, device=device).bfloat16() * scale
         with use_backend(KERNELS):
-            y = row_matmul(x, code(packed), dtype=torch.float32)
+            y = row_matmul(x, prepack(packed), dtype=torch.float32)
         error = (y.double() - x.double() @ weight.T).abs()
         assert error.max() <= bound * x.abs().max() * weight.abs().sum()
 
 
 def test_power_of_two_in_front_of_the_row_does_not_matter(device):
-    weight, x = code(matrix(device)), row(device)
+    weight, x = prepack(matrix(device)), row(device)
     with use_backend(KERNELS):
         y, scaled = (
             row_matmul(part, weight, 0.0, dtype=torch.float32) for part in (x, 2.0**40 * x)
@@ -88,7 +88,7 @@ def test_power_of_two_in_front_of_the_row_does_not_matter(device):
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("eps", [None, 1e-6])
 def test_what_is_not_finite_is_not_hidden(eps, value, device):
-    weight = code(matrix(device, rows=5))
+    weight = prepack(matrix(device, rows=5))
     for k in (0, 171, 327):
         x = torch.ones(1, 328, device=device, dtype=torch.bfloat16)
         x[0, k] = value
@@ -109,7 +109,7 @@ def test_every_way_to_share_work_out(shape, tiling, monkeypatch, device):
     expected = x.double() @ decode_digits_reference(packed).double().T
     monkeypatch.setattr(module, "tiling_of", lambda *_: Tiling(*tiling))
     with use_backend(KERNELS):
-        y = row_matmul(x, code(packed), dtype=torch.float32)
+        y = row_matmul(x, prepack(packed), dtype=torch.float32)
     assert (y - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
@@ -146,7 +146,7 @@ def parts_of_attention(device, parts, heads, width, filled) -> AttentionParts:
 def test_parts_of_attention_are_averaged_first(eps, heads, width, filled, device):
     """To the last bit, unless the compiler joins a multiplication and an addition."""
     x, in_features = parts_of_attention(device, 5, heads, width, filled), heads * width
-    weight = code(matrix(device, in_features=in_features))
+    weight = prepack(matrix(device, in_features=in_features))
     for backend in (KERNELS, "torch"):
         with use_backend(backend):
             ways = x, x.average()[None]
@@ -158,7 +158,7 @@ def test_parts_of_attention_are_averaged_first(eps, heads, width, filled, device
 
 
 def test_a_row_of_a_wider_matrix(device):
-    wide, weight = torch.ones(2, 331, device=device, dtype=torch.bfloat16), code(matrix(device))
+    wide, weight = torch.ones(2, 331, device=device, dtype=torch.bfloat16), prepack(matrix(device))
     with use_backend(KERNELS):
         one, alone = (row_matmul(x, weight) for x in (wide[1:, :328], wide[1:, :328].clone()))
     assert torch.equal(one, alone)
@@ -167,10 +167,10 @@ def test_a_row_of_a_wider_matrix(device):
 def test_rejects_what_does_not_fit(device):
     packed, x = matrix(device), row(device)
     with pytest.raises(ValueError, match="N % 2 == 0, got N = 19"):
-        code(packed.rows(slice(19)), gated=True)
+        prepack(packed.rows(slice(19)), gated=True)
     with pytest.raises(ValueError, match="need G % 32 == 0, got G = 6"):
-        code(matrix(device, group_size=6))
-    weight = code(packed)
+        prepack(matrix(device, group_size=6))
+    weight = prepack(packed)
     for wrong in (x.float(), x[:, :320], x[0], x[None]):
         with (
             use_backend(KERNELS),

@@ -1,4 +1,4 @@
-"""Codes of four bits by hand, and products of them beside those of rounded matrices."""
+"""Codes of four bits by hand, and products of them against those of rounded matrices."""
 
 import pytest
 import torch

@@ -129,7 +129,7 @@ def test_rms_norm_of_bf16_rounds_once_on_the_torch_backend():
         y = rms_norm(x, weight, 1e-6)
     reference = rms_norm_reference(x, weight, 1e-6)
     assert y.dtype == torch.bfloat16
-    # a float32 value beside a rounding boundary may land on the other side of it
+    # a float32 value next to a rounding boundary may land on the other side of it
     assert (y == reference.to(torch.bfloat16)).float().mean() > 0.999
 
 

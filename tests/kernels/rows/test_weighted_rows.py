@@ -89,7 +89,7 @@ def test_weights_that_are_not_finite_reach_their_own_token_only(backend, device)
 
 @each_backend
 def test_rows_are_added_in_the_order_of_the_slots(backend, device):
-    # 2**24 + 1 is no float32, so the order shows
+    # 2**24 + 1 is not a float32, so the order shows
     ids = torch.zeros(1, 4, dtype=torch.int64, device=device)
     weights = torch.tensor([[2.0**24, 1.0, -(2.0**24), 1.0]], device=device)
     with use_backend(backend):

@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 
 
 def compile_one(microseconds: int, *, cache_hit: bool) -> None:
-    """Tell whoever listens, as Triton does once it has a kernel."""
+    """Tell listeners, as Triton does once it has a kernel."""
     times = SimpleNamespace(total=microseconds)
     rest = {"src": None, "metadata": {}, "metadata_group": {}}
     triton.knobs.compilation.listener(times=times, cache_hit=cache_hit, **rest)

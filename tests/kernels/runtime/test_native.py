@@ -1,4 +1,4 @@
-"""The `native` backend: who compiles its loops, and that they give the same bits everywhere.
+"""The `native` backend: how its loops are compiled, and that they give the same bits everywhere.
 
 What they compute is compared with the references in `test_every_kernel.py`.
 """
@@ -245,7 +245,7 @@ def test_nothing_is_done_without_memory():
         ("gated_rms_norm_backward", "(x[k] - silu + 1.0f)", "(x[k] + silu + 1.0f)"),
         ("rotary_norm_backward", "turn(grad, cos, sin, -1.0f", "turn(grad, cos, sin, 1.0f"),
         ("row_matmul", "= (words){0} - x->totals", "= (words){0} + x->totals"),
-        ("coded_rows", "(268 - exponent) << 23", "(267 - exponent) << 23"),
+        ("prepacked_rows", "(268 - exponent) << 23", "(267 - exponent) << 23"),
         (
             "digits_matmul",
             "scale[0] * 65537.0f, scale[1] * 65537.0f",

@@ -7,8 +7,8 @@ from arbcli.config.presets import preset
 from arbcli.infer.generation import Decoder, Sampling
 from arbcli.kernels.attention.decode_attention import count_on_
 from arbcli.kernels.codec.packed import random_packed
-from arbcli.kernels.matmul.coded import code
-from arbcli.kernels.matmul.coded_rows import coded_rows
+from arbcli.kernels.matmul.prepacked import prepack
+from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
@@ -34,16 +34,16 @@ def test_a_recording_computes_again_from_what_its_tensors_hold(threads, monkeypa
     monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(0)
-    first, second = (code(random_packed(*s, 32, generator, 4)) for s in ((96, 40), (56, 96)))
+    first, second = (prepack(random_packed(*s, 32, generator, 4)) for s in ((96, 40), (56, 96)))
     x, position = torch.randn(1, 40, generator=generator), torch.zeros((), dtype=torch.int32)
     step = native.Recording()
     with step:
-        y = coded_rows(coded_rows(x, first, 1e-6), second, 1e-6)
+        y = prepacked_rows(prepacked_rows(x, first, 1e-6), second, 1e-6)
         count_on_(position, 1)
     for seed in range(5):
         x.normal_(generator=generator.manual_seed(seed))
         step.replay()
-        assert torch.equal(y, coded_rows(coded_rows(x, first, 1e-6), second, 1e-6))
+        assert torch.equal(y, prepacked_rows(prepacked_rows(x, first, 1e-6), second, 1e-6))
         assert position == seed + 2
 
 

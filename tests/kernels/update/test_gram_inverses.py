@@ -35,7 +35,7 @@ def test_sum_is_that_of_the_inverses(shape, transposed, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_of_neither_side_beside_each_other(backend):
+def test_rows_of_neither_side_together(backend):
     x = draw((80, 140))[::2, ::3]
     with use_backend(backend):
         found = gram_inverses(x, SHIFTS, POLAR_WEIGHTS)

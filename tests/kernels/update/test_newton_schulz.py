@@ -58,8 +58,8 @@ def test_gram_reads_every_row_and_column(device):
     expected = torch.zeros(67, 67, device=device)
     expected[66, 66], expected[0, 0] = 9, 4
     assert torch.equal(GRAM.triton(x), expected)
-    turned = GRAM_POLYNOMIAL.triton(expected, 1.0, 2.0, 3.0)
-    assert torch.equal(turned.diagonal().unique(), torch.tensor([1.0, 57.0, 262.0], device=device))
+    mixed = GRAM_POLYNOMIAL.triton(expected, 1.0, 2.0, 3.0)
+    assert torch.equal(mixed.diagonal().unique(), torch.tensor([1.0, 57.0, 262.0], device=device))
 
 
 @pytest.mark.parametrize(

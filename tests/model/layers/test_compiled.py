@@ -68,7 +68,7 @@ def assert_equal(some: dict, others: dict) -> None:
 
 
 def deep(cell: Cell, weights: str) -> ModelConfig:
-    """Assemble every list of blocks of the model of a cell twice, one behind the other."""
+    """Assemble every list of blocks of the model of a cell twice, one after the other."""
     names = ("blocks", "before", "after")
     config = replace(cell.model(), weights=weights)
     stages = [

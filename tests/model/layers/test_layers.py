@@ -62,7 +62,7 @@ def test_linear_gradients_equal_autograd():
 
 
 def norm_of_all_sizes() -> TernaryRMSNorm:
-    """Make a norm whose weights are no ones: applied twice it is another function."""
+    """Make a norm whose weights are not ones: applied twice it is another function."""
     norm = TernaryRMSNorm(48, preset("tiny"))
     norm.weight.fill(1)
     norm.weight.exponent += torch.arange(norm.weight.exponent.numel()).view(1, -1) % 3

@@ -11,7 +11,7 @@ from arbcli.train.updater import Updater
 
 ROWS, DIM = 50, 33
 IDS = torch.tensor([[3, 3, 9, -1], [49, 3, 0, 9], [-1, -1, -1, -1], [7, 50, 9, 9]])
-"""The same row twice in a sum and in several, and ids that are no rows."""
+"""The same row twice in a sum and in several, and ids that are not rows."""
 TOUCHED = [0, 3, 7, 9, 49]
 
 

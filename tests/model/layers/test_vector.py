@@ -47,7 +47,7 @@ def test_gradient_of_all_uses_is_added_up():
 
 def test_what_is_prepared_is_read_until_weights_may_change():
     part = vector()
-    with part.arranged_once():
+    with part.prepacked_once():
         before = part.prepared()
         part.weight.exponent += 1
         assert part.prepared() is before

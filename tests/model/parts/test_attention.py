@@ -99,7 +99,7 @@ def test_shape_agrees_with_its_reference(name, norm_gain, device):
 @pytest.mark.parametrize("kv", ["fp8-mixed", "int8-mixed", "fp8-queries"])
 @pytest.mark.parametrize("name", ["plain", "half of a head", "all"])
 @torch.no_grad()
-def test_numbers_that_turn_stay_beside_eight_bits(name, kv, device):
+def test_numbers_that_turn_stay_with_eight_bits(name, kv, device):
     lm, ids = build(name, device), text(device)
     layer, width = lm.blocks[0].attention, lm.blocks[0].attention.width
     errors = {}
@@ -116,8 +116,8 @@ def test_numbers_that_turn_stay_beside_eight_bits(name, kv, device):
     assert 0 < errors[kv] != errors[kv.split("-")[0]]
     keys = torch.randn(5, width)
     with lm.keeping(kv):
-        (rounded,) = layer.kept.round(keys, turned=layer.turned)
-        half, still = layer.turned // 2, slice(layer.turned // 2, width // 2)
+        (rounded,) = layer.kept.round(keys, rotated=layer.rotated)
+        half, still = layer.rotated // 2, slice(layer.rotated // 2, width // 2)
         for first, after in zip(keys.chunk(2, dim=1), rounded.chunk(2, dim=1), strict=True):
             assert torch.equal(first[:, :half], after[:, :half])
             assert first[:, still].numel() == 0 or not torch.equal(first[:, still], after[:, still])
@@ -176,7 +176,7 @@ def test_fused_products_of_a_step_have_the_logits_of_others(name, device, monkey
     ways = []
     with lm.prepared_weights():
         for fits in (False, True):
-            monkeypatch.setattr(model_module, "fits_arranged", lambda *_, fits=fits: fits)
+            monkeypatch.setattr(model_module, "fits_prepacked", lambda *_, fits=fits: fits)
             with use_backend(backend if fits else "torch"):
                 ways.append(in_parts(lm, ids[:, :2], [1] * 2).float())
     attention = lm.blocks[0].attention

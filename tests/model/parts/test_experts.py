@@ -1,4 +1,4 @@
-"""Experts: who gets which positions, what they make of them, and how the load is kept even."""
+"""Experts: which positions they get, what they make of them, and how the load is kept even."""
 
 from itertools import pairwise
 

@@ -29,7 +29,7 @@ PARTS = {
 
 
 class Normalised(nn.Module):
-    """Attention behind a norm."""
+    """Attention after a norm."""
 
     def __init__(self, config=CONFIG, **at) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def test_short_text_has_a_short_ring():
     part = Normalised()
     track = new_track(part, 5)
     assert track.blocks[0].latent.shape == (1, 5, CONFIG.latent)
-    assert new_track(part, 5000).blocks[0].turned.shape == (1, WINDOW, 1, CONFIG.rotary)
+    assert new_track(part, 5000).blocks[0].rotated.shape == (1, WINDOW, 1, CONFIG.rotary)
     check(part, normal(1, 5, DIM), [2, 1, 2], track)
 
 
@@ -150,7 +150,7 @@ def test_too_many_bytes_at_once_are_refused(positions, length):
 @pytest.mark.parametrize("kv", ["fp8", "int8"])
 @torch.no_grad()
 def test_cache_in_eight_bits_is_read_as_byte_by_byte(kv):
-    """Compressed positions in eight bits, what is turned as it is; as without a cache, too."""
+    """Compressed positions in eight bits, what is rotated as it is; as without a cache, too."""
     part, x = Normalised(), normal(1, LENGTH, DIM)
     plain = part(x[:, :WINDOW])
     part.attention.kept = KeptIn(FORMATS[kv])

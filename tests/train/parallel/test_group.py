@@ -1,4 +1,4 @@
-"""What processes tell each other: who has what, how much travels, and what is said where they part.
+"""What processes tell each other: ownership, how much travels, and what is said where they part.
 
 Messages are imagined here; `test_shared_run.py` sends real ones.
 """
@@ -225,7 +225,7 @@ def test_work_is_dealt_out_evenly_from_the_last_tensor_on(size, small_graph):
     assert dealt[id(tensors[-1])] == 0
     assert set(dealt.values()) == set(range(size))
     loads = [0.0] * size
-    for tensor in reversed(tensors):  # whoever has had the least is next, at every moment
+    for tensor in reversed(tensors):  # the one that has had the least is next, at every moment
         assert loads[dealt[id(tensor)]] == min(loads)
         loads[dealt[id(tensor)]] += cost(tensor)
 
@@ -262,7 +262,7 @@ def test_nothing_that_travels_overlaps(size, sums, digits, small_graph, monkeypa
             down = sum(rounded_up(part.nbytes) for part in member.copied())
             down += rounded_up((rows + 1) // 2 * columns) if by_bits else 0
             for way, begin, length in (("up", member.up, up), ("down", member.down, down)):
-                assert begin == ends[way, member.owner]  # one behind the other, each at a multiple
+                assert begin == ends[way, member.owner]  # one after the other, each at a multiple
                 assert begin % 16 == 0
                 ends[way, member.owner] += length
         assert bucket.up_sizes == [ends["up", rank] for rank in range(size)]

@@ -1,4 +1,4 @@
-"""Where processes meet: who comes, who does not, and who is about to do something else."""
+"""Where processes meet: some come, some do not, and some are about to do something else."""
 
 import os
 import shutil

@@ -215,7 +215,7 @@ def test_batches_that_cannot_be_dealt_out_are_refused(texts):
 
 @pytest.mark.parametrize("owner", [0, 1])
 def test_gradient_that_is_not_finite_is_counted_once_in_every_number_of_processes(owner, texts):
-    """The first process writes down what it counts, whoever owns the tensor."""
+    """The first process writes down what it counts, also of others' tensors."""
 
     def step(group):
         trainer = Trainer(new_config(**(DECIDED | SMALL)), texts, group=group)

@@ -1,4 +1,4 @@
-"""Few rows times a coded matrix: how it is coded, and what its cases do not say."""
+"""Few rows times a prepacked matrix: how it is prepacked, and what its cases do not say."""
 
 import math
 
@@ -8,24 +8,24 @@ from marks import mostly_slow
 
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.matmul import coded_rows as module
-from arbcli.kernels.matmul.arranged import fits_arranged
-from arbcli.kernels.matmul.coded import code, coded_reference, coded_torch
-from arbcli.kernels.matmul.coded_rows import (
-    CODED_ROWS,
-    MOST_TEXTS,
-    Tiling,
-    _tiling,
-    coded_rows,
-)
+from arbcli.kernels.matmul import prepacked_rows as module
 from arbcli.kernels.matmul.digits_matmul import (
     DIGITS_MATMUL,
-    arrange_digits,
-    arrange_in_lanes,
     digits_matmul,
     in_lanes,
+    prepack_digits,
+    prepack_in_lanes,
     random_digits,
 )
+from arbcli.kernels.matmul.prepacked import prepack, prepacked_reference, prepacked_torch
+from arbcli.kernels.matmul.prepacked_rows import (
+    MOST_TEXTS,
+    PREPACKED_ROWS,
+    Tiling,
+    _tiling,
+    prepacked_rows,
+)
+from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 
@@ -43,20 +43,20 @@ def matrix(device, rows=20, in_features=328, group_size=32) -> Packed:
 def test_coded_weights_are_the_packed_ones(group_size, in_features, device):
     packed = matrix(device, in_features=in_features, group_size=group_size)
     expected = decode_digits_reference(packed).double()
-    weight = code(packed)
+    weight = prepack(packed)
     for k in {0, in_features // 2, in_features - 1}:
         x = torch.zeros(1, in_features, device=device)
         x[0, k] = 1
-        column = coded_reference(x, *weight, None, None, torch.float32)
+        column = prepacked_reference(x, *weight, None, None, torch.float32)
         assert torch.equal(column[0], expected[:, k])
 
 
 def test_a_gated_matrix_is_coded_by_halves(device):
     packed = matrix(device, rows=22)
-    weight, halves = code(packed, gated=True), decode_digits_reference(packed)
+    weight, halves = prepack(packed, gated=True), decode_digits_reference(packed)
     x = torch.randn(2, 328, generator=torch.Generator().manual_seed(1)).to(device)
     gate, up = (x.double() @ halves.double().T).chunk(2, dim=1)
-    got = coded_reference(x, *weight, None, None, torch.float32)
+    got = prepacked_reference(x, *weight, None, None, torch.float32)
     torch.testing.assert_close(got, gate * torch.sigmoid(gate) * up)
 
 
@@ -68,11 +68,11 @@ def test_matrices_one_above_the_other_are_multiplied_at_once(device):
 
 
 def test_power_of_two_in_front_of_a_row_does_not_matter(device):
-    weight = code(matrix(device))
+    weight = prepack(matrix(device))
     x = torch.randn(3, 328, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
     with use_backend(KERNELS):
         y, scaled = (
-            coded_rows(part, weight, 0.0, dtype=torch.float32) for part in (x, 2.0**40 * x)
+            prepacked_rows(part, weight, 0.0, dtype=torch.float32) for part in (x, 2.0**40 * x)
         )
     assert torch.equal(y, scaled)
 
@@ -80,12 +80,12 @@ def test_power_of_two_in_front_of_a_row_does_not_matter(device):
 @pytest.mark.parametrize("value", mostly_slow([float("inf"), float("nan")], math.isnan))
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_what_is_not_finite_is_not_hidden_and_stays_in_its_row(rows, value, device):
-    weight = code(matrix(device, rows=5))
+    weight = prepack(matrix(device, rows=5))
     for k in (0, 171, 327):
         x = torch.ones(rows, 328, device=device, dtype=torch.bfloat16)
         x[-1, k] = value
         with use_backend(KERNELS):
-            y = coded_rows(x, weight, 1e-6, dtype=torch.float32)
+            y = prepacked_rows(x, weight, 1e-6, dtype=torch.float32)
         assert y[:-1].isfinite().all()
         assert not y[-1].isfinite().any()
 
@@ -96,11 +96,11 @@ def test_work_can_be_shared_out_otherwise(tiling, gated, device, monkeypatch):
     tiling = Tiling(*tiling)
     packed = matrix(device, rows=70, in_features=400 * tiling.steps)
     x = torch.randn(11, packed.in_features, generator=torch.Generator().manual_seed(1))
-    inputs = x.to(device, torch.bfloat16), *code(packed, gated), 1e-6, None, torch.float32
+    inputs = x.to(device, torch.bfloat16), *prepack(packed, gated), 1e-6, None, torch.float32
     monkeypatch.setattr(module, "_tiling", lambda *_: tiling)
     with use_backend(KERNELS):
-        y = CODED_ROWS.triton(*inputs)
-    expected = coded_reference(*inputs)
+        y = PREPACKED_ROWS.triton(*inputs)
+    expected = prepacked_reference(*inputs)
     assert (y - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
@@ -114,48 +114,48 @@ def test_rows_are_multiplied_by_every_backend(rows, device):
         expected = x.double() @ decode_digits_reference(packed).double().T
         for backend in (KERNELS, "torch"):
             with use_backend(backend):
-                y = coded_rows(x, code(packed), dtype=torch.float32)
+                y = prepacked_rows(x, prepack(packed), dtype=torch.float32)
             assert (y - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_a_row_of_a_wider_matrix(device):
     wide = torch.ones(2, 331, device=device, dtype=torch.bfloat16)
-    weight = code(matrix(device))
+    weight = prepack(matrix(device))
     with use_backend(KERNELS):
-        row, alone = (coded_rows(x, weight) for x in (wide[:1, :328], wide[:1, :328].clone()))
+        row, alone = (prepacked_rows(x, weight) for x in (wide[:1, :328], wide[:1, :328].clone()))
     assert torch.equal(row, alone)
 
 
 def test_only_one_row_of_bf16_is_taken(device):
     x = torch.zeros(1, 1, 328, device=device, dtype=torch.bfloat16)
     with use_backend(KERNELS):
-        assert fits_arranged(x, 32)
-        assert not fits_arranged(x, 6)
-        assert not fits_arranged(x.float(), 32)
-        assert not fits_arranged(x[..., 1:], 32)
-        assert not fits_arranged(x.expand(1, 2, 328), 32)
+        assert fits_prepacked(x, 32)
+        assert not fits_prepacked(x, 6)
+        assert not fits_prepacked(x.float(), 32)
+        assert not fits_prepacked(x[..., 1:], 32)
+        assert not fits_prepacked(x.expand(1, 2, 328), 32)
     with use_backend("torch"):
-        assert not fits_arranged(x, 32)
+        assert not fits_prepacked(x, 32)
 
 
 def test_rejects_what_does_not_fit(device):
     packed, x = matrix(device), torch.zeros(328, device=device, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="N % 2 == 0, got N = 19"):
-        code(packed.rows(slice(19)), gated=True)
+        prepack(packed.rows(slice(19)), gated=True)
     with pytest.raises(ValueError, match="need G % 32 == 0, got G = 6"):
-        code(matrix(device, group_size=6))
-    weight, x = code(packed), x[None]
+        prepack(matrix(device, group_size=6))
+    weight, x = prepack(packed), x[None]
     with use_backend(KERNELS):
         for wrong in (x.float(), x[:, :320], x[0], x.expand(2, 328), x[None]):
             with pytest.raises(ValueError, match=r"x.dtype == torch|x: need contig"):
-                coded_rows(wrong, weight)
+                prepacked_rows(wrong, weight)
         for few in (x[:, :325].contiguous(), x.repeat(65, 1), x[:0]):
-            some = code(matrix(device, in_features=few.shape[1]))
+            some = prepack(matrix(device, in_features=few.shape[1]))
             with pytest.raises(ValueError, match=r"need in_features % 8|need M > 0"):
-                coded_rows(few, some)
+                prepacked_rows(few, some)
         for added in (x, x[:, :20].float(), x[0, :20]):
             with pytest.raises(ValueError, match=r"added: need|added.dtype"):
-                coded_rows(x, weight, added=added)
+                prepacked_rows(x, weight, added=added)
 
 
 @compiled
@@ -166,11 +166,11 @@ def test_a_row_has_the_same_bits_among_any_others_in_loops(dtype, digits):
     generator = torch.Generator().manual_seed(0)
     if digits == "all":
         weight, multiply = (
-            arrange_in_lanes(random_digits(22, 168, 32, generator), True),
+            prepack_in_lanes(random_digits(22, 168, 32, generator), True),
             digits_matmul,
         )
     else:
-        weight, multiply = code(matrix("cpu", 22, 168), True), coded_rows
+        weight, multiply = prepack(matrix("cpu", 22, 168), True), prepacked_rows
     x = torch.randn(265, 168, generator=generator).to(dtype)
     added = torch.randn(265, 11, generator=generator).to(dtype)
     with use_backend("native"):
@@ -178,8 +178,8 @@ def test_a_row_has_the_same_bits_among_any_others_in_loops(dtype, digits):
         for rows in (slice(0, 1), slice(0, 6), slice(254, 262), slice(264, 265)):
             assert torch.equal(multiply(x[rows], weight, 1e-6, added[rows]), every[rows])
     with use_backend("torch"):
-        pieces = arrange_digits(random_digits(22, 168, 32, generator.manual_seed(0)), True)
-        other = (coded_torch if digits == "trit" else DIGITS_MATMUL.torch)(
+        pieces = prepack_digits(random_digits(22, 168, 32, generator.manual_seed(0)), True)
+        other = (prepacked_torch if digits == "trit" else DIGITS_MATMUL.torch)(
             x, *(weight if digits == "trit" else pieces), 1e-6, added, torch.float32
         )
     error = (every.float() - other).norm() / other.norm()
@@ -192,11 +192,11 @@ def test_a_row_has_the_same_bits_among_any_others_in_loops(dtype, digits):
 def test_loops_lay_a_matrix_out_as_torch_does(in_features, gated):
     packed = matrix("cpu", 22, in_features)
     with use_backend("torch"):
-        expected = code(packed, gated)
+        expected = prepack(packed, gated)
     with use_backend("native"):
-        assert torch.equal(code(packed, gated).pieces, expected.pieces)
+        assert torch.equal(prepack(packed, gated).pieces, expected.pieces)
     digits = random_digits(22, in_features, 64, torch.Generator().manual_seed(0))
-    expected, found = in_lanes(arrange_digits(digits, gated)), arrange_in_lanes(digits, gated)
+    expected, found = in_lanes(prepack_digits(digits, gated)), prepack_in_lanes(digits, gated)
     assert torch.equal(found.pieces, expected.pieces)
     assert torch.equal(found.scales, expected.scales)
     assert found[2:] == expected[2:]
@@ -204,7 +204,7 @@ def test_loops_lay_a_matrix_out_as_torch_does(in_features, gated):
 
 @pytest.mark.parametrize("processors", [5, 132])
 def test_order_of_sums_is_of_the_matrix_alone(processors):
-    """Else the bits of a row would depend on how many are beside it."""
+    """Else the bits of a row would depend on how many there are."""
     for tiles in (1, 70, 700):
         for blocks in range(1, 72):
             tilings = [

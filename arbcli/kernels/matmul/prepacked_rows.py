@@ -1,6 +1,6 @@
 """Products of up to 64 rows, none of which depends on the others: y = added + gate(norm(x) @ w.T).
 
-Norm, gate and sum are those of `row_matmul`; `coded` says how w lies. What is promised besides:
+Norm, gate and sum are those of `row_matmul`; `prepacked` says how w lies. What is promised besides:
 a row of the result has the same bits whatever the other rows are, and however many. So a text is
 the same whether it is made alone or with others. For that, the order of every sum follows from the
 shape of w alone: a warp takes every `warps`-th block of columns, and warps are summed in order.
@@ -35,19 +35,19 @@ from torch import Tensor
 
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, multiply_pairs
 from arbcli.kernels.dice import Dice
-from arbcli.kernels.matmul.arranged import few_rows_fit, store_both
-from arbcli.kernels.matmul.coded import (
+from arbcli.kernels.matmul.prepacked import (
     CODE_BYTES,
-    CODED_ARGUMENTS,
     PIECE_BYTES,
-    Coded,
-    coded_cases,
-    coded_native,
-    coded_reference,
-    coded_timings,
-    coded_torch,
-    draw_coded,
+    PREPACKED_ARGUMENTS,
+    Prepacked,
+    draw_prepacked,
+    prepacked_cases,
+    prepacked_native,
+    prepacked_reference,
+    prepacked_timings,
+    prepacked_torch,
 )
+from arbcli.kernels.matmul.swizzled import few_rows_fit, store_both
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors
 from arbcli.kernels.runtime.operation import MATRIX, Gate, Operation
@@ -193,7 +193,7 @@ def _sum_unit(at, APART: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "N", "tiles"])
 @no_type_check
-def _coded_rows_kernel(
+def _prepacked_rows_kernel(
     x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr,
     M, N, K, tiles, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
@@ -211,7 +211,7 @@ def _coded_rows_kernel(
         row = tl.minimum(first_row + 8 * t + r, M - 1)
         x_starts = x_starts + (x_ptr + row * (K // 4),)  # noqa: RUF005
 
-    # shared memory of a warp: pieces of each tile, later its sums; behind all warps', the squares
+    # shared memory of a warp: pieces of each tile, later its sums; after all warps', the squares
     OF_WARP: tl.constexpr = OF_TILE * HEIGHT
     memory = memory_of(instead_ptr, thread, BYTES, PTX)
     mine, squares_at = memory + OF_WARP * warp, memory + OF_WARP * WARPS
@@ -335,7 +335,7 @@ def _tiling(rows: int, tiles: int, blocks: int, processors: int) -> Tiling:
     return Tiling(min(4, triton.cdiv(tiles * groups, at_once)), octets, warps, steps, stages)
 
 
-def _coded_rows_triton(
+def _prepacked_rows_triton(
     x: Tensor, pieces: Tensor, out_features: int, in_features: int, gated: bool, eps: float | None,
     added: Tensor | None, dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
@@ -348,7 +348,7 @@ def _coded_rows_triton(
     grid = triton.cdiv(tiles, height), triton.cdiv(len(x), 8 * octets)
     size = tiling.shared_bytes
     instead = pieces if HAS_PTX else pieces.new_empty(grid[0] * grid[1] * size)
-    _coded_rows_kernel[grid](
+    _prepacked_rows_kernel[grid](
         x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead,
         len(x), out_features, in_features, tiles, 0.0 if eps is None else eps,
         NORM=eps is not None, GATED=gated, ADD=added is not None,
@@ -359,14 +359,14 @@ def _coded_rows_triton(
     return y
 
 
-def coded_rows(
+def prepacked_rows(
     x: Tensor,
-    weight: Coded,
+    weight: Prepacked,
     eps: float | None = None,
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Normalise rows, multiply them by a coded matrix, gate the result and add to it.
+    """Normalise rows, multiply them by a prepacked matrix, gate the result and add to it.
 
     Args:
         x: (M, K) bfloat16, contiguous, 1 to 64 rows, K a multiple of 8; on a CPU float32 too, and
@@ -383,7 +383,7 @@ def coded_rows(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    return CODED_ROWS(x, *weight, eps, added, dtype or x.dtype)
+    return PREPACKED_ROWS(x, *weight, eps, added, dtype or x.dtype)
 
 
 SHAPES = (
@@ -396,12 +396,12 @@ SHAPES = (
 
 
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return draw_coded(dice, group_size, 1 + (m - 1) % MOST_TEXTS, n, k)
+    return draw_prepacked(dice, group_size, 1 + (m - 1) % MOST_TEXTS, n, k)
 
 
-CODED_ROWS = Operation(
-    "coded_rows", _coded_rows_triton, coded_torch, coded_reference,
-    partial(coded_cases, SHAPES),
+PREPACKED_ROWS = Operation(
+    "prepacked_rows", _prepacked_rows_triton, prepacked_torch, prepacked_reference,
+    partial(prepacked_cases, SHAPES),
     Gate(
         exact=False,
         relative=1e-3,
@@ -409,7 +409,8 @@ CODED_ROWS = Operation(
         reason="float32 sums of up to 2600 products, added up by the matrix units; in bf16 one"
         " rounding, as torch's float32 has",
     ),
-    CODED_ARGUMENTS, where=few_rows_fit(MOST_TEXTS), draw=_draw, needs_rows=False,
-    torch_is_peer=True, timings=partial(coded_timings, [(m, *MATRIX, True) for m in (4, 16, 64)]),
-    native=coded_native,
+    PREPACKED_ARGUMENTS, where=few_rows_fit(MOST_TEXTS), draw=_draw, needs_rows=False,
+    torch_is_peer=True,
+    timings=partial(prepacked_timings, [(m, *MATRIX, True) for m in (4, 16, 64)]),
+    native=prepacked_native,
 )  # fmt: skip

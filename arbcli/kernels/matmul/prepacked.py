@@ -1,6 +1,6 @@
-"""How a matrix of trits is coded for products of few rows: two bits a weight, ready for use.
+"""Prepacking of a matrix of trits for products of few rows: two bits a weight, ready for use.
 
-The trits T are *coded*: T + 1 in two bits, four to a byte, in pieces of 16 rows by 128
+The trits T are *prepacked*: T + 1 in two bits, four to a byte, in pieces of 16 rows by 128
 columns that are stored in the order in which the threads of a warp load them. Plane i of a piece,
 its columns 32 i .. 32 i + 31, is bits 2 i and 2 i + 1 of each byte.
 
@@ -38,7 +38,7 @@ from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.dice import Dice
-from arbcli.kernels.matmul.arranged import (
+from arbcli.kernels.matmul.swizzled import (
     ROWS,
     arrange_native,
     check_trits,
@@ -61,12 +61,12 @@ CODE_BYTES, SCALE_BYTES = 512, 128
 """Of a piece."""
 COLUMNS = [0, 2, 1, 3]
 """Of the bytes of a word; and the bytes of columns."""
-CODED_AT_ONCE = 1 << 22
-"""Weights that are coded at a time, which take some 30 bytes each meanwhile."""
+PREPACKED_AT_ONCE = 1 << 22
+"""Weights that are prepacked at a time, which take some 30 bytes each meanwhile."""
 PIECE_BYTES = tl.constexpr(CODE_BYTES + SCALE_BYTES)
 
 
-class Coded(NamedTuple):
+class Prepacked(NamedTuple):
     """A matrix in pieces: T tiles of 16 rows by B blocks of 128 columns."""
 
     pieces: Tensor
@@ -79,22 +79,22 @@ class Coded(NamedTuple):
     """Whether a tile has eight rows of each half of the matrix."""
 
 
-def draw_coded(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    """Draw rows, a coded matrix and what is done with their product."""
+def draw_prepacked(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    """Draw rows, a prepacked matrix and what is done with their product."""
     gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
     n, k = n + n % 2, -(-k // 8) * 8
-    weight = code(dice.packed(n, k, size, digits="trit"), gated)
+    weight = prepack(dice.packed(n, k, size, digits="trit"), gated)
     x = dice.reals(m, k, dtype=torch.bfloat16).contiguous()
     added = dice.reals(m, weight.out_features).contiguous() if dice.below(2) else None
     return x, *weight, dice.pick((None, 1e-6)), added, dice.dtype
 
 
-CODED_ARGUMENTS = few_rows_of(
+PREPACKED_ARGUMENTS = few_rows_of(
     {"pieces": Array(f"{tiles_by(BLOCK)}, {PIECE_BYTES.value}", UINT8, dense=True)}
 )
 
 
-def code(packed: Packed, gated: bool = False) -> Coded:
+def prepack(packed: Packed, gated: bool = False) -> Prepacked:
     """Code a packed matrix for products of few rows: 2.5 bits a weight, and what fills pieces.
 
     Args:
@@ -112,8 +112,8 @@ def code(packed: Packed, gated: bool = False) -> Coded:
     pieces = torch.empty(shape, dtype=torch.uint8, device=device)
     if uses_native(packed.trits):
         arrange_native(packed, pieces, None, gated)
-        return Coded(pieces, rows, packed.in_features, gated)
-    most = max(1, CODED_AT_ONCE // (ROWS * BLOCK * blocks))
+        return Prepacked(pieces, rows, packed.in_features, gated)
+    most = max(1, PREPACKED_AT_ONCE // (ROWS * BLOCK * blocks))
     for start in range(0, tiles, most):
         index = torch.arange(height * start, min(height * (start + most), rows), device=device)
         index = torch.cat([index + rows * half for half in range(halves)])
@@ -121,7 +121,7 @@ def code(packed: Packed, gated: bool = False) -> Coded:
     # a kernel that overlaps the one before it reads the pieces without waiting for any kernel
     if pieces.is_cuda:
         torch.cuda.synchronize(device)
-    return Coded(pieces, rows, packed.in_features, gated)
+    return Prepacked(pieces, rows, packed.in_features, gated)
 
 
 def _pieces(packed: Packed, gated: bool, blocks: int) -> Tensor:
@@ -140,7 +140,7 @@ def _pieces(packed: Packed, gated: bool, blocks: int) -> Tensor:
     return torch.cat([codes.flatten(2), scales.flatten(2).view(torch.uint8)], dim=2)
 
 
-def coded_reference(
+def prepacked_reference(
     x: Tensor,
     pieces: Tensor,
     out_features: int,
@@ -150,7 +150,7 @@ def coded_reference(
     added: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute what `row_matmul` and `coded_rows` must return, in float64, a plane at a time."""
+    """Compute what `row_matmul` and `prepacked_rows` must return, in float64, a plane at a time."""
     tiles, blocks = pieces.shape[:2]
     codes = pieces[..., :CODE_BYTES].unflatten(2, (4, 8, 2, 2, 4))
     scales = pieces[..., CODE_BYTES:].contiguous().view(torch.bfloat16).unflatten(2, (8, 2, 4))
@@ -167,8 +167,8 @@ def coded_reference(
     return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
 
 
-def decode_coded(pieces: Tensor) -> Tensor:
-    """Decode a coded matrix: (16 T, 128 B) float32, in the order of its tiles."""
+def decode_prepacked(pieces: Tensor) -> Tensor:
+    """Decode a prepacked matrix: (16 T, 128 B) float32, in the order of its tiles."""
     codes, scales = pieces.split([CODE_BYTES, SCALE_BYTES], dim=2)
     codes = codes.unflatten(2, (4, 8, 2, 2, 4))
     planes = torch.stack([codes >> 2 * i & 3 for i in range(4)], dim=2)[..., COLUMNS].float() - 1
@@ -179,7 +179,7 @@ def decode_coded(pieces: Tensor) -> Tensor:
     return weight.reshape(ROWS * len(pieces), -1)
 
 
-def coded_torch(
+def prepacked_torch(
     x: Tensor,
     pieces: Tensor,
     out_features: int,
@@ -189,8 +189,8 @@ def coded_torch(
     added: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute what `row_matmul` and `coded_rows` return with torch, in float32."""
-    weight = decode_coded(pieces)[:, :in_features]
+    """Compute what `row_matmul` and `prepacked_rows` return with torch, in float32."""
+    weight = decode_prepacked(pieces)[:, :in_features]
     results = []
     for row in x.float():  # one by one, because the sums of a product depend on its rows
         row = row[None] if eps is None else functional.rms_norm(row[None], row.shape, eps=eps)
@@ -200,7 +200,7 @@ def coded_torch(
     return (y if added is None else added + y).to(dtype)
 
 
-def coded_native(
+def prepacked_native(
     x: Tensor,
     pieces: Tensor,
     out_features: int,
@@ -210,12 +210,14 @@ def coded_native(
     added: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute what `row_matmul` and `coded_rows` return with the native loop."""
+    """Compute what `row_matmul` and `prepacked_rows` return with the native loop."""
     return multiply_native(x, pieces, None, out_features, gated, eps, added, dtype)
 
 
-def coded_cases(shapes: Sequence[tuple], device: torch.device, _group_size: int) -> Iterator[Case]:
-    """Draw cases of a kernel of coded matrices.
+def prepacked_cases(
+    shapes: Sequence[tuple], device: torch.device, _group_size: int
+) -> Iterator[Case]:
+    """Draw cases of a kernel of prepacked matrices.
 
     Args:
         shapes: (M, rows, K, G, gated, eps, whether something is added) of each.
@@ -225,7 +227,7 @@ def coded_cases(shapes: Sequence[tuple], device: torch.device, _group_size: int)
     dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
     for m, rows, in_features, group_size, gated, eps, adds in shapes:
         packed = random_packed(rows, in_features, group_size, generator, spread=8)
-        weight = code(packed, gated)
+        weight = prepack(packed, gated)
         x = torch.randn(m, in_features, generator=generator)
         x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
         added = torch.randn(m, weight.out_features, generator=generator)
@@ -236,19 +238,19 @@ def coded_cases(shapes: Sequence[tuple], device: torch.device, _group_size: int)
                 f"{label}{' sum' * adds} {str(dtype).removeprefix('torch.')}",
                 (x.to(device, torch.bfloat16), weight.pieces.to(device), *weight[1:], eps,
                  added.to(device, dtype) if adds else None, dtype),
-                peer=coded_torch if low else None,
+                peer=prepacked_torch if low else None,
             )  # fmt: skip
 
 
-def coded_timings(
+def prepacked_timings(
     shapes: Sequence[tuple], device: torch.device, _group_size: int
 ) -> Iterator[Timing]:
-    """Draw what a kernel of coded matrices is timed with: shapes are (M, rows, K, gated)."""
+    """Draw what a kernel of prepacked matrices is timed with: shapes are (M, rows, K, gated)."""
     generator = torch.Generator(device)
     half: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     for m, rows, in_features, gated in shapes:
         packed = random_packed(rows, in_features, 32, generator, spread=8)
-        weight = code(packed, gated)
+        weight = prepack(packed, gated)
         x, added = torch.randn(m, in_features, **half), torch.randn(m, weight.out_features, **half)
         yield Timing(
             f"{m}x{rows}x{in_features}{' gate' * gated}",

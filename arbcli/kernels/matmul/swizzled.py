@@ -1,8 +1,8 @@
 """Shared pieces of products of few rows: checks, tiles of rows, and how results are stored.
 
 A matrix is laid out anew for them, in tiles of 16 rows by pieces in the order in which the threads
-of a warp load them: `coded` says how for trits, `digits_matmul` for all digits. If the result is
-gated, row r + 8 of a tile is the row of w half a matrix below row r, so that one thread has both
+of a warp load them: `prepacked` says how for trits, `digits_matmul` for all digits. If the result
+is gated, row r + 8 of a tile is the row of w half a matrix below row r, so that one thread has both
 inputs of the gate.
 """
 
@@ -40,7 +40,7 @@ check_trits = compiled_check(
 
 
 def in_tiles(rows: Tensor, gated: bool) -> Tensor:
-    """Split rows, padded with zeros, to (tiles, 2, 8, ...): those of the second eight behind."""
+    """Split rows, padded with zeros, to (tiles, 2, 8, ...): those of the second eight last."""
     halves = rows.unflatten(0, (2, -1)) if gated else rows[None]
     missing = -halves.shape[1] % (8 if gated else ROWS)
     halves = functional.pad(halves, (*(0, 0) * (halves.dim() - 2), 0, missing))
@@ -49,8 +49,8 @@ def in_tiles(rows: Tensor, gated: bool) -> Tensor:
     return halves[0].unflatten(0, (-1, 2, 8))
 
 
-def fits_arranged(x: Tensor, group_size: int) -> bool:
-    """Whether a step should arrange its weights: groups of whole planes, and kernels for it.
+def fits_prepacked(x: Tensor, group_size: int) -> bool:
+    """Whether a step should prepack its weights: groups of whole planes, and kernels for it.
 
     Args:
         x: the stream, (B, 1, K) of one position of each text; on a CPU (1, T, K) of several

@@ -1,0 +1,177 @@
+"""A float model made ternary: fading with a teacher, straight-through latents, and rounding alone.
+
+    python -m benchmarks.ternary_tuning TEXTS [--at-once N] [--out DIR]
+
+TEXTS is as of `benchmarks.tuning`. A float Qwen 3 of bytes is trained by AdamW on code and novels,
+and imported. Integers fade to the trit by `arb train --init-from --weights anneal`, with and
+without `--teacher`; straight-through twins begin with the same float weights. All see as many
+tokens of the same text. `rounded` has the trits of the import, and no training.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from arbcli.data import Text, Texts
+from arbcli.imports.config_json import read_folder_config
+from arbcli.imports.folder import WeightFolder
+from arbcli.imports.run import read_float
+from arbcli.infer.load import load_model
+from arbcli.rules import stage_rule
+from arbcli.train.configure import new_config
+from arbcli.train.trainer import Trainer
+from benchmarks import results
+from benchmarks.tuning import (
+    BATCH,
+    PRETRAINED_STEPS,
+    STEPS,
+    WARMUP,
+    arb,
+    both_losses,
+    import_for,
+    imported,
+    pretrain,
+    score,
+)
+
+TRAINED_ON = ("code-train.txt", "novels-train.txt")
+HELD_OUT = ("code-val.txt", "novels-val.txt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way to a ternary model."""
+
+    kind: str
+    """Rule of weights that fade, or optimizer of a straight-through twin."""
+    lr: float
+    taught: bool = False
+    seed: int = 0
+    steps: int = STEPS
+
+
+WAYS = (
+    Way(kind="moment", lr=0.3, taught=True),
+    Way(kind="moment", lr=0.3),
+    Way(kind="muon", lr=3e-3),
+    Way(kind="nibble", lr=0.3, taught=True),
+    Way(kind="muon", lr=1e-3),
+    Way(kind="muon", lr=1e-2),
+    Way(kind="moment", lr=0.1, taught=True),
+    Way(kind="nibble", lr=0.3),
+    Way(kind="moment", lr=0.6, taught=True),
+    Way(kind="muon", lr=3e-3, seed=1),
+    Way(kind="moment", lr=0.3, taught=True, seed=1),
+)
+RULES = ("moment", "nibble")
+
+
+def fade(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
+    """Let the import of the folder fade, by `arb train`."""
+    begun = imported(folder, way.kind)
+    data = [word for name in TRAINED_ON for word in ("--data", texts / name)]
+    data += [word for name in HELD_OUT for word in ("--val", texts / name)]
+    with tempfile.TemporaryDirectory() as made:
+        run = Path(made, "run")
+        arb(
+            "train", "--init-from", begun, "--weights", "anneal", *data,
+            *(["--teacher", begun] if way.taught else []), "--batch", BATCH, "--steps", way.steps,
+            "--lr", way.lr, "--seed", way.seed, "--warmup", WARMUP, "--eval-every", 0,
+            "--device", device, "--out", run, "--keep", 1, "--quiet",
+        )  # fmt: skip
+        return score(run, texts, device)
+
+
+def straight_through(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
+    """Train latents whose trits multiply, and which have the gradients of these."""
+    train, held_out = (Text([texts / name for name in some]) for some in (TRAINED_ON, HELD_OUT))
+    config = new_config(
+        preset=read_folder_config(folder, weights="ste"), batch=BATCH, device=device,
+        warmup=WARMUP, optimizer=way.kind, lr=way.lr, steps=way.steps, seed=way.seed,
+    )  # fmt: skip
+    trainer = Trainer(config, Texts(train, held_out, ""), capture=True)
+    begun = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
+    trainer.model.load_state_dict(begun.state_dict())
+    for _ in range(way.steps):
+        trainer.train_step()
+    losses = both_losses(trainer.model.loss, texts, device)
+    return {"state_bytes": trainer.state_bytes()} | losses
+
+
+def begin(texts: Path, folder: Path, rule: str, device: str) -> list[dict[str, Any]]:
+    """Score the import of the folder, which is the teacher, and its trits without training."""
+    model, rows = load_model(imported(folder, rule), device=device), []
+    for kind in ("imported", "rounded"):
+        if kind == "rounded":
+            for tensor in model.packed_tensors().values():
+                tensor.rule = stage_rule(rule, "trit")
+        way = asdict(Way(kind=f"{rule} {kind}", lr=0.0, steps=0))
+        rows.append(way | {"state_bytes": 0} | both_losses(model.loss, texts, device))
+    return rows
+
+
+def go(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
+    """Go a way."""
+    started = time.perf_counter()
+    found = (fade if way.kind in RULES else straight_through)(way, texts, folder, device)
+    return asdict(way) | found | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def main() -> None:
+    """Train the float model, go every way in a process of its own, and write the rows."""
+    parser = results.options("ternary_tuning", "Compare ways to a ternary model.")
+    parser.add_argument("texts", type=Path, help="folder of the texts")
+    parser.add_argument("--at-once", type=int, default=8, help="runs side by side")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, help="of every run, for a trial")
+    parser.add_argument("--folder", type=Path, help="the float model; made if it is not there")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(go(Way(**json.loads(given.one)), given.texts, given.folder, given.device)))
+        return
+
+    writing = Lock()
+
+    def keep(row: dict[str, Any]) -> None:
+        print(json.dumps(row), flush=True)
+        command = results.command_line("ternary_tuning", "TEXTS")
+        with writing:
+            results.save("ternary_tuning", [row], command=command, folder=given.out)
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.folder or Path(temporary, "qwen3-of-bytes")
+        if not folder.exists():
+            steps = given.steps or PRETRAINED_STEPS
+            pretrain(given.texts, folder, steps, given.device, TRAINED_ON, HELD_OUT)
+        with ThreadPoolExecutor(len(RULES)) as pool:
+            list(pool.map(lambda rule: import_for(folder, rule), RULES))
+        for rule in RULES:
+            for row in begin(given.texts, folder, rule, given.device):
+                keep(row)
+
+        def run(way: Way) -> None:
+            words = ["-m", "benchmarks.ternary_tuning", str(given.texts), "--device", given.device]
+            if given.steps:
+                way = Way(**asdict(way) | {"steps": given.steps})
+            words += ["--one", json.dumps(asdict(way)), "--folder", str(folder)]
+            done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+            if done.returncode:
+                print(f"{way}: failed\n{done.stderr[-600:]}", flush=True)
+            else:
+                keep(json.loads(done.stdout.splitlines()[-1]))
+
+        with ThreadPoolExecutor(given.at_once) as pool:
+            list(pool.map(run, WAYS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Mistakes in options and paths are refused before torch is imported, which takes seconds."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from arbcli.cli import app
+from arbcli.config.training import train_config_from
+from arbcli.errors import ArbError
+
+MISTAKES = {
+    "train --data nofile": "nothing matches `nofile`",
+    "train --val nofile": "nothing matches `nofile`",
+    "train --data text.txt:0.5 text.txt": "`text.txt` has no weight above 0",
+    "train --tokenizer nofile": "cannot read `nofile`",
+    "train --out text.txt": "`text.txt` is a file",
+    "train --out run": "`run` holds a run already",
+    "train --backend triton": "the `triton` backend needs a CUDA device",
+    "train --lr nan --data nofile": "`lr` is `nan`",
+    "train --model nofile": "cannot read `nofile`",
+    "train --config nofile": "cannot read `nofile`",
+    "train --resume nofile": "there is no run at `nofile`",
+    "train --gpus 2": "`--accum` is 1, which 2 processes",
+    "generate run --prompt-file nofile": "cannot read `nofile`",
+    "generate run --prompts nofile": "cannot read `nofile`",
+    "evaluate run --data nofile": "nothing matches `nofile`",
+    "export run --to gguf --out text.txt": "`text.txt` exists",
+    "import .": "cannot read `config.json`",
+    "import run": "`run/config.json` has no `model_type`",
+    "inspect run --diff nofile": "there is no run at `nofile`",
+    "verify-kernels --targets sm_1": "no target is named `sm_1`",
+    "verify-kernels --compare nofile": "cannot read `nofile`",
+    "verify-kernels nokernel": "no kernel is named `nokernel`",
+    "audit-memory --budget much": "`--budget` is `much`",
+    "count-params --preset huge": "no preset is named `huge`",
+    "probe-loss --plot a.gif": "`--plot` is `a.gif`",
+}
+
+
+def test_mistakes_are_refused_without_torch(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"ternary weights")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "run" / "step-000001.safetensors").write_bytes(b"")
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from arbcli import cli, environment; from arbcli.commands import _options\n"
+        "_options.may_have_gpu = lambda: False\n"
+        f"for words, said in {MISTAKES!r}.items():\n"
+        "    try: cli.app(cli.repeat_options(words.split()), standalone_mode=False)\n"
+        "    except cli.ArbError as error: assert str(error).startswith(said), (words, error)\n"
+        "    else: raise AssertionError(words)\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "command", ["generate", "evaluate", "export --to gguf", "check", "inspect", "probe-loss"]
+)
+def test_saved_model_is_named_by_an_argument_or_an_option(command):
+    both = "`there` and `--checkpoint` both name a model"
+    for words, said in (
+        ("nofile", "there is no run at `nofile`"),
+        ("--checkpoint nofile", "there is no run at `nofile`"),
+        ("there --checkpoint nofile", both),
+        ("", "no saved model is named"),
+    ):
+        if words or command != "probe-loss":  # which makes a new one then
+            result = CliRunner().invoke(app, [*command.split(), *words.split()])
+            assert isinstance(result.exception, ArbError), (words, result.output)
+            assert str(result.exception) == said
+
+
+def test_model_of_a_run_that_is_no_object_is_told_in_words():
+    with pytest.raises(ArbError, match=r"a model is `\[1\]`, and not values by name"):
+        train_config_from({"config": {"model": [1]}})
+
+
+def test_plain_text_is_told_from_a_damaged_model(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"ternary weights learn to read")
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "a.txt")])
+    assert str(result.exception) == f"`{tmp_path / 'a.txt'}` is not a saved model"

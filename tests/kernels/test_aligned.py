@@ -1,0 +1,75 @@
+"""What kernels load 16 bytes at a time never begins within 16 bytes: a GPU refuses it, and Triton's
+interpreter does not."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from marks import needs_triton
+
+import arbcli.kernels
+from arbcli.kernels.codec.decode_weight import _by_block
+from arbcli.kernels.codec.packed import random_packed
+from arbcli.kernels.registry import KERNELS
+from arbcli.kernels.runtime.backend import compile_for, use_backend
+from arbcli.kernels.runtime.launches import replaced_launches
+
+WIDE = {
+    "attend_parts": ("qkv", "cos", "sin"),
+    "causal_attention_backward": ("grad_y", "q", "k", "v", "y"),
+    "digits_matmul": ("x",),
+    "gram": ("x",),
+    "grouped_matmul": ("w",),
+    "prepacked_rows": ("x",),
+    "row_by_row": ("x",),
+    "row_matmul": ("x",),
+}
+"""By kernel: arguments that may begin anywhere and are loaded so; `attend_parts` refuses others."""
+
+HELPERS = {"descriptors", "threads"}
+OWN = {"few_rows", "newton_schulz"}
+"""Files that have a function for it, with a test of its own."""
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """Copy to an address that 8 divides and 16 does not."""
+    buffer = torch.empty(x.numel() + 16, dtype=x.dtype)
+    begin = (24 - buffer.data_ptr() % 16) // x.itemsize
+    y = torch.as_strided(buffer, x.shape, x.contiguous().stride(), begin).copy_(x)
+    assert y.data_ptr() % 16 == 8
+    return y
+
+
+@needs_triton
+@pytest.mark.parametrize(("name", "argument"), [(n, a) for n in WIDE for a in WIDE[n]])
+def test_what_begins_within_16_bytes_is_copied(name, argument):
+    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    inputs = next(c.inputs for c in spec.cases(torch.device("cpu"), 32) if len(c.inputs[0]))
+    place, launched = [*spec.arguments].index(argument), []
+    given = [shifted(x) if i == place else x for i, x in enumerate(inputs)]
+
+    def record(_kernel, _grid, *args, **kwargs):
+        launched.extend(getattr(x, "base", x) for x in (*args, *kwargs.values()))
+
+    with use_backend("interpreter"), compile_for((9, 0)), replaced_launches(record):
+        spec.triton(*given)
+    passed = [x for x in launched if isinstance(x, torch.Tensor)]
+    assert passed
+    memory = given[place].untyped_storage().data_ptr()
+    assert all(x.untyped_storage().data_ptr() != memory for x in passed)
+
+
+def test_no_kernel_that_loads_so_is_left_out():
+    loads = re.compile(
+        r"\b(load_constant|load_new|load_where|_load_eight|load_eight_over|described)\("
+    )
+    files = Path(arbcli.kernels.__file__).parent.rglob("*.py")
+    found = {file.stem for file in files if loads.search(file.read_text())}
+    assert found - HELPERS - OWN == WIDE.keys() - {"gram"}
+
+
+def test_weights_are_stored_by_16_bytes_where_rows_begin_at_multiples():
+    generator, columns = torch.Generator().manual_seed(0), range(320, 340)
+    found = [_by_block(random_packed(3, number, 32, generator)) for number in columns]
+    assert found == [number * torch.bfloat16.itemsize % 16 == 0 for number in columns]

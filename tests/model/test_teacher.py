@@ -1,0 +1,226 @@
+"""Predictions of a teacher, learnt besides the text."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from arbcli.checkpoint import load_checkpoint
+from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
+from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.data import open_texts
+from arbcli.errors import ArbError
+from arbcli.infer.load import saved_config
+from arbcli.inspect.audit import audit
+from arbcli.inspect.memory import predict
+from arbcli.inspect.peak import predict_peak
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.build import build_model
+from arbcli.run_files import CONFIG, checkpoint_path
+from arbcli.train.check import check_run
+from arbcli.train.configure import new_config
+from arbcli.train.run import Observer, resume_run, start_run
+from arbcli.train.teacher import frozen_model, read_teacher
+from arbcli.train.trainer import Trainer
+from arbcli.verify.reference import reference_loss, reference_model
+
+CTX = 10
+SMALL, LARGE = 301, 5003
+RUN = {
+    "dim": 32, "layers": 1, "heads": 1, "ffn": 32, "ctx": 16, "batch": 2, "steps": 20,
+    "digits": "fade", "device": "cpu", "warmup": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch):
+    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 1)
+
+
+def model_of(vocabulary: int, dim: int, dtype: torch.dtype, seed: int, **options):
+    block = BlockConfig(mixer=AttentionConfig(heads=2), channel=MLPConfig(width=16))
+    stage = StageConfig(dim=dim, blocks=(block,) * 2)
+    config = ModelConfig(ctx=CTX, stages=(stage,), vocabulary=vocabulary, digits="all", **options)
+    model = build_model(config, dtype)
+    model.initialise(seed)
+    return model
+
+
+def decoded(model) -> dict[str, torch.Tensor]:
+    return {name: part.weight(torch.float32).double() for name, part in model.weights().items()}
+
+
+def batch_of(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids, targets = torch.randint(vocabulary, (2, 3, CTX), generator=generator)
+    return ids, targets, torch.rand(3, CTX, generator=generator) < 0.4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("vocabulary", [SMALL, LARGE])
+@pytest.mark.parametrize(
+    ("norm_gain", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)]
+)
+def test_divergence_and_gradients_agree_with_those_of_the_reference(
+    vocabulary, tied, norm_gain, dtype
+):
+    student = model_of(vocabulary, 24, dtype, 0, tied=tied, norm_gain=norm_gain)
+    teacher = model_of(vocabulary, 32, dtype, 1, tied=not tied)
+    ids, targets, _ = batch_of(vocabulary)
+    weights = {name: part.requires_grad_() for name, part in decoded(student).items()}
+    logits, _ = reference_model(weights, student.config, ids)
+    theirs, _ = reference_model(decoded(teacher), teacher.config, ids)
+    shares, log_theirs = theirs.softmax(-1), theirs.log_softmax(-1)
+    wanted = (shares * (log_theirs - logits.log_softmax(-1))).sum(-1).mean()
+    (wanted + reference_loss(logits, targets)).backward()
+    grads: dict[int, torch.Tensor] = {}
+
+    def take(tensor, grad, where=None):
+        shape = tensor.out_features, tensor.in_features
+        dense = grads.setdefault(id(tensor), torch.zeros(shape, dtype=torch.float64))
+        rows = slice(None) if where is None else tensor.rows_of(where)
+        dense[rows] += grad if where is None else grad.flatten(0, 1)
+
+    for part in student.weights().values():
+        part.sink = take
+    with use_backend("torch"):
+        losses = student.losses(ids, targets, teacher=teacher)
+        (losses["text"] + losses["teacher"]).backward()
+    close = 1e-5 if dtype == torch.float32 else 3e-2
+    assert float(losses["teacher"].detach()) == pytest.approx(float(wanted), rel=close)
+    for name, part in student.weights().items():
+        if not part.frozen:
+            error = (grads[id(part)] - weights[name].grad).norm() / weights[name].grad.norm()
+            assert error < close, name
+
+
+@pytest.mark.parametrize("vocabulary", [SMALL, LARGE])
+def test_divergence_of_documents_counts_what_is_learnt(vocabulary):
+    student, teacher = (model_of(vocabulary, 24, torch.float32, seed) for seed in (0, 1))
+    ids, targets, ignored = batch_of(vocabulary)
+    documents = torch.tensor([0] * 4 + [1] * 6).expand(3, CTX)
+    with use_backend("torch"), torch.no_grad():
+        found = student.losses(
+            ids, targets.masked_fill(ignored, -1), documents.contiguous(), teacher=teacher
+        )["teacher"]
+        logits = [
+            torch.cat([model(part) for part in (ids[:, :4], ids[:, 4:])], dim=1).double()
+            for model in (student, teacher)
+        ]
+    of_student, of_teacher = (part.log_softmax(-1) for part in logits)
+    wanted = (of_teacher.exp() * (of_teacher - of_student)).sum(-1)[~ignored].mean()
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def taught(text, tmp_path):
+    """The run of a teacher, and settings of one that it teaches."""
+    run = tmp_path / "teacher"
+    start_run(new_config(**RUN | {"digits": "all"}, data=[text]), run, Observer())
+    return run, RUN | {"data": [text], "teacher": str(run)}
+
+
+def test_teacher_that_a_model_equals_diverges_by_nothing_and_stays(taught):
+    run, settings = taught
+    config = new_config(**settings)
+    texts = open_texts(config.data, None, seed=0, context=16)
+    saved = read_teacher(config)
+    with pytest.raises(ValueError, match="read_teacher"):
+        Trainer(config, texts)
+    trainer = Trainer(config, texts, teacher=saved.checkpoint)
+    trainer.take_weights(load_checkpoint(checkpoint_path(run, 20)))
+    before = {name: part.clone() for name, part in trainer.teacher.state_dict().items()}
+    names = trainer.model.state_dict().keys() - before.keys()
+    assert any("moment" in name for name in names)
+    trainer.train_step()
+    assert abs(float(trainer.loss_parts["teacher"])) < 1e-6
+    for _ in range(config.steps - 1):
+        trainer.train_step()
+    assert float(trainer.loss_parts["teacher"]) > 1e-3
+    after = trainer.teacher.state_dict()
+    assert all(torch.equal(part, after[name]) for name, part in before.items())
+
+
+def test_steps_differ_from_those_of_the_text_alone(taught):
+    _, settings = taught
+    losses = []
+    for config in (new_config(**settings), new_config(**settings | {"teacher": None})):
+        texts = open_texts(config.data, None, seed=0, context=16)
+        saved = read_teacher(config)
+        trainer = Trainer(config, texts, teacher=saved and saved.checkpoint)
+        losses.append([float(trainer.train_step()) for _ in range(4)])
+    assert losses[0][0] == losses[1][0]
+    assert losses[0][-1] != losses[1][-1]
+
+
+def test_run_with_a_teacher_resumes_to_the_same_bits_and_wants_that_teacher(taught, tmp_path):
+    teacher, settings = taught
+    run = tmp_path / "run"
+    start_run(new_config(**settings, save_every=12, keep=3), run, Observer())
+    last = load_checkpoint(checkpoint_path(run, 20))
+    assert saved_config(last).digits == "trit"
+    resume_run(checkpoint_path(run, 12), Observer())
+    assert load_checkpoint(checkpoint_path(run, 20)).digest == last.digest
+    assert check_run(run).passed
+    path = checkpoint_path(teacher, 20)
+    other = tmp_path / "other"
+    start_run(new_config(**settings | {"teacher": None, "seed": 1}), other, Observer())
+    path.write_bytes(checkpoint_path(other, 20).read_bytes())
+    with pytest.raises(ArbError, match="not the teacher"):
+        resume_run(run, Observer(), steps=24)
+    assert "teacher" in check_run(run).stops
+    path.unlink()
+    with pytest.raises(ArbError, match="step-"):
+        resume_run(run, Observer(), steps=24)
+
+
+def test_run_whose_settings_forget_the_teacher_is_refused(taught, tmp_path):
+    _, settings = taught
+    run = tmp_path / "run"
+    start_run(new_config(**settings), run, Observer())
+    path = run / CONFIG
+    content = path.read_text()
+    named = f'"teacher": "{checkpoint_path(taught[0], 20)}"'
+    assert named in content
+    path.write_text(content.replace(named, '"teacher": null').replace("teacher_digest", "unknown"))
+    with pytest.raises(ArbError, match="teacher"):
+        resume_run(run, Observer(), steps=24)
+
+
+def test_memory_of_a_teacher_is_predicted(taught):
+    _, settings = taught
+    config = new_config(**settings | {"digits": "all", "steps": 2})
+    alone = dataclasses.replace(config, teacher=None)
+    checkpoint = read_teacher(config).checkpoint
+    model = frozen_model(checkpoint, torch.device("cpu"), torch.float32)
+    size = sum(part.nbytes for part in model.buffers())
+    weights = predict(config.model).total.weights
+    assert 1.25 * weights < size < 1.4 * weights
+    found, before = predict_peak(config), predict_peak(alone)
+    assert found.state_bytes - before.state_bytes == size
+    report = audit(config)
+    assert report.passed, report
+    assert abs(report.peak_bytes / found.peak_bytes - 1) < 0.01
+
+
+def test_teacher_of_other_symbols_is_refused(taught, tmp_path):
+    _, settings = taught
+    config = new_config(**settings)
+    model = dataclasses.replace(config.model, vocabulary=SMALL)
+    with pytest.raises(ArbError, match="256 symbols"):
+        read_teacher(dataclasses.replace(config, model=model))
+    with pytest.raises(ArbError, match="text alone"):
+        new_config(**settings | {"weights": "float", "digits": "trit"})
+    with pytest.raises(ArbError, match="nowhere"):
+        read_teacher(new_config(**settings | {"teacher": "nowhere"}))
+
+
+def test_command_names_a_teacher(taught, text, tmp_path, arb_here):
+    teacher, _ = taught
+    run = tmp_path / "run"
+    words = ["--init-from", teacher, "--teacher", teacher, "--weights", "anneal", "--data", text]
+    words += ["--steps", 10, "--batch", 2, "--device", "cpu", "--out", run]
+    assert arb_here("train", *map(str, words)).returncode == 0
+    last = load_checkpoint(checkpoint_path(run, 10))
+    assert saved_config(last).digits == "trit"
+    assert last.data["settings"]["teacher"] == load_checkpoint(checkpoint_path(teacher, 20)).digest
