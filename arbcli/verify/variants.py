@@ -107,7 +107,8 @@ def recorded_launches(record: Callable[[Launch], None]) -> Iterator[None]:
 def general(function: Any) -> Any:
     """Make of a kernel one that is not compiled anew for arguments of 1, or multiples of 16."""
     names = [p.name for p in function.params if not p.is_constexpr]
-    return triton.jit(function.fn, do_not_specialize=names, do_not_specialize_on_alignment=names)
+    jit: Any = triton.jit  # whose options the stub does not have
+    return jit(function.fn, do_not_specialize=names, do_not_specialize_on_alignment=names)
 
 
 @contextmanager
