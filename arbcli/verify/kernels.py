@@ -1,8 +1,8 @@
 """Run kernels against their references: what was compared, how closely, and what was not."""
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.inspect.trace import without_memory
 from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.dice import Dice, ShapeDice
 from arbcli.kernels.names import check_kernel_names
 from arbcli.kernels.registry import KERNELS
-from arbcli.kernels.runtime.backend import check_backend, chunks_of, use_backend
+from arbcli.kernels.runtime.backend import check_backend, chunks_of, compile_for, use_backend
 from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.verify.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.verify.fuzz import (
@@ -31,11 +33,12 @@ from arbcli.verify.sample import (
     ALWAYS,
     DEFAULT_SCALE_TYPE,
     IN_TRITON,
+    OF_VALUES,
     CompiledSample,
     is_long,
     sampled_scale_types,
 )
-from arbcli.verify.variants import compiled_share
+from arbcli.verify.variants import compile_launch
 from arbcli.verify.workers import JobDone, Workers, name_of
 
 METHODS = {
@@ -284,20 +287,32 @@ def _ahead(job: tuple) -> Iterable[tuple]:
 def _compile_share(kernel: str, index: int, *parts: _Part) -> None:
     """Compile a share of what a kernel needs for its sample of cases."""
     (spec,) = find_kernels([kernel])
-    with suppress(Exception):  # checks will tell what is wrong
-        sample = _compiled_sample(spec, parts)
-        with compiled_share(index, SHARES), use_backend("triton"):
-            for part in parts:
-                for case in _cases(spec, part, sample):
-                    if (part, case.label) in sample.chosen:
-                        spec.triton(*copies(case.inputs))
+    # checks will tell what is wrong
+    with suppress(Exception), _without_gpu(spec, parts[0]) as dice:
+        for launch in _compiled_sample(spec, parts, dice).launches()[index::SHARES]:
+            compile_launch(launch)
 
 
-def _compiled_sample(spec: Operation, parts: Iterable[_Part]) -> CompiledSample:
+@contextmanager
+def _without_gpu(spec: Operation, part: _Part) -> Iterator[type[Dice]]:
+    """Let a sample be chosen on the host, if it can be: processes that share a GPU wait for it."""
+    device = torch.device(part.device)
+    if device.type != "cuda" or spec.name in OF_VALUES:
+        yield Dice
+        return
+    about = torch.cuda.get_device_properties(device)
+    chosen = compile_for((about.major, about.minor), about.multi_processor_count)
+    with chosen, without_memory(device):
+        yield ShapeDice
+
+
+def _compiled_sample(
+    spec: Operation, parts: Iterable[_Part], dice: type[Dice] = Dice
+) -> CompiledSample:
     """Choose cases of a kernel for a GPU, by what would be compiled for each."""
     sample = CompiledSample(spec)
     for part in parts:
-        for case in _cases(spec, part, None, partial(sample.may_take, part)):
+        for case in _cases(spec, part, partial(sample.may_take, part), dice):
             with use_backend("triton"):
                 run = partial(_run_on_copies, spec.triton, case)
                 sample.offer(part, case.label, run, fixed=part.kind == "cases")
@@ -393,9 +408,10 @@ def _merged(results: list[KernelResult]) -> list[KernelResult]:
 
 def _verify_parts(_kernel: str, _scale_type: str | None, *parts: _Part) -> list[KernelResult]:
     """Check a kernel on some of its cases."""
-    (spec,) = find_kernels([parts[0].kernel])
-    on_gpu = parts[0].checks.sampled and "triton" in parts[0].backends and parts[0].kind != "fuzz"
-    sample = _compiled_sample(spec, parts) if on_gpu else None
+    (spec,), sample = find_kernels([parts[0].kernel]), None
+    if parts[0].checks.sampled and "triton" in parts[0].backends and parts[0].kind != "fuzz":
+        with _without_gpu(spec, parts[0]) as dice:
+            sample = _compiled_sample(spec, parts, dice)
     return [result for part in parts for result in _verify_part(spec, part, sample)]
 
 
@@ -406,7 +422,7 @@ def _verify_part(spec: Operation, part: _Part, sample: CompiledSample | None) ->
     if part.kind == "real":
         reference, backends = real_reference(spec), ("triton",)
     with poisoned():
-        cases = _cases(spec, part, sample)
+        cases = _cases(spec, part, *([partial(sample.has, part)] if sample else []))
         results = _verify(spec, part, device, cases, reference, backends, sample)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # for the other processes
@@ -416,10 +432,10 @@ def _verify_part(spec: Operation, part: _Part, sample: CompiledSample | None) ->
 def _cases(
     spec: Operation,
     part: _Part,
-    sample: CompiledSample | None,
     wanted: Callable[[str], bool] = lambda _: True,
+    dice: type[Dice] = Dice,
 ) -> Iterable[Case]:
-    """Draw the cases of a part; of real matrices those of the sample, if any, or those wanted."""
+    """Draw the cases of a part; of real matrices those that are wanted, by their sizes."""
     device, size, checks = torch.device(part.device), part.group_size, part.checks
     if part.kind == "fuzz":
         seeds = range(checks.seed, checks.seed + checks.fuzz)
@@ -427,10 +443,8 @@ def _cases(
     if part.kind == "cases":
         first, step = part.share
         return islice(spec.cases(device, size), first, None, step)
-    if sample:
-        wanted = partial(sample.has, part)
     about = (spec.name, device, size, checks.real_shapes, part.rows, part.turn)
-    return real_cases(*about, wanted=wanted)
+    return real_cases(*about, dice=dice, wanted=wanted)
 
 
 def _verify(

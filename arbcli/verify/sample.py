@@ -24,6 +24,13 @@ IN_TRITON = ("triton", "interpreter")
 """Backends whose checks are sampled."""
 OF_A_CASE = 0.25
 """How much of a compilation a case costs that needs none."""
+OF_VALUES = {
+    "unpack_trits", "digits_matmul", "grouped_matmul", "grouped_grad_w",
+    "spread_chunks", "spread_chunks_backward", "mamba_step",
+    "gradient_gains", "smooth_chunks_backward",
+}  # fmt: skip
+"""Kernels whose cases or launchers ask for numbers in tensors: their tensors have memory. The last
+is drawn by thousands of operations, which take minutes without."""
 LONG_CASES = {
     "decode_weight": ("2x1311", "9x1000"),
     "decode_e4m3": ("12x328*", "4x651*", "65x43", "2x651*digits*transposed", "E = 31"),
@@ -119,11 +126,12 @@ class CompiledSample:
             run: launches its kernels, which is recorded and not done.
             fixed: whether it is a fixed case, and no real matrix.
         """
-        variants: dict[str, Variant] = {}
+        launches: dict[str, Launch] = {}
+        variants: list[Variant] = []
 
         def record(launch: Launch) -> None:
-            variant = variant_of(launch)
-            variants[variant.key] = variant
+            variants.append(variant_of(launch))
+            launches[variants[-1].key] = launch
 
         facts: set[Hashable] = {re.sub(r"\d+", "0", label.removesuffix(" bf16")) if fixed else part}
         try:
@@ -132,9 +140,9 @@ class CompiledSample:
         except Exception:  # a launcher that reads results, of which there are none
             facts.add((part, label))
         # kernels that others verify are compiled for them
-        own = [v for v in variants.values() if v.function.fn.__module__ not in self._others]
-        facts |= {fact for variant in own or variants.values() for fact in _facts(variant)}
-        self._offers[part, label] = _Offer(facts, {*variants}, None if fixed else _order(label))
+        own = [v for v in variants if v.function.fn.__module__ not in self._others]
+        facts |= {fact for variant in own or variants for fact in _facts(variant)}
+        self._offers[part, label] = _Offer(facts, launches, None if fixed else _order(label))
 
     def choose(self) -> None:
         """Choose among the cases that were offered; those first that show most for the least."""
@@ -144,17 +152,27 @@ class CompiledSample:
             place, offer = max(
                 self._offers.items(),
                 key=lambda each: (
-                    len(each[1].facts & missing) / (len(each[1].variants - compiled) + OF_A_CASE)
+                    len(each[1].facts & missing)
+                    / (len(each[1].launches.keys() - compiled) + OF_A_CASE)
                 ),
             )
             self.chosen.add(place)
             missing -= offer.facts
-            compiled |= offer.variants
+            compiled |= offer.launches.keys()
         orders = {self._offers[place].order for place in self.chosen}
         for place, offer in self._offers.items():
-            if offer.variants <= compiled and (offer.order is None or offer.order not in orders):
+            if offer.launches.keys() <= compiled and (
+                offer.order is None or offer.order not in orders
+            ):
                 self.chosen.add(place)
                 orders.add(offer.order)
+
+    def launches(self) -> list[Launch]:
+        """List a launch of everything that is compiled for what was chosen."""
+        found: dict[str, Launch] = {}
+        for place in self.chosen:
+            found |= self._offers[place].launches
+        return [found[key] for key in sorted(found)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +180,8 @@ class _Offer:
     """A case that may run."""
 
     facts: set[Hashable]
-    variants: set[str]
-    """Keys of what is compiled for it."""
+    launches: dict[str, Launch]
+    """By what is compiled for them."""
     order: str | None
     """Of a real matrix, its order of magnitude."""
 

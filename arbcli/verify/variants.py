@@ -122,6 +122,13 @@ def general_launches() -> Iterator[None]:
         yield
 
 
+def compile_launch(launch: Launch) -> None:
+    """Compile what a recorded launch needs, for Triton's cache; its tensors need no memory."""
+    given = launch.arguments | launch.options
+    given |= {name: value for name, value in launch.constants.items() if isinstance(name, str)}
+    launch.function.run(grid=launch.grid, warmup=True, **given)
+
+
 @contextmanager
 def compiled_share(index: int, number: int, *, generally: bool = False) -> Iterator[None]:
     """Let launches of kernels compile a share of what they need, for Triton's cache, and no more.
