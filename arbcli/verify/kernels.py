@@ -36,6 +36,7 @@ from arbcli.verify.sample import (
     OF_VALUES,
     CompiledSample,
     is_long,
+    kind_of,
     sampled_scale_types,
 )
 from arbcli.verify.variants import compile_launch
@@ -461,11 +462,11 @@ def _verify(
     left_out = dict.fromkeys(backends, 0)
     tally = Tally(spec.name) if part.kind == "fuzz" else None
     found: dict[str, list[CaseResult]] = {backend: [] for backend in backends}
-    seconds = dict.fromkeys(backends, 0.0)
+    seconds, kinds = dict.fromkeys(backends, 0.0), set[str]()
     for case in cases:
         if tally:
             tally.add(case)
-        chosen = [b for b in backends if _is_chosen(spec, part, case, b, sample)]
+        chosen = [b for b in backends if _is_chosen(spec, part, case, b, sample, kinds)]
         for backend in {*backends} - {*chosen}:
             left_out[backend] += 1
         if not chosen:
@@ -547,13 +548,23 @@ def _moved(inputs: tuple, device: torch.device) -> tuple:
 
 
 def _is_chosen(
-    spec: Operation, part: _Part, case: Case, backend: str, sample: CompiledSample | None
+    spec: Operation,
+    part: _Part,
+    case: Case,
+    backend: str,
+    sample: CompiledSample | None,
+    kinds: set[str],
 ) -> bool:
-    """Tell whether a case is in the sample of a backend; torch on a GPU has that of Triton."""
+    """Tell whether a case is in the sample of a backend; torch on a GPU has that of Triton.
+
+    In scale types of further paths the interpreter has the first case of each of `kinds`.
+    """
     if sample is not None:
         return (part, case.label) in sample.chosen
     if part.checks.sampled and part.kind == "cases" and backend == "interpreter":
-        return not is_long(spec.name, case.label)
+        new = part.scale_type in (None, *ALWAYS) or kind_of(case.label) not in kinds
+        kinds.add(kind_of(case.label))
+        return new and not is_long(spec.name, case.label)
     return True
 
 

@@ -372,10 +372,9 @@ def begin_parity(
         progress: is told each part that is done, and what it found.
         memory: of what passed before; None remembers nothing.
         sampled: whether there is a sample: on a GPU the presets `LARGEST` in bf16, and small models
-            in float32 and the scale types `ALWAYS`, of which torch runs `FEW_MODELS` in one; in the
-            interpreter one scale type, in which
-            models are compared from the bytes on alone, and the updates of each rule in one
-            direction.
+            in float32 and the scale types `ALWAYS`, of which torch runs `FEW_MODELS` in one; on a
+            CPU the scale types `ALWAYS`; in the interpreter one scale type, in which models are
+            compared from the bytes on alone, and the updates of each rule in one direction.
 
     Returns:
         Waits, and returns what was found.
@@ -392,12 +391,13 @@ def begin_parity(
 
 
 def _sample(subjects: Iterable[Subject], scale_types: list[str]) -> Iterator[Subject]:
-    """Choose what is compared on a GPU and in Triton; the loops of a CPU have all of it."""
+    """Choose what is compared: of torch and C on a CPU all models, in the types `ALWAYS`."""
     always = [name for name in ALWAYS if name in scale_types] or scale_types[:1]
     for subject in subjects:
         config = subject.config
         if subject.device.type == "cpu" and subject.backend not in IN_TRITON:
-            yield subject
+            if config.scale_type in always or subject.parts == ("update",):
+                yield subject
         elif subject.name in FULL_SIZE:  # as it is trained
             if subject.name in LARGEST and subject.dtype == torch.bfloat16:
                 yield replace(subject, config=replace(config, ctx=min(config.ctx, SAMPLED_CTX)))

@@ -234,11 +234,15 @@ def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -
     if not (request.sampled and {*backends} & {*IN_TRITON}):
         return
     again = "all with `--exhaustive`"
+    names = [name for name in ALWAYS if name in request.scale_types]
+    both = " and ".join(names or request.scale_types)
     in_triton = [result for result in found.kernels if result.backend in IN_TRITON]
     left_out = sum(result.left_out for result in in_triton)
     if left_out:
         cases = sum(len(result.shapes) for result in in_triton)
         where = "in the interpreter"
+        if len(request.scale_types) > 1:
+            where += f", one of each kind in other types than {both}"
         if "triton" in backends:
             where = (
                 "in Triton, and the same in torch: each type, switch and size of tiles of a kernel"
@@ -259,11 +263,10 @@ def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -
     if request.whole_model and "interpreter" in backends:
         yield (
             f"models in the interpreter: {', '.join(FEW_MODELS)} in one scale type,"
-            f" from the bytes on, and each rule in one direction; {again}"
+            f" from the bytes on, and each rule in one direction; in torch and in C all of them in"
+            f" {both}; {again}"
         )
     elif request.whole_model:
-        names = [name for name in ALWAYS if name in request.scale_types]
-        both = " and ".join(names or request.scale_types)
         yield (
             f"models: {', '.join(LARGEST)} in bf16, as they are trained, with up to {SAMPLED_CTX}"
             f" bytes, and small ones in float32 and {both}, of kernels compiled for any number; in"

@@ -122,7 +122,9 @@ def test_models_are_sampled_on_a_gpu_and_in_triton_alone(backend, monkeypatch):
         return [*parity._subjects(CPU, (name,), types)]
 
     for other in ("torch", "native"):
-        assert [*parity._sample(subjects(other), types)] == subjects(other)
+        assert [*parity._sample(subjects(other), types)] == [
+            s for s in subjects(other) if s.config.scale_type in ALWAYS or s.parts == ("update",)
+        ]
     every, chosen = subjects(backend), [*parity._sample(subjects(backend), types)]
     if backend == "triton":
         small = [s for s in every if s.name not in parity.FULL_SIZE]
@@ -245,6 +247,18 @@ def test_a_gpu_runs_a_sample_of_cases_and_all_if_asked(monkeypatch):
     results = [result for share in every for result in verify._verify_parts(spec.name, None, share)]
     assert sorted(label for result in results for label in result.shapes) == sorted(labels)
     assert not any(result.left_out for result in results)
+
+
+def test_the_interpreter_has_a_case_of_each_kind_in_scale_types_of_further_paths():
+    """And all but the long ones in the others."""
+    (spec,) = find_kernels(["pack_trits"])
+    cases = [Case(label, ()) for label in ("2x3", "4x5", "2x3 zeros", "4x5 zeros")]
+    for scale_type, number in ((None, 4), ("T32", 4), ("T6", 4), ("T96", 2)):
+        part = verify._Part("", scale_type, 6, "cpu", (), Checks(sampled=True), 0, "cases")
+        kinds = set()
+        run = [verify._is_chosen(spec, part, case, "interpreter", None, kinds) for case in cases]
+        assert (sum(run), run[0], run[2]) == (number, True, True)
+        assert verify._is_chosen(spec, part, cases[1], "torch", None, kinds)
 
 
 def test_what_a_gpu_compiles_for_a_kernel_is_one_job():
