@@ -426,7 +426,6 @@ def test_resumed_run_ends_in_the_same_file(rule, fixes, text, tmp_path, device, 
         assert final(run) == final(tmp_path / "whole")
 
 
-@pytest.mark.slow  # test_pairs.py resumes every kind
 @pytest.mark.parametrize(
     ("options", "stop"),
     mostly_slow(
