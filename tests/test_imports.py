@@ -4,9 +4,8 @@ import ast
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from arbcli.environment import may_have_gpu
 
@@ -52,9 +51,14 @@ def layer(module: str) -> str:
     return module.split(".")[1]
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             # of a package the parts are meant: `from arbcli import x` is an import of `arbcli.x`
@@ -64,35 +68,61 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def modules() -> list:
-    paths = sorted(PACKAGE.rglob("*.py"))
-    return [pytest.param(path, id=str(path.relative_to(PACKAGE))) for path in paths]
+MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", modules())
-def test_imports_point_downwards(path: Path):
-    own = layer(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
-    for name in imported(path):
-        assert name != "arbcli.__version__", f"{path}: it is in `arbcli.version`"
-        if name.startswith("arbcli.") and layer(name) in RANK:
-            assert layer(name) == own or RANK[layer(name)] < RANK[own], f"{path} imports {name}"
+def test_imports_point_downwards():
+    for path in MODULES:
+        own = layer(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
+        for name in imported(path):
+            assert name != "arbcli.__version__", f"{path}: it is in `arbcli.version`"
+            if name.startswith("arbcli.") and layer(name) in RANK:
+                below = layer(name) == own or RANK[layer(name)] < RANK[own]
+                assert below, f"{path} imports {name}"
 
 
-@pytest.mark.parametrize("path", modules())
-def test_nothing_is_defined_twice(path: Path):
-    names = [
-        node.name
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        and not any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
-    ]
-    assert [name for name in names if names.count(name) > 1] == []
+def test_no_file_imports_itself_through_others():
+    """Not within functions either, nor by a name in words; what only types need is left out."""
+    paths = PACKAGE.rglob("*.py")
+    files = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in paths}
+    imports = {name: run_imports(path) & {*files} for name, path in files.items()}
+    while ends := {name for name, others in imports.items() if not others & {*imports}}:
+        imports = {name: others for name, others in imports.items() if name not in ends}
+    assert sorted(imports) == []
 
 
-@pytest.mark.parametrize("path", modules())
-def test_triton_is_imported_by_kernels_only(path: Path):
-    if "kernels" not in path.parts and path.name != "compile_ahead.py":  # which is its compiler's
-        assert not any(name.split(".")[0] == "triton" for name in imported(path))
+def run_imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    nodes = [parsed(path)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names |= {a.value for a in node.args if isinstance(a, ast.Constant)}
+        nodes += ast.iter_child_nodes(node)
+    return names
+
+
+def test_nothing_is_defined_twice():
+    for path in MODULES:
+        names = [
+            node.name
+            for node in parsed(path).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            and not any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
+        ]
+        assert [name for name in names if names.count(name) > 1] == [], path
+
+
+def test_triton_is_imported_by_kernels_only():
+    for path in MODULES:
+        if "kernels" not in path.parts and path.name != "compile_ahead.py":  # its compiler's
+            assert not any(name.split(".")[0] == "triton" for name in imported(path)), path
 
 
 def test_cli_loads_without_torch():

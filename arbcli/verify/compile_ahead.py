@@ -25,6 +25,7 @@ from arbcli.kernels.runtime.operation import Operation
 from arbcli.verify.fuzz import real_cases
 from arbcli.verify.kernels import find_kernels
 from arbcli.verify.parity import matrix_shapes
+from arbcli.verify.sample import OF_VALUES
 from arbcli.verify.variants import Launch, Variant, recorded_launches, variant_of
 from arbcli.verify.workers import JobDone, Workers
 
@@ -196,15 +197,8 @@ def _figures(text: str, pattern: str) -> tuple[int, ...]:
     return tuple(map(int, found.groups()))
 
 
-OF_VALUES = {
-    "unpack_trits", "digits_matmul", "grouped_matmul", "grouped_grad_w",
-    "spread_chunks", "spread_chunks_backward", "mamba_step",
-    "gradient_gains", "smooth_chunks_backward",
-}  # fmt: skip
-"""Kernels whose cases or launchers ask for numbers in tensors: their tensors have memory. The last
-is drawn by thousands of operations, which take minutes without."""
 FEW_WEIGHTS = 1 << 19
-"""Of the matrices of presets that these are drawn for."""
+"""Of the matrices of presets that kernels of `OF_VALUES` are drawn for."""
 
 
 def _variants(spec: Operation, group_size: int) -> list[Variant]:

@@ -1,8 +1,8 @@
 """Run kernels against their references: what was compared, how closely, and what was not."""
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.inspect.trace import without_memory
 from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.dice import Dice, ShapeDice
 from arbcli.kernels.names import check_kernel_names
 from arbcli.kernels.registry import KERNELS
-from arbcli.kernels.runtime.backend import check_backend, chunks_of, use_backend
+from arbcli.kernels.runtime.backend import check_backend, chunks_of, compile_for, use_backend
 from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.verify.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.verify.fuzz import (
@@ -31,11 +33,13 @@ from arbcli.verify.sample import (
     ALWAYS,
     DEFAULT_SCALE_TYPE,
     IN_TRITON,
+    OF_VALUES,
     CompiledSample,
     is_long,
+    kind_of,
     sampled_scale_types,
 )
-from arbcli.verify.variants import compiled_share
+from arbcli.verify.variants import compile_launch
 from arbcli.verify.workers import JobDone, Workers, name_of
 
 METHODS = {
@@ -284,13 +288,37 @@ def _ahead(job: tuple) -> Iterable[tuple]:
 def _compile_share(kernel: str, index: int, *parts: _Part) -> None:
     """Compile a share of what a kernel needs for its sample of cases."""
     (spec,) = find_kernels([kernel])
+    # checks will tell what is wrong
+    with suppress(Exception), _without_gpu(spec, parts[0]) as dice:
+        for launch in _compiled_sample(spec, parts, dice).launches()[index::SHARES]:
+            compile_launch(launch)
+
+
+@contextmanager
+def _without_gpu(spec: Operation, part: _Part) -> Iterator[type[Dice]]:
+    """Let a sample be chosen on the host, if it can be: processes that share a GPU wait for it."""
+    device = torch.device(part.device)
+    if device.type != "cuda" or spec.name in OF_VALUES:
+        yield Dice
+        return
+    about = torch.cuda.get_device_properties(device)
+    chosen = compile_for((about.major, about.minor), about.multi_processor_count)
+    with chosen, without_memory(device):
+        yield ShapeDice
+
+
+def _compiled_sample(
+    spec: Operation, parts: Iterable[_Part], dice: type[Dice] = Dice
+) -> CompiledSample:
+    """Choose cases of a kernel for a GPU, by what would be compiled for each."""
     sample = CompiledSample(spec)
-    with suppress(Exception), compiled_share(index, SHARES):  # checks will tell what is wrong
-        for part in parts:
-            for case in _cases(spec, part, sample):
-                if _is_chosen(spec, part, case, "triton", sample):
-                    with use_backend("triton"):
-                        spec.triton(*copies(case.inputs))
+    for part in parts:
+        for case in _cases(spec, part, partial(sample.may_take, part), dice):
+            with use_backend("triton"):
+                run = partial(_run_on_copies, spec.triton, case)
+                sample.offer(part, case.label, run, fixed=part.kind == "cases")
+    sample.choose()
+    return sample
 
 
 def _sources(job: tuple) -> frozenset[Path] | None:
@@ -381,8 +409,10 @@ def _merged(results: list[KernelResult]) -> list[KernelResult]:
 
 def _verify_parts(_kernel: str, _scale_type: str | None, *parts: _Part) -> list[KernelResult]:
     """Check a kernel on some of its cases."""
-    (spec,) = find_kernels([parts[0].kernel])
-    sample = CompiledSample(spec) if parts[0].checks.sampled else None
+    (spec,), sample = find_kernels([parts[0].kernel]), None
+    if parts[0].checks.sampled and "triton" in parts[0].backends and parts[0].kind != "fuzz":
+        with _without_gpu(spec, parts[0]) as dice:
+            sample = _compiled_sample(spec, parts, dice)
     return [result for part in parts for result in _verify_part(spec, part, sample)]
 
 
@@ -393,15 +423,20 @@ def _verify_part(spec: Operation, part: _Part, sample: CompiledSample | None) ->
     if part.kind == "real":
         reference, backends = real_reference(spec), ("triton",)
     with poisoned():
-        cases = _cases(spec, part, sample)
+        cases = _cases(spec, part, *([partial(sample.has, part)] if sample else []))
         results = _verify(spec, part, device, cases, reference, backends, sample)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # for the other processes
     return results
 
 
-def _cases(spec: Operation, part: _Part, sample: CompiledSample | None) -> Iterable[Case]:
-    """Draw the cases of a part; of real matrices those that may be in the sample, if any."""
+def _cases(
+    spec: Operation,
+    part: _Part,
+    wanted: Callable[[str], bool] = lambda _: True,
+    dice: type[Dice] = Dice,
+) -> Iterable[Case]:
+    """Draw the cases of a part; of real matrices those that are wanted, by their sizes."""
     device, size, checks = torch.device(part.device), part.group_size, part.checks
     if part.kind == "fuzz":
         seeds = range(checks.seed, checks.seed + checks.fuzz)
@@ -410,7 +445,7 @@ def _cases(spec: Operation, part: _Part, sample: CompiledSample | None) -> Itera
         first, step = part.share
         return islice(spec.cases(device, size), first, None, step)
     about = (spec.name, device, size, checks.real_shapes, part.rows, part.turn)
-    return real_cases(*about, wanted=sample.may_take) if sample else real_cases(*about)
+    return real_cases(*about, dice=dice, wanted=wanted)
 
 
 def _verify(
@@ -427,11 +462,11 @@ def _verify(
     left_out = dict.fromkeys(backends, 0)
     tally = Tally(spec.name) if part.kind == "fuzz" else None
     found: dict[str, list[CaseResult]] = {backend: [] for backend in backends}
-    seconds = dict.fromkeys(backends, 0.0)
+    seconds, kinds = dict.fromkeys(backends, 0.0), set[str]()
     for case in cases:
         if tally:
             tally.add(case)
-        chosen = [b for b in backends if sample is None or _is_chosen(spec, part, case, b, sample)]
+        chosen = [b for b in backends if _is_chosen(spec, part, case, b, sample, kinds)]
         for backend in {*backends} - {*chosen}:
             left_out[backend] += 1
         if not chosen:
@@ -513,16 +548,24 @@ def _moved(inputs: tuple, device: torch.device) -> tuple:
 
 
 def _is_chosen(
-    spec: Operation, part: _Part, case: Case, backend: str, sample: CompiledSample
+    spec: Operation,
+    part: _Part,
+    case: Case,
+    backend: str,
+    sample: CompiledSample | None,
+    kinds: set[str],
 ) -> bool:
-    """Tell whether a case is in the sample of a backend."""
-    if backend == "interpreter":
-        return part.kind != "cases" or not is_long(spec.name, case.label)
-    if backend != "triton" or part.kind == "fuzz":
-        return True
-    with use_backend(backend):
-        run = partial(_run_on_copies, spec.triton, case)
-        return sample.takes(case.label, part.scale_type, run, fixed=part.kind == "cases")
+    """Tell whether a case is in the sample of a backend; torch on a GPU has that of Triton.
+
+    In scale types of further paths the interpreter has the first case of each of `kinds`.
+    """
+    if sample is not None:
+        return (part, case.label) in sample.chosen
+    if part.checks.sampled and part.kind == "cases" and backend == "interpreter":
+        new = part.scale_type in (None, *ALWAYS) or kind_of(case.label) not in kinds
+        kinds.add(kind_of(case.label))
+        return new and not is_long(spec.name, case.label)
+    return True
 
 
 def _run_case(

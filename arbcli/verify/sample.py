@@ -6,8 +6,8 @@ GPU, where nothing runs in torch unless that is asked for, it has the scale type
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from arbcli.config.site import SCALE_TYPES
@@ -22,8 +22,15 @@ ALWAYS = (DEFAULT_SCALE_TYPE, "T6")
 Planted faults are looked for in these."""
 IN_TRITON = ("triton", "interpreter")
 """Backends whose checks are sampled."""
-MOST_TRIED = 2
-"""Real matrices of an order of magnitude that are drawn, until one of them runs."""
+OF_A_CASE = 0.25
+"""How much of a compilation a case costs that needs none."""
+OF_VALUES = {
+    "unpack_trits", "digits_matmul", "grouped_matmul", "grouped_grad_w",
+    "spread_chunks", "spread_chunks_backward", "mamba_step",
+    "gradient_gains", "smooth_chunks_backward",
+}  # fmt: skip
+"""Kernels whose cases or launchers ask for numbers in tensors: their tensors have memory. The last
+is drawn by thousands of operations, which take minutes without."""
 LONG_CASES = {
     "decode_weight": ("2x1311", "9x1000"),
     "decode_e4m3": ("12x328*", "4x651*", "65x43", "2x651*digits*transposed", "E = 31"),
@@ -38,6 +45,7 @@ LONG_CASES = {
     "gated_rms_norm": ("2x4096",),
     "gated_rms_norm_backward": ("1x8209", "2x4096"),
     "compressed_attention_backward": ("1x41 after 30*",),
+    "attend_ahead": ("8 rows of 1x100x128*",),
     "choose_entries": ("1x70*",),
     "weighted_rows": ("150x3*", "3x19*"),
     "weighted_rows_grad_weights": ("150x3*",),
@@ -69,18 +77,23 @@ def sampled_scale_types(spec: Operation, scale_types: Iterable[str]) -> tuple[st
     return tuple(name for name in scale_types if name in chosen)
 
 
+def kind_of(label: str) -> str:
+    """Write a label without its numbers and its type: what is awkward about a case."""
+    return re.sub(r"\d+", "0", label.removesuffix(" bf16"))
+
+
 def is_long(kernel: str, label: str) -> bool:
     """Tell whether the interpreter leaves a case of a kernel out of the sample."""
     return any(fnmatchcase(label, pattern) for pattern in LONG_CASES.get(kernel, ()))
 
 
 class CompiledSample:
-    """Chooses cases of a kernel by what a GPU would have to compile for them.
+    """Chooses cases of a kernel by what a GPU would have to compile for them: as little as it can.
 
-    A fixed case that compiles nothing new runs, and so does one real matrix of each order of
-    magnitude. Others run if a fact about them is new: each type, each switch, each argument that is
-    1, is or is not a multiple of 16, each size of tiles up to a factor of 4, and all that a label
-    says besides numbers, in both types of `ALWAYS`, is met once, but not each combination.
+    Together they meet each fact about what is compiled once: each type, each switch, each argument
+    that is 1, is or is not a multiple of 16, each size of tiles up to a factor of 4, and all that a
+    label says besides numbers; but not each combination. A fixed case for which nothing further is
+    compiled runs too, and so does one real matrix of each order of magnitude.
 
     Args:
         spec: of the kernel.
@@ -88,57 +101,95 @@ class CompiledSample:
 
     def __init__(self, spec: Operation) -> None:
         self._others = {other.triton.__module__ for other in KERNELS} - {spec.triton.__module__}
-        self._compiled: set[str] = set()
-        self._facts: set[Hashable] = set()
-        self._orders: set[str] = set()
-        self._tried: Counter[str] = Counter()
+        self._offers: dict[tuple[Hashable, str], _Offer] = {}
+        self._tried: set[tuple[Hashable, str]] = set()
+        self.chosen: set[tuple[Hashable, str]] = set()
+        """Cases that run: the part that has them, and their labels."""
         self.not_drawn = 0
-        """Real matrices that `may_take` has turned down."""
+        """Real matrices that `has` has turned down."""
 
-    def may_take(self, label: str) -> bool:
-        """Tell whether a real matrix is worth drawing: none of its order of magnitude has run."""
-        order = _order(label)
-        self._tried[order] += 1
-        worth = order not in self._orders and self._tried[order] <= MOST_TRIED
-        self.not_drawn += not worth
+    def may_take(self, part: Hashable, label: str) -> bool:
+        """Tell whether a real matrix is worth drawing: none of its order of magnitude was drawn."""
+        order = part, _order(label)
+        worth = order not in self._tried
+        self._tried.add(order)
         return worth
 
-    def takes(
-        self, label: str, scale_type: str | None, run: Callable[[], object], *, fixed: bool = True
-    ) -> bool:
-        """Tell whether a case runs, and count it as run if so.
+    def has(self, part: Hashable, label: str) -> bool:
+        """Tell whether a real matrix was chosen, in some type."""
+        found = not {(part, label), (part, f"{label} bf16")}.isdisjoint(self.chosen)
+        self.not_drawn += not found
+        return found
+
+    def offer(
+        self, part: Hashable, label: str, run: Callable[[], object], *, fixed: bool = True
+    ) -> None:
+        """Note what a case needs.
 
         Args:
+            part: has the case.
             label: of the case.
-            scale_type: of the case; None if it has none.
             run: launches its kernels, which is recorded and not done.
             fixed: whether it is a fixed case, and no real matrix.
         """
-        variants: dict[str, Variant] = {}
+        launches: dict[str, Launch] = {}
+        variants: list[Variant] = []
 
         def record(launch: Launch) -> None:
-            variant = variant_of(launch)
-            variants[variant.key] = variant
+            variants.append(variant_of(launch))
+            launches[variants[-1].key] = launch
 
+        facts: set[Hashable] = {kind_of(label) if fixed else part}
         try:
             with recorded_launches(record):
                 run()
         except Exception:  # a launcher that reads results, of which there are none
-            return True
+            facts.add((part, label))
         # kernels that others verify are compiled for them
-        own = [v for v in variants.values() if v.function.fn.__module__ not in self._others]
-        facts = {fact for variant in own or variants.values() for fact in _facts(variant)}
-        kind = label.removesuffix(" bf16")
-        if scale_type is None or scale_type in ALWAYS:
-            facts.add((re.sub(r"\d+", "0", kind), scale_type))
-        order = _order(label)
-        compiled = variants.keys() <= self._compiled
-        if not facts <= self._facts or (compiled and (fixed or order not in self._orders)):
-            self._compiled |= variants.keys()
-            self._facts |= facts
-            self._orders.add(order)
-            return True
-        return False
+        own = [v for v in variants if v.function.fn.__module__ not in self._others]
+        facts |= {fact for variant in own or variants for fact in _facts(variant)}
+        self._offers[part, label] = _Offer(facts, launches, None if fixed else _order(label))
+
+    def choose(self) -> None:
+        """Choose among the cases that were offered; those first that show most for the least."""
+        missing = {fact for offer in self._offers.values() for fact in offer.facts}
+        compiled: set[str] = set()
+        while missing:
+            place, offer = max(
+                self._offers.items(),
+                key=lambda each: (
+                    len(each[1].facts & missing)
+                    / (len(each[1].launches.keys() - compiled) + OF_A_CASE)
+                ),
+            )
+            self.chosen.add(place)
+            missing -= offer.facts
+            compiled |= offer.launches.keys()
+        orders = {self._offers[place].order for place in self.chosen}
+        for place, offer in self._offers.items():
+            if offer.launches.keys() <= compiled and (
+                offer.order is None or offer.order not in orders
+            ):
+                self.chosen.add(place)
+                orders.add(offer.order)
+
+    def launches(self) -> list[Launch]:
+        """List a launch of everything that is compiled for what was chosen."""
+        found: dict[str, Launch] = {}
+        for place in self.chosen:
+            found |= self._offers[place].launches
+        return [found[key] for key in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A case that may run."""
+
+    facts: set[Hashable]
+    launches: dict[str, Launch]
+    """By what is compiled for them."""
+    order: str | None
+    """Of a real matrix, its order of magnitude."""
 
 
 def _order(label: str) -> str:

@@ -9,12 +9,13 @@ import torch
 from interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
 
 from arbcli.config.site import SCALE_TYPES
+from arbcli.inspect.trace import without_memory
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.dice import Dice
+from arbcli.kernels.dice import Dice, ShapeDice
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
 from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime.backend import chunks_of, use_backend
+from arbcli.kernels.runtime.backend import chunks_of, compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.verify.compare import as_tuple, poisoned
 from arbcli.verify.kernels import KERNELS, compare, copies
@@ -74,6 +75,16 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
         for whole, parts in zip(*found, strict=True):
             # as close as is asked for, though a peer would allow for more
             assert compare(spec, case.label, parts, whole, None).passed, case.label
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_inputs_of_large_matrices_can_be_drawn(spec):
+    """Sizes are drawn within what is allowed, or a drawing would have no end."""
+    gpu = torch.device("cuda")
+    with compile_for((9, 0)), without_memory(gpu):
+        dice = ShapeDice(0, gpu, torch.float32)
+        if spec.draw is None:
+            spec.drawn(dice, 32, 3, 11264, 12288)
 
 
 @contextmanager

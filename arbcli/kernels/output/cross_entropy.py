@@ -209,7 +209,7 @@ _ARGUMENTS = {
     "logits": Array("M, V"),
     "targets": Array("M", INT64, values=(0, "V - 1")),
 }
-_WHERE, _SIZES = ("0 < V <= 4096",), {"V": "k + 1"}
+_WHERE, _SIZES = ("0 < V <= 4096",), {"V": "min(k + 1, 4096)"}
 
 CROSS_ENTROPY = Operation(
     "cross_entropy", _cross_entropy_triton, _cross_entropy_torch, cross_entropy_reference, _cases,

@@ -216,7 +216,7 @@ _CHUNK = {
     "logits": Array("M, V"),
     "targets": Array("M", INT64, values=("-V", "2 * V")),
 }
-_WHERE, _SIZES = (f"0 < V <= {MOST_SYMBOLS}",), {"V": "k + 1"}
+_WHERE, _SIZES = (f"0 < V <= {MOST_SYMBOLS}",), {"V": f"min(k + 1, {MOST_SYMBOLS})"}
 
 
 def _total_so_far(dice: Dice, rows: int) -> Tensor:
