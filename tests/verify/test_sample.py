@@ -23,6 +23,7 @@ from arbcli.verify.kernels import KERNELS, Checks, _parts, find_kernels
 from arbcli.verify.sample import (
     ALWAYS,
     LONG_CASES,
+    TELLING,
     CompiledSample,
     is_long,
     sampled_scale_types,
@@ -220,6 +221,17 @@ def test_kernels_that_others_verify_are_not_compiled_in_every_way(monkeypatch):
     wide = helper | {"WIDE": True}
     assert chosen(monkeypatch, ("2x3", {}, helper), ("2x3", {}, wide)) == [0]
     assert chosen(monkeypatch, ("2x3", helper), ("2x3", wide)) == [0, 1]  # where all are theirs
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_cases_that_find_faults_are_there_and_run_though_others_stand_for_them(name):
+    (spec,) = find_kernels([name])
+    assert TELLING[name] in {case.label for case in spec.cases(CPU, 6)}
+    sample = CompiledSample(spec)
+    for label in ("1x1", TELLING[name]):
+        sample.offer("part", label, lambda: None)
+    sample.choose()
+    assert ("part", TELLING[name]) in sample.chosen
 
 
 def test_a_case_whose_launcher_reads_results_runs():
