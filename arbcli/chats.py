@@ -198,8 +198,9 @@ class _Reader:
         self.ending = tokenizer.special(template.tokens["eos_token"]) if template else None
         self.specials = tokenizer.specials
         source = template.source if template else ""
-        about = (field, tokenizer.digest, source, *(template.tokens.values() if template else ()))
-        self.digest = sha256(repr((VERSION, *about)).encode()).hexdigest()
+        tokens = template.tokens.values() if template else ()
+        identity = VERSION, field, tokenizer.digest, source, *tokens
+        self.digest = sha256(repr(identity).encode()).hexdigest()
 
     def documents(self, record: Any) -> Iterator[Document]:
         """Read the documents of a record: one, or one for each answer.

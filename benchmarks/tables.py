@@ -748,6 +748,27 @@ def step_kernels(runs: Runs) -> str:
     return _measured(["kernels", "ms", "share"], lines, runs)
 
 
+def ablation(runs: Runs) -> str:
+    """Held-out losses of variants of `arb-tiny` in the same time, by seed."""
+    lines = []
+    for variant in dict.fromkeys(row["variant"] for row in rows_of(runs)):
+        rows = sorted(rows_of(runs, variant=variant), key=lambda row: row["seed"])
+        losses = [row["held_out_nats"] for row in rows]
+        without = [row.get("held_out_nats_without_edges") for row in rows]
+        lines.append(
+            [
+                f"`{variant}`",
+                f"{rows[0]['ms']:.2f}",
+                f"{rows[0]['steps']:,}",
+                ", ".join(f"{loss:.4f}" for loss in losses),
+                f"{mean(losses):.4f}",
+                "" if None in without else f"{mean(without):.4f}",
+            ]
+        )
+    head = ["parts", "ms", "steps", "nats by seed", "mean", "mean without edges"]
+    return _measured(head, lines, runs)
+
+
 def searched(runs: Runs) -> str:
     """Held-out losses of combinations of parts in equal time, by round."""
     kinds: dict[str, dict[tuple[str, float, str], list[float]]] = {}
@@ -899,6 +920,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "batches": ("arb_3b", batches),
     "signs": ("arb_3b", signs),
     "step-kernels": ("step_kernels", step_kernels),
+    "ablation": ("ablation", ablation),
     "search": ("search", searched),
     "scaling": ("scaling", losses_by_size),
     "scaling-laws": ("scaling", laws),

@@ -1,6 +1,7 @@
 """Run kernels on the GPU if there is one, else in Triton's interpreter."""
 
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -25,6 +26,15 @@ if not torch.cuda.is_available():
         from interpreter import quicken
 
         quicken()
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # else every collection goes through all modules and tests anew
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -201,6 +201,7 @@ def _directly(slowly: Callable, name: str, operate: Callable) -> Callable:
     types = {"int32", "int64", "uint32"} | ({"fp32"} if operate not in BITWISE else set())
     found: dict[tuple, object] = {}
 
+    @wraps(slowly)  # marked as one of the language, as it is
     def operator(self, other, _semantic=None):
         kind, values = self.dtype, None
         if type(other) is not tensor:
@@ -227,7 +228,6 @@ def _directly(slowly: Callable, name: str, operate: Callable) -> Callable:
         return tensor(_handle(data, kind), of)
 
     boolean = core.int1
-    setattr(operator, core.TRITON_BUILTIN, True)
     return operator
 
 

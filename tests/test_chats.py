@@ -129,7 +129,7 @@ def test_questions_and_texts(tmp_path, tokenizer):
     ("field", "context"), [("messages", 64), ("messages", 31), ("+text", 64), ("+text", 5)]
 )
 def test_learnt_tokens_are_counted_as_windows_have_them(field, context, tmp_path, tokenizer):
-    """A token that is first, or beyond the window, is no target."""
+    """A token that is first, or beyond the window, is not a target."""
     records = [chat("how are you", "fine", "you", "I am fine") | {"text": "you are fine, I am"}]
     found = chats(tmp_path, tokenizer, records, field=field, context=context)
     targets = [target for _, targets in documents_of(found) for target in targets]

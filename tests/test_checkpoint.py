@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import signal
 import stat
 import subprocess
 import sys
@@ -658,34 +657,6 @@ def test_save_where_there_is_no_directory_is_an_error(tmp_path, name):
     with pytest.raises(ArbError, match="cannot write") as caught:
         save_checkpoint(tmp_path / name, example())
     assert "step-000200.safetensors" in str(caught.value)
-
-
-def kill_savers(directory: Path) -> None:
-    """Fork fifteen processes that save in a loop, kill each, and load what it left."""
-    torch.set_num_threads(1)  # threads do not survive a fork
-    save_checkpoint(directory, example(0, size=20_000))
-    step = 0
-    for kill in range(15):
-        child = os.fork()
-        if child == 0:
-            while True:
-                step += 1
-                save_checkpoint(directory, example(step, size=20_000))
-        time.sleep(0.02 + 0.0137 * kill)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        loaded = latest_checkpoint(directory, pytest.fail)
-        assert loaded.step >= step
-        step = loaded.step
-        assert_same(loaded, example(step, size=20_000))
-    assert step > 0
-    # each of them may have been killed before it deleted the oldest
-    save_checkpoint(directory, example(step + 1, size=20_000))
-    assert len(checkpoints(directory)) == 2
-
-
-def test_kill_at_any_time_leaves_a_checkpoint_that_loads(tmp_path):
-    run_elsewhere(kill_savers, tmp_path)
 
 
 @pytest.mark.parametrize("leave", [False, True])

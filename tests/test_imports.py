@@ -4,9 +4,8 @@ import ast
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from arbcli.environment import may_have_gpu
 
@@ -52,9 +51,14 @@ def layer(module: str) -> str:
     return module.split(".")[1]
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             # of a package the parts are meant: `from arbcli import x` is an import of `arbcli.x`
@@ -64,18 +68,17 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def modules() -> list:
-    paths = sorted(PACKAGE.rglob("*.py"))
-    return [pytest.param(path, id=str(path.relative_to(PACKAGE))) for path in paths]
+MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", modules())
-def test_imports_point_downwards(path: Path):
-    own = layer(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
-    for name in imported(path):
-        assert name != "arbcli.__version__", f"{path}: it is in `arbcli.version`"
-        if name.startswith("arbcli.") and layer(name) in RANK:
-            assert layer(name) == own or RANK[layer(name)] < RANK[own], f"{path} imports {name}"
+def test_imports_point_downwards():
+    for path in MODULES:
+        own = layer(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
+        for name in imported(path):
+            assert name != "arbcli.__version__", f"{path}: it is in `arbcli.version`"
+            if name.startswith("arbcli.") and layer(name) in RANK:
+                below = layer(name) == own or RANK[layer(name)] < RANK[own]
+                assert below, f"{path} imports {name}"
 
 
 def test_no_file_imports_itself_through_others():
@@ -90,7 +93,7 @@ def test_no_file_imports_itself_through_others():
 
 def run_imports(path: Path) -> set[str]:
     names: set[str] = set()
-    nodes = [ast.parse(path.read_text())]
+    nodes = [parsed(path)]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -105,21 +108,21 @@ def run_imports(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", modules())
-def test_nothing_is_defined_twice(path: Path):
-    names = [
-        node.name
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        and not any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
-    ]
-    assert [name for name in names if names.count(name) > 1] == []
+def test_nothing_is_defined_twice():
+    for path in MODULES:
+        names = [
+            node.name
+            for node in parsed(path).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            and not any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
+        ]
+        assert [name for name in names if names.count(name) > 1] == [], path
 
 
-@pytest.mark.parametrize("path", modules())
-def test_triton_is_imported_by_kernels_only(path: Path):
-    if "kernels" not in path.parts and path.name != "compile_ahead.py":  # which is its compiler's
-        assert not any(name.split(".")[0] == "triton" for name in imported(path))
+def test_triton_is_imported_by_kernels_only():
+    for path in MODULES:
+        if "kernels" not in path.parts and path.name != "compile_ahead.py":  # its compiler's
+            assert not any(name.split(".")[0] == "triton" for name in imported(path)), path
 
 
 def test_cli_loads_without_torch():

@@ -68,6 +68,7 @@ def test_what_is_no_batch_of_bytes_is_refused_in_a_sentence(ids, message, run):
         load_model(run, device="cpu")(ids)
 
 
+@pytest.mark.slow
 def test_train_is_called_before_and_after_its_package_is_imported():
     code = (
         "import arbcli, unittest.mock as mock\n"

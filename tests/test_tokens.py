@@ -158,6 +158,8 @@ def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
     assert found["tokens"] == len(val)
     assert found["bytes"] == len(texts.val)
     assert found["nats_per_byte"] == pytest.approx(found["nats_per_token"] / val.symbol_bytes)
+    (part,) = found["by_position"]  # of all positions, of which most count twice
+    assert part["nats_per_byte"] == pytest.approx(found["nats_per_byte"], rel=0.05)
     (written,) = run_json(arb_here, "generate", *saved, "--prompt", "ternary", "--length", "9")
     assert written["length"] == 9
     assert arb_here("train", "--resume", str(run), "--steps", "4", "--quiet").returncode == 0

@@ -28,7 +28,7 @@ def found_by_of(fault) -> str | None:
     name, _, rest = fault.caught_by.partition(" ")
     if name in OF_KERNELS:
         return f"{name} {scale_type_of(name, rest) or ''}".strip()
-    if name == "checkpoint":
+    if name in ("checkpoint", "documents"):
         return None
     return f"model: {rest if name.endswith(':') else name}"
 

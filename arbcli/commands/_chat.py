@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from arbcli.model.language_model import LanguageModel
 
 WELCOME = (
-    "What you type is continued, after the text so far. An empty line goes on with it. Ctrl-C stops"
-    " the text, Ctrl-D ends."
+    "Your input is appended to the text so far, and the model continues from there. An empty line"
+    " continues as it is. Ctrl-C stops the text, Ctrl-D ends."
 )
-WELCOME_TO_CHAT = "What you type is answered. Ctrl-C stops an answer, Ctrl-D ends."
+WELCOME_TO_CHAT = "Your input is answered. Ctrl-C stops an answer, Ctrl-D ends."
 MARK = "> "
 
 

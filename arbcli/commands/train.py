@@ -28,6 +28,7 @@ from arbcli.config.initial import KEPT
 from arbcli.config.settings import OPTIMISATION, OUTPUT, RUN
 from arbcli.config.training import RUN_SETTINGS, train_config_dict
 from arbcli.data import check_named
+from arbcli.environment import may_have_gpu
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.output import LiveLine, emit_json, note, write_bytes
@@ -171,7 +172,7 @@ def train(
         _refuse_kept(given_options(**kept, plot=plot, log=log, profile=profile))
     if gpus is not None and not dry_run and not print_config:
         if resume is None and config_file is None:
-            _check_shares(given.get("accum", 1), gpus)
+            _check_shares(given.get("accum", 1), gpus, device)
         start_processes(gpus)
     if pin and not dry_run and not print_config:
         _pin(device)
@@ -246,7 +247,12 @@ def train(
         raise typer.Exit(exit_code(report.stopped_by))
 
 
-def _check_shares(accum: int, processes: int) -> None:
+def _check_shares(accum: int, processes: int, device: str | None) -> None:
+    if accum % processes and device is None and not may_have_gpu():
+        raise ArbError(
+            f"there is no GPU for `--gpus {processes}`",
+            hint=f"leave it out, or add `--device cpu --accum {processes}` for the CPU",
+        )
     if accum % processes:
         raise ArbError(
             f"`--accum` is {accum}, which {processes} processes cannot share evenly",

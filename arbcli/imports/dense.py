@@ -20,6 +20,8 @@ from arbcli.errors import ArbError
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
+from arbcli.model.parts.attention import Attention
+from arbcli.model.parts.mlp import MLP
 
 
 class Architecture(NamedTuple):
@@ -68,7 +70,7 @@ class Source:
 
 
 ATTENTION = ("attn_q", "q_proj"), ("attn_k", "k_proj"), ("attn_v", "v_proj")
-MLP = ("ffn_gate", "gate_proj"), ("ffn_up", "up_proj")
+GATED = ("ffn_gate", "gate_proj"), ("ffn_up", "up_proj")
 
 
 HEAD = "lm_head"
@@ -136,7 +138,9 @@ def shape_of(config: ModelConfig) -> Shape | None:
         rotary=mixer.rotary,
         ffn=channel.width,
         ctx=config.ctx,
-        windows=tuple(block.mixer.window for block in main.blocks),
+        windows=tuple(
+            block.mixer.window for block in main.blocks if isinstance(block.mixer, AttentionConfig)
+        ),
         vocabulary=config.vocabulary,
         tied=config.tied,
         norm_eps=config.norm_eps,
@@ -203,8 +207,11 @@ def sources(model: LanguageModel) -> Iterator[Source]:
     yield _matrix(model.embedding, "token_embd", "model.embed_tokens")
     for index, block in enumerate(model.blocks):
         ours, theirs = f"blk.{index}.", f"model.layers.{index}."
-        attention, mlp, there = block.attention, block.mlp, f"{theirs}self_attn."
-        yield _vector(block.attention_norm, f"{ours}attn_norm", f"{theirs}input_layernorm")
+        (attention, attention_norm, _), (mlp, mlp_norm, _) = block.branches
+        assert isinstance(attention, Attention), "a model with a `Shape` has no other mixer"
+        assert isinstance(mlp, MLP), "nor another channel mixer"
+        there = f"{theirs}self_attn."
+        yield _vector(attention_norm, f"{ours}attn_norm", f"{theirs}input_layernorm")
         yield _split(attention.qkv, "weight", ours, there, ATTENTION, heights)
         if attention.bias:
             yield _split(attention.bias, "bias", ours, there, ATTENTION, heights)
@@ -217,8 +224,8 @@ def sources(model: LanguageModel) -> Iterator[Source]:
         if attention.output_bias:
             names = f"{ours}attn_output", f"{there}o_proj"
             yield _vector(attention.output_bias, *names, "bias")
-        yield _vector(block.mlp_norm, f"{ours}ffn_norm", f"{theirs}post_attention_layernorm")
-        yield _split(mlp.gate_up, "weight", ours, f"{theirs}mlp.", MLP, [shape.ffn] * 2)
+        yield _vector(mlp_norm, f"{ours}ffn_norm", f"{theirs}post_attention_layernorm")
+        yield _split(mlp.gate_up, "weight", ours, f"{theirs}mlp.", GATED, [shape.ffn] * 2)
         yield _matrix(mlp.output, f"{ours}ffn_down", f"{theirs}mlp.down_proj")
     yield _vector(model.norm, "output_norm", "model.norm")
     if not shape.tied:
@@ -235,25 +242,32 @@ def read(source: Source) -> Iterator[tuple[Part, Tensor]]:
         yield part, weight[part.rows].view(part.shape)
 
 
+def _weight(layer: nn.Module) -> TernaryTensor | FloatWeight:
+    weight = layer.weight
+    assert isinstance(weight, TernaryTensor | FloatWeight), "every such layer has one"
+    return weight
+
+
 def _sizes(layer: nn.Module) -> tuple[int, int]:
     """Find rows and columns of the weights of a layer."""
-    weight = layer.weight
+    weight = _weight(layer)
     if isinstance(weight, TernaryTensor):
         return weight.out_features, weight.in_features
-    return tuple(weight.latent.shape)
+    rows, columns = weight.latent.shape
+    return rows, columns
 
 
 def _matrix(layer: nn.Module, ours: str, theirs: str) -> Source:
     shape = _sizes(layer)
     part = Part(f"{ours}.weight", f"{theirs}.weight", slice(0, shape[0]), shape)
-    return Source(layer.weight, (part,))
+    return Source(_weight(layer), (part,))
 
 
 def _vector(layer: nn.Module, ours: str, theirs: str, kind: str = "weight") -> Source:
     """Name a norm, whose ones are a row, or a packed vector, whose numbers are rows."""
     rows, columns = _sizes(layer)
     part = Part(f"{ours}.{kind}", f"{theirs}.{kind}", slice(0, rows), (rows * columns,))
-    return Source(layer.weight, (part,))
+    return Source(_weight(layer), (part,))
 
 
 def _split(
@@ -267,7 +281,7 @@ def _split(
     """Cut a fused matrix, or a fused bias, into parts of these numbers of rows."""
     columns = _sizes(layer)[1:] if kind == "weight" else ()
     return Source(
-        layer.weight,
+        _weight(layer),
         tuple(
             Part(
                 f"{ours}{here}.{kind}",

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from arbcli.checkpoint import Checkpoint, save_checkpoint
 from arbcli.config.model import VOCABULARY, ModelConfig
@@ -18,12 +17,14 @@ from arbcli.device import check_room
 from arbcli.errors import ArbError
 from arbcli.imports.companions import copy_companions, read_companion, write_companion
 from arbcli.imports.config_json import read_folder_config
-from arbcli.imports.dense import Part, Source, sources
+from arbcli.imports.dense import Part, Source, known_shape, sources
 from arbcli.imports.folder import WeightFolder, check_tensors
 from arbcli.imports.rounding import put
 from arbcli.infer.tokens import DIGEST
+from arbcli.model.baselines import FloatWeight
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.packed import TernaryTensor
 from arbcli.reading import read_json
 from arbcli.run_files import COMPANIONS, CONFIG, checkpoints
 from arbcli.tokens import FILE as TOKENIZER
@@ -98,7 +99,7 @@ def import_folder(
     storage = {"rule": rule, "scale_type": scale_type, "direction": direction}
     config = read_folder_config(source, **storage, digits="all")
     values = read_json(source / CONFIG)
-    if config.main.blocks[0].mixer.sub_norm:
+    if known_shape(config).sub_norms:
         raise ArbError(
             f"`{source}` is an export of a model with sub-norms",
             hint="load the checkpoint that it was made of",
@@ -136,7 +137,7 @@ def import_folder(
         model_type=values["model_type"],
         vocabulary=config.vocabulary,
         ctx=config.ctx,
-        num_weights=sum(tensor.num_weights for tensor in model.weights().values()),
+        num_weights=sum(tensor.num_weights for tensor in model.packed_tensors().values()),
         bytes=path.stat().st_size,
         relative_error=math.sqrt(error / squares) if squares else 0.0,
         seconds=time.perf_counter() - started,
@@ -160,9 +161,10 @@ def _take(
 ) -> list[_Taken]:
     """Round all parts of a tensor."""
     tensor = source.tensor
+    assert isinstance(tensor, TernaryTensor), "a run has packed weights, and no ones"
     for buffer in tensor.buffers():
         buffer.zero_()
-    taken = [_take_part(folder, source, part, own_grid, told) for part in source.parts]
+    taken = [_take_part(folder, tensor, part, own_grid, told) for part in source.parts]
     if tensor.direction is not None:
         tensor.direction.start(tensor.state)
     return taken
@@ -170,13 +172,13 @@ def _take(
 
 def _take_part(
     folder: WeightFolder,
-    source: Source,
+    tensor: TernaryTensor,
     part: Part,
     own_grid: bool,
     told: Callable[[str], None],
 ) -> _Taken:
     told(part.hugging_face)
-    tensor, width = source.tensor, source.tensor.in_features
+    width = tensor.in_features
     error = squares = largest = 0.0
     for chunk in _chunks(part, width):
         weight = folder.read(part.hugging_face, chunk).view(-1, width)
@@ -223,8 +225,8 @@ def read_float(folder: WeightFolder, config: ModelConfig) -> LanguageModel:
     check_tensors(folder, model)
     with torch.no_grad():
         for source in sources(model):
+            assert isinstance(source.tensor, FloatWeight)
             for part in source.parts:
-                latent: Tensor = source.tensor.latent
-                rows = latent[part.rows]
+                rows = source.tensor.latent[part.rows]
                 rows.copy_(folder.read(part.hugging_face).view_as(rows))
     return model

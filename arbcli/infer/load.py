@@ -124,7 +124,7 @@ def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
 
 
 def accept_weights(checkpoint: Checkpoint) -> set[str]:
-    """Refuse as `check_saved` does, and choose the tensors that are no training state."""
+    """Refuse as `check_saved` does, and choose the tensors that are not training state."""
     check_saved(checkpoint)
     return set(empty_model(checkpoint, weights_only=True).state_dict())
 

@@ -542,13 +542,14 @@ def _live_counter(device: torch.device) -> Iterator[Callable[[], int]]:
         storages = (tensor.untyped_storage() for tensor in tensors if tensor.device == device)
         return before + sum({part.data_ptr(): part.nbytes() for part in storages}.values())
 
-    before = 0
+    frozen, before = gc.get_freeze_count(), 0
     before = count()
     gc.freeze()
     try:
         yield count
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def _finite(value: float) -> float | None:

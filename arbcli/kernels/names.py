@@ -22,10 +22,7 @@ def check_targets(names: str) -> list[str]:
         ArbError: a name is unknown.
     """
     chosen = [*TARGETS] if names == "all" else [name.strip() for name in names.split(",")]
-    for name in chosen:
-        if name not in TARGETS:
-            known = ", ".join(f"`{target}`" for target in TARGETS)
-            raise ArbError(f"no target is named `{name}`", hint=f"use `all`, or some of: {known}")
+    _check_known(chosen, TARGETS, "target", "use `all`, or some of")
     return chosen
 
 
@@ -42,8 +39,11 @@ def check_kernel_names(names: Iterable[str]) -> None:
     Raises:
         ArbError: a name is unknown.
     """
-    known = kernel_names()
+    _check_known(names, kernel_names(), "kernel", "choose from")
+
+
+def _check_known(names: Iterable[str], known: tuple[str, ...], kind: str, hint: str) -> None:
     for name in names:
         if name not in known:
             listed = ", ".join(f"`{other}`" for other in known)
-            raise ArbError(f"no kernel is named `{name}`", hint=f"choose from: {listed}")
+            raise ArbError(f"no {kind} is named `{name}`", hint=f"{hint}: {listed}")

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,9 @@ class LanguageModel(nn.Module):
             blocks' inputs are kept for it.
     """
 
+    codebook: Codebook | None
+    knowledge: Codebook | None
+
     def __init__(
         self,
         config: ModelConfig,
@@ -131,7 +134,9 @@ class LanguageModel(nn.Module):
         if cache.is_marked and not cache.reads_at_once and ids.shape[1] > 1:
             return torch.cat([self(part, cache) for part in ids.split(1, dim=1)], dim=1)
         if self.stages and isinstance(cache, SeveralCache):  # almost every time some chunk begins
-            return [phase.run() for phase in self.step_phases(ids, cache)][-1]
+            *_, logits = [phase.run() for phase in self.step_phases(ids, cache)]
+            assert logits is not None  # the last phase makes them
+            return logits
         with cache.reading(ids) as text:
             x, reading = self._embed_after(text, ids.shape[1])
             if self.stages:
@@ -181,15 +186,15 @@ class LanguageModel(nn.Module):
         losses = {"text": of_text(flow, targets)}
         for name in ("ponder", "indexer"):
             if found := flow.losses.get(name):
-                losses[name] = sum(found) / len(found) if len(found) > 1 else found[0]
+                losses[name] = cast(Tensor, sum(found)) / len(found) if len(found) > 1 else found[0]
         ratios = [stage.ratio for stage in seen if stage.ratio is not None]
         if self.ahead:
             losses |= self.ahead.losses(flow.whole(), ids)
         if teacher is not None:
-            found = self._divergences(flow, teacher, ids, documents)
+            apart = self._divergences(flow, teacher, ids, documents)
             learnt = torch.ones_like(targets) if documents is None else targets >= 0
-            losses["teacher"] = (found * learnt).sum() / learnt.sum().clamp(min=1)
-        return losses | ({"ratio": sum(ratios)} if ratios else {})
+            losses["teacher"] = (apart * learnt).sum() / learnt.sum().clamp(min=1)
+        return losses | ({"ratio": cast(Tensor, sum(ratios))} if ratios else {})
 
     @property
     def loss_weights(self) -> dict[str, float]:
@@ -297,7 +302,7 @@ class LanguageModel(nn.Module):
         """
 
         def run(x: Tensor, some: slice) -> Flow:
-            if fused:
+            if track is not None and fused:
                 return Flow(self.blocks.step(x, track, reading, some))
             return self.blocks(x, reading, track, recompute=self.recompute, some=some)
 
@@ -345,8 +350,9 @@ class LanguageModel(nn.Module):
 
     def _route_each(self, streams: list[Tensor]) -> Tensor:
         """Weigh streams of a position of each of several texts, one after another."""
-        rows = zip(*map(rows_of, streams), strict=True)
-        return torch.cat([self.router([*row]) for row in rows])
+        assert self.router is not None
+        route, rows = self.router, zip(*map(rows_of, streams), strict=True)
+        return torch.cat([route([*row]) for row in rows])
 
     def _logits(self, flow: Flow) -> Tensor:
         """Compute logits of what the stages give."""
@@ -409,6 +415,7 @@ class LanguageModel(nn.Module):
         Returns:
             What to go on with, like x, and (256,) logits.
         """
+        assert self.ahead is not None
         fused = self._fuses(x) and self.ahead.mlp.steps_fused
         x, logits = self.ahead.step(x, byte) if fused else self.ahead(x, byte)
         return x, logits[0, 0]
@@ -431,36 +438,35 @@ class LanguageModel(nn.Module):
             ids: (1, 1) int64, read anew in every step; (B, 1) of several texts.
             cache: of `new_cache`, or `new_several_cache`; read and written in place.
         """
-        last, about = len(self.stages), {}
+        last = len(self.stages)
         if not last:
             return [Phase(0, lambda: self(ids, cache))]
+        reading, is_fused = Reading(), False
 
         def down(index: int) -> None:
+            nonlocal reading, is_fused
             if index == 0:
                 with cache.reading(ids) as text:
-                    x, about["reading"] = self._embed_after(text, 1)
-                about["fused"] = self._fuses(x)
+                    x, reading = self._embed_after(text, 1)
+                is_fused = self._fuses(x)
             else:
-                x = self.stages[index - 1].step_inward(cache.stages[index - 1], fused=fused())
+                x = self.stages[index - 1].step_inward(cache.stages[index - 1], fused=is_fused)
             past = cache.stages[index]
-            self.stages[index].step_down(x, ids, about["reading"], past, fused=fused())
-
-        def fused() -> bool:
-            return about["fused"]
+            self.stages[index].step_down(x, ids, reading, past, fused=is_fused)
 
         def main() -> None:
             stage, past = self.stages[last - 1], cache.stages[last - 1]
-            x = stage.step_inward(past, fused=fused())
-            x = pass_one(self.blocks, x, cache.main, about["reading"], fused=fused())
-            stage.step_outward(x, past, cache.main.position, fused=fused())
+            x = stage.step_inward(past, fused=is_fused)
+            x = pass_one(self.blocks, x, cache.main, reading, fused=is_fused)
+            stage.step_outward(x, past, cache.main.position, fused=is_fused)
 
         def up(index: int) -> Tensor | None:
             past = cache.stages[index]
-            x = self.stages[index].step_up(about["reading"], past, fused=fused())
+            x = self.stages[index].step_up(reading, past, fused=is_fused)
             if index:  # stages count their positions themselves
                 before = cache.stages[index - 1]
-                return self.stages[index - 1].step_outward(x, before, None, fused=fused())
-            if fused():
+                return self.stages[index - 1].step_outward(x, before, None, fused=is_fused)
+            if is_fused:
                 return self._fused_logits(x)
             return each_text(lambda row: self._logits(Flow(row)), x)
 
@@ -544,9 +550,9 @@ class LanguageModel(nn.Module):
         """
         found: dict[str, float] = {}
         for part in self.modules():
-            if part is not self and hasattr(part, "gauges"):
-                for name, value in part.gauges().items():
-                    found[name] = max(value, found.get(name, value))
+            gauges: Callable[[], dict[str, float]] | None = getattr(part, "gauges", None)
+            for name, value in gauges().items() if gauges and part is not self else ():
+                found[name] = max(value, found.get(name, value))
         if self._counts is None:
             return found
         joined, begun = 0, 0
@@ -643,12 +649,13 @@ class LanguageModel(nn.Module):
                 "queries of latent attention are not kept in eight bits",
                 hint=f"use `--kv {kept._replace(queries=False).name('')}`",
             )
-        for part in (self, *attentions):
+        keeping: list[LanguageModel | CachedAttention] = [self, *attentions]
+        for part in keeping:
             part.kept = kept
         try:
             yield
         finally:
-            for part in (self, *attentions):
+            for part in keeping:
                 part.kept = before
 
     @property
@@ -663,12 +670,12 @@ class LanguageModel(nn.Module):
 
     def drop_training_state(self) -> None:
         """Forget what only a step needs, for good: see `TernaryTensor.drop_training_state`."""
-        for weight in self.weights().values():
+        for weight in self.packed_tensors().values():
             weight.drop_training_state()
 
     def declare_wire(self) -> None:
         """Declare what a run that is shared out keeps besides: `TernaryTensor.declare_wire`."""
-        for weight in self.weights().values():
+        for weight in self.packed_tensors().values():
             weight.declare_wire()
 
     def state_modules(self) -> Iterator[StateModule]:

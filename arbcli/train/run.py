@@ -223,7 +223,7 @@ def start_run(
         texts = open_run_texts(config)
         if initial is not None and texts.tokenizer:
             trained_with = initial.checkpoint.data.get(DIGEST)
-            check_digest(texts.tokenizer, trained_with, Path(config.tokenizer))
+            check_digest(texts.tokenizer, trained_with, Path(str(config.tokenizer)))
         initial_digest = initial and initial.checkpoint.digest
         teacher = read_teacher(config, observer.noted)
         if teacher is not None:  # the file itself, as its run may go on
@@ -675,7 +675,7 @@ class _Loop:
         self.first_step: FirstStep | None = None
         """The first one of this process; None before it."""
         traced = profile if self.group.first else None
-        self.trace = StepTrace(run, trainer, traced, observer.noted) if traced else None
+        self.trace = StepTrace(run, trainer, traced, observer.noted) if run and traced else None
         self.later_ones = _later(run, trainer.step)
         """Checkpoints of later steps, which the run, gone back, will come to again."""
         self.times = _times(trainer.texts)
@@ -684,11 +684,17 @@ class _Loop:
         self.started = self.last_record = self.last_save = time.perf_counter()
         self.paused = 0.0
 
+    @property
+    def folder(self) -> Path:
+        """Directory of a run that has one: all that is saved is in it."""
+        assert self.run_path is not None
+        return self.run_path
+
     def _find_recorded(self) -> int:
         """Find the step of the last record, or the one that was due last where it is missing."""
         step, found = self.trainer.step, 0
         if self.group.first:
-            found = max((record["step"] for record in read_records(self.run_path)), default=0)
+            found = max((record["step"] for record in read_records(self.folder)), default=0)
         due = max((step - 1) // interval * interval for interval in _intervals(self.config))
         return self.group.tell(max(found, due))
 
@@ -724,7 +730,7 @@ class _Loop:
             if not self._is_stopped(signal):
                 sample = self._sample() if self.group.first else ""
             self.group.agree(0)  # let all be done before one leaves
-        saved = self.saved_step is not None and checkpoint_path(self.run_path, self.saved_step)
+        saved = self.saved_step is not None and checkpoint_path(self.folder, self.saved_step)
         report = TrainReport(
             run=None if self.run_path is None else str(self.run_path),
             checkpoint=str(saved) if saved else None,
@@ -743,8 +749,8 @@ class _Loop:
     def _is_stopped(self, signal: RememberedSignal) -> bool:
         """Whether any process has been asked to stop; agree on whether a checkpoint is due."""
         old = self.group.first and time.perf_counter() - self.last_save >= SAVE_SECONDS
-        received, old = self.group.agree(signal.received or 0, old)
-        self._old = bool(old)
+        received, any_old = self.group.agree(signal.received or 0, old)
+        self._old = bool(any_old)
         if received:
             self.stopped_by = signals.Signals(received)
         return bool(received)
@@ -771,6 +777,7 @@ class _Loop:
         trainer, started = self.trainer, time.perf_counter()
         with counted_compiling() as compiling:
             self._train_step()
+            assert self.last_loss is not None
             loss = float(self.last_loss)
         self.first_step = FirstStep(
             step=trainer.step,
@@ -876,9 +883,9 @@ class _Loop:
 
     def _write(self, checkpoint: Checkpoint) -> list[Path]:
         """Write a checkpoint; return what had to be set aside for it."""
-        path = checkpoint_path(self.run_path, checkpoint.step)
+        path = checkpoint_path(self.folder, checkpoint.step)
         aside = [set_aside(path, leave=True)] if path in self.later_ones else []
-        save_checkpoint(self.run_path, checkpoint, self.config.keep)
+        save_checkpoint(self.folder, checkpoint, self.config.keep)
         return aside + [set_aside(later) for later in self.later_ones if later != path]
 
     def _save_if_new(self) -> None:
@@ -890,11 +897,11 @@ class _Loop:
         if not (self.saves and self.config.keep_best):
             return
         # the first process alone reads what it alone writes
-        best = self.group.first and best_step(self.run_path) == self.trainer.step
+        best = self.group.first and best_step(self.folder) == self.trainer.step
         if any(self.group.agree(best)):
             self._save_if_new()
             if self.group.first:
-                keep_best(checkpoint_path(self.run_path, self.trainer.step))
+                keep_best(checkpoint_path(self.folder, self.trainer.step))
 
     def _evaluate(self) -> float:
         with self._not_timed():
@@ -925,7 +932,7 @@ class _Loop:
         if steps:
             loss = sum(step.loss for step in steps) / len(steps) / self.texts.train.symbol_bytes
         if steps and trainer.updater:
-            flips = sum(step.flips for step in steps)
+            flips = sum(step.flips or 0 for step in steps)
             flip_share = flips / len(steps) / trainer.updater.num_weights
         if trainer.updater:
             nonfinite = trainer.updater.counters()["nonfinite_steps"]

@@ -63,6 +63,24 @@ class _StepSizes(NamedTuple):
     step_size: Tensor
 
 
+class _Target(NamedTuple):
+    """A matrix that a gradient is of, and what of its step that gradient makes."""
+
+    tensor: TernaryTensor
+    """Its rule and its direction are the matrix's."""
+    state: State
+    number: int
+    """Of its keys and counters."""
+    refused: Tensor
+    """Counts bad gradients."""
+    first: bool
+    """Whether the moment decays."""
+    last: bool
+    """Whether the weights step."""
+    share: Tensor | None = None
+    """Of the rows, those that take part; the others' gradient is zero. None is all."""
+
+
 class _Averaged(NamedTuple):
     """A matrix whose moment has taken in its gradients, and whose weights have yet to step."""
 
@@ -280,20 +298,18 @@ class Updater:
             if direction is not None and not tensor.averages_gradients:
                 values = direction.values(grad, self.dtype)
             always = tensor.always_has_gradients
-            when = (self.first, self.last) if always else (True, True)
+            first, last = (self.first, self.last) if always else (True, True)
             for part, number in enumerate(where):
                 refused = self._refused[index + number] if always else self._unused
                 matrix = tensor.matrix(number)
-                averaged += self._begin(
-                    tensor, matrix, grad[part], index + number, refused, *when, values=values[part]
-                )
+                target = _Target(tensor, matrix, index + number, refused, first, last)
+                averaged += self._begin(target, grad[part], values[part])
             self._step_along(averaged)
         else:
             rows = tensor.gather(where.rows)
             share = where.count.clamp(min=1) / len(where.rows)
-            self._step_along(
-                self._begin(tensor, rows, grad, index, self._unused, True, True, share)
-            )
+            target = _Target(tensor, rows, index, self._unused, True, True, share)
+            self._step_along(self._begin(target, grad))
             tensor.scatter(where.rows, rows)
 
     @property
@@ -413,38 +429,23 @@ class Updater:
     ) -> list[_Averaged]:
         index = self._index[id(tensor)]
         refused = self._refused[index]
-        return self._begin(
-            tensor, tensor.matrix(0), grad, index, refused, self.first, self.last, values=values
-        )
+        target = _Target(tensor, tensor.matrix(0), index, refused, self.first, self.last)
+        return self._begin(target, grad, values)
 
     def _begin(
-        self,
-        tensor: TernaryTensor,
-        state: State,
-        grad: Tensor | SignGradient,
-        index: int,
-        refused: Tensor,
-        first: bool,
-        last: bool,
-        share: Tensor | None = None,
-        values: Tensor | None = None,
+        self, target: _Target, grad: Tensor | SignGradient, values: Tensor | None = None
     ) -> list[_Averaged]:
         """Update one matrix, or the moment of one whose direction is that of its moment.
 
         Args:
-            tensor: whose rule and direction it follows.
-            state: of the matrix.
+            target: the matrix.
             grad: of all its rows.
-            index: of its keys and counters.
-            refused: counts bad gradients.
-            first: whether the moment decays.
-            last: whether the weights step.
-            share: of the rows, those that take part; the others' gradient is zero. None is all.
             values: what its direction is made of, if that is known.
 
         Returns:
             The matrix, if its weights have yet to step: see `_step_along`.
         """
+        tensor, state, index, refused, first, last, share = target
         tensor.updates += 1
         keys, rule, direction = self.keys[index].unbind(), tensor.rule, tensor.direction
         turn = self._no_turn

@@ -49,6 +49,7 @@ def test_count_params_takes_every_override():
     assert [*found, block["channel"]["width"]] == list(options.values())
 
 
+@pytest.mark.slow
 def test_count_params_counts_three_billion_without_their_memory():
     command = [sys.executable, "-m", "arbcli", "count-params", "--preset", "arb-3b", "--json"]
     done = subprocess.run(command, check=False, capture_output=True, text=True)

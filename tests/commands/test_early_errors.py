@@ -22,7 +22,8 @@ MISTAKES = {
     "train --model nofile": "cannot read `nofile`",
     "train --config nofile": "cannot read `nofile`",
     "train --resume nofile": "there is no run at `nofile`",
-    "train --gpus 2": "`--accum` is 1, which 2 processes",
+    "train --gpus 2": "there is no GPU for `--gpus 2`",
+    "train --gpus 2 --device cpu": "`--accum` is 1, which 2 processes",
     "generate run --prompt-file nofile": "cannot read `nofile`",
     "generate run --prompts nofile": "cannot read `nofile`",
     "evaluate run --data nofile": "nothing matches `nofile`",
@@ -46,8 +47,9 @@ def test_mistakes_are_refused_without_torch(tmp_path):
     (tmp_path / "run" / "step-000001.safetensors").write_bytes(b"")
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from arbcli import cli, environment; from arbcli.commands import _options\n"
+        "from arbcli import cli; from arbcli.commands import _options\n"
         "_options.may_have_gpu = lambda: False\n"
+        "sys.modules['arbcli.commands.train'].may_have_gpu = lambda: False\n"
         f"for words, said in {MISTAKES!r}.items():\n"
         "    try: cli.app(cli.repeat_options(words.split()), standalone_mode=False)\n"
         "    except cli.ArbError as error: assert str(error).startswith(said), (words, error)\n"

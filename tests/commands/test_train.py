@@ -193,8 +193,7 @@ def test_train_resumes_the_last_run_by_itself(text, tmp_path, arb_here, monkeypa
     assert done.stderr.startswith("the run is finished: all 12 steps are done, held-out loss")
 
 
-@pytest.mark.parametrize("weights", ["float", "ste"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("weights", "optimizer"), [("float", "muon"), ("ste", "adamw")])
 def test_train_runs_the_twins(weights, optimizer, text, tmp_path, arb_here):
     args = ["--weights", weights, "--optimizer", optimizer, "--lr", "0.01", "--steps", "30"]
     done = arb_here("train", "--data", text, *SMALL, *args, "--json", "--out", str(tmp_path / "r"))

@@ -178,6 +178,7 @@ def test_mistakes_are_explained(arguments, message):
     assert result.exception.hint
 
 
+@pytest.mark.slow
 @needs_triton
 def test_program_needs_no_environment_and_prints_only_json(arb_here):
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
@@ -234,6 +235,7 @@ def test_failure_is_not_remembered(wrong_kernel):
         assert json.loads(result.stdout)["remembered"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
 @needs_triton
 def test_sample_of_the_interpreter_is_stated_and_all_is_checked_when_asked_for():
@@ -270,7 +272,9 @@ def test_scale_types_are_sampled_in_triton_alone():
 def test_ledger_of_an_interrupted_check_holds_what_was_verified(number, code, what, tmp_path):
     """Stopped when the first kernel is done."""
     command = [sys.executable, "-m", "arbcli", "verify-kernels", *what, "--json"]
+    environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes["env"] = environment  # as a user has it
     with subprocess.Popen([*command, "--ledger", str(tmp_path)], **pipes) as process:
         first = process.stderr.readline()
         process.send_signal(number)

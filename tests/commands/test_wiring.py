@@ -149,9 +149,10 @@ def test_processes_that_cannot_share_are_not_started(arb_here, asked, monkeypatc
     started = "arbcli.commands.train.start_processes"
     assert asked(started, "train", "--gpus", "2", "--accum", "4").args == (2,)
     assert asked(started, "train", "--gpus", "2", "--resume", "x").args == (2,)
-    done = arb_here("train", "--gpus", "2", "--accum", "3")
-    assert "`--accum` is 3, which 2 processes cannot share" in done.stderr
-    assert "`--accum` is 1, which 3 processes" in arb_here("train", "--gpus", "3").stderr
+    for accum, processes in (("3", "2"), ("1", "3")):
+        words = ("--gpus", processes, "--accum", accum, "--device", "cpu")
+        said = f"`--accum` is {accum}, which {processes} processes cannot share"
+        assert said in arb_here("train", *words).stderr
 
 
 def test_audit_of_ranks_is_told_of_what(asked, monkeypatch):

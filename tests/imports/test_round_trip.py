@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from folders import random_model
+from marks import mostly_slow
 
 from arbcli.chat_template import find_template
 from arbcli.chats import Chats
@@ -68,7 +69,7 @@ def greedy(logits, ids: list[int]) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, lambda kind: "tied" in kind))
 def test_tuned_model_says_the_same_elsewhere(transformers, kind, tmp_path, arb_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "folder"
@@ -188,6 +189,7 @@ def test_model_of_tokens_from_scratch_is_exported(transformers, tmp_path, arb_he
     assert "is not the tokenizer of" in done.stderr
 
 
+@pytest.mark.slow
 def test_imported_model_is_tuned_on_chats(transformers, tmp_path, arb_here, monkeypatch):
     pytest.importorskip("jinja2", reason="needs the extra `chat`")
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,8 @@ from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import AttentionConfig, MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.export.run import export
+from arbcli.imports import rounding
+from arbcli.imports import run as importing
 from arbcli.imports.config_json import read_config
 from arbcli.imports.folder import WeightFolder
 from arbcli.imports.run import import_folder, read_float
@@ -47,7 +49,7 @@ def divergence(wanted: Tensor, found: Tensor) -> float:
 
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, lambda kind: kind in QUICK))
 @torch.no_grad()
-def test_model_is_read_and_given_back(transformers, kind, tmp_path):
+def test_model_is_read_and_given_back(transformers, kind, tmp_path, monkeypatch):
     theirs = random_model(transformers, kind)
     folder, run, back = (tmp_path / name for name in ("folder", "run", "back"))
     theirs.save_pretrained(folder, max_shard_size="100KB")
@@ -78,6 +80,9 @@ def test_model_is_read_and_given_back(transformers, kind, tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32).eval()
     assert type(again) is type(theirs)
     torch.testing.assert_close(again(ids).logits, logits, rtol=0, atol=1e-4)
+    if kind == "Qwen 3, tied":  # some rows at a time, as of large ones
+        monkeypatch.setattr(importing, "READ_AT_ONCE", 4000)
+        monkeypatch.setattr(rounding, "IN_HAND", 2000)
     report = import_folder(back, tmp_path / "again")
     assert report.relative_error == 0
     second = load_weights(tmp_path / "again", print).model.state_dict()

@@ -56,6 +56,7 @@ def test_windows_predict_every_byte_once(num_bytes, stride):
     assert seen == list(range(1, num_bytes))
 
 
+@pytest.mark.slow
 def test_evaluate_takes_a_graph(small_graph, tmp_path):
     given = {k: v for k, v in small_graph.items() if k not in ("preset", "batch")}
     model = build_model(preset("arb-tiny", **given), torch.float32)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from marks import mostly_slow
 
 from arbcli.config.presets import preset
 from arbcli.device import spare_bytes
@@ -54,7 +55,7 @@ def test_greedy_text_of_attention_without_kernels_is_that_of_whole_forwards(devi
     assert len(continued(lm, b"abc", 40)) == 40
 
 
-@pytest.mark.parametrize("memgram", [False, True])
+@pytest.mark.parametrize("memgram", mostly_slow([False, True], bool))
 def test_greedy_text_of_a_graph_is_that_of_whole_forwards(memgram, small_graph, device):
     given = {k: v for k, v in small_graph.items() if k not in ("preset", "batch")}
     with torch.device(device):

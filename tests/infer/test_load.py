@@ -50,6 +50,7 @@ def test_blocks_that_are_not_there_are_not_built(saved, built, tmp_path):
     assert max(built) == 2
 
 
+@pytest.mark.slow
 def test_tensors_of_stages_are_counted(saved, small_hnet, built, tmp_path):
     given = {name: size for name, size in small_hnet.items() if name not in ("preset", "batch")}
     path = saved("hnet-tiny", **given)

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cells import each_cell, wide
+from cells import FEW, each_cell, wide
 
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
@@ -98,7 +98,7 @@ def logits_of(lm: LanguageModel, prompts: tuple[bytes, ...], steps: int = 4) -> 
     return torch.stack([lm((ids + 5 * step) % 256, whole)[:, 0] for step in range(steps)])
 
 
-@each_cell()
+@each_cell(quick=FEW)
 def test_text_of_every_cell_is_the_same_among_any_others(cell, device):
     """By the kernels of the device, and where there are none one text after another."""
     lm, (first, second) = in_cell(cell, torch.float32, device), (b"it was longer", b"a b")

@@ -113,7 +113,9 @@ def test_audit_measures_the_predicted_peak(shape):
     assert report.peak_error == 0
 
 
-@pytest.mark.parametrize(("tied", "rule"), [(False, "moment"), (True, "nibble")])
+@pytest.mark.parametrize(
+    ("tied", "rule"), mostly_slow([(False, "moment"), (True, "nibble")], lambda tied, _: tied)
+)
 def test_audit_of_many_symbols_measures_the_predicted_peak(tied, rule):
     config = config_of(rule=rule, compute="fp32", batch=4, steps=2)
     model = dataclasses.replace(config.model, vocabulary=9001, tied=tied)
@@ -143,7 +145,8 @@ GRAPHS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", mostly_slow(GRAPHS, lambda name: name == "small"))
+@pytest.mark.slow  # test_peak.py measures one
+@pytest.mark.parametrize("name", GRAPHS)
 def test_audit_of_a_graph_measures_the_predicted_peak(name, small_graph):
     given = GRAPHS[name]
     shape = {"preset": "arb-tiny", "batch": 2, "ctx": 64} if given is None else small_graph | given

@@ -88,6 +88,7 @@ def test_float_that_a_layer_keeps_is_named(trainer):
     ]
 
 
+@pytest.mark.slow
 def test_list_changes_neither_checks_nor_levels(text):
     plain, listed = (audit(new_config(**CONFIG, data=[text]), floats=each) for each in (0, 1))
     assert plain.floats is None
@@ -103,8 +104,7 @@ VOCABULARY, CHUNK = 5003, 2560
 """Symbols, and of how many a chunk is: two of them."""
 
 
-@pytest.mark.parametrize("rule", ["moment", "carry", "nibble"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "rule"), [(False, "moment"), (True, "carry"), (False, "nibble")])
 def test_neither_logits_nor_gradient_of_many_symbols_ever_exist(text, rule, tied):
     config = new_config(**CONFIG, rule=rule, data=[text], accum=2)
     model = dataclasses.replace(config.model, vocabulary=VOCABULARY, tied=tied)

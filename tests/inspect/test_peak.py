@@ -86,9 +86,7 @@ def test_process_that_is_imagined_gets_what_a_real_one_gets():
     assert arrived.shape == (5, 3)
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow(CHANGES, lambda name: name in ("moment", "accum", "fp8", "recompute"))
-)
+@pytest.mark.parametrize("name", mostly_slow(CHANGES, lambda name: name in ("accum", "fp8")))
 def test_predicted_peak_of_a_dense_model_is_the_measured_one(name):
     config = config_of(CHANGES[name])
     assert predict_peak(config).peak_bytes == measured_peak(config)
@@ -121,7 +119,7 @@ def test_predicted_peak_of_compressed_attention_is_the_measured_one(name, small_
     ("recompute", "compute"),
     mostly_slow(
         [*product((False, True), ("bf16", "fp32"))],
-        lambda recompute, compute: recompute and compute == "bf16",
+        lambda *_: False,
     ),
 )
 def test_predicted_peak_of_attention_without_kernels_is_the_measured_one(recompute, compute):
@@ -237,9 +235,12 @@ our own, which saves `tiny` up to 13 % of what is reserved: to be measured again
 """
 
 
+QUICK_MEASURED = (("tiny", False, False),)
+
+
 @pytest.mark.parametrize(
     ("name", "batch", "captured", "recompute"),
-    mostly_slow(MEASURED, lambda name, *_: name in ("tiny", "small")),
+    mostly_slow(MEASURED, lambda name, _, *how: (name, *how) in QUICK_MEASURED),
 )
 def test_predicted_peak_is_no_more_than_an_h200_held_before(name, batch, captured, recompute):
     config = TrainConfig(
@@ -309,7 +310,10 @@ class _Doubles(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("direction", "compute"), [("orthogonal", "fp32"), ("factored", "bf16")])
+@pytest.mark.parametrize(
+    ("direction", "compute"),
+    mostly_slow([("orthogonal", "fp32"), ("factored", "bf16")], lambda *how: how[1] == "bf16"),
+)
 def test_a_step_on_a_gpu_of_apple_makes_no_float64(direction, compute):
     """It has none. Nothing else of it can be tested without one."""
     about = {"device": "mps", "backend": "torch", "compute": compute, "batch": 2}

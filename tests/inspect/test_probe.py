@@ -93,7 +93,7 @@ def test_probe_finds_nothing_wrong_with_moment(sound):
     ("rule", "seed"),
     mostly_slow(
         [("nibble", 0), ("carry", 1), ("nibble", 1), ("carry", 0)],
-        lambda rule, seed: seed == (rule == "carry"),
+        lambda *case: case == ("nibble", 0),
     ),
 )
 def test_probe_finds_nothing_wrong_with_other_rules(rule, seed):
@@ -112,7 +112,8 @@ def test_probe_names_the_mass_flips_of_votes(seed):
 PARTS = (None, "attention", "moe", "graph", "knowledge_codebook")
 
 
-@pytest.mark.parametrize("part", mostly_slow(PARTS, lambda part: part is None))
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
 def test_probe_finds_nothing_wrong_with_a_graph(part, text, small_graph):
     off = {part: False} if part else {"memgram": True}
     given = small_graph | {"data": [text], "steps": STEPS, "device": "cpu", "ctx": 32} | off
@@ -180,7 +181,7 @@ def test_probe_shows_the_chunks_of_a_model(text, small_hnet):
     json.dumps(dataclasses.asdict(report), allow_nan=False)
 
 
-@pytest.mark.parametrize("part", ["codebook", "moe_graph"])
+@pytest.mark.parametrize("part", mostly_slow(["codebook", "moe_graph"], lambda p: p == "moe_graph"))
 def test_acausal_part_of_a_graph_is_named(part, text, small_graph, monkeypatch):
     trainer = trainer_of(text, **small_graph)
     module = getattr(trainer.model, part)
@@ -242,7 +243,7 @@ def test_readings_are_those_of_the_held_out_batch(text, monkeypatch):
     assert report.config["lr"] == trainer.config.lr
 
 
-@pytest.mark.parametrize("context", [1, 2, 3])
+@pytest.mark.parametrize("context", [1, 3])
 def test_probe_takes_contexts_of_a_few_bytes(context, text):
     report = examine(trainer_of(text, ctx=context, steps=1), 1)
     assert len(report.readings[-1].loss_by_position) == len(report.position_starts)
@@ -255,7 +256,9 @@ def test_histograms_count_every_value_once(sound):
         assert tensor.digits["scale"].low < tensor.digits["scale"].high
 
 
-@pytest.mark.parametrize("rule", ["moment", "nibble", "carry", "votes"])
+@pytest.mark.parametrize(
+    "rule", mostly_slow(["moment", "nibble", "carry", "votes"], lambda r: r in ("nibble", "votes"))
+)
 def test_flips_are_those_that_the_updates_count(rule, text):
     trainer = trainer_of(text, rule=rule)
     weights = {name: w for name, w in trainer.model.weights().items() if not w.frozen}
@@ -294,7 +297,9 @@ def test_flips_are_those_that_the_updates_count(rule, text):
         assert tensor.still_share == pytest.approx((trits == trits[0]).all(0).double().mean())
 
 
-@pytest.mark.parametrize("direction", ["orthogonal", "factored"])
+@pytest.mark.parametrize(
+    "direction", mostly_slow(["orthogonal", "factored"], lambda name: name == "factored")
+)
 def test_update_size_is_one_where_rounding_is_small(direction, text):
     """Whatever the learning rate of a matrix is multiplied by."""
     lr = 4.0 if direction == "orthogonal" else 1.0
@@ -314,16 +319,18 @@ def test_probe_steps_as_training_does(text):
 
 
 def test_probe_leaves_no_hooks(text):
+    gc.unfreeze()
     trainer, frozen = trainer_of(text), gc.get_freeze_count()
     examine(trainer, 1)
     assert gc.get_freeze_count() <= frozen  # what is alive is collected again
+    gc.freeze()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in trainer.model.modules())
     streamed = [part for part in trainer.model.modules() if isinstance(part, StreamedTensor)]
     assert streamed
     assert all(weight.sink is trainer.updater for weight in streamed)
 
 
-@pytest.mark.parametrize("shift", [1, SMALL["ctx"]], ids=["one-byte-ahead", "no-mask"])
+@pytest.mark.parametrize("shift", mostly_slow([1, SMALL["ctx"]], lambda shift: shift == 1))
 def test_acausal_attention_is_named(shift, text, monkeypatch):
     attention = functional.scaled_dot_product_attention
 
@@ -418,7 +425,7 @@ def test_report_of_a_model_full_of_nan_is_json(text, monkeypatch):
     json.dumps(dataclasses.asdict(examine(trainer, 1)), allow_nan=False)
 
 
-@pytest.mark.parametrize("elements", [1, 10_000])
+@pytest.mark.parametrize("elements", mostly_slow([1, 10_000], lambda number: number == 1))
 def test_leaked_tensor_a_step_is_named(elements, text, monkeypatch):
     trainer, kept = trainer_of(text), []
     device = trainer.device
@@ -472,7 +479,7 @@ def test_saturated_scales_are_named(text):
     assert "scale" in evidence(report, "saturated")
 
 
-@pytest.mark.parametrize("rule", ["moment", "nibble"])
+@pytest.mark.parametrize("rule", mostly_slow(["moment", "nibble"], lambda r: r == "nibble"))
 def test_saturated_remainders_are_named(rule, text):
     trainer = trainer_of(text, rule=rule, **TIMID)
     weight = trainer.model.head.weight
@@ -548,7 +555,7 @@ class TestSaved:
     def snapshot(run) -> dict:
         return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.iterdir()}
 
-    @pytest.mark.parametrize("file", [None, "step-000012.safetensors", "step-000006.safetensors"])
+    @pytest.mark.parametrize("file", [None, "step-000006.safetensors"])
     def test_probe_goes_on_and_leaves_the_files_alone(self, file, run):
         before = self.snapshot(run)
         path = run / file if file else run

@@ -369,8 +369,7 @@ def test_training_reduces_the_loss_and_keeps_integers_only(kind):
     assert 0 < lm.gauges()["chunk_length"] <= 24
 
 
-@pytest.mark.parametrize("kind", ["learned", "mamba"])
-@pytest.mark.parametrize("weights", ["float", "ste"])
+@pytest.mark.parametrize(("kind", "weights"), [("learned", "ste"), ("mamba", "float")])
 def test_twins_learn_too(weights, kind):
     lm, ids = model(kind, weights=weights), text(4, 25)
     optimizer = torch.optim.AdamW(lm.parameters(), 3e-3)

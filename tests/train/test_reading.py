@@ -462,7 +462,7 @@ def test_minutes_are_as_many_steps_as_they_have_room_for(minutes, steps, options
     monkeypatch.setattr(runs, "TIMED_STEPS", 2)
     config = new_config(**options | {"steps": 10**6})
     texts = open_texts(config.data, config.val, seed=0, context=config.model.ctx)
-    assert runs._fit_to_minutes(config, texts, minutes, Group()).steps == steps
+    assert runs._fit_to_minutes(config, texts, minutes, Group(), None).steps == steps
 
 
 def test_sample_of_a_run_is_asked_for_with_its_seed(options, tmp_path, monkeypatch):

@@ -234,6 +234,7 @@ def test_model_of_a_run_computes_as_its_settings_say(compute, dtype, recompute, 
     assert built.call_args == mock.call(config.model, dtype, recompute=recompute, **low)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low", ["fp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_products_in_fewer_bits_change_the_state_and_still_learn(low, tmp_path):
     path = tmp_path / "text.txt"

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -32,8 +33,14 @@ TIMED = TimingResult(
 TIMING = TimingReport(Roofline(4e12, 7e14, 3.0), (TIMED,), {"pack_trits": "it did not pass"})
 
 
+@cache
+def verified(names, checks):
+    return verify_kernels(names, {"T6": 6, "T32": 32}, CPU, ["torch"], checks)
+
+
 def make(names=("pack_trits", "rms_norm"), checks=None, compiled=(COMPILED,), timing=None):
-    report = verify_kernels(names, {"T6": 6, "T32": 32}, CPU, ["torch"], checks)
+    found = verified if names and checks is None else verified.__wrapped__  # kernels are altered
+    report = found((*names,), checks)
     parity = tuple(_rotary(CPU))
     left_out = ["the moon"]
     return new_ledger(CPU, ["T6", "T32"], report.kernels, parity, compiled, left_out, 1.25, timing)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cells import CELLS, QUICK, Cell, each_cell, pairs, without
+from cells import CELLS, FEW, QUICK, Cell, each_cell, pairs, without
 
 from arbcli.verify import parity
 from arbcli.verify.parity import Subject
@@ -35,7 +35,7 @@ def test_cell_agrees_with_the_reference(cell, device):
     assert all(result.cosine > 0 for result in results if result.check == "whole gradient")
 
 
-@each_cell()
+@each_cell(quick=FEW)
 def test_reference_without_a_part_of_the_cell_disagrees(cell, device):
     tested = subject(cell, device)
     model = tested.build()

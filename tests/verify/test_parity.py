@@ -29,7 +29,7 @@ def failed(results):
 
 @pytest.fixture(scope="module")
 def of_torch():
-    return check_parity(torch.device("cpu"), ["torch"], {"T32": 32, "T6": 6})
+    return check_parity(torch.device("cpu"), ["torch"], {"T32": 32})
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -64,6 +64,7 @@ def test_blocks_agree_with_the_reference_in_the_kernels(device):
     assert sum(result.check == "gradient" for result in results) == 8
 
 
+@pytest.mark.slow
 def test_model_of_memories_agrees_with_the_reference_in_the_kernels(device):
     assert not failed(parity._check("", "", in_kernels(subject("graph"), device)))
 
@@ -89,7 +90,7 @@ def test_no_model_is_let_off_causality_or_determinism(of_torch):
     for result in of_torch:
         for place, check in enumerate(("causality", "determinism")):
             counts.setdefault(result.model, [0, 0])[place] += result.check == check
-    for each in parity._subjects(torch.device("cpu"), ("torch",), {"T32": 32, "T6": 6}):
+    for each in parity._subjects(torch.device("cpu"), ("torch",), {"T32": 32}):
         half = "bf16" if each.dtype == torch.bfloat16 else "fp32"
         wanted = [2 * (each.config.ctx - 1), 1] if "bits" in each.parts else [0, 0]
         if each.parts != ("blocks", "whole") or each.name not in counts:

@@ -257,6 +257,7 @@ def test_machine_is_told_by_its_libraries_and_settings(monkeypatch):
     assert describe_machine(CPU) != before
 
 
+@pytest.mark.slow
 def test_an_edited_kernel_is_verified_again_and_its_fault_found(tmp_path):
     """A copy of the program, as a user has it: a fault is written into the source of a kernel."""
     copied = shutil.copytree(

@@ -123,8 +123,7 @@ def prepack_digits(packed: Packed, gated: bool = False) -> PrepackedDigits:
         part = slice(start, min(start + most, rows))
         z = digits_torch(packed, torch.float32, part).mul_(packed.unit)
         magnitude = z.abs()
-        if int(magnitude.amax()) > LARGEST_Z:
-            raise ValueError(f"z is beyond {LARGEST_Z}, which a byte holds")
+        _check_bytes(bool(magnitude.amax() > LARGEST_Z))
         codes[part, :in_features] = magnitude.add_(SIGN * (z < 0)).to(torch.uint8)
     group = torch.arange(planes, device=codes.device) * PLANE // packed.group_size
     scales = scales_torch(packed.exponent, packed.fraction)[:, group] / packed.unit
@@ -144,9 +143,13 @@ def prepack_in_lanes(packed: Packed, gated: bool = False) -> PrepackedDigits:
     grid, device = grid_of(rows, packed.in_features, gated, PLANE), packed.trits.device
     pieces = torch.empty(*grid, PLANE, ROWS, dtype=torch.int8, device=device)
     scales = torch.empty(*grid, 8, 2, dtype=torch.bfloat16, device=device)
-    if arrange_native(packed, pieces, scales, gated):
-        raise ValueError(f"z is beyond {LARGEST_Z}, which a byte holds")
+    _check_bytes(bool(arrange_native(packed, pieces, scales, gated)))
     return PrepackedDigits(pieces, scales, rows, packed.in_features, gated)
+
+
+def _check_bytes(beyond: bool) -> None:
+    if beyond:
+        raise ValueError(f"z is beyond {LARGEST_Z}, which a byte holds")
 
 
 _check_digits = compiled_check(

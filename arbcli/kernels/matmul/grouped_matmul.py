@@ -4,6 +4,20 @@ Where the rows of an expert begin and end is known on the device only. What is l
 shapes alone, and every program looks up its work on the device, so that the host never waits. Each
 expert's rows are cut into blocks of their own, so that a tile needs a single matrix. The last block
 of an expert also reads rows of the next one, and does not store their products.
+
+    bounds 2, 7, 9, 9; blocks of 4 rows; rows 0, 1 and 9 to 11 are of no expert
+
+    row      0  1| 2  3  4  5  6| 7  8|     | 9 10 11
+    group    0   | 1            | 2   | 3   | 4
+    block    0   | 1          2 | 3   | none| 4            groups 0 and 4 have none with `out`
+    reads        |            6 7 8 9                      block 2 stores row 6 alone
+
+Blocks are numbered over all groups, so that programs take tiles of (block, columns) in turns,
+though only the device knows how many there are: a program sums blocks up to each group, at most 258
+numbers in registers, and finds the group of its block among them. An upper bound is launched.
+
+Tiles come in bands of 8 blocks of rows that go through the columns of w together, so that a tile of
+w is read from memory once a band, and from the L2 cache by the others.
 """
 
 from collections.abc import Iterator

@@ -295,10 +295,11 @@ def _row_by_row_triton(
     y = torch.empty(rows, out_features, dtype=dtype, device=pieces.device)
     tiles, blocks = pieces.shape[:2]
     to = y if added is None else added.contiguous()
-    about_parts, width, apart = (to, to, 1, 1), 0, (0, 0)
+    totals, position, most, span, width = to, to, 1, 1, 0
+    apart = 0, 0
     if isinstance(x, PartsOfRows):
         _, most, heads = x.totals.shape
-        about_parts, width = (x.totals, x.position, most, x.span), in_features // heads
+        totals, position, span, width = x.totals, x.position, x.span, in_features // heads
         apart = most * in_features // 4, most * heads
         x = x.values
     x = x if x.data_ptr() % 16 == 0 else x.clone()
@@ -307,9 +308,9 @@ def _row_by_row_triton(
     size, grid = at_once * tiling.shared_bytes(blocks), triton.cdiv(tiles, tiling.height)
     instead = pieces if HAS_PTX else pieces.new_empty(grid * size)
     _row_by_row_kernel[(grid,)](
-        x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead, *about_parts[:2],
+        x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead, totals, position,
         out_features, in_features, tiles, 1 / in_features, 0.0 if eps is None else eps,
-        *about_parts[2:], *apart,
+        most, span, *apart,
         NORM=eps is not None, GATED=gated, ADD=added is not None, M=rows, AT_ONCE=at_once,
         ABREAST=tiling.abreast, HEIGHT=tiling.height, BLOCKS=blocks, WARPS=tiling.warps,
         WIDTH=width, WHOLE=in_features == BLOCK * width_of(blocks, tiling.abreast), EARLY=early,

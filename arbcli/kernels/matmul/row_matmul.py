@@ -551,10 +551,10 @@ def _row_matmul_triton(
     y = torch.empty(1, out_features, dtype=dtype, device=pieces.device)
     tiles, blocks = pieces.shape[:2]
     to = y if added is None else added.contiguous()
-    about_parts, width = (to, to, 1, 1), 0
+    totals, position, most, span, width = to, to, 1, 1, 0
     if isinstance(x, AttentionParts):
         most, heads = x.totals.shape
-        about_parts, width = (x.totals, x.position, most, x.span), in_features // heads
+        totals, position, span, width = x.totals, x.position, x.span, in_features // heads
         x = x.values
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     tiling = tiling_of(tiles, blocks, num_processors(x))
@@ -562,9 +562,9 @@ def _row_matmul_triton(
     size, grid = tiling.shared_bytes(blocks), triton.cdiv(tiles, height)
     instead = pieces if HAS_PTX else pieces.new_empty(grid * size)
     _row_matmul_kernel[(grid,)](
-        x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead, *about_parts[:2],
+        x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead, totals, position,
         out_features, in_features, tiles, 1 / in_features, 0.0 if eps is None else eps,
-        *about_parts[2:],
+        most, span,
         NORM=eps is not None, GATED=gated, ADD=added is not None,
         ABREAST=abreast, HEIGHT=height, BLOCKS=blocks, WARPS=warps,
         WIDTH=width, WHOLE=in_features == BLOCK * width_of(blocks, abreast), EARLY=early,

@@ -62,7 +62,7 @@ def _choose_ahead_torch(
 def _choose_ahead_kernel(
     chosen_ptr, text_ptr, logits_ptr, position_ptr, key_ptr,
     temperature, top_k, top_p, V,
-    GREEDY: tl.constexpr, KEEP_ALL: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
+    DRAWN: tl.constexpr, SOME: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_last(OVERLAP)
@@ -70,7 +70,7 @@ def _choose_ahead_kernel(
     place = tl.load(position_ptr) + (1 + row)
     choice = choose_symbol(
         logits_ptr + row * V, place, tl.load(key_ptr), temperature, top_k, top_p, V,
-        GREEDY, KEEP_ALL, BLOCK_V, BLOCK_J,
+        DRAWN, SOME, BLOCK_V, BLOCK_J,
     )  # fmt: skip
     tl.store(chosen_ptr + row, choice.to(tl.int64))
     tl.store(text_ptr + place, choice.to(tl.uint8))
@@ -83,7 +83,7 @@ def _choose_ahead_triton(
     rows, symbols = logits.shape
     _choose_ahead_kernel[(rows,)](
         chosen, text, logits, position, key, float(temperature), top_k, float(top_p), symbols,
-        GREEDY=temperature == 0, KEEP_ALL=top_k >= symbols and top_p >= 1,
+        DRAWN=temperature > 0, SOME=top_k < symbols or top_p < 1,
         BLOCK_V=triton.next_power_of_2(symbols), BLOCK_J=32, num_warps=8,
         **overlap_options(logits),
     )  # fmt: skip

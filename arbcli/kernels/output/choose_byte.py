@@ -106,17 +106,21 @@ def _noise(key: Tensor, position: Tensor, symbol: Tensor) -> Tensor:
 
 @triton.jit
 def choose_symbol(
-    logits_ptr, position, key, temperature, top_k, top_p, V,
-    GREEDY: tl.constexpr, KEEP_ALL: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
+    logits_ptr, position, key, temperature, top_k, top_p, V, drawn, some,
+    BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """Choose the symbol of a position by V logits."""
+    """Choose the symbol of a position by V logits.
+
+    `drawn` says whether by chance, and `some` whether among the likeliest alone: of one text they
+    are known when the kernel is compiled, of several each has its own.
+    """
     symbol = tl.arange(0, BLOCK_V)
     kept = symbol < V
     score = tl.load(logits_ptr + symbol, mask=kept, other=float("-inf")).to(tl.float32)
-    if not GREEDY:
+    if drawn:
         peak = tl.max(score)
         score = (score - peak) / temperature
-        if not KEEP_ALL:
+        if some:
             rank = tl.zeros((BLOCK_V,), dtype=tl.int32)
             before = tl.zeros((BLOCK_V,), dtype=tl.float32)
             for start in range(0, V, BLOCK_J):
@@ -129,7 +133,7 @@ def choose_symbol(
                 before += tl.sum(tl.where(likelier, tl.exp(other), 0), axis=1)
             kept &= rank < top_k
             total = tl.sum(tl.where(kept, tl.exp(score), 0))
-            kept &= (before < top_p * total) | (top_p >= 1)
+            kept &= before < tl.where(top_p < 1, top_p, 2.0) * total  # 1 keeps all
         word = random_words(key, position, symbol)
         uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
         score = tl.where(kept, score - tl.log(-tl.log(uniform)), float("-inf"))
@@ -140,14 +144,14 @@ def choose_symbol(
 def _choose_byte_kernel(
     byte_ptr, text_ptr, logits_ptr, position_ptr, key_ptr,
     temperature, top_k, top_p, V,
-    GREEDY: tl.constexpr, KEEP_ALL: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
+    DRAWN: tl.constexpr, SOME: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_last(OVERLAP)
     position = tl.load(position_ptr)
     choice = choose_symbol(
         logits_ptr, position, tl.load(key_ptr), temperature, top_k, top_p, V,
-        GREEDY, KEEP_ALL, BLOCK_V, BLOCK_J,
+        DRAWN, SOME, BLOCK_V, BLOCK_J,
     )  # fmt: skip
     tl.store(byte_ptr, choice.to(tl.int64))
     tl.store(text_ptr + position, choice.to(tl.uint8))
@@ -160,7 +164,7 @@ def _choose_byte_triton(
     symbols = len(logits)
     _choose_byte_kernel[(1,)](
         byte, text, logits, position, key, float(temperature), top_k, float(top_p), symbols,
-        GREEDY=temperature == 0, KEEP_ALL=top_k >= symbols and top_p >= 1,
+        DRAWN=temperature > 0, SOME=top_k < symbols or top_p < 1,
         BLOCK_V=triton.next_power_of_2(symbols), BLOCK_J=32, num_warps=8,
         **overlap_options(logits),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from arbcli.kernels.output.choose_byte import (
     TEXT_FITS,
     choose_among_many,
     choose_byte_reference,
+    choose_symbol,
 )
 from arbcli.kernels.output.choose_byte import (
     choose_byte_torch as choose_one,
@@ -21,7 +22,6 @@ from arbcli.kernels.runtime.arguments import FLOAT, INT32, INT64, Array
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import EXACT, Case, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.update.random_bits import random_words
 
 
 def choose_bytes_reference(
@@ -71,35 +71,15 @@ def _choose_bytes_kernel(
     temperature_ptr, top_k_ptr, top_p_ptr,
     P, V, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    row, symbol = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_V)
+    row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     wait_for_last(OVERLAP)
     position = tl.load(position_ptr + row)
-    logits_ptr += row * V
-    kept = symbol < V
-    score = tl.load(logits_ptr + symbol, mask=kept, other=float("-inf")).to(tl.float32)
-    if temperature > 0:
-        peak = tl.max(score)
-        score = (score - peak) / temperature
-        if (top_k < V) | (top_p < 1):
-            rank = tl.zeros((BLOCK_V,), dtype=tl.int32)
-            before = tl.zeros((BLOCK_V,), dtype=tl.float32)
-            for start in range(0, V, BLOCK_J):
-                rival = start + tl.arange(0, BLOCK_J)[None, :]
-                other = tl.load(logits_ptr + rival, mask=rival < V, other=float("-inf"))
-                other = (other.to(tl.float32) - peak) / temperature
-                tied = (other == score[:, None]) & (rival < symbol[:, None])
-                likelier = (other > score[:, None]) | tied  # [BLOCK_V, BLOCK_J]
-                rank += tl.sum(likelier.to(tl.int32), axis=1)
-                before += tl.sum(tl.where(likelier, tl.exp(other), 0), axis=1)
-            kept &= rank < top_k
-            total = tl.sum(tl.where(kept, tl.exp(score), 0))
-            kept &= before < tl.where(top_p < 1, top_p, 2.0) * total  # 1 keeps all
-        word = random_words(tl.load(key_ptr + row), position, symbol)
-        uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
-        score = tl.where(kept, score - tl.log(-tl.log(uniform)), float("-inf"))
-    choice = tl.argmax(score, axis=0)
+    choice = choose_symbol(
+        logits_ptr + row * V, position, tl.load(key_ptr + row), temperature, top_k, top_p, V,
+        temperature > 0, (top_k < V) | (top_p < 1), BLOCK_V, BLOCK_J,
+    )  # fmt: skip
     tl.store(byte_ptr + row, choice.to(tl.int64))
     tl.store(text_ptr + row * P + position, choice.to(tl.uint8))
 

@@ -231,16 +231,19 @@ def _refuse(
     operation: str, name: str, given: Any, arguments: Mapping[str, Argument], known: dict[str, Any]
 ) -> None:
     """Say what an argument has to be, and what was given."""
-    kind = arguments[name]
+    need, got = _needed(arguments[name], given, known)
+    raise ValueError(f"{operation}: {name}: need {need}, got {got}")
+
+
+def _needed(kind: Argument, given: Any, known: dict[str, Any]) -> tuple[str, str]:
     if isinstance(kind, Number):
-        raise ValueError(f"{operation}: {name}: need one of {kind.drawn}, got {given!r}")
+        return f"one of {kind.drawn}", repr(given)
     sizes = {n for size in kind.dims for n in names_in(size.strip("*"))} & known.keys()
     values = ", ".join(f"{n} = {_plain(known[n])}" for n in sorted(sizes))
     need = f"of shape ({kind.sizes}{',' if len(kind.dims) == 1 else ''})"
     need += f" where {values}" if values else ""
     if isinstance(kind, Matrix):
-        got = f"{given.out_features} x {given.in_features}"
-        raise ValueError(f"{operation}: {name}: need a packed matrix {need}, got {got}")
+        return f"a packed matrix {need}", f"{given.out_features} x {given.in_features}"
     dtypes = (known["_real"],) if kind.dtypes == REAL and "_real" in known else kind.dtypes
     types = " or ".join(str(t).removeprefix("torch.") for t in dtypes if isinstance(t, torch.dtype))
     need = f"one {types} of each text" if kind.one else f"{types} {need}"
@@ -249,7 +252,7 @@ def _refuse(
         which = f" {kind.dense}" if isinstance(kind.dense, str) else ""
         need, strided = f"contiguous{which} {need}", not given.is_contiguous()
         got += f" and strides {given.stride()}" if strided else ""
-    raise ValueError(f"{operation}: {name}: need {need}, got {got}")
+    return need, got
 
 
 def _refuse_values(operation: str, condition: str, known: dict[str, Any]) -> None:

@@ -175,11 +175,12 @@ def describe_cpu() -> list[str]:
 def _compile(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        lines = done.stderr.strip().splitlines() or ["nothing was said"]
+        complaint = f"failed: {lines[0]}" if done.returncode else None
     except subprocess.TimeoutExpired:
-        raise _Missing(f"`{command[0]}` took more than {COMPILE_SECONDS} seconds") from None
-    if done.returncode:
-        complaint = (done.stderr.strip().splitlines() or ["nothing was said"])[0]
-        raise _Missing(f"`{command[0]}` failed: {complaint}")
+        complaint = f"took more than {COMPILE_SECONDS} seconds"
+    if complaint is not None:
+        raise _Missing(f"`{command[0]}` {complaint}")
 
 
 def call(name: str, *arguments: Tensor | float | None) -> int:

@@ -364,8 +364,8 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     if dtype == torch.int8 and dice.chance(0.5):
         low, room = dice.integers(0, 15, (n + 1) // 2, k).contiguous().view(torch.uint8), 450
     block = block_of(k) if dice.chance(0.9) else 1
-    about = fitting, 1 + dice.below(room), block, True
-    return dice.reals(n, k), exponent, dice.key(), sums, low, *about
+    share = 1 + dice.below(room)
+    return dice.reals(n, k), exponent, dice.key(), sums, low, fitting, share, block, True
 
 
 SUMS = (torch.int8, torch.int16, torch.int32)

@@ -210,8 +210,8 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     room = torch.zeros(number, n * k + dice.below(3), dtype=dtype, device=dice.device)
     parts = room[:, : n * k].unflatten(1, (n, k))
     parts.copy_(dice.integers(-127, 127, number, n, k))
-    about = (dice.integers(-9, 9, *shape).contiguous() for shape in ((n,), (number, n)))
-    return parts, low, *about, block_of(k) if dice.chance(0.9) else 1
+    one, each = (dice.integers(-9, 9, *shape).contiguous() for shape in ((n,), (number, n)))
+    return parts, low, one, each, block_of(k) if dice.chance(0.9) else 1
 
 
 SUM_GRADIENTS = Operation(

@@ -96,7 +96,7 @@ def symbol_embedding(config: ModelConfig) -> nn.Module:
     return kind(config.vocabulary, site.dim, site, area="embedding", tied=config.tied)
 
 
-def symbol_head(config: ModelConfig, embedding: Any) -> nn.Module:
+def symbol_head(config: ModelConfig, embedding: Any) -> Any:
     """Make the linear layer that gives logits; it is never multiplied in eight bits."""
     site, ternary = config.site(), config.weights == "ternary"
     if config.tied and ternary:

@@ -164,6 +164,20 @@ def fresh_tables() -> Iterator[None]:
         _tables = before
 
 
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of positions, (T, d / 2) each, or (T, 1, d / 2) for several heads."""
+
+
+def rows_at(table: Angles, places: Tensor | slice) -> Angles:
+    """Take some rows of a table."""
+    return table[0][places], table[1][places]
+
+
+def for_heads(angles: Angles) -> Angles:
+    """View (T, d / 2) as (T, 1, d / 2), for rows of several heads."""
+    return angles[0][:, None], angles[1][:, None]
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (i, i + d / 2) of (..., d) by angles that fit; differentiable, in float32."""
     first, second = x.float().chunk(2, dim=-1)

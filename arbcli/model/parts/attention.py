@@ -28,6 +28,7 @@ what was stored, its own key and value too, whether it is read by itself or with
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -87,8 +88,11 @@ class Attention(CachedAttention):
         self.fits_kernels = fits_kernels(config)
         self.steps_fused = inner % 8 == 0  # kernels of a row read eight numbers at once
         self.steps_ahead = self.fits_kernels
-        turning = parts.rotary_norm if self.fits_kernels else parts.rotary_angles
-        self.turning = turning(site.ctx, self.width, self.rotary)
+        rotary = site.ctx, self.width, self.rotary
+        if self.fits_kernels:
+            self.rotary_norm = parts.rotary_norm(*rotary)
+        else:
+            self.rotary_angles = parts.rotary_angles(*rotary)
         self.qkv = parts.linear(inner + 2 * kv, dim, site, area="attention")
         self.bias = self.query_gain = self.key_gain = self.sinks = self.output_bias = None
         if config.bias:
@@ -142,7 +146,7 @@ class Attention(CachedAttention):
         """
         if self.bias:
             qkv = qkv + self.bias().to(qkv.dtype)
-        angles = angles or self.turning(qkv)
+        angles = angles or self.rotary_angles(qkv)
         heads = qkv.unflatten(-1, (-1, self.width)).transpose(1, 2)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         return self._rotated(q, self.query_gain, angles), self._rotated(k, self.key_gain, angles), v
@@ -156,14 +160,14 @@ class Attention(CachedAttention):
 
     def _attend(self, qkv: Tensor, documents: Documents | None = None) -> Tensor:
         """Attend within whole windows, or within each of their documents, (2) and (3)."""
-        prepare = self.turning if self.fits_kernels else self._prepare
+        prepare = self.rotary_norm if self.fits_kernels else self._prepare
         q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
         length, sink = q.shape[-2], self._sinks()
         (k,), (v,) = self.kept.round(k, rotated=self.rotated), self.kept.round(v)
         if self.kept.queries:
             (q,) = self.kept.round(q, rotated=self.rotated)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
-        short = self.window is not None and self.window < length
+        window = None if self.window is None or self.window >= length else self.window
         if documents is not None:
             seen = documents.within(self.window)
             if sink is not None:
@@ -172,10 +176,12 @@ class Attention(CachedAttention):
         if sink is not None:
             place = torch.arange(length, device=q.device)
             seen = place[:, None] >= place
-            if short:
-                seen = seen & (place[:, None] - place < self.window)
+            if window is not None:
+                seen = seen & (place[:, None] - place < window)
             return attend_with_sink(q, k, v, sink, seen)
-        return attend_in_window(q, k, v, self.window) if short else attend_causally(q, k, v)
+        if window is not None:
+            return attend_in_window(q, k, v, window)
+        return attend_causally(q, k, v)
 
     def step(self, x: Tensor, state: "Ring", *, whole: bool = True) -> Tensor:
         """Mix positions with those before them: see `Part.step`."""
@@ -183,21 +189,28 @@ class Attention(CachedAttention):
         if self.fits_kernels:
             qkv = qkv.view(*x.shape[:2], 3, self.heads, self.width)
         if state.clock.checks:
-            y = state.attend_ahead(qkv, in_parts=self.output.takes_parts)
-        elif not self.fits_kernels or x.shape[1] > 1:
+            ahead = state.attend_ahead(qkv, in_parts=self.output.takes_parts)
+            return self._projected(ahead, x, whole=whole)
+        if not self.fits_kernels or x.shape[1] > 1:
             y = state.each_text(self._attend_after, qkv)
             y = y.transpose(1, 2).reshape(*x.shape[:2], -1)
         elif self.output.takes_parts and state.leaves_parts(qkv):
-            y = state.attend_in_parts(qkv)
+            return self._projected(state.attend_in_parts(qkv), x, whole=whole)
         else:
             y = state.attend_one(qkv).view(len(x), 1, -1)
+        return self._projected(y, x, whole=whole)
+
+    def _projected(
+        self, y: Tensor | AttentionParts | PartsOfRows, x: Tensor, *, whole: bool
+    ) -> Tensor:
         normalise, early = self.sub_norm is not None, self.output_bias is None
         added = x if whole else None
         return self._biased(self.output.fused(y, normalise=normalise, added=added, early=early))
 
     def _attend_after(self, state: "Ring", qkv: Tensor) -> Tensor:
-        prepare, kept = self.turning if self.fits_kernels else self._prepare, state.clock.kept_in
+        prepare = self.rotary_norm if self.fits_kernels else self._prepare
         q, k, v = prepare(qkv, state.angles)
+        kept = state.clock.kept_in
         if kept.queries:
             (q,) = kept.round(q, rotated=self.rotated)
         return state.attend(q, k, v, self._sinks())
@@ -211,6 +224,10 @@ class Attention(CachedAttention):
     def linears(self) -> tuple[nn.Module, ...]:
         """List the projections."""
         return self.qkv, self.output
+
+
+Entries = list[tuple[Tensor, Tensor] | tuple[Tensor]]
+"""Entries of keys and of values as they are stored: codes and exponents, or rows alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +259,7 @@ class Ring(State):
         rotary: the angles of positions.
     """
 
-    by_text = ("keys", "values", "exponents", "semaphores")
+    by_text: ClassVar[tuple[str, ...]] = ("keys", "values", "exponents", "semaphores")
 
     def __init__(
         self,
@@ -254,7 +271,8 @@ class Ring(State):
     ) -> None:
         self._begin(clock, width, window, rotary)
         ring = (heads, self.window, width)
-        self.keys, self.values = (clock.zeros(*ring, dtype=clock.kept_in.stored) for _ in range(2))
+        stored = clock.kept_in.stored
+        self.keys, self.values = clock.zeros(*ring, dtype=stored), clock.zeros(*ring, dtype=stored)
         self.exponents: Tensor | None = None
         if clock.kept_in.stored:
             self.exponents = clock.zeros(2, heads, self.window, dtype=torch.int8)
@@ -305,10 +323,10 @@ class Ring(State):
         slots = torch.arange(start, start + length, device=device) % self.window
         if start == 0:
             return _Here(slots)
-        seen = min(start, self.window)
-        before = torch.arange(start - seen, start, device=device) % self.window
-        every = torch.ones(length, seen + length, dtype=torch.bool, device=device)
-        return _Here(slots, before, every.tril(seen).triu(seen - self.window + 1))
+        number = min(start, self.window)
+        before = torch.arange(start - number, start, device=device) % self.window
+        every = torch.ones(length, number + length, dtype=torch.bool, device=device)
+        return _Here(slots, before, every.tril(number).triu(number - self.window + 1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
         """Attend to the positions before and to the new ones, and store these.
@@ -324,41 +342,47 @@ class Ring(State):
         Returns:
             (1, H, T, d).
         """
-        entries, new, here = *self._entries(k[0], v[0]), self.here
+        here = self.here
+        (new_keys, new_values), entries = self._entries(k[0], v[0])
         if self.clock.length == 1:
             self._store(entries)
-            return attend_to(q, *self._read(q.dtype), here.mask, sink)
+            keys, values = self._read(q.dtype)
+            return attend_to(q, keys, values, here.mask, sink)
         if here.before is not None:
-            before = self._read(q.dtype, here.before)
-            new = tuple(torch.cat(pair, dim=1) for pair in zip(before, new, strict=True))
-        y = attend_to(q, *new, here.mask, sink)
+            keys, values = self._read(q.dtype, here.before)
+            new_keys = torch.cat((keys, new_keys), dim=1)
+            new_values = torch.cat((values, new_values), dim=1)
+        y = attend_to(q, new_keys, new_values, here.mask, sink)
         self._store(entries)
         return y
 
-    def _entries(self, *new: Tensor) -> tuple[list, tuple[Tensor, ...]]:
-        """Make what is stored of new keys and values, (heads, T, d), and what is read of that."""
+    def _entries(self, keys: Tensor, values: Tensor) -> tuple[tuple[Tensor, Tensor], Entries]:
+        """Make what is read of new keys and values, (heads, T, d), and what is stored of that."""
         if self.exponents is None:
-            return [(part,) for part in new], new
-        entries = [quantise_entries(part, self.keys.dtype) for part in new]
-        pairs = zip(entries, new, strict=True)
-        return entries, tuple(decode_entries(*entry, part.dtype) for entry, part in pairs)
+            return (keys, values), [(keys,), (values,)]
+        stored = self.keys.dtype
+        of_keys, of_values = quantise_entries(keys, stored), quantise_entries(values, stored)
+        read = decode_entries(*of_keys, keys.dtype), decode_entries(*of_values, values.dtype)
+        return read, [of_keys, of_values]
 
-    def _read(self, dtype: torch.dtype, slots: Tensor | slice = slice(None)) -> list[Tensor]:
-        """Read keys and values of some slots, (heads, n, d) each."""
-        rings = (self.keys, self.values)
+    def _read(self, dtype: torch.dtype, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Read keys and values of some slots, (heads, n, d) each; None is all."""
+        some = slice(None) if slots is None else slots
         if self.exponents is None:
-            return [ring[:, slots] for ring in rings]
-        codes = (ring.view(torch.int8)[:, slots].view(ring.dtype) for ring in rings)
-        pairs = zip(codes, self.exponents, strict=True)
-        return [decode_entries(code, exponents[:, slots], dtype) for code, exponents in pairs]
+            return self.keys[:, some], self.values[:, some]
+        keys, values = (
+            decode_entries(ring.view(torch.int8)[:, some].view(ring.dtype), of_ring[:, some], dtype)
+            for ring, of_ring in zip((self.keys, self.values), self.exponents, strict=True)
+        )
+        return keys, values
 
-    def _store(self, entries: list[tuple[Tensor, ...]]) -> None:
+    def _store(self, entries: Entries) -> None:
         """Put the keys and the values of the new positions in the rings."""
         for index, (ring, entry) in enumerate(zip((self.keys, self.values), entries, strict=True)):
             if self.exponents is None:
-                ring.index_copy_(1, self.here.slots, *entry)
+                ring.index_copy_(1, self.here.slots, entry[0])
                 continue
-            codes, exponents = entry  # torch copies no e4m3 by index
+            codes, exponents = entry[0], entry[-1]  # torch copies no e4m3 by index
             ring.view(torch.int8).index_copy_(1, self.here.slots, codes.view(torch.int8))
             self.exponents[index].index_copy_(1, self.here.slots, exponents)
 
@@ -436,37 +460,38 @@ class Ring(State):
 
 
 class MixedRing(Ring):
-    """Rings of values and of keys in eight bits, but for the numbers of keys that turn.
+    """Rings of values and of keys in eight bits, but for the numbers of keys that are rotated.
 
-    They are read by plain operations. Of heads that turn whole, keys stay as they are.
+    They are read by plain operations. Of heads that are rotated whole, keys stay as they are.
 
     Args:
         clock: of the list of blocks.
         layer: the attention.
     """
 
-    by_text = ("keys", "values")
+    by_text = ("key_rows", "value_rows")
     fuses = False
 
     def __init__(self, clock: Clock, layer: Attention) -> None:
         self._begin(clock, layer.width, layer.window, layer.rotary)
         shape = (self.window, layer.kv_heads, layer.width)
-        self.keys, self.values = Rows(clock, *shape, layer.rotated), Rows(clock, *shape)
+        self.key_rows, self.value_rows = Rows(clock, *shape, layer.rotated), Rows(clock, *shape)
 
     def written(self) -> Iterator[Written]:
         """List the rings."""
-        for rows in (self.keys, self.values):
+        for rows in (self.key_rows, self.value_rows):
             yield from rows.written(lambda position: position)
 
-    def _entries(self, *new: Tensor) -> tuple[list, tuple[Tensor, ...]]:
-        pairs = zip((self.keys, self.values), new, strict=True)
-        return list(new), tuple(rows.rounded(part) for rows, part in pairs)
+    def _entries(self, keys: Tensor, values: Tensor) -> tuple[tuple[Tensor, Tensor], Entries]:
+        read = self.key_rows.rounded(keys), self.value_rows.rounded(values)
+        return read, [(keys,), (values,)]
 
-    def _read(self, _dtype: torch.dtype, slots: Tensor | None = None) -> list[Tensor]:
+    def _read(self, dtype: torch.dtype, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if slots is None:
             slots = torch.arange(self.window, device=self.clock.device)
-        return [rows.get(slots).transpose(0, 1) for rows in (self.keys, self.values)]
+        rows = self.key_rows.get(slots), self.value_rows.get(slots)
+        return rows[0].transpose(0, 1), rows[1].transpose(0, 1)
 
-    def _store(self, entries: list[Tensor]) -> None:
-        for rows, part in zip((self.keys, self.values), entries, strict=True):
-            rows.put(self.here.slots, part.transpose(0, 1))
+    def _store(self, entries: Entries) -> None:
+        for rows, entry in zip((self.key_rows, self.value_rows), entries, strict=True):
+            rows.put(self.here.slots, entry[0].transpose(0, 1))

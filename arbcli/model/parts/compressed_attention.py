@@ -52,7 +52,7 @@ from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import rotary_table, rotate
+from arbcli.model.layers.rotary import Angles, for_heads, rotary_table, rotate, rows_at
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.compressed_state import CompressedState
 from arbcli.model.state import Clock
@@ -84,8 +84,8 @@ class _Attend(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        *inputs, ctx.sight = inputs
-        ctx.save_for_backward(*output[:2], *inputs)
+        *saved, ctx.sight = inputs
+        ctx.save_for_backward(*output[:2], *saved)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
@@ -107,8 +107,8 @@ class _Compress(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        *inputs, ctx.heads = inputs
-        ctx.save_for_backward(*inputs)
+        *saved, ctx.heads = inputs
+        ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(output[2])
 
     @staticmethod
@@ -185,8 +185,7 @@ class Indexer(nn.Module):
             with torch.no_grad():
                 x, norm = norm(x), None
         q, w = self.query(x.detach(), norm).split((self.heads * self.width, self.heads), dim=-1)
-        angles = [part[:, None] for part in angles]
-        q = rotated(q.unflatten(-1, (self.heads, self.width)), angles)
+        q = rotated(q.unflatten(-1, (self.heads, self.width)), for_heads(angles))
         return q, w * (self.heads * self.width) ** -0.5
 
     def keys(self, entries: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
@@ -249,7 +248,7 @@ class Indexer(nn.Module):
         return (distance * valid).sum() / valid.sum().clamp(min=1)
 
 
-def rotated(x: Tensor, angles: Any) -> Tensor:
+def rotated(x: Tensor, angles: Angles) -> Tensor:
     """Normalise the last dimension, and turn it; in the dtype of x."""
     normal = functional.rms_norm(x.float(), x.shape[-1:], eps=NORM_EPS)
     return rotate(normal, *angles).to(x.dtype)
@@ -315,14 +314,14 @@ class CompressedAttention(CachedAttention):
         recent, entries, still = self._compressed(rest, table)
         number = entries.shape[1]
         recent, entries = self.kept.round(recent, entries, rotated=self.rotated)
-        chosen = found = None
+        chosen, found = None, None
         if self.indexer:
-            found, chosen = self._choose(x, norm, still)
+            found, chosen = self._choose(self.indexer, x, norm, still)
         sink, sight = self.sink(), self.sight
         some = None if takes_all(chosen, number, sight) else chosen
         y, _, shares = _attend(q, recent, entries, some, sink, *table, sight)
         losses = {}
-        if self.indexer and number and torch.is_grad_enabled():
+        if self.indexer and found and chosen is not None and torch.is_grad_enabled():
             if some is None:
                 with torch.no_grad():
                     shares = _attend(q, recent, entries, chosen, sink, *table, sight)[2]
@@ -338,6 +337,7 @@ class CompressedAttention(CachedAttention):
         """Mix one position with those before it: see `Part.step`."""
         q, new = self._parted(self.projection.fused(x, normalise=True))
         beta = self.beta.prepared() if self.beta else state.no_beta
+        assert beta is not None
         still = state.append(new.unflatten(-1, (3, self.kv_heads, -1)), beta)
         if self.indexer:
             query = self.indexer.query.fused(x, normalise=True)
@@ -376,26 +376,25 @@ class CompressedAttention(CachedAttention):
         cos, sin = table
         flat = torch.ones_like(cos), torch.zeros_like(sin)
         recent, entries, still = _compress(rest, beta, *flat, self.kv_heads)
-        here = [part[:, None] for part in table]
-        starts = [part[:: self.ratio][: entries.shape[1]] for part in here]
+        here = for_heads(table)
+        starts = rows_at(here, slice(0, entries.shape[1] * self.ratio, self.ratio))
         recent, entries = self.placed(recent, here), self.placed(entries, starts)
         return recent.to(rest.dtype), entries.to(rest.dtype), still
 
     def _choose(
-        self, x: Tensor, norm: nn.Module | None, still: Tensor
+        self, indexer: Indexer, x: Tensor, norm: nn.Module | None, still: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor] | None, Tensor]:
         """Choose entries for every group: what they were scored by, and (B, N, k) int32 choices."""
         (batch, length, _), number = x.shape, still.shape[1]
         if not number:
             return None, torch.empty(batch, 1, 0, dtype=torch.int32, device=x.device)
-        table = self.indexer.table(length, x.device)
+        table = indexer.table(length, x.device)
         ends = slice(self.ratio - 1, None, self.ratio)
-        angles = [part[ends] for part in table]
-        q, w = self.indexer.queries(x[:, ends], norm, angles)
-        k = self.indexer.keys(still, [part[:: self.ratio][:number] for part in table])
+        q, w = indexer.queries(x[:, ends], norm, rows_at(table, ends))
+        k = indexer.keys(still, rows_at(table, slice(0, number * self.ratio, self.ratio)))
         with torch.no_grad():
             kept = self.kept.stored is not None
-            chosen = self.indexer.choose(q, w, k, 1, self.sight.most, in_eight_bits=kept)
+            chosen = indexer.choose(q, w, k, 1, self.sight.most, in_eight_bits=kept)
             # the bytes before the first entry see none
             chosen = functional.pad(chosen, (0, 0, 1, 0), value=-1)
         return (q, w, k), chosen
@@ -412,9 +411,9 @@ class CompressedAttention(CachedAttention):
         """
         x = recent.unflatten(-1, (self.kv_heads, -1)).float()
         normal = functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
-        return self.placed(normal, [part[:, None] for part in angles]).to(recent.dtype)
+        return self.placed(normal, for_heads(angles)).to(recent.dtype)
 
-    def placed(self, x: Tensor, angles: Any) -> Tensor:
+    def placed(self, x: Tensor, angles: Angles) -> Tensor:
         """Multiply normalised (..., d) by the gains, if there are any, and turn it: in float32."""
         if self.key_gain:
             x = x.float() * self.key_gain()

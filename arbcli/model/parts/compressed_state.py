@@ -20,7 +20,7 @@ from arbcli.kernels.attention.compressed_attention import Sight, compressed_atte
 from arbcli.kernels.attention.decode_compressed import decode_compressed
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
+from arbcli.model.layers.rotary import for_heads, rotary_table, rotate, rows_at, table_rows
 from arbcli.model.mark import Written
 from arbcli.model.state import Clock, Rows, State
 
@@ -79,7 +79,7 @@ class CompressedState(State):
         yield Written(self.open)  # all of it: several positions leave but those of the last block
         if self.keys is not None:
             yield Written(self.keys, lambda position: entry(position) % len(self.entries))
-            yield Written(self.choice)
+            yield Written(self._choice())
 
     def attend(
         self,
@@ -108,10 +108,7 @@ class CompressedState(State):
         start, length, m = self.clock.start, q.shape[1], self.ratio
         device, layer = x.device, self.layer
 
-        def rows(table: tuple[Tensor, Tensor], places: Any) -> list[Tensor]:
-            return [part[places] for part in table]
-
-        here = rows(self.table, slice(start, start + length))
+        here = rows_at(self.table, slice(start, start + length))
         ring = len(self.recent)
         kept = min(start, ring, self.window - 1)
         before = torch.arange(start - kept, start, device=device) % ring
@@ -132,7 +129,7 @@ class CompressedState(State):
         full = [part[:, : number * m].unflatten(1, (number, m)) for part in block]
         still = layer.compress(*full)  # (1, number, G, d)
         firsts = torch.arange(done, done + number, device=device)
-        angles = [part[:, None] for part in rows(self.table, firsts * m)]
+        angles = for_heads(rows_at(self.table, firsts * m))
         rotated = layer.placed(still[0], angles).to(still.dtype)
         rest = block[0].shape[1] - number * m
         for kept_part, part in zip(self.open, block, strict=True):
@@ -151,7 +148,7 @@ class CompressedState(State):
             bits = torch.int8 if self.keys.dtype == E4M3 else self.keys.dtype
             keys = self.keys.view(bits)[old].view(self.keys.dtype).to(q.dtype)
             if number:
-                angles = rows(self.index_table, firsts * m)
+                angles = rows_at(self.index_table, firsts * m)
                 new_keys = layer.indexer.keys(still, angles)[0]
                 new_keys = new_keys.to(self.keys.dtype)
                 # torch copies no e4m3 by index
@@ -159,11 +156,12 @@ class CompressedState(State):
                     0, firsts[-fits:] % slots, new_keys[-fits:].view(bits)
                 )
                 keys = torch.cat((keys, new_keys.to(q.dtype)))
-            chosen = self._choose(x, norm, keys[None], start, group, lowest)
-            if chosen.shape[2] == len(keys) <= self.most:
-                chosen = None  # all of them are
+            found = self._choose(x, norm, keys[None], start, group, lowest)
+            if not found.shape[2] == len(keys) <= self.most:
+                chosen = found  # else all of them are
+        cos, sin = here
         return compressed_attention(
-            q, recent, entries, chosen, layer.sink(), *here, sight, NORM_EPS
+            q, recent, entries, chosen, layer.sink(), cos, sin, sight, NORM_EPS
         )[0]
 
     def _choose(
@@ -176,22 +174,26 @@ class CompressedState(State):
         lowest: int,
     ) -> Tensor:
         """Choose for each group of new bytes, (1, N, k) int32, and remember the last choice."""
-        m, size, parts, indexer = self.ratio, len(self.choice), [], self.layer.indexer
-        first = group
+        choice, parts = self._choice(), list[Tensor]()
+        m, size, indexer, first = self.ratio, len(choice), self.layer.indexer, group
         if (start + 1) % m:  # its choice was made by a byte before, if there was one
             first += 1
-            before = torch.where((self.choice >= 0) & (group > 0), self.choice - lowest, -1)
+            before = torch.where((choice >= 0) & (group > 0), choice - lowest, -1)
             parts.append(before[None, None])
         ends = slice(first * m - 1 - start, x.shape[1], m)
         if ends.start < x.shape[1]:
-            angles = [part[start : start + x.shape[1]][ends] for part in self.index_table]
+            angles = rows_at(rows_at(self.index_table, slice(start, start + x.shape[1])), ends)
             q, w = indexer.queries(x[:, ends], norm, angles)
             made = indexer.choose(q, w, keys, first - lowest, self.most)[..., :size]
             parts.append(functional.pad(made, (0, size - made.shape[2]), value=-1))
         chosen = torch.cat(parts, dim=1)
         last = chosen[0, -1]
-        self.choice.copy_(torch.where(last >= 0, last + lowest, -1))
+        choice.copy_(torch.where(last >= 0, last + lowest, -1))
         return chosen[:, :, : keys.shape[1]]
+
+    def _choice(self) -> Tensor:
+        assert self.choice is not None, "an indexer has one"
+        return self.choice
 
     def _attend_one(
         self,
@@ -232,14 +234,15 @@ class CompressedState(State):
         """Do as `append` does with (3, G, d) of one text, by plain operations after the norm."""
         (cos, sin), place = self.table, self.clock.position.long()[None]
         flat, rows = (torch.ones_like(cos), torch.zeros_like(sin)), torch.empty_like(new[:2, None])
-        about = (self.open, beta, self.clock.position, *flat, NORM_EPS)
-        still = append_position_(new, *rows, *about)
+        still = append_position_(
+            new, rows[0], rows[1], self.open, beta, self.clock.position, *flat, NORM_EPS
+        )
         number = place // self.ratio
         for kept, slot, at, row in (
             (self.recent, place, place, rows[0]),
             (self.entries, number, number * self.ratio, rows[1]),
         ):
-            angles = [part[at, None] for part in self.table]
+            angles = for_heads(rows_at(self.table, at))
             kept.put(slot % len(kept), self.layer.placed(row, angles).to(new.dtype))
         return still
 
@@ -251,9 +254,8 @@ class CompressedState(State):
     @property
     def exponents(self) -> tuple[Tensor, Tensor] | None:
         """Exponents of the ring and of the entries, where they are in eight bits."""
-        if self.recent.exponents is None:
-            return None
-        return self.recent.exponents, self.entries.exponents
+        recent, entries = self.recent.exponents, self.entries.exponents
+        return None if recent is None or entries is None else (recent, entries)
 
     def choose(self, query: Tensor, key: Tensor) -> None:
         """Store the key of the open entry, and choose anew if it is complete now.
@@ -265,8 +267,9 @@ class CompressedState(State):
         texts = self.clock.position.shape
         cos, sin = self.index_table
         query, key = (part.view(*texts, -1) for part in (query, key))
+        assert self.keys is not None
         choose_next_(
-            query, key, self.keys, self.choice, self.clock.position, cos, sin, self.ratio,
+            query, key, self.keys, self._choice(), self.clock.position, cos, sin, self.ratio,
             self.most, NORM_EPS,
         )  # fmt: skip
 

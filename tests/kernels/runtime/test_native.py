@@ -143,6 +143,7 @@ def compiled_now() -> dict[str, tuple]:
 
 
 @compiled
+@pytest.mark.slow  # `make test-portable` compares all cases at every level
 @pytest.mark.skipif(platform.machine().lower() not in native.LEVELS, reason="it has no levels")
 def test_bits_do_not_depend_on_the_instruction_set(afresh, monkeypatch):
     monkeypatch.delenv(native.LEVEL, raising=False)

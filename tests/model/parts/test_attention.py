@@ -44,6 +44,8 @@ SHAPES = {
         "sink": True, "window": WINDOW, "rotary": RotaryConfig(scaling="yarn", **LONGER, share=0.5),
     },
 }  # fmt: skip
+QUICK = ("fewer heads of keys", "one head of keys, in a window", "interpolated", "yarn", "biases")
+"""Of which references are computed each time; `all` has the others."""
 KERNELS = ("plain", "wide heads", "half of a head", "interpolated", "llama3")
 """Shapes that kernels have."""
 PARTS = {
@@ -83,11 +85,14 @@ def in_parts(lm, ids, lengths) -> torch.Tensor:
     return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
 
 
-@pytest.mark.parametrize("norm_gain", [False, True])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "norm_gain"),
+    mostly_slow(
+        [*((name, False) for name in SHAPES), ("plain", True), ("all", True)],
+        lambda name, gain: gain or name in QUICK,
+    ),
+)
 def test_shape_agrees_with_its_reference(name, norm_gain, device):
-    if norm_gain and name not in ("plain", "all"):
-        return
     config = model_config(name, norm_gain=norm_gain)
     backend = "triton" if device.type == "cuda" else "torch"
     about = (2, torch.float32, device, backend, ("blocks", "whole", "bits"))
@@ -96,8 +101,10 @@ def test_shape_agrees_with_its_reference(name, norm_gain, device):
     assert not [result for result in results if not result.passed]
 
 
-@pytest.mark.parametrize("kv", ["fp8-mixed", "int8-mixed", "fp8-queries"])
-@pytest.mark.parametrize("name", ["plain", "half of a head", "all"])
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [("plain", "fp8-mixed"), ("half of a head", "int8-mixed"), ("all", "fp8-queries")],
+)
 @torch.no_grad()
 def test_numbers_that_turn_stay_with_eight_bits(name, kv, device):
     lm, ids = build(name, device), text(device)
@@ -126,8 +133,9 @@ def test_numbers_that_turn_stay_with_eight_bits(name, kv, device):
     assert sizes == {1, 4}
 
 
-@pytest.mark.parametrize("weights", ["ternary", "float"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "weights"), [*((name, "ternary") for name in SHAPES), ("all", "float")]
+)
 @torch.no_grad()
 def test_text_in_parts_has_the_logits_of_a_forward(name, weights, device):
     lm, ids = build(name, device, weights=weights), text(device)
@@ -302,12 +310,12 @@ def test_angles_that_cannot_be_are_refused(message):
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["all"])
-def test_twin_is_compiled_as_one_graph(name, device):
+@pytest.mark.slow
+def test_twin_is_compiled_as_one_graph(device):
     torch._dynamo.reset()
     ids, found = text(device)[:, :CTX], []
     for compiles in (False, True):
-        lm = build(name, device, weights="float", norm_gain=True)
+        lm = build("all", device, weights="float", norm_gain=True)
         if compiles:
             compile_twin(lm, backend="aot_eager")
         loss = lm.losses(ids, ids)["text"]
