@@ -519,7 +519,7 @@ def _expected(spec: Operation, part: _Part, case: Case, reference: Callable) -> 
         return as_tuple(reference(*inputs))
     if _size(inputs) > LARGE:
         reference = spec.large_reference or reference
-    return _moved(as_tuple(reference(*_moved(inputs, torch.device("cpu")))), device)
+    return as_tuple(reference(*_moved(inputs, torch.device("cpu"))))
 
 
 def _run_on_copies(run: Callable, case: Case) -> object:
@@ -585,7 +585,13 @@ def _run_case(
     except Exception as error:  # a kernel that raises has failed its case, and only that
         return [CaseResult.of_error(case.label, error, wanted)]
     return [
-        compare(spec, case.label, result, expected, peer)
+        compare(
+            spec,
+            case.label,
+            result.to(expected.device),
+            expected,
+            None if peer is None else peer.to(expected.device),
+        )
         for result, expected, peer in zip(got, wanted, peers, strict=True)
     ]
 

@@ -23,6 +23,7 @@ from arbcli.verify.kernels import KERNELS, Checks, _parts, find_kernels
 from arbcli.verify.sample import (
     ALWAYS,
     LONG_CASES,
+    TELLING,
     CompiledSample,
     is_long,
     sampled_scale_types,
@@ -222,6 +223,17 @@ def test_kernels_that_others_verify_are_not_compiled_in_every_way(monkeypatch):
     assert chosen(monkeypatch, ("2x3", helper), ("2x3", wide)) == [0, 1]  # where all are theirs
 
 
+@pytest.mark.parametrize("name", TELLING)
+def test_cases_that_find_faults_are_there_and_run_though_others_stand_for_them(name):
+    (spec,) = find_kernels([name])
+    assert TELLING[name] in {case.label for case in spec.cases(CPU, 6)}
+    sample = CompiledSample(spec)
+    for label in ("1x1", TELLING[name]):
+        sample.offer("part", label, lambda: None)
+    sample.choose()
+    assert ("part", TELLING[name]) in sample.chosen
+
+
 def test_a_case_whose_launcher_reads_results_runs():
     sample = CompiledSample(KERNELS[0])
     for label in ("2x3", "4x5"):
@@ -333,7 +345,7 @@ def test_references_run_on_the_host_with_a_gpu(monkeypatch):
         part = verify._Part(spec.name, "T6", 6, device, ("torch",), Checks(), 0, kind)
         verify._expected(spec, part, case, lambda x: called.append("small") or x)
     assert called == [*["small"] * 3, "large", "small"]
-    assert places == ["cpu", "cuda"] * 2  # there and back
+    assert places == ["cpu"] * 2  # and results are compared there
 
 
 def test_documents_list_what_is_sampled():
