@@ -193,7 +193,7 @@ def test_tokenizer_of_words_that_makes_nothing_of_a_newline_ends_with_a_sample(
 
 def test_probe_measures_a_model_of_tokens(text_file, tokenizer_file, arb_here):
     shape = [word for word in SMALL if word not in ("--steps", "3")]
-    about = ["--data", str(text_file), "--tokenizer", str(tokenizer_file), "--steps", "2"]
+    about = ["--data", str(text_file), "--tokenizer", str(tokenizer_file), "--steps", "8"]
     (report,) = run_json(arb_here, "probe-loss", *shape, *about)
     size = Tokenizer.read(tokenizer_file).size
     assert report["uniform_loss"] == pytest.approx(math.log(size))

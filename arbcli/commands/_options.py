@@ -192,6 +192,8 @@ def check_settings(given: dict[str, Any]) -> None:
     train_config(**{"preset": "tiny", "compute": "fp32"} | given | place)
     if given.get("tokenizer"):
         check_regular(Path(given["tokenizer"]))
+    if given.get("teacher"):
+        find_run(Path(given["teacher"]), loads=True)
     check_weights(given.get("data", ()))
     check_named([*given.get("data", ()), *given.get("val", ())])
 

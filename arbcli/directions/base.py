@@ -57,7 +57,7 @@ class Direction:
         """Make what gains turn into a direction, of one gradient (N, K) or a stack (B, N, K).
 
         Args:
-            grad: float32 or bfloat16; int8 if it is a running mean, see `takes_average`.
+            grad: float32 or bfloat16.
             dtype: of matrix products.
         """
         return grad

@@ -68,12 +68,12 @@ def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
     five Newton-Schulz steps. A GPU is slow at inverses.
 
     Args:
-        grad: (N, K), or a stack (B, N, K), float32, bfloat16 or int8; each matrix finite. One of
-            zeros stays so.
+        grad: (N, K), or a stack (B, N, K), float32 or bfloat16; each matrix finite. One of zeros
+            stays so.
         dtype: of products on a GPU; bfloat16 is enough.
 
     Returns:
-        Of the shape of `grad`, of `dtype`; on a CPU float32.
+        Like `grad`, of `dtype`; on a CPU float32.
     """
     on_gpu = grad.is_cuda or grad.is_mps
     return newton_schulz(grad, dtype) if on_gpu else near_polar(grad)
@@ -94,10 +94,10 @@ def near_polar(grad: Tensor) -> Tensor:
     https://doi.org/10.1137/140990334, section 3.
 
     Args:
-        grad: (N, K), or a stack (B, N, K), float32, bfloat16 or int8.
+        grad: (N, K), or a stack (B, N, K), float32 or bfloat16.
 
     Returns:
-        Of the shape of `grad`, float32; not finite where `grad` is not.
+        Like `grad`, float32; not finite where `grad` is not.
     """
     grad = grad.float()
     tall = grad.shape[-2] >= grad.shape[-1]
@@ -129,7 +129,7 @@ def newton_schulz(grad: Tensor, dtype: torch.dtype) -> Tensor:
         Like `grad`, of `dtype`.
     """
     tall = grad.shape[-2] > grad.shape[-1]
-    x = _floats(grad.mT if tall else grad, dtype)
+    x = grad.mT if tall else grad
     x = _divide_by_norm(x, torch.empty_like(x, dtype=dtype))
     for steps in _runs(x):
         x = _compose(gram(x), steps) @ x
@@ -140,7 +140,7 @@ def orthogonalise_stacked(grads: list[Tensor], dtype: torch.dtype) -> list[Tenso
     """Do as `newton_schulz` does, for several matrices, with those of one shape as a stack.
 
     Args:
-        grads: (N, K) each, float32, bfloat16 or int8.
+        grads: (N, K) each.
         dtype: of the products.
 
     Returns:
@@ -163,16 +163,11 @@ def _normal_stack(grads: list[Tensor], tall: bool, dtype: torch.dtype) -> Tensor
     stack = torch.empty(len(grads), *grads[0].shape, dtype=dtype, device=grads[0].device)
     stack, begin = stack.mT if tall else stack, 0
     for _, some in groupby(grads, key=lambda grad: grad.dtype):
-        part = _floats(torch.stack(list(some)), dtype)
+        part = torch.stack(list(some))
         part = part.mT if tall else part
         _divide_by_norm(part, stack[begin : begin + len(part)])
         begin += len(part)
     return stack
-
-
-def _floats(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read a moment, whose integers every float dtype has; a gradient stays as it is."""
-    return x if x.is_floating_point() else x.to(dtype)
 
 
 def _divide_by_norm(x: Tensor, out: Tensor) -> Tensor:

@@ -397,8 +397,12 @@ class Updater:
     def _step_along(self, averaged: list[_Averaged]) -> None:
         """Step weights along the direction of the moments that have taken in their gradients."""
         moments = [each.tensor.rule.digits(each.state)["moment"][0] for each in averaged]
-        pairs = zip((each.direction for each in averaged), moments, strict=True)
-        found = self._values_of(list(pairs))
+        found = self._values_of(
+            [
+                (each.direction, moment.to(self.dtype))
+                for each, moment in zip(averaged, moments, strict=True)
+            ]
+        )
         parts = [
             partial(_step_one, each, values) for each, values in zip(averaged, found, strict=True)
         ]

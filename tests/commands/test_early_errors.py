@@ -15,6 +15,7 @@ MISTAKES = {
     "train --val nofile": "nothing matches `nofile`",
     "train --data text.txt:0.5 text.txt": "`text.txt` has no weight above 0",
     "train --tokenizer nofile": "cannot read `nofile`",
+    "train --teacher nofile": "there is no run at `nofile`",
     "train --out text.txt": "`text.txt` is a file",
     "train --out run": "`run` holds a run already",
     "train --backend triton": "the `triton` backend needs a CUDA device",

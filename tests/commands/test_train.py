@@ -315,15 +315,15 @@ def test_train_survives_a_full_disk_with_its_checkpoints(text, tmp_path, arb_her
 OPTIONS = {
     "train": "attention config dry-run force gpus init-from json log minutes model no-save out pin"
     " plot preset print-config profile quiet resume",
-    "check": "json",
+    "check": "checkpoint json",
     "generate": "ahead backend batch bytes chat checkpoint chunks compute device json keep kv"
     " length out prompt prompt-file prompts seed temperature top-k top-p",
-    "export": "json out to type",
-    "inspect": "diff json",
+    "export": "checkpoint json out to type",
+    "inspect": "checkpoint diff json",
     "evaluate": "backend batch checkpoint compute data device field json kv quiet stride",
     "count-params": "attention json model preset",
     "audit-memory": "accum attention backend batch budget compute device floats json model preset"
-    " ranks recompute seed snapshot steps what-if",
+    " ranks recompute seed snapshot steps teacher what-if",
     "probe-loss": "attention backend batch checkpoint compute data device field json lr model plot"
     " preset seed steps tokenizer val warmup",
     "verify-kernels": "all-tscale-types backend compare device exhaustive fresh fuzz json ledger"

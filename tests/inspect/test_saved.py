@@ -94,7 +94,7 @@ def test_what_is_damaged_or_no_model_is_refused(forms, tmp_path):
     (tmp_path / "text").write_text("a text")
     others = [tmp_path / "text", tmp_path / "nowhere"]
     for path in [*others, *(path for kind, path in forms.items() if kind != "checkpoint")]:
-        with pytest.raises(ArbError, match=r"refused|there is no"):
+        with pytest.raises(ArbError, match=r"refused|there is no|is not a saved model"):
             open_saved(path, print)
 
 

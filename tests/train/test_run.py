@@ -38,6 +38,7 @@ from arbcli.train.parallel.group import Group
 from arbcli.train.profiling import StepTrace
 from arbcli.train.record import Record, append_record, keep_records
 from arbcli.train.run import Observer, accept_of, resume_run, start_run
+from arbcli.train.schedule import learning_rate
 from arbcli.train.trainer import Trainer
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
@@ -116,9 +117,12 @@ def told(path: Path) -> list[dict]:
 )
 def test_records_come_as_often_as_asked_for(options, steps, text, tmp_path, device):
     run = tmp_path / "run"
-    report = start_run(config(text, device, batch=1, **options), run, Observer())
+    settings = config(text, device, batch=1, **options)
+    report = start_run(settings, run, Observer())
     records = told(run)
     assert [record["step"] for record in records] == steps
+    rates = [learning_rate(settings, step - 1) for step in steps]
+    assert [record["lr"] for record in records] == rates
     evaluated = [record["step"] for record in records if record["val_loss"] is not None]
     assert evaluated == ([6, 12] if options["eval_every"] else [])
     assert (report.val_loss is None) == (report.bits_per_byte is None) == (not evaluated)

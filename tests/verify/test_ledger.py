@@ -105,6 +105,17 @@ def test_failing_scale_type_is_in_the_command(monkeypatch):
     assert commands == {f"arb verify-kernels rms_norm --tscale-type {t}" for t in ("T6", "T32")}
 
 
+def test_check_that_failed_once_is_a_failure_and_rules_nothing_out():
+    first, *others = _rotary(CPU)
+    parity = (replace(first, passed=False), *others)
+    kernels = verified(("rms_norm",), None).kernels
+    found = new_ledger(CPU, ["T6", "T32"], kernels, parity, (), [], 1.25, None)
+    assert others
+    assert len(found.failures) == 1
+    assert not found.passed
+    assert "rotary" not in " ".join(found.ruled_out)
+
+
 def test_only_what_was_checked_is_ruled_out():
     ruled_out = " ".join(make(["rms_norm"], compiled=()).ruled_out)
     assert "rotary" in ruled_out

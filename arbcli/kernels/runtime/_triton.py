@@ -50,9 +50,8 @@ class _Stub(SimpleNamespace):
     """Just enough for kernels to be defined."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise TritonMissing(f"`triton.{name}`")
+        special = name.startswith("__")
+        raise AttributeError(name) if special else TritonMissing(f"`triton.{name}`")
 
 
 def _define(function: Callable | None = None, **_: object) -> Any:

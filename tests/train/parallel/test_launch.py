@@ -76,7 +76,8 @@ def test_process_knows_its_place(environment, place):
 @pytest.mark.parametrize(
     ("name", "text"),
     [("RANK", "4"), ("RANK", "-1"), ("RANK", "x"), ("RANK", ""), ("RANK", "9" * 5000),
-     ("WORLD_SIZE", "0"), ("WORLD_SIZE", "\u0664"), ("LOCAL_RANK", "1.0")],
+     ("WORLD_SIZE", "0"), ("WORLD_SIZE", "\u0664"), ("LOCAL_RANK", "1.0"),
+     ("MASTER_PORT", "port"), ("MASTER_PORT", "65536")],
 )  # fmt: skip
 def test_place_that_is_no_number_is_refused(name, text):
     with pytest.raises(ArbError, match=f"the environment variable `{name}` is `{text}`"):
