@@ -484,6 +484,7 @@ def test_every_setting_that_decides_a_run_is_held_against_its_beginning(options)
         "sample_every", "keep",
         "keep_best", "recompute", "device", "backend", "model",
         "wire", "tokenizer",  # a checkpoint has them in its data
+        "teacher",  # a run has its digest
     }  # fmt: skip
     settings = {name for name in TrainConfig.__dataclass_fields__ if name not in free}
     of_model = {f"model.{name}" for name in asdict(config.model)}
