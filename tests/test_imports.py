@@ -78,6 +78,33 @@ def test_imports_point_downwards(path: Path):
             assert layer(name) == own or RANK[layer(name)] < RANK[own], f"{path} imports {name}"
 
 
+def test_no_file_imports_itself_through_others():
+    """Not within functions either, nor by a name in words; what only types need is left out."""
+    paths = PACKAGE.rglob("*.py")
+    files = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in paths}
+    imports = {name: run_imports(path) & {*files} for name, path in files.items()}
+    while ends := {name for name, others in imports.items() if not others & {*imports}}:
+        imports = {name: others for name, others in imports.items() if name not in ends}
+    assert sorted(imports) == []
+
+
+def run_imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    nodes = [ast.parse(path.read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names |= {a.value for a in node.args if isinstance(a, ast.Constant)}
+        nodes += ast.iter_child_nodes(node)
+    return names
+
+
 @pytest.mark.parametrize("path", modules())
 def test_nothing_is_defined_twice(path: Path):
     names = [

@@ -58,7 +58,8 @@ def compare(
     if not spec.gate.exact and not passed and peer is not None:
         b = expected.double()
         allowed = float((peer.double() - b).norm()) * (1 + spec.gate.peer_slack)
-        passed = float((got.double() - b).norm()) <= allowed
+        most = spec.gate.peer_relative * float(b.norm())
+        passed = float((got.double() - b).norm()) <= min(allowed, most)
     return CaseResult(label, size, unwritten, unequal, *figures, passed)
 
 

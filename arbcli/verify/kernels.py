@@ -284,13 +284,25 @@ def _ahead(job: tuple) -> Iterable[tuple]:
 def _compile_share(kernel: str, index: int, *parts: _Part) -> None:
     """Compile a share of what a kernel needs for its sample of cases."""
     (spec,) = find_kernels([kernel])
-    sample = CompiledSample(spec)
-    with suppress(Exception), compiled_share(index, SHARES):  # checks will tell what is wrong
-        for part in parts:
-            for case in _cases(spec, part, sample):
-                if _is_chosen(spec, part, case, "triton", sample):
-                    with use_backend("triton"):
+    with suppress(Exception):  # checks will tell what is wrong
+        sample = _compiled_sample(spec, parts)
+        with compiled_share(index, SHARES), use_backend("triton"):
+            for part in parts:
+                for case in _cases(spec, part, sample):
+                    if (part, case.label) in sample.chosen:
                         spec.triton(*copies(case.inputs))
+
+
+def _compiled_sample(spec: Operation, parts: Iterable[_Part]) -> CompiledSample:
+    """Choose cases of a kernel for a GPU, by what would be compiled for each."""
+    sample = CompiledSample(spec)
+    for part in parts:
+        for case in _cases(spec, part, None, partial(sample.may_take, part)):
+            with use_backend("triton"):
+                run = partial(_run_on_copies, spec.triton, case)
+                sample.offer(part, case.label, run, fixed=part.kind == "cases")
+    sample.choose()
+    return sample
 
 
 def _sources(job: tuple) -> frozenset[Path] | None:
@@ -382,7 +394,8 @@ def _merged(results: list[KernelResult]) -> list[KernelResult]:
 def _verify_parts(_kernel: str, _scale_type: str | None, *parts: _Part) -> list[KernelResult]:
     """Check a kernel on some of its cases."""
     (spec,) = find_kernels([parts[0].kernel])
-    sample = CompiledSample(spec) if parts[0].checks.sampled else None
+    on_gpu = parts[0].checks.sampled and "triton" in parts[0].backends and parts[0].kind != "fuzz"
+    sample = _compiled_sample(spec, parts) if on_gpu else None
     return [result for part in parts for result in _verify_part(spec, part, sample)]
 
 
@@ -400,8 +413,13 @@ def _verify_part(spec: Operation, part: _Part, sample: CompiledSample | None) ->
     return results
 
 
-def _cases(spec: Operation, part: _Part, sample: CompiledSample | None) -> Iterable[Case]:
-    """Draw the cases of a part; of real matrices those that may be in the sample, if any."""
+def _cases(
+    spec: Operation,
+    part: _Part,
+    sample: CompiledSample | None,
+    wanted: Callable[[str], bool] = lambda _: True,
+) -> Iterable[Case]:
+    """Draw the cases of a part; of real matrices those of the sample, if any, or those wanted."""
     device, size, checks = torch.device(part.device), part.group_size, part.checks
     if part.kind == "fuzz":
         seeds = range(checks.seed, checks.seed + checks.fuzz)
@@ -409,8 +427,10 @@ def _cases(spec: Operation, part: _Part, sample: CompiledSample | None) -> Itera
     if part.kind == "cases":
         first, step = part.share
         return islice(spec.cases(device, size), first, None, step)
+    if sample:
+        wanted = partial(sample.has, part)
     about = (spec.name, device, size, checks.real_shapes, part.rows, part.turn)
-    return real_cases(*about, wanted=sample.may_take) if sample else real_cases(*about)
+    return real_cases(*about, wanted=wanted)
 
 
 def _verify(
@@ -431,7 +451,7 @@ def _verify(
     for case in cases:
         if tally:
             tally.add(case)
-        chosen = [b for b in backends if sample is None or _is_chosen(spec, part, case, b, sample)]
+        chosen = [b for b in backends if _is_chosen(spec, part, case, b, sample)]
         for backend in {*backends} - {*chosen}:
             left_out[backend] += 1
         if not chosen:
@@ -513,16 +533,14 @@ def _moved(inputs: tuple, device: torch.device) -> tuple:
 
 
 def _is_chosen(
-    spec: Operation, part: _Part, case: Case, backend: str, sample: CompiledSample
+    spec: Operation, part: _Part, case: Case, backend: str, sample: CompiledSample | None
 ) -> bool:
-    """Tell whether a case is in the sample of a backend."""
-    if backend == "interpreter":
-        return part.kind != "cases" or not is_long(spec.name, case.label)
-    if backend != "triton" or part.kind == "fuzz":
-        return True
-    with use_backend(backend):
-        run = partial(_run_on_copies, spec.triton, case)
-        return sample.takes(case.label, part.scale_type, run, fixed=part.kind == "cases")
+    """Tell whether a case is in the sample of a backend; torch on a GPU has that of Triton."""
+    if sample is not None:
+        return (part, case.label) in sample.chosen
+    if part.checks.sampled and part.kind == "cases" and backend == "interpreter":
+        return not is_long(spec.name, case.label)
+    return True
 
 
 def _run_case(

@@ -8,7 +8,7 @@ that were made, and judges them by its own scores.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from math import prod
@@ -61,7 +61,7 @@ from arbcli.verify.update_reference import (
     state_values,
     unit_gradient,
 )
-from arbcli.verify.variants import compiled_share
+from arbcli.verify.variants import compiled_share, general_launches
 from arbcli.verify.workers import JobDone, Workers
 
 CHECKS = {
@@ -201,11 +201,11 @@ FULL_SIZE = {name: preset(name) for name in PRESETS} | {
     "arb-tiny with all parts": preset("arb-tiny", moe=True, graph=True, memgram=True)
 }
 """Models that are compared on a GPU besides, at the widths that it has."""
-LARGEST = ("1b", "arb-3b", "arb-deep", "arb-long", "arb-tiny with all parts", "hnet-two-stage")
+LARGEST = ("1b", "arb-deep", "arb-tiny with all parts", "hnet-two-stage")
 """One of each family, which by default stands for the others on a GPU, with contexts up to .."""
 SAMPLED_CTX = 512
 """.. so many bytes: the time of a reference grows with its positions."""
-OF_MANY_KERNELS = ("arb-3b", "arb-deep", "arb-tiny with all parts", "arb-long", "mixed", "graph")
+OF_MANY_KERNELS = ("arb-deep", "mixed", "graph", "hnet-two-stage", "arb-tiny with all parts", "1b")
 """Models for which several processes compile before any is compared, the longest first."""
 SHARES = 4
 """In which that is shared out."""
@@ -261,6 +261,8 @@ class Subject:
     backend: str
     parts: tuple[str, ...] = ("blocks", "bits")
     """Part of it: `blocks`, the `whole` gradient, `bits` of causality and determinism, `update`."""
+    generally: bool = False
+    """Whether kernels are compiled for any number, and not anew for 1 and for multiples of 16."""
 
     def build(self) -> LanguageModel:
         """Make the model, with scales that differ from group to group, and memories that hold some.
@@ -402,14 +404,14 @@ def _sample(subjects: Iterable[Subject], scale_types: list[str]) -> Iterator[Sub
         elif subject.parts == ("update",):
             usual = config.digits != "all" and config.direction == DIRECTION[config.rule]
             if subject.backend != "interpreter" or usual:
-                yield subject
+                yield replace(subject, generally=subject.backend == "triton")
         elif subject.backend == "torch":
             few = subject.name.startswith(tuple(f"{name} {always[0]}" for name in FEW_MODELS))
             if few and subject.dtype == torch.float32:
                 yield subject
         elif subject.backend != "interpreter" and config.scale_type in always:
             if subject.dtype == torch.float32:  # whose gates are the closer ones
-                yield subject
+                yield replace(subject, generally=True)
         elif config.scale_type == always[0] and subject.backend == "interpreter":
             yield replace(subject, parts=("whole",))
 
@@ -429,21 +431,25 @@ def _compile_share(_name: str, index: int, subject: Subject) -> None:
         stack.enter_context(suppress(Exception))  # checks will tell what is wrong
         stack.enter_context(compile_for((about.major, about.minor), about.multi_processor_count))
         stack.enter_context(without_memory(device))
-        stack.enter_context(compiled_share(index, SHARES))
+        stack.enter_context(compiled_share(index, SHARES, generally=subject.generally))
         stack.enter_context(use_backend(subject.backend))
         with torch.device(device):
             model = build_model(subject.config, subject.dtype)
         updater = Updater(model.weights().values(), 3, subject.dtype)
-        for tensor in updater.tensors:
-            tensor.sink = updater
+        for tensor in updater.tensors:  # those that are compared make no step
+            tensor.sink = updater if "bits" in subject.parts else _ignore
         updater.begin(0, LR)
         ids = torch.zeros((subject.batch, subject.config.ctx), dtype=torch.int64, device=device)
         sum(model.losses(ids, ids).values()).backward()
 
 
+def _ignore(*_: object) -> None: ...
+
+
 def _check(_name: str, _backend: str, subject: Subject) -> list[ParityResult]:
     """Make all checks of one subject."""
-    with deterministic(), poisoned(warn_only=False):
+    launches = general_launches() if subject.generally else nullcontext()
+    with deterministic(), poisoned(warn_only=False), launches:
         if "update" in subject.parts:
             return list(_votes(subject) if subject.config.rule == "votes" else _update(subject))
         results = list(_compare(subject))

@@ -160,7 +160,7 @@ def _check(
     group_size = SCALE_TYPES[request.scale_type or DEFAULT_SCALE_TYPE]  # compiled ahead and timed
     with Workers(1 if names else _num_workers(device)) as workers:
         if "triton" in backends:  # they take their time, and nearly always there is work
-            workers.start()
+            workers.start(_load)
         shapes = matrix_shapes() if "triton" in backends else ()
         checks = Checks(shapes, request.fuzz, request.seed, request.sampled)
         memory = Memory(describe_machine(device), fresh=request.fresh, show=show)
@@ -182,6 +182,11 @@ def _check(
         progress = keep("compiled", found.compiled)
         number = os.cpu_count() or 1
         found.compiled = list(compile_kernels(names, targets, group_size, number, progress))
+
+
+def _load() -> None:
+    """Let a process import this module, and leave the next such call to another."""
+    time.sleep(0.1)
 
 
 def _backends(device: torch.device) -> tuple[str, ...]:
@@ -229,18 +234,19 @@ def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -
     if not (request.sampled and {*backends} & {*IN_TRITON}):
         return
     again = "all with `--exhaustive`"
-    left_out = sum(result.left_out for result in found.kernels)
+    in_triton = [result for result in found.kernels if result.backend in IN_TRITON]
+    left_out = sum(result.left_out for result in in_triton)
     if left_out:
-        cases = sum(len(r.shapes) for r in found.kernels if r.backend in IN_TRITON)
+        cases = sum(len(result.shapes) for result in in_triton)
         where = "in the interpreter"
         if "triton" in backends:
             where = (
-                "in Triton: each type, switch and size of tiles of a kernel is compiled, not each"
-                " combination of them"
+                "in Triton, and the same in torch: each type, switch and size of tiles of a kernel"
+                " is compiled, not each combination of them"
             )
         yield f"{cases:,} of {cases + left_out:,} cases {where}; {again}"
     if len(request.scale_types) > 1:
-        met = {(r.kernel, r.scale_type) for r in found.kernels if r.backend in IN_TRITON}
+        met = {(result.kernel, result.scale_type) for result in in_triton}
         types = sum(scale_type is not None for _, scale_type in met)
         every = sum(bool(spec.uses_scales) for spec in find_kernels(request.names))
         every *= len(request.scale_types)
@@ -260,8 +266,8 @@ def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -
         both = " and ".join(names or request.scale_types)
         yield (
             f"models: {', '.join(LARGEST)} in bf16, as they are trained, with up to {SAMPLED_CTX}"
-            f" bytes, and small ones in float32 and {both}; in torch"
-            f" {', '.join(FEW_MODELS)} in one scale type; {again}"
+            f" bytes, and small ones in float32 and {both}, of kernels compiled for any number; in"
+            f" torch {', '.join(FEW_MODELS)} in one scale type; {again}"
         )
 
 

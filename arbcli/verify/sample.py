@@ -6,8 +6,8 @@ GPU, where nothing runs in torch unless that is asked for, it has the scale type
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from arbcli.config.site import SCALE_TYPES
@@ -22,8 +22,8 @@ ALWAYS = (DEFAULT_SCALE_TYPE, "T6")
 Planted faults are looked for in these."""
 IN_TRITON = ("triton", "interpreter")
 """Backends whose checks are sampled."""
-MOST_TRIED = 2
-"""Real matrices of an order of magnitude that are drawn, until one of them runs."""
+OF_A_CASE = 0.25
+"""How much of a compilation a case costs that needs none."""
 LONG_CASES = {
     "decode_weight": ("2x1311", "9x1000"),
     "decode_e4m3": ("12x328*", "4x651*", "65x43", "2x651*digits*transposed", "E = 31"),
@@ -75,12 +75,12 @@ def is_long(kernel: str, label: str) -> bool:
 
 
 class CompiledSample:
-    """Chooses cases of a kernel by what a GPU would have to compile for them.
+    """Chooses cases of a kernel by what a GPU would have to compile for them: as little as it can.
 
-    A fixed case that compiles nothing new runs, and so does one real matrix of each order of
-    magnitude. Others run if a fact about them is new: each type, each switch, each argument that is
-    1, is or is not a multiple of 16, each size of tiles up to a factor of 4, and all that a label
-    says besides numbers, in both types of `ALWAYS`, is met once, but not each combination.
+    Together they meet each fact about what is compiled once: each type, each switch, each argument
+    that is 1, is or is not a multiple of 16, each size of tiles up to a factor of 4, and all that a
+    label says besides numbers; but not each combination. A fixed case for which nothing further is
+    compiled runs too, and so does one real matrix of each order of magnitude.
 
     Args:
         spec: of the kernel.
@@ -88,29 +88,34 @@ class CompiledSample:
 
     def __init__(self, spec: Operation) -> None:
         self._others = {other.triton.__module__ for other in KERNELS} - {spec.triton.__module__}
-        self._compiled: set[str] = set()
-        self._facts: set[Hashable] = set()
-        self._orders: set[str] = set()
-        self._tried: Counter[str] = Counter()
+        self._offers: dict[tuple[Hashable, str], _Offer] = {}
+        self._tried: set[tuple[Hashable, str]] = set()
+        self.chosen: set[tuple[Hashable, str]] = set()
+        """Cases that run: the part that has them, and their labels."""
         self.not_drawn = 0
-        """Real matrices that `may_take` has turned down."""
+        """Real matrices that `has` has turned down."""
 
-    def may_take(self, label: str) -> bool:
-        """Tell whether a real matrix is worth drawing: none of its order of magnitude has run."""
-        order = _order(label)
-        self._tried[order] += 1
-        worth = order not in self._orders and self._tried[order] <= MOST_TRIED
-        self.not_drawn += not worth
+    def may_take(self, part: Hashable, label: str) -> bool:
+        """Tell whether a real matrix is worth drawing: none of its order of magnitude was drawn."""
+        order = part, _order(label)
+        worth = order not in self._tried
+        self._tried.add(order)
         return worth
 
-    def takes(
-        self, label: str, scale_type: str | None, run: Callable[[], object], *, fixed: bool = True
-    ) -> bool:
-        """Tell whether a case runs, and count it as run if so.
+    def has(self, part: Hashable, label: str) -> bool:
+        """Tell whether a real matrix was chosen, in some type."""
+        found = not {(part, label), (part, f"{label} bf16")}.isdisjoint(self.chosen)
+        self.not_drawn += not found
+        return found
+
+    def offer(
+        self, part: Hashable, label: str, run: Callable[[], object], *, fixed: bool = True
+    ) -> None:
+        """Note what a case needs.
 
         Args:
+            part: has the case.
             label: of the case.
-            scale_type: of the case; None if it has none.
             run: launches its kernels, which is recorded and not done.
             fixed: whether it is a fixed case, and no real matrix.
         """
@@ -120,25 +125,47 @@ class CompiledSample:
             variant = variant_of(launch)
             variants[variant.key] = variant
 
+        facts: set[Hashable] = {re.sub(r"\d+", "0", label.removesuffix(" bf16")) if fixed else part}
         try:
             with recorded_launches(record):
                 run()
         except Exception:  # a launcher that reads results, of which there are none
-            return True
+            facts.add((part, label))
         # kernels that others verify are compiled for them
         own = [v for v in variants.values() if v.function.fn.__module__ not in self._others]
-        facts = {fact for variant in own or variants.values() for fact in _facts(variant)}
-        kind = label.removesuffix(" bf16")
-        if scale_type is None or scale_type in ALWAYS:
-            facts.add((re.sub(r"\d+", "0", kind), scale_type))
-        order = _order(label)
-        compiled = variants.keys() <= self._compiled
-        if not facts <= self._facts or (compiled and (fixed or order not in self._orders)):
-            self._compiled |= variants.keys()
-            self._facts |= facts
-            self._orders.add(order)
-            return True
-        return False
+        facts |= {fact for variant in own or variants.values() for fact in _facts(variant)}
+        self._offers[part, label] = _Offer(facts, {*variants}, None if fixed else _order(label))
+
+    def choose(self) -> None:
+        """Choose among the cases that were offered; those first that show most for the least."""
+        missing = {fact for offer in self._offers.values() for fact in offer.facts}
+        compiled: set[str] = set()
+        while missing:
+            place, offer = max(
+                self._offers.items(),
+                key=lambda each: (
+                    len(each[1].facts & missing) / (len(each[1].variants - compiled) + OF_A_CASE)
+                ),
+            )
+            self.chosen.add(place)
+            missing -= offer.facts
+            compiled |= offer.variants
+        orders = {self._offers[place].order for place in self.chosen}
+        for place, offer in self._offers.items():
+            if offer.variants <= compiled and (offer.order is None or offer.order not in orders):
+                self.chosen.add(place)
+                orders.add(offer.order)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A case that may run."""
+
+    facts: set[Hashable]
+    variants: set[str]
+    """Keys of what is compiled for it."""
+    order: str | None
+    """Of a real matrix, its order of magnitude."""
 
 
 def _order(label: str) -> str:

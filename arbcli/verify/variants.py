@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from arbcli.kernels.runtime._triton import TensorDescriptor, tl
+from arbcli.kernels.runtime._triton import TensorDescriptor, tl, triton
 from arbcli.kernels.runtime.launches import replaced_launches
 
 
@@ -102,17 +103,37 @@ def recorded_launches(record: Callable[[Launch], None]) -> Iterator[None]:
         yield
 
 
+@cache
+def general(function: Any) -> Any:
+    """Make of a kernel one that is not compiled anew for arguments of 1, or multiples of 16."""
+    names = [p.name for p in function.params if not p.is_constexpr]
+    return triton.jit(function.fn, do_not_specialize=names, do_not_specialize_on_alignment=names)
+
+
 @contextmanager
-def compiled_share(index: int, number: int) -> Iterator[None]:
+def general_launches() -> Iterator[None]:
+    """Let launches run kernels that are compiled for any number."""
+
+    def launch(function: Any, grid: Any, *args: Any, **kwargs: Any) -> Any:
+        return general(function).run(*args, grid=grid, warmup=False, **kwargs)
+
+    with replaced_launches(launch):
+        yield
+
+
+@contextmanager
+def compiled_share(index: int, number: int, *, generally: bool = False) -> Iterator[None]:
     """Let launches of kernels compile a share of what they need, for Triton's cache, and no more.
 
     Args:
         index: of the share, from 0 on: each process has another.
         number: of shares.
+        generally: whether for any number, as `general_launches` has them.
     """
     seen: dict[str, int] = {}
 
     def compile_mine(function: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+        function = general(function) if generally else function
         key = variant_of(launch_of(function, grid, args, kwargs)).key
         if key not in seen:
             seen[key] = len(seen)

@@ -3,12 +3,10 @@
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from multiprocessing import active_children, get_context, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -91,10 +89,14 @@ class Workers:
         if self._locks is not None:
             self._locks.cleanup()
 
-    def start(self) -> None:
-        """Start the processes, if there are to be several, before there are jobs."""
+    def start(self, load: Callable[[], None]) -> None:
+        """Start the processes, if there are to be several, before there are jobs.
+
+        Args:
+            load: of a module that imports what jobs need; it leaves the next call to another.
+        """
         if self.number > 1:
-            self._submit([(Batch(_load, [(0.1,)], print, len), 0)] * self.number)
+            self._submit([(Batch(load, [()], print, len), 0)] * self.number)
 
     def map(
         self,
@@ -187,12 +189,6 @@ def _interrupts_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _load(seconds: float) -> None:
-    """Import what jobs need, and leave the next such call to another process."""
-    import_module("arbcli.verify.run")
-    time.sleep(seconds)
 
 
 def _start_process(threads: int, locks: str) -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import arbcli
 import arbcli.kernels
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
@@ -125,7 +126,11 @@ def test_models_are_sampled_on_a_gpu_and_in_triton_alone(backend, monkeypatch):
     every, chosen = subjects(backend), [*parity._sample(subjects(backend), types)]
     if backend == "triton":
         small = [s for s in every if s.name not in parity.FULL_SIZE]
-        kept = [s for s in small if s.config.scale_type in ALWAYS and s.dtype == torch.float32]
+        kept = [
+            replace(s, generally=True)
+            for s in small
+            if s.config.scale_type in ALWAYS and s.dtype == torch.float32
+        ]
         assert [s for s in chosen if s.name not in parity.FULL_SIZE] == kept
         presets = [s for s in chosen if s not in kept]
         assert [s.name for s in presets] == [s for s in parity.FULL_SIZE if s in parity.LARGEST]
@@ -146,12 +151,11 @@ def test_models_are_sampled_on_a_gpu_and_in_triton_alone(backend, monkeypatch):
     assert len(models) + len(updated) == len(chosen)
 
 
-def takes(
-    sample: CompiledSample, monkeypatch, *launched: dict, label="2x3", scale_type=None, **how
-) -> bool:
-    """Offer a case that launches kernels, each with these arguments."""
+def chosen(monkeypatch, *offers: tuple) -> list[int]:
+    """Offer cases that launch kernels, each with these arguments; list which run, by index."""
     names = ("x_ptr", "rows", "HEADS", "WIDE")
     params = [SimpleNamespace(name=name, do_not_specialize=False) for name in names]
+    sample = CompiledSample(replace(KERNELS[0], triton=lambda: None))
 
     def launch(*, dtype=torch.float32, rows=7, warps=4, module="kernels.one", **switches) -> Launch:
         body = SimpleNamespace(__name__=f"_kernel_of_{module}", __module__=module)
@@ -160,67 +164,87 @@ def takes(
         constants = {"HEADS": False, "WIDE": False} | switches
         return Launch(function, (1,), arguments, constants, {"num_warps": warps})
 
-    @contextmanager
-    def recorded(record):
-        for given in launched:
-            record(launch(**given))
-        yield
+    for index, (label, *launched) in enumerate(offers):
 
-    monkeypatch.setattr(sample_module, "recorded_launches", recorded)
-    return sample.takes(label, scale_type, lambda: None, **how)
+        @contextmanager
+        def recorded(record, launched=launched):
+            for given in launched:
+                record(launch(**given))
+            yield
+
+        monkeypatch.setattr(sample_module, "recorded_launches", recorded)
+        fixed = not label.startswith("real ")
+        part = index if fixed else "real"
+        sample.offer(part, label.removeprefix("real "), lambda: None, fixed=fixed)
+    sample.choose()
+    places = [*sample._offers]
+    return sorted(map(places.index, sample.chosen))
 
 
 def test_each_fact_is_compiled_and_no_combination_of_them(monkeypatch):
-    sample = CompiledSample(replace(KERNELS[0], triton=lambda: None))
-    assert takes(sample, monkeypatch, {})
-    for fact in (
+    facts = [
         {"rows": 1}, {"rows": 32}, {"HEADS": True}, {"HEADS": 2}, {"HEADS": 8}, {"WIDE": True},
         {"dtype": torch.bfloat16}, {"warps": 8},
-    ):  # fmt: skip
-        assert takes(sample, monkeypatch, fact), fact
-    assert takes(sample, monkeypatch, {"rows": 9})  # nothing new is compiled for it
-    for known in (
+    ]  # fmt: skip
+    singles = [("2x3", fact) for fact in ({}, *facts)]
+    assert chosen(monkeypatch, *singles) == [*range(len(singles))]
+    known = [
         {"HEADS": 9}, {"HEADS": 8, "WIDE": True}, {"dtype": torch.bfloat16, "rows": 1},
         {"WIDE": True, "rows": 32},
-    ):  # fmt: skip
-        assert not takes(sample, monkeypatch, known, label="5x7"), known
-    assert takes(sample, monkeypatch, {"HEADS": 9}, label="5x7 saturated")
-    for heads, scale_type, new in ((10, "T6", True), (11, "T32", True), (12, "T4", False)):
-        assert takes(sample, monkeypatch, {"HEADS": heads}, scale_type=scale_type) == new
+    ]  # fmt: skip
+    found = chosen(monkeypatch, *singles, *(("5x7", combination) for combination in known))
+    assert len(found) < len(singles)  # a case that shows two facts stands for two
+    met = [(singles + [("", fact) for fact in known])[index][1] for index in found]
+    for fact in facts:
+        ((name, value),) = fact.items()
+        assert any(each.get(name) in {value, 9 if value == 8 else value} for each in met), fact
+    assert chosen(monkeypatch, ("2x3", {}), ("5x7 saturated", {"HEADS": 9})) == [0, 1]
 
 
-def test_a_case_that_compiles_what_was_compiled_runs(monkeypatch):
-    sample = CompiledSample(replace(KERNELS[0], triton=lambda: None))
-    for _ in range(2):
-        assert takes(sample, monkeypatch, {}, {"HEADS": 2})
-    assert takes(sample, monkeypatch, {"HEADS": 2, "rows": 9})
-    assert takes(sample, monkeypatch)  # nothing is compiled for it
+def test_a_case_for_which_nothing_further_is_compiled_runs(monkeypatch):
+    assert chosen(monkeypatch, ("2x3", {}), ("4x5", {"rows": 9}), ("6x7",)) == [0, 1, 2]
+    both = ({"HEADS": 2}, {})
+    assert chosen(monkeypatch, ("2x3", *both), ("2x3", {}), ("2x3", {"HEADS": 3}))[:2] == [0, 1]
+
+
+def test_cases_are_chosen_that_show_most_for_the_least(monkeypatch):
+    apart = [{"WIDE": True}, {"rows": 16}, {"dtype": torch.bfloat16}]
+    together = {"WIDE": True, "rows": 16, "dtype": torch.bfloat16}
+    assert chosen(monkeypatch, ("2x3", *apart), ("2x3", together), ("2x3", {})) == [1, 2]
 
 
 def test_kernels_that_others_verify_are_not_compiled_in_every_way(monkeypatch):
-    sample, helper = CompiledSample(KERNELS[0]), {"module": KERNELS[-1].triton.__module__}
-    assert takes(sample, monkeypatch, {}, helper)
-    assert not takes(sample, monkeypatch, {}, helper | {"WIDE": True})
-    assert takes(sample, monkeypatch, helper | {"WIDE": True})  # where all are theirs
+    helper = {"module": KERNELS[-1].triton.__module__}
+    wide = helper | {"WIDE": True}
+    assert chosen(monkeypatch, ("2x3", {}, helper), ("2x3", {}, wide)) == [0]
+    assert chosen(monkeypatch, ("2x3", helper), ("2x3", wide)) == [0, 1]  # where all are theirs
 
 
 def test_a_case_whose_launcher_reads_results_runs():
     sample = CompiledSample(KERNELS[0])
-    assert all(sample.takes("2x3", None, lambda: torch.empty(0).item()) for _ in range(2))
+    for label in ("2x3", "4x5"):
+        sample.offer("part", label, lambda: torch.empty(0).item())
+    sample.choose()
+    assert sample.chosen == {("part", "2x3"), ("part", "4x5")}
 
 
 def test_a_gpu_runs_a_sample_of_cases_and_all_if_asked(monkeypatch):
-    """The cases that are left out are counted, and nothing but Triton leaves any out."""
+    """Torch has the same; the cases that are left out are counted."""
     (spec,) = find_kernels(["pack_trits"])
     monkeypatch.setattr(verify, "KERNELS", (replace(spec, triton=spec.torch),))
-    monkeypatch.setattr(CompiledSample, "takes", lambda *_, **__: False)
     (part,) = _parts(find_kernels([]), {"T6": 6}, CPU, ("triton", "torch"), Checks(sampled=True))
-    triton, others = verify._verify_parts(spec.name, None, part)
-    assert (triton.outputs, triton.left_out, triton.passed) == (0, len(others.shapes), True)
-    assert (others.left_out, others.outputs) == (0, len(others.shapes))
-    for every in _parts(find_kernels([]), {"T6": 6}, CPU, ("triton",), Checks()):
-        (result,) = verify._verify_parts(spec.name, None, every)
-        assert result.left_out == 0
+    labels = [case.label for case in spec.cases(CPU, 6)]
+
+    def choose(sample):
+        sample.chosen = {(part, labels[1])}
+
+    monkeypatch.setattr(CompiledSample, "choose", choose)
+    for result in verify._verify_parts(spec.name, None, part):
+        assert (result.shapes, result.left_out) == ((labels[1],), len(labels) - 1)
+    every = _parts(find_kernels([]), {"T6": 6}, CPU, ("triton",), Checks())
+    results = [result for share in every for result in verify._verify_parts(spec.name, None, share)]
+    assert sorted(label for result in results for label in result.shapes) == sorted(labels)
+    assert not any(result.left_out for result in results)
 
 
 def test_what_a_gpu_compiles_for_a_kernel_is_one_job():
@@ -298,6 +322,14 @@ def test_references_run_on_the_host_with_a_gpu(monkeypatch):
     assert places == ["cpu", "cuda"] * 2  # there and back
 
 
+def test_documents_list_what_is_sampled():
+    text = (Path(arbcli.__file__).parents[1] / "docs" / "commands.md").read_text()
+    listed = text.partition("`--exhaustive` checks all")[2].partition("- `--fresh`")[0]
+    names = {*ALWAYS, *parity.FEW_MODELS, *(name.split()[0] for name in parity.LARGEST)}
+    assert {name for name in names if f"`{name}`" not in listed} == set()
+    assert f"up to {parity.SAMPLED_CTX} bytes" in listed.replace("\n    ", " ")
+
+
 def test_inputs_are_moved_with_all_that_they_are_made_of():
     packed = Packed(torch.zeros(2, 3), torch.zeros(2, 1), None, 5, 6)
     (again, number), meta = verify._moved((packed, 4), torch.device("meta")), torch.device("meta")
@@ -305,8 +337,8 @@ def test_inputs_are_moved_with_all_that_they_are_made_of():
     assert verify._size((packed, 4, torch.zeros(7))) == 6 + 2 + 7
 
 
-def test_of_an_order_of_magnitude_a_few_matrices_are_drawn_until_one_runs(monkeypatch):
-    """What is not drawn is counted as left out."""
+def test_of_an_order_of_magnitude_one_matrix_is_drawn_and_those_chosen_run(monkeypatch):
+    """What does not run is counted as left out."""
     (spec,), drawn = find_kernels(["pack_trits"]), []
     monkeypatch.setattr(verify, "KERNELS", (replace(spec, triton=spec.torch),))
     real = verify.real_cases
@@ -320,25 +352,16 @@ def test_of_an_order_of_magnitude_a_few_matrices_are_drawn_until_one_runs(monkey
     shapes = ((10, 20), (11, 20), (12, 20), (10, 200), (11, 200))
     checks = Checks(shapes, sampled=True)
     *_, part = _parts(find_kernels([]), {"T6": 6}, CPU, ("triton", "torch"), checks)
-    for accepted, labels in (("10x200", ["10x20", "11x20", "10x200"]), ("10x20", ["10x20"])):
-        drawn.clear()
-        monkeypatch.setattr(
-            CompiledSample,
-            "takes",
-            lambda self, label, *_, wanted=accepted, **__: (
-                label == wanted and not self._orders.add(sample_module._order(label))
-            ),
-        )
-        (result,) = verify._verify_parts(spec.name, None, part)
-        assert drawn[: len(labels)] == labels
-        assert result.shapes == (accepted,)
-        assert result.left_out == len(shapes) - 1
+    monkeypatch.setattr(CompiledSample, "choose", lambda self: self.chosen.add((part, "10x200")))
+    (result,) = verify._verify_parts(spec.name, None, part)
+    assert drawn == ["10x20", "10x200", "10x200"]
+    assert (result.shapes, result.left_out) == (("10x200",), len(shapes) - 1)
 
 
 def test_of_real_matrices_one_of_each_order_of_magnitude_runs(monkeypatch):
-    sample = CompiledSample(replace(KERNELS[0], triton=lambda: None))
-    about = {"fixed": False, "scale_type": "T32"}
-    assert takes(sample, monkeypatch, {}, label="64x256", **about)
-    for label, new in (("64x768", False), ("64x2048 bf16", True), ("64x5632", False)):
-        assert takes(sample, monkeypatch, {}, label=label, **about) == new, label
-    assert not takes(sample, monkeypatch, {"warps": 5}, label="1x1", **about)  # it is compiled anew
+    """And one for each further fact."""
+    real = ["64x256", "64x768", "64x2048 bf16", "64x5632"]
+    offers = [("2x3", {}), *((f"real {label}", {"rows": 9}) for label in real)]
+    assert chosen(monkeypatch, *offers) == [0, 1, 3]
+    offers.append(("real 1x1", {"warps": 8}))
+    assert chosen(monkeypatch, *offers)[-1] == 5

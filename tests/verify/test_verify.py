@@ -1,7 +1,9 @@
 """The verifier: wrong kernels fail, poison shows, and the random cases can be drawn again."""
 
 import math
+import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -218,6 +220,39 @@ def test_error_of_a_peer_and_its_slack_are_the_bar(error, passed):
     peer = wanted + 1e-3
     assert compare(close(1e-9, 0.1), "", wanted + error, wanted, peer).passed == passed
     assert not compare(close(1e-9, 0.1), "", wanted + error, wanted).passed
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_no_implementation_is_excused_by_being_its_own_peer(spec):
+    """The torch backend is the peer of many kernels, and compared itself."""
+    wanted = torch.linspace(1, 2, 50, dtype=torch.float64)
+    assert not compare(spec, "", 1.02 * wanted, wanted, 1.02 * wanted).passed
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_no_reference_runs_what_it_is_the_reference_of(spec):
+    """Not in part either, but for what selects the results that are compared."""
+    own = [spec.triton, spec.torch, spec.native]
+    own = {code for run in own if run for code in codes(run)}
+    called = set()
+    case = next(spec.cases(torch.device("cpu"), 6))
+    for reference in filter(None, (spec.reference, spec.large_reference)):
+        selected = codes(reference) | codes(spec.compared)
+        sys.setprofile(lambda frame, event, _: event == "call" and called.add(frame.f_code))
+        try:
+            reference(*copies(case.inputs))
+        finally:
+            sys.setprofile(None)
+        assert not called & (own - selected)
+
+
+def codes(run: object) -> set:
+    """Find the code of a function, and of those that it wraps."""
+    run = run.func if isinstance(run, partial) else run
+    if not hasattr(run, "__code__"):
+        return set()
+    wrapped = [cell.cell_contents for cell in run.__closure__ or ()]
+    return {run.__code__}.union(*map(codes, wrapped))
 
 
 @pytest.mark.parametrize(("relative", "passed"), [(0.49, False), (0.51, True)])

@@ -58,5 +58,5 @@ def test_processes_are_ended_at_once_after_an_error_alone(kind):
 def test_processes_are_started_before_there_are_jobs(number, monkeypatch):
     given = []
     monkeypatch.setattr(Workers, "_submit", lambda _, jobs: given.extend(jobs))
-    Workers(number).start()
+    Workers(number).start(print)
     assert [batch.function(0) for batch, _ in given] == [None] * (number if number > 1 else 0)

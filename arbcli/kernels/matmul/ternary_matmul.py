@@ -254,7 +254,7 @@ GATE = Gate(
 )
 
 
-def _in_float64(x: Tensor, packed: Packed) -> Tensor:
+def _in_float64(x: Tensor, packed: Packed, _dtype: torch.dtype | None = None) -> Tensor:
     return x.double() @ decode_digits_torch(packed, torch.float32).double().T
 
 

@@ -79,6 +79,9 @@ class Gate:
     """Largest norm of the error over norm of the reference, for real values."""
     peer_slack: float = 0.0
     """With a peer: how much larger than the peer's error ours may be, as a share."""
+    peer_relative: float = 2.0**-6
+    """With a peer: the largest error that it excuses. The torch backend is the peer of many
+    kernels, and would else be held to itself; roundings to bfloat16 are 2**-9 each."""
     reason: str = ""
 
     @property
