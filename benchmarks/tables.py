@@ -500,7 +500,7 @@ def _tuning(rows: list[Row], runs: Runs) -> str:
 
 def bits_of_many(runs: Runs) -> str:
     """Compare states after the same steps on several GPUs and on one."""
-    found = _of_part(runs, "bits")
+    found = _only(runs, part="bits")
     lines = [
         [
             f"`{row['preset']}`, {row['kind']}",
@@ -518,7 +518,7 @@ def bits_of_many(runs: Runs) -> str:
 
 def speed_of_many(runs: Runs) -> str:
     """Time of a step where each GPU has one micro-batch, and what it is of linear."""
-    found, lines = _of_part(runs, "speed"), []
+    found, lines = _only(runs, part="speed"), []
     for row in rows_of(found):
         one = row_of(found, preset=row["preset"], kind=row["kind"], gpus=1)
         linear = one["ms"] / row["ms"] if one and row["gpus"] > 1 else None
@@ -542,7 +542,7 @@ def speed_of_many(runs: Runs) -> str:
 
 def quality_of_many(runs: Runs) -> str:
     """Held-out loss of whole runs by gradients that travel, against those of the other rule."""
-    found = _of_part(runs, "quality")
+    found = _only(runs, part="quality")
     means = {}
     for kind in dict.fromkeys(row["kind"] for row in rows_of(found)):
         means[kind] = mean(row["val_loss"] for row in rows_of(found, kind=kind))
@@ -580,7 +580,7 @@ def long_speed(runs: Runs) -> str:
 
 def long_quality(runs: Runs) -> str:
     """Held-out loss after equal time at ctx 16,384, by position, and with a cache in eight bits."""
-    lines, starts = [], []
+    lines, starts, runs = [], [], _only(runs, seconds=60)
     for row in rows_of(runs):
         kept = row["kept_in"]
         starts = [f"from {first:,}" for first, *_ in row["by_position"]]
@@ -607,7 +607,7 @@ def long_quality(runs: Runs) -> str:
 
 def streams(runs: Runs) -> str:
     """Held-out loss of one and of several residual streams, by seed."""
-    found = _of_part(runs, "streams")
+    found = _only(runs, part="streams")
     lines = []
     for variant, steps in dict.fromkeys((r["variant"], r["steps"]) for r in rows_of(found)):
         rows = rows_of(found, variant=variant, steps=steps)
@@ -626,7 +626,7 @@ def streams(runs: Runs) -> str:
 
 def gates(runs: Runs) -> str:
     """Held-out loss and the fullest expert, by the choice of experts."""
-    found, lines = _of_part(runs, "gates"), []
+    found, lines = _only(runs, part="gates"), []
     kinds = {(row["variant"], row["lr"], row["steps"]): None for row in rows_of(found)}
     for variant, lr, steps in sorted(kinds, key=lambda kind: ("factored" in kind[0], kind[1])):
         rows = rows_of(found, variant=variant, lr=lr, steps=steps)
@@ -681,6 +681,7 @@ def deep(runs: Runs) -> str:
 def batches(runs: Runs) -> str:
     """Time and memory of a step by the number of windows, the first step apart."""
     rows = [row for row in rows_of(runs) if row["kind"] in ("tiny", "arb-3b")]
+    used = [run for run in runs if any(row in rows for row in run["rows"])]
     lines = [
         [
             f"`{row['kind']}`" + ", `--recompute`" * row["recompute"],
@@ -693,7 +694,45 @@ def batches(runs: Runs) -> str:
         for row in sorted(rows, key=lambda row: (row["kind"] != "tiny", row["batch"]))
     ]
     head = ["preset", "batch", "ms", "bytes/s", "first step, s", "peak, MiB"]
-    return _measured(head, lines, runs)
+    return _measured(head, lines, used)
+
+
+def signs(runs: Runs) -> str:
+    """Time and memory of a step of `votes`, whose gradients are stored as signs or as floats."""
+    rows = [row for row in rows_of(runs) if row["kind"].startswith("votes")]
+    used = [run for run in runs if any(row in rows for row in run["rows"])]
+    lines = [
+        [
+            row["kind"].removeprefix("votes, "),
+            f"{row['batch']}" + ", `--recompute`" * row["recompute"],
+            f"{row['ms']:,.1f}",
+            f"{row['bytes_per_second']:,}",
+            f"{row['allocated_bytes'] / MIB:,.0f}",
+        ]
+        for row in sorted(rows, key=lambda row: (row["batch"], row["kind"]))
+    ]
+    return _measured(["gradients", "batch", "ms", "bytes/s", "peak, MiB"], lines, used)
+
+
+MAMBA = "hnet-base, mamba"
+"""A model whose outer blocks are Mamba-2."""
+
+
+def step_kernels(runs: Runs) -> str:
+    """Milliseconds and share of a training step of `MAMBA` by what its kernels do."""
+    lines, runs = [], _only(runs, model=MAMBA)
+    for row in rows_of(runs):
+        parts = row["by_kind_ms"]
+        lines += [
+            [kind, f"{ms:.2f}", _share(ms / sum(parts.values()))] for kind, ms in parts.items()
+        ]
+        for field, title in (
+            ("kernel_ms", "all kernels, one after another"), ("step_ms", "a captured step"),
+            ("step_by_step_ms", "a step that is not captured"),
+            ("host_ms", "launching its kernels, on the host"),
+        ):  # fmt: skip
+            lines.append([title, f"{row[field]:.2f}", ""])
+    return _measured(["kernels", "ms", "share"], lines, runs)
 
 
 def searched(runs: Runs) -> str:
@@ -715,8 +754,8 @@ def searched(runs: Runs) -> str:
     return _measured(head, lines, runs)
 
 
-def _of_part(runs: Runs, part: str) -> Runs:
-    found = [run | {"rows": rows_of([run], part=part)} for run in runs]
+def _only(runs: Runs, **fields: Any) -> Runs:
+    found = [run | {"rows": rows_of([run], **fields)} for run in runs]
     return [run for run in found if run["rows"]]
 
 
@@ -844,6 +883,8 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "gates": ("streams", gates),
     "deep": ("deep", deep),
     "batches": ("arb_3b", batches),
+    "signs": ("arb_3b", signs),
+    "step-kernels": ("step_kernels", step_kernels),
     "search": ("search", searched),
     "scaling": ("scaling", losses_by_size),
     "scaling-laws": ("scaling", laws),

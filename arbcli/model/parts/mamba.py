@@ -94,7 +94,7 @@ class Mamba(Part):
         u = u.unflatten(-1, (self.heads, -1))  # (B, T, H, P)
         dt = functional.softplus(dt.float() + self.bias())
         decay = -self.rate().exp() * dt  # (B, T, H), its logarithm
-        values = (u * dt[..., None]).to(x.dtype)  # in float32
+        values = _scaled(u, dt)
         b, c = (part[:, :, None].expand(-1, -1, self.heads, -1) for part in (b, c))
         scan = _scan if state is None else state.scan
         y = scan(c, b, values, decay)
@@ -152,9 +152,34 @@ class _DecayScan(Function):
         grad_v = decay_scan(k, q, low, g, reverse=True)
         grad_k = decay_scan(v, low, q, g, reverse=True)
         grad_q = decay_scan(low, v, k, g)
-        of_sums = (grad_y * y).sum(dim=-1) - (grad_v * v.float()).sum(dim=-1)
+        of_sums = (grad_y * y).sum(dim=-1) - (grad_v * v).sum(dim=-1)
         grad_g = running_sum(of_sums, reverse=True)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_g
+
+
+class _Scaled(Function):
+    """u * dt in float32, rounded where it is written."""
+
+    @staticmethod
+    def forward(u: Tensor, dt: Tensor) -> Tensor:
+        return torch.mul(u, dt[..., None], out=torch.empty_like(u))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        u, dt = ctx.saved_tensors
+        grad_u = torch.mul(grad, dt[..., None], out=torch.empty_like(grad))
+        return grad_u, (grad.float() * u).sum(dim=-1)
+
+
+def _scaled(u: Tensor, dt: Tensor) -> Tensor:
+    """Multiply (B, T, H, P) by (B, T, H) float32: (B, T, H, P) in the dtype of u."""
+    if torch.compiler.is_compiling():
+        return (u * dt[..., None]).to(u.dtype)
+    return _Scaled.apply(u, dt)
 
 
 class _Beside(Function):

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from arbcli.config.model import BlockConfig
 from arbcli.config.parts import MambaConfig
 from arbcli.config.site import Site
@@ -12,6 +14,7 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.scan.mamba_step import draw_step, mamba_step
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.packed import TernaryTensor
+from arbcli.model.parts import mamba as module
 from arbcli.model.parts.mamba import mamba_values, running_sum
 from arbcli.model.stack import Block
 from arbcli.model.state import Clock, KeptTexts
@@ -71,6 +74,33 @@ def test_block_and_its_gradients_equal_the_reference(backend, device):
         error = (grad - leaves[name].grad).norm() / leaves[name].grad.norm()
         # decays' gradients are small differences of large sums
         assert error < (1e-3 if grad.shape[1] == 1 else 1e-5), name
+
+
+class Copies(TorchDispatchMode):
+    """List the operations that copy a tensor of some size."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.found = numel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.name()
+        if name in ("aten::_to_copy", "aten::clone", "aten::copy_", "aten::cat"):
+            self.found += [name] * (result.numel() >= self.numel)
+        return result
+
+
+def test_forward_copies_nothing_but_what_gates(monkeypatch):
+    """Kernels that are stood in for make no copies, whatever plain torch does for them."""
+    part, _ = block("cpu")
+    x = normal(2, 17, 20, device="cpu").bfloat16()
+    monkeypatch.setattr(module, "_convolve", lambda x, taps: torch.zeros_like(x))
+    monkeypatch.setattr(module, "_scan", lambda q, k, v, g: v.new_zeros(v.shape, dtype=torch.float))
+    with Copies(2 * 17 * 40) as copies:
+        mixed = part.mamba(x, part.norm).added
+    assert mixed.dtype == torch.bfloat16
+    assert copies.found == ["aten::copy_"]
 
 
 def test_float_twin_and_its_gradients_equal_the_reference():
