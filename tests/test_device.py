@@ -1,6 +1,7 @@
 """The dtype of activations is one that the CPU multiplies by itself."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from arbcli.device import (
     tell_compiler,
 )
 from arbcli.errors import ArbError
+from arbcli.kernels.runtime import backend
 from arbcli.kernels.runtime.backend import check_backend, default_backend
 
 X86 = {"architecture": "x86_64", "avx2": True, "avx512_f": False, "avx512_bf16": False,
@@ -228,9 +230,9 @@ def test_gpu_of_apple_computes_in_float32_by_torch():
     check_compute("bf16", mps)
     with pytest.raises(ArbError, match="no numbers of eight bits"):
         check_compute("fp8", mps)
-    for backend in ("native", "triton"):
+    for name in ("native", "triton"):
         with pytest.raises(ArbError, match="this run is on `mps`"):
-            check_backend(backend, mps)
+            check_backend(name, mps)
 
 
 def test_memory_of_a_gpu_of_apple_is_what_its_driver_tells(monkeypatch):
@@ -244,3 +246,15 @@ def test_backend_that_there_is_not_is_refused():
     with pytest.raises(ArbError, match="no backend is named `cuda`") as caught:
         check_backend("cuda", torch.device("cpu"))
     assert "`triton`, `native`, `torch`, `interpreter`" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "runs"),
+    [("3.6.0", "2.4.0", False), ("3.6.0", "2.3.5", True), ("3.7.1", "2.4.6", True)],
+)
+def test_triton_is_interpreted_with_a_numpy_that_it_works_with(triton, numpy, runs, monkeypatch):
+    monkeypatch.setattr(backend, "version", {"triton": triton, "numpy": numpy}.__getitem__)
+    monkeypatch.setattr(backend, "INTERPRETED", True)
+    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    with nullcontext() if runs else pytest.raises(ArbError, match="NumPy"):
+        backend.check_backend("interpreter", torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 
 import torch
 from torch import Tensor
@@ -49,17 +50,31 @@ def check_backend(name: str, device: torch.device) -> None:
         raise no_gpu_for_triton(str(device))
     if not HAS_TRITON:
         raise TritonMissing(f"the `{name}` backend")
-    if name == "interpreter" and not INTERPRETED:
-        raise ArbError(
-            "the `interpreter` backend was not asked for before the kernels were defined",
-            hint="set the environment variable `TRITON_INTERPRET=1`",
-        )
+    if name == "interpreter" and (problem := _why_not_interpreted()):
+        message, hint = problem
+        raise ArbError(message, hint=hint)
     if name == "triton" and torch.cuda.get_device_capability(device) < (8, 0):
         major, minor = torch.cuda.get_device_capability(device)
         raise ArbError(
             f"`{torch.cuda.get_device_name(device)}` is sm_{major}{minor}; kernels need sm_80",
             hint="use `--backend torch`, or a GPU of 2020 or later",
         )
+
+
+def _why_not_interpreted() -> tuple[str, str] | None:
+    """Say why no kernel can be interpreted, and what to do about it."""
+    if not INTERPRETED:
+        return (
+            "the `interpreter` backend was not asked for before the kernels were defined",
+            "set the environment variable `TRITON_INTERPRET=1`",
+        )
+    triton, numpy = (version(name).split(".") for name in ("triton", "numpy"))
+    if triton[:2] == ["3", "6"] and tuple(map(int, numpy[:2])) >= (2, 4):  # mended in Triton 3.7
+        return (
+            "Triton 3.6 converts arrays of one element to numbers, which NumPy 2.4 refuses",
+            "install `numpy<2.4` or a later Triton, or use `--backend torch`",
+        )
+    return None
 
 
 def _check_native(device: torch.device) -> None:
