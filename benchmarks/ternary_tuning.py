@@ -8,16 +8,12 @@ without `--teacher`; straight-through twins begin with the same float weights. A
 tokens of the same text. `rounded` has the trits of the import, and no training.
 """
 
-import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from arbcli.data import Text, Texts
@@ -28,7 +24,6 @@ from arbcli.infer.load import load_model
 from arbcli.rules import stage_rule
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
-from benchmarks import results
 from benchmarks.tuning import (
     BATCH,
     PRETRAINED_STEPS,
@@ -38,7 +33,10 @@ from benchmarks.tuning import (
     both_losses,
     import_for,
     imported,
+    keep,
+    options,
     pretrain,
+    run_all,
     score,
 )
 
@@ -127,26 +125,10 @@ def go(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
 
 def main() -> None:
     """Train the float model, go every way in a process of its own, and write the rows."""
-    parser = results.options("ternary_tuning", "Compare ways to a ternary model.")
-    parser.add_argument("texts", type=Path, help="folder of the texts")
-    parser.add_argument("--at-once", type=int, default=8, help="runs side by side")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--steps", type=int, help="of every run, for a trial")
-    parser.add_argument("--folder", type=Path, help="the float model; made if it is not there")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = options("ternary_tuning", "Compare ways to a ternary model.").parse_args()
     if given.one:
         print(json.dumps(go(Way(**json.loads(given.one)), given.texts, given.folder, given.device)))
         return
-
-    writing = Lock()
-
-    def keep(row: dict[str, Any]) -> None:
-        print(json.dumps(row), flush=True)
-        command = results.command_line("ternary_tuning", "TEXTS")
-        with writing:
-            results.save("ternary_tuning", [row], command=command, folder=given.out)
-
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary, "qwen3-of-bytes")
         if not folder.exists():
@@ -156,21 +138,8 @@ def main() -> None:
             list(pool.map(lambda rule: import_for(folder, rule), RULES))
         for rule in RULES:
             for row in begin(given.texts, folder, rule, given.device):
-                keep(row)
-
-        def run(way: Way) -> None:
-            words = ["-m", "benchmarks.ternary_tuning", str(given.texts), "--device", given.device]
-            if given.steps:
-                way = Way(**asdict(way) | {"steps": given.steps})
-            words += ["--one", json.dumps(asdict(way)), "--folder", str(folder)]
-            done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
-            if done.returncode:
-                print(f"{way}: failed\n{done.stderr[-600:]}", flush=True)
-            else:
-                keep(json.loads(done.stdout.splitlines()[-1]))
-
-        with ThreadPoolExecutor(given.at_once) as pool:
-            list(pool.map(run, WAYS))
+                keep("ternary_tuning", row, given)
+        run_all("ternary_tuning", WAYS, folder, given)
 
 
 if __name__ == "__main__":

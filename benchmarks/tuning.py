@@ -314,39 +314,56 @@ def tune(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     return asdict(job) | found | {"seconds": round(time.perf_counter() - started, 1)}
 
 
-def run_all(chosen: Iterable[Job], texts: Path, folder: Path, given: Any) -> list[dict[str, Any]]:
-    """Do runs in processes of their own, several at once, and print each as it ends."""
-    writing = Lock()
-
-    def run(job: Job) -> dict[str, Any] | None:
-        words = ["-m", "benchmarks.tuning", str(texts), "--device", given.device]
-        words += ["--one", json.dumps(asdict(job)), "--folder", str(folder)]
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
-        if done.returncode:
-            print(f"{job}: failed\n{done.stderr[-600:]}", flush=True)
-            return None
-        row = json.loads(done.stdout.splitlines()[-1])
-        print(json.dumps(row), flush=True)
-        with writing:
-            command = results.command_line("tuning", "TEXTS")
-            results.save("tuning", [row], command=command, folder=given.out)
-        return row
-
-    with ThreadPoolExecutor(given.at_once) as pool:
-        return [row for row in pool.map(run, chosen) if row]
-
-
-def main() -> None:
-    """Train the float model, tune it in every way, and write the rows."""
-    parser = results.options("tuning", "Compare ways of tuning.")
+def options(benchmark: str, summary: str) -> argparse.ArgumentParser:
+    """Make a parser of what a benchmark that tunes in several processes is given."""
+    parser = results.options(benchmark, summary)
     parser.add_argument("texts", type=Path, help="folder of the texts")
-    parser.add_argument("--parts", nargs="+", choices=("swept", "others", "low"), help="[all]")
-    parser.add_argument("--kinds", nargs="+", help="of these kinds alone")
     parser.add_argument("--at-once", type=int, default=8, help="runs side by side")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, help="of every run, for a trial")
     parser.add_argument("--folder", type=Path, help="the float model; made if it is not there")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser
+
+
+def run_all(benchmark: str, jobs: Iterable[Any], folder: Path, given: argparse.Namespace) -> None:
+    """Do jobs in processes of their own, several at once; print and save a row of each as it ends.
+
+    Args:
+        benchmark: module of `benchmarks` that does one job by `--one`, and name of the results.
+        jobs: dataclasses with `steps`, which `given` may replace.
+        folder: of the float model.
+        given: as `options` parses it.
+    """
+    writing = Lock()
+
+    def run(job: Any) -> None:
+        job = replace(job, steps=given.steps or job.steps)
+        words = ["-m", f"benchmarks.{benchmark}", str(given.texts), "--device", given.device]
+        words += ["--one", json.dumps(asdict(job)), "--folder", str(folder)]
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+        if done.returncode:
+            print(f"{job}: failed\n{done.stderr[-600:]}", flush=True)
+            return
+        with writing:
+            keep(benchmark, json.loads(done.stdout.splitlines()[-1]), given)
+
+    with ThreadPoolExecutor(given.at_once) as pool:
+        list(pool.map(run, jobs))
+
+
+def keep(benchmark: str, row: dict[str, Any], given: argparse.Namespace) -> None:
+    """Print a row, and save it with the results."""
+    print(json.dumps(row), flush=True)
+    command = results.command_line(benchmark, "TEXTS")
+    results.save(benchmark, [row], command=command, folder=given.out)
+
+
+def main() -> None:
+    """Train the float model, tune it in every way, and write the rows."""
+    parser = options("tuning", "Compare ways of tuning.")
+    parser.add_argument("--parts", nargs="+", choices=("swept", "others", "low"), help="[all]")
+    parser.add_argument("--kinds", nargs="+", help="of these kinds alone")
     given = parser.parse_args()
     if given.one:
         job = Job(**json.loads(given.one))
@@ -367,9 +384,7 @@ def main() -> None:
         print("float", both_losses(twin.loss, given.texts, given.device), flush=True)
         chosen = [job for job in jobs() if job.part in (given.parts or (job.part,))]
         chosen = [job for job in chosen if job.kind in (given.kinds or (job.kind,))]
-        if given.steps:
-            chosen = [replace(job, steps=given.steps) for job in chosen]
-        run_all(chosen, given.texts, folder, given)
+        run_all("tuning", chosen, folder, given)
 
 
 if __name__ == "__main__":

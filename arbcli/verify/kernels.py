@@ -301,9 +301,9 @@ def _without_gpu(spec: Operation, part: _Part) -> Iterator[type[Dice]]:
     if device.type != "cuda" or spec.name in OF_VALUES:
         yield Dice
         return
-    about = torch.cuda.get_device_properties(device)
-    chosen = compile_for((about.major, about.minor), about.multi_processor_count)
-    with chosen, without_memory(device):
+    gpu = torch.cuda.get_device_properties(device)
+    target = compile_for((gpu.major, gpu.minor), gpu.multi_processor_count)
+    with target, without_memory(device):
         yield ShapeDice
 
 
@@ -444,8 +444,9 @@ def _cases(
     if part.kind == "cases":
         first, step = part.share
         return islice(spec.cases(device, size), first, None, step)
-    about = (spec.name, device, size, checks.real_shapes, part.rows, part.turn)
-    return real_cases(*about, dice=dice, wanted=wanted)
+    return real_cases(
+        spec.name, device, size, checks.real_shapes, part.rows, part.turn, dice, wanted
+    )
 
 
 def _verify(

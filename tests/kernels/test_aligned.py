@@ -1,4 +1,4 @@
-"""What kernels load 16 bytes at a time never begins within 16 bytes: a GPU refuses it, and Triton's
+"""Addresses that kernels load 16 bytes from are multiples of 16: a GPU refuses it, and Triton's
 interpreter does not."""
 
 import re

@@ -364,7 +364,7 @@ def test_inputs_are_moved_with_all_that_they_are_made_of():
 
 
 def test_of_an_order_of_magnitude_one_matrix_is_drawn_and_those_chosen_run(monkeypatch):
-    """What does not run is counted as left out."""
+    """Cases that do not run are counted as left out."""
     (spec,), drawn = find_kernels(["pack_trits"]), []
     monkeypatch.setattr(verify, "KERNELS", (replace(spec, triton=spec.torch),))
     real = verify.real_cases

@@ -1,8 +1,8 @@
 """Products of up to 64 rows, none of which depends on the others: y = added + gate(norm(x) @ w.T).
 
-Norm, gate and sum are those of `row_matmul`; `prepacked` says how w lies. What is promised besides:
-a row of the result has the same bits whatever the other rows are, and however many. So a text is
-the same whether it is made alone or with others. For that, the order of every sum follows from the
+Norm, gate and sum are those of `row_matmul`; `prepacked` says how w lies. One promise is added: a
+row of the result has the same bits whatever the other rows are, and however many. So a text is the
+same whether it is made alone or with others. For that, the order of every sum follows from the
 shape of w alone: a warp takes every `warps`-th block of columns, and warps are summed in order.
 
 Decoding. A code T + 1, shifted to the top of 16 bits and with all bits flipped, is the bf16 number

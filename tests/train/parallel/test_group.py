@@ -1,4 +1,4 @@
-"""What processes tell each other: ownership, how much travels, and what is said where they part.
+"""Messages between processes: ownership, how much travels, and errors where processes differ.
 
 Messages are imagined here; `test_shared_run.py` sends real ones.
 """
