@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from arbcli.inspect.trace import on_host, without_memory
-from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.dice import Dice, ShapeDice
 from arbcli.kernels.names import check_kernel_names
 from arbcli.kernels.registry import KERNELS
@@ -52,13 +51,19 @@ SHARES = 4
 """In which all cases of a kernel without scales are shared out on a GPU, with them there are eight
 scale types; and in which what a slow one compiles is shared out."""
 SLOWEST = (
-    "ternary_matmul", "compressed_attention_backward", "gradient_statistics",
-    "compressed_attention", "decode_e4m3", "decode_attention_8bit", "cross_entropy", "fp8_matmul",
-    "cross_entropy_backward", "decode_digits", "weighted_rows", "weighted_rows_grad_weights",
-    "boundary_scores_backward", "stream_weights_backward", "decode_attention", "decode_weight",
-    "row_matmul", "prepacked_rows", "append_position_8bit", "quantise_gradient", "decode_latent",
+    "fp8_matmul", "ternary_matmul", "compressed_attention_backward", "decode_e4m3", "attend_ahead",
+    "compressed_attention", "gradient_statistics", "decode_attention_8bit", "decode_digits",
+    "weighted_rows", "weighted_rows_grad_weights", "causal_attention_backward",
+    "gated_rms_norm_backward", "embedding_rows", "row_by_row", "decode_attention_rows",
+    "append_position_8bit", "append_position", "prepacked_rows", "row_matmul", "decode_compressed",
+    "cross_entropy", "cross_entropy_backward", "boundary_scores_backward",
+    "stream_weights_backward", "decode_attention", "decode_weight", "quantise_gradient",
+    "decode_latent", "gram_polynomial",
 )  # fmt: skip
-"""Kernels that take longest to be compiled, the longest first: they are begun before others."""
+"""Kernels that take longest, the longest first: they are begun before others."""
+FIRST_CHECKS, LAST_CHECKS = 0, 2
+"""Turns of these and of other kernels: processes compile for models between them, and so fewer wait
+for one another at the GPU."""
 LARGE = 1 << 15
 """Elements of the inputs of a case of a GPU that is compared as real matrices are."""
 SHARED = 12
@@ -273,8 +278,8 @@ def _jobs(parts: list[_Part], checks: Checks) -> list[tuple]:
 
 
 def _turn(job: tuple) -> int:
-    """Put off what processes compile together, until they have."""
-    return int(any(_ahead(job)))
+    """Begin what takes long first: kernels that are quick follow what models need."""
+    return FIRST_CHECKS if job[0] in SLOWEST else LAST_CHECKS
 
 
 def _ahead(job: tuple) -> Iterable[tuple]:
@@ -424,11 +429,22 @@ def _verify_part(spec: Operation, part: _Part, sample: CompiledSample | None) ->
     if part.kind == "real":
         reference, backends = real_reference(spec), ("triton",)
     with poisoned():
-        cases = _cases(spec, part, *([partial(sample.has, part)] if sample else []))
+        cases = _drawn(spec, part, *([partial(sample.has, part)] if sample else []))
         results = _verify(spec, part, device, cases, reference, backends, sample)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # for the other processes
     return results
+
+
+def _drawn(
+    spec: Operation, part: _Part, wanted: Callable[[str], bool] = lambda _: True
+) -> Iterable[Case]:
+    """Draw the cases of a part, the fixed ones of a GPU on the host: most of them do not run."""
+    device = torch.device(part.device)
+    if part.kind != "cases" or device.type == "cpu":
+        return _cases(spec, part, wanted)
+    with on_host(device), use_backend("torch"):
+        return [*_cases(spec, part)]
 
 
 def _cases(
@@ -474,6 +490,8 @@ def _verify(
         if not chosen:
             continue
         wanted = _expected(spec, part, case, reference)
+        if part.kind == "cases" and device.type != "cpu":
+            case = replace(case, inputs=copies(case.inputs, device))
         peers = as_tuple(case.peer(*copies(case.inputs))) if case.peer else (None,) * len(wanted)
         for backend in chosen:
             labels[backend].append(case.label)
@@ -598,16 +616,23 @@ def _run_case(
     ]
 
 
-def copies(inputs: tuple) -> tuple:
-    """Clone the tensors of a case with their strides and offsets, so none is changed by a run."""
-    return tuple(map(_copy, inputs))
+def copies(inputs: tuple, device: torch.device | None = None) -> tuple:
+    """Clone the tensors of a case with their strides and offsets, so none is changed by a run.
+
+    Args:
+        inputs: of the case.
+        device: of the copies; None is where each tensor is.
+    """
+    return tuple(_copy(value, device) for value in inputs)
 
 
-def _copy(value: object) -> object:
-    if isinstance(value, Packed):
-        return value.map(_copy)
+def _copy(value: object, device: torch.device | None) -> object:
+    if isinstance(value, tuple):
+        parts = [_copy(part, device) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if not isinstance(value, Tensor):
         return value
-    storage = value.untyped_storage().clone()
-    like = torch.empty(0, dtype=value.dtype, device=value.device)
+    memory = torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
+    storage = memory.to(device or value.device, copy=True).untyped_storage()
+    like = torch.empty(0, dtype=value.dtype, device=storage.device)
     return like.set_(storage, value.storage_offset(), value.size(), value.stride())

@@ -17,7 +17,7 @@ from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import chunks_of, compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
-from arbcli.verify.compare import as_tuple, poisoned
+from arbcli.verify.compare import as_tuple, errors, poisoned
 from arbcli.verify.kernels import KERNELS, compare, copies
 from arbcli.verify.sample import OF_VALUES
 
@@ -76,6 +76,21 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
         for whole, parts in zip(*found, strict=True):
             # as close as is asked for, though a peer would allow for more
             assert compare(spec, case.label, parts, whole, None).passed, case.label
+
+
+WITH_LARGE = [spec for spec in KERNELS if spec.large_reference]
+
+
+@pytest.mark.parametrize("spec", WITH_LARGE, ids=lambda spec: spec.name)
+def test_reference_of_large_cases_is_the_reference(spec):
+    for case in spec.cases(torch.device("cpu"), SCALE_TYPES["T6"]):
+        found = [
+            as_tuple(run(*copies(case.inputs)))
+            for run in (spec.reference, spec.large_reference)
+            if not any(isinstance(x, torch.Tensor) and x.numel() == 0 for x in case.inputs)
+        ]
+        for wanted, got in zip(*found, strict=True) if found else ():
+            assert errors(got, wanted)[1] <= 1e-9, case.label
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)

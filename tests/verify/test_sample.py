@@ -321,9 +321,9 @@ def test_slow_kernels_and_large_models_are_compiled_by_several_processes_first()
     ahead = [*verify._ahead(job)]
     assert [call[2] for call in ahead] == [*range(verify.SHARES)]
     assert all(call[0] is verify._compile_share and call[3:] == job[2:] for call in ahead)
-    assert verify._turn(job) == 1
+    assert verify._turn(job) == verify.FIRST_CHECKS < parity.AHEAD
     (quick, *_) = verify._jobs(_parts(find_kernels(["step_scales"]), *args, checks), checks)
-    assert verify._turn(quick) == 0
+    assert parity.AHEAD < verify._turn(quick) == verify.LAST_CHECKS < parity.LAST
     subjects = [s for s in parity._subjects(CPU, ("torch",), ["T32"]) if s.name == "graph T32"]
     assert [*parity._ahead(("graph T32", "torch", subjects[0]))] == []
     (*_, last) = parity._ahead(("graph T32", "triton", subjects[0]))
@@ -346,6 +346,22 @@ def test_references_run_on_the_host_with_a_gpu(monkeypatch):
         verify._expected(spec, part, case, lambda x: called.append("small") or x)
     assert called == [*["small"] * 3, "large", "small"]
     assert places == ["cpu"] * 2  # and results are compared there
+
+
+def test_fixed_cases_of_a_gpu_are_drawn_on_the_host_and_moved_if_they_run():
+    """As they lie there: their strides and offsets are what is awkward about some."""
+    (spec,) = find_kernels(["sign_gradient"])
+    part = verify._Part(spec.name, "T6", 6, "cuda", ("torch",), Checks(), 0, "cases")
+    cases = {case.label: case for case in verify._drawn(spec, part)}
+    assert "5x33x41 bf16" in cases  # of a GPU alone
+    inputs = cases["5x9x40 strided"].inputs
+    assert {part.device.type for part in (*inputs[:2], inputs[2].trits)} == {"cpu"}
+    moved = verify.copies(inputs, torch.device("meta"))
+    for part, there in zip(inputs[:2], moved[:2], strict=True):
+        assert (there.device.type, there.stride()) == ("meta", part.stride())
+        assert there.storage_offset() == part.storage_offset()
+    assert {x.device.type for x in moved[2] if isinstance(x, torch.Tensor)} == {"meta"}
+    assert type(moved[2]) is Packed
 
 
 def test_documents_list_what_is_sampled():
