@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import (
-    decode_digits_torch,
     digits_reference,
+    digits_torch,
     scales_reference,
 )
 from arbcli.kernels.codec.packed import Packed, random_packed
@@ -51,15 +51,6 @@ def sign_gradient_reference(grad_y: Tensor, x: Tensor, packed: Packed) -> tuple[
     weight = digits_reference(packed) * scales_reference(packed).to(torch.bfloat16).double()
     groups = (signs * weight).split(packed.group_size, dim=1)
     slope = torch.stack([group.sum(dim=1) for group in groups], dim=1)
-    return signs.to(torch.int8), slope, slope.square().sum(), grad.square().sum()
-
-
-def _in_float64(grad_y: Tensor, x: Tensor, packed: Packed) -> tuple[Tensor, ...]:
-    grad = grad_y.double().T @ x.double()
-    signs = torch.sign(grad)
-    products = signs * decode_digits_torch(packed, torch.float32).double()
-    groups = torch.arange(packed.in_features, device=grad.device) // packed.group_size
-    slope = products.new_zeros(packed.exponent.shape).index_add_(1, groups, products)
     return signs.to(torch.int8), slope, slope.square().sum(), grad.square().sum()
 
 
@@ -219,7 +210,8 @@ def _in_one_part(_inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...
 
 def _in_float64(grad_y: Tensor, x: Tensor, packed: Packed) -> tuple[Tensor, ...]:
     grad = grad_y.double().T @ x.double()
-    products = grad.sign() * decode_digits_torch(packed, torch.float32).double()
+    scales = scales_reference(packed).to(torch.bfloat16).double()
+    products = grad.sign() * digits_torch(packed, torch.float32).double() * scales
     groups = torch.arange(packed.in_features, device=grad.device) // packed.group_size
     slope = products.new_zeros(packed.exponent.shape).index_add_(1, groups, products)
     return grad.sign().to(torch.int8), slope, slope.square().sum(), grad.square().sum()
