@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.inspect.trace import on_host, without_memory
+from arbcli.inspect.trace import META, on_host, without_memory
 from arbcli.kernels.dice import Dice, ShapeDice
 from arbcli.kernels.names import check_kernel_names
 from arbcli.kernels.registry import KERNELS
@@ -293,10 +293,11 @@ def _ahead(job: tuple) -> Iterable[tuple]:
 def _compile_share(kernel: str, index: int, *parts: _Part) -> None:
     """Compile a share of what a kernel needs for its sample of cases."""
     (spec,) = find_kernels([kernel])
-    # checks will tell what is wrong
-    with suppress(Exception), _without_gpu(spec, parts[0]) as dice:
-        for launch in _compiled_sample(spec, parts, dice).launches()[index::SHARES]:
-            compile_launch(launch)
+    with suppress(Exception):  # checks will tell what is wrong
+        launches = _compiled_sample(spec, parts).launches()[index::SHARES]
+        with _without_gpu(spec, parts[0]):
+            for launch in launches:
+                compile_launch(launch)
 
 
 @contextmanager
@@ -313,16 +314,18 @@ def _without_gpu(spec: Operation, part: _Part) -> Iterator[type[Dice]]:
         yield ShapeDice
 
 
-def _compiled_sample(
-    spec: Operation, parts: Iterable[_Part], dice: type[Dice] = Dice
-) -> CompiledSample:
+def _compiled_sample(spec: Operation, parts: Iterable[_Part]) -> CompiledSample:
     """Choose cases of a kernel for a GPU, by what would be compiled for each."""
     sample = CompiledSample(spec)
     for part in parts:
-        for case in _cases(spec, part, partial(sample.may_take, part), dice):
-            with use_backend("triton"):
-                run = partial(_run_on_copies, spec.triton, case)
-                sample.offer(part, case.label, run, fixed=part.kind == "cases")
+        fixed = [*_drawn(spec, part)] if part.kind == "cases" else None
+        with _without_gpu(spec, part) as dice:
+            for case in fixed or _cases(spec, part, partial(sample.may_take, part), dice):
+                if fixed and dice is ShapeDice and spec.name not in OF_VALUES:
+                    case = replace(case, inputs=copies(case.inputs, META))
+                with use_backend("triton"):
+                    run = partial(_run_on_copies, spec.triton, case)
+                    sample.offer(part, case.label, run, fixed=bool(fixed))
     sample.choose()
     return sample
 
@@ -417,8 +420,7 @@ def _verify_parts(_kernel: str, _scale_type: str | None, *parts: _Part) -> list[
     """Check a kernel on some of its cases."""
     (spec,), sample = find_kernels([parts[0].kernel]), None
     if parts[0].checks.sampled and "triton" in parts[0].backends and parts[0].kind != "fuzz":
-        with _without_gpu(spec, parts[0]) as dice:
-            sample = _compiled_sample(spec, parts, dice)
+        sample = _compiled_sample(spec, parts)
     return [result for part in parts for result in _verify_part(spec, part, sample)]
 
 
