@@ -11,6 +11,7 @@ from arbcli.config.parts import (
     MemGramConfig,
     MLPConfig,
     PartConfig,
+    RecurrentConfig,
     SequencerConfig,
 )
 from arbcli.config.site import Site
@@ -22,6 +23,7 @@ from arbcli.model.parts.latent_attention import LatentAttention
 from arbcli.model.parts.mamba import Mamba
 from arbcli.model.parts.memgram import MemGram
 from arbcli.model.parts.mlp import MLP
+from arbcli.model.parts.recurrent import Recurrent
 from arbcli.model.parts.sequencer import TextSequencer
 
 PARTS: dict[type[PartConfig], type[Part]] = {
@@ -29,6 +31,7 @@ PARTS: dict[type[PartConfig], type[Part]] = {
     LatentAttentionConfig: LatentAttention,
     CompressedAttentionConfig: CompressedAttention,
     MambaConfig: Mamba,
+    RecurrentConfig: Recurrent,
     MLPConfig: MLP,
     ExpertsConfig: Experts,
 }
