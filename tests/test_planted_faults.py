@@ -1137,11 +1137,6 @@ FAULTS = [
         rewrite("running_sum(o, reverse=True)", "o"), "mamba: whole gradient",
     ),
     module(
-        "position", "a recurrence that adds nothing of its own position", "model.parts",
-        rewrite("x.masked_fill(b == 0, -torch.inf)", "x.masked_fill(b.T == 1, -torch.inf)"),
-        "mixed: end to end",
-    ),
-    module(
         "sign", "a state that grows instead of fading", "model.parts",
         rewrite("-self.rate().exp() * d", "self.rate().exp() * d"), "mamba: end to end", slow=True,
     ),

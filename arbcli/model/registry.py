@@ -11,7 +11,6 @@ from arbcli.config.parts import (
     MemGramConfig,
     MLPConfig,
     PartConfig,
-    RecurrentConfig,
     SequencerConfig,
 )
 from arbcli.config.site import Site
@@ -23,7 +22,6 @@ from arbcli.model.parts.latent_attention import LatentAttention
 from arbcli.model.parts.mamba import Mamba
 from arbcli.model.parts.memgram import MemGram
 from arbcli.model.parts.mlp import MLP
-from arbcli.model.parts.recurrent import Recurrent
 from arbcli.model.parts.sequencer import TextSequencer
 
 PARTS: dict[type[PartConfig], type[Part]] = {
@@ -31,7 +29,6 @@ PARTS: dict[type[PartConfig], type[Part]] = {
     LatentAttentionConfig: LatentAttention,
     CompressedAttentionConfig: CompressedAttention,
     MambaConfig: Mamba,
-    RecurrentConfig: Recurrent,
     MLPConfig: MLP,
     ExpertsConfig: Experts,
 }

@@ -24,7 +24,6 @@ from arbcli.config.parts import (
     ExpertsConfig,
     MambaConfig,
     MLPConfig,
-    RecurrentConfig,
 )
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.parts.chunking import ChunkingConfig
@@ -129,7 +128,6 @@ def mixed() -> ModelConfig:
         blocks=(
             BlockConfig(mixer=near, channel=chosen),
             BlockConfig(mixer=wide),
-            BlockConfig(mixer=RecurrentConfig(heads=2)),
             BlockConfig(mixer=wide, channel=hashed),
         ),
     )
