@@ -125,6 +125,12 @@ def test_triton_is_imported_by_kernels_only():
             assert not any(name.split(".")[0] == "triton" for name in imported(path)), path
 
 
+def test_graphs_are_captured_where_no_garbage_is_collected():
+    for path in MODULES:
+        names = {ast.unparse(node) for node in ast.walk(parsed(path))}
+        assert path.name == "device.py" or "torch.cuda.graph" not in names, path
+
+
 def test_cli_loads_without_torch():
     code = "import sys, arbcli.cli; sys.exit(bool({'torch', 'triton'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from arbcli.checkpoint import Checkpoint, check_layout, tensor_digest
 from arbcli.config.training import TrainConfig
 from arbcli.data import Texts, batch, digest, evaluation_batches
-from arbcli.device import COMPUTE, tell_compiler
+from arbcli.device import COMPUTE, capturing, tell_compiler
 from arbcli.errors import ArbError
 from arbcli.infer.load import check_trainable
 from arbcli.infer.tokens import DIGEST
@@ -302,7 +302,7 @@ class Trainer:
         self.group.remember(self._graph)
         # NCCL has a thread of its own that looks at events meanwhile
         mode = "global" if self.group.size == 1 else "thread_local"
-        graph = torch.cuda.graph(self._graph, capture_error_mode=mode)
+        graph = capturing(self._graph, capture_error_mode=mode)
         room = TABLES.captured(self._table_numbers, self.device)
         with room as self._tables, use_backend(self.config.backend), graph:
             self._captured_parts = self._compute(self._micro_batches)
