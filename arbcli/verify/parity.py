@@ -33,6 +33,7 @@ from arbcli.config.short_forms import compressed, dense, graph, hnet
 from arbcli.device import deterministic
 from arbcli.directions import DIRECTIONS
 from arbcli.inspect.trace import without_memory
+from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.operation import EXACT, Gate
@@ -42,7 +43,7 @@ from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.expert_weight import ExpertWeight
 from arbcli.model.layers.linear import LinearWeight
-from arbcli.model.layers.rotary import rotary_table, rotate
+from arbcli.model.layers.rotary import rotary_table
 from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.parts import chunking, codebook, compressed_attention, experts, moe_graph
