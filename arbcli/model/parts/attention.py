@@ -48,6 +48,7 @@ from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.attention.decode_attention_8bit import decode_attention_8bit
 from arbcli.kernels.attention.decode_attention_rows import decode_attention_rows
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
+from arbcli.kernels.attention.rotation import rotate
 from arbcli.model.flow import Documents, Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
@@ -58,7 +59,7 @@ from arbcli.model.layers.attend import (
 )
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
+from arbcli.model.layers.rotary import rotary_table, table_rows
 from arbcli.model.mark import Written
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.window import attend_in_window

@@ -20,11 +20,12 @@ from arbcli.config.parts.latent_attention import LatentAttentionConfig
 from arbcli.config.site import Site
 from arbcli.kernels.attention.decode_latent import decode_latent
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
+from arbcli.kernels.attention.rotation import rotate
 from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
+from arbcli.model.layers.rotary import rotary_table, table_rows
 from arbcli.model.mark import Written
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.state import Clock, State
