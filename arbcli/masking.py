@@ -14,6 +14,7 @@ https://arxiv.org/abs/2110.02037, eq. 5.
 """
 
 import struct
+from array import array
 from collections.abc import Sequence
 from hashlib import shake_256
 
@@ -49,5 +50,6 @@ def hide(
     words = [shake_256(f"{key} {step} {n}".encode()).digest(8 * length) for n in numbers]
     draws = torch.frombuffer(bytearray().join(words), dtype=torch.int64).view(-1, length)
     rank = draws.argsort(dim=1).argsort(dim=1)
-    hidden = (rank < torch.tensor(counts)[:, None]).to(ids.device)
+    most = torch.frombuffer(array("q", counts), dtype=torch.int64)
+    hidden = (rank < most[:, None]).to(ids.device)
     return ids.masked_fill(hidden, symbol), ids.masked_fill(~hidden, -1)
