@@ -1,7 +1,7 @@
 """Hidden symbols of windows: which ones a masked model has to predict.
 
-Of a window of T symbols k are hidden, any k of them equally likely, and k is 1 to T, equally likely,
-too. With the mean over the hidden ones of -ln p, given all others, the bound
+Of a window of T symbols k are hidden, any k of them equally likely, and k is equally likely 1 to T.
+With the mean over the hidden ones of -ln p, given all others, the bound
 
     -ln p(window) / T  <=  E over k, E over which k  of that mean
 

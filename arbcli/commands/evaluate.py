@@ -41,8 +41,11 @@ def evaluate(
     field: Field = None,
     stride: Annotated[
         int | None,
-        typer.Option(min=1, help="Bytes between windows. [default: half the model's context, or all of"
-            " a masked model's]"),
+        typer.Option(
+            min=1,
+            help="Bytes between windows. [default: half the model's context, or all of"
+            " a masked model's]",
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Windows at once.")] = 16,
     draws: Annotated[
@@ -129,7 +132,11 @@ def _table(report: "EvaluateReport") -> Table:
         ["order-0 entropy, nats", f"{report.entropy:.4f}"],
         ["compression ratio", f"{report.compression_ratio:.3f}"],
         ["context, stride", f"{report.context:,}, {report.stride:,}"],
-        *([] if report.draws is None else [["draws of hidden bytes a window", f"{report.draws:,}"]]),
+        *(
+            []
+            if report.draws is None
+            else [["draws of hidden bytes a window", f"{report.draws:,}"]]
+        ),
         ["keys and values", report.kv],
         ["bytes/s", f"{report.bytes_per_second:,.0f}"],
     ]

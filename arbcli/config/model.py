@@ -419,8 +419,11 @@ class ModelConfig:
 
     def _check_masked(self) -> None:
         """Check that every position can see those after it, and that one symbol more has a row."""
-        found = {f"`{part.kind}`": part.causal for _, part in self.sited_parts() if part.causal}
-        found |= {f"`{p.kind}`": PartConfig.causal for _, p in self.sited_parts() if p.reads_text}
+        found = {
+            f"`{part.kind}`": part.causal or "it reads the bytes before a position"
+            for _, part in self.sited_parts()
+            if part.causal or part.reads_text
+        }
         for name, is_there, why in (
             ("chunks", bool(self.outer), "one ends where the next begins"),
             ("`tied`", self.tied, "the head has no row for the symbol of a hidden byte"),

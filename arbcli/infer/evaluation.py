@@ -152,7 +152,7 @@ def mean_loss(
 def _masked_losses(model: LanguageModel, ids: Tensor, numbers: range, draws: int) -> Tensor:
     """Average the terms of the bound over draws of what is hidden: (B, T) float32.
 
-    Shares that are hidden are spread evenly over the draws of a window, and begin elsewhere in each.
+    Shares that are hidden are spread evenly over the draws of a window.
 
     Args:
         model: a masked one.

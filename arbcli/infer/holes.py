@@ -51,9 +51,7 @@ class FillReport:
 
 
 @torch.no_grad()
-def fill(
-    model: LanguageModel, symbols: Sequence[int], steps: int, sampling: Sampling
-) -> list[int]:
+def fill(model: LanguageModel, symbols: Sequence[int], steps: int, sampling: Sampling) -> list[int]:
     """Choose the hidden symbols of a text, which are `config.vocabulary` in it.
 
     At a temperature of 0 a step takes those that the model is surest of. Else they come in a random

@@ -543,7 +543,7 @@ class LanguageModel(nn.Module):
     def _check_causal(self) -> None:
         if self.config.is_masked:
             raise ArbError(
-                "the model was trained with `objective=masked`, and makes no text from left to right",
+                "the model predicts hidden symbols, and makes no text from left to right",
                 hint="fill holes: `arb generate RUN --infill TEXT`",
             )
 
