@@ -70,8 +70,8 @@ def generate(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Only of a masked model: a text to complete, with … for each hole of --length"
-            " bytes. [default length: 32]",
+            help="Only of a masked model: a text to complete, with an ellipsis, U+2026, for each"
+            " hole of --length bytes. [default length: 32]",
         ),
     ] = None,
     steps: Annotated[
