@@ -28,6 +28,7 @@ RANK = {
     "chat_template": 5,
     "chats": 6,
     "directions": 3,
+    "masking": 3,
     "rules": 4,
     "config": 6,
     "device": 7,

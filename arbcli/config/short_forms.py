@@ -53,7 +53,7 @@ LARGEST_OF = {
     "memory_rows": 2**31 - 1,
 }  # fmt: skip
 """Of an argument that is a size, unless it is `LARGEST`."""
-STORAGE = ("scale_type", "rule", "digits", "votes_fixes", "direction", "weights")
+STORAGE = ("scale_type", "rule", "digits", "votes_fixes", "direction", "weights", "objective")
 """Arguments of every family that are fields of `ModelConfig`."""
 
 Dim = Annotated[int, Setting("Width of the residual stream.", least=1, default=PRESETS_OWN)]
