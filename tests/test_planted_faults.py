@@ -404,7 +404,7 @@ FAULTS = [
     ),
     kernel(
         "position", "new key not seen", "decode_attention",
-        rewrite("tl.where(m, tl.exp(a), 0)", "tl.where(m & (s < 0), tl.exp(a), 0)"),
+        rewrite("tl.where(m, tl.exp(a), 0)", "0.0 * tl.where(m, tl.exp(a), 0)", only=1),
     ),
     kernel(
         "too far", "stale slots attended to", "decode_attention",
