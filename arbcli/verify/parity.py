@@ -22,6 +22,7 @@ from arbcli.config.parts import (
     AttentionConfig,
     CompressedAttentionConfig,
     ExpertsConfig,
+    LatentAttentionConfig,
     MambaConfig,
     MLPConfig,
 )
@@ -39,6 +40,7 @@ from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.operation import EXACT, Gate
 from arbcli.kernels.update.cast_votes import cast_scale_votes_reference, cast_trit_votes_reference
 from arbcli.kernels.update.gradient_statistics import gradient_statistics_reference
+from arbcli.masking import hide
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.expert_weight import ExpertWeight
@@ -53,7 +55,12 @@ from arbcli.train.updater import Updater
 from arbcli.verify.compare import errors, poisoned
 from arbcli.verify.memory import Memory, all_sources
 from arbcli.verify.parts.base import Choices, rotary_angles
-from arbcli.verify.reference import Reference, named_blocks, reference_loss
+from arbcli.verify.reference import (
+    Reference,
+    masked_reference_loss,
+    named_blocks,
+    reference_loss,
+)
 from arbcli.verify.sample import ALWAYS, DEFAULT_SCALE_TYPE, IN_TRITON
 from arbcli.verify.update_reference import (
     reference_direction,
@@ -175,6 +182,16 @@ def grouped() -> ModelConfig:
     return ModelConfig(ctx=11, stages=(StageConfig(dim=24, blocks=blocks),), norm_gain=True)
 
 
+def masked() -> ModelConfig:
+    """Assemble attention to both sides: to all, in a window, with sinks, and latent."""
+    wide, longer = AttentionConfig(heads=2), grouped().main.blocks[0].mixer
+    latent = LatentAttentionConfig(heads=2, latent=10, rotary=4)
+    assert isinstance(longer, AttentionConfig)
+    mixers = wide, replace(wide, window=5), replace(longer, window=4), latent
+    blocks = tuple(BlockConfig(mixer=mixer, channel=MLPConfig(width=13)) for mixer in mixers)
+    return ModelConfig(ctx=11, stages=(StageConfig(dim=24, blocks=blocks),), objective="masked")
+
+
 MODELS = {
     "graph": graph(**GRAPH),
     "graph softplus": graph(**GRAPH, moe_gate="softplus", shared_expert=True, moe_clamp=True),
@@ -190,6 +207,7 @@ MODELS = {
     "mixed": mixed(),
     "bounded": bounded(),
     "grouped": grouped(),
+    "masked": masked(),
     "ahead": replace(
         dense(dim=36, layers=1, heads=2, ffn=50, ctx=11), ahead=AheadConfig(positions=4, width=13)
     ),
@@ -303,6 +321,12 @@ class Subject:
         shape = (self.batch, self.config.ctx + 1)
         ids = torch.randint(VOCABULARY, shape, generator=generator)
         ids = torch.where(ids < VOCABULARY // 3, ord(" "), ids)  # between words
+        if self.config.is_masked:
+            numbers = range(self.batch)
+            ids, targets = hide(
+                ids[:, 1:], VOCABULARY, seed=2, step=0, numbers=numbers, of=self.batch
+            )
+            return ids.to(self.device), targets.to(self.device)
         ids = ids.to(self.device)
         return ids[:, :-1], ids[:, 1:]
 
@@ -465,7 +489,9 @@ def _check(_name: str, _backend: str, subject: Subject) -> list[ParityResult]:
             return list(_votes(subject) if subject.config.rule == "votes" else _update(subject))
         results = list(_compare(subject))
         if "bits" in subject.parts:
-            results += [*_causality(subject), *_determinism(subject)]
+            if not subject.config.is_masked:
+                results += _causality(subject)
+            results += _determinism(subject)
         return results
 
 
@@ -786,7 +812,8 @@ def _end_to_end(
     reference.choices = choices = found.choices
     with torch.set_grad_enabled(whole):
         logits, losses = reference(ids)
-        losses = {"text": reference_loss(logits, targets)} | losses
+        of_text = masked_reference_loss if subject.config.is_masked else reference_loss
+        losses = {"text": of_text(logits, targets)} | losses
     of_losses = replace(gate, relative=0.05) if subject.dtype == torch.bfloat16 else gate
     pairs = {
         "scores of choices": choices.scores,
