@@ -23,6 +23,7 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.verify.parity import Subject, masked
 from arbcli.verify.reference import Reference
 from arbcli.verify.update_reference import reference_weight
+from benchmarks.holes import masked_loss
 
 SYMBOLS = LENGTH = 4
 TEXTS = torch.tensor([*itertools.product(range(SYMBOLS), repeat=LENGTH)])
@@ -205,3 +206,19 @@ def test_a_masked_model_keeps_no_documents_apart_and_makes_no_text_from_left_to_
         config.check_documents()
     with pytest.raises(ArbError, match="from left to right"):
         build_model(config, torch.float32).new_cache(5)
+
+
+def test_holes_of_a_benchmark_are_those_of_the_bound():
+    """Where all of a text is one hole, it costs the bound; and what is after a hole is not seen."""
+    lm, known = toy()
+    whole = slice(0, LENGTH)
+    exact = sum(
+        share_of(len(places)) * -logs.gather(2, TEXTS[..., None])[:, list(places), 0].sum(dim=1)
+        for places, logs in known.items()
+    )
+    with torch.no_grad():
+        found = masked_loss(lm, TEXTS, whole, 32, 0, right=True)
+        assert found == pytest.approx(float(exact.mean()) / LENGTH, rel=0.02)
+        first = masked_loss(lm, TEXTS, slice(0, 1), 1, 0, right=False)
+    alone = -known[0, 1, 2, 3].gather(2, TEXTS[..., None])[:, 0, 0].mean()
+    assert first == pytest.approx(float(alone), rel=1e-5)
