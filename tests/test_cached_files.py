@@ -1,16 +1,24 @@
 """Files of the cache are used only if they are intact and no other user can have written them."""
 
 import errno
+import gzip
+import json
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from arbcli import cached_files
 from arbcli.cached_files import cache_folder, is_cached, read_cached, write_cached
+from arbcli.chats import Chats
+from arbcli.data import Text
 from arbcli.errors import ArbError
+from arbcli.plain_text import plain_file
+from arbcli.tokens import TokenText
 
 CONTENT = b"ternary weights\n" * 1000
 
@@ -120,3 +128,45 @@ def test_processes_of_one_number_write_together(path):
 
     write_cached(path, blocks())
     assert read_cached(path) == CONTENT + b"!"
+
+
+BYTES = SimpleNamespace(
+    digest="bytes", dtype=np.dtype("<u2"), beginning=[], specials=[],
+    encode=list, encode_all=lambda texts: [[*text] for text in texts],
+)  # fmt: skip
+"""A tokenizer."""
+
+
+def unpacked(path: Path, start: int, stop: int) -> bytes:
+    packed = path.with_suffix(f".{start}.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()[start:stop], 0, mtime=0))
+    os.utime(packed, ns=(0, path.stat().st_mtime_ns))
+    return Text([plain_file(packed)]).read(0, stop - start)
+
+
+def tokens_of(path: Path, start: int, stop: int) -> bytes:
+    text = TokenText(Text.of_parts([(path, start, stop)]), BYTES)
+    return bytes(text.window_batch([0], len(text))[0].tolist())
+
+
+def documents_of(path: Path, start: int, stop: int) -> bytes:
+    found = Chats(Text.of_parts([(path, start, stop)]), "+t", BYTES, None, 64)
+    targets = found.packed_batch([0])[1]
+    return bytes(targets[targets >= 0].tolist())
+
+
+@pytest.mark.parametrize("read", [unpacked, tokens_of, documents_of])
+def test_file_is_not_taken_for_another_of_its_name_size_or_time(read, tmp_path, monkeypatch):
+    """Nor is a part of a file, as a held-out one, for another part."""
+    path = Path("text")
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        for letter, time in ((folder, 5), (folder.upper(), 6), (f"{folder}z", 6)):
+            texts = [3 * letter + number for number in "12"]
+            lines = [json.dumps({"t": text}).encode() + b"\n" for text in texts]
+            path.write_bytes(b"".join(lines))
+            os.utime(path, ns=(time, time))
+            for text, line, start in zip(texts, lines, (0, len(lines[0])), strict=True):
+                wanted = text[1:].encode() if read is documents_of else line
+                assert read(path, start, start + len(line)) == wanted

@@ -274,18 +274,10 @@ def test_damaged_file_leaves_nothing(tmp_path, cache, cut):
         assert list(cache.iterdir()) == []
 
 
-def test_files_are_not_taken_for_others_of_their_name_size_or_time(tmp_path, monkeypatch):
-    place = Path("book.gz")
-    for letter in "ab":
-        (tmp_path / letter).mkdir()
-        monkeypatch.chdir(tmp_path / letter)
-        # of equal size and time, in another folder; then of one of the two, where it was before
-        for content, time in ((letter, 5), (letter.upper(), 6), (letter * 99 + "z", 6)):
-            place.write_bytes(gzip.compress(content.encode(), mtime=0))
-            os.utime(place, ns=(time, time))
-            assert read(place) == content.encode()
-    (tmp_path / "link.gz").symlink_to(tmp_path / "b" / place)
-    assert plain_file(tmp_path / "link.gz") == plain_file(place)
+def test_link_leads_to_what_is_kept_of_a_file(tmp_path):
+    (tmp_path / "book.gz").write_bytes(gzip.compress(TEXT))
+    (tmp_path / "link.gz").symlink_to("book.gz")
+    assert plain_file(tmp_path / "link.gz") == plain_file(tmp_path / "book.gz")
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.zst", "zstandard"), ("a.parquet", "pyarrow")])

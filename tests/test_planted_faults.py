@@ -1103,14 +1103,24 @@ FAULTS = [
         "position", "byte beyond the next one read a position late", "model.parts.ahead",
         rewrite("i[:, k:n]", "i[:, k - 1 : n - 1]"), "ahead: end to end",
     ),
+    # the model of hidden bytes
+    module(
+        "cut short", "window to both sides has nothing after a position", "model.parts.window",
+        rewrite("(k <= q) if c else (k < q + w)", "k <= q"), "masked: output",
+    ),
+    module(
+        "normaliser", "hidden bytes of all windows count alike", "model.language_model",
+        rewrite("h * (t / h.sum(dim=1, keepdim=True))", "h * (h.numel() / h.sum())"),
+        "masked: end to end",
+    ),
     # the model of chunks
     module(
         "causality", "window of attention sees later bytes", "model.parts",
-        rewrite("(k <= q) & (k > q - w)", "k > q - w"), "hnet: causality",
+        rewrite("(k <= q) if c else (k < q + w)", "k < q + w"), "hnet: causality",
     ),
     module(
         "position", "window of attention one too wide", "model.parts",
-        rewrite("(k <= q) & (k > q - w)", "(k <= q) & (k >= q - w)"), "hnet: end to end",
+        rewrite("s & (k > q - w) & e", "s & (k >= q - w) & e"), "hnet: end to end",
         slow=True,
     ),
     module(
@@ -1265,6 +1275,7 @@ MODELS: dict[str, Callable[[str], list]] = {
     "mixed:": partial(of_model, "mixed"),
     "grouped:": partial(of_model, "grouped"),
     "ahead:": partial(of_model, "ahead"),
+    "masked:": partial(of_model, "masked"),
     "update": of_update,
     "rotary": lambda _: list(parity._rotary(CPU)),
 }

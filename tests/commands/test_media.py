@@ -4,11 +4,12 @@ import json
 
 import numpy as np
 import pytest
-import soundfile
-from PIL import Image
 
 from arbcli.train.configure import new_config
 from arbcli.train.run import Observer, resume_run, start_run
+
+soundfile = pytest.importorskip("soundfile", reason="needs the extra `media`")
+Image = pytest.importorskip("PIL.Image", reason="needs the extra `media`")
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 8, "device": "cpu"}
 

@@ -132,6 +132,14 @@ def test_parts_of_windows_have_the_mean_loss_of_their_positions(near, parts, tmp
         assert part.nats_per_byte == pytest.approx(sum(costs) / len(costs) + log_sum)
 
 
+def test_progress_is_told_in_bytes_whatever_the_symbols(tmp_path, monkeypatch):
+    monkeypatch.setattr(Text, "symbol_bytes", 2.5)
+    text, told = make_text(tmp_path, bytes(range(41))), []
+    about = {"stride": 6, "batch": 2, "backend": "torch"}
+    report = evaluate(Fake(), "", text, "", progress=lambda *news: told.append(news), **about)
+    assert told[-1] == (100, 100, report.nats_per_byte)
+
+
 @pytest.mark.parametrize(("content", "stride", "message"), [
     (b"0123456789abcdef", 13, "`--stride` is 13"), (b"x", 6, "a text of one byte"),
 ])  # fmt: skip

@@ -7,9 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import soundfile
 import torch
-from PIL import Image
 
 from arbcli.data import Text, open_text
 from arbcli.errors import ArbError
@@ -17,6 +15,9 @@ from arbcli.infer.media import MediaLosses
 from arbcli.media import pictures, sound
 from arbcli.media.spans import HEADER, LONGEST_HEADER, PictureHeader, SoundHeader, find_spans
 from arbcli.plain_text import Conversion, plain_file
+
+soundfile = pytest.importorskip("soundfile", reason="needs the extra `media`")
+Image = pytest.importorskip("PIL.Image", reason="needs the extra `media`")
 
 
 def tone(frames: int, channels: int = 1) -> np.ndarray:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.attention.rotation import rotate, rotate_reference
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
@@ -61,10 +62,15 @@ def decode_attention_reference(
     """Compute the results of `decode_attention`, its ring and its `semaphores` in float64."""
     p, window = int(position), keys.shape[1]
     qkv, keys, values = (part.to(torch.float64) for part in (qkv, keys, values))
-    x = torch.complex(*qkv[:2].chunk(2, dim=-1)) * torch.complex(cos[p], sin[p])
-    q, k = torch.cat([x.real, x.imag], -1) / (qkv[:2].square().mean(-1, True) + eps).sqrt()
+    q, k = rotated_reference(qkv, cos[p], sin[p], eps)
     keys[:, p % window], values[:, p % window] = k, qkv[2]
     return attend_reference(q, keys, values, p), keys, values, torch.zeros_like(semaphores)
+
+
+def rotated_reference(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """Rotate and normalise the query and the key of one byte, in float64."""
+    root = (qkv[:2].square().mean(-1, True) + eps).sqrt()
+    return rotate_reference(qkv[:2], cos, sin) / root
 
 
 def attend_reference(q: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
@@ -78,10 +84,8 @@ def attend_reference(q: Tensor, keys: Tensor, values: Tensor, position: int) -> 
 
 
 def rotated_torch(qkv: Tensor, position: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Turn and normalise the query and the key of one byte."""
-    cos, sin = (table.index_select(0, position[None]) for table in (cos, sin))
-    first, second = qkv[:2].float().chunk(2, dim=-1)
-    rotated = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    """Rotate and normalise the query and the key of one byte."""
+    rotated = rotate(qkv[:2], *(table.index_select(0, position[None]) for table in (cos, sin)))
     return functional.rms_norm(rotated, rotated.shape[-1:], eps=eps).to(qkv.dtype)
 
 

@@ -25,6 +25,7 @@ from arbcli.kernels.attention.decode_attention import (
     decode_attention,
     draw_byte,
     load_rotated,
+    rotated_reference,
     rotated_torch,
     span_of,
     tiling,
@@ -33,13 +34,15 @@ from arbcli.kernels.attention.eight_bits import (
     FORMATS,
     ROOM,
     decode_entries,
+    decode_entries_reference,
     numbers_of,
     quantise_entries,
     quantise_entry,
+    round_entries_reference,
     scale_of_entry,
 )
 from arbcli.kernels.dice import Dice
-from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference
+from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, INT32, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
@@ -69,20 +72,11 @@ def decode_attention_8bit_reference(
     """
     p, window = int(position), keys.shape[1]
     x = qkv.to(torch.float64)
-    rotated = torch.complex(*x[:2].chunk(2, dim=-1)) * torch.complex(cos[p], sin[p])
-    root = (x[:2].square().mean(-1, True) + eps).sqrt()
-    q, k = (torch.cat([rotated.real, rotated.imag], -1) / root).to(qkv.dtype).to(torch.float64)
+    q, k = rotated_reference(x, cos[p], sin[p], eps).to(qkv.dtype).to(torch.float64)
     rings = []
     for ring, exponent, new in zip((keys, values), exponents, (k, x[2]), strict=True):
-        room = 7 if ring.dtype == E4M3 else 6
-        numbers = torch.ldexp(ring.double(), exponent[..., None].int() + 1 - room)
-        octave = torch.frexp(new.abs().amax(-1, True)).exponent - 1
-        scale = torch.exp2((octave.clamp(min=-119) - room).double())
-        if ring.dtype == E4M3:
-            codes = round_e4m3_reference(new / scale).double()
-        else:
-            codes = torch.round(new / scale).clamp(max=127)
-        numbers[:, p % window] = codes * scale
+        numbers = decode_entries_reference(ring, exponent)
+        numbers[:, p % window] = round_entries_reference(new, ring.dtype)
         rings.append(numbers)
     y = attend_reference(q, rings[0], rings[1], p)
     return y, *rings, torch.zeros_like(semaphores)

@@ -1,6 +1,7 @@
 """Processes that were asked for different things are refused, all of them; nothing is written."""
 
 import dataclasses
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -80,3 +81,26 @@ def test_processes_that_were_asked_for_different_things_are_refused(ask, message
     assert told == [f"process 1 has another {message}"] * 2
     assert {path: path.read_bytes() for path in run.iterdir()} == before
     assert not run.with_name("other").exists()
+
+
+def trains_while_one_changes_the_text(rank, config, out):
+    """Each process returns what it is told, whichever of them saw that something is wrong."""
+
+    def stepped(step):
+        if rank == 0 and step == 1:
+            text = Path(config.data[0])
+            text.write_bytes(text.read_bytes()[::-1])
+
+    observer = Observer()
+    observer.stepped = stepped
+    with pytest.raises(ArbError) as found:
+        start_run(config, out, observer)
+    return str(found.value)
+
+
+def test_all_processes_are_told_that_the_text_was_changed(run, config, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(run.with_name("text.txt").read_bytes())
+    config = dataclasses.replace(config, data=(str(text),), save_every=1)
+    told = in_processes(2, trains_while_one_changes_the_text, config, tmp_path / "run", join=False)
+    assert told == ["the text was changed while the run read it"] * 2
