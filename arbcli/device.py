@@ -1,5 +1,6 @@
 """Where a run computes: device, backend, dtype, determinism and peak memory."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -156,6 +157,22 @@ def tell_compiler() -> None:
     torch.use_deterministic_algorithms(
         torch.are_deterministic_algorithms_enabled(), warn_only=warn_only
     )
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+    """Record all launches inside as a CUDA graph, by `torch.cuda.graph` and its options.
+
+    No garbage is collected meanwhile: a graph among it would be freed, which is not allowed here.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, **options):
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager

@@ -54,7 +54,8 @@ def measure(options: str, common: str, text: list[str], seed: int, every: int | 
         records = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
         config = json.loads((run / "config.json").read_text())["config"]
     weights, last = config["model"]["weights"], records[-1]
-    curve = [[line["step"], round(line["val_loss"], 4)] for line in records if "val_loss" in line]
+    losses = [(line["step"], line["val_loss"]) for line in records]
+    curve = [[step, round(loss, 4)] for step, loss in losses if loss is not None]
     return {
         "preset": common.split()[1],
         "options": options,

@@ -1,15 +1,16 @@
 """Search for the best combination of parts: equal training time, by successive halving.
 
-    python -m benchmarks.search --text NAME --data TRAIN --val VAL [--seconds S]... [--kind KIND]...
-                                [--seed N]...
+    python -m benchmarks.search --text NAME --data TRAIN --val VAL [--ctx N] [--seconds S]...
+                                [--kind KIND]... [--best N] [--seed N]...
 
-Every kind of `KINDS` trains for the first number of seconds; the best quarter trains again, anew,
-for the next number. Each is timed for some steps first, and then has as many steps as fit;
-compiling and timing are not counted. `--kind` trains these alone. A GPU is one process's: two would
-share its time.
+Every kind, of `KINDS` or those named, trains for the first number of seconds; the best, `--best` of
+them or a quarter, train again, anew, for the next number. Each is timed for some steps first, and
+then has as many steps as fit; compiling and timing are not counted. A GPU is one process's: two
+would share its time.
 """
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
@@ -22,6 +23,7 @@ from arbcli.config.parts import (
     PartConfig,
 )
 from arbcli.config.parts.chunking import ChunkingConfig
+from arbcli.config.presets import preset
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.errors import ArbError
@@ -31,7 +33,8 @@ from arbcli.train.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.training_step import empty, run_steps
 
-CTX, BATCH, TIMED = 4096, 8, 8
+POSITIONS, TIMED = 32_768, 8
+"""Bytes of a step, and steps."""
 MLP, OUTER_MLP = MLPConfig(width=2048), MLPConfig(width=1408)
 EXPERTS = ExpertsConfig(experts=4, top_k=2, width=512, gate="softplus", shared=True)
 COMPRESSED = CompressedAttentionConfig(heads=12, kv_heads=1, head_width=128, ratio=4, window=128)
@@ -57,7 +60,12 @@ def chunked(
         StageConfig(dim=512, before=blocks, after=blocks, chunking=chunking),
         StageConfig(dim=768, streams=streams, blocks=(inside,) * layers),
     )
-    return ModelConfig(ctx=CTX, stages=stages)
+    return ModelConfig(ctx=4096, stages=stages)
+
+
+def small(length: int, **options: Any) -> ModelConfig:
+    """Assemble a stage of chunks around blocks of 384."""
+    return preset("hnet-small", **({"boundaries": "every"} | options), chunk_length=(length,))
 
 
 def two_stages(length: tuple[int, int]) -> ModelConfig:
@@ -73,7 +81,7 @@ def two_stages(length: tuple[int, int]) -> ModelConfig:
         for dim, heads, width, each in ((384, 6, 1024, length[0]), (512, 8, 1408, length[1]))
     ]  # fmt: skip
     inside = BlockConfig(mixer=AttentionConfig(heads=12), channel=MLP)
-    return ModelConfig(ctx=CTX, stages=(*stages, StageConfig(dim=768, blocks=(inside,) * 10)))
+    return ModelConfig(ctx=4096, stages=(*stages, StageConfig(dim=768, blocks=(inside,) * 10)))
 
 
 KINDS: dict[str, Any] = {
@@ -94,18 +102,30 @@ KINDS: dict[str, Any] = {
     "every 12": lambda: chunked(length=12),
     "every 12, Mamba outside": lambda: chunked(length=12, outer=MambaConfig(heads=8)),
     "every 16": lambda: chunked(length=16),
+    "dense": lambda: preset("base"),
+    "compressed": lambda: preset("arb-long"),
+    "every 8, compressed": lambda: chunked(length=8, mixer=COMPRESSED),
+    "learned 8": lambda: chunked(length=8, boundaries="learned"),
+    "small, dense": lambda: preset("small"),
+    "small, every 4": lambda: small(4),
+    "small, every 8": lambda: small(8),
+    "small, every 16": lambda: small(16),
+    "small, learned 4": lambda: small(4, boundaries="learned"),
+    "small, every 4, Mamba outside": lambda: small(4, outer_blocks="mamba"),
+    "small, every 8, Mamba outside": lambda: small(8, outer_blocks="mamba"),
 }
-"""Models of about 85 million weights a byte, on texts of `CTX` bytes."""
+"""Models of about 85 million weights a byte, and small ones of 11 million."""
 
 
-def measure(kind: str, digits: str, seconds: float, seed: int, text: dict) -> dict:
+def measure(kind: str, ctx: int, digits: str, seconds: float, seed: int, text: dict) -> dict:
     """Train once: what a row holds but for the name of the text."""
     empty()
-    given = {"batch": BATCH, "seed": seed, "digits": digits, **text}
+    model = replace(KINDS[kind](), ctx=ctx)
+    given = {"batch": POSITIONS // ctx, "seed": seed, "digits": digits, **text}
 
     def prepare(steps: int) -> Trainer:
-        config = new_config(preset=KINDS[kind](), steps=steps, device="cuda", **given)
-        texts = open_texts(config.data, config.val, seed=0, context=CTX)
+        config = new_config(preset=model, steps=steps, device="cuda", **given)
+        texts = open_texts(config.data, config.val, seed=0, context=ctx)
         return Trainer(config, texts, capture=True)
 
     trainer = prepare(10_000)
@@ -133,7 +153,9 @@ def main() -> None:
     parser.add_argument("--text", required=True, help="what to call it")
     parser.add_argument("--data", required=True)
     parser.add_argument("--val", required=True)
+    parser.add_argument("--ctx", type=int, default=4096, help="bytes of context [default: 4096]")
     parser.add_argument("--kind", action="append", choices=KINDS, help="[default: all]")
+    parser.add_argument("--best", type=int, help="how many go on [default: a quarter, 2 or more]")
     parser.add_argument("--digits", default="all", choices=DIGITS, help="[default: all]")
     parser.add_argument("--seconds", type=float, action="append", help="[default: 9, 36]")
     parser.add_argument("--seed", type=int, action="append", help="[default: 0]")
@@ -147,18 +169,17 @@ def main() -> None:
                 started = time.perf_counter()
                 try:
                     with deterministic():
-                        row = measure(kind, given.digits, seconds, seed, text)
+                        row = measure(kind, given.ctx, given.digits, seconds, seed, text)
                 except ArbError as error:
                     print(kind, "cannot be:", error, flush=True)
                     continue
-                row = {"text": given.text, "ctx": CTX, **row}
+                row = {"text": given.text, "ctx": given.ctx, **row}
                 took = time.perf_counter() - started
                 print(*(f"{k} {v}," for k, v in row.items()), f"took {took:.0f} s", flush=True)
                 command = f"python -m benchmarks.search --text {given.text}"
                 results.save("search", [row], command=command, folder=given.out)
                 found[kind] = row["held_out_nats"]
-        if not given.kind:
-            kinds = sorted(found, key=found.get)[: max(2, len(found) // 4)]
+        kinds = sorted(found, key=found.get)[: given.best or max(2, len(found) // 4)]
 
 
 if __name__ == "__main__":

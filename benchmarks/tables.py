@@ -591,6 +591,17 @@ def long_speed(runs: Runs) -> str:
     return _measured(head, lines, runs)
 
 
+def long_options(runs: Runs) -> str:
+    """Held-out loss of options after ten seconds, by seed."""
+    lines, runs = [], _only(runs, seconds=10)
+    for kind in dict.fromkeys(row["kind"] for row in rows_of(runs)):
+        first, *others = rows_of(runs, kind=kind)
+        nats = ", ".join(f"{row['nats']:.4f}" for row in (first, *others))
+        size = f"{first['weights'] / 1e6:,.1f} M"
+        lines.append([kind, size, f"{first['ms']:.1f}", f"{first['steps']:,}", nats])
+    return _measured(["option", "weights", "ms", "steps", "nats by seed"], lines, runs)
+
+
 def long_quality(runs: Runs) -> str:
     """Held-out loss after equal time at ctx 16,384, by position, and with a cache in eight bits."""
     lines, starts, runs = [], [], _only(runs, seconds=60)
@@ -914,6 +925,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "hnet": ("hnet", chunked),
     "long-speed": ("long", long_speed),
     "long-quality": ("long_quality", long_quality),
+    "long-options": ("long_quality", long_options),
     "streams": ("streams", streams),
     "gates": ("streams", gates),
     "deep": ("deep", deep),

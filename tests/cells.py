@@ -43,6 +43,8 @@ PARTS: dict[str, PartConfig] = {
     "experts": ExpertsConfig(experts=4, width=7, gate="softplus", shared=True),
 }
 """By kind; `grouped` is `attention` of another shape than kernels have."""
+PLAIN = ("grouped",)
+"""Of these, mixers of plain operations between kernels, which a compiler differentiates itself."""
 MIXERS = [name for name, part in PARTS.items() if part.kind in parts.MIXERS]
 CHANNELS = [name for name, part in PARTS.items() if part.kind in parts.CHANNELS]
 

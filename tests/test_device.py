@@ -1,9 +1,11 @@
 """The dtype of activations is one that the CPU multiplies by itself."""
 
+import gc
 import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from arbcli import device as devices
 from arbcli.device import (
     available_bytes,
+    capturing,
     check_compute,
     check_room,
     default_compute,
@@ -258,3 +261,31 @@ def test_triton_is_interpreted_with_a_numpy_that_it_works_with(triton, numpy, ru
     monkeypatch.setattr(backend, "HAS_TRITON", True)
     with nullcontext() if runs else pytest.raises(ArbError, match="NumPy"):
         backend.check_backend("interpreter", torch.device("cpu"))
+
+
+class Cycle:
+    """An object that only the collector frees."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_a_graph_is_captured(collects, monkeypatch):
+    """One of it may be another graph, which must not be freed then."""
+    monkeypatch.setattr("torch.cuda.graph", lambda _, **how: nullcontext(how))
+    threshold = gc.get_threshold()
+    try:
+        gc.set_threshold(1, 1, 1)
+        if not collects:
+            gc.disable()
+        with capturing(None, pool=3):
+            garbage = ref(Cycle())
+            _ = [[] for _ in range(1000)]
+            assert garbage() is not None
+        assert gc.isenabled() == collects
+        _ = [[] for _ in range(1000)]
+        assert (garbage() is None) == collects
+    finally:
+        gc.set_threshold(*threshold)
+        gc.enable()

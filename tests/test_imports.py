@@ -28,6 +28,7 @@ RANK = {
     "chat_template": 5,
     "chats": 6,
     "directions": 3,
+    "masking": 3,
     "rules": 4,
     "config": 6,
     "device": 7,
@@ -123,6 +124,12 @@ def test_triton_is_imported_by_kernels_only():
     for path in MODULES:
         if "kernels" not in path.parts and path.name != "compile_ahead.py":  # its compiler's
             assert not any(name.split(".")[0] == "triton" for name in imported(path)), path
+
+
+def test_graphs_are_captured_where_no_garbage_is_collected():
+    for path in MODULES:
+        names = {ast.unparse(node) for node in ast.walk(parsed(path))}
+        assert path.name == "device.py" or "torch.cuda.graph" not in names, path
 
 
 def test_cli_loads_without_torch():

@@ -382,12 +382,12 @@ FAULTS = [
         rewrite("scales[2 * half + plane // 2]", "scales[plane // 2]"),
     ),
     kernel(
-        "stack", "every text has the place of the first", "decode_attention_rows",
+        "stack", "every text has the place of the first", "decode_attention",
         rewrite("tl.load(position_ptr + t)", "tl.load(position_ptr)"),
     ),
     kernel(
-        "left over", "a key stored by no program but the first", "decode_attention_rows",
-        rewrite("s // SPAN == f", "s // BLOCK_S == f"),
+        "left over", "a key stored by no program but the first", "decode_attention",
+        rewrite("s // n == p", "s // BLOCK_S == p"),
     ),
     kernel(
         "position", "the new compressed position not seen", "decode_latent",
@@ -404,7 +404,7 @@ FAULTS = [
     ),
     kernel(
         "position", "new key not seen", "decode_attention",
-        rewrite("tl.where(s // n == p, tl.exp(a), 0)", "tl.where(s // n < 0, tl.exp(a), 0)"),
+        rewrite("tl.where(m, tl.exp(a), 0)", "0.0 * tl.where(m, tl.exp(a), 0)", only=1),
     ),
     kernel(
         "too far", "stale slots attended to", "decode_attention",
@@ -1103,14 +1103,24 @@ FAULTS = [
         "position", "byte beyond the next one read a position late", "model.parts.ahead",
         rewrite("i[:, k:n]", "i[:, k - 1 : n - 1]"), "ahead: end to end",
     ),
+    # the model of hidden bytes
+    module(
+        "cut short", "window to both sides has nothing after a position", "model.parts.window",
+        rewrite("(k <= q) if c else (k < q + w)", "k <= q"), "masked: output",
+    ),
+    module(
+        "normaliser", "hidden bytes of all windows count alike", "model.language_model",
+        rewrite("h * (t / h.sum(dim=1, keepdim=True))", "h * (h.numel() / h.sum())"),
+        "masked: end to end",
+    ),
     # the model of chunks
     module(
         "causality", "window of attention sees later bytes", "model.parts",
-        rewrite("(k <= q) & (k > q - w)", "k > q - w"), "hnet: causality",
+        rewrite("(k <= q) if c else (k < q + w)", "k < q + w"), "hnet: causality",
     ),
     module(
         "position", "window of attention one too wide", "model.parts",
-        rewrite("(k <= q) & (k > q - w)", "(k <= q) & (k >= q - w)"), "hnet: end to end",
+        rewrite("s & (k > q - w) & e", "s & (k >= q - w) & e"), "hnet: end to end",
         slow=True,
     ),
     module(
@@ -1265,6 +1275,7 @@ MODELS: dict[str, Callable[[str], list]] = {
     "mixed:": partial(of_model, "mixed"),
     "grouped:": partial(of_model, "grouped"),
     "ahead:": partial(of_model, "ahead"),
+    "masked:": partial(of_model, "masked"),
     "update": of_update,
     "rotary": lambda _: list(parity._rotary(CPU)),
 }

@@ -41,9 +41,21 @@ def evaluate(
     field: Field = None,
     stride: Annotated[
         int | None,
-        typer.Option(min=1, help="Bytes between windows. [default: half the model's context]"),
+        typer.Option(
+            min=1,
+            help="Bytes between windows. [default: half the model's context, or all of"
+            " a masked model's]",
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Windows at once.")] = 16,
+    draws: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=4096,
+            help="Only of a masked model: how often bytes of each window are hidden. [default: 16]",
+        ),
+    ] = None,
     compute: ComputeOfRun = None,
     kv: KeptIn = None,
     device: Device = None,
@@ -81,6 +93,7 @@ def evaluate(
             batch=batch,
             backend=backend,
             kv=kv,
+            draws=draws,
             progress=_ignore if quiet else _Progress(line),
         )
     emit(report, _table(report), as_json=as_json)
@@ -112,13 +125,18 @@ def _table(report: "EvaluateReport") -> Table:
     rows = [
         ["checkpoint", report.checkpoint],
         ["text", report.text],
-        ["nats a byte", f"{report.nats_per_byte:.4f}"],
+        ["nats a byte" + (", at most" if report.draws else ""), f"{report.nats_per_byte:.4f}"],
         ["bits a byte", f"{report.bits_per_byte:.4f}"],
         *_of_tokens(report),
         ["bytes", f"{report.bytes:,}"],
         ["order-0 entropy, nats", f"{report.entropy:.4f}"],
         ["compression ratio", f"{report.compression_ratio:.3f}"],
         ["context, stride", f"{report.context:,}, {report.stride:,}"],
+        *(
+            []
+            if report.draws is None
+            else [["draws of hidden bytes a window", f"{report.draws:,}"]]
+        ),
         ["keys and values", report.kv],
         ["bytes/s", f"{report.bytes_per_second:,.0f}"],
     ]

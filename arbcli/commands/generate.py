@@ -42,6 +42,7 @@ MOST_PROMPT_BYTES = 2**26
 """Of a file of prompts, or of a prompt."""
 
 if TYPE_CHECKING:
+    from arbcli.infer.holes import FillReport
     from arbcli.infer.several import Request, TextReport
     from arbcli.model.language_model import LanguageModel
 
@@ -63,6 +64,23 @@ def generate(
             metavar="FILE",
             help="A text to continue, or a sound or picture, half of which is the prompt and the"
             " rest is made.",
+        ),
+    ] = None,
+    infill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Only of a masked model: a text to complete, with an ellipsis, U+2026, for each"
+            " hole of --length bytes. [default length: 32]",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=2**24,
+            help="Only of a masked model: forwards in which all holes are filled; fewer are faster."
+            " [default: one for each byte]",
         ),
     ] = None,
     keep: Annotated[
@@ -139,7 +157,8 @@ def generate(
     """Continue a prompt: `arb generate runs/001-256x4-moment --prompt "import "`.
 
     The text that follows the prompt goes to stdout as it is made. Without a prompt, on a terminal,
-    it asks for one again and again.
+    it asks for one again and again. A masked model fills holes, after a prompt or in the middle of
+    --infill, and the whole text goes to stdout.
     """
     if raw and as_json:
         raise ArbError("`--bytes` and `--json` are two outputs", hint="choose one")
@@ -155,10 +174,17 @@ def generate(
         raise ArbError("`--keep` only applies with `--prompt-file`", hint="give a sound or picture")
     if out is not None:
         kind_of(out)
+    of_text = {
+        "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
+        "--chat": chats, "--chunks": chunks, "--ahead": ahead is not None, "--kv": kv is not None,
+    }  # fmt: skip
+    for option, is_given in of_text.items():
+        if infill is not None and is_given:
+            raise ArbError(f"`--infill` has a text of its own with holes; leave `{option}` out")
     alone = {
         "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
         "--out": out is not None, "--chat": chats, "--bytes": raw, "--chunks": chunks,
-        "--ahead": ahead is not None,
+        "--ahead": ahead is not None, "--infill": infill is not None, "--steps": steps is not None,
         "--json": as_json,
     }  # fmt: skip
     for option, is_given in alone.items():
@@ -176,6 +202,7 @@ def generate(
         from arbcli.infer import generation  # torch takes seconds, so not for `arb --help`
         from arbcli.infer.chunks import check_chunks, chunk_depths
         from arbcli.infer.conversation import Conversation
+        from arbcli.infer.holes import HOLE, HOLE_LENGTH, fill_text
         from arbcli.infer.load import load_named_model
         from arbcli.infer.prompts import read_prompts
 
@@ -192,8 +219,14 @@ def generate(
     if requests:
         _continue_several(model, requests, batch, backend, kv)
         return
-    asks = prompt is None and prompt_file is None
-    conversation = Conversation(model, Path(name)) if chats else None
+    fills = infill is not None or model.config.is_masked
+    asks = prompt is None and prompt_file is None and not fills
+    if steps is not None and not model.config.is_masked:
+        raise ArbError(
+            "`--steps` is of a masked model, and this one predicts the next byte",
+            hint="leave `--steps` out",
+        )
+    conversation = Conversation(model, Path(name)) if chats and not fills else None
     if asks and not (raw or as_json or chunks or out) and is_terminal():
         chat(model, length or LENGTH, sampling, backend, kv, conversation)
         return
@@ -202,6 +235,17 @@ def generate(
     else:
         prompt = "\n" if prompt is None else prompt
         given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
+    if fills:
+        of_next = {"--chat": chats, "--chunks": chunks, "--ahead": ahead, "--kv": kv}
+        for option, value in of_next.items():
+            if value:
+                raise ArbError(f"a masked model fills holes; leave `{option}` out")
+        parts = [given, b""] if infill is None else os.fsencode(infill).split(HOLE.encode())
+        filled, content = fill_text(
+            model, name, parts, length or HOLE_LENGTH, steps, sampling, backend=backend
+        )
+        _write_filled(filled, content, out, raw=raw, as_json=as_json)
+        return
     length = length or LENGTH
     if chunks:
         check_chunks(model)
@@ -235,6 +279,26 @@ def generate(
     note(
         f"{report.length} {made_of}, {rate} bytes/s on {place}, backend {backend}, cache of"
         f" {cache} bytes in {report.kv}{by_checks}"
+    )
+
+
+def _write_filled(
+    report: "FillReport", content: bytes, out: Path | None, *, raw: bool, as_json: bool
+) -> None:
+    """Write a text whose holes were filled, and how fast that was."""
+    if out is not None:
+        note(f"`{out}` has {write_first(out, content)}")
+    elif as_json:
+        emit_json(asdict(report))
+    elif raw:
+        write_bytes(content)
+    else:
+        with TextWriter() as text:
+            text.write(content)
+    note("")
+    note(
+        f"{report.length:,} hidden, filled in {report.steps:,} steps and {report.seconds:.2f} s on"
+        f" {report.device}, backend {report.backend}"
     )
 
 

@@ -25,6 +25,7 @@ from arbcli.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, W
 VOCABULARY = 256
 """Symbols of a model that reads bytes."""
 WEIGHTS = ("ternary", "float", "ste")
+OBJECTIVES = ("next", "masked")
 STREAMS = (1, 2, 4, 8)
 MOST_BLOCKS = 1024
 """Of a list of blocks."""
@@ -244,6 +245,14 @@ class ModelConfig:
             },
         ),
     ] = "ternary"
+    objective: Annotated[
+        str,
+        Setting(
+            "What the model learns to predict: next is the byte after those before it, masked is"
+            " hidden bytes from those on both sides, for text with holes.",
+            choices=OBJECTIVES,
+        ),
+    ] = "next"
     norm_gain: bool = False
     """Whether the norms before parts and before the head have gains that are trained; else they
     only divide by the root-mean-square."""
@@ -306,6 +315,9 @@ class ModelConfig:
             self._check_twin()
         if self.vocabulary != VOCABULARY:
             self._check_tokens()
+        check_choice("objective", self.objective, OBJECTIVES)
+        if self.is_masked:
+            self._check_masked()
 
     def check_documents(self) -> None:
         """Check that windows can hold documents that know nothing of each other.
@@ -318,6 +330,7 @@ class ModelConfig:
         for name, is_there in (
             ("chunks", bool(self.outer)), ("memories", main.memories is not None),
             ("the head of later bytes", self.ahead is not None),
+            ("the masked objective", self.is_masked),
         ):  # fmt: skip
             if is_there:
                 found[name] = "documents begin anywhere in what it reads"
@@ -404,6 +417,36 @@ class ModelConfig:
                 fields=("vocabulary",),
             )
 
+    def _check_masked(self) -> None:
+        """Check that every position can see those after it, and that one symbol more has a row."""
+        found = {
+            f"`{part.kind}`": part.causal or "it reads the bytes before a position"
+            for _, part in self.sited_parts()
+            if part.causal or part.reads_text
+        }
+        for name, is_there, why in (
+            ("chunks", bool(self.outer), "one ends where the next begins"),
+            ("`tied`", self.tied, "the head has no row for the symbol of a hidden byte"),
+        ):
+            if is_there:
+                found[name] = why
+        for name, reason in found.items():
+            raise ArbError(
+                f"`objective` is `masked`, and the model has {name}: {reason}",
+                hint="use a preset of dense blocks, such as `base`, or `objective=next`",
+                fields=("objective",),
+            )
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the model predicts hidden symbols from those on both sides."""
+        return self.objective == "masked"
+
+    @property
+    def symbols(self) -> int:
+        """Symbols that the model reads; the one of a hidden symbol is the last."""
+        return self.vocabulary + self.is_masked
+
     @property
     def main(self) -> StageConfig:
         """The innermost stage."""
@@ -474,6 +517,7 @@ class ModelConfig:
             weights=self.weights,
             norm_gain=self.norm_gain,
             norm_eps=self.norm_eps,
+            causal=not self.is_masked,
         )
 
     def blocks(self) -> Iterator[tuple[Site, BlockConfig]]:

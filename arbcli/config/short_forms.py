@@ -5,7 +5,7 @@ from parts; those files name the family in `kind`.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -53,7 +53,7 @@ LARGEST_OF = {
     "memory_rows": 2**31 - 1,
 }  # fmt: skip
 """Of an argument that is a size, unless it is `LARGEST`."""
-STORAGE = ("scale_type", "rule", "digits", "votes_fixes", "direction", "weights")
+STORAGE = ("scale_type", "rule", "digits", "votes_fixes", "direction", "weights", "objective")
 """Arguments of every family that are fields of `ModelConfig`."""
 
 Dim = Annotated[int, Setting("Width of the residual stream.", least=1, default=PRESETS_OWN)]
@@ -194,6 +194,25 @@ def _parted(others: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return channel, {name: value for name, value in others.items() if name not in CHANNEL}
 
 
+def _stack(
+    mixers: Sequence[PartConfig],
+    dim: int,
+    layers: int,
+    ctx: int,
+    sub_norms: bool,
+    streams: int,
+    others: dict[str, Any],
+) -> ModelConfig:
+    """Assemble blocks that take the mixers in turn, with channel mixers of `channels`."""
+    channel, storage = _parted(others)
+    blocks = tuple(
+        BlockConfig(mixer=mixers[index % len(mixers)], channel=part)
+        for index, part in enumerate(channels(layers, sub_norms=sub_norms, **channel))
+    )
+    stage = StageConfig(dim=dim, streams=streams, blocks=blocks)
+    return ModelConfig(ctx=ctx, stages=(stage,), **storage)
+
+
 def dense(
     *,
     dim: Dim,
@@ -214,14 +233,8 @@ def dense(
     **others: Any,
 ) -> ModelConfig:
     """Assemble `layers` blocks of attention and an MLP, or experts: see `channels`."""
-    channel, storage = _parted(others)
     attention = AttentionConfig(heads=heads, kv_heads=key_heads, sub_norm=sub_norms)
-    blocks = tuple(
-        BlockConfig(mixer=attention, channel=part)
-        for part in channels(layers, sub_norms=sub_norms, **channel)
-    )
-    stage = StageConfig(dim=dim, streams=streams, blocks=blocks)
-    return ModelConfig(ctx=ctx, stages=(stage,), **storage)
+    return _stack([attention], dim, layers, ctx, sub_norms, streams, others)
 
 
 def compressed(
@@ -273,13 +286,7 @@ def compressed(
         )
         for ratio in ratios
     ]
-    channel, storage = _parted(others)
-    blocks = tuple(
-        BlockConfig(mixer=mixers[index % len(mixers)], channel=part)
-        for index, part in enumerate(channels(layers, sub_norms=sub_norms, **channel))
-    )
-    stage = StageConfig(dim=dim, streams=streams, blocks=blocks)
-    return ModelConfig(ctx=ctx, stages=(stage,), **storage)
+    return _stack(mixers, dim, layers, ctx, sub_norms, streams, others)
 
 
 def graph(

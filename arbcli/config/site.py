@@ -28,6 +28,8 @@ class Site:
     """Whether norms before parts have gains that are trained."""
     norm_eps: float = NORM_EPS
     """Of these norms, and of those of queries and keys with gains."""
+    causal: bool = True
+    """Whether a position sees those before it alone; else it sees those after it, too."""
 
     @property
     def group_size(self) -> int:

@@ -4,6 +4,9 @@ A window of T bytes predicts the T bytes after its first one. Windows begin a st
 each but the first only the predictions beyond the window before are counted: they have at least
 T - stride bytes before them, and no byte is counted twice. The last window is moved back so that
 it is whole.
+
+Of a masked model it is the bound of `arbcli.masking`. A byte that two windows have costs in the
+later one what it does given some of those before it, as chance hides them: a bound, too.
 """
 
 import itertools
@@ -21,9 +24,14 @@ from arbcli.errors import ArbError
 from arbcli.infer.media import KindLoss, MediaLosses
 from arbcli.infer.tokens import check_vocabulary
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.masking import hide
 from arbcli.model.language_model import LanguageModel
 from arbcli.tokens import tokenised
 
+DRAWS = 16
+"""Of what is hidden in a window, by default."""
+SEED = 7
+"""Of these."""
 NEAR = 1024
 """Positions of the first part that losses are told of; each further one is as long as all before
 it."""
@@ -65,6 +73,8 @@ class EvaluateReport:
     bytes_per_second: float
     kv: str
     """Type that keys and values were rounded to."""
+    draws: int | None
+    """Of a masked model, whose losses are a bound: how often bytes of a window were hidden."""
     by_position: tuple["OfPositions", ...]
     """Loss of bytes by how many a window has before them. Those that two windows predict count
     twice, so that every part has nearly all of the text."""
@@ -102,6 +112,7 @@ def mean_loss(
     progress: Callable[[int, float], None] = lambda *_: None,
     sums: Tensor | None = None,
     media: MediaLosses | None = None,
+    draws: int = DRAWS,
 ) -> float:
     """Average the loss over all symbols of a text but the first, in nats a symbol.
 
@@ -114,14 +125,19 @@ def mean_loss(
         sums: (T,) float64, to which all losses of each position are added, T being `config.ctx`,
             or one less than the bytes of the text if these are fewer.
         media: the losses of the text's sounds and pictures are added to it.
+        draws: of a masked model, how often symbols of a window are hidden.
     """
     length = min(model.config.ctx, len(text) - 1)
     index = torch.arange(length, device=model.device)
-    plan, total, done = windows(len(text), length, stride), 0.0, 0
+    plan, total, done, first = windows(len(text), length, stride), 0.0, 0, 0
     while part := list(itertools.islice(plan, batch)):
         starts, counted = zip(*part, strict=True)
         ids = text.window_batch(starts, length + 1).to(model.device).long()  # (B, T + 1)
-        losses = model.position_losses(ids[:, :-1], ids[:, 1:])  # (B, T)
+        if model.config.is_masked:
+            losses = _masked_losses(model, ids[:, 1:], range(first, first + len(ids)), draws)
+        else:
+            losses = model.position_losses(ids[:, :-1], ids[:, 1:])  # (B, T)
+        first += len(ids)
         is_counted = index >= length - torch.tensor(counted, device=model.device)[:, None]
         total += float(torch.where(is_counted, losses, 0).sum(dtype=torch.float64))
         if media is not None:
@@ -131,6 +147,35 @@ def mean_loss(
         done += sum(counted)
         progress(done, total / done)
     return total / done
+
+
+def _masked_losses(model: LanguageModel, ids: Tensor, numbers: range, draws: int) -> Tensor:
+    """Average the terms of the bound over draws of what is hidden: (B, T) float32.
+
+    Shares that are hidden are spread evenly over the draws of a window.
+
+    Args:
+        model: a masked one.
+        ids: (B, T) int64.
+        numbers: of the windows in the text, which the draws follow from.
+        draws: how many.
+    """
+    pairs = [
+        hide(
+            row.expand(draws, -1),
+            model.config.vocabulary,
+            seed=SEED,
+            step=number,
+            numbers=range(draws),
+            of=draws,
+        )
+        for number, row in zip(numbers, ids, strict=True)
+    ]
+    given, targets = (torch.stack(parts, dim=1) for parts in zip(*pairs, strict=True))
+    losses = torch.zeros(ids.shape, device=ids.device)
+    for draw in range(draws):
+        losses += model.position_losses(given[draw], targets[draw]) / draws
+    return losses
 
 
 def _by_position(sums: Tensor, count: float) -> tuple[OfPositions, ...]:
@@ -154,6 +199,7 @@ def evaluate(
     batch: int,
     backend: str,
     kv: str | None = None,
+    draws: int | None = None,
     progress: Callable[[int, int, float], None] = lambda *_: None,
 ) -> EvaluateReport:
     """Measure how well a model predicts a text.
@@ -163,10 +209,12 @@ def evaluate(
         checkpoint: its name, for the report.
         text: what to predict; a model of tokens reads it as its tokenizer has it.
         description: of the text, for the report.
-        stride: from one window to the next; None is half a window.
+        stride: from one window to the next; None is half a window, or all of it if the model is
+            masked, as no byte of a window has more before it than another.
         batch: windows at once.
         backend: what runs the kernels.
         kv: what keys and values are rounded to, as in a cache: see `LanguageModel.keeping`.
+        draws: of a masked model, how often bytes of a window are hidden; None is `DRAWS`.
         progress: is told after every batch how many bytes were predicted, of how many, and their
             mean loss in nats.
 
@@ -174,8 +222,14 @@ def evaluate(
         ArbError: the text or the stride does not do, the model keeps nothing so, or a GPU's memory
             is not enough.
     """
-    context = model.config.ctx
-    stride = max(1, context // 2) if stride is None else stride
+    context, is_masked = model.config.ctx, model.config.is_masked
+    if draws is not None and not is_masked:
+        raise ArbError(
+            "`--draws` is of a masked model, and this one predicts the next byte",
+            hint="leave `--draws` out",
+        )
+    draws = DRAWS if draws is None else draws
+    stride = max(1, context if is_masked else context // 2) if stride is None else stride
     if not 1 <= stride <= context:
         raise ArbError(
             f"`--stride` is {stride}, and a window has {context} bytes",
@@ -210,6 +264,7 @@ def evaluate(
             progress=told,
             sums=sums,
             media=media,
+            draws=draws,
         )
     seconds = time.perf_counter() - started
     of_token, nats = nats, nats / text.symbol_bytes
@@ -231,6 +286,7 @@ def evaluate(
         seconds=seconds,
         bytes_per_second=size / seconds,
         kv=kept_in,
+        draws=draws if is_masked else None,
         by_position=_by_position(sums, count),
         by_kind=() if media is None else media.report(),
         device=str(model.device),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from arbcli.config.model import MOST, VOCABULARY
 from arbcli.config.parts.ahead import AheadConfig
-from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
+from arbcli.device import capturing, deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.infer.checks import Checks
 from arbcli.infer.step_graph import StepGraph
@@ -298,7 +298,7 @@ class Decoder:
         for phase in self._phases:
             pool = graphs[-1].pool() if graphs else None
             graphs.append(torch.cuda.CUDAGraph(keep_graph=joined))
-            with torch.cuda.graph(graphs[-1], pool=pool):
+            with capturing(graphs[-1], pool=pool):
                 self._compute(phase)
         if joined:
             step = StepGraph(self._phases, graphs, self.device)
@@ -312,7 +312,7 @@ class Decoder:
                 self.checks.begin(self._byte)
                 self._run_check()
             checks = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(checks, pool=graphs[-1].pool()):
+            with capturing(checks, pool=graphs[-1].pool()):
                 self._run_check()
             self._check = checks.replay
         self.cache.reset()

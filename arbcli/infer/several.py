@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from arbcli.config.model import VOCABULARY
-from arbcli.device import check_room, deterministic, explained_out_of_memory, spare_bytes
+from arbcli.device import (
+    capturing,
+    check_room,
+    deterministic,
+    explained_out_of_memory,
+    spare_bytes,
+)
 from arbcli.errors import ArbError
 from arbcli.infer.generation import (
     LONGEST_TEXT,
@@ -193,7 +199,7 @@ class SeveralDecoder:
         for _ in range(WARM_UP_STEPS):
             self._compute()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with capturing(self._graph):
             self._compute()
         self.cache.reset()
 

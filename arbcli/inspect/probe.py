@@ -141,6 +141,11 @@ def examine(
     windows = config.batch
     if trainer.model.scores_in_chunks:
         windows = min(windows, max(1, MOST_LOGITS // (context * config.model.vocabulary)))
+    if config.model.is_masked:
+        raise ArbError(
+            "a probe reads bytes from left to right, and the model predicts hidden ones",
+            hint="follow a masked run by the losses that `arb train` logs",
+        )
     if trainer.texts.val.packs:
         raise ArbError(
             "a probe reads plain text, and these are documents", hint="name a text with `--data`"

@@ -243,20 +243,33 @@ def without_memory(device: torch.device) -> Iterator[None]:
             setattr(owner, name, function)
         stack.enter_context(fresh_tables())
         stack.enter_context(replaced_launches(_launch_nothing))
-        stack.enter_context(_OnMeta(device))
+        stack.enter_context(_Elsewhere(device, META))
         stack.enter_context(default)
         yield
+
+
+@contextmanager
+def on_host(device: torch.device) -> Iterator[None]:
+    """Make on the CPU what is asked for on `device`: tensors whose numbers are asked for."""
+    generator, cpu = torch.Generator, torch.device("cpu")
+    # a mode is not told of a new generator
+    torch.Generator = lambda *_: generator(cpu)  # type: ignore[assignment, misc]
+    try:
+        with _Elsewhere(device, cpu):
+            yield
+    finally:
+        torch.Generator = generator  # type: ignore[misc]
 
 
 def _launch_nothing(_kernel: Any, _grid: Any, *_: Any, **__: Any) -> None: ...
 
 
-class _OnMeta(TorchFunctionMode):
-    """Puts what is asked for on one device on `meta`."""
+class _Elsewhere(TorchFunctionMode):
+    """Puts what is asked for on one device on another."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, place: torch.device) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.place = device, place
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -272,8 +285,8 @@ class _OnMeta(TorchFunctionMode):
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, torch.device):
-            return META if value.type == self.device.type else value
-        return META if isinstance(value, str) and value == self.device.type else value
+            return self.place if value.type == self.device.type else value
+        return self.place if isinstance(value, str) and value == self.device.type else value
 
 
 def _answers(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
@@ -336,7 +349,7 @@ def _substitutes(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
             yield expert, slice(expert * share, min((expert + 1) * share, slots))
 
     def wait(of: Any = None) -> None:
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and of != META:  # where nothing runs
             synchronize(of)
 
     yield torch.cuda, "synchronize", wait

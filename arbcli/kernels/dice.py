@@ -25,7 +25,8 @@ class Dice:
     """
 
     def __init__(self, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.generator = torch.Generator(device).manual_seed(seed)  # of the numbers in tensors
+        self._rolls = torch.Generator().manual_seed(seed)  # the same for tensors of any device
         self.device, self.plain = device, dtype is not None
         # the interpreter computes wrongly in bf16
         choices = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
@@ -33,8 +34,7 @@ class Dice:
 
     def below(self, limit: int) -> int:
         """Roll 0..limit-1."""
-        device = self.generator.device
-        return int(torch.randint(limit, (), generator=self.generator, device=device))
+        return int(torch.randint(limit, (), generator=self._rolls, device=self._rolls.device))
 
     def pick(self, choices: Sequence) -> Any:
         """Choose one of a sequence."""

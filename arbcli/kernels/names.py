@@ -27,10 +27,17 @@ def check_targets(names: str) -> list[str]:
 
 
 @cache
+def sources_of_kernels() -> list[tuple[Path, list[str]]]:
+    """List the sources in this folder that declare kernels, and the names of these."""
+    folder = Path(__file__).parent
+    sources = sorted(folder.rglob("*.py"))
+    found = [(path.relative_to(folder), SPEC.findall(path.read_text("utf-8"))) for path in sources]
+    return [(path, names) for path, names in found if names]
+
+
 def kernel_names() -> tuple[str, ...]:
-    """Read the names of all kernels from their sources."""
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
-    return tuple(name for path in sources for name in SPEC.findall(path.read_text("utf-8")))
+    """Name all kernels."""
+    return tuple(name for _, names in sources_of_kernels() for name in names)
 
 
 def check_kernel_names(names: Iterable[str]) -> None:

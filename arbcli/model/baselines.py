@@ -12,12 +12,13 @@ from torch.nn import functional
 
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
+from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
 from arbcli.kernels.streams.mix_streams import mix_streams_torch
 from arbcli.model.initial import head_std, projection_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import NORM_EPS, clamp_halves
-from arbcli.model.layers.rotary import rotary_table, rotate
+from arbcli.model.layers.rotary import rotary_table
 
 TINY = 1e-30
 """Least scale: a matrix of zeros, which some are at the start, has none."""

@@ -167,13 +167,14 @@ class LanguageModel(nn.Module):
         Args:
             ids: (B, T) int64.
             targets: (B, T) int64. With `documents` those that are negative count for nothing, and
-                the mean is over the others.
+                the mean is over the others. Of a masked model ids and targets are those of `hide`.
             documents: (B, T) int64, numbers of the documents of each window, which know nothing of
                 each other; None is windows of one text.
             teacher: a model of the same symbols, whose predictions are learnt besides.
 
         Returns:
-            Float32 scalars by name: `text`, the cross-entropy in nats a symbol; `ponder`, see
+            Float32 scalars by name: `text`, the cross-entropy in nats a symbol, or the bound of a
+            masked model; `ponder`, see
             `Iterated.ponder_cost`; `ratio`, the sum over the stages that learn where chunks begin;
             `indexer`, the mean over the blocks with an indexer; `next_2` and so on, see `Ahead`;
             `teacher`, the mean divergence from the teacher's predictions, in nats a symbol.
@@ -183,6 +184,8 @@ class LanguageModel(nn.Module):
         if seen and torch.is_grad_enabled():
             self._counts = torch.stack([stage.counts for stage in seen])
         of_text = self._text_loss if documents is None else self._learnt_loss
+        if self.config.is_masked:
+            of_text = self._masked_loss
         losses = {"text": of_text(flow, targets)}
         for name in ("ponder", "indexer"):
             if found := flow.losses.get(name):
@@ -221,6 +224,23 @@ class LanguageModel(nn.Module):
             total = functional.cross_entropy(logits, numbers, ignore_index=-1, reduction="sum")
         return total / learnt.sum().clamp(min=1)
 
+    def _masked_loss(self, flow: Flow, targets: Tensor) -> Tensor:
+        return self._masked_losses(flow, targets).mean()
+
+    def _masked_losses(self, flow: Flow, targets: Tensor) -> Tensor:
+        """Compute (B, T) float32, whose mean is the bound of `arbcli.masking`: 0 at what is seen.
+
+        The cross-entropy of each of the k hidden symbols of a window counts T / k times.
+        """
+        hidden = targets >= 0
+        if self.scores_in_chunks:
+            losses = self._score(flow, targets)
+        else:
+            logits, numbers = self._logits(flow).float().flatten(0, 1), targets.flatten()
+            losses = functional.cross_entropy(logits, numbers, ignore_index=-1, reduction="none")
+        weights = hidden * (targets.shape[1] / hidden.sum(dim=1, keepdim=True))
+        return losses.view(targets.shape) * weights
+
     @property
     def scores_in_chunks(self) -> bool:
         """Whether losses are computed a chunk of symbols at a time, and logits never are."""
@@ -248,7 +268,12 @@ class LanguageModel(nn.Module):
         return divergence(self._logits(flow).flatten(0, 1), logits).view(ids.shape)
 
     def position_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Compute the cross-entropy of each of (B, T) int64 targets: (B, T) float32, in nats."""
+        """Compute the cross-entropy of each of (B, T) int64 targets: (B, T) float32, in nats.
+
+        Of a masked model they are the terms of its bound, for ids and targets of `hide`.
+        """
+        if self.config.is_masked:
+            return self._masked_losses(self._whole(ids, []), targets)
         if self.scores_in_chunks:
             return self._score(self._whole(ids, []), targets)
         logits = self(ids).float()
@@ -500,14 +525,27 @@ class LanguageModel(nn.Module):
         return fits and plain and self.plain_norms and self.fits_bytes
 
     def new_cache(self, positions: int) -> Cache:
-        """Make a cache for a text of at most `positions` bytes; no gradient passes through it."""
+        """Make a cache for a text of at most `positions` bytes; no gradient passes through it.
+
+        Raises:
+            ArbError: the model makes no text from left to right.
+        """
+        self._check_causal()
         return Cache(self, positions)
 
     def new_several_cache(
         self, texts: int, positions: int, device: torch.device | None = None
     ) -> SeveralCache:
-        """Make a cache for several texts of at most `positions` bytes each."""
+        """Make a cache for several texts of at most `positions` bytes each: see `new_cache`."""
+        self._check_causal()
         return SeveralCache(self, texts, positions, device=device)
+
+    def _check_causal(self) -> None:
+        if self.config.is_masked:
+            raise ArbError(
+                "the model predicts hidden symbols, and makes no text from left to right",
+                hint="fill holes: `arb generate RUN --infill TEXT`",
+            )
 
     def stacks(self) -> list[Stack]:
         """List the lists of blocks, the outermost first."""

@@ -44,6 +44,7 @@ from arbcli.device import (
 from arbcli.errors import ArbError
 from arbcli.imports.companions import copy_companions
 from arbcli.infer.generation import Sampling, generate
+from arbcli.infer.holes import filled
 from arbcli.infer.load import SavedModel, check_saved, check_trainable, saved_config
 from arbcli.infer.tokens import DIGEST, check_digest, symbols_of
 from arbcli.kernels.runtime.compiling import counted_compiling
@@ -111,6 +112,8 @@ TIMED_SHARE = 0.1
 TIMED_BATCHES = 4
 """Of an evaluation, that are timed."""
 SAMPLE_BYTES = 256
+SAMPLE_STEPS = 32
+"""Of a masked model."""
 PROMPT = b"\n"
 PROMPT_BYTES = 16
 """Of the held-out text, where a tokenizer makes nothing of `PROMPT`."""
@@ -837,8 +840,13 @@ class _Loop:
         sampling, prompt = Sampling(seed=config.seed), PROMPT
         if not symbols_of(model, prompt):  # a tokenizer may drop it
             prompt = self.texts.val.source.read(0, PROMPT_BYTES)
-        with self._not_timed():
-            text = generate(model, prompt, SAMPLE_BYTES, sampling, backend=config.backend)
+        # a large float twin is compiled block by block, for training and not for texts
+        with self._not_timed(), torch.compiler.set_stance("force_eager"):
+            if config.model.is_masked:
+                length = min(SAMPLE_BYTES, config.model.ctx)
+                text = filled(model, length, SAMPLE_STEPS, sampling, backend=config.backend)
+            else:
+                text = generate(model, prompt, SAMPLE_BYTES, sampling, backend=config.backend)
             return b"".join(text).decode(errors="replace")
 
     @contextmanager

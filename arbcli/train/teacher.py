@@ -29,7 +29,14 @@ def read_teacher(
     if config.teacher is None:
         return None
     saved = read_saved(Path(config.teacher), note, accept_weights)
-    symbols = saved_config(saved.checkpoint).vocabulary
+    known = saved_config(saved.checkpoint)
+    if known.is_masked or config.model.is_masked:
+        raise ArbError(
+            "a masked model has no teacher, and is none",
+            hint="leave `teacher` out, or train both with `objective=next`",
+            fields=("teacher",),
+        )
+    symbols = known.vocabulary
     if symbols != config.model.vocabulary:
         raise ArbError(
             f"the teacher `{saved.path}` predicts {symbols:,} symbols, and the model has"

@@ -11,12 +11,13 @@ from torch import Tensor
 from arbcli.checkpoint import Checkpoint, check_layout, tensor_digest
 from arbcli.config.training import TrainConfig
 from arbcli.data import Texts, batch, digest, evaluation_batches
-from arbcli.device import COMPUTE, tell_compiler
+from arbcli.device import COMPUTE, capturing, tell_compiler
 from arbcli.errors import ArbError
 from arbcli.infer.load import check_trainable
 from arbcli.infer.tokens import DIGEST
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.merged import TABLES
+from arbcli.masking import hide
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.streamed import StreamedTensor
@@ -35,6 +36,8 @@ EAGER_STEPS = 3
 """Steps before a step is captured: kernels compile and libraries make up their minds in them."""
 EVAL_BATCHES = 40
 """Of an evaluation."""
+EVAL_SEED = 7
+"""Of what is hidden in them from a masked model."""
 
 
 RELOAD = "go on from the last checkpoint with `--resume`; if it comes again, a GPU may be faulty"
@@ -249,7 +252,7 @@ class Trainer:
 
     def fetch(self, micro: int, device: torch.device | str) -> tuple[Tensor, ...]:
         """Draw a micro-batch of the next step, (B, T) int64 each: see `arbcli.data.batch`."""
-        return batch(
+        drawn = batch(
             self.texts.train,
             seed=self.config.seed,
             step=self.step,
@@ -258,6 +261,19 @@ class Trainer:
             context=self.config.model.ctx,
             device=device,
         )
+        # every micro-batch has windows of which few symbols are hidden, and many
+        windows = self.config.accum * self.config.batch
+        numbers = range(micro, windows, self.config.accum)
+        return self._hidden(drawn, self.config.seed, self.step, numbers, windows)
+
+    def _hidden(
+        self, drawn: tuple[Tensor, ...], seed: int, step: int, numbers: range, of: int
+    ) -> tuple[Tensor, ...]:
+        """Hide symbols from a masked model; of others a batch is left as it is."""
+        model = self.config.model
+        if not model.is_masked:
+            return drawn
+        return hide(drawn[0], model.vocabulary, seed=seed, step=step, numbers=numbers, of=of)
 
     def _load_batches(self) -> None:
         """Fetch the micro-batches of this step, on a GPU into the buffers that a graph reads."""
@@ -302,7 +318,7 @@ class Trainer:
         self.group.remember(self._graph)
         # NCCL has a thread of its own that looks at events meanwhile
         mode = "global" if self.group.size == 1 else "thread_local"
-        graph = torch.cuda.graph(self._graph, capture_error_mode=mode)
+        graph = capturing(self._graph, capture_error_mode=mode)
         room = TABLES.captured(self._table_numbers, self.device)
         with room as self._tables, use_backend(self.config.backend), graph:
             self._captured_parts = self._compute(self._micro_batches)
@@ -347,7 +363,9 @@ class Trainer:
                 context=self.config.model.ctx,
                 device=self.device,
             )
-            for given in itertools.islice(batches, mine.start, mine.stop):
+            windows = range(self.config.batch)
+            for number, drawn in itertools.islice(enumerate(batches), mine.start, mine.stop):
+                given = self._hidden(drawn, EVAL_SEED, number, windows, len(windows))
                 losses.append(self.model.loss(*given))
         return float(torch.stack(group.in_order(losses)).mean())
 

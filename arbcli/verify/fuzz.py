@@ -70,8 +70,10 @@ class Tally:
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.counts = name, Counter()
-        self.dtypes, self.group_sizes = Counter(), Counter()
+        self.name = name
+        self.counts: Counter[str] = Counter()
+        self.dtypes: Counter[str] = Counter()
+        self.group_sizes: Counter[str] = Counter()
         self.elements: list[int] = []
         self.has_bytes = False
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.inspect.trace import without_memory
+from arbcli.inspect.trace import on_host, without_memory
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.dice import Dice, ShapeDice
 from arbcli.kernels.names import check_kernel_names
@@ -296,14 +296,15 @@ def _compile_share(kernel: str, index: int, *parts: _Part) -> None:
 
 @contextmanager
 def _without_gpu(spec: Operation, part: _Part) -> Iterator[type[Dice]]:
-    """Let a sample be chosen on the host, if it can be: processes that share a GPU wait for it."""
+    """Let a sample be chosen on the host: processes that share a GPU wait for one another."""
     device = torch.device(part.device)
-    if device.type != "cuda" or spec.name in OF_VALUES:
+    if device.type != "cuda":
         yield Dice
         return
     gpu = torch.cuda.get_device_properties(device)
     target = compile_for((gpu.major, gpu.minor), gpu.multi_processor_count)
-    with target, without_memory(device):
+    place = on_host if spec.name in OF_VALUES else without_memory
+    with target, place(device):
         yield ShapeDice
 
 

@@ -51,7 +51,7 @@ def kernel_sources(spec: Operation, *, drawn: bool = False) -> frozenset[Path] |
 
     Args:
         spec: of the kernel.
-        drawn: whether its cases are drawn by `arbcli.verify.fuzz`, which imports other kernels.
+        drawn: whether its cases are drawn by `arbcli.verify.fuzz`.
 
     Returns:
         The files, or None if the spec is not that of a module.
@@ -60,7 +60,6 @@ def kernel_sources(spec: Operation, *, drawn: bool = False) -> frozenset[Path] |
         name
         for name, module in [*sys.modules.items()]
         if name.startswith("arbcli.kernels.")
-        and name != "arbcli.kernels.registry"
         and any(value is spec for value in vars(module).values())
     ]
     if not modules:

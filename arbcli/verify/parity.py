@@ -22,6 +22,7 @@ from arbcli.config.parts import (
     AttentionConfig,
     CompressedAttentionConfig,
     ExpertsConfig,
+    LatentAttentionConfig,
     MambaConfig,
     MLPConfig,
 )
@@ -33,25 +34,33 @@ from arbcli.config.short_forms import compressed, dense, graph, hnet
 from arbcli.device import deterministic
 from arbcli.directions import DIRECTIONS
 from arbcli.inspect.trace import without_memory
+from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.operation import EXACT, Gate
 from arbcli.kernels.update.cast_votes import cast_scale_votes_reference, cast_trit_votes_reference
 from arbcli.kernels.update.gradient_statistics import gradient_statistics_reference
+from arbcli.masking import hide
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.expert_weight import ExpertWeight
 from arbcli.model.layers.linear import LinearWeight
-from arbcli.model.layers.rotary import rotary_table, rotate
+from arbcli.model.layers.rotary import rotary_table
+from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.layers.vector import VectorWeight
-from arbcli.model.packed import TernaryTensor
+from arbcli.model.packed import GradientSink, TernaryTensor
 from arbcli.model.parts import chunking, codebook, compressed_attention, experts, moe_graph
 from arbcli.rules import DIRECTION, RULES, WITH_DIGITS, find_rule
 from arbcli.train.updater import Updater
 from arbcli.verify.compare import errors, poisoned
 from arbcli.verify.memory import Memory, all_sources
 from arbcli.verify.parts.base import Choices, rotary_angles
-from arbcli.verify.reference import Reference, named_blocks, reference_loss
+from arbcli.verify.reference import (
+    Reference,
+    masked_reference_loss,
+    named_blocks,
+    reference_loss,
+)
 from arbcli.verify.sample import ALWAYS, DEFAULT_SCALE_TYPE, IN_TRITON
 from arbcli.verify.update_reference import (
     reference_direction,
@@ -83,7 +92,7 @@ CHECKS = {
 
 RAGGED = dense(dim=36, layers=2, heads=2, ffn=50, ctx=6)
 """Sizes that fit neither 5 nor 32 nor 160, and small enough for the interpreter."""
-GRAPH = {
+GRAPH: dict[str, Any] = {
     "dim": 24, "layers": 2, "heads": 2, "ffn": 13, "ctx": 6, "latent": 10, "rotary": 4,
     "ngram_rows": 61, "ngram_dim": 11, "key_dim": 4, "codes": (5, 7), "code_dim": 17,
     "code_heads": 2, "knowledge": (6, 4), "knowledge_dim": 7, "knowledge_heads": 3, "top_k": 3,
@@ -91,7 +100,7 @@ GRAPH = {
     "edges": (17, 2), "head_ffn": 11, "memory_rows": 59, "max_moe_iters": 2, "memgram": True,
 }  # fmt: skip
 """All parts of an `arb` preset; a context has a 6-gram, which can be recalled."""
-HNET = {
+HNET: dict[str, Any] = {
     "dim": 24, "layers": 2, "heads": 2, "ffn": 13, "ctx": 17, "outer_dim": 20, "outer_layers": 1,
     "outer_heads": 2, "outer_ffn": 11, "chunk_length": 4, "window": 5,
 }  # fmt: skip
@@ -100,7 +109,7 @@ TWO_STAGES = HNET | {
     "chunk_length": (4, 2),
 }  # fmt: skip
 """One text has too many chunks for its slots, one too few."""
-COMPRESSED = {
+COMPRESSED: dict[str, Any] = {
     "dim": 24, "layers": 3, "heads": 4, "ffn": 13, "ctx": 19, "head_width": 10, "kv_heads": 2,
     "rotary": 6, "window": 5, "ratios": (3, 7), "indexed_ratio": 3, "top_k": 2, "index_heads": 3,
     "index_width": 8,
@@ -173,6 +182,16 @@ def grouped() -> ModelConfig:
     return ModelConfig(ctx=11, stages=(StageConfig(dim=24, blocks=blocks),), norm_gain=True)
 
 
+def masked() -> ModelConfig:
+    """Assemble attention to both sides: to all, in a window, with sinks, and latent."""
+    wide, longer = AttentionConfig(heads=2), grouped().main.blocks[0].mixer
+    latent = LatentAttentionConfig(heads=2, latent=10, rotary=4)
+    assert isinstance(longer, AttentionConfig)
+    mixers = wide, replace(wide, window=5), replace(longer, window=4), latent
+    blocks = tuple(BlockConfig(mixer=mixer, channel=MLPConfig(width=13)) for mixer in mixers)
+    return ModelConfig(ctx=11, stages=(StageConfig(dim=24, blocks=blocks),), objective="masked")
+
+
 MODELS = {
     "graph": graph(**GRAPH),
     "graph softplus": graph(**GRAPH, moe_gate="softplus", shared_expert=True, moe_clamp=True),
@@ -188,6 +207,7 @@ MODELS = {
     "mixed": mixed(),
     "bounded": bounded(),
     "grouped": grouped(),
+    "masked": masked(),
     "ahead": replace(
         dense(dim=36, layers=1, heads=2, ffn=50, ctx=11), ahead=AheadConfig(positions=4, width=13)
     ),
@@ -272,20 +292,22 @@ class Subject:
         generator = torch.Generator().manual_seed(1)
         with torch.device(self.device):
             model = build_model(self.config, self.dtype)
-        for tensor in model.weights().values():
+        for tensor in model.packed_tensors().values():
             tensor.spread = 1.0  # of tables too: rows of zeros would hide a lot
             if isinstance(tensor, VectorWeight) and set(tensor.values) != {1.0}:
                 # steps and decays of a size at which no gradient is what large sums differ by
                 tensor.values = tuple(0.1 + 0.4 / (i + 1) for i in range(tensor.out_features))
         with use_backend("torch"):
             model.initialise(0)
-        for tensor in model.weights().values():
+        for tensor in model.packed_tensors().values():
             if isinstance(tensor, VectorWeight):  # its scales differ, and say what its numbers are
                 continue
             for digits, spread in ((tensor.exponent, 2), (tensor.scales[1], 128)):
                 if digits is not None:
-                    like = {"generator": generator, "dtype": torch.int8}
-                    digits += torch.randint(spread, digits.shape, **like).to(self.device)
+                    drawn = torch.randint(
+                        spread, digits.shape, generator=generator, dtype=torch.int8
+                    )
+                    digits += drawn.to(self.device)
                     digits.clamp_(max=127)
             if tensor.scales[1] is not None:
                 tensor.fraction.bitwise_and_(127)
@@ -299,6 +321,12 @@ class Subject:
         shape = (self.batch, self.config.ctx + 1)
         ids = torch.randint(VOCABULARY, shape, generator=generator)
         ids = torch.where(ids < VOCABULARY // 3, ord(" "), ids)  # between words
+        if self.config.is_masked:
+            numbers = range(self.batch)
+            ids, targets = hide(
+                ids[:, 1:], VOCABULARY, seed=2, step=0, numbers=numbers, of=self.batch
+            )
+            return ids.to(self.device), targets.to(self.device)
         ids = ids.to(self.device)
         return ids[:, :-1], ids[:, 1:]
 
@@ -435,12 +463,19 @@ def _compile_share(_name: str, index: int, subject: Subject) -> None:
         stack.enter_context(use_backend(subject.backend))
         with torch.device(device):
             model = build_model(subject.config, subject.dtype)
-        updater = Updater(model.weights().values(), 3, subject.dtype)
-        for tensor in updater.tensors:  # those that are compared make no step
-            tensor.sink = updater if "bits" in subject.parts else _ignore
+        updater = Updater(model.packed_tensors().values(), 3, subject.dtype)
+        # those that are compared make no step
+        _hand_gradients(updater.tensors, updater if "bits" in subject.parts else _ignore)
         updater.begin(0, LR)
         ids = torch.zeros((subject.batch, subject.config.ctx), dtype=torch.int64, device=device)
-        sum(model.losses(ids, ids).values()).backward()
+        _total(model.losses(ids, ids)).backward()
+
+
+def _hand_gradients(tensors: Iterable[TernaryTensor], sink: GradientSink) -> None:
+    """Let the gradients of packed tensors be handed to a sink."""
+    for tensor in tensors:
+        if isinstance(tensor, StreamedTensor):
+            tensor.sink = sink
 
 
 def _ignore(*_: object) -> None: ...
@@ -454,7 +489,9 @@ def _check(_name: str, _backend: str, subject: Subject) -> list[ParityResult]:
             return list(_votes(subject) if subject.config.rule == "votes" else _update(subject))
         results = list(_compare(subject))
         if "bits" in subject.parts:
-            results += [*_causality(subject), *_determinism(subject)]
+            if not subject.config.is_masked:
+                results += _causality(subject)
+            results += _determinism(subject)
         return results
 
 
@@ -464,7 +501,7 @@ def matrix_shapes() -> tuple[tuple[int, int], ...]:
     shapes: dict[tuple[int, int], None] = {}
     for config in FULL_SIZE.values():
         with torch.device("meta"):
-            weights = build_model(config).weights()
+            weights = build_model(config).packed_tensors()
         for name, weight in weights.items():
             shape = weight.out_features // weight.matrices, weight.in_features
             linear = isinstance(weight, LinearWeight) and name.startswith(MULTIPLIED)
@@ -499,7 +536,9 @@ def shortened(config: ModelConfig) -> ModelConfig:
         if memories:
             place = sum(index < memories.place for index in kept["blocks"])
             memories = replace(memories, place=place)
-        lists = {name: tuple(getattr(stage, name)[i] for i in kept[name]) for name in kept}
+        lists: dict[str, Any] = {
+            name: tuple(getattr(stage, name)[i] for i in kept[name]) for name in kept
+        }
         stages.append(replace(stage, memories=memories, **lists))
     longest = SHORTEST if config.main.memories else LONGEST
     return replace(config, ctx=min(config.ctx, longest), stages=tuple(stages))
@@ -512,7 +551,9 @@ def fitting_dtypes(config: ModelConfig, device: torch.device) -> tuple[torch.dty
     """
     with torch.device("meta"):
         model = build_model(config)
-    needed = BYTES_OF_REFERENCE * sum(tensor.num_weights for tensor in model.weights().values())
+    needed = BYTES_OF_REFERENCE * sum(
+        tensor.num_weights for tensor in model.packed_tensors().values()
+    )
     memory = torch.cuda.get_device_properties(device).total_memory
     if 10 * needed < memory:
         return torch.float32, torch.bfloat16
@@ -542,9 +583,9 @@ def _subjects(
             for batch in (1,) if interpreted else (1, 12):
                 for scale_type in (first, *others):
                     config = replace(RAGGED, scale_type=scale_type)
-                    parts = ("blocks", "bits") if scale_type == first else ("blocks",)
+                    bits = ("bits",) if scale_type == first else ()
                     title = f"ragged {scale_type} batch {batch}"
-                    yield Subject(title, config, batch, *place, parts)
+                    yield Subject(title, config, batch, *place, ("blocks", *bits))
         place = (torch.float32, device, backend)
         for name in () if interpreted else WITH_DIGITS:  # its kernels run above
             config = replace(RAGGED, rule=name, digits="all", scale_type=first)
@@ -553,8 +594,8 @@ def _subjects(
             if interpreted and name not in INTERPRETED:
                 continue
             config = replace(config, scale_type=first)
-            parts = ("blocks", "whole") if interpreted else ("blocks", "whole", "bits")
-            yield Subject(f"{name} {first}", config, 2, *place, parts)
+            bits = () if interpreted else ("bits",)
+            yield Subject(f"{name} {first}", config, 2, *place, ("blocks", "whole", *bits))
             if half and not has_mamba(config):
                 subject = Subject(f"{name} {first}", config, 2, *half, device, backend)
                 yield replace(subject, parts=("blocks", "whole"))
@@ -563,7 +604,8 @@ def _subjects(
                 config = replace(MODELS[name], scale_type=scale_type)
                 yield Subject(f"{name} {scale_type}", config, 2, *place, ("blocks", "whole"))
         for name in RULES:
-            for direction in DIRECTIONS if DIRECTION[name] else (None,):
+            directions: Iterable[str | None] = DIRECTIONS if DIRECTION[name] else (None,)
+            for direction in directions:
                 config = replace(RAGGED, rule=name, direction=direction)
                 title = f"{name} {direction}" if direction else name
                 yield Subject(title, config, 1, *place, ("update",))
@@ -571,6 +613,18 @@ def _subjects(
                 direction = DIRECTION[name]
                 config = replace(RAGGED, rule=name, digits="all", direction=direction)
                 yield Subject(f"{name} {direction} all digits", config, 1, *place, ("update",))
+
+
+def _total(losses: Mapping[str, Tensor]) -> Tensor:
+    """Add up the losses of a model."""
+    first, *others = losses.values()
+    return sum(others, first)
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    """Give the gradient that a watched tensor has after the backward."""
+    assert tensor.grad is not None
+    return tensor.grad
 
 
 def fill_memories(part: nn.Module, codes: int) -> None:
@@ -642,22 +696,24 @@ def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> T
     """
     found, handles = Trace(), []
 
-    def enter(name: str, _module, given: tuple) -> tuple:
+    def enter(name: str, _module: nn.Module, given: tuple) -> tuple:
         found.inputs[name] = given[0].view_as(given[0])
         found.inputs[name].retain_grad()
         return found.inputs[name], *given[1:]
 
-    def leave(name: str, _module, _given, output: Tensor | tuple[Tensor, ...]) -> None:
+    def leave(
+        name: str, _module: nn.Module, _given: tuple, output: Tensor | tuple[Tensor, ...]
+    ) -> None:
         found.outputs[name] = output if isinstance(output, Tensor) else output[0]
         found.outputs[name].retain_grad()
 
-    def add(tensor: TernaryTensor, *handed) -> None:
+    def add(tensor: TernaryTensor, *handed: Any) -> None:
         name, dense = names[id(tensor)], dense_gradient(tensor, *handed)
         found.gradients[name] = found.gradients.get(name, 0) + dense
 
-    names = {id(tensor): name for name, tensor in model.weights().items()}
-    for tensor in model.weights().values():
-        tensor.sink = add
+    weights = model.packed_tensors()
+    names = {id(tensor): name for name, tensor in weights.items()}
+    _hand_gradients(weights.values(), add)
     parts = dict(model.named_modules())
     blocks = [name for name, *_ in named_blocks(subject.config)] if watched else []
     for name in blocks:
@@ -666,7 +722,7 @@ def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> T
         handles.append(parts[name].register_forward_hook(partial(leave, name)))
     with use_backend(subject.backend), _noted(model, subject.batch) as found.choices:
         losses = model.losses(*subject.bytes())
-        sum(losses.values()).backward()
+        _total(losses).backward()
     for handle in handles:
         handle.remove()
     found.losses = {name: loss.detach() for name, loss in losses.items()}
@@ -678,15 +734,17 @@ def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
     """Note what the parts of a model choose in a forward of so many texts."""
     found, handles, indexers = Choices(), [], []
 
-    def note(name: str, choose: Callable[..., Tensor], *given) -> None:
+    def note(name: str, choose: Callable[..., Tensor], *given: Any) -> None:
         chosen = choose(*given)
         found.made.setdefault(name, []).append(chosen.view(batch, -1, *chosen.shape[1:]))
 
-    def note_rows(name: str, heads: int, _table, given: tuple) -> None:
+    def note_rows(name: str, heads: int, _table: nn.Module, given: tuple) -> None:
         if name not in found.made:  # a graph reads rows, too, after its codebook
             note(name, lambda: given[0].view(-1, heads, given[0].shape[1]))
 
-    def note_entries(name: str, choose: Callable[..., Tensor], *given, **options) -> Tensor:
+    def note_entries(
+        name: str, choose: Callable[..., Tensor], *given: Any, **options: Any
+    ) -> Tensor:
         q, _, keys = (part.double() for part in given[:3])
         entries = choose(*given, **options)
         found.made[name] = [entries, torch.einsum("bnhd,bjd->bnhj", q, keys) > 0]
@@ -704,7 +762,9 @@ def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
             own = partial(note_rows, name, part.heads)
             handles.append(part.table.register_forward_pre_hook(own))
         elif type(part) is compressed_attention.Indexer:
-            part.choose = partial(note_entries, name, part.choose)
+            part.choose = partial(  # type: ignore[method-assign]
+                note_entries, name, part.choose
+            )
             indexers.append(part)
     try:
         yield found
@@ -722,7 +782,7 @@ def _compare(subject: Subject) -> Iterator[ParityResult]:
     at each of its many small operations.
     """
     model = subject.build()
-    tensors = model.weights()
+    tensors = model.packed_tensors()
     home = subject.device if subject.name in FULL_SIZE else torch.device("cpu")
     weights = {name: reference_weight(tensor).to(home) for name, tensor in tensors.items()}
     leaves = {name: w.requires_grad_() for name, w in weights.items() if not tensors[name].frozen}
@@ -752,7 +812,8 @@ def _end_to_end(
     reference.choices = choices = found.choices
     with torch.set_grad_enabled(whole):
         logits, losses = reference(ids)
-        losses = {"text": reference_loss(logits, targets)} | losses
+        of_text = masked_reference_loss if subject.config.is_masked else reference_loss
+        losses = {"text": of_text(logits, targets)} | losses
     of_losses = replace(gate, relative=0.05) if subject.dtype == torch.bfloat16 else gate
     pairs = {
         "scores of choices": choices.scores,
@@ -764,7 +825,7 @@ def _end_to_end(
             got, wanted = (torch.cat([x.flatten() for x in xs]) for xs in zip(*every, strict=True))
             yield subject.result("end to end", name, got, wanted, of_losses)
     if whole:
-        grads = torch.autograd.grad(sum(losses.values()), [*leaves.values()])
+        grads = torch.autograd.grad(_total(losses), [*leaves.values()])
         for name, grad in zip(leaves, grads, strict=True):
             yield subject.result("whole gradient", name, found.gradients[name], grad, gate)
 
@@ -801,7 +862,7 @@ def _blocks(
 
     got = found.outputs["embedding"]
     wanted = leaves["embedding.weight"][subject.bytes()[0]]
-    yield from compare("embedding", got, got.grad, wanted, within("embedding."))
+    yield from compare("embedding", got, _gradient(got), wanted, within("embedding."))
     terms, last = reference.terms, None
     for name, stage, block in named_blocks(config):
         counts = [len(reference.places[stage, row]) for row in rows]
@@ -809,7 +870,7 @@ def _blocks(
         # slots without a chunk are left out
         source, of_x, got, grad = (
             torch.cat([part[row, :count] for row, count in enumerate(counts)])
-            for part in (x, x.grad, y, y.grad)
+            for part in (x, _gradient(x), y, _gradient(y))
         )
         source, reference.terms = source.detach().double().requires_grad_(), {}
         texts = zip(rows, source.split(counts), strict=True)
@@ -827,8 +888,8 @@ def _blocks(
         for row in rows:
             reference.ahead(x[row], row)
         besides = sum(reference.losses().values())
-        own = within("byte_mlp.", "head.", "ahead.") | {"input of head": (source, y.grad)}
-        yield from compare("head", got, got.grad, wanted, own, besides)
+        own = within("byte_mlp.", "head.", "ahead.") | {"input of head": (source, _gradient(y))}
+        yield from compare("head", got, _gradient(got), wanted, own, besides)
 
 
 @torch.no_grad()
@@ -856,16 +917,15 @@ def _determinism(subject: Subject) -> Iterator[ParityResult]:
     runs = []
     for _ in range(2):
         model = subject.build()
-        updater = Updater(model.weights().values(), 3, subject.dtype)
-        for tensor in updater.tensors:
-            tensor.sink = updater
+        updater = Updater(model.packed_tensors().values(), 3, subject.dtype)
+        _hand_gradients(updater.tensors, updater)
         updater.begin(0, LR)
         with use_backend(subject.backend):
             losses = model.losses(*subject.bytes())
-            sum(losses.values()).backward()
+            _total(losses).backward()
             model.after_step()
-        losses = [loss.detach() for loss in losses.values()]
-        runs.append([*losses, *model.state_dict().values()])
+        found = [loss.detach() for loss in losses.values()]
+        runs.append([*found, *model.state_dict().values()])
     differing = torch.stack([(a != b).sum() for a, b in zip(*runs, strict=True)])
     zeros = torch.zeros_like(differing)
     yield subject.result("determinism", "loss and state", differing, zeros, EXACT)
@@ -913,6 +973,7 @@ def _tensor(subject: Subject) -> tuple[TernaryTensor, list[Tensor]]:
 def _update(subject: Subject) -> Iterator[ParityResult]:
     """Compare one step with the formulas, of one micro-batch and of two, and a refused one."""
     config, unit = subject.config, {"z": 1.0, "v": 1.0}
+    assert config.direction is not None
     rule = find_rule(config.rule, config.digits)
     if rule.moment_range:
         alone = "moment" in rule.buffers(1, 1, 1)  # else it has four bits of a byte
@@ -961,11 +1022,12 @@ def _rounded(
 
 def _votes(subject: Subject) -> Iterator[ParityResult]:
     tensor, (grad, _) = _tensor(subject)
+    buffers = dict(tensor.named_buffers())
     ok, threshold = torch.tensor(1, dtype=torch.int32), torch.tensor(3, dtype=torch.int32)
     slope, *_ = gradient_statistics_reference(grad, tensor.packed, factored=False, signs=True)
     wanted = (
-        *cast_trit_votes_reference(tensor.trits, tensor.votes, grad, ok, threshold)[:2],
-        *cast_scale_votes_reference(tensor.exponent, tensor.scale_votes, slope, ok),
+        *cast_trit_votes_reference(tensor.trits, buffers["votes"], grad, ok, threshold)[:2],
+        *cast_scale_votes_reference(tensor.exponent, buffers["scale_votes"], slope, ok),
     )
     updater = Updater([tensor], 3, torch.float32)
     with use_backend(subject.backend):

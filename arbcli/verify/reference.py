@@ -263,6 +263,13 @@ def named_blocks(config: ModelConfig) -> Iterator[tuple[str, int, BlockConfig]]:
         yield from ((f"{prefix}.{index}", stage, block) for index, block in enumerate(blocks))
 
 
+def masked_reference_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Average the cross-entropy of hidden bytes of each text, those that are not -1, over texts."""
+    each = zip(logits, targets, strict=True)
+    hidden = [(row[of >= 0], of[of >= 0]) for row, of in each]
+    return torch.stack([reference_loss(row, of) for row, of in hidden]).mean()
+
+
 def reference_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Average the cross-entropy in nats a byte."""
     of_target = logits.gather(-1, targets[..., None])[..., 0]

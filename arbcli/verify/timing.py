@@ -23,6 +23,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from arbcli.device import capturing
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime.inputs import TensorOptions
@@ -57,7 +58,7 @@ class Stopwatch:
             for _ in range(WARM_UPS):  # compiles kernels and allocates the library's workspace
                 call()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
+        with capturing(graph, stream=self._stream):
             call()
         return graph.replay
 

@@ -132,6 +132,71 @@ def test_defaults_are_those_of_the_pages_of_help(run, generate, arb_here):
     assert report["prompt"] == "\n"
 
 
+@pytest.fixture(scope="module")
+def masked_run(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("masked")
+    (folder / "text.txt").write_text("abcdefgh" * 200)
+    sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 8}
+    data = [str(folder / "text.txt")]
+    config = new_config(**sizes, objective="masked", steps=100, device="cpu", data=data)
+    start_run(config, folder / "run", Observer())
+    return str(folder / "run")
+
+
+def test_holes_are_filled_from_both_sides(masked_run, arb_here):
+    generate = partial(arb_here, "generate", masked_run, "--device", "cpu", "--temperature", "0")
+    done = generate("--infill", "abc…fg…bcd", "--length", "2")
+    assert done.stdout == "abcdefghabcd"
+    assert "4 hidden, filled in 4 steps" in done.stderr
+    report = json.loads(generate("--infill", "abc…fgh", "--length", "2", "--json").stdout)
+    told = {key: report[key] for key in ("text", "length", "steps", "temperature", "top_k")}
+    assert told == {"text": "abcdefgh", "length": 2, "steps": 2, "temperature": 0, "top_k": 256}
+    after = ["--prompt", "abcd", "--length", "4", "--steps", "1"]
+    report = json.loads(generate(*after, "--json").stdout)
+    assert (report["text"][:5], len(report["text"]), report["steps"]) == ("abcde", 8, 1)
+    assert generate(*after, "--bytes").stdout == report["text"]
+    report = json.loads(arb_here("evaluate", masked_run, "--draws", "3", "--json").stdout)
+    assert (report["draws"], report["stride"]) == (3, 16)
+    assert report["nats_per_byte"] < 1.5  # each of eight letters alone costs 2.08
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--infill", "abc"], "has no `…`"),
+        (["--infill", "a…b", "--length", "15"], "17 symbols with its holes"),
+        (["--infill", "a…b", "--prompt", "c"], "leave `--prompt` out"),
+        (["--prompt", "a", "--kv", "int8"], "leave `--kv` out"),
+        (["--prompts", "lines"], "from left to right"),
+    ],
+)
+def test_what_a_masked_model_cannot_do_is_refused_in_a_line(
+    words, why, masked_run, arb_here, tmp_path
+):
+    (tmp_path / "lines").write_text('{"prompt": "a", "length": 3}\n')
+    words = [str(tmp_path / "lines") if word == "lines" else word for word in words]
+    done = arb_here("generate", masked_run, "--device", "cpu", *words)
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "why"),
+    [
+        ("generate", ["--infill", "a…b"], "predicts the next byte"),
+        ("generate", ["--steps", "3"], "`--steps` is of a masked model"),
+        ("evaluate", ["--draws", "3"], "`--draws` is of a masked model"),
+    ],
+)
+def test_what_fills_holes_is_refused_of_a_model_of_the_next_byte(
+    command, words, why, run, arb_here
+):
+    done = arb_here(command, run, "--device", "cpu", *words)
+    assert done.returncode == 2
+    assert why in done.stderr
+
+
 def test_prompts_of_a_file_are_a_line_each(generate, tmp_path, monkeypatch):
     path, alone = tmp_path / "prompts.jsonl", []
     path.write_text('{"prompt": "to", "seed": 7}\n"read"\n{"prompt": "na\u00efve", "length": 2}\n')

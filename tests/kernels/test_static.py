@@ -22,7 +22,7 @@ NARROW = {"decode_weight"}
 """Files whose kernels are given matrices of fewer than 2**31 weights."""
 OF_A_STEP = {
     "append_position", "attend_ahead", "attend_parts", "choose_ahead",
-    "decode_attention", "decode_attention_8bit", "decode_attention_rows", "decode_compressed",
+    "decode_attention", "decode_compressed",
     "decode_latent", "mamba_step", "prepacked_rows", "route_position", "row_by_row", "row_matmul",
 }  # fmt: skip
 """Files whose kernels step at most 64 texts: numbers of theirs are products of int32."""
@@ -321,22 +321,137 @@ def test_a_barrier_that_is_missing_is_found(before, after, found):
         assert missing_barriers(kernel) == wanted
 
 
+WAITS = ("tl.debug_barrier", "wait_for_warp", "wait_for_copies", "commit")
+BARRIER, WARP = "tl.debug_barrier()", "wait_for_warp(thread)"
 COUNTED = {
-    "attend_parts: _attend_parts_kernel": 1,
-    "prepacked_rows: _prepacked_rows_kernel": 1,
-    "route_position: _route_position_kernel": 2,
-    "row_by_row: _do_rows": 3,
-    "row_matmul: _row_matmul_kernel": 2,
+    "attend_parts: _attend_parts_kernel": {BARRIER: 1},
+    "decode_weight: _store_staged": {WARP: 2},
+    "prepacked_rows: _prepacked_rows_kernel": {
+        BARRIER: 1, WARP: 1, "commit(thread)": 2, "wait_for_copies(0, thread)": 2,
+        "wait_for_copies(STAGES - 1, thread)": 1,
+    },
+    "prepacked_rows: _write_units": {WARP: 1},
+    "route_position: _route_position_kernel": {BARRIER: 2},
+    "row_by_row: _do_rows": {BARRIER: 3},
+    "row_matmul: _row_matmul_kernel": {BARRIER: 2},
+}  # fmt: skip
+"""Waits that the rule does not see: most are between what threads write to shared memory and what
+others read there. Tests that execute PTX run all threads in step, and miss none."""
+
+
+def test_waits_that_the_rule_does_not_see_are_all_there():
+    for file in FILES:
+        for kernel in kernels_in(file):
+            name = f"{file.stem}: {kernel.name}"
+            calls = (node for node in ast.walk(kernel) if isinstance(node, ast.Call))
+            found = Counter(ast.unparse(call) for call in calls if ast.unparse(call.func) in WAITS)
+            assert name in COUNTED or {*found} <= {BARRIER}, name
+            assert found == COUNTED.get(name, found), name
+
+
+BEFORE = {
+    "attend_ahead: _keep_accepted_kernel": "addresses sizes",
+    "attend_parts: _attend_parts_kernel": "cos instead keys position sin values",
+    "decode_attention: load_rotated": "cos sin",
+    "decode_latent: _decode_latent_kernel": "cos position sin",
+    "route_position: _route_position_kernel": "encoder going_on last mean x",
+    "route_position: _take_chunk_kernel": "begins mean p residual",
+    "digits_matmul: _digits_matmul_kernel": "pieces scales",
+    "prepacked_rows: _prepacked_rows_kernel": "instead pieces",
+    "row_by_row: _row_by_row_kernel": "instead pieces position",
+    "row_matmul: _row_matmul_kernel": "instead pieces position",
+    "choose_bytes: _choose_bytes_kernel": "temperature top_k top_p",
+    "mamba_step: _mamba_step_kernel": "bias position rate ring skip state taps",
 }
-"""Barriers that the rule does not see: most are between what threads write to shared memory and
-what others read there. Tests that execute PTX run all threads in step, and miss none."""
+"""What kernels read before they wait for the one before them: see `overlap` for why they may."""
 
 
-def test_barriers_that_the_rule_does_not_see_are_all_there():
-    found = Counter(
-        name
-        for name, kernel in all_kernels().items()
-        for node in ast.walk(kernel)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.debug_barrier"
-    )
-    assert {name: found[name] for name in COUNTED} == COUNTED
+def test_what_the_kernel_before_writes_is_read_after_the_wait_for_it():
+    found = {}
+    for file in FILES:
+        for kernel in kernels_in(file):
+            made_of, before = dict[str, str](), set[str]()
+            for name, value in assigned(kernel):
+                of, text = pointer_of(value, made_of), ast.unparse(value)
+                if of and "load" not in text and "dtype" not in text:
+                    made_of[name] = of
+            calls = [node for node in ast.walk(kernel) if isinstance(node, ast.Call)]
+            waits = [call.lineno for call in calls if ast.unparse(call.func) == "wait_for_last"]
+            for call in calls if waits else ():
+                if call.lineno < waits[0]:
+                    assert ast.unparse(call.func) != "tl.store", file.stem
+                    before |= {of for each in call.args if (of := pointer_of(each, made_of))}
+            if before:
+                read = " ".join(sorted(of.removesuffix("_ptr") for of in before))
+                found[f"{file.stem}: {kernel.name}"] = read
+    assert found == BEFORE
+
+
+def weak_atomics(kernel: ast.FunctionDef) -> list[str]:
+    """List atomic operations that decide something, or tell, without the order of memory for it."""
+    alone = {id(node.value) for node in ast.walk(kernel) if isinstance(node, ast.Expr)}
+    found = []
+    for call in (node for node in ast.walk(kernel) if isinstance(node, ast.Call)):
+        if ast.unparse(call.func).startswith("tl.atomic"):
+            how = [ast.literal_eval(word.value) for word in call.keywords if word.arg == "sem"]
+            enough = {"release", "acq_rel"} if id(call) in alone else {"acquire", "acq_rel"}
+            if not enough.issuperset(how or ["acq_rel"]):  # which is Triton's default
+                found.append(ast.unparse(call))
+    return found
+
+
+def test_what_tells_of_stores_orders_them():
+    """A count of programs that is relaxed may be seen before the sums that it counts."""
+    assert {n: w for n, k in all_kernels().items() if (w := weak_atomics(k))} == {}
+    source = "@triton.jit\ndef kernel(p_ptr):\n    {}tl.atomic_add(p_ptr, 1, sem='{}')\n"
+    for used, sem in (("x = ", "relaxed"), ("x = ", "release"), ("", "relaxed"), ("", "acquire")):
+        (kernel,) = kernels_of(source.format(used, sem))
+        assert weak_atomics(kernel)
+
+
+SECOND = {
+    "3",
+    "batch",
+    "batch * heads",
+    "batch * kv",
+    "experts",
+    "heads",
+    "len(qs)",
+    "len(wave)",
+    "parts",
+    "position.numel()",
+    "programs",
+    "rows",
+    "splits",
+    "taps",
+    "texts",
+    "tile.parts",
+    "triton.cdiv(chunks, tile['CHUNKS'])",
+    "triton.cdiv(len(x), 8 * octets)",
+    "triton.cdiv(num_bytes, PLANE)",
+    "triton.cdiv(number, blocks)",
+    "triton.cdiv(number, tile)",
+    "triton.cdiv(out_features, 32)",
+    "triton.cdiv(outputs, tile[1])",
+    "triton.cdiv(packed.in_features, 256)",
+    "triton.cdiv(width, 256)",
+    "triton.cdiv(width, 32)",
+    "triton.cdiv(width, block)",
+    "triton.cdiv(width, block_d)",
+    "triton.cdiv(x.shape[1], BLOCK * blocks)",
+}
+"""Lengths of second and third axes of grids, which a GPU ends at 65,535: texts, heads, columns, and
+`rows` of at most eight positions. What may be longer, as positions and entries are, comes first."""
+
+
+def test_only_first_axes_of_grids_may_be_long():
+    found = set[str]()
+    functions = (each for file in FILES for each in ast.parse(file.read_text()).body)
+    for function in (each for each in functions if isinstance(each, ast.FunctionDef)):
+        calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
+        for call in (call for call in calls if isinstance(call.func, ast.Subscript)):
+            grid = call.func.slice
+            grid = dict(assigned(function)).get(getattr(grid, "id", ""), grid)
+            tuples = (part for part in ast.walk(grid) if isinstance(part, ast.Tuple))
+            found |= {ast.unparse(axis) for each in tuples for axis in each.elts[1:]}
+    assert found == SECOND

@@ -90,6 +90,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "scales": {"by the loss": {}, "routed": {"scale_losses": ("attention=text",)}},
     "groups": {"T32": {}, "T6": {"scale_type": "T6"}},
     "symbols": {"bytes": {}, "tied": {}, "in chunks": {}},
+    "objective": {"next": {}, "masked": {"objective": "masked"}},
     "backend": {"torch": {}, "native": {"backend": "native"}},
 }  # fmt: skip
 """By name of a setting: its values, and what each is given to a run as; first the usual one."""
@@ -115,6 +116,11 @@ REFUSED = (
     ("wire", ("int8", "int12", "int16"), "scales", ("routed",), "gradients that travel"),
     ("micro-batches", ("1", "3"), "processes", ("2",), "cannot be dealt out evenly"),
     ("processes", ("2",), "scales", ("routed",), "cannot be dealt out evenly"),
+    ("objective", ("masked",), "model", ("compressed",), "entries are of positions before"),
+    ("objective", ("masked",), "model", ("chunks",), "one ends where the next begins"),
+    ("objective", ("masked",), "model", ("mamba",), "goes from left to right"),
+    ("objective", ("masked",), "model", ("graph",), "reads what is before a position"),
+    ("objective", ("masked",), "symbols", ("tied",), "no row for the symbol of a hidden byte"),
 )
 """Pairs of values that cannot be, and what is said of them."""
 QUICK_ROWS = 9

@@ -335,6 +335,19 @@ def test_samples_and_a_trace_change_nothing_of_a_run(text, tmp_path, device, mon
     assert [found.name for found in run.glob("*trace*")] == [path.name]
 
 
+def test_samples_compile_nothing(text, tmp_path, monkeypatch):
+    """As blocks of a large twin are compiled: their forward pass makes the text, too."""
+    compiled = []
+
+    def generate(*_, **__):
+        compiled_sum = torch.compile(torch.sum, backend=lambda graph, _: compiled.append(graph))
+        return [b"%d" % int(compiled_sum(torch.ones(3)))]
+
+    monkeypatch.setattr("arbcli.train.run.generate", generate)
+    report = start_run(config(text, "cpu", steps=1), tmp_path / "run", Observer())
+    assert (report.sample, compiled) == ("3", [])
+
+
 def test_sample_that_finds_no_memory_is_told_and_the_run_goes_on(text, tmp_path, monkeypatch):
     asked = iter([ArbError("the GPU's memory is not enough"), None, None])
 

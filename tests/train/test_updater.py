@@ -733,6 +733,17 @@ def test_slopes_of_all_of_a_loss_move_scales_as_its_gradient_does(kind, parts):
     assert all(torch.equal(part, found[1][name]) for name, part in found[0].items())
 
 
+def test_scales_stay_for_which_no_slope_was_found():
+    stack, updater, _ = stack_of("moment", "sign")
+    grads, before = gradient("cpu", 3, (EXPERTS, HEIGHT, DIM)), state(stack)
+    updater.begin(0, lr=1.0)
+    with updater.finding_slopes(frozenset({stack.area})):
+        updater(stack, grads[:2], range(2))
+    updater(stack, grads, range(EXPERTS))
+    moved = (stack.fraction != before["fraction"]).any(dim=1).view(EXPERTS, HEIGHT)
+    assert moved.any(dim=1).tolist() == [True, True, False]
+
+
 def test_bits_turn_once_a_step_and_with_each_gradient_that_steps_by_itself(monkeypatch):
     turns = []
     step = moment.step_by_moment
@@ -823,21 +834,28 @@ def test_stacked_matrices_are_orthogonalised_as_each_alone(dtype, device):
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-def test_rows_of_a_table_step_by_their_share_with_every_micro_batch(parts, monkeypatch):
+@pytest.mark.parametrize(("direction", "step"), [
+    ("sign", "step_by_moment"), ("orthogonal", "step_by_direction"),
+])  # fmt: skip
+def test_rows_of_a_table_step_by_their_share_with_every_micro_batch(
+    direction, step, parts, monkeypatch
+):
     """They may go without a gradient in another one, so they do not wait for the last."""
-    sizes, step = [], moment.step_by_moment
-    monkeypatch.setattr(
-        moment,
-        "step_by_moment",
-        lambda *args: [sizes.append(int(args[5])), step(*args)][1],
-    )
+    sizes, steps = [], getattr(moment, step)
+
+    def spied(*args):
+        along = step == "step_by_direction"
+        sizes.append(int(args[6]) / 2 ** int(args[7]) if along else int(args[5]))
+        return steps(*args)
+
+    monkeypatch.setattr(moment, step, spied)
     for accumulation in (1, parts):
-        table, updater, _ = table_of("moment", "sign")
+        table, updater, _ = table_of("moment", direction)
         where = touched(1)
         for micro in range(accumulation):
             updater.begin(0, 1.0, micro, accumulation)
             updater(table, padded(gradient("cpu", shape=(len(ROWS), DIM)), where), where)
-    assert sizes[1:] == [sizes[0] // parts] * parts
+    assert sizes[1:] == pytest.approx([sizes[0] / parts] * parts, rel=1e-3)
 
 
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)

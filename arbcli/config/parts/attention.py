@@ -52,10 +52,11 @@ def check_even_width(name: str, value: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig(PartConfig):
-    """Causal self-attention with rotary positions."""
+    """Self-attention with rotary positions."""
 
     kind: str = field(default="attention", init=False)
     across: ClassVar[str | None] = None
+    causal: ClassVar[str | None] = None
     heads: int
     """Heads of queries."""
     kv_heads: int | None = None
@@ -64,7 +65,8 @@ class AttentionConfig(PartConfig):
     head_width: int | None = None
     """None is the width of the stream divided by `heads`."""
     window: int | None = None
-    """Positions that each one attends to, itself included; None is all before it."""
+    """Positions that each one attends to, itself included; None is all before it. Of a masked
+    model there are as many on the other side."""
     rotary: RotaryConfig = PLAIN
     """The angles by which queries and keys turn."""
     query_key_norm: str = "unit"

@@ -18,6 +18,8 @@ class PartConfig:
     across: ClassVar[str | None] = "it would pass something from one document to the next"
     """Why a window cannot hold several documents that know nothing of each other; None if it can.
     """
+    causal: ClassVar[str | None] = "it reads what is before a position"
+    """Why no position can see those after it; None if it can."""
 
     @property
     def reads_text(self) -> bool:

@@ -20,6 +20,7 @@ class CompressedAttentionConfig(PartConfig):
 
     kind: str = field(default="compressed", init=False)
     across: ClassVar[str | None] = "an entry may hold positions of two documents"
+    causal: ClassVar[str | None] = "its entries are of positions before the one that reads them"
     heads: int
     kv_heads: int = 1
     """Heads of keys and values, each of which serves `heads / kv_heads` heads of queries."""

@@ -18,6 +18,7 @@ class ExpertsConfig(PartConfig):
 
     kind: str = field(default="experts", init=False)
     across: ClassVar[str | None] = None
+    causal: ClassVar[str | None] = None
     experts: int
     top_k: int = 2
     """Experts of a position."""

@@ -11,10 +11,11 @@ from arbcli.errors import ArbError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttentionConfig(PartConfig):
-    """Causal self-attention whose keys and values are made from a latent vector."""
+    """Self-attention whose keys and values are made from a latent vector."""
 
     kind: str = field(default="latent", init=False)
     across: ClassVar[str | None] = "its attention has no mask of documents"
+    causal: ClassVar[str | None] = None
     heads: int
     latent: int
     """Width of the vector that keys and values are compressed to."""

@@ -17,6 +17,7 @@ class MambaConfig(PartConfig):
 
     kind: str = field(default="mamba", init=False)
     across: ClassVar[str | None] = "its state goes on from one document to the next"
+    causal: ClassVar[str | None] = "its state goes from left to right"
     heads: int
     """Of the stream's width; there are `EXPAND` times as many inside, of the same width."""
     states: int = 64

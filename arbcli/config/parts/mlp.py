@@ -13,6 +13,7 @@ class MLPConfig(PartConfig):
 
     kind: str = field(default="mlp", init=False)
     across: ClassVar[str | None] = None
+    causal: ClassVar[str | None] = None
     width: int
     """Of the hidden layer."""
     sub_norm: bool = True

@@ -23,11 +23,14 @@ from arbcli.kernels.attention.eight_bits import (
     FORMATS,
     ROOM,
     decode_entries,
+    decode_entries_reference,
     quantise_entries,
     quantise_halves,
+    round_entries_reference,
 )
+from arbcli.kernels.attention.rotation import normalise_reference, rotate, rotate_reference
 from arbcli.kernels.dice import Dice
-from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference
+from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, Arguments, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
@@ -53,21 +56,14 @@ def append_position_reference(
     """Compute what `append_position_` must return, and leave in its buffers, in float64."""
     p, m = int(position), opened.shape[1]
     new, recent, entries, opened = (part.double() for part in (new, recent, entries, opened))
-
-    def rotated(x: Tensor, place: int) -> Tensor:
-        angle = torch.complex(cos[place].double(), sin[place].double())
-        found = torch.complex(*x.chunk(2, dim=-1)) * angle
-        return torch.cat((found.real, found.imag), dim=-1)
-
-    def normal(x: Tensor) -> Tensor:
-        return x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()
-
-    recent[p % len(recent)] = rotated(normal(new[0]), p)
+    begin = p // m * m
+    normal = normalise_reference(new[0], eps)
+    recent[p % len(recent)] = rotate_reference(normal, cos[p], sin[p])
     opened[:, p % m] = new[1:].flatten(1)
     share = torch.exp(opened[1] + beta.double().T)[: p % m + 1]
     mixed = (share * opened[0, : p % m + 1]).sum(dim=0) / share.sum(dim=0)
-    still = normal(mixed.view(new[0].shape))
-    entries[p // m % len(entries)] = rotated(still, p // m * m)
+    still = normalise_reference(mixed.view(new[0].shape), eps)
+    entries[p // m % len(entries)] = rotate_reference(still, cos[begin], sin[begin])
     return still, recent, entries, opened
 
 
@@ -85,9 +81,9 @@ def append_position_8bit_reference(
     exponents: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, ...]:
     """Compute what `append_position_` leaves in eight bits, as numbers, in float64."""
-    room, numbers = 7 if recent.dtype == E4M3 else 6, []
-    for codes, exponent in zip((recent, entries), exponents, strict=True):
-        numbers.append(torch.ldexp(codes.double(), exponent[..., None].int() + 1 - room))
+    numbers = [
+        decode_entries_reference(*part) for part in zip((recent, entries), exponents, strict=True)
+    ]
     before = [part.clone() for part in numbers]
     still, *after, opened = append_position_reference(
         new, numbers[0], numbers[1], opened, beta, position, cos, sin, eps
@@ -95,12 +91,7 @@ def append_position_8bit_reference(
     for old, found in zip(before, after, strict=True):
         changed = (old != found).any(dim=-1)
         x = found[changed].to(new.dtype).double()
-        octave = torch.frexp(x.abs().amax(dim=-1, keepdim=True)).exponent - 1
-        scale = torch.exp2((octave.clamp(min=-119) - room).double())
-        if recent.dtype == E4M3:
-            found[changed] = round_e4m3_reference(x / scale).double() * scale
-        else:
-            found[changed] = torch.round(x / scale).clamp(max=127) * scale
+        found[changed] = round_entries_reference(x, recent.dtype)
     return still, *after, opened
 
 
@@ -116,20 +107,16 @@ def _append_position_torch(
     m, width = opened.shape[1], new.shape[2:]
     place = position.long()[None]
     number = place // m
-
-    def rotated(x: Tensor, at: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        c, s = cos[at], sin[at]
-        return torch.cat((first * c - second * s, first * s + second * c), dim=-1)
-
+    begin = number * m
     normal = functional.rms_norm(new[0].float(), width, eps=eps)
-    recent.index_copy_(0, place % len(recent), rotated(normal, place)[None].to(recent.dtype))
+    rotated = rotate(normal, cos[place], sin[place])[None].to(recent.dtype)
+    recent.index_copy_(0, place % len(recent), rotated)
     opened.index_copy_(1, place % m, new[1:].flatten(1)[:, None])
     filled = (torch.arange(m, device=new.device) <= place % m)[:, None]
     gates = (opened[1].float() + beta.T).masked_fill(~filled, -torch.inf)
     mixed = (gates.softmax(dim=0) * torch.where(filled, opened[0].float(), 0)).sum(dim=0)
     still = functional.rms_norm(mixed.view(new[0].shape), width, eps=eps).to(new.dtype)
-    entry = rotated(still.float(), number * m)[None].to(entries.dtype)
+    entry = rotate(still, cos[begin], sin[begin])[None].to(entries.dtype)
     entries.index_copy_(0, number % len(entries), entry)
     return still
 

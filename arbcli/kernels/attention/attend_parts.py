@@ -37,6 +37,7 @@ from torch.nn import functional
 from arbcli.kernels.attention.decode_attention import (
     PLACE,
     decode_attention,
+    rotated_reference,
     rotated_torch,
 )
 from arbcli.kernels.codec.warp_products import HAS_PTX, round_pair, unpair, unpair_four
@@ -163,9 +164,7 @@ def attend_parts_reference(
     p, (heads, window, width) = int(position), keys.shape
     parts, _, span = sharing(window, width, most)
     x, keys, values = (part.to(torch.float64) for part in (qkv, keys, values))
-    rotated = torch.complex(*x[:2].chunk(2, dim=-1)) * torch.complex(cos[p], sin[p])
-    root = (x[:2].square().mean(-1, True) + eps).sqrt()
-    q, k = (torch.cat([rotated.real, rotated.imag], -1) / root).to(qkv.dtype).to(torch.float64)
+    q, k = rotated_reference(x, cos[p], sin[p], eps).to(qkv.dtype).to(torch.float64)
     keys[:, p % window], values[:, p % window] = k, x[2]
     averages = torch.zeros(parts, heads, width, dtype=torch.float64, device=qkv.device)
     totals = averages.new_zeros(parts, heads)

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from arbcli.kernels.attention.decode_attention import PLACE
 from arbcli.kernels.attention.eight_bits import numbers_of
+from arbcli.kernels.attention.rotation import normalise_reference, rotate, rotate_reference
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
@@ -57,10 +58,7 @@ def choose_next_reference(
     query, key, keys = (part.double() for part in (query, key, keys))
 
     def rotated(x: Tensor, place: int) -> Tensor:
-        x = x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()
-        angle = torch.complex(cos[place].double(), sin[place].double())
-        found = torch.complex(*x.chunk(2, dim=-1)) * angle
-        return torch.cat((found.real, found.imag), dim=-1)
+        return rotate_reference(normalise_reference(x, eps), cos[place], sin[place])
 
     new = rotated(key, p // m * m)
     keys[p // m % slots] = round_e4m3_reference(new.to(dtype).double()) if in_eight_bits else new
@@ -90,9 +88,8 @@ def _choose_next_torch(
     number, complete = place // m, (place + 1) // m
 
     def rotated(x: Tensor, at: Tensor) -> Tensor:
-        first, second = functional.rms_norm(x.float(), (width,), eps=eps).chunk(2, dim=-1)
-        c, s = cos[at], sin[at]
-        return torch.cat((first * c - second * s, first * s + second * c), dim=-1).to(x.dtype)
+        normal = functional.rms_norm(x.float(), (width,), eps=eps)
+        return rotate(normal, cos[at], sin[at]).to(x.dtype)
 
     new = rotated(key[None], number * m)
     if keys.dtype == E4M3:  # torch copies no e4m3 by index

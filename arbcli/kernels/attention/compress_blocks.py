@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.attention.rotation import normalise_reference, rotate, rotate_reference
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, SOME_REAL, Arguments, Array, Number
@@ -31,20 +32,17 @@ def compress_blocks_reference(
     batch, length, _ = x.shape
     x, beta = x.view(batch, length, 3, heads, -1), beta.double().view(heads, -1, m)
 
-    def normal(v: Tensor) -> Tensor:
-        return v / (v.square().mean(dim=-1, keepdim=True) + eps).sqrt()
-
     def rotated(v: Tensor, t: int) -> Tensor:
-        found = torch.complex(*v.chunk(2, dim=-1))
-        found = found * torch.complex(cos[t].double(), sin[t].double())
-        return torch.cat((found.real, found.imag), dim=-1)
+        return rotate_reference(v, cos[t], sin[t])
 
-    recent = torch.stack([rotated(normal(x[:, t, 0]), t) for t in range(length)], dim=1)
+    normal = normalise_reference(x[:, :, 0], eps)
+    recent = torch.stack([rotated(normal[:, t], t) for t in range(length)], dim=1)
     still, entries = [], []
     for j in range(length // m):
         weights = torch.stack([(x[:, j * m + i, 2] + beta[..., i]).exp() for i in range(m)])
         values = torch.stack([x[:, j * m + i, 1] for i in range(m)])
-        still.append(normal((weights * values).sum(dim=0) / weights.sum(dim=0)))
+        mixed = (weights * values).sum(dim=0) / weights.sum(dim=0)
+        still.append(normalise_reference(mixed, eps))
         entries.append(rotated(still[-1], j * m))
     if not still:
         none = recent[:, :0]
@@ -71,13 +69,6 @@ def compress_blocks_backward_reference(
     return grad_x, torch.zeros_like(beta) if grad_beta is None else grad_beta
 
 
-def _rotated_torch(v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn (B, T, G, d) float32 by (T, d / 2) angles."""
-    first, second = v.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
-
-
 def _compress_blocks_torch(
     x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,13 +76,14 @@ def _compress_blocks_torch(
     head, number = (width // 3 // heads,), length // m
     recent, values, gates = x.split(width // 3, dim=2)
     recent = functional.rms_norm(recent.unflatten(2, (heads, -1)).float(), head, eps=eps)
-    recent = _rotated_torch(recent, cos, sin).to(x.dtype)
+    cos, sin = cos[:, None], sin[:, None]
+    recent = rotate(recent, cos, sin).to(x.dtype)
     values, gates = (part[:, : number * m].float() for part in (values, gates))
     share = (gates.unflatten(1, (number, m)) + beta.T).softmax(dim=2)
     mixed = (share * values.unflatten(1, (number, m))).sum(dim=2).unflatten(2, (heads, -1))
     still = functional.rms_norm(mixed, head, eps=eps).to(x.dtype)
     starts = [part[::m][:number] for part in (cos, sin)]
-    return recent, _rotated_torch(still.float(), *starts).to(x.dtype), still
+    return recent, rotate(still, *starts).to(x.dtype), still
 
 
 def _compress_blocks_backward_torch(

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.attention.rotation import normalise_reference, rotate, rotate_reference
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, Arguments, Array, Number
@@ -83,29 +84,18 @@ def compressed_attention_reference(
                 group = complete - (sight.start + 1) // sight.ratio
                 seen = [j for j in picked[b][group] if j >= 0]
             last = lead + t + 1
-            angle = torch.complex(cos[t].double(), sin[t].double())
-            q = x[b, t] / (x[b, t].square().mean(dim=-1, keepdim=True) + eps).sqrt()
-            q = torch.complex(*q.chunk(2, dim=-1)) * angle
-            q = torch.cat((q.real, q.imag), dim=-1)  # (H, d)
+            q = rotate_reference(normalise_reference(x[b, t], eps), cos[t], sin[t])  # (H, d)
             near = recent[b, max(0, last - sight.window) : last]
             keys = torch.cat((entries[b, seen], near))[:, owner]  # (n, H, d)
             weights = ((keys * q).sum(dim=-1) / width**0.5).exp()
             total = weights.sum(dim=0) + sink.exp()
             y = (weights[..., None] / total[:, None] * keys).sum(dim=0)
-            y = torch.complex(*y.chunk(2, dim=-1)) * angle.conj()
-            rows.append(torch.cat((y.real, y.imag), dim=-1))
+            rows.append(rotate_reference(y, cos[t], -sin[t]))
             logs.append(total.log())
             if shares is not None:
                 shares[b, group, : len(seen)] += (weights / total)[: len(seen)].sum(dim=1).detach()
     shape = batch, length, heads
     return torch.stack(rows).view(*shape, width), torch.stack(logs).view(shape), shares
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn (B, T, H, d) float32 by (T, d / 2) angles."""
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
 class Part(NamedTuple):
@@ -150,7 +140,8 @@ def attend_part(
     batch, length, heads, width = x.shape
     device, of_head = x.device, heads // recent.shape[2]
     q = functional.rms_norm(x.float(), (width,), eps=eps)
-    q = _turn(q, cos, sin).to(x.dtype).float() * width**-0.5
+    cos, sin = cos[:, None], sin[:, None]
+    q = rotate(q, cos, sin).to(x.dtype).float() * width**-0.5
     q = q.unflatten(2, (-1, of_head))  # (B, T, G, H / G, d)
     place = torch.arange(part.queries.start, part.queries.stop, device=device)
     at = torch.arange(part.keys.start, part.keys.stop, device=device) - lead
@@ -184,7 +175,7 @@ def attend_part(
         shares = of_entries.sum(dim=(2, 3))  # (B, T, k)
         shares = functional.pad(shares, (0, 0, part.skipped, after))
         shares = shares.unflatten(1, (-1, sight.ratio)).sum(dim=2)
-    y = _turn(y.flatten(2, 3), cos, -sin).to(x.dtype)
+    y = rotate(y.flatten(2, 3), cos, -sin).to(x.dtype)
     return y, total.log().flatten(2), shares
 
 

@@ -37,6 +37,7 @@ from arbcli.kernels.attention.compressed_attention import (
     scores_of,
     tiling,
 )
+from arbcli.kernels.attention.rotation import rotate_reference
 from arbcli.kernels.attention.sum_choices import sum_choices
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
@@ -108,14 +109,10 @@ def rounded_attention_gradients(
     so. Each of these alone is an error of 1e-3 to 2e-3, and all together of 3e-3 to 4e-3.
     """
     dtype, (length, heads, width), near = x.dtype, x.shape[1:], recent.shape[1]
-    angle = torch.complex(cos.double(), sin.double())[:, None]
+    cos, sin = cos[:, None], sin[:, None]
 
     def rounded(part: Tensor) -> Tensor:
         return part.to(dtype).double()
-
-    def rotated(part: Tensor, by: Tensor) -> Tensor:
-        found = torch.complex(*part.chunk(2, dim=-1)) * by
-        return torch.cat((found.real, found.imag), dim=-1)
 
     grad_y, y, x, recent, entries = (part.double() for part in (grad_y, y, x, recent, entries))
     of_kv = heads // recent.shape[2]
@@ -132,7 +129,7 @@ def rounded_attention_gradients(
     seen = torch.cat((in_window, far[..., :-1]), dim=2)[:, :, None]
 
     r = (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
-    q, do = rounded(rotated(x * r, angle)), rounded(rotated(grad_y, angle))
+    q, do = (rounded(rotate_reference(part, cos, sin)) for part in (x * r, grad_y))
     s, dp = (torch.einsum("bthd,bjhd->bthj", part, vectors) for part in (q, do))
     p = torch.where(seen, (s * width**-0.5 - logs[..., None]).exp(), 0)
     delta = (grad_y * y).sum(dim=-1)
@@ -148,7 +145,7 @@ def rounded_attention_gradients(
         groups = [place[complete == g] for g in complete.unique()]
         of_groups = [rounded(of_vectors(group)[:, near:]) for group in groups]
         grad_entries = torch.stack(of_groups).sum(0)
-    grad_q = rotated(torch.einsum("bthj,bjhd->bthd", ds, vectors), angle.conj())
+    grad_q = rotate_reference(torch.einsum("bthj,bjhd->bthd", ds, vectors), cos, -sin)
     grad_x = (grad_q - x * r * (grad_q * x * r).mean(dim=-1, keepdim=True)) * r
     grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))
     return grad_x.to(dtype), grad_recent, grad_entries, grad_sink

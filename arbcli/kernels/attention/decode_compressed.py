@@ -25,10 +25,12 @@ from arbcli.kernels.attention.eight_bits import (
     FORMATS,
     ROOM,
     decode_entries,
+    decode_entries_reference,
     numbers_of,
     quantise_entries,
     scale_of_entry,
 )
+from arbcli.kernels.attention.rotation import normalise_reference, rotate, rotate_reference
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
@@ -69,17 +71,13 @@ def decode_compressed_reference(
 ) -> tuple[Tensor, Tensor]:
     """Compute what `decode_compressed` must return, and leave in `semaphores`, in float64."""
     p, (heads, width) = int(position), x.shape
-    room = 7 if recent.dtype == E4M3 else 6
-    x, recent, entries = (part.double() for part in (x, recent, entries))
     if exponents:
-        recent, entries = (
-            torch.ldexp(part, exponent[..., None].int() + 1 - room)
-            for part, exponent in zip((recent, entries), exponents, strict=True)
-        )
+        rings = zip((recent, entries), exponents, strict=True)
+        recent, entries = (decode_entries_reference(*ring) for ring in rings)
+    x, recent, entries = (part.double() for part in (x, recent, entries))
     complete = (p + 1) // m
     seen = range(max(0, complete - most), complete) if choice is None else choice.tolist()
     numbers = [j for j in seen if j >= 0]
-    angle = torch.complex(cos[p].double(), sin[p].double())
     rows = []
     for head in range(heads):
         own = head // (heads // recent.shape[1])
@@ -88,11 +86,10 @@ def decode_compressed_reference(
             [entries[j % len(entries), own] for j in numbers]
             + [recent[i % len(recent), own] for i in near]
         )
-        q = torch.complex(*(x[head] / (x[head].square().mean() + eps).sqrt()).chunk(2)) * angle
-        weights = (keys @ torch.cat((q.real, q.imag)) / width**0.5).exp()
+        q = rotate_reference(normalise_reference(x[head], eps), cos[p], sin[p])
+        weights = (keys @ q / width**0.5).exp()
         y = weights / (weights.sum() + sink[head].double().exp()) @ keys
-        y = torch.complex(*y.chunk(2)) * angle.conj()
-        rows.append(torch.cat((y.real, y.imag)))
+        rows.append(rotate_reference(y, cos[p], -sin[p]))
     return torch.stack(rows), torch.zeros_like(semaphores)
 
 
@@ -118,19 +115,15 @@ def _decode_compressed_torch(
         chosen = entries[choice.clamp(min=0).long() % slots]
     near = torch.arange(ring, device=device) <= place
     keys = torch.cat((recent, chosen)).float()  # (S, G, d)
-    c, s = cos[place], sin[place]
-
-    def rotated(v: Tensor, s: Tensor) -> Tensor:
-        first, second = v.chunk(2, dim=-1)
-        return torch.cat((first * c - second * s, first * s + second * c), dim=-1)
-
-    q = rotated(functional.rms_norm(x.float(), x.shape[-1:], eps=eps), s).to(x.dtype).float()
+    cos, sin = cos[place], sin[place]
+    normal = functional.rms_norm(x.float(), x.shape[-1:], eps=eps)
+    q = rotate(normal, cos, sin).to(x.dtype).float()
     q = (q * x.shape[-1] ** -0.5).unflatten(0, (keys.shape[1], -1))  # (G, H / G, d)
     scores = torch.einsum("ghd,sgd->ghs", q, keys)
     weights = scores.masked_fill(~torch.cat((near, seen)), -torch.inf).exp()
     total = weights.sum(dim=-1) + sink.exp().view(weights.shape[:2])
     y = torch.einsum("ghs,sgd->ghd", weights / total[..., None], keys).flatten(0, 1)
-    return rotated(y, -s).to(x.dtype)
+    return rotate(y, cos, -sin).to(x.dtype)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention.decode_attention import PLACE
+from arbcli.kernels.attention.rotation import rotate, rotate_reference
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
@@ -57,8 +58,8 @@ def decode_latent_reference(
     row, up, latent, rotated, lengths = (x.double() for x in (row, up, latent, rotated, lengths))
 
     def turn(x: Tensor) -> Tensor:
-        z = torch.complex(*x.chunk(2)) * torch.complex(cos[p].double(), sin[p].double())
-        return torch.cat([z.real, z.imag]).to(dtype).double()  # rounded, as what is stored
+        rotated = rotate_reference(x, cos[p], sin[p])
+        return rotated.to(dtype).double()  # rounded, as what is stored
 
     latent[slot], rotated[slot] = row[dim : dim + size], turn(row[dim + size :])
     n = latent / (latent.square().mean(1, keepdim=True) + eps).sqrt()
@@ -87,9 +88,7 @@ def _decode_latent_torch(
     cos, sin = (table.index_select(0, position[None]) for table in (cos, sin))
 
     def turn(x: Tensor) -> Tensor:
-        first, second = x.float().chunk(2, dim=-1)
-        x = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
-        return x.to(row.dtype)
+        return rotate(x, cos, sin).to(row.dtype)
 
     q = row[:dim].view(heads, width)
     q = torch.cat([q[:, :still], turn(q[:, still:])], dim=1).float()

@@ -17,7 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.kernels.matmul.quantise_rows import E4M3, largest_of_rows, to_e4m3
+from arbcli.kernels.matmul.quantise_rows import (
+    E4M3,
+    largest_of_rows,
+    round_e4m3_reference,
+    to_e4m3,
+)
 from arbcli.kernels.runtime._triton import tl, triton
 
 FORMATS = {"fp8": E4M3, "int8": torch.int8}
@@ -54,6 +59,20 @@ class KeptIn(NamedTuple):
             return parts
         rotated = rotated if self.mixed else 0
         return tuple(round_entries(part, self.stored, rotated) for part in parts)
+
+
+def decode_entries_reference(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Compute what `decode_entries` must return, in float64."""
+    return torch.ldexp(codes.double(), exponents[..., None].int() + 1 - ROOM[codes.dtype])
+
+
+def round_entries_reference(x: Tensor, stored: torch.dtype) -> Tensor:
+    """Compute what `round_entries` must return for float64 entries, (..., d)."""
+    octave = torch.frexp(x.abs().amax(-1, True)).exponent - 1
+    scale = torch.exp2((octave.clamp(min=-119) - ROOM[stored]).double())
+    if stored == E4M3:
+        return round_e4m3_reference(x / scale).double() * scale
+    return torch.round(x / scale).clamp(max=127) * scale
 
 
 def quantise_entries(x: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.attention.rotation import normalise_reference, rotate_reference
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
@@ -23,11 +24,8 @@ from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 def _rotary_norm_float64(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Compute (B, T, 3, heads, d) float64: queries, keys rotated and normalised, values as is."""
     qkv = qkv.to(torch.float64)
-    half = qkv.shape[-1] // 2
-    angle = torch.complex(cos.double(), sin.double())[:, None, None]
-    rotated = torch.complex(qkv[..., :half], qkv[..., half:]) * angle
-    rotated = torch.cat([rotated.real, rotated.imag], dim=-1)
-    normal = rotated / torch.sqrt((rotated * rotated).mean(dim=-1, keepdim=True) + eps)
+    rotated = rotate_reference(qkv, cos[:, None, None], sin[:, None, None])
+    normal = normalise_reference(rotated, eps)
     return torch.cat([normal[:, :, :2], qkv[:, :, 2:]], dim=2)
 
 
@@ -43,13 +41,11 @@ def rotary_norm_backward_reference(
     grads: list[Tensor], qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
     """Compute what `rotary_norm_backward` must return, in float64, turning back by -t."""
-    half = qkv.shape[-1] // 2
     grad = torch.stack([grad.transpose(1, 2).to(torch.float64) for grad in grads], dim=2)
     y, grad_y = qkv[:, :, :2].to(torch.float64), grad[:, :, :2]
     grad_y = (grad_y - y * (y * grad_y).mean(dim=-1, keepdim=True)) * r.double()[..., None]
-    angle = torch.complex(cos.double(), -sin.double())[:, None, None]
-    rotated = torch.complex(grad_y[..., :half], grad_y[..., half:]) * angle
-    return torch.cat([torch.cat([rotated.real, rotated.imag], dim=-1), grad[:, :, 2:]], dim=2)
+    rotated = rotate_reference(grad_y, cos[:, None, None], -sin[:, None, None])
+    return torch.cat([rotated, grad[:, :, 2:]], dim=2)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

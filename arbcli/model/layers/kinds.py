@@ -93,7 +93,7 @@ def symbol_embedding(config: ModelConfig) -> nn.Module:
     """Make the embedding of bytes or tokens."""
     site = config.site()
     kind = layers_for(site).embedding
-    return kind(config.vocabulary, site.dim, site, area="embedding", tied=config.tied)
+    return kind(config.symbols, site.dim, site, area="embedding", tied=config.tied)
 
 
 def symbol_head(config: ModelConfig, embedding: Any) -> Any:

@@ -178,12 +178,6 @@ def for_heads(angles: Angles) -> Angles:
     return angles[0][:, None], angles[1][:, None]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + d / 2) of (..., d) by angles that fit; differentiable, in float32."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
-
-
 class _RotaryNorm(Function):
     """Turn and normalise queries and keys where they are; nothing else is kept of them."""
 

@@ -20,7 +20,8 @@ Kernels compute this where `fits_kernels` says so; all other shapes are plain op
 
 A model is trained on windows of `ctx` positions, so a position attends to itself and the `ctx` - 1
 before it, in every block. That is what a forward over the whole text would give with a banded
-causal mask: position i sees the positions i - ctx + 1 to i.
+causal mask: position i sees the positions i - ctx + 1 to i. Of a masked model it sees the whole
+window, or of a narrower one as many positions on the other side, too.
 
 Keys and values may be kept in eight bits, as entries of `eight_bits`. Then a position attends to
 what was stored, its own key and value too, whether it is read by itself or with others.
@@ -45,9 +46,8 @@ from arbcli.kernels.attention.attend_parts import (
     fits_parts,
 )
 from arbcli.kernels.attention.decode_attention import decode_attention
-from arbcli.kernels.attention.decode_attention_8bit import decode_attention_8bit
-from arbcli.kernels.attention.decode_attention_rows import decode_attention_rows
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
+from arbcli.kernels.attention.rotation import rotate
 from arbcli.model.flow import Documents, Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
@@ -58,7 +58,7 @@ from arbcli.model.layers.attend import (
 )
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
+from arbcli.model.layers.rotary import rotary_table, table_rows
 from arbcli.model.mark import Written
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.window import attend_in_window
@@ -72,7 +72,7 @@ def fits_kernels(config: AttentionConfig) -> bool:
 
 
 class Attention(CachedAttention):
-    """Causal self-attention over rotary positions."""
+    """Self-attention over rotary positions."""
 
     name = "attention"
     steps_along = rounds_queries = True
@@ -82,7 +82,7 @@ class Attention(CachedAttention):
         parts, dim = layers_for(site), site.dim
         self.heads, self.kv_heads, self.width = config.heads, config.key_heads, config.width(site)
         self.window, self.rotary = config.window, config.rotary
-        self.rotated = config.rotated(site)
+        self.rotated, self.causal = config.rotated(site), site.causal
         self.normalises, self.eps = config.query_key_norm != "none", site.norm_eps
         inner, kv = self.heads * self.width, self.kv_heads * self.width
         self.fits_kernels = fits_kernels(config)
@@ -116,7 +116,7 @@ class Attention(CachedAttention):
         reading: Reading | None = None,
         state: "Ring | None" = None,
     ) -> Flow:
-        """Mix every position of (B, T, D) with those before it: see `Part.forward`."""
+        """Mix every position of (B, T, D) with those that it sees: see `Part.forward`."""
         qkv, x = project(self.qkv, x, norm, added)
         batch, length, _ = x.shape
         if self.fits_kernels:
@@ -175,12 +175,14 @@ class Attention(CachedAttention):
             return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         if sink is not None:
             place = torch.arange(length, device=q.device)
-            seen = place[:, None] >= place
-            if window is not None:
-                seen = seen & (place[:, None] - place < window)
+            distance = place[:, None] - place
+            distance = distance if self.causal else distance.abs()
+            seen = (distance >= 0) & (distance < (window or length))
             return attend_with_sink(q, k, v, sink, seen)
         if window is not None:
-            return attend_in_window(q, k, v, window)
+            return attend_in_window(q, k, v, window, causal=self.causal)
+        if not self.causal:
+            return functional.scaled_dot_product_attention(q, k, v)
         return attend_causally(q, k, v)
 
     def step(self, x: Tensor, state: "Ring", *, whole: bool = True) -> Tensor:
@@ -398,23 +400,10 @@ class Ring(State):
             (B, heads, 1, d).
         """
         clock, (cos, sin) = self.clock, self.table
-        if clock.texts is not None and self.exponents is None:
-            y = decode_attention_rows(
-                qkv[:, 0], self.keys, self.values, clock.position, cos, sin, self.semaphores,
-                NORM_EPS,
-            )  # fmt: skip
-            return y[:, :, None]
-        rows = qkv.view(*clock.position.shape, *qkv.shape[2:])
-        if self.exponents is None:
-            y = decode_attention(
-                rows, self.keys, self.values, clock.position, cos, sin, self.semaphores, NORM_EPS,
-                self.short,
-            )  # fmt: skip
-        else:
-            y = decode_attention_8bit(
-                rows, self.keys, self.values, self.exponents, clock.position, cos, sin,
-                self.semaphores, NORM_EPS,
-            )  # fmt: skip
+        y = decode_attention(
+            qkv.view(*clock.position.shape, *qkv.shape[2:]), self.keys, self.values,
+            clock.position, cos, sin, self.semaphores, NORM_EPS, self.short, self.exponents,
+        )  # fmt: skip
         return y.view(-1, *y.shape[-2:])[:, :, None]
 
     def leaves_parts(self, qkv: Tensor) -> bool:

@@ -45,6 +45,7 @@ from arbcli.kernels.attention.choose_entries import choose_entries as choose_by_
 from arbcli.kernels.attention.compress_blocks import compress_blocks, compress_blocks_backward
 from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
 from arbcli.kernels.attention.compressed_attention_backward import compressed_attention_backward
+from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.attention.sum_choices import sum_choices
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.flow import Flow, Reading, project
@@ -52,7 +53,7 @@ from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import Angles, for_heads, rotary_table, rotate, rows_at
+from arbcli.model.layers.rotary import Angles, for_heads, rotary_table, rows_at
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.compressed_state import CompressedState
 from arbcli.model.state import Clock

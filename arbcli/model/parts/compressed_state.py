@@ -18,9 +18,10 @@ from arbcli.kernels.attention.append_position import append_position_
 from arbcli.kernels.attention.choose_next import choose_next_
 from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
 from arbcli.kernels.attention.decode_compressed import decode_compressed
+from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import for_heads, rotary_table, rotate, rows_at, table_rows
+from arbcli.model.layers.rotary import for_heads, rotary_table, rows_at, table_rows
 from arbcli.model.mark import Written
 from arbcli.model.state import Clock, Rows, State
 

@@ -20,11 +20,12 @@ from arbcli.config.parts.latent_attention import LatentAttentionConfig
 from arbcli.config.site import Site
 from arbcli.kernels.attention.decode_latent import decode_latent
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
+from arbcli.kernels.attention.rotation import rotate
 from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import rotary_table, rotate, table_rows
+from arbcli.model.layers.rotary import rotary_table, table_rows
 from arbcli.model.mark import Written
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.state import Clock, State
@@ -37,7 +38,7 @@ ALIGNMENT = 16
 
 
 class LatentAttention(CachedAttention):
-    """Causal self-attention; queries and keys are normalised after their rotary part is rotated."""
+    """Self-attention; queries and keys are normalised after their rotary part is rotated."""
 
     name = "attention"
     steps_fused = True
@@ -47,7 +48,7 @@ class LatentAttention(CachedAttention):
         parts, dim = layers_for(site), site.dim
         self.heads, self.head_dim = config.heads, config.head_width(site)
         self.latent, self.rotary = config.latent, config.rotary
-        self.still = self.head_dim - self.rotary
+        self.still, self.causal = self.head_dim - self.rotary, site.causal
         self.query_down = parts.linear(dim + self.latent + self.rotary, dim, site, area="attention")
         self.latent_norm = parts.norm(self.latent, site)
         up = self.heads * (self.still + self.head_dim)
@@ -65,7 +66,7 @@ class LatentAttention(CachedAttention):
         reading: Reading | None = None,
         state: "LatentRing | None" = None,
     ) -> Flow:
-        """Mix every position of (B, T, D) with those before it: see `Part.forward`."""
+        """Mix every position of (B, T, D) with those that it sees: see `Part.forward`."""
         projected, x = project(self.query_down, x, norm, added)
         batch, length, dim = x.shape
         q, c = projected.split((dim, self.latent + self.rotary), dim=-1)
@@ -88,8 +89,9 @@ class LatentAttention(CachedAttention):
             state.extend_lengths(k[:, -length:])
         q, k = (functional.rms_norm(part, (self.head_dim,), eps=NORM_EPS) for part in (q, k))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        causal, scale = self.causal and mask is None, SHARPNESS * self.head_dim**-0.5
         y = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=SHARPNESS * self.head_dim**-0.5
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale
         )  # (B, H, T, head_dim)
         return Flow(x, self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm))
 

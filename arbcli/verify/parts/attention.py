@@ -30,7 +30,8 @@ def attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Tensor:
     if rotary.scaling == "yarn":
         sharpness = (0.1 * math.log(rotary.factor) + 1) ** 2
     scores = torch.einsum("thd,shd->hts", q, k) * sharpness / math.sqrt(size)
-    sees = sees_last(len(h), min(config.window or site.ctx, site.ctx), h.device)
+    window = min(config.window or site.ctx, site.ctx)
+    sees = sees_last(len(h), window, h.device, causal=site.causal)
     scores = scores.masked_fill(~sees, -math.inf)
     if config.sink:  # a position that has no value
         sinks = w["sinks"].view(heads, 1, 1).expand(-1, len(h), 1)

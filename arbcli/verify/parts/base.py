@@ -175,8 +175,13 @@ def positions(x: Tensor) -> Tensor:
     return torch.arange(len(x), device=x.device)
 
 
-def sees_last(length: int, window: int, device: torch.device) -> Tensor:
-    """Tell which positions each one sees, (T, T) bool: the last `window`, itself included."""
+def sees_last(length: int, window: int, device: torch.device, *, causal: bool = True) -> Tensor:
+    """Tell which positions each one sees, (T, T) bool: the last `window`, itself included.
+
+    Unless it is causal, it sees as many on the other side.
+    """
     place = torch.arange(length, device=device)
     distance = place[:, None] - place
+    if not causal:
+        distance = distance.abs()
     return (distance >= 0) & (distance < window)

@@ -24,6 +24,7 @@ def latent_attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Ten
     key = turn(key, place)[:, None].expand(-1, heads, -1)
     k, v = norm(torch.cat([up[..., :still], key], dim=-1)), up[..., still:]
     scores = torch.einsum("thd,shd->hts", q, k) * SHARPNESS / math.sqrt(size)
-    scores = scores.masked_fill(~sees_last(len(h), site.ctx, h.device), -math.inf)
+    sees = sees_last(len(h), site.ctx, h.device, causal=site.causal)
+    scores = scores.masked_fill(~sees, -math.inf)
     y = torch.einsum("hts,shd->thd", scores.softmax(dim=-1), v).flatten(1)
     return (norm(y, w.get("sub_norm")) if config.sub_norm else y) @ w["output"].T

@@ -17,7 +17,7 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.registry import BY_NAME, KERNELS
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import check_backend, default_backend, use_backend, uses_native
-from arbcli.verify.compare import as_tuple, compare
+from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.kernels import copies, verify_kernels
 
 CPU = torch.device("cpu")
@@ -127,6 +127,23 @@ def test_bits_do_not_depend_on_the_number_of_threads(spec, monkeypatch):
             found.append(as_tuple(spec.native(*copies(inputs))))
     for one, *others in zip(*found, strict=True):
         assert all(torch.equal(one, other) for other in others)
+
+
+@compiled
+@pytest.mark.parametrize("name", ["prepacked_rows", "digits_matmul"])
+def test_every_thread_has_room_of_its_own_for_a_row(name, monkeypatch):
+    """All have rounded the same one there, and none a number of another's."""
+    monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    given, call = [], native.call
+    monkeypatch.setattr(native, "call", lambda *args: [given.append(args), call(*args)][1])
+    inputs = BY_NAME[name].drawn(Dice(1, CPU, torch.float32), 32, 1, 131, 161)
+    assert len(inputs[0]) == 1
+    with use_backend("native"), poisoned():
+        BY_NAME[name].native(*copies(inputs))
+    (space,) = (args[10] for args in given if args[0] == "multiply_rows")
+    one, *others = space.view(3, -1)
+    assert all(torch.equal(one, other) for other in others)
 
 
 def compiled_now() -> dict[str, tuple]:

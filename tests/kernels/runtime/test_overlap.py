@@ -5,7 +5,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from arbcli.kernels.runtime.backend import compile_for
+from arbcli.kernels.codec.packed import random_packed
+from arbcli.kernels.matmul.digits_matmul import prepack_digits
+from arbcli.kernels.matmul.prepacked import prepack
+from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.overlap import overlap_options, overlapping
 
 
@@ -19,3 +22,15 @@ def test_only_when_asked_for_and_on_a_gpu_that_can(monkeypatch):
         with compile_for(capability), context():
             options = overlap_options(x)
         assert options["OVERLAP"] == options.get("launch_pdl", False) == expected
+
+
+def test_weights_are_written_before_they_may_be_read_without_a_wait(monkeypatch):
+    waits, generator = [], torch.Generator().manual_seed(0)
+    packed = random_packed(16, 64, 32, generator)
+    digits = packed._replace(remainder=torch.zeros(16, 64, dtype=torch.int8), radix=64)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    with use_backend("torch"):
+        prepack(packed)
+        prepack_digits(digits)
+    assert len(waits) == 2

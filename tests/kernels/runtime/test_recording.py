@@ -1,5 +1,7 @@
 """Loops that are recorded and computed again in one call."""
 
+import ctypes
+
 import pytest
 import torch
 
@@ -45,6 +47,18 @@ def test_a_recording_computes_again_from_what_its_tensors_hold(threads, monkeypa
         step.replay()
         assert torch.equal(y, prepacked_rows(prepacked_rows(x, first, 1e-6), second, 1e-6))
         assert position == seed + 2
+
+
+def test_every_replay_counts_anew_what_is_done():
+    """Threads go on to the next loop where as many shares are done as there are."""
+    position, step = torch.zeros((), dtype=torch.int32), native.Recording()
+    with step:
+        count_on_(position, 1)
+    step.replay()
+    step.replay()
+    entries, number = (ctypes.c_int64 * 2).from_address(step._made.value)
+    *_, shares, _next, done = (ctypes.c_int64 * 7).from_address(entries)
+    assert (number, position, done) == (1, 3, shares)
 
 
 def test_what_is_no_loop_is_not_recorded():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from arbcli.kernels.runtime.backend import compile_for, use_backend
+from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.update import newton_schulz
 from arbcli.kernels.update.newton_schulz import (
     GRAM,
@@ -15,7 +16,7 @@ from arbcli.kernels.update.newton_schulz import (
     gram_reference,
     has_aligned_rows,
 )
-from arbcli.verify.compare import compare
+from arbcli.verify.compare import compare, poisoned
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
@@ -43,6 +44,18 @@ def test_steps_are_shared_among_any_number_of_programs(num_programs, monkeypatch
     expected = gram_polynomial_reference(a, *COEFFICIENTS)
     found = compare(GRAM_POLYNOMIAL, "", GRAM_POLYNOMIAL.triton(a, *COEFFICIENTS), expected)
     assert found.passed, found
+
+
+def test_no_part_is_ready_at_first(device):
+    ready = []
+
+    def record(kernel, _grid, *args, **_kwargs):
+        ready.append(args[kernel.arg_names.index("ready_ptr")])
+
+    with poisoned(), replaced_launches(record):
+        GRAM.triton(torch.ones(70, 160, device=device))
+    assert len(ready) == 1
+    assert not ready[0].any()
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 4, 15, 16, 17, 18])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cells import CELLS, FEW, Cell
+from cells import CELLS, FEW, PLAIN, Cell
 from marks import mostly_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -108,7 +108,7 @@ def test_blocks_of_a_kind_and_width_are_compiled_once_with_the_same_bits(cell, w
     before, counter = compiled.changed(), compiled.compile()
     # between kernels a compiler differentiates plain operations, and adds their gradients up in an
     # order of its own, so that the integers of the first step may round otherwise
-    exact = cell.mixer != "grouped"
+    exact = cell.mixer not in PLAIN
     for step in range(2):
         got, wanted = compiled.step(step), plain.step(step)
         if exact or step == 0:

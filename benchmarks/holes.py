@@ -1,0 +1,86 @@
+"""Nats a byte of holes in a text, by a masked model that sees both sides, and by its peers.
+
+The peers are a model of the next byte, which ignores the right side, and the masked model where all
+of that is hidden from it, too. Every window has one hole, in its middle; what a masked model makes
+of it is the bound of `arbcli.masking`, of some draws of what is hidden.
+
+    python -m benchmarks.holes MASKED NEXT TEXT
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from arbcli.data import Text
+from arbcli.device import deterministic, resolve_backend
+from arbcli.infer.load import load_model
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.masking import hide
+from arbcli.model.language_model import LanguageModel
+
+
+def next_loss(model: LanguageModel, ids: Tensor, hole: slice) -> float:
+    """Average the cross-entropy of the bytes of holes, (B, T) ids, by those before each."""
+    losses = model.position_losses(ids[:, :-1], ids[:, 1:])
+    return float(losses[:, hole.start - 1 : hole.stop - 1].mean())
+
+
+def masked_loss(
+    model: LanguageModel, ids: Tensor, hole: slice, draws: int, step: int, *, right: bool
+) -> float:
+    """Average the bound over the bytes of holes, with what is after them or without."""
+    total, symbol = 0.0, model.config.vocabulary
+    for draw in range(draws):
+        numbers = range(draw * len(ids), (draw + 1) * len(ids))
+        given, targets = ids.clone(), torch.full_like(ids, -1)
+        given[:, hole], targets[:, hole] = hide(
+            ids[:, hole], symbol, seed=0, step=step, numbers=numbers, of=draws * len(ids)
+        )
+        if not right:
+            given[:, hole.stop :] = symbol
+        total += float(model.position_losses(given, targets).mean()) / draws
+    return total
+
+
+@torch.no_grad()
+def compare(
+    masked: LanguageModel, following: LanguageModel, text: Text, *,
+    hole: int, windows: int, batch: int, draws: int,
+) -> dict[str, float]:  # fmt: skip
+    """Average the nats a byte of `windows` holes, spread evenly over a text."""
+    context = min(masked.config.ctx, following.config.ctx)
+    place = slice((context - hole) // 2, (context + hole) // 2)
+    apart = (len(text) - context) // windows
+    sums = dict.fromkeys(("next", "masked", "masked without the right side"), 0.0)
+    for first in range(0, windows, batch):
+        starts = [apart * number for number in range(first, min(first + batch, windows))]
+        ids = text.window_batch(starts, context).to(masked.device).long()
+        share = len(starts) / windows
+        sums["next"] += share * next_loss(following, ids, place)
+        for name, right in (("masked", True), ("masked without the right side", False)):
+            found = masked_loss(masked, ids, place, draws, first, right=right)
+            sums[name] += share * found
+    return sums
+
+
+def main() -> None:
+    """Compare two runs, and print one object of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in ("masked", "next", "text"):
+        parser.add_argument(name, type=Path)
+    sizes = {"hole": 16, "windows": 512, "batch": 32, "draws": 16}
+    for name, usual in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=usual)
+    given = parser.parse_args()
+    masked, following = load_model(given.masked), load_model(given.next)
+    how = {name: getattr(given, name) for name in sizes}
+    with deterministic(), use_backend(resolve_backend(None, masked.device)):
+        losses = compare(masked, following, Text([given.text]), **how)
+    print(json.dumps({"device": str(masked.device), **how, "nats_per_byte": losses}))
+
+
+if __name__ == "__main__":
+    main()
