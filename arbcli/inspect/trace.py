@@ -252,12 +252,13 @@ def without_memory(device: torch.device) -> Iterator[None]:
 def on_host(device: torch.device) -> Iterator[None]:
     """Make on the CPU what is asked for on `device`: tensors whose numbers are asked for."""
     generator, cpu = torch.Generator, torch.device("cpu")
-    torch.Generator = lambda *_: generator(cpu)  # of which a mode is not told
+    # a mode is not told of a new generator
+    torch.Generator = lambda *_: generator(cpu)  # type: ignore[assignment, misc]
     try:
         with _Elsewhere(device, cpu):
             yield
     finally:
-        torch.Generator = generator
+        torch.Generator = generator  # type: ignore[misc]
 
 
 def _launch_nothing(_kernel: Any, _grid: Any, *_: Any, **__: Any) -> None: ...
