@@ -57,15 +57,18 @@ SLOWEST = (
     "gated_rms_norm_backward", "decode_attention_8bit", "embedding_rows", "row_by_row",
     "append_position_8bit", "append_position", "prepacked_rows", "row_matmul", "decode_compressed",
     "cross_entropy", "cross_entropy_backward", "boundary_scores_backward",
-    "stream_weights_backward", "decode_weight", "quantise_gradient", "decode_latent", "gram_polynomial", "sign_gradient",
-    "smooth_chunks_backward", "gated_rms_norm", "rms_norm_backward", "digits_matmul",
+    "stream_weights_backward", "decode_weight", "quantise_gradient", "decode_latent",
+    "gram_polynomial", "sign_gradient", "smooth_chunks_backward", "gated_rms_norm",
+    "rms_norm_backward", "digits_matmul",
 )  # fmt: skip
 """Kernels that take longest, the longest first: they are begun before others."""
 FIRST_CHECKS, LAST_CHECKS = 0, 2
 """Turns of these and of other kernels: processes compile for models between them, and so fewer wait
 for one another at the GPU."""
 LARGE = 1 << 15
-"""Elements of the inputs of a case of a GPU that is compared as real matrices are."""
+"""Elements of the inputs of a case of a GPU from which on it has the reference of real matrices."""
+HUGE = 1 << 22
+"""Of a case whose reference runs on the GPU."""
 SHARED = 12
 """Of these, several processes compile so many first ones."""
 
@@ -535,14 +538,16 @@ def _expected(spec: Operation, part: _Part, case: Case, reference: Callable) -> 
     """Compute what the reference returns.
 
     Processes that share a GPU wait for one another at each of its many small operations. So it runs
-    on the host, and large cases of a GPU have the reference of real matrices, if there is one.
+    on the host, but for huge cases, whose operations are large; and large cases of a GPU have the
+    reference of real matrices, if there is one.
     """
     inputs, device = copies(case.inputs), torch.device(part.device)
     if part.kind == "real" or device.type == "cpu":
         return as_tuple(reference(*inputs))
     if _size(inputs) > LARGE:
         reference = spec.large_reference or reference
-    return as_tuple(reference(*_moved(inputs, torch.device("cpu"))))
+    place = device if _size(inputs) > HUGE else torch.device("cpu")
+    return as_tuple(reference(*_moved(inputs, place)))
 
 
 def _run_on_copies(run: Callable, case: Case) -> object:
