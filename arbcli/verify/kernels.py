@@ -66,9 +66,7 @@ FIRST_CHECKS, LAST_CHECKS = 0, 2
 """Turns of these and of other kernels: processes compile for models between them, and so fewer wait
 for one another at the GPU."""
 LARGE = 1 << 15
-"""Elements of the inputs of a case of a GPU from which on it has the reference of real matrices."""
-HUGE = 1 << 22
-"""Of a case whose reference runs on the GPU."""
+"""Elements of the inputs of a case of a GPU that is compared as real matrices are."""
 SHARED = 12
 """Of these, several processes compile so many first ones."""
 
@@ -538,16 +536,14 @@ def _expected(spec: Operation, part: _Part, case: Case, reference: Callable) -> 
     """Compute what the reference returns.
 
     Processes that share a GPU wait for one another at each of its many small operations. So it runs
-    on the host, but for huge cases, whose operations are large; and large cases of a GPU have the
-    reference of real matrices, if there is one.
+    on the host, and large cases of a GPU have the reference of real matrices, if there is one.
     """
     inputs, device = copies(case.inputs), torch.device(part.device)
     if part.kind == "real" or device.type == "cpu":
         return as_tuple(reference(*inputs))
     if _size(inputs) > LARGE:
         reference = spec.large_reference or reference
-    place = device if _size(inputs) > HUGE else torch.device("cpu")
-    return as_tuple(reference(*_moved(inputs, place)))
+    return as_tuple(reference(*_moved(inputs, torch.device("cpu"))))
 
 
 def _run_on_copies(run: Callable, case: Case) -> object:
