@@ -384,12 +384,12 @@ FAULTS = [
         rewrite("scales[2 * half + plane // 2]", "scales[plane // 2]"),
     ),
     kernel(
-        "stack", "every text has the place of the first", "decode_attention_rows",
+        "stack", "every text has the place of the first", "decode_attention",
         rewrite("tl.load(position_ptr + t)", "tl.load(position_ptr)"),
     ),
     kernel(
-        "left over", "a key stored by no program but the first", "decode_attention_rows",
-        rewrite("s // SPAN == f", "s // BLOCK_S == f"),
+        "left over", "a key stored by no program but the first", "decode_attention",
+        rewrite("s // n == p", "s // BLOCK_S == p"),
     ),
     kernel(
         "position", "the new compressed position not seen", "decode_latent",
@@ -406,7 +406,7 @@ FAULTS = [
     ),
     kernel(
         "position", "new key not seen", "decode_attention",
-        rewrite("tl.where(s // n == p, tl.exp(a), 0)", "tl.where(s // n < 0, tl.exp(a), 0)"),
+        rewrite("tl.where(m, tl.exp(a), 0)", "0.0 * tl.where(m, tl.exp(a), 0)", only=1),
     ),
     kernel(
         "too far", "stale slots attended to", "decode_attention",

@@ -456,7 +456,6 @@ SEVERAL_ROUNDINGS = {
     "gram_polynomial",
     "decode_attention",
     "decode_attention_8bit",
-    "decode_attention_rows",
     "row_matmul",
     "row_by_row",
 }

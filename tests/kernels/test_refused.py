@@ -14,6 +14,7 @@ from torch import Tensor
 from arbcli.kernels.attention.append_position import append_position_, in_eight_bits
 from arbcli.kernels.attention.attend_ahead import Kept, keep_accepted_, table_of
 from arbcli.kernels.attention.attend_parts import attend_parts
+from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.attention.decode_compressed import decode_compressed
 from arbcli.kernels.attention.rotary_norm import rotary_norm_backward
 from arbcli.kernels.codec.decode_e4m3 import decode_e4m3
@@ -43,6 +44,7 @@ OTHER_TYPE = {
 
 ADAPTED = {
     "append_position_8bit": lambda *x: append_position_(*x[:-2], x[-2:]),
+    "decode_attention_8bit": decode_attention,
     "prepacked_rows": lambda x, *rest: prepacked_rows(x, Prepacked(*rest[:4]), *rest[4:]),
     "row_matmul": lambda x, *rest: row_matmul(x, Prepacked(*rest[:4]), *rest[4:]),
     "row_by_row": lambda x, *rest: row_by_row(x, Prepacked(*rest[:4]), *rest[4:]),
@@ -265,11 +267,7 @@ VALUES = {
         {1: zeros(2, 7, 76), 2: zeros(2, 7, 76)},
         {1: zeros(2, 7, 76, dtype=INT8), 2: zeros(2, 7, 76, dtype=torch.float8_e4m3fn)},
         {1: zeros(2, 0, 76, dtype=INT8), 2: zeros(2, 0, 76, dtype=INT8),
-         3: zeros(2, 2, 0, dtype=INT8)},
-    ),
-    "decode_attention_rows": (
-        {1: zeros(2, 4, 7, 76), 2: zeros(2, 4, 7, 76)},
-        {1: zeros(2, 3, 0, 76), 2: zeros(2, 3, 0, 76)}, {0: zeros(4, 3, 3, 76)[::2]},
+         9: zeros(2, 2, 0, dtype=INT8)},
     ),
     "decode_compressed": ({1: zeros(28, 1, 76)}, {2: zeros(41, 1, 76)}),
     "decode_latent": (

@@ -22,7 +22,7 @@ NARROW = {"decode_weight"}
 """Files whose kernels are given matrices of fewer than 2**31 weights."""
 OF_A_STEP = {
     "append_position", "attend_ahead", "attend_parts", "choose_ahead",
-    "decode_attention", "decode_attention_8bit", "decode_attention_rows", "decode_compressed",
+    "decode_attention", "decode_compressed",
     "decode_latent", "mamba_step", "prepacked_rows", "route_position", "row_by_row", "row_matmul",
 }  # fmt: skip
 """Files whose kernels step at most 64 texts: numbers of theirs are products of int32."""

@@ -18,26 +18,50 @@ are too few, the next loaded while one is multiplied. Each computes, over its sl
 exp(score) and the sum of the values weighted by that. Queries and keys are normalised, so no score
 exceeds sqrt(d), and no maximum has to be subtracted. The last program to finish adds up the sums of
 all, in the order of the slots, so the result is the same bits whichever program is last.
+
+Several texts know nothing of each other: each has rings, a position and programs of its own. Where
+a program's slots end follows from a text's slots alone, so a text has the same bits whatever the
+others are, how many, and how long.
+
+In eight bits keys and values are entries of `eight_bits`: codes, and one exponent a position and
+head. The new key and value are rounded to entries first, and attended to as what is then stored, so
+a byte that is read by itself sees what it would see had it been part of a prompt. A key's power of
+two multiplies its score, a value's its weight, so codes are only converted.
 """
 
 from collections.abc import Iterator
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.kernels.attention.eight_bits import (
+    FORMATS,
+    ROOM,
+    decode_entries,
+    decode_entries_reference,
+    numbers_of,
+    quantise_entries,
+    quantise_entry,
+    round_entries_reference,
+    scale_of_entry,
+)
 from arbcli.kernels.attention.rotation import rotate, rotate_reference
 from arbcli.kernels.dice import Dice
+from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, INT32, Arguments, Array, Number
+from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, Arguments, Array, Number
 from arbcli.kernels.runtime.backend import uses_native
-from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 
+SHARED = (4, 5)
+"""Arguments of `decode_attention` that are the same for all texts."""
 TILE = 8192
 """The most elements of keys of a block."""
 SLOTS = 32
@@ -46,8 +70,11 @@ PROGRAMS = 1024
 """How many programs suffice to read as fast as memory allows: then each has several blocks."""
 MAX_PARTS = 32
 """How many programs' sums are added up at a time."""
+SLOTS_OF_TEXTS, SPAN_OF_TEXTS = 64, 512
+"""The most slots of a block, and those of a program, where several texts fill a GPU."""
 
 
+@text_by_text(3, *SHARED)
 def decode_attention_reference(
     qkv: Tensor,
     keys: Tensor,
@@ -58,12 +85,22 @@ def decode_attention_reference(
     semaphores: Tensor,
     eps: float,
     alone: bool = False,
+    exponents: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute the results of `decode_attention`, its ring and its `semaphores` in float64."""
-    p, window = int(position), keys.shape[1]
-    qkv, keys, values = (part.to(torch.float64) for part in (qkv, keys, values))
-    q, k = rotated_reference(qkv, cos[p], sin[p], eps)
-    keys[:, p % window], values[:, p % window] = k, qkv[2]
+    """Compute the results of `decode_attention`, its ring and its `semaphores` in float64.
+
+    Keys and values are numbers here, not codes.
+    """
+    p, slot, x = int(position), int(position) % keys.shape[1], qkv.to(torch.float64)
+    q, k = rotated_reference(x, cos[p], sin[p], eps)
+    if exponents is None:
+        keys, values = keys.to(torch.float64), values.to(torch.float64)
+        keys[:, slot], values[:, slot] = k, x[2]
+    else:
+        q, k = (part.to(qkv.dtype).to(torch.float64) for part in (q, k))
+        stored = keys.dtype
+        keys, values = map(decode_entries_reference, (keys, values), exponents)
+        keys[:, slot], values[:, slot] = (round_entries_reference(new, stored) for new in (k, x[2]))
     return attend_reference(q, keys, values, p), keys, values, torch.zeros_like(semaphores)
 
 
@@ -89,23 +126,39 @@ def rotated_torch(qkv: Tensor, position: Tensor, cos: Tensor, sin: Tensor, eps: 
     return functional.rms_norm(rotated, rotated.shape[-1:], eps=eps).to(qkv.dtype)
 
 
+@text_by_text(3, *SHARED)
 def _decode_attention_torch(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    semaphores: Tensor, eps: float, alone: bool = False,
+    semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
     q, k = rotated_torch(qkv, position, cos, sin, eps)
-    keys.index_copy_(1, slot, k[:, None])
-    values.index_copy_(1, slot, qkv[2][:, None])
+    if exponents is None:
+        keys.index_copy_(1, slot, k[:, None])
+        values.index_copy_(1, slot, qkv[2][:, None])
+    else:
+        rings = [keys, values]
+        for i, new in enumerate((k, qkv[2])):
+            codes, of_new = quantise_entries(new, rings[i].dtype)
+            # torch copies no e4m3 by index
+            rings[i].view(torch.int8).index_copy_(1, slot, codes.view(torch.int8)[:, None])
+            exponents[i].index_copy_(1, slot, of_new[:, None])
+            rings[i] = decode_entries(rings[i], exponents[i], torch.float32)
+        q, (keys, values) = q.float(), rings
     seen = torch.arange(window, device=qkv.device) <= position
     parts = (q[None, :, None], keys[None], values[None])
-    return functional.scaled_dot_product_attention(*parts, attn_mask=seen[None])[0, :, 0]
+    y = functional.scaled_dot_product_attention(*parts, attn_mask=seen[None])
+    return y[0, :, 0].to(qkv.dtype)
 
 
 def _decode_attention_native(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    semaphores: Tensor, eps: float, alone: bool = False,
+    semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    if position.dim() or exponents is not None:
+        return _decode_attention_torch(
+            qkv, keys, values, position, cos, sin, semaphores, eps, alone, exponents
+        )
     heads, window, width = keys.shape
     y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
     native.call(
@@ -174,31 +227,52 @@ def span_of(seen, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _load_slots(
-    keys_ptr, values_ptr, row, start, end, slot, offs_d, mask_d,
-    WIDTH: tl.constexpr, BLOCK_S: tl.constexpr,
+    keys_ptr, values_ptr, exponents_ptr, row, start, end, slot, offs_d, mask_d, entries,
+    WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Load the keys and values of a block, [BLOCK_S, BLOCK_D], but for the slot of this byte."""
+    """Load the keys and values of a block, [BLOCK_S, BLOCK_D], but for the slot of this byte.
+
+    With `EIGHT` they are codes, and their exponents, [BLOCK_S, 1], come after them.
+    """
     offs_s = start + tl.arange(0, BLOCK_S)[:, None]
-    mask = (offs_s < end) & (offs_s != slot) & mask_d[None, :]
-    ring = (row + offs_s) * WIDTH + offs_d[None, :]
-    return tl.load(keys_ptr + ring, mask=mask, other=0), tl.load(
-        values_ptr + ring, mask=mask, other=0
-    )
+    is_old, at = (offs_s < end) & (offs_s != slot), row + offs_s
+    ring, mask = at * WIDTH + offs_d[None, :], is_old & mask_d[None, :]
+    key = tl.load(keys_ptr + ring, mask=mask, other=0)
+    value = tl.load(values_ptr + ring, mask=mask, other=0)
+    of_key, of_value = row, row  # not used
+    if EIGHT:
+        of_key = tl.load(exponents_ptr + at, mask=is_old, other=0)
+        of_value = tl.load(exponents_ptr + entries + at, mask=is_old, other=0)
+    return key, value, of_key, of_value
+
+
+@triton.jit
+def _numbers(x, EIGHT: tl.constexpr, E4M3: tl.constexpr, NATIVE: tl.constexpr):
+    """Read keys or values as float32; codes before they are scaled."""
+    if EIGHT:
+        return numbers_of(x, E4M3, NATIVE)
+    return x.to(tl.float32)
 
 
 @triton.jit
 def _decode_attention_kernel(
-    qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, semaphores_ptr,
+    qkv_ptr, keys_ptr, values_ptr, exponents_ptr, position_ptr, cos_ptr, sin_ptr, semaphores_ptr,
     totals_ptr, sums_ptr, y_ptr,
     W, HEADS, scale, eps,
     HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    SPLITS: tl.constexpr, SEVERAL: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLITS: tl.constexpr, SEVERAL: tl.constexpr, SPAN: tl.constexpr, BLOCK_P: tl.constexpr,
+    EIGHT: tl.constexpr, E4M3: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 2 * HALF
-    head, split = tl.program_id(0), tl.program_id(1)
-    position = tl.load(position_ptr)
+    head, split, text = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(position_ptr + text)
+    ring = text.to(tl.int64) * HEADS * W
+    keys_ptr, values_ptr = keys_ptr + ring * WIDTH, values_ptr + ring * WIDTH
+    qkv_ptr += text * 3 * HEADS * WIDTH
+    if EIGHT:
+        exponents_ptr += 2 * ring
     slot, seen = position % W, tl.minimum(position + 1, W)
-    span = span_of(seen, BLOCK_S, SPLITS) if SEVERAL else BLOCK_S
+    span = SPAN if SPAN > 0 else span_of(seen, BLOCK_S, SPLITS) if SEVERAL else BLOCK_S
     first = split * span
     if first < seen:
         # load from the ring first: it has the longest latency
@@ -207,46 +281,72 @@ def _decode_attention_kernel(
             head.to(tl.int64) * W,
             tl.minimum(first + span, seen),
         )
-        mask_d = offs_d < WIDTH
-        key, value = _load_slots(
-            keys_ptr, values_ptr, row, first, end, slot, offs_d, mask_d, WIDTH, BLOCK_S
-        )
+        mask_d, entries = offs_d < WIDTH, tl.cast(HEADS, tl.int64) * W
+        block = _load_slots(
+            keys_ptr, values_ptr, exponents_ptr, row, first, end, slot, offs_d, mask_d, entries,
+            WIDTH, BLOCK_S, EIGHT,
+        )  # fmt: skip
         q, k, v = load_rotated(
             qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP
         )
         q = q.to(tl.float32)
-        if slot // span == split:
+        if SPAN > 0:  # once, for the many scores of a span
+            q, scale = q * scale, 1.0
+        mine = slot // span == split
+        if EIGHT:
+            k, of_new_key = quantise_entry(k.to(tl.float32), E4M3, NATIVE)
+            v, of_new_value = quantise_entry(v.to(tl.float32), E4M3, NATIVE)
+        if mine:
             new = (row + slot) * WIDTH + offs_d
             tl.store(keys_ptr + new, k, mask=mask_d)
             tl.store(values_ptr + new, v, mask=mask_d)
+            if EIGHT:
+                at = exponents_ptr + row + slot + tl.arange(0, 1)
+                tl.store(at, of_new_key)
+                tl.store(at + entries, of_new_value)
 
+        # sums stay apart until the end: to add them up, warps wait for each other
         weights = tl.zeros((BLOCK_S, 1), dtype=tl.float32)
         sums = tl.zeros((BLOCK_S, BLOCK_D), dtype=tl.float32)
         for start in range(first, end if SEVERAL else first + 1, BLOCK_S):
-            next_key, next_value = key, value
+            key, value, of_key, of_value = block
             if SEVERAL:
-                next_key, next_value = _load_slots(
-                    keys_ptr, values_ptr, row, start + BLOCK_S, end, slot, offs_d, mask_d,
-                    WIDTH, BLOCK_S,
+                block = _load_slots(
+                    keys_ptr, values_ptr, exponents_ptr, row, start + BLOCK_S, end, slot,
+                    offs_d, mask_d, entries, WIDTH, BLOCK_S, EIGHT,
                 )  # fmt: skip
             offs_s = start + tl.arange(0, BLOCK_S)[:, None]
-            products = key.to(tl.float32) * q[None, :]
-            score = tl.sum(products, axis=1, keep_dims=True) * scale
+            products = _numbers(key, EIGHT, E4M3, NATIVE) * q[None, :]
+            score = tl.sum(products, axis=1, keep_dims=True)
+            score *= scale_of_entry(of_key, E4M3) * scale if EIGHT else scale
             weight = tl.where((offs_s < end) & (offs_s != slot), tl.exp(score), 0)  # [BLOCK_S, 1]
             weights += weight
-            sums += weight * value.to(tl.float32)
-            key, value = next_key, next_value
+            if EIGHT:
+                weight *= scale_of_entry(of_value, E4M3)
+            sums += weight * _numbers(value, EIGHT, E4M3, NATIVE)
         # the slot of this byte, which was not loaded
-        of_new = tl.where(slot // span == split, tl.exp(tl.sum(k.to(tl.float32) * q) * scale), 0)
+        score, new_value = tl.sum(_numbers(k, EIGHT, E4M3, NATIVE) * q), v.to(tl.float32)
+        if EIGHT:
+            score *= tl.sum(scale_of_entry(of_new_key, E4M3)) * scale
+            new_value = tl.sum(scale_of_entry(of_new_value, E4M3)) * numbers_of(v, E4M3, NATIVE)
+        else:
+            score *= scale
+        of_new = tl.where(mine, tl.exp(score), 0)
 
-        part = head * SPLITS + split
-        sums = tl.sum(sums, axis=0) + of_new * v.to(tl.float32)
-        tl.store(totals_ptr + part, tl.sum(weights) + of_new)
-        tl.store(sums_ptr + part * WIDTH + offs_d, sums, mask=mask_d)
-        add_parts(
-            totals_ptr, sums_ptr, semaphores_ptr, y_ptr, head, tl.cdiv(seen, span), offs_d, mask_d,
-            WIDTH, SPLITS, BLOCK_P, SPLITS,
-        )  # fmt: skip
+        place = text * HEADS + head
+        sums = tl.sum(sums, axis=0) + of_new * new_value
+        total = tl.sum(weights) + of_new
+        if SPLITS == 1:
+            y = (sums / total).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + place * WIDTH + offs_d, y, mask=mask_d)
+        else:
+            part = place * SPLITS + split
+            tl.store(totals_ptr + part, total)
+            tl.store(sums_ptr + part.to(tl.int64) * WIDTH + offs_d, sums, mask=mask_d)
+            add_parts(
+                totals_ptr, sums_ptr, semaphores_ptr, y_ptr, place, tl.cdiv(seen, span), offs_d,
+                mask_d, WIDTH, SPLITS, BLOCK_P, SPLITS,
+            )  # fmt: skip
 
 
 class Tiling(NamedTuple):
@@ -259,6 +359,10 @@ class Tiling(NamedTuple):
     several: bool
     """Whether a program may have several blocks."""
     warps: int
+    span: int = 0
+    """Slots of a program, a multiple of those of a block; 0 is as few as `splits` allows."""
+    registers: int | None = None
+    """Of a thread, at most."""
 
 
 def tiling(heads: int, window: int, width: int, dtype: torch.dtype, alone: bool = False) -> Tiling:
@@ -273,21 +377,37 @@ def tiling(heads: int, window: int, width: int, dtype: torch.dtype, alone: bool 
     return Tiling(slots, min(blocks, most), blocks > most, warps)
 
 
+def _tiling_of_texts(window: int, width: int) -> Tiling:
+    """Choose for several texts, whose programs are many: few, with a long span each."""
+    slots = max(1, min(SLOTS_OF_TEXTS, TILE // triton.next_power_of_2(width)))
+    return Tiling(slots, triton.cdiv(window, SPAN_OF_TEXTS), True, 8, SPAN_OF_TEXTS, 128)
+
+
 def _decode_attention_triton(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    semaphores: Tensor, eps: float, alone: bool = False,
+    semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    heads, window, width = keys.shape
-    block_s, splits, several, num_warps = tiling(heads, window, width, qkv.dtype, alone)
-    parts = heads * splits
+    (heads, window, width), is_e4m3 = keys.shape[-3:], keys.dtype == E4M3
+    if exponents is not None:
+        tile = tiling(heads, window, width, qkv.dtype)
+        if width > 128 and qkv.dtype != torch.float32:  # so that no register spills
+            tile = tile._replace(warps=4 * tile.warps)
+    elif position.dim():
+        tile = _tiling_of_texts(window, width)
+    else:
+        tile = tiling(heads, window, width, qkv.dtype, alone)
+    parts = semaphores.numel() * tile.splits if tile.splits > 1 else 0
     found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
-    y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
-    _decode_attention_kernel[(heads, splits)](
-        qkv, keys, values, position, cos, sin, semaphores,
+    y = qkv.new_empty(*position.shape, heads, width)
+    rings = [ring.view(torch.uint8) if is_e4m3 else ring for ring in (keys, values)]
+    _decode_attention_kernel[(heads, tile.splits, position.numel())](
+        qkv, *rings, exponents, position, cos, sin, semaphores,
         *found.split([parts, parts * width]), y, window, heads, width**-0.5, eps,
-        HALF=width // 2, BLOCK_D=triton.next_power_of_2(width), BLOCK_S=block_s, SPLITS=splits,
-        SEVERAL=several, BLOCK_P=min(triton.next_power_of_2(splits), MAX_PARTS),
-        num_warps=num_warps, **overlap_options(qkv),
+        HALF=width // 2, BLOCK_D=triton.next_power_of_2(width), BLOCK_S=tile.slots,
+        SPLITS=tile.splits, SEVERAL=tile.several, SPAN=tile.span,
+        BLOCK_P=min(triton.next_power_of_2(tile.splits), MAX_PARTS),
+        EIGHT=exponents is not None, E4M3=is_e4m3, NATIVE=has_e4m3(qkv),
+        num_warps=tile.warps, maxnreg=tile.registers, **overlap_options(qkv),
     )  # fmt: skip
     return y
 
@@ -302,8 +422,12 @@ def decode_attention(
     semaphores: Tensor,
     eps: float,
     alone: bool = False,
+    exponents: Tensor | None = None,
 ) -> Tensor:
     """Store the key and value of one byte in a ring, and attend to all that are in it.
+
+    Of several texts all but `cos` and `sin` have a dimension for them in front, and so has the
+    result.
 
     Args:
         qkv: (3, heads, d) float32 or bfloat16, contiguous, d even: query, key and value.
@@ -319,7 +443,9 @@ def decode_attention(
             them is the last.
         eps: added to the mean square.
         alone: whether one program has all slots of a head, if they are as few as a block may have:
-            for short rings, where nothing is gained by sharing them out.
+            for short rings of one text, where nothing is gained by sharing them out.
+        exponents: (2, heads, W) int8, contiguous, written: of the keys, and of the values, where
+            these are codes of `quantise_entries`, float8_e4m3fn or int8.
 
     Returns:
         (heads, d) in the dtype of `qkv`: the mean of the last min(position + 1, W) values, weighted
@@ -328,7 +454,12 @@ def decode_attention(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    return DECODE_ATTENTION(qkv, keys, values, position, cos, sin, semaphores, eps, alone)
+    inputs = qkv, keys, values, position, cos, sin, semaphores, eps, alone
+    if exponents is None:
+        DECODE_ATTENTION.check(*inputs)
+    else:
+        DECODE_ATTENTION_8BIT.check(*inputs, exponents)
+    return DECODE_ATTENTION.chosen(qkv)(*inputs, exponents)
 
 
 def count_on_(position: Tensor, length: int) -> None:
@@ -347,6 +478,29 @@ SHORT = ((1, 33, 10, 20), (3, 65, 16, 64), (2, 100, 6, 130))
 LARGE = ((6, 256, 64, 300), (16, 2048, 128, 2047), (16, 2048, 128, 77), (4, 5000, 96, 4999))
 
 
+OF_TEXTS = ((1, 1, 1, 2, (0,)), (3, 2, 70, 10, (0, 69, 200)), (2, 3, 100, 64, (199, 5)),
+            (4, 1, 40, 16, (31, 32, 40, 79)), (3, 1, 1100, 2, (5, 1090, 1400)))  # fmt: skip
+"""(texts, heads, W, d, positions)."""
+LARGE_OF_TEXTS = ((16, 16, 2048, 128, tuple(range(0, 2400, 150))), (2, 6, 256, 64, (300, 7)))
+
+
+def _byte_of(
+    sizes: tuple,
+    position: int | tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> tuple:
+    """Draw a byte, or one of each text, and its rings, of these sizes; the eps comes last."""
+    parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
+    *_, heads, width = sizes[0]
+    place = torch.tensor(position, dtype=torch.int32, device=device)
+    rows = max(position) + 1 if isinstance(position, tuple) else position + 2
+    angle = 7 * torch.randn(rows, width // 2, generator=generator).to(device)
+    semaphores = torch.zeros(*place.shape, heads, dtype=torch.int32, device=device)
+    return (*parts, place, angle.cos(), angle.sin(), semaphores, 1e-6)
+
+
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(*shape, torch.float32, False) for shape in SHAPES]
@@ -359,43 +513,125 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         low = dtype == torch.bfloat16
         label = f"{heads}x{window}x{width} at {position}{' bf16' * low}{' alone' * alone}"
         sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
-        parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
-        angle = 7 * torch.randn(position + 2, width // 2, generator=generator).to(device)
-        place = torch.tensor(position, dtype=torch.int32, device=device)
-        semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
-        inputs = (*parts, place, angle.cos(), angle.sin(), semaphores, 1e-6, alone)
+        inputs = _byte_of(sizes, position, device, dtype, generator)
+        yield Case(label, (*inputs, alone), DECODE_ATTENTION.torch if low else None)
+    yield from _cases_of_texts(device)
+
+
+def _cases_of_texts(device: torch.device) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*shape, torch.float32) for shape in OF_TEXTS]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        both = (torch.float32, torch.bfloat16)
+        shapes += [(*shape, dtype) for shape in LARGE_OF_TEXTS for dtype in both]
+    for texts, heads, window, width, positions, dtype in shapes:
+        low, ring = dtype == torch.bfloat16, (texts, heads, window, width)
+        sizes = ((texts, 3, heads, width), ring, ring)
+        inputs = _byte_of(sizes, positions, device, dtype, generator)
+        label = f"{texts} texts of {heads}x{window}x{width}{' bf16' * low}"
         yield Case(label, inputs, DECODE_ATTENTION.torch if low else None)
 
 
+SMALL_8BIT = (*SHAPES[:-1], (1, 40, 512, 33))
+LARGE_8BIT = (*LARGE, (1, 300, 512, 299), (4, 16384, 64, 16383), (2, 16384, 128, 40000))
+
+
+def _cases_8bit(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*shape, torch.float32) for shape in SMALL_8BIT]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        large = (torch.float32, torch.bfloat16)
+        shapes += [(*shape, dtype) for shape in LARGE_8BIT for dtype in large]
+    for heads, window, width, position, dtype in shapes:
+        qkv = torch.randn(3, heads, width, generator=generator).to(device, dtype)
+        if width == 10:
+            qkv[2, :, 3] = 3.99  # rounds to the next octave, which integers do not have
+        rings = [torch.randn(heads, window, width, generator=generator) for _ in range(2)]
+        rings[1] *= torch.exp2(torch.randint(-9, 9, (heads, window, 1), generator=generator))
+        angle = 7 * torch.randn(position + 1, width // 2, generator=generator).to(device)
+        place = torch.tensor(position, dtype=torch.int32, device=device)
+        semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
+        for name, stored in FORMATS.items():
+            quantised = [quantise_entries(ring.to(device), stored) for ring in rings]
+            (keys, values), exponents = zip(*quantised, strict=True)
+            label = f"{name} {heads}x{window}x{width} at {position}"
+            label += " next octave" if width == 10 else ""
+            label += " bf16" if dtype == torch.bfloat16 else ""
+            ring, table = (qkv, keys, values, place), (angle.cos(), angle.sin())
+            inputs = (*ring, *table, semaphores, 1e-6, False, torch.stack(exponents))
+            yield Case(label, inputs)
+            if position in (17, 300):  # a text that begins among others
+                begins = (torch.roll(qkv, 1, 1), keys, values, torch.zeros_like(place))
+                texts = [inputs, (*begins, *inputs[4:]), inputs]
+                yield Case(f"3 texts of {label}", stacked_texts(texts, *SHARED))
+
+
+def _with_state(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
+    """Give what is left in the ring too, as numbers."""
+    _, keys, values, *_, semaphores, _, _, exponents = inputs
+    rings = zip((keys, values), exponents.unbind(-3), strict=True)
+    return y, *(decode_entries(*ring, torch.float32) for ring in rings), semaphores
+
+
+def _timed(device: torch.device, heads: int, window: int, width: int, *texts: int) -> tuple:
+    """Draw a byte, or one of each of some texts, at the end of full rings in bf16."""
+    ring, place = (*texts, heads, window, width), window - 1
+    sizes = ((*texts, 3, heads, width), ring, ring)
+    at = (place,) * texts[0] if texts else place
+    return _byte_of(sizes, at, device, torch.bfloat16, torch.Generator().manual_seed(0))
+
+
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    heads, window, width = 16, 2048, 128
-    real: TensorOptions = {"device": device, "dtype": torch.bfloat16}
-    qkv = torch.randn(3, heads, width, **real)
-    keys, values = torch.randn(2, heads, window, width, **real).unbind()
-    position = torch.tensor(window - 1, dtype=torch.int32, device=device)
-    table = torch.rand(2, window, width // 2, device=device).unbind()
-    semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
     attend = functional.scaled_dot_product_attention
-    yield Timing(
-        f"{heads}x{window}x{width} bf16",
-        (qkv, keys, values, position, *table, semaphores, 1e-6),
-        run=_decode_attention_triton,
-        peer=partial(attend, qkv[0][None, :, None], keys[None], values[None]),
-        peer_name="torch's attention alone",
-    )
+    for texts in ((), (16,)):
+        inputs = _timed(device, 16, 2048, 128, *texts)
+        q, *rings = (
+            part if texts else part[None] for part in (inputs[0][..., 0, :, :], *inputs[1:3])
+        )
+        yield Timing(
+            f"{'16 texts of ' if texts else ''}16x2048x128 bf16", inputs,
+            run=_decode_attention_triton, peer=partial(attend, q[:, :, None], *rings),
+            peer_name="torch's attention alone",
+        )  # fmt: skip
 
 
-def draw_byte(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    """Draw the inputs of `decode_attention`."""
-    heads, half, position = 1 + dice.below(4), 1 + min(k, 64), dice.below(3 * n)
-    qkv = dice.reals(3 * heads, 2 * half).contiguous().view(3, heads, 2 * half)
-    rings = (dice.reals(heads * n, 2 * half).contiguous() for _ in range(2))
-    angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
-    semaphores = torch.zeros(heads, dtype=torch.int32, device=dice.device)
-    return (
-        qkv, *(ring.view(heads, n, 2 * half) for ring in rings), dice.scalar(position),
-        angle.cos(), angle.sin(), semaphores, 1e-6,
+def _timings_8bit(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for shape in ((16, 2048, 128), (16, 16384, 64)):
+        plain = _timed(device, *shape)
+        for name, stored in FORMATS.items():
+            codes, exponents = quantise_entries(torch.stack(plain[1:3]), stored)
+            inputs = (plain[0], *codes.unbind(), *plain[3:], False, exponents)
+            label = f"{name} {'x'.join(map(str, shape))}"
+            yield Timing(
+                label, inputs, run=_decode_attention_triton,
+                peer=partial(decode_attention, *plain), peer_name="the ring in bf16",
+            )  # fmt: skip
+            if shape[1] < 16384:
+                texts = stacked_texts([inputs] * 16, *SHARED)
+                yield Timing(f"16 texts of {label}", texts, run=_decode_attention_triton)
+
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    texts = (1 + dice.below(4),) if dice.chance(0.4) else ()
+    heads, half = 1 + dice.below(4), 1 + min(k, 64)
+    qkv, keys, values = (
+        dice.reals(prod(shape[:-1]), shape[-1]).contiguous().view(shape)
+        for shape in (
+            (*texts, 3, heads, 2 * half), *(((*texts, heads, n, 2 * half),) * 2)
+        )
     )  # fmt: skip
+    position = dice.integers(0, 3 * n - 1, *texts, dtype=torch.int32).contiguous()
+    angle = dice.reals(3 * n, half, dtype=torch.float32).contiguous()
+    semaphores = torch.zeros(*texts, heads, dtype=torch.int32, device=dice.device)
+    return qkv, keys, values, position, angle.cos(), angle.sin(), semaphores, 1e-6
+
+
+def _draw_8bit(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    qkv, keys, values, *rest = _draw(dice, group_size, m, n, k)
+    stored = dice.pick((*FORMATS.values(),))
+    values = values * torch.exp2(dice.integers(-9, 9, *values.shape[:-1])[..., None].float())
+    (keys, of_keys), (values, of_values) = (quantise_entries(x, stored) for x in (keys, values))
+    return qkv, keys, values, *rest, False, torch.stack((of_keys, of_values), dim=-3)
 
 
 PLACE: Arguments = {
@@ -404,7 +640,17 @@ PLACE: Arguments = {
     "sin": Array("P, D // 2", FLOAT, dense=True),
 }
 """Where a byte of each text is, and what vectors of D turn by there."""
-_RING = Array("H, W, D", dense=True)
+_ARGUMENTS: Arguments = {
+    "qkv": Array("*T, 3, H, D", dense=True),
+    "keys": Array("*T, H, W, D", dense=True),
+    "values": Array("*T, H, W, D", dense=True),
+    **PLACE,
+    "semaphores": Array("*T, H", INT32, dense=True),
+    "eps": Number(()),
+    "alone": Number(()),
+}
+_CODES = Array("*T, H, W, D", tuple(ROOM), dense=True)
+_WHERE = ("len(T) < 2", "D % 2 == 0", "W > 0")
 
 DECODE_ATTENTION = Operation(
     "decode_attention", _decode_attention_triton, _decode_attention_torch,
@@ -415,11 +661,21 @@ DECODE_ATTENTION = Operation(
         peer_slack=0.1,
         reason="float32 sums of up to 5000 values; in bf16 no worse than torch's attention by 10 %",
     ),
-    {
-        "qkv": Array("3, H, D", dense=True), "keys": _RING, "values": _RING,
-        **PLACE, "position": Array("", INT32), "semaphores": Array("H", INT32, dense=True),
-        "eps": Number(()), "alone": Number(()),
-    },
-    where=("D % 2 == 0", "W > 0"), compared=("keys", "values", "semaphores"), draw=draw_byte,
+    _ARGUMENTS, where=_WHERE, compared=("keys", "values", "semaphores"), draw=_draw,
     needs_rows=False, torch_is_peer=True, timings=_timings, native=_decode_attention_native,
+)  # fmt: skip
+DECODE_ATTENTION_8BIT = Operation(
+    "decode_attention_8bit", _decode_attention_triton, _decode_attention_torch,
+    decode_attention_reference, _cases_8bit,
+    Gate(
+        exact=False,
+        relative=3e-3,
+        reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is",
+    ),
+    {
+        **_ARGUMENTS, "keys": _CODES, "values": _CODES,
+        "exponents": Array("*T, 2, H, W", INT8, dense=True),
+    },
+    where=(*_WHERE, "keys.dtype == values.dtype"), compared=_with_state, draw=_draw_8bit,
+    needs_rows=False, timings=_timings_8bit,
 )  # fmt: skip

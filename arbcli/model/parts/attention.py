@@ -46,8 +46,6 @@ from arbcli.kernels.attention.attend_parts import (
     fits_parts,
 )
 from arbcli.kernels.attention.decode_attention import decode_attention
-from arbcli.kernels.attention.decode_attention_8bit import decode_attention_8bit
-from arbcli.kernels.attention.decode_attention_rows import decode_attention_rows
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.model.flow import Documents, Flow, Reading, project
@@ -402,23 +400,10 @@ class Ring(State):
             (B, heads, 1, d).
         """
         clock, (cos, sin) = self.clock, self.table
-        if clock.texts is not None and self.exponents is None:
-            y = decode_attention_rows(
-                qkv[:, 0], self.keys, self.values, clock.position, cos, sin, self.semaphores,
-                NORM_EPS,
-            )  # fmt: skip
-            return y[:, :, None]
-        rows = qkv.view(*clock.position.shape, *qkv.shape[2:])
-        if self.exponents is None:
-            y = decode_attention(
-                rows, self.keys, self.values, clock.position, cos, sin, self.semaphores, NORM_EPS,
-                self.short,
-            )  # fmt: skip
-        else:
-            y = decode_attention_8bit(
-                rows, self.keys, self.values, self.exponents, clock.position, cos, sin,
-                self.semaphores, NORM_EPS,
-            )  # fmt: skip
+        y = decode_attention(
+            qkv.view(*clock.position.shape, *qkv.shape[2:]), self.keys, self.values,
+            clock.position, cos, sin, self.semaphores, NORM_EPS, self.short, self.exponents,
+        )  # fmt: skip
         return y.view(-1, *y.shape[-2:])[:, :, None]
 
     def leaves_parts(self, qkv: Tensor) -> bool:

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from arbcli.kernels.attention import decode_attention as module
-from arbcli.kernels.attention.decode_attention import DECODE_ATTENTION, decode_attention
-from arbcli.kernels.attention.decode_attention_8bit import DECODE_ATTENTION_8BIT
+from arbcli.kernels.attention.decode_attention import (
+    DECODE_ATTENTION,
+    DECODE_ATTENTION_8BIT,
+    decode_attention,
+)
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.compare import as_tuple, compare
 from arbcli.verify.kernels import copies

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arbcli.kernels.attention.decode_attention_8bit import decode_attention_8bit
+from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.attention.eight_bits import (
     FORMATS,
     decode_entries,
@@ -68,7 +68,7 @@ def test_entry_of_almost_nothing_has_the_least_exponent(backend, stored, device)
     position, semaphores = numbers
     about = position, angle.cos(), angle.sin(), semaphores, 1e-6
     with use_backend(backend):
-        decode_attention_8bit(qkv, keys, values, exponents, *about)
+        decode_attention(qkv, keys, values, *about, exponents=exponents)
     assert exponents[1, 0].tolist() == [-120, 0]
     assert values[0, 0].float().tolist() == [2.0 if stored != torch.int8 else 1.0] * 4
 
@@ -100,9 +100,9 @@ def inputs(device, stored, position: int) -> list:
     return [
         part.to(device)
         for part in (
-            draw(3, heads, width), keys, values, torch.stack(exponents),
+            draw(3, heads, width), keys, values,
             torch.tensor(position, dtype=torch.int32), angle.cos(), angle.sin(),
-            torch.zeros(heads, dtype=torch.int32),
+            torch.zeros(heads, dtype=torch.int32), torch.stack(exponents),
         )
     ]  # fmt: skip
 
@@ -115,12 +115,12 @@ def test_only_the_bytes_in_the_window_matter(stored, backend, device):
         results = []
         for rubbish in (0, 99):
             parts = inputs(device, stored, position)
-            for ring in (*parts[1:3], parts[3].movedim(0, -1)):
+            for ring in (*parts[1:3], parts[-1].movedim(0, -1)):
                 slots = ring.view(torch.int8)
                 slots[:, position % 70] = rubbish
                 slots[:, position + 1 :] = rubbish
             with use_backend(backend):
-                results.append(decode_attention_8bit(*parts, 1e-6))
+                results.append(decode_attention(*parts[:-1], 1e-6, exponents=parts[-1]))
         assert torch.equal(*results)
 
 
@@ -130,11 +130,11 @@ def test_kernel_stores_the_codes_of_the_torch_backend(stored, device):
     for backend in BACKENDS:
         parts = inputs(device, stored, 30)
         with use_backend(backend):
-            decode_attention_8bit(*parts, 1e-6)
+            decode_attention(*parts[:-1], 1e-6, exponents=parts[-1])
         rings.append(
             [
                 decode_entries(*ring, torch.float32)
-                for ring in zip(parts[1:3], parts[3], strict=True)
+                for ring in zip(parts[1:3], parts[-1], strict=True)
             ]
         )
     for one, other in zip(*rings, strict=True):
