@@ -21,7 +21,7 @@ from arbcli.commands._options import (
 )
 from arbcli.data import check_named, open_text
 from arbcli.errors import ArbError
-from arbcli.output import LiveLine, emit, note, table
+from arbcli.output import PIPE_SECONDS, LiveLine, emit, note, table
 
 if TYPE_CHECKING:
     from arbcli.infer.evaluation import EvaluateReport
@@ -101,10 +101,6 @@ def evaluate(
 
 def _ignore(*_: object) -> None:
     pass
-
-
-PIPE_SECONDS = 30.0
-"""Between lines where nothing is written over."""
 
 
 class _Progress:

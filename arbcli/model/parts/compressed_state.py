@@ -141,7 +141,9 @@ class CompressedState(State):
         slots = len(self.entries)
         old = torch.arange(lowest, done, device=device) % slots
         entries = torch.cat((self.entries.get(old), self.entries.rounded(rotated)))[None]
-        self.entries.put(firsts % slots, rotated)  # a window has no more of them than there are slots
+        self.entries.put(
+            firsts % slots, rotated
+        )  # a window has no more of them than there are slots
         sight = Sight(self.window, m, self.most, start - lowest * m)
         chosen = None
         if self.keys is not None:
