@@ -70,7 +70,7 @@ def evaluate(
     if field is not None and not data:
         raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
     checkpoint = find_run(the_one(run, checkpoint), loads=True)
-    check_named(data or ())
+    check_named(data or (), field)
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.device import resolve_backend, resolve_device
