@@ -89,7 +89,7 @@ def worst(values: Iterable[float | None]) -> float | None:
     return most
 
 
-def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def as_tuple(result: Tensor | tuple[Any, ...]) -> tuple[Any, ...]:
     """See the one result of a function as a tuple of one."""
     return (result,) if isinstance(result, Tensor) else tuple(result)
 

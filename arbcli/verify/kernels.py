@@ -236,14 +236,14 @@ def _parts(
     others = tuple(b for b in backends if b not in IN_TRITON and "triton" not in backends)
     parts = []
     for spec in chosen:
-        in_triton = [*group_sizes, None]
+        in_triton: tuple[str | None, ...] = (*group_sizes, None)
         if spec.uses_scales and checks.sampled and not checks.fuzz:
             in_triton = sampled_scale_types(spec, group_sizes)
         for name, size in (group_sizes if spec.uses_scales else {None: first}).items():
             run_on = backends if name in in_triton else others
             if not run_on:
                 continue
-            shares = _shares(spec, run_on, checks, turns.get(name))
+            shares = _shares(spec, run_on, checks, turns.get(name) if name else None)
             parts += [
                 _Part(spec.name, name, size, str(device), run_on, checks, index, *share)
                 for index, share in enumerate(shares)
@@ -366,9 +366,10 @@ class _WholeJobs:
         for key in dict.fromkeys((part.kernel, part.scale_type) for part in job.arguments[2:]):
             of_jobs = self.missing[key]
             of_jobs[job.arguments] = [found for found in job.result if found.scale_type == key[1]]
-            if None in of_jobs.values():
+            done = [each for each in of_jobs.values() if each is not None]
+            if len(done) < len(of_jobs):
                 continue
-            merged = _merged([result for each in of_jobs.values() for result in each])
+            merged = _merged([result for each in done for result in each])
             self.found[key] = merged
             self.progress(
                 replace(
@@ -394,7 +395,7 @@ def _merged(results: list[KernelResult]) -> list[KernelResult]:
             outputs=sum(result.outputs for result in each),
             elements=sum(result.elements for result in each),
             unwritten=sum(result.unwritten for result in each),
-            unequal=None if each[0].unequal is None else sum(r.unequal for r in each),
+            unequal=None if each[0].unequal is None else sum(r.unequal or 0 for r in each),
             max_error=worst(result.max_error for result in each),
             relative_error=worst(result.relative_error for result in each),
             cosine=min(result.cosine for result in each),
@@ -424,7 +425,7 @@ def _verify_part(spec: Operation, part: _Part, sample: CompiledSample | None) ->
     if part.kind == "real":
         reference, backends = real_reference(spec), ("triton",)
     with poisoned():
-        cases = _cases(spec, part, *([partial(sample.has, part)] if sample else []))
+        cases = _cases(spec, part, partial(sample.has, part)) if sample else _cases(spec, part)
         results = _verify(spec, part, device, cases, reference, backends, sample)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # for the other processes
@@ -546,7 +547,7 @@ def _moved(inputs: tuple, device: torch.device) -> tuple:
         else x
         for x in inputs
     ]
-    return type(inputs)(*moved) if hasattr(inputs, "_fields") else tuple(moved)
+    return getattr(inputs, "_make", tuple)(moved)  # of a named tuple, its own kind
 
 
 def _is_chosen(
@@ -603,7 +604,7 @@ def copies(inputs: tuple) -> tuple:
     return tuple(map(_copy, inputs))
 
 
-def _copy(value: object) -> object:
+def _copy(value: Any) -> Any:
     if isinstance(value, Packed):
         return value.map(_copy)
     if not isinstance(value, Tensor):
