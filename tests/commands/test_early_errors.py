@@ -14,6 +14,8 @@ MISTAKES = {
     "train --data nofile": "nothing matches `nofile`",
     "train --val nofile": "nothing matches `nofile`",
     "train --data text.txt:0.5 text.txt": "`text.txt` has no weight above 0",
+    "train --data empty.txt": "there is no text in `empty.txt`",
+    "evaluate run --data empty.txt": "there is no text in `empty.txt`",
     "train --data text.txt --field body": "`--field body` is of records",
     "train --init-from run --data text.txt --field body": "`--field body` is of records",
     "evaluate run --data text.txt --field body": "`--field body` is of records",
@@ -46,6 +48,7 @@ MISTAKES = {
 
 def test_mistakes_are_refused_without_torch(tmp_path):
     (tmp_path / "text.txt").write_bytes(b"ternary weights")
+    (tmp_path / "empty.txt").touch()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
     (tmp_path / "run" / "step-000001.safetensors").write_bytes(b"")
