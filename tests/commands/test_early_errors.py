@@ -20,6 +20,11 @@ MISTAKES = {
     "train --resume auto --out nofile": "there is no run in `nofile`",
     "train --out text.txt/run": "cannot write `text.txt/run`",
     "train --data text.txt:0.5 text.txt": "`text.txt` has no weight above 0",
+    "train --data empty.txt": "there is no text in `empty.txt`",
+    "evaluate run --data empty.txt": "there is no text in `empty.txt`",
+    "train --data text.txt --field body": "`--field body` is of records",
+    "train --init-from run --data text.txt --field body": "`--field body` is of records",
+    "evaluate run --data text.txt --field body": "`--field body` is of records",
     "train --tokenizer nofile": "cannot read `nofile`",
     "train --teacher nofile": "there is no run at `nofile`",
     "train --out text.txt": "`text.txt` is a file",
@@ -63,6 +68,7 @@ MISTAKES = {
 
 def test_mistakes_are_refused_without_torch(tmp_path):
     (tmp_path / "text.txt").write_bytes(b"ternary weights")
+    (tmp_path / "empty.txt").touch()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
     (tmp_path / "run" / "step-000001.safetensors").write_bytes(b"")

@@ -529,6 +529,13 @@ def test_fixed_point_gain_is_close_and_does_not_overflow(factor):
     assert gain / 2**shift == pytest.approx(factor, rel=1 / 2000 if factor > 1e-6 else 1)
 
 
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.99999, 700.37])
+def test_fixed_point_gain_is_the_nearest_of_its_bits(factor):
+    """Cut off, each step would be up to 1 / 2048 too short."""
+    gain, shift = fixed_point_gain(factor)
+    assert abs(gain - factor * 2**shift) <= 0.5
+
+
 DIM = 33
 ROWS = torch.tensor([2, 5, 11, 12, 30, 39])
 """Of a table of 40, each named by some slots."""
