@@ -454,4 +454,5 @@ def test_only_first_axes_of_grids_may_be_long():
             grid = dict(assigned(function)).get(getattr(grid, "id", ""), grid)
             tuples = (part for part in ast.walk(grid) if isinstance(part, ast.Tuple))
             found |= {ast.unparse(axis) for each in tuples for axis in each.elts[1:]}
-    assert found == SECOND
+    assert found - SECOND == set()
+    assert len(found) > 20
