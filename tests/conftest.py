@@ -33,10 +33,6 @@ def pytest_collection_finish():
     gc.freeze()  # else every collection goes through all modules and tests anew
 
 
-def pytest_sessionfinish():
-    gc.unfreeze()
-
-
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import re
 import stat
@@ -12,6 +13,7 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from unittest import mock
 
@@ -61,8 +63,8 @@ def example(step: int = 200, size: int = 5, backwards: bool = False) -> Checkpoi
     )
 
 
-def python_command(function: Callable[[Path], None], directory: Path) -> list[str]:
-    """Form the command that calls a function of this file in a fresh Python."""
+def run_elsewhere(function: Callable[[Path], None], directory: Path, **environment: str) -> None:
+    """Call a function of this file in a fresh Python, where it must not fail."""
     script = f"""
 import sys
 from pathlib import Path
@@ -70,12 +72,7 @@ sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}
 from {Path(__file__).stem} import {function.__name__} as main
 main(Path({str(directory)!r}))
 """
-    return [sys.executable, "-c", script]
-
-
-def run_elsewhere(function: Callable[[Path], None], directory: Path, **environment: str) -> None:
-    """Call a function of this file in a process of its own, where it must not fail."""
-    command = python_command(function, directory)
+    command = [sys.executable, "-c", script]
     environment = {**os.environ, **environment}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
@@ -680,25 +677,26 @@ def test_run_lock_refuses_a_second_holder(tmp_path):
         pass
 
 
-def hold_the_lock(directory: Path) -> None:
+def hold_the_lock(directory: Path, locked: Event) -> None:
     with run_lock(directory):
-        sys.stdout.write("locked\n")
-        sys.stdout.flush()
+        locked.set()
         time.sleep(60)
 
 
 def test_run_lock_is_released_by_sigkill(tmp_path):
-    command = python_command(hold_the_lock, tmp_path)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout.readline() == "locked\n"
-            with pytest.raises(ArbError, match="in use by another process"), run_lock(tmp_path):
-                pytest.fail("locked twice")
-        finally:
-            holder.kill()
-        holder.wait()
-        with run_lock(tmp_path):
-            pass
+    forking = multiprocessing.get_context("fork")
+    locked = forking.Event()
+    holder = forking.Process(target=hold_the_lock, args=(tmp_path, locked))
+    holder.start()
+    try:
+        assert locked.wait(timeout=60)
+        with pytest.raises(ArbError, match="in use by another process"), run_lock(tmp_path):
+            pytest.fail("locked twice")
+    finally:
+        holder.kill()
+    holder.join()
+    with run_lock(tmp_path):
+        pass
 
 
 def test_run_lock_passes_errors_of_its_body(tmp_path):

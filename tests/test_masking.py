@@ -12,7 +12,7 @@ from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import AttentionConfig, MLPConfig
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
-from arbcli.data import Text
+from arbcli.data import Text, open_texts
 from arbcli.errors import ArbError
 from arbcli.infer.evaluation import mean_loss
 from arbcli.infer.generation import Sampling
@@ -20,6 +20,8 @@ from arbcli.infer.holes import fill
 from arbcli.masking import hide
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
+from arbcli.train.configure import new_config
+from arbcli.train.trainer import Trainer
 from arbcli.verify.parity import Subject, masked
 from arbcli.verify.reference import Reference
 from arbcli.verify.update_reference import reference_weight
@@ -222,3 +224,24 @@ def test_holes_of_a_benchmark_are_those_of_the_bound():
         first = masked_loss(lm, TEXTS, slice(0, 1), 1, 0, right=False)
     alone = -known[0, 1, 2, 3].gather(2, TEXTS[..., None])[:, 0, 0].mean()
     assert first == pytest.approx(float(alone), rel=1e-5)
+
+
+def test_micro_batches_of_a_step_share_what_is_hidden(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(32, 112)) * 9)
+    sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 8, "batch": 4, "accum": 2}
+    config = new_config(**sizes, steps=3, objective="masked", device="cpu", backend="torch")
+    trainer = Trainer(config, open_texts((str(path),), (), seed=0, context=8))
+    given = []
+    for micro in range(2):
+        ids, targets = trainer.fetch(micro, "cpu")
+        text = torch.where(targets < 0, ids, targets)
+        assert ((text[:, 1:] - text[:, :-1]) % 80 == 1).all()
+        given.append((targets >= 0).sum(dim=1))
+    assert sorted(torch.cat(given).tolist()) == [*range(1, 9)]
+    assert given[0].max() > 4 > given[0].min()  # each has windows of few and of many
+    losses = []
+    trainer.model.loss = lambda ids, targets: losses.append(targets) or torch.zeros(())
+    trainer.evaluate(num_batches=3)
+    assert all(((targets >= 0).sum(dim=1) > 0).all() for targets in losses)
+    assert not torch.equal(losses[0] >= 0, losses[1] >= 0)

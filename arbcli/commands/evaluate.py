@@ -152,9 +152,11 @@ def _table(report: "EvaluateReport") -> Table:
 
 def _of_kind(kind: "KindLoss") -> list[list[str]]:
     rows = [[f"{kind.kind}: nats a byte, bytes", f"{kind.nats_per_byte:.4f}, {kind.bytes:,}"]]
-    if kind.peer_bits_per_unit is not None:
-        sizes = {"this model": kind.bits_per_unit, **kind.peer_bits_per_unit}
+    if kind.bits_per_unit is not None:
+        sizes = {"this model": kind.bits_per_unit, **(kind.peer_bits_per_unit or {})}
         shown = ", ".join(f"{name} {bits:.3f}" for name, bits in sizes.items())
+        if kind.peer_bits_per_unit is None:
+            shown += "; `pip install 'arb[media]'` for others"
         rows.append([f"{kind.kind}: bits a {kind.unit}", shown])
     return rows
 

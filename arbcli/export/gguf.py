@@ -139,6 +139,8 @@ def check_architecture(config: ModelConfig, architecture: Architecture) -> None:
         f"positions scaled as by `{scaling}`": scaling == "yarn"
         or (scaling == "llama3" and architecture.gguf != "llama"),
         "biases": architecture.gguf == "qwen3" and shape.bias,
+        f"heads of {shape.head_width} numbers": architecture.gguf == "qwen2"
+        and shape.heads * shape.head_width != shape.dim,
     }
     for what, there in found.items():
         if there:

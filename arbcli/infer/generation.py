@@ -136,7 +136,7 @@ class Decoder:
         """Makes several bytes at once; None is one at a time."""
         self.checks_made, self.checked_bytes = 0, 0
         """Checks, and bytes that they made."""
-        self._check: Callable[[], None] = self._run_check
+        self._check_graph: torch.cuda.CUDAGraph | None = None
         self.recorded = False
         """Whether a step is replayed as one list of loops."""
         can_capture = device.type == "cuda" and self.backend == "triton"
@@ -222,7 +222,9 @@ class Decoder:
 
     @torch.no_grad()
     def _run_check(self) -> None:
-        if self.checks is not None:
+        if self._check_graph is not None:
+            self._check_graph.replay()
+        elif self.checks is not None:
             with use_backend(self.backend), overlapping():
                 self.checks.run(self._text, self._key, self.sampling)
 
@@ -241,7 +243,7 @@ class Decoder:
             more = min(together, (end - self.length) // size - launched)
             if more > 0 and len(under_way) < 2:
                 for _ in range(more):
-                    self._check()
+                    self._run_check()
                 most = self._text[self.length : self.length + (launched + more) * size]
                 position = copied_to_host(self.cache.position[None])
                 under_way.append(_Fetch(more, self.length, position, copied_to_host(most)))
@@ -314,7 +316,7 @@ class Decoder:
             checks = torch.cuda.CUDAGraph()
             with capturing(checks, pool=graphs[-1].pool()):
                 self._run_check()
-            self._check = checks.replay
+            self._check_graph = checks
         self.cache.reset()
 
     def _record(self) -> None:

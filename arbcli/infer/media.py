@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 
@@ -29,7 +30,8 @@ class KindLoss:
     bits_per_unit: float | None = None
     """Headers included, as in the sizes of files."""
     peer_bits_per_unit: dict[str, float] | None = None
-    """Of the same samples or pixels in a lossless format, by its name."""
+    """Of the same samples or pixels in a lossless format, by its name; None where the package that
+    writes it is not installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +110,15 @@ class MediaLosses:
         units, peers = 0, dict[str, int]()
         for part, _ in each:
             body, header = self.text.read(*part.body_range), part.header
-            if isinstance(header, SoundHeader):
-                values = decode_samples(body, header)
-                units, sizes = units + values.size, {"FLAC": flac_bytes(values, header.rate)}
-            else:
-                units, sizes = units + header.units, coded_bytes(decode_pixels(body, header))
+            sizes: dict[str, int] = {}
+            with suppress(ImportError):  # without the packages there are no peers
+                if isinstance(header, SoundHeader):
+                    values = decode_samples(body, header)
+                    units += values.size
+                    sizes = {"FLAC": flac_bytes(values, header.rate)}
+                else:
+                    units += header.units
+                    sizes = coded_bytes(decode_pixels(body, header))
             for name, count in sizes.items():
                 peers[name] = peers.get(name, 0) + count
         size, nats = sum(part.stop - part.start for part, _ in each), sum(nats for _, nats in each)
@@ -123,7 +129,8 @@ class MediaLosses:
             unit=unit,
             units=units,
             bits_per_unit=nats / math.log(2) / max(units, 1),
-            peer_bits_per_unit={name: 8 * count / max(units, 1) for name, count in peers.items()},
+            peer_bits_per_unit={name: 8 * count / max(units, 1) for name, count in peers.items()}
+            or None,
         )
 
 

@@ -26,6 +26,7 @@ def share_of_nonzero(radix: int, spread: float) -> float:
     return 2 * _normal_cdf(-(radix // 2 + 0.5) / (spread * radix))
 
 
+@cache
 def root_mean_square(spread: float, largest: int) -> float:
     """Find that of `quantiles`."""
     table = quantiles(spread, largest)

@@ -20,6 +20,7 @@ from arbcli.kernels.runtime import native
 from arbcli.signals import Interrupted
 from arbcli.verify import kernels as verify
 from arbcli.verify.kernels import KERNELS
+from arbcli.verify.run import verdict
 
 BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 
@@ -260,17 +261,30 @@ def test_scale_types_are_sampled_in_triton_alone():
     )
 
 
+def test_ledger_of_an_interrupted_check_holds_what_was_verified(tmp_path, arb_here, monkeypatch):
+    """Stopped after the second kernel, before its line is shown."""
+    signals = iter((signal.SIGINT,))
+
+    def stop(results):
+        if results[0].kernel == "step_scales":
+            signal.raise_signal(next(signals))
+        return verdict(results)
+
+    monkeypatch.setattr("arbcli.verify.run.verdict", stop)
+    words = ("pack_trits", "step_scales", "rms_norm", "--backend", "torch", "--json")
+    done = arb_here("verify-kernels", *words, "--ledger", str(tmp_path))
+    assert_ledger_of_what_was_verified(signal.SIGINT, 130, done, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "what"),
     [
         pytest.param(signal.SIGINT, 130, ["pack_trits", "sum_choices", "rms_norm"], id="one"),
-        pytest.param(
-            signal.SIGTERM, 143, ["--backend", "torch"], id="several", marks=pytest.mark.slow
-        ),
+        pytest.param(signal.SIGTERM, 143, ["--backend", "torch"], id="several"),
     ],
 )
-def test_ledger_of_an_interrupted_check_holds_what_was_verified(number, code, what, tmp_path):
-    """Stopped when the first kernel is done."""
+def test_several_processes_are_interrupted_as_one_is(number, code, what, tmp_path):
     command = [sys.executable, "-m", "arbcli", "verify-kernels", *what, "--json"]
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -279,13 +293,19 @@ def test_ledger_of_an_interrupted_check_holds_what_was_verified(number, code, wh
         first = process.stderr.readline()
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == code, stderr
-    assert first.startswith("kernels  1/")
+    done = subprocess.CompletedProcess(command, process.returncode, stdout, first + stderr)
+    assert_ledger_of_what_was_verified(number, code, done, tmp_path)
+
+
+def assert_ledger_of_what_was_verified(number, code, done, folder) -> None:
+    stdout, stderr = done.stdout, done.stderr
+    assert done.returncode == code, stderr
+    assert stderr.startswith("kernels  1/")
     assert "Traceback" not in stderr
     assert f"stopped by {number.name}" in stderr
     found = json.loads(stdout)
-    assert json.loads((tmp_path / "ledger.json").read_text()) == found
-    assert f"Stopped by {number.name}; no checks failed" in (tmp_path / "ledger.md").read_text()
+    assert json.loads((folder / "ledger.json").read_text()) == found
+    assert f"Stopped by {number.name}; no checks failed" in (folder / "ledger.md").read_text()
     assert found["interrupted"] == number.name
     assert not found["passed"]
     assert not found["failures"]

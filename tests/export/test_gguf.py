@@ -1,5 +1,6 @@
 """A file for llama.cpp holds the same weights, and llama.cpp computes the same with it."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -160,6 +161,19 @@ def test_rows_of_queries_and_keys_are_turned_with_their_biases():
         f"blk.{index}.attn_{part}.{kind}"
         for index in range(len(blocks)) for part in "qk" for kind in ("weight", "bias")
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "message"), [(None, None), (16, "no heads of 16 numbers")])
+def test_heads_of_another_width_are_refused_where_llama_cpp_has_none(width, message):
+    config = preset("tiny", sub_norms=False)
+    block = config.main.blocks[0]
+    mixer = replace(block.mixer, head_width=width, bias=True, query_key_norm="none")
+    stage = replace(config.main, blocks=(replace(block, mixer=mixer),))
+    config = replace(config, stages=(stage,))
+    architecture = known_shape(config).architecture
+    assert architecture.gguf == "qwen2"
+    with pytest.raises(ArbError, match=message) if message else nullcontext():
+        gguf.check_architecture(config, architecture)
 
 
 def test_another_reader_finds_the_same(saved, tmp_path):

@@ -1,9 +1,12 @@
 """Text from a model: the same as from plain forwards, and chosen as it was asked for."""
 
+import gc
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
+from cells import Cell, wide
 from marks import mostly_slow
 
 from arbcli.config.presets import preset
@@ -28,6 +31,26 @@ def model(device, weights="ternary", dtype=torch.float32, ctx=16) -> LanguageMod
 
 def continued(lm, prompt: bytes, length: int, sampling: Sampling | None = None) -> bytes:
     return b"".join(generate(lm, prompt, length, sampling))
+
+
+@pytest.mark.parametrize("cell", [Cell("attention", "mlp", 1, p) for p in ("plain", "chunked")])
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_what_a_text_took_is_free_without_a_collector(cell, backend, device):
+    """A captured step, which has memory of its own, would else stay until garbage is collected."""
+    with torch.device(device):
+        lm = LanguageModel(wide(cell.model()), torch.float32)
+    lm.initialise(0)
+    gc.disable()
+    try:
+        with lm.prepared_weights():
+            decoder = Decoder(lm, 12, GREEDY, backend=backend)
+            decoder.read(b"abc")
+            list(decoder.stream(3))
+        kept = ref(decoder), ref(decoder.cache)
+        del decoder
+        assert [part() for part in kept] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("weights", ["ternary", "float", "ste"])

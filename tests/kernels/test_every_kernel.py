@@ -19,7 +19,7 @@ from arbcli.kernels.runtime.backend import chunks_of, compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.verify.compare import as_tuple, poisoned
 from arbcli.verify.kernels import KERNELS, compare, copies
-from arbcli.verify.sample import OF_VALUES
+from arbcli.verify.sample import LONG_CASES, OF_VALUES, is_long
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
 NATIVE = [pytest.mark.skipif(not native.available(), reason=native.why_not())]
@@ -51,9 +51,25 @@ def cases() -> list:
 
 @pytest.mark.parametrize(("spec", "scale_type", "backend"), cases())
 def test_kernel_equals_reference(spec, scale_type, backend, device):
+    """But for cases that `arb verify-kernels` leaves out in the interpreter, too."""
+    every = spec.cases(torch.device("cpu") if backend == "native" else device,
+                       SCALE_TYPES[scale_type])  # fmt: skip
+    sample = [c for c in every if backend != "interpreter" or not is_long(spec.name, c.label)]
+    assert_reference_is_met(spec, backend, sample)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec", [s for s in KERNELS if s.name in LONG_CASES], ids=lambda spec: spec.name
+)
+def test_kernel_equals_reference_in_cases_that_take_long(spec, device):
+    every = spec.cases(device, SCALE_TYPES["T6" if spec.uses_scales else "T32"])
+    assert_reference_is_met(spec, BACKENDS[1], [c for c in every if is_long(spec.name, c.label)])
+
+
+def assert_reference_is_met(spec, backend, chosen) -> None:
     implementation = spec.run(backend)
-    device = torch.device("cpu") if backend == "native" else device
-    for case in spec.cases(device, SCALE_TYPES[scale_type]):
+    for case in chosen:
         wanted = spec.reference(*copies(case.inputs))
         with use_backend(backend):
             got = implementation(*copies(case.inputs))

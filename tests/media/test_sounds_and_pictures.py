@@ -1,9 +1,11 @@
 """Sounds and pictures: files to bytes and back, where they stand in a text, and what is refused."""
 
 import math
+import shutil
 import struct
 import zlib
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from arbcli.infer.media import MediaLosses
 from arbcli.media import pictures, sound
 from arbcli.media.spans import HEADER, LONGEST_HEADER, PictureHeader, SoundHeader, find_spans
 from arbcli.plain_text import Conversion, plain_file
+from benchmarks import media_text
 
 soundfile = pytest.importorskip("soundfile", reason="needs the extra `media`")
 Image = pytest.importorskip("PIL.Image", reason="needs the extra `media`")
@@ -257,6 +260,62 @@ def test_losses_are_summed_by_what_the_bytes_are(cuts, tmp_path):
         assert found["picture"].peer_bits_per_unit.keys() == {"PNG", "WebP"}
         bits = found["picture"].nats_per_byte * found["picture"].bytes / math.log(2) / 20
         assert found["picture"].bits_per_unit == pytest.approx(bits)
+
+
+@pytest.mark.parametrize("name", ["flac_bytes", "coded_bytes"])
+def test_bits_of_a_unit_are_told_without_the_packages_of_other_formats(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"arbcli.infer.media.{name}", mock.Mock(side_effect=ImportError))
+    path = tmp_path / "mixed"
+    speech = SoundHeader("mulaw", 8000, 1, 50).encode() + bytes(50)
+    path.write_bytes(speech + PictureHeader("grey", 5, 4).encode() + (b"abcde\n" * 4))
+    losses = MediaLosses(text := Text([path]), torch.device("cpu"))
+    losses.add([0], torch.ones(1, len(text) - 1), torch.ones(1, len(text) - 1, dtype=torch.bool))
+    kinds = {kind.kind: kind for kind in losses.report()}
+    without, other = ("sound", "picture")[:: 1 if name == "flac_bytes" else -1]
+    assert kinds[without].peer_bits_per_unit is None
+    assert kinds[other].peer_bits_per_unit
+    assert [kinds[kind].units for kind in ("sound", "picture")] == [50, 20]
+    assert kinds["picture"].bits_per_unit == pytest.approx(
+        kinds["picture"].bytes / 20 / math.log(2)
+    )
+
+
+def made(kind: str, folder) -> dict[str, float]:
+    """Make a few records of a benchmark, and read what it wrote."""
+    about = "It was the best of times. It was the worst! Nobody knew why.\nA sentence is here?"
+    assert media_text.sentences(about + " It was the best of times.") == media_text.sentences(about)
+    held = [
+        media_text.Record(text, *media_text.MAKERS[kind](text, index))
+        for index, text in enumerate(media_text.sentences(about))
+    ]
+    report = media_text.write_held_out(folder, kind, held)
+    for name, turn in (("val", 0), ("val-others", 1)):
+        content = (folder / f"{kind}-{name}.txt").read_bytes()
+        spans = list(find_spans(content))
+        assert [content[span.body : span.stop] for span in spans] == [one.body for one in held]
+        before = [content[: span.start].rsplit(b"\n", 2)[-2].decode() for span in spans]
+        assert before == [held[(index + turn) % len(held)].sentence for index in range(len(held))]
+    assert report["units"] == sum(one.header.units for one in held)
+    return report["bits_per_unit"]
+
+
+def test_pages_of_a_benchmark_are_pictures_after_their_sentences(tmp_path):
+    bits = made("pages", tmp_path)
+    assert bits.keys() == {"PNG", "WebP"}
+    assert 0.1 < bits["WebP"] < 8
+
+
+@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="needs espeak-ng")
+def test_speech_of_a_benchmark_is_sounds_after_their_sentences(tmp_path):
+    assert 4 < made("speech", tmp_path)["FLAC"] < 16
+
+
+def test_sounds_are_resampled_without_what_is_too_high():
+    time = np.arange(22050) / 22050
+    wave = 9000 * np.sin(2 * np.pi * 440 * time) + 9000 * np.sin(2 * np.pi * 5000 * time)
+    wanted = 9000 * np.sin(2 * np.pi * 440 * np.arange(8000) / 8000)
+    found = media_text.resampled(wave.astype(np.int16), 8000)
+    assert np.abs(found - wanted).max() < 3
 
 
 def test_text_alone_has_no_kinds(tmp_path):

@@ -1,6 +1,7 @@
 """Predictions of a teacher, learnt besides the text."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,10 +116,12 @@ def test_divergence_of_documents_counts_what_is_learnt(vocabulary):
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.fixture
-def taught(text, tmp_path):
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
     """The run of a teacher, and settings of one that it teaches."""
-    run = tmp_path / "teacher"
+    folder = tmp_path_factory.mktemp("taught")
+    text, run = str(folder / "text.txt"), folder / "teacher"
+    Path(text).write_bytes(b"ternary weights learn to read. " * 100)
     start_run(new_config(**RUN | {"digits": "all"}, data=[text]), run, Observer())
     return run, RUN | {"data": [text], "teacher": str(run)}
 

@@ -1,0 +1,164 @@
+"""Make speech, or pages of text and shapes, as bytes to train on: nothing is fetched.
+
+    python -m benchmarks.media_text speech novels.txt FOLDER [--bytes N]
+    python -m benchmarks.media_text pages novels.txt FOLDER [--bytes N]
+
+Each sentence of a text is followed by its sound, spoken by espeak-ng in one of several voices, in
+mu-law at 8 kHz; or by a grey page that Pillow draws it on, with shapes, in a font of the system.
+The first `--held-out` sentences are held out.
+
+Writes `KIND-train.txt`, `KIND-val.txt`, and `KIND-val-others.txt`, where each sound or page follows
+the sentence of another: what that costs more is what a model hears of a text. They are those that
+`arb` makes of files, so that a machine needs neither program. `KIND.json` has the bits a sample of
+FLAC, or a pixel of lossless WebP and PNG, over all that is held out;
+`arb evaluate` has the model's:
+
+    arb train --data speech-train.txt --val speech-val.txt --preset small --ctx 4096 --minutes 8
+    arb evaluate auto --data speech-val.txt; arb evaluate auto --data speech-val-others.txt
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from arbcli.media.pictures import coded_bytes, decode_pixels
+from arbcli.media.sound import decode_samples, encode_samples, flac_bytes
+from arbcli.media.spans import PictureHeader, SoundHeader
+
+RATE = 8000
+"""Samples a second."""
+WAV_HEADER = 44
+"""Bytes before the samples that espeak-ng writes."""
+SPOKEN_RATE = 22050
+VOICES = ("en-gb", "en-us", "en-gb-scotland+f2", "en-us+m3", "en-gb+f3", "en-gb-x-rp+m5")
+WIDTH, HEIGHT = 128, 128
+FONTS = Path("/usr/share/fonts")
+
+
+def sentences(text: str) -> list[str]:
+    """List the sentences of 20 to 160 characters, each once, in an order without meaning."""
+    parts = (" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+", text))
+    kept = {part for part in parts if 20 <= len(part) <= 160}
+    return sorted(kept, key=lambda part: hashlib.sha256(part.encode()).digest())
+
+
+def resampled(samples: np.ndarray, number: int) -> np.ndarray:
+    """Cut off the frequencies above those that `number` int16 samples have."""
+    spectrum = np.fft.rfft(samples)[: number // 2 + 1]
+    found = np.fft.irfft(spectrum, number) * (number / len(samples))
+    return np.clip(np.rint(found), -32768, 32767).astype(np.int16)
+
+
+def spoken(sentence: str, index: int) -> tuple[SoundHeader, bytes]:
+    """Speak a sentence, in the voice of its index."""
+    voice, speed = VOICES[index % len(VOICES)], 140 + 10 * (index % 5)
+    command = ["espeak-ng", "-v", voice, "-s", str(speed), "--stdout", "--", sentence]
+    wave = subprocess.run(command, check=True, capture_output=True).stdout[WAV_HEADER:]
+    samples = np.frombuffer(wave, dtype="<i2", count=len(wave) // 2)
+    samples = resampled(samples, len(samples) * RATE // SPOKEN_RATE)
+    header = SoundHeader("mulaw", RATE, 1, len(samples))
+    return header, encode_samples(samples[:, None], "mulaw")
+
+
+def drawn(sentence: str, index: int) -> tuple[PictureHeader, bytes]:
+    """Draw a sentence on a page, with shapes, by the random numbers of its index."""
+    dice = np.random.default_rng(index)
+    image = import_module("PIL.Image").new("L", (WIDTH, HEIGHT), int(dice.integers(200, 256)))
+    draw = import_module("PIL.ImageDraw").Draw(image)
+    for _ in range(int(dice.integers(0, 4))):
+        left, top = (int(dice.integers(0, size)) for size in (WIDTH - 16, HEIGHT - 16))
+        box = (left, top, left + int(dice.integers(8, 64)), top + int(dice.integers(8, 64)))
+        shape = (draw.rectangle, draw.ellipse, draw.line)[int(dice.integers(0, 3))]
+        shape(box, fill=int(dice.integers(60, 230)))
+    size = int(dice.integers(9, 17))
+    lines, each = [""], int(1.7 * WIDTH / size)
+    for word in sentence.split():
+        longer = f"{lines[-1]} {word}".strip()
+        lines[-1:] = [longer] if len(longer) <= each else [lines[-1], word]
+    draw.multiline_text((4, 4), "\n".join(lines), fill=0, font=_font(index, size), spacing=2)
+    rows = b"".join(row.tobytes() + b"\n" for row in np.asarray(image))
+    return PictureHeader("grey", WIDTH, HEIGHT), rows
+
+
+def _font(index: int, size: int) -> Any:
+    fonts, kind = _fonts(), import_module("PIL.ImageFont")
+    return kind.truetype(fonts[index % len(fonts)], size) if fonts else kind.load_default(size)
+
+
+@cache
+def _fonts() -> list[Path]:
+    return sorted(FONTS.rglob("*.ttf"))
+
+
+class Record(NamedTuple):
+    """A sentence, and its sound or its page."""
+
+    sentence: str
+    header: SoundHeader | PictureHeader
+    body: bytes
+
+    def written(self, sentence: str | None = None) -> bytes:
+        """Write it after its sentence, or after another."""
+        text = self.sentence if sentence is None else sentence
+        return text.encode() + b"\n" + self.header.encode() + self.body + b"\n"
+
+    def sizes(self) -> dict[str, int]:
+        """Count the bytes that it takes in lossless formats."""
+        if isinstance(self.header, SoundHeader):
+            return {"FLAC": flac_bytes(decode_samples(self.body, self.header), RATE)}
+        return coded_bytes(decode_pixels(self.body, self.header))
+
+
+MAKERS: dict[str, Callable[[str, int], tuple[SoundHeader | PictureHeader, bytes]]] = {
+    "speech": spoken,
+    "pages": drawn,
+}
+
+
+def write_held_out(folder: Path, kind: str, held: list[Record]) -> dict[str, Any]:
+    """Write what is held out, with its own sentences and with others; return what formats take."""
+    texts = [record.sentence for record in held]
+    for name, before in (("val", texts), ("val-others", texts[1:] + texts[:1])):
+        pairs = zip(held, before, strict=True)
+        content = b"".join(record.written(sentence) for record, sentence in pairs)
+        (folder / f"{kind}-{name}.txt").write_bytes(content)
+    units, every = sum(record.header.units for record in held), [one.sizes() for one in held]
+    bits = {name: 8 * sum(sizes[name] for sizes in every) / units for name in every[0]}
+    return {"units": units, "bits_per_unit": bits}
+
+
+def main() -> None:
+    """Write the texts, and print what other formats take of what is held out."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=MAKERS)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--bytes", type=int, default=48_000_000, help="[default: 48,000,000]")
+    parser.add_argument("--held-out", type=int, default=40, help="sentences [default: 40]")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    make = MAKERS[given.kind]
+    text = enumerate(sentences(given.text.read_text("utf-8", errors="replace")))
+    made = (Record(sentence, *make(sentence, index)) for index, sentence in text)
+    held = [next(made) for _ in range(given.held_out)]
+    report = write_held_out(given.folder, given.kind, held)
+    written = 0
+    with (given.folder / f"{given.kind}-train.txt").open("wb") as file:
+        while written < given.bytes and (record := next(made, None)) is not None:
+            written += file.write(record.written())
+    report = {"kind": given.kind, "train_bytes": written, **report}
+    (given.folder / f"{given.kind}.json").write_text(json.dumps(report))
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
