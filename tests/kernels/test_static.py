@@ -410,7 +410,7 @@ def test_what_tells_of_stores_orders_them():
 
 
 SECOND = {
-    "3", "batch", "batch * heads", "batch * kv", "experts", "heads", "len(qs)", "len(wave)",
+    "3", "batch * heads", "batch * kv", "batch", "experts", "heads", "len(qs)", "len(wave)",
     "parts", "position.numel()", "rows", "splits", "taps", "tile.parts", "tile.splits",
     "triton.cdiv(chunks, tile['CHUNKS'])", "triton.cdiv(len(x), 8 * octets)",
     "triton.cdiv(num_bytes, PLANE)", "triton.cdiv(number, blocks)", "triton.cdiv(number, tile)",
