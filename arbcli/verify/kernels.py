@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.inspect.trace import on_host, without_memory
-from arbcli.kernels.codec.packed import Packed
+from arbcli.inspect.trace import META, on_host, without_memory
 from arbcli.kernels.dice import Dice, ShapeDice
 from arbcli.kernels.names import check_kernel_names
 from arbcli.kernels.registry import KERNELS
@@ -52,15 +51,24 @@ SHARES = 4
 """In which all cases of a kernel without scales are shared out on a GPU, with them there are eight
 scale types; and in which what a slow one compiles is shared out."""
 SLOWEST = (
-    "ternary_matmul", "compressed_attention_backward", "gradient_statistics",
-    "compressed_attention", "decode_e4m3", "decode_attention_8bit", "cross_entropy", "fp8_matmul",
-    "cross_entropy_backward", "decode_digits", "weighted_rows", "weighted_rows_grad_weights",
-    "boundary_scores_backward", "stream_weights_backward", "decode_attention", "decode_weight",
-    "row_matmul", "prepacked_rows", "append_position_8bit", "quantise_gradient", "decode_latent",
+    "fp8_matmul", "ternary_matmul", "compressed_attention_backward", "decode_e4m3", "attend_ahead",
+    "compressed_attention", "gradient_statistics", "decode_attention", "decode_digits",
+    "weighted_rows", "weighted_rows_grad_weights", "causal_attention_backward",
+    "gated_rms_norm_backward", "decode_attention_8bit", "embedding_rows", "row_by_row",
+    "append_position_8bit", "append_position", "prepacked_rows", "row_matmul", "decode_compressed",
+    "cross_entropy", "cross_entropy_backward", "boundary_scores_backward",
+    "stream_weights_backward", "decode_weight", "quantise_gradient", "decode_latent",
+    "gram_polynomial", "sign_gradient", "smooth_chunks_backward", "gated_rms_norm",
+    "rms_norm_backward", "digits_matmul",
 )  # fmt: skip
-"""Kernels that take longest to be compiled, the longest first: they are begun before others."""
+"""Kernels that take longest, the longest first: they are begun before others."""
+FIRST_CHECKS, LAST_CHECKS = 0, 2
+"""Turns of these and of other kernels: processes compile for models between them, and so fewer wait
+for one another at the GPU."""
 LARGE = 1 << 15
-"""Elements of the inputs of a case of a GPU that is compared as real matrices are."""
+"""Elements of the inputs of a case of a GPU from which on it has the reference of real matrices."""
+HUGE = 1 << 22
+"""Of a case whose reference runs on the GPU."""
 SHARED = 12
 """Of these, several processes compile so many first ones."""
 
@@ -273,8 +281,8 @@ def _jobs(parts: list[_Part], checks: Checks) -> list[tuple]:
 
 
 def _turn(job: tuple) -> int:
-    """Put off what processes compile together, until they have."""
-    return int(any(_ahead(job)))
+    """Begin what takes long first: kernels that are quick follow what models need."""
+    return FIRST_CHECKS if job[0] in SLOWEST else LAST_CHECKS
 
 
 def _ahead(job: tuple) -> Iterable[tuple]:
@@ -288,10 +296,11 @@ def _ahead(job: tuple) -> Iterable[tuple]:
 def _compile_share(kernel: str, index: int, *parts: _Part) -> None:
     """Compile a share of what a kernel needs for its sample of cases."""
     (spec,) = find_kernels([kernel])
-    # checks will tell what is wrong
-    with suppress(Exception), _without_gpu(spec, parts[0]) as dice:
-        for launch in _compiled_sample(spec, parts, dice).launches()[index::SHARES]:
-            compile_launch(launch)
+    with suppress(Exception):  # checks will tell what is wrong
+        launches = _compiled_sample(spec, parts).launches()[index::SHARES]
+        with _without_gpu(spec, parts[0]):
+            for launch in launches:
+                compile_launch(launch)
 
 
 @contextmanager
@@ -308,16 +317,18 @@ def _without_gpu(spec: Operation, part: _Part) -> Iterator[type[Dice]]:
         yield ShapeDice
 
 
-def _compiled_sample(
-    spec: Operation, parts: Iterable[_Part], dice: type[Dice] = Dice
-) -> CompiledSample:
+def _compiled_sample(spec: Operation, parts: Iterable[_Part]) -> CompiledSample:
     """Choose cases of a kernel for a GPU, by what would be compiled for each."""
     sample = CompiledSample(spec)
     for part in parts:
-        for case in _cases(spec, part, partial(sample.may_take, part), dice):
-            with use_backend("triton"):
-                run = partial(_run_on_copies, spec.triton, case)
-                sample.offer(part, case.label, run, fixed=part.kind == "cases")
+        fixed = [*_drawn(spec, part)] if part.kind == "cases" else None
+        with _without_gpu(spec, part) as dice:
+            for case in fixed or _cases(spec, part, partial(sample.may_take, part), dice):
+                if fixed and dice is ShapeDice and spec.name not in OF_VALUES:
+                    case = replace(case, inputs=copies(case.inputs, META))
+                with use_backend("triton"):
+                    run = partial(_run_on_copies, spec.triton, case)
+                    sample.offer(part, case.label, run, fixed=bool(fixed))
     sample.choose()
     return sample
 
@@ -413,8 +424,7 @@ def _verify_parts(_kernel: str, _scale_type: str | None, *parts: _Part) -> list[
     """Check a kernel on some of its cases."""
     (spec,), sample = find_kernels([parts[0].kernel]), None
     if parts[0].checks.sampled and "triton" in parts[0].backends and parts[0].kind != "fuzz":
-        with _without_gpu(spec, parts[0]) as dice:
-            sample = _compiled_sample(spec, parts, dice)
+        sample = _compiled_sample(spec, parts)
     return [result for part in parts for result in _verify_part(spec, part, sample)]
 
 
@@ -425,11 +435,22 @@ def _verify_part(spec: Operation, part: _Part, sample: CompiledSample | None) ->
     if part.kind == "real":
         reference, backends = real_reference(spec), ("triton",)
     with poisoned():
-        cases = _cases(spec, part, partial(sample.has, part)) if sample else _cases(spec, part)
+        cases = _drawn(spec, part, partial(sample.has, part)) if sample else _drawn(spec, part)
         results = _verify(spec, part, device, cases, reference, backends, sample)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # for the other processes
     return results
+
+
+def _drawn(
+    spec: Operation, part: _Part, wanted: Callable[[str], bool] = lambda _: True
+) -> Iterable[Case]:
+    """Draw the cases of a part, the fixed ones of a GPU on the host: most of them do not run."""
+    device = torch.device(part.device)
+    if part.kind != "cases" or device.type == "cpu":
+        return _cases(spec, part, wanted)
+    with on_host(device), use_backend("torch"):
+        return [*_cases(spec, part)]
 
 
 def _cases(
@@ -475,6 +496,8 @@ def _verify(
         if not chosen:
             continue
         wanted = _expected(spec, part, case, reference)
+        if part.kind == "cases" and device.type != "cpu":
+            case = replace(case, inputs=copies(case.inputs, device))
         peers = as_tuple(case.peer(*copies(case.inputs))) if case.peer else (None,) * len(wanted)
         for backend in chosen:
             labels[backend].append(case.label)
@@ -515,14 +538,16 @@ def _expected(spec: Operation, part: _Part, case: Case, reference: Callable) -> 
     """Compute what the reference returns.
 
     Processes that share a GPU wait for one another at each of its many small operations. So it runs
-    on the host, and large cases of a GPU have the reference of real matrices, if there is one.
+    on the host, but for huge cases, whose operations are large; and large cases of a GPU have the
+    reference of real matrices, if there is one.
     """
     inputs, device = copies(case.inputs), torch.device(part.device)
     if part.kind == "real" or device.type == "cpu":
         return as_tuple(reference(*inputs))
     if _size(inputs) > LARGE:
         reference = spec.large_reference or reference
-    return as_tuple(reference(*_moved(inputs, torch.device("cpu"))))
+    place = device if _size(inputs) > HUGE else torch.device("cpu")
+    return as_tuple(reference(*_moved(inputs, place)))
 
 
 def _run_on_copies(run: Callable, case: Case) -> object:
@@ -599,16 +624,23 @@ def _run_case(
     ]
 
 
-def copies(inputs: tuple) -> tuple:
-    """Clone the tensors of a case with their strides and offsets, so none is changed by a run."""
-    return tuple(map(_copy, inputs))
+def copies(inputs: tuple, device: torch.device | None = None) -> tuple:
+    """Clone the tensors of a case with their strides and offsets, so none is changed by a run.
+
+    Args:
+        inputs: of the case.
+        device: of the copies; None is where each tensor is.
+    """
+    return tuple(_copy(value, device) for value in inputs)
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, Packed):
-        return value.map(_copy)
+def _copy(value: Any, device: torch.device | None) -> Any:
+    if isinstance(value, tuple):
+        parts = [_copy(part, device) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if not isinstance(value, Tensor):
         return value
-    storage = value.untyped_storage().clone()
-    like = torch.empty(0, dtype=value.dtype, device=value.device)
+    memory = torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
+    storage = memory.to(device or value.device, copy=True).untyped_storage()
+    like = torch.empty(0, dtype=value.dtype, device=storage.device)
     return like.set_(storage, value.storage_offset(), value.size(), value.stride())

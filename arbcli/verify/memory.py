@@ -37,7 +37,7 @@ SETTINGS = (
 )  # fmt: skip
 """Prefixes of variables that can change a result."""
 FIRST = -1
-"""The turn of what is done ahead."""
+"""The turn of what is done ahead, unless it says."""
 
 
 def memory_folder() -> Path:
@@ -157,6 +157,7 @@ class Memory:
         sources: Callable[[tuple], frozenset[Path] | None],
         turn: Callable[[tuple], int] = lambda _: 0,
         ahead: Callable[[tuple], Iterable[tuple]] = lambda _: (),
+        turn_ahead: int = FIRST,
     ) -> Callable[[], list[list]]:
         """Give workers the jobs whose results are not known, and remember those that pass.
 
@@ -168,7 +169,8 @@ class Memory:
             kind: class of the results.
             sources: of a job, the files that its results follow from; None remembers it not.
             turn: see `Workers.begin`.
-            ahead: of a job, what processes do before any: a function and its arguments, each.
+            ahead: of a job, what processes do before it: a function and its arguments, each.
+            turn_ahead: of all that.
 
         Returns:
             Waits for the jobs, and returns the results in their order.
@@ -191,7 +193,7 @@ class Memory:
         todo = [jobs[index] for index in open_jobs]
         if workers.number > 1:
             for call in (call for job in todo for call in ahead(job)):
-                workers.begin(call[0], [call[1:]], turn=lambda _: FIRST)
+                workers.begin(call[0], [call[1:]], turn=lambda _: turn_ahead)
         batch = workers.begin(function, todo, done, turn)
 
         def finish() -> list[list]:

@@ -229,8 +229,8 @@ OF_MANY_KERNELS = ("arb-deep", "mixed", "graph", "hnet-two-stage", "arb-tiny wit
 """Models for which several processes compile before any is compared, the longest first."""
 SHARES = 4
 """In which that is shared out."""
-LAST = 2
-"""The turn of a model, after those of kernels."""
+AHEAD, LAST = 1, 3
+"""The turns of what is compiled for models, and of models, after those of kernels."""
 BYTES_OF_REFERENCE = 48
 """Of a weight: itself and its gradient in float64, the kernels' gradient, and what passes by."""
 LAYERS = 2
@@ -413,7 +413,7 @@ def begin_parity(
         subjects = _sample(subjects, scale_types)
     jobs = [(s.name, s.backend, s) for s in subjects]
     memory, workers = memory or Memory(), workers or Workers()
-    about = (ParityResult, lambda _: all_sources(), lambda _: LAST, _ahead)
+    about = (ParityResult, lambda _: all_sources(), lambda _: LAST, _ahead, AHEAD)
     finish = memory.begin(workers, _check, jobs, progress, *about)
     return lambda: (*_rotary(device), *(result for results in finish() for result in results))
 

@@ -1,24 +1,29 @@
 """Every kernel, in both implementations, against its reference on all the cases of its spec."""
 
+import ast
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
 
+import arbcli.kernels
 from arbcli.config.site import SCALE_TYPES
-from arbcli.inspect.trace import without_memory
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.dice import Dice, ShapeDice
+from arbcli.kernels.dice import Dice
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
 from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime.backend import chunks_of, compile_for, use_backend
+from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
+from arbcli.verify import kernels as verify
 from arbcli.verify.compare import as_tuple, poisoned
-from arbcli.verify.kernels import KERNELS, compare, copies
+from arbcli.verify.fuzz import _form
+from arbcli.verify.kernels import KERNELS, Checks, compare, copies
 from arbcli.verify.sample import LONG_CASES, OF_VALUES, is_long
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
@@ -94,20 +99,71 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
             assert compare(spec, case.label, parts, whole, None).passed, case.label
 
 
-@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_inputs_of_large_matrices_can_be_drawn(spec, monkeypatch):
-    """Sizes are drawn within what is allowed, or a drawing would have no end.
+WITH_LARGE = [spec for spec in KERNELS if spec.large_reference]
 
-    Nothing waits for a GPU on tensors that have no memory, as torch refuses to.
-    """
-    waited, gpu = [], torch.device("cuda")
+
+@pytest.mark.parametrize("spec", WITH_LARGE, ids=lambda spec: spec.name)
+def test_reference_of_large_cases_is_the_reference(spec):
+    for case in spec.cases(torch.device("cpu"), SCALE_TYPES["T6"]):
+        found = [
+            as_tuple(run(*copies(case.inputs)))
+            for run in (spec.reference, spec.large_reference)
+            if not any(isinstance(x, torch.Tensor) and x.numel() == 0 for x in case.inputs)
+        ]
+        for wanted, got in zip(*found, strict=True) if found else ():
+            size = max(wanted.double().nan_to_num(0).abs().flatten().tolist(), default=0)
+            close = {"rtol": 1e-9, "atol": 1e-9 * size}
+            torch.testing.assert_close(got.double(), wanted.double(), **close, equal_nan=True)
+
+
+@pytest.fixture
+def emulated_gpu(monkeypatch):
+    """Let a GPU be seen that does nothing: whatever is asked of it fails."""
+    about = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+
+    def synchronize(device):
+        assert torch.device(device).type == "cuda"  # as torch asks
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    if spec.name in OF_VALUES:
-        return
-    with compile_for((9, 0)), without_memory(gpu):
-        spec.drawn(ShapeDice(0, gpu, torch.float32), 32, 3, 11264, 12288)
-    assert waited == []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_sample_is_drawn_without_a_gpu(spec, emulated_gpu):
+    """Processes that choose what runs on a GPU ask nothing of it, of any kernel.
+
+    Sizes are drawn within what is allowed, or the drawing of large matrices would have no end.
+    """
+    part = verify._Part(spec.name, "T32", 32, "cuda", ("triton",), Checks(), 0, "cases")
+    assert [case.label for case in verify._drawn(spec, part)]
+    with verify._without_gpu(spec, part) as dice:
+        size = (70, 96) if spec.name in OF_VALUES else (11264, 12288)
+        spec.drawn(dice(0, emulated_gpu, torch.float32), 32, 3, *size)
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_inputs_have_one_form_with_memory_and_without(spec, emulated_gpu):
+    """So that a real matrix that was chosen without is the one that runs."""
+    part = verify._Part(spec.name, "T32", 32, "cuda", ("triton",), Checks(), 0, "real")
+    for dtype in (torch.float32, torch.bfloat16):
+        here = spec.drawn(Dice(0, torch.device("cpu"), dtype), 32, 3, 64, 96)
+        with verify._without_gpu(spec, part) as dice:
+            assert _form(spec.drawn(dice(0, emulated_gpu, dtype), 32, 3, 64, 96)) == _form(here)
+
+
+def test_cases_ask_their_device_and_no_tensor():
+    """Fixed cases of a GPU are made on the host, where no tensor is one of a GPU."""
+    asked, seen = [], 0
+    for path in Path(arbcli.kernels.__file__).parent.rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and function.name.endswith("cases"):
+                names = {getattr(node, "attr", "") for node in ast.walk(function)}
+                asked += [path.name] * ("is_cuda" in names)
+                seen += 1
+    assert seen > 50
+    assert not asked
 
 
 @contextmanager

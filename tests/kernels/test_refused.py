@@ -160,7 +160,7 @@ SEEDS = {
     "choose_entries": 1,
     "take_chunk": 1,
     "gradient_gains": 1,
-    "unit_gain": 1,
+    "unit_gain": 2,
     "step_by_direction": 3,
     "sum_gradients": 1,
 }

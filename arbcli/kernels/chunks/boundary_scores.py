@@ -11,6 +11,7 @@ https://arxiv.org/abs/2507.07955, eq. 4.
 
 from collections.abc import Iterator
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -285,13 +286,29 @@ _ARGUMENTS = {"x": Array("B, T, D"), "qk": Array("B, T, 2 * D")}
 _SIZES = {"B": (1, 3), "T": "m", "D": "max(k, 5)"}
 """Of one number a cosine has no gradient."""
 
+
+def _in_float64(x: Tensor, qk: Tensor) -> Tensor:
+    x, (q, k) = x.double(), qk.double().chunk(2, dim=2)
+    u, v = (x + q)[:, :-1], (x + k)[:, 1:]
+    lengths = ((part.square().sum(dim=2) + 1e-6).sqrt() for part in (u, v))
+    p = (1 - (u * v).sum(dim=2) / prod(lengths)) / 2
+    return torch.cat([torch.ones_like(x[:, :1, 0]), p], dim=1)
+
+
+def _backward_in_float64(grad_p: Tensor, x: Tensor, qk: Tensor) -> tuple[Tensor, ...]:
+    x, qk = x.double().requires_grad_(), qk.double().requires_grad_()
+    with torch.enable_grad():
+        total = (_in_float64(x, qk) * grad_p.double()).sum()
+    return torch.autograd.grad(total, (x, qk))
+
+
 BOUNDARY_SCORES = Operation(
     "boundary_scores", _boundary_scores_triton, _boundary_scores_torch, boundary_scores_reference,
-    _cases, _GATE, _ARGUMENTS, sizes=_SIZES, timings=_timings,
+    _cases, _GATE, _ARGUMENTS, sizes=_SIZES, large_reference=_in_float64, timings=_timings,
 )  # fmt: skip
 BOUNDARY_SCORES_BACKWARD = Operation(
     "boundary_scores_backward", _boundary_scores_backward_triton, _boundary_scores_backward_torch,
     boundary_scores_backward_reference, _backward_cases, _GATE,
     {"grad_p": Array("B, T", FLOAT), **_ARGUMENTS}, sizes=_SIZES, peer=rounded_score_gradients,
-    timings=_backward_timings,
+    large_reference=_backward_in_float64, timings=_backward_timings,
 )  # fmt: skip

@@ -167,6 +167,21 @@ def prepacked_reference(
     return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
 
 
+def prepacked_in_float64(
+    x: Tensor,
+    pieces: Tensor,
+    out_features: int,
+    in_features: int,
+    gated: bool,
+    eps: float | None,
+    added: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute what `prepacked_reference` does, for large matrices."""
+    weight = decode_prepacked(pieces).double().view(len(pieces), 2, 8, -1)
+    return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
+
+
 def decode_prepacked(pieces: Tensor) -> Tensor:
     """Decode a prepacked matrix: (16 T, 128 B) float32, in the order of its tiles."""
     codes, scales = pieces.split([CODE_BYTES, SCALE_BYTES], dim=2)

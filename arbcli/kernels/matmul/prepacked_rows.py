@@ -42,6 +42,7 @@ from arbcli.kernels.matmul.prepacked import (
     Prepacked,
     draw_prepacked,
     prepacked_cases,
+    prepacked_in_float64,
     prepacked_native,
     prepacked_reference,
     prepacked_timings,
@@ -410,7 +411,7 @@ PREPACKED_ROWS = Operation(
         " rounding, as torch's float32 has",
     ),
     PREPACKED_ARGUMENTS, where=few_rows_fit(MOST_TEXTS), draw=_draw, needs_rows=False,
-    torch_is_peer=True,
+    large_reference=prepacked_in_float64, torch_is_peer=True,
     timings=partial(prepacked_timings, [(m, *MATRIX, True) for m in (4, 16, 64)]),
     native=prepacked_native,
 )  # fmt: skip

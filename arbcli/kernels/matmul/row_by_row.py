@@ -28,6 +28,7 @@ from arbcli.kernels.matmul.prepacked import (
     Prepacked,
     draw_prepacked,
     prepacked_cases,
+    prepacked_in_float64,
     prepacked_native,
     prepacked_reference,
     prepacked_timings,
@@ -371,6 +372,7 @@ ROW_BY_ROW = Operation(
     "row_by_row", _row_by_row_triton, _row_by_row_torch, prepacked_reference,
     partial(prepacked_cases, SHAPES), of_row.ROW_MATMUL.gate, PREPACKED_ARGUMENTS,
     where=(*few_rows_fit(MOST_ROWS), f"in_features <= {MOST_COLUMNS}"), draw=_draw_rows,
-    needs_rows=True, peer=of_row.ROW_MATMUL.torch, timings=partial(prepacked_timings, TIMED),
+    needs_rows=True, large_reference=prepacked_in_float64, peer=of_row.ROW_MATMUL.torch,
+    timings=partial(prepacked_timings, TIMED),
     native=_row_by_row_native,
 )  # fmt: skip

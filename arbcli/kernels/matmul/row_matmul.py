@@ -51,6 +51,7 @@ from arbcli.kernels.matmul.prepacked import (
     Prepacked,
     draw_prepacked,
     prepacked_cases,
+    prepacked_in_float64,
     prepacked_native,
     prepacked_reference,
     prepacked_timings,
@@ -640,6 +641,7 @@ ROW_MATMUL = Operation(
         " float32 sums; in bf16 one rounding, as torch's float32 has",
     ),
     PREPACKED_ARGUMENTS, where=(*few_rows_fit(1), f"in_features <= {MOST_COLUMNS}"), draw=_draw,
-    needs_rows=False, torch_is_peer=True, timings=partial(prepacked_timings, TIMED),
+    needs_rows=False, large_reference=prepacked_in_float64, torch_is_peer=True,
+    timings=partial(prepacked_timings, TIMED),
     native=_row_matmul_native,
 )  # fmt: skip

@@ -211,7 +211,7 @@ def _cases_of(spec: Operation) -> MakeCases:
     def cases(device: torch.device, group_size: int) -> Iterator[Case]:
         for case in spec.cases(device, group_size):
             x = case.inputs[0]
-            if x.dim() == 2 and (x.is_cuda or x.numel() < 8192):
+            if x.dim() == 2 and (device.type == "cuda" or x.numel() < 8192):
                 yield Case(case.label, case.inputs)
 
     return cases

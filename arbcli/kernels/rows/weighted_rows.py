@@ -640,6 +640,7 @@ def _add_products(grad_y: Tensor, weights: Tensor, tokens: Tensor, rows: Tensor)
 def _in_float64(ids: Tensor, weights: Tensor, packed: Packed) -> Tensor:
     rows, weights, num_rows = _padded(packed), weights.double(), packed.out_features
     ids = ids.where((ids >= 0) & (ids < num_rows), num_rows)
+    weights = weights.masked_fill(ids == num_rows, 0)  # of no row, whatever it is
     return torch.stack([w[:, None] * rows[i] for w, i in zip(weights.T, ids.T, strict=True)]).sum(0)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import (
     add_remainder,
-    decode_digits_torch,
     digits_reference,
     digits_torch,
     native_arguments,
@@ -392,9 +391,10 @@ def _in_one_part(_inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...
 
 def _in_float64(grad: Tensor, packed: Packed, factored: bool, signs: bool) -> tuple[Tensor, ...]:
     grad = grad.double()
-    products = (grad.sign() if signs else grad) * decode_digits_torch(
-        packed, torch.float32
-    ).double()
+    # a product of digits is not rounded, as it is where a matrix is decoded
+    scales = scales_reference(packed).to(torch.bfloat16).double()
+    weight = digits_torch(packed, torch.float32).double() * scales
+    products = (grad.sign() if signs else grad) * weight
     groups = torch.arange(packed.in_features, device=grad.device) // packed.group_size
     slope = products.new_zeros(packed.exponent.shape).index_add_(1, groups, products)
     squares = grad.square()

@@ -14,7 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import digits_reference, scales_reference
+from arbcli.kernels.codec.decode_digits import (
+    digits_reference,
+    digits_torch,
+    scales_reference,
+)
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.codec.scales import load_scale
@@ -204,6 +208,15 @@ def _in_one_part(_inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...
     return signs, slope, *(part.double().sum() for part in sums)
 
 
+def _in_float64(grad_y: Tensor, x: Tensor, packed: Packed) -> tuple[Tensor, ...]:
+    grad = grad_y.double().T @ x.double()
+    scales = scales_reference(packed).to(torch.bfloat16).double()
+    products = grad.sign() * digits_torch(packed, torch.float32).double() * scales
+    groups = torch.arange(packed.in_features, device=grad.device) // packed.group_size
+    slope = products.new_zeros(packed.exponent.shape).index_add_(1, groups, products)
+    return grad.sign().to(torch.int8), slope, slope.square().sum(), grad.square().sum()
+
+
 def _draw_small(dice: Dice, *shape: int) -> Tensor:
     """Draw integers, so that sums are exact and no sign is an accident of their order."""
     return dice.view(dice.integers(-4, 4, *shape).to(dice.dtype))
@@ -221,5 +234,5 @@ SIGN_GRADIENT = Operation(
         "packed": Matrix(digits="trit"),
     },
     where=("packed.remainder is None", "N > 0 and K > 0"), compared=_in_one_part,
-    scale_path=_scale_path, timings=_timings,
+    large_reference=_in_float64, scale_path=_scale_path, timings=_timings,
 )  # fmt: skip
