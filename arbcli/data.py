@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbcli.errors import ArbError
-from arbcli.plain_text import MEDIA, PLAIN, Conversion, plain_file
+from arbcli.plain_text import MEDIA, PLAIN, Conversion, may_have_records, plain_file
 from arbcli.reading import shown
 
 if TYPE_CHECKING:
@@ -563,8 +563,7 @@ def _find_files(entries: Sequence[str], left_out: list[str], conversion: Convers
             unique.setdefault(os.path.realpath(file), file)
     files = [file for file in unique.values() if _file_bytes(file)]
     if not files:
-        names = ", ".join(f"`{entry}`" for entry in entries)
-        raise ArbError(f"there is no text in {names}", hint="name files that are not empty")
+        raise _without_text(entries)
     return files
 
 
@@ -586,19 +585,41 @@ def _expand(entry: str, left_out: list[str], conversion: Conversion) -> list[Pat
     return files
 
 
-def check_named(entries: Iterable[str]) -> None:
+def check_named(entries: Iterable[str], field: str | None = None) -> None:
     """Refuse what names nothing; what a folder has, or a file, is not looked at.
 
+    Args:
+        entries: of texts.
+        field: of records, that was asked for.
+
     Raises:
-        ArbError: an entry names nothing, or what is neither a folder nor a file that can be read.
+        ArbError: an entry names nothing, or what is neither a folder nor a file that can be read;
+            or all of them are files that are empty, or that have no fields.
     """
+    entries, plain, has_bytes = list(entries), [], False
     for entry in entries:
         path = os.path.expanduser(_weight(entry)[0])
         mode = _mode(path)
         if mode and not stat.S_ISDIR(mode):
-            _file_bytes(Path(path))
+            has_bytes |= _file_bytes(Path(path)) > 0
+            plain.append(not may_have_records(Path(path)))
         elif not mode and next(_matches(path), None) is None:
             raise _without_files(_weight(entry)[0], is_named=False)
+        else:
+            plain.append(False)
+            has_bytes = True  # perhaps
+    if entries and not has_bytes:
+        raise _without_text(entries)
+    if field is not None and plain and all(plain):
+        raise ArbError(
+            f"`--field {field}` is of records, and none of the texts is a .jsonl or .parquet file",
+            hint="leave `--field` out: plain texts are read as they are",
+        )
+
+
+def _without_text(entries: Iterable[str]) -> ArbError:
+    names = ", ".join(f"`{entry}`" for entry in entries)
+    return ArbError(f"there is no text in {names}", hint="name files that are not empty")
 
 
 def _without_files(entry: str, *, is_named: bool) -> ArbError:

@@ -287,6 +287,10 @@ def _one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n")
 
 
+PIPE_SECONDS = 30.0
+"""Between lines of progress where nothing is written over."""
+
+
 class LiveLine:
     """A line on stderr that is written over, or a line each time where that is not a terminal.
 
@@ -369,6 +373,13 @@ def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 
     for row in rows:
         result.add_row(*(Text(printable(cell)) for cell in row))
     return result
+
+
+def clock(seconds: float) -> str:
+    """Write a time as 3:07 or 1:03:07."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def bytes_text(count: int) -> str:

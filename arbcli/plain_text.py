@@ -104,6 +104,11 @@ def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
     return plain
 
 
+def may_have_records(path: Path) -> bool:
+    """Tell by the name of a file whether a field of it can be read."""
+    return _name_inside(path).endswith((".jsonl", ".parquet"))
+
+
 def _unreadable(path: Path, error: OSError) -> ArbError:
     return ArbError(
         f"cannot read `{path}`: {error.strerror or error}",

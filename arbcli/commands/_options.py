@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from arbcli import run_files
+from arbcli.chats import has_documents
 from arbcli.config.checks import check_choice, check_setting
 from arbcli.config.file import read_model
 from arbcli.config.presets import ATTENTIONS, GRAPH_ATTENTIONS, check_preset
@@ -195,7 +196,14 @@ def check_settings(given: dict[str, Any]) -> None:
     if given.get("teacher"):
         find_run(Path(given["teacher"]), loads=True)
     check_weights(given.get("data", ()))
-    check_named([*given.get("data", ()), *given.get("val", ())])
+    check_texts(given)
+
+
+def check_texts(given: dict[str, Any]) -> None:
+    """Refuse texts of a run that are not there, or have no field; documents have other files."""
+    field = given.get("field")
+    named = [*given.get("data", ()), *given.get("val", ())]
+    check_named(named, None if has_documents(field) else field)
 
 
 MOST_METAVAR = 32

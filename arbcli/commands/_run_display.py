@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from arbcli.commands._time_left import TimeLeft
 from arbcli.config.model import VOCABULARY
-from arbcli.output import LiveLine, OutputError, bytes_text, emit_json, note, note_text
+from arbcli.output import LiveLine, OutputError, bytes_text, clock, emit_json, note, note_text
 
 if TYPE_CHECKING:
     from arbcli.train.record import FirstStep, Record, TrainReport
@@ -115,7 +115,7 @@ class RunDisplay:
         left, how = self._time_left.seconds(now), "about"
         if left is None:
             left, how = self._time_left.least_seconds(now), "more than"
-        note(f"time    {how} {_clock(left)} to step {self.steps:,}")
+        note(f"time    {how} {clock(left)} to step {self.steps:,}")
         if self._advice and left > LONG_SECONDS:
             note(f"        quicker, from the start: {self._advice}")
 
@@ -125,9 +125,9 @@ class RunDisplay:
         if left is None:
             return ""
         seconds, done = left.seconds(now), left.step / self.steps
-        shown = f"more than {_clock(left.least_seconds(now))} left"
+        shown = f"more than {clock(left.least_seconds(now))} left"
         if seconds is not None:
-            shown = f"{_clock(seconds)} left"
+            shown = f"{clock(seconds)} left"
         filled = int(done * BAR_COLUMNS)
         bar = f"[{'#' * filled}{'.' * (BAR_COLUMNS - filled)}]"
         return fitted([f"step {left.step}/{self.steps}", shown, bar, *self._figures], width)
@@ -159,7 +159,7 @@ class RunDisplay:
                 self.line.show(fitted(parts, self.line.width), keep=True)
         else:
             if (left := time_left.seconds(now)) is not None:
-                parts.insert(1, f"{_clock(left)} left")
+                parts.insert(1, f"{clock(left)} left")
             self.line.show("  ".join(parts), keep=keep)
         gauges = {name: value for name, value in record.gauges.items() if name != "wire"}
         if record.val_loss is not None and gauges:
@@ -210,7 +210,7 @@ class RunDisplay:
                 note(f"held-out loss  {report.val_loss:.4f} nats = {bits:.4f} bits a byte")
             note(f"               {report.entropy:.4f} nats is the text's order-0 entropy,")
             note(f"               {self._uniform()}")
-            note(f"time           {_clock(report.seconds)}")
+            note(f"time           {clock(report.seconds)}")
         why = NOT_SAVED if report.run is None else "a float twin is measured, not kept"
         note(f"checkpoint     {report.checkpoint or f'none: {why}'}")
 
@@ -272,9 +272,3 @@ def _gauges(gauges: dict[str, float]) -> str:
         "joined": "{:.1%} of chunks joined for want of slots",
     }
     return "  " + ", ".join(shown.get(name, name + " {}").format(v) for name, v in gauges.items())
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

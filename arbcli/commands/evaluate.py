@@ -21,7 +21,7 @@ from arbcli.commands._options import (
 )
 from arbcli.data import check_named, open_text
 from arbcli.errors import ArbError
-from arbcli.output import LiveLine, emit, note, table
+from arbcli.output import PIPE_SECONDS, LiveLine, emit, note, table
 
 if TYPE_CHECKING:
     from arbcli.infer.evaluation import EvaluateReport
@@ -70,7 +70,7 @@ def evaluate(
     if field is not None and not data:
         raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
     checkpoint = find_run(the_one(run, checkpoint), loads=True)
-    check_named(data or ())
+    check_named(data or (), field)
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.device import resolve_backend, resolve_device
@@ -101,10 +101,6 @@ def evaluate(
 
 def _ignore(*_: object) -> None:
     pass
-
-
-PIPE_SECONDS = 30.0
-"""Between lines where nothing is written over."""
 
 
 class _Progress:

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from contextlib import nullcontext
+import time
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,8 +26,10 @@ from arbcli.commands._options import (
 from arbcli.errors import ArbError
 from arbcli.media.continuing import kind_of, prompt_and_length, write_first
 from arbcli.output import (
+    PIPE_SECONDS,
     LiveLine,
     TextWriter,
+    clock,
     emit_json,
     is_terminal,
     note,
@@ -251,7 +254,7 @@ def generate(
         check_chunks(model)
     read = conversation.ask(given) if conversation else given
     made, collects = bytearray(given), as_json or chunks or out is not None
-    with TextWriter() as text:
+    with _ReadPrompt() as reading, TextWriter() as text:
         report = generation.continue_text(
             model,
             name,
@@ -262,6 +265,7 @@ def generate(
             kv=kv,
             ends=conversation.ends if conversation else (),
             ahead=ahead or 1,
+            on_prompt=reading.show,
             on_bytes=write_bytes if raw else made.extend if collects else text.write,
         )
     if out is not None:
@@ -280,6 +284,38 @@ def generate(
         f"{report.length} {made_of}, {rate} bytes/s on {place}, backend {backend}, cache of"
         f" {cache} bytes in {report.kv}{by_checks}"
     )
+
+
+class _ReadPrompt:
+    """Shows how far a long prompt is read, and how long the rest takes, until all of it is.
+
+    That is a line that is written over each second, or one in `PIPE_SECONDS`.
+    """
+
+    def __init__(self) -> None:
+        self._line, self._stack = LiveLine(), ExitStack()
+        self._begun = time.perf_counter()
+        self._next = self._begun + 1
+
+    def __enter__(self) -> "_ReadPrompt":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take the line away."""
+        self._stack.close()
+
+    def show(self, done: int, size: int) -> None:
+        """Show that so many symbols of so many are read."""
+        now = time.perf_counter()
+        if done == size:
+            self._stack.close()
+        elif now >= self._next:
+            if self._next == self._begun + 1:
+                self._stack.enter_context(self._line)
+            self._next = now + (1 if self._line.is_live else PIPE_SECONDS)
+            left = (now - self._begun) * (size - done) / done
+            text = f"read {done:,} of {size:,} of the prompt, {clock(left)} left"
+            (self._line.show_wait if self._line.is_live else note)(text)
 
 
 def _write_filled(

@@ -13,6 +13,7 @@ from arbcli.commands._options import (
     Json,
     Quiet,
     check_settings,
+    check_texts,
     find_run,
     given_options,
     option_of,
@@ -27,7 +28,6 @@ from arbcli.config.file import read_settings, settings_text
 from arbcli.config.initial import KEPT
 from arbcli.config.settings import OPTIMISATION, OUTPUT, RUN
 from arbcli.config.training import RUN_SETTINGS, train_config_dict
-from arbcli.data import check_named
 from arbcli.environment import may_have_gpu
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
@@ -286,7 +286,7 @@ def _check_new(given: dict[str, Any], init_from: Path | None, out: Path | None) 
         check_settings(given)
     else:
         find_run(init_from, loads=True)
-        check_named([*given.get("data", ()), *given.get("val", ())])
+        check_texts(given)
     if out is not None:
         run_files.check_free(out)
         check_folder(out, "--out")

@@ -156,8 +156,14 @@ class Decoder:
         return self.cache.nbytes + (self.checks.nbytes if self.checks else 0)
 
     @torch.no_grad()
-    def read(self, prompt: Sequence[int]) -> None:
+    def read(
+        self, prompt: Sequence[int], progress: Callable[[int, int], None] = lambda *_: None
+    ) -> None:
         """Add bytes, or tokens, to the text, all at once or in chunks of the window.
+
+        Args:
+            prompt: the symbols.
+            progress: is told after each chunk how many of them were read, and of how many.
 
         Raises:
             ArbError: there is none.
@@ -175,6 +181,7 @@ class Decoder:
             for start in range(0, len(ids) - 1, self.cache.window):
                 stop = min(start + self.cache.window, len(ids) - 1)
                 self.model(ids[None, start:stop].long(), self.cache)
+                progress(stop, len(ids) - 1)
         self._byte.copy_(ids[-1])  # the next step reads it
         self.length += len(prompt)
 
@@ -475,6 +482,7 @@ def continue_text(
     kv: str | None = None,
     ends: Collection[int] = (),
     ahead: int = 1,
+    on_prompt: Callable[[int, int], None] = lambda *_: None,
     on_bytes: Callable[[bytes], None] = lambda _: None,
 ) -> GenerateReport:
     """Continue a prompt and measure how fast; the same bits every time on the same machine.
@@ -489,6 +497,7 @@ def continue_text(
         kv: what keys and values are kept in: see `LanguageModel.keeping`.
         ends: symbols before which the text ends.
         ahead: bytes that a step makes at most: see `Decoder`.
+        on_prompt: is told how much of the prompt is read: see `Decoder.read`.
         on_bytes: is given the bytes as they come.
 
     Raises:
@@ -502,7 +511,7 @@ def continue_text(
             room_for = len(symbols) + length
             decoder = Decoder(model, room_for, sampling, backend=backend, ahead=ahead)
             kept_in = model.kept_in
-        decoder.read(symbols)
+        decoder.read(symbols, on_prompt)
         if decoder.device.type == "cuda":
             torch.cuda.synchronize(decoder.device)
         started, counted = time.perf_counter(), [0]

@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -230,6 +231,18 @@ def test_generate_reads_a_prompt_of_any_bytes_from_stdin(generate, monkeypatch):
     done = generate("--prompt", "-", "--length", "5", "--temperature", "0", "--json")
     assert json.loads(done.stdout)["prompt"] == prompt.decode(errors="replace")
     assert json.loads(done.stdout)["top_k"] == 256
+
+
+def test_how_far_a_long_prompt_is_read_is_shown(generate, monkeypatch):
+    """Each quarter of a minute here: by the second line three quarters of the prompt are read."""
+    module = importlib.import_module("arbcli.commands.generate")
+    seconds = iter(range(0, 1000, 16))
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    done = generate("--prompt", "word " * 16, "--length", "5")
+    assert done.stderr.splitlines()[:2] == [
+        "read 16 of 79 of the prompt, 1:03 left",
+        "read 48 of 79 of the prompt, 0:31 left",
+    ]
 
 
 def test_generate_takes_a_checkpoint_file(run, arb_here):

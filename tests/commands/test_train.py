@@ -17,11 +17,11 @@ import typer.main
 from typer.testing import CliRunner
 
 from arbcli.cli import app, main
-from arbcli.commands._run_display import _clock
 from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import RUN_SETTINGS
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import default_backend
+from arbcli.output import clock
 from arbcli.train import run as running
 
 SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
@@ -412,4 +412,4 @@ def test_help_comes_without_torch():
     [(0, "0:00"), (9.4, "0:09"), (65, "1:05"), (3599.6, "1:00:00"), (7265, "2:01:05")],
 )
 def test_time_is_shown_as_a_clock_shows_it(seconds, shown):
-    assert _clock(seconds) == shown
+    assert clock(seconds) == shown

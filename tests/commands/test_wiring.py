@@ -263,7 +263,8 @@ def test_several_prompts_are_continued_as_was_asked(asked, monkeypatch, tmp_path
 
 
 def test_prompt_is_taken_byte_for_byte(asked, monkeypatch):
-    monkeypatch.setattr(load, "load_named_model", lambda *_: ("model", "its name"))
+    model = SimpleNamespace(config=SimpleNamespace(is_masked=False))
+    monkeypatch.setattr(load, "load_named_model", lambda *_: (model, "its name"))
     words = ["generate", "--checkpoint", "x", "--device", "cpu", "--backend", "torch"]
     continues = "arbcli.infer.generation.continue_text"
     for given, prompt in (

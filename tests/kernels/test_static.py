@@ -410,36 +410,15 @@ def test_what_tells_of_stores_orders_them():
 
 
 SECOND = {
-    "3",
-    "batch",
-    "batch * heads",
-    "batch * kv",
-    "experts",
-    "heads",
-    "len(qs)",
-    "len(wave)",
-    "parts",
-    "position.numel()",
-    "programs",
-    "rows",
-    "splits",
-    "taps",
-    "texts",
-    "tile.parts",
-    "triton.cdiv(chunks, tile['CHUNKS'])",
-    "triton.cdiv(len(x), 8 * octets)",
-    "triton.cdiv(num_bytes, PLANE)",
-    "triton.cdiv(number, blocks)",
-    "triton.cdiv(number, tile)",
-    "triton.cdiv(out_features, 32)",
-    "triton.cdiv(outputs, tile[1])",
-    "triton.cdiv(packed.in_features, 256)",
-    "triton.cdiv(width, 256)",
-    "triton.cdiv(width, 32)",
-    "triton.cdiv(width, block)",
-    "triton.cdiv(width, block_d)",
+    "3", "batch * heads", "batch * kv", "batch", "experts", "heads", "len(qs)", "len(wave)",
+    "parts", "position.numel()", "rows", "splits", "taps", "tile.parts", "tile.splits",
+    "triton.cdiv(chunks, tile['CHUNKS'])", "triton.cdiv(len(x), 8 * octets)",
+    "triton.cdiv(num_bytes, PLANE)", "triton.cdiv(number, blocks)", "triton.cdiv(number, tile)",
+    "triton.cdiv(out_features, 32)", "triton.cdiv(outputs, tile[1])",
+    "triton.cdiv(packed.in_features, 256)", "triton.cdiv(width, 256)", "triton.cdiv(width, 32)",
+    "triton.cdiv(width, block)", "triton.cdiv(width, block_d)",
     "triton.cdiv(x.shape[1], BLOCK * blocks)",
-}
+}  # fmt: skip
 """Lengths of second and third axes of grids, which a GPU ends at 65,535: texts, heads, columns, and
 `rows` of at most eight positions. What may be longer, as positions and entries are, comes first."""
 
@@ -454,4 +433,5 @@ def test_only_first_axes_of_grids_may_be_long():
             grid = dict(assigned(function)).get(getattr(grid, "id", ""), grid)
             tuples = (part for part in ast.walk(grid) if isinstance(part, ast.Tuple))
             found |= {ast.unparse(axis) for each in tuples for axis in each.elts[1:]}
-    assert found == SECOND
+    assert found - SECOND == set()
+    assert len(found) > 20

@@ -14,6 +14,7 @@ from arbcli.kernels.attention.compressed_attention import Sight, compressed_atte
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LOSS_WEIGHTS, LanguageModel
 from arbcli.model.operations import forward_operations
+from arbcli.model.state import Rows
 from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.updater import Updater
 from arbcli.verify import parity
@@ -107,6 +108,21 @@ def test_text_beyond_the_context_is_read_alike_in_bytes_and_chunks(small_compres
     in_bytes = in_parts(lm, ids, [1] * 61)
     in_chunks = in_parts(lm, ids, [24, 7, 1, 17, 12])
     torch.testing.assert_close(in_chunks, in_bytes, **CLOSE)
+
+
+def test_no_slot_is_written_twice_at_once(small_compressed, monkeypatch):
+    """Of two rows for a slot, a GPU keeps either."""
+    put, written = Rows.put, []
+
+    def noted(rows, slots, *args):
+        written.append(slots)
+        put(rows, slots, *args)
+
+    monkeypatch.setattr(Rows, "put", noted)
+    lm, ids = model(small_compressed), text(1, 61)
+    in_parts(lm, ids, [4, CTX, CTX, 9])
+    assert written
+    assert all(len(slots.unique()) == len(slots) for slots in written)
 
 
 def test_another_text_finds_nothing_of_the_one_before(small_compressed):

@@ -1,6 +1,7 @@
 """Predictions of a teacher, learnt besides the text."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -117,12 +118,21 @@ def test_divergence_of_documents_counts_what_is_learnt(vocabulary):
 
 
 @pytest.fixture(scope="module")
-def taught(tmp_path_factory):
-    """The run of a teacher, and settings of one that it teaches."""
-    folder = tmp_path_factory.mktemp("taught")
+def teacher(tmp_path_factory) -> Path:
+    """Train a teacher, next to its text."""
+    folder = tmp_path_factory.mktemp("teacher")
     text, run = str(folder / "text.txt"), folder / "teacher"
     Path(text).write_bytes(b"ternary weights learn to read. " * 100)
     start_run(new_config(**RUN | {"digits": "all"}, data=[text]), run, Observer())
+    return run
+
+
+@pytest.fixture
+def taught(teacher, tmp_path):
+    """A copy of the run of a teacher, and settings of a run that it teaches."""
+    run = tmp_path / "teacher"
+    shutil.copytree(teacher, run)
+    text = str(teacher.parent / "text.txt")
     return run, RUN | {"data": [text], "teacher": str(run)}
 
 

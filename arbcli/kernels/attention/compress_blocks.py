@@ -319,17 +319,10 @@ def compress_blocks_backward(
     heads: int,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Propagate gradients back through `compress_blocks`, whose other arguments they are.
+    """Propagate gradients back through `compress_blocks`.
 
-    Args:
-        grad_recent: (B, T, G, d) float32 or bfloat16, of the bytes.
-        grad_entries: (B, T // m, G, d) like it, of the entries.
-        x: what it was given.
-        beta: likewise.
-        cos: likewise.
-        sin: likewise.
-        heads: likewise.
-        eps: likewise.
+    `grad_recent` is (B, T, G, d) float32 or bfloat16, of the bytes, and `grad_entries`
+    (B, T // m, G, d) like it, of the entries. The rest is what it was given.
 
     Returns:
         Gradients of x in its dtype, and of beta, float32; kernels add up gradients of the gates as

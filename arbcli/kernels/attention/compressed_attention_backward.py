@@ -432,21 +432,10 @@ def compressed_attention_backward(
     sight: Sight,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Propagate a gradient back through `compressed_attention`, whose other arguments they are.
+    """Propagate a gradient back through `compressed_attention`.
 
-    Args:
-        grad_y: (B, T, H, d) in the dtype of x.
-        y: what it returned.
-        logs: what it returned.
-        x: what it was given.
-        recent: likewise.
-        entries: likewise.
-        chosen: likewise.
-        sink: likewise.
-        cos: likewise.
-        sin: likewise.
-        sight: likewise.
-        eps: likewise.
+    `grad_y` is (B, T, H, d) in the dtype of x, `y` and `logs` are what it returned, and the rest is
+    what it was given.
 
     Returns:
         Gradients of x in its dtype, and of recent, entries and sink, float32.

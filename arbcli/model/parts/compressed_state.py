@@ -141,8 +141,9 @@ class CompressedState(State):
         slots = len(self.entries)
         old = torch.arange(lowest, done, device=device) % slots
         entries = torch.cat((self.entries.get(old), self.entries.rounded(rotated)))[None]
-        fits = min(number, slots)  # later ones would be written over
-        self.entries.put(firsts[number - fits :] % slots, rotated[number - fits :])
+        self.entries.put(
+            firsts % slots, rotated
+        )  # a window has no more of them than there are slots
         sight = Sight(self.window, m, self.most, start - lowest * m)
         chosen = None
         if self.keys is not None:
@@ -153,9 +154,7 @@ class CompressedState(State):
                 new_keys = layer.indexer.keys(still, angles)[0]
                 new_keys = new_keys.to(self.keys.dtype)
                 # torch copies no e4m3 by index
-                self.keys.view(bits).index_copy_(
-                    0, firsts[-fits:] % slots, new_keys[-fits:].view(bits)
-                )
+                self.keys.view(bits).index_copy_(0, firsts % slots, new_keys.view(bits))
                 keys = torch.cat((keys, new_keys.to(q.dtype)))
             found = self._choose(x, norm, keys[None], start, group, lowest)
             if not found.shape[2] == len(keys) <= self.most:

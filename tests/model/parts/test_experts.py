@@ -22,6 +22,7 @@ from arbcli.config.presets import preset
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.matmul.nvfp4_matmul import nvfp4_matmul
 from arbcli.kernels.matmul.round_nvfp4 import round_nvfp4
+from arbcli.kernels.norm.rms_norm import FEW_ROWS
 from arbcli.model.build import build_model
 from arbcli.model.flow import Reading
 from arbcli.model.layers import expert_weight
@@ -302,3 +303,18 @@ def test_balance_chooses_and_does_not_weigh():
     tested.gate.balance.fill_(50)  # for all alike
     assert torch.equal(tested.gate(query)[0], chosen)
     assert torch.equal(tested.gate(query)[1], gates)
+
+
+@pytest.mark.parametrize("name", ["norm", "sub_norm"])
+def test_rows_of_several_texts_are_normalised_few_at_a_time(name, monkeypatch):
+    """With more at once, a program has other threads for a row, whose sums have other orders."""
+    own, seen = initialised(Experts(ExpertsConfig(experts=4, width=7, top_k=3), site(), 40)), []
+
+    def note(x):
+        seen.append(len(x))
+        return x[:, : 40 if name == "norm" else 7]
+
+    if name == "sub_norm":
+        monkeypatch.setattr(own.sub_norm, "forward", note)
+    own.step_texts(normal(9, 1, 40), note if name == "norm" else lambda x: x, None)
+    assert (sum(seen), max(seen)) == (27, FEW_ROWS)
