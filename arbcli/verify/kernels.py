@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.inspect.trace import META, on_host, without_memory
+from arbcli.inspect.trace import on_host, without_memory
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.dice import Dice, ShapeDice
 from arbcli.kernels.names import check_kernel_names
 from arbcli.kernels.registry import KERNELS
@@ -294,11 +295,10 @@ def _ahead(job: tuple) -> Iterable[tuple]:
 def _compile_share(kernel: str, index: int, *parts: _Part) -> None:
     """Compile a share of what a kernel needs for its sample of cases."""
     (spec,) = find_kernels([kernel])
-    with suppress(Exception):  # checks will tell what is wrong
-        launches = _compiled_sample(spec, parts).launches()[index::SHARES]
-        with _without_gpu(spec, parts[0]):
-            for launch in launches:
-                compile_launch(launch)
+    # checks will tell what is wrong
+    with suppress(Exception), _without_gpu(spec, parts[0]) as dice:
+        for launch in _compiled_sample(spec, parts, dice).launches()[index::SHARES]:
+            compile_launch(launch)
 
 
 @contextmanager
@@ -315,18 +315,16 @@ def _without_gpu(spec: Operation, part: _Part) -> Iterator[type[Dice]]:
         yield ShapeDice
 
 
-def _compiled_sample(spec: Operation, parts: Iterable[_Part]) -> CompiledSample:
+def _compiled_sample(
+    spec: Operation, parts: Iterable[_Part], dice: type[Dice] = Dice
+) -> CompiledSample:
     """Choose cases of a kernel for a GPU, by what would be compiled for each."""
     sample = CompiledSample(spec)
     for part in parts:
-        fixed = [*_drawn(spec, part)] if part.kind == "cases" else None
-        with _without_gpu(spec, part) as dice:
-            for case in fixed or _cases(spec, part, partial(sample.may_take, part), dice):
-                if fixed and dice is ShapeDice and spec.name not in OF_VALUES:
-                    case = replace(case, inputs=copies(case.inputs, META))
-                with use_backend("triton"):
-                    run = partial(_run_on_copies, spec.triton, case)
-                    sample.offer(part, case.label, run, fixed=bool(fixed))
+        for case in _cases(spec, part, partial(sample.may_take, part), dice):
+            with use_backend("triton"):
+                run = partial(_run_on_copies, spec.triton, case)
+                sample.offer(part, case.label, run, fixed=part.kind == "cases")
     sample.choose()
     return sample
 
@@ -422,7 +420,8 @@ def _verify_parts(_kernel: str, _scale_type: str | None, *parts: _Part) -> list[
     """Check a kernel on some of its cases."""
     (spec,), sample = find_kernels([parts[0].kernel]), None
     if parts[0].checks.sampled and "triton" in parts[0].backends and parts[0].kind != "fuzz":
-        sample = _compiled_sample(spec, parts)
+        with _without_gpu(spec, parts[0]) as dice:
+            sample = _compiled_sample(spec, parts, dice)
     return [result for part in parts for result in _verify_part(spec, part, sample)]
 
 
@@ -433,22 +432,11 @@ def _verify_part(spec: Operation, part: _Part, sample: CompiledSample | None) ->
     if part.kind == "real":
         reference, backends = real_reference(spec), ("triton",)
     with poisoned():
-        cases = _drawn(spec, part, partial(sample.has, part)) if sample else _drawn(spec, part)
+        cases = _cases(spec, part, partial(sample.has, part)) if sample else _cases(spec, part)
         results = _verify(spec, part, device, cases, reference, backends, sample)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # for the other processes
     return results
-
-
-def _drawn(
-    spec: Operation, part: _Part, wanted: Callable[[str], bool] = lambda _: True
-) -> Iterable[Case]:
-    """Draw the cases of a part, the fixed ones of a GPU on the host: most of them do not run."""
-    device = torch.device(part.device)
-    if part.kind != "cases" or device.type == "cpu":
-        return _cases(spec, part, wanted)
-    with on_host(device), use_backend("torch"):
-        return [*_cases(spec, part)]
 
 
 def _cases(
@@ -494,8 +482,6 @@ def _verify(
         if not chosen:
             continue
         wanted = _expected(spec, part, case, reference)
-        if part.kind == "cases" and device.type != "cpu":
-            case = replace(case, inputs=copies(case.inputs, device))
         peers = as_tuple(case.peer(*copies(case.inputs))) if case.peer else (None,) * len(wanted)
         for backend in chosen:
             labels[backend].append(case.label)
@@ -620,23 +606,16 @@ def _run_case(
     ]
 
 
-def copies(inputs: tuple, device: torch.device | None = None) -> tuple:
-    """Clone the tensors of a case with their strides and offsets, so none is changed by a run.
-
-    Args:
-        inputs: of the case.
-        device: of the copies; None is where each tensor is.
-    """
-    return tuple(_copy(value, device) for value in inputs)
+def copies(inputs: tuple) -> tuple:
+    """Clone the tensors of a case with their strides and offsets, so none is changed by a run."""
+    return tuple(map(_copy, inputs))
 
 
-def _copy(value: Any, device: torch.device | None) -> Any:
-    if isinstance(value, tuple):
-        parts = [_copy(part, device) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+def _copy(value: Any) -> Any:
+    if isinstance(value, Packed):
+        return value.map(_copy)
     if not isinstance(value, Tensor):
         return value
-    memory = torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
-    storage = memory.to(device or value.device, copy=True).untyped_storage()
-    like = torch.empty(0, dtype=value.dtype, device=storage.device)
+    storage = value.untyped_storage().clone()
+    like = torch.empty(0, dtype=value.dtype, device=value.device)
     return like.set_(storage, value.storage_offset(), value.size(), value.stride())

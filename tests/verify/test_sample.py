@@ -348,22 +348,6 @@ def test_references_run_on_the_host_with_a_gpu(monkeypatch):
     assert places == ["cpu"] * 2  # and results are compared there
 
 
-def test_fixed_cases_of_a_gpu_are_drawn_on_the_host_and_moved_if_they_run():
-    """As they lie there: their strides and offsets are what is awkward about some."""
-    (spec,) = find_kernels(["sign_gradient"])
-    part = verify._Part(spec.name, "T6", 6, "cuda", ("torch",), Checks(), 0, "cases")
-    cases = {case.label: case for case in verify._drawn(spec, part)}
-    assert "5x33x41 bf16" in cases  # of a GPU alone
-    inputs = cases["5x9x40 strided"].inputs
-    assert {part.device.type for part in (*inputs[:2], inputs[2].trits)} == {"cpu"}
-    moved = verify.copies(inputs, torch.device("meta"))
-    for part, there in zip(inputs[:2], moved[:2], strict=True):
-        assert (there.device.type, there.stride()) == ("meta", part.stride())
-        assert there.storage_offset() == part.storage_offset()
-    assert {x.device.type for x in moved[2] if isinstance(x, torch.Tensor)} == {"meta"}
-    assert type(moved[2]) is Packed
-
-
 def test_documents_list_what_is_sampled():
     text = (Path(arbcli.__file__).parents[1] / "docs" / "commands.md").read_text()
     listed = text.partition("`--exhaustive` checks all")[2].partition("- `--fresh`")[0]
