@@ -316,8 +316,8 @@ OPTIONS = {
     "train": "attention config dry-run force gpus init-from json log minutes model no-save out pin"
     " plot preset print-config profile quiet resume",
     "check": "checkpoint json",
-    "generate": "ahead backend batch bytes chat checkpoint chunks compute device infill json keep kv"
-    " length out prompt prompt-file prompts seed steps temperature top-k top-p",
+    "generate": "ahead backend batch bytes chat checkpoint chunks compute device infill json keep"
+    " kv length out prompt prompt-file prompts seed steps temperature top-k top-p",
     "export": "checkpoint json out to type",
     "inspect": "checkpoint diff json",
     "evaluate": "backend batch checkpoint compute data device draws field json kv quiet stride",
