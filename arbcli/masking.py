@@ -39,8 +39,8 @@ def hide(
         of: windows among which the shares are spread evenly.
 
     Returns:
-        What a model is given, and what it predicts: those hidden, and -1 elsewhere. Both are like
-        `ids`, and contiguous.
+        The model's input, and its targets: the hidden symbols, and -1 elsewhere. Both have the
+        shape and dtype of `ids`, and are contiguous.
     """
     length = ids.shape[1]
     key = f"arb masks {seed}"

@@ -363,7 +363,7 @@ BEFORE = {
     "choose_bytes: _choose_bytes_kernel": "temperature top_k top_p",
     "mamba_step: _mamba_step_kernel": "bias position rate ring skip state taps",
 }
-"""What kernels read before they wait for the one before them: see `overlap` for why they may."""
+"""Arguments that kernels read before they wait for the kernel before: `overlap` says why."""
 
 
 def test_what_the_kernel_before_writes_is_read_after_the_wait_for_it():
@@ -420,7 +420,7 @@ SECOND = {
     "triton.cdiv(x.shape[1], BLOCK * blocks)",
 }  # fmt: skip
 """Lengths of second and third axes of grids, which a GPU ends at 65,535: texts, heads, columns, and
-`rows` of at most eight positions. What may be longer, as positions and entries are, comes first."""
+`rows` of at most eight positions. Longer axes, as of positions and entries, come first."""
 
 
 def test_only_first_axes_of_grids_may_be_long():

@@ -1,4 +1,4 @@
-"""What tests take from numpy at once is what Triton's interpreter gives."""
+"""Shortcuts of the tests through numpy give the results of Triton's interpreter."""
 
 import pytest
 import torch
