@@ -63,6 +63,13 @@ def test_a_window_is_hidden_alike_whoever_draws_it():
         assert not torch.equal(hidden_of(10, **other), whole)
 
 
+def test_other_symbols_are_hidden_at_every_step():
+    """A window that hid by one order at every step would hide fewer within those of more."""
+    first, second = (hidden_of(30, step=step) for step in (5, 6))
+    fewer, both = torch.minimum(first.sum(dim=1), second.sum(dim=1)), (first & second).sum(dim=1)
+    assert (both < fewer).sum() > 15
+
+
 @cache
 def toy() -> tuple[LanguageModel, dict[tuple[int, ...], torch.Tensor]]:
     """Make a model of four symbols; and what float64 makes of every text with some hidden.

@@ -136,13 +136,16 @@ def test_text_of_every_cell_is_the_same_among_any_others_on_a_gpu(cell, kv):
 
 
 def test_tokens_are_made_among_others(device):
-    """Of a vocabulary of more symbols than a byte has; a token is written as its two bytes."""
+    """Of a vocabulary of more symbols than a byte has; a token is written as its two bytes.
+
+    Before a prompt are tokens that no byte of it stands for, which need room, too.
+    """
     config = preset("tiny", dim=32, layers=1, heads=2, ffn=48, ctx=16)
     with torch.device(device):
         lm = LanguageModel(replace(config, vocabulary=700), torch.float32)
     lm.initialise(0)
     lm.tokenizer = SimpleNamespace(
-        beginning=(),
+        beginning=(5, 7, 5),
         encode=lambda text: [3 * each for each in text],
         decoded=lambda _, parts: (each.to_bytes(2, "big") for part in parts for each in part),
     )
@@ -152,7 +155,7 @@ def test_tokens_are_made_among_others(device):
     assert max(int.from_bytes(text[:2], "big") for text in made) > 255
     for each, text in zip(REQUESTS, made, strict=True):
         decoder = Decoder(lm, 60, each.sampling, stream=each.stream)
-        decoder.read(lm.tokenizer.encode(each.prompt))
+        decoder.read([*lm.tokenizer.beginning, *lm.tokenizer.encode(each.prompt)])
         alone = b"".join(lm.tokenizer.decoded([], decoder.stream(each.length)))
         assert alone[:2] == text[:2]
 
