@@ -246,7 +246,8 @@ def test_micro_batches_of_a_step_share_what_is_hidden(tmp_path):
         assert ((text[:, 1:] - text[:, :-1]) % 80 == 1).all()
         given.append((targets >= 0).sum(dim=1))
     assert sorted(torch.cat(given).tolist()) == [*range(1, 9)]
-    assert given[0].max() > 4 > given[0].min()  # each has windows of few and of many
+    # each has windows of few and of many: of the numbers in their order every other one
+    assert all(len(set((counts % 2).tolist())) == 1 for counts in given)
     losses = []
     trainer.model.loss = lambda ids, targets: losses.append(targets) or torch.zeros(())
     trainer.evaluate(num_batches=3)

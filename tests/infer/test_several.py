@@ -1,5 +1,6 @@
 """Several texts at once: each is what it is alone, whatever the others are."""
 
+from contextlib import suppress
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from unittest import mock
@@ -8,6 +9,7 @@ import pytest
 import torch
 from cells import FEW, each_cell, wide
 
+from arbcli.commands._options import KEPT_IN
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.infer import several
@@ -110,6 +112,23 @@ def test_text_of_every_cell_is_the_same_among_any_others(cell, device):
             alone = logits_of(lm, (prompt,))
             # loops of a CPU round to 16 bits what they multiply; chunks are read without them
             torch.testing.assert_close(found[:, index : index + 1], alone, rtol=1e-3, atol=2e-3)
+
+
+@each_cell(quick=FEW)
+def test_state_of_a_text_is_its_part_of_the_state_of_all(cell):
+    """In each form of keys and values, so that no text writes where another reads."""
+    with torch.device("meta"):
+        lm = LanguageModel(wide(cell.model()))
+    for kv in (None, *KEPT_IN):
+        with suppress(ArbError), lm.keeping(kv):  # which the model may not know
+            cache = lm.new_several_cache(3, 20, torch.device("cpu"))
+            for state in (state for track in cache.tracks for state in track.blocks if state):
+                whole = [*state.tensors()]
+                assert whole
+                for text, own in enumerate(state.each):
+                    for part, of_all in zip(own.tensors(), whole, strict=True):
+                        assert part.shape == of_all.shape[1:], kv
+                        assert part.data_ptr() == of_all[text].data_ptr(), kv
 
 
 @pytest.mark.gpu

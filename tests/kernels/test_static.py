@@ -435,3 +435,32 @@ def test_only_first_axes_of_grids_may_be_long():
             found |= {ast.unparse(axis) for each in tuples for axis in each.elts[1:]}
     assert found - SECOND == set()
     assert len(found) > 20
+
+
+LOADS = re.compile("LOAD|_load_ptx|read_ptx")
+"""Names of PTX that loads from memory, and of functions that write some."""
+PURE = {"load_int", "_load_eight"}
+"""Functions that load weights in PTX, or x in a kernel that waits for none: nothing of both is
+written meanwhile, so that a compiler may move what they do."""
+
+
+def test_a_load_in_ptx_of_what_was_written_is_not_moved_before_the_wait_for_it():
+    found = {}
+    for file in FILES:
+        for kernel in kernels_in(file):
+            nodes = [*ast.walk(kernel)]
+            codes = {
+                ast.unparse(node.target): ast.unparse(node.value)
+                for node in nodes
+                if isinstance(node, ast.AnnAssign) and node.value
+            }
+            for call in (node for node in nodes if isinstance(node, ast.Call)):
+                if ast.unparse(call.func) != "tl.inline_asm_elementwise":
+                    continue
+                code = ast.unparse(call.args[0])
+                if LOADS.search(code) or LOADS.search(codes.get(code, "")):
+                    (pure,) = (key.value for key in call.keywords if key.arg == "is_pure")
+                    found[kernel.name] = ast.unparse(pure)
+    assert {name for name, pure in found.items() if pure == "True"} == PURE
+    assert found["load_eight_over"] == "not WRITTEN"
+    assert len(found) > len(PURE) + 1
