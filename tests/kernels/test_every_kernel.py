@@ -130,6 +130,15 @@ def emulated_gpu(monkeypatch):
     return torch.device("cuda")
 
 
+def assert_forms_are_those_of_a_cpu(spec, cases) -> None:
+    """A view that is made on the host, such as a strided one, lies on a GPU as it did there."""
+    there = {case.label: [] for case in cases}
+    for case in cases:
+        there[case.label].append(_form(case.inputs))
+    for case in spec.cases(torch.device("cpu"), 32):
+        assert case.label not in there or _form(case.inputs) in there[case.label], case.label
+
+
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_sample_is_drawn_without_a_gpu(spec, emulated_gpu):
     """Processes that choose what runs on a GPU ask nothing of it, of any kernel.
@@ -138,7 +147,9 @@ def test_sample_is_drawn_without_a_gpu(spec, emulated_gpu):
     """
     part = verify._Part(spec.name, "T32", 32, "cuda", ("triton",), Checks(), 0, "cases")
     with verify._without_gpu(spec, part) as dice:
-        assert [case.label for case in verify._cases(spec, part, lambda _: True, dice)]
+        cases = [*verify._cases(spec, part, lambda _: True, dice)]
+        assert cases
+        assert_forms_are_those_of_a_cpu(spec, cases)
         size = (70, 96) if spec.name in OF_VALUES else (11264, 12288)
         spec.drawn(dice(0, emulated_gpu, torch.float32), 32, 3, *size)
 
