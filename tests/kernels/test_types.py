@@ -1,7 +1,7 @@
 """Types of all kernels: of results, which are the same on every backend, and of sums.
 
-Triton's interpreter computes wrongly in bfloat16, so no case of a CPU reads it. It computes as a GPU
-does in float16, which kernels read alike.
+Triton's interpreter computes wrongly in bfloat16, so no case of a CPU reads it. It computes as a
+GPU does in float16, which kernels read alike.
 """
 
 from collections.abc import Iterator
