@@ -1,12 +1,13 @@
 """A float model that is imported and tuned on another text, against float training of the same.
 
-    python -m benchmarks.tuning TEXTS [--parts PART...] [--at-once N] [--out DIR]
+    python -m benchmarks.tuning TEXTS [--parts PART...] [--kinds KIND...] [--out DIR]
 
 TEXTS is a folder with `code-train.txt`, `code-val.txt` (`benchmarks.code_text` writes them),
 `novels-train.txt` and `novels-val.txt`. A Qwen 3 of bytes (10.8 million weights) is trained on code
 in float32 by AdamW, and written as a folder for Transformers. Integers go the way of the README:
-`arb import`, then `arb train --init-from` on novels. The peers begin with the same folder: AdamW
-and Muon by the float twin, bf16 with Adafactor and LoRA by `float_qwen`.
+`arb import`, then `arb train --init-from` on novels, by the functions that these commands call. The
+peers begin with the same folder: AdamW and Muon by the float twin, bf16 with Adafactor and LoRA by
+`float_qwen`.
 
 `new` is the held-out loss of novels, `old` that of code, in nats a byte, both of the same windows.
 """
@@ -28,13 +29,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import arbcli
 from arbcli.data import Text, Texts, batch, evaluation_batches
-from arbcli.device import resolve_backend, resolve_device
+from arbcli.device import deterministic, resolve_backend, resolve_device
 from arbcli.imports.config_json import read_folder_config
 from arbcli.imports.dense import sources
 from arbcli.imports.folder import WeightFolder
 from arbcli.imports.run import read_float
-from arbcli.infer.load import load_model
+from arbcli.infer.load import load_model, read_saved, saved_config
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.train.configure import new_config
 from arbcli.train.schedule import learning_rate
@@ -79,19 +81,24 @@ class Job:
     batch: int = BATCH
 
 
+SWEPT = {
+    "AdamW": ((3e-3, 1e-2, 1e-3, 5e-3, 3e-4, 1e-4), (3e-3, 5e-3, 1e-3)),
+    "moment": ((0.3, 0.1, 1.0, 0.5, 0.03, 0.01), (0.3, 0.1, 0.5)),
+    "nibble": ((0.3, 0.1, 1.0, 0.03), (0.3, 0.1)),
+    "moment factored": ((0.3, 1.0, 0.1, 0.03), (0.3,)),
+    "Muon": ((2e-3, 5e-3, 5e-4), (2e-3,)),
+    "nibble factored": ((0.3, 0.1), ()),
+}
+"""Rates of seed 0 by kind, and those of seeds 1 and 2; the most telling ones first."""
+
+
 def jobs() -> list[Job]:
-    """List all runs, the most telling ones first."""
-    rates = {
-        "moment": (0.3, 1.0, 0.1, 0.03, 0.01), "AdamW": (1e-3, 3e-4, 3e-3, 1e-4, 1e-2),
-        "nibble": (0.3, 1.0, 0.1, 0.03), "Muon": (2e-3, 5e-4),
-        "moment factored": (0.3, 0.1, 0.03), "nibble factored": (0.3, 0.1),
-    }  # fmt: skip
-    swept = [Job(part="swept", kind=kind, lr=lr) for kind, some in rates.items() for lr in some]
-    best = {"moment": 0.3, "AdamW": 3e-3, "nibble": 0.3}
-    seeds = [
+    """List all runs, of each kind the most telling ones first."""
+    swept = [
         Job(part="swept", kind=kind, lr=lr, seed=seed)
-        for kind, lr in best.items()
-        for seed in (1, 2)
+        for kind, (first, others) in SWEPT.items()
+        for seed, some in enumerate((first, others, others))
+        for lr in some
     ]
     plain = {"bf16 Adafactor": (1e-3, 3e-4, 3e-3), "LoRA 256": (1e-3, 3e-4), "LoRA 16": (3e-3,)}
     others = [Job(part="others", kind=kind, lr=lr) for kind, some in plain.items() for lr in some]
@@ -102,7 +109,7 @@ def jobs() -> list[Job]:
         for kind, some in low.items()
         for lr in some
     ]
-    return swept + seeds + others + lowest
+    return swept + others + lowest
 
 
 def pretrain(
@@ -129,8 +136,9 @@ def pretrain(
     trainer = twin_trainer(
         folder, begun, batch=BATCH, lr=1e-3, steps=steps, device=device, optimizer="adamw"
     )
-    for _ in range(steps):
-        trainer.train_step()
+    with deterministic():
+        for _ in range(steps):
+            trainer.train_step()
     tensors = {
         part.hugging_face: source.tensor.latent.detach()[part.rows].reshape(part.shape).clone()
         for source in sources(trainer.model)
@@ -144,7 +152,8 @@ def twin_trainer(folder: Path, texts: Texts, *, device: str, **options: Any) -> 
     """Make a trainer of the float twin of a folder's model."""
     model = read_folder_config(folder, weights="float")
     config = new_config(preset=model, device=device, warmup=WARMUP, **options)
-    return Trainer(config, texts, capture=True)
+    with deterministic():
+        return Trainer(config, texts, capture=True)
 
 
 def tune_twin(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
@@ -158,10 +167,17 @@ def tune_twin(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any
         "batch": job.batch,
     }
     trainer = twin_trainer(folder, novels, device=device, **options)
+    return tuned_twin(trainer, folder, texts, device)
+
+
+def tuned_twin(trainer: Trainer, folder: Path, texts: Path, device: str) -> dict[str, Any]:
+    """Let a twin begin with the weights of the folder, train it to its end, and score it."""
     begun = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
     trainer.model.load_state_dict(begun.state_dict())
-    for _ in range(job.steps):
-        trainer.train_step()
+    with deterministic():
+        for _ in range(trainer.config.steps):
+            trainer.train_step()
+    trainer.release_graph()
     return {"state_bytes": trainer.state_bytes()} | both_losses(trainer.model.loss, texts, device)
 
 
@@ -243,15 +259,17 @@ def load_plain(model: FloatQwen, tensors: dict[str, Tensor]) -> None:
 
 
 def tune_integers(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
-    """Tune integers by `arb train --init-from`, from the import of the folder."""
+    """Tune integers as `arb train --init-from` does, from the import of the folder."""
+    begun = imported(folder, job.kind)
+    options = {
+        "lr": job.lr, "steps": job.steps, "seed": job.seed, "batch": job.batch, "warmup": WARMUP,
+        "eval_every": 0, "keep": 1, "device": device, "data": [str(texts / "novels-train.txt")],
+        "val": [str(texts / "novels-val.txt")],
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as made:
         run = Path(made, "run")
-        arb(
-            "train", "--init-from", imported(folder, job.kind), "--data",
-            texts / "novels-train.txt", "--val", texts / "novels-val.txt", "--batch", job.batch,
-            "--steps", job.steps, "--lr", job.lr, "--seed", job.seed, "--warmup", WARMUP,
-            "--eval-every", 0, "--device", device, "--out", run, "--keep", 1, "--quiet",
-        )  # fmt: skip
+        config = new_config(preset=saved_config(read_saved(begun, print).checkpoint), **options)
+        arbcli.start_training(config, run, init_from=begun)
         return score(run, texts, device)
 
 
@@ -268,18 +286,14 @@ def imported(folder: Path, kind: str) -> Path:
 
 
 def import_for(folder: Path, kind: str) -> None:
-    """Import the float model for a kind."""
-    rule, optimizer = RULES[kind]
-    arb("import", folder, "--rule", rule, "--optimizer", optimizer, "--out", imported(folder, kind))
-
-
-def arb(*words: Any) -> None:
-    """Run a command of `arb`.
+    """Import the float model for a kind, in a process of its own.
 
     Raises:
         RuntimeError: it failed.
     """
-    command = [sys.executable, "-m", "arbcli", *map(str, words)]
+    rule, optimizer = RULES[kind]
+    command = [sys.executable, "-m", "arbcli", "import", str(folder), "--rule", rule]
+    command += ["--optimizer", optimizer, "--out", str(imported(folder, kind))]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-800:]}")
@@ -304,52 +318,71 @@ def both_losses(
 
 def tune(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Do a run of tuning."""
-    started = time.perf_counter()
     if job.kind in RULES:
-        found = tune_integers(job, texts, folder, device)
-    elif job.kind in ("AdamW", "Muon"):
-        found = tune_twin(job, texts, folder, device)
-    else:
-        found = tune_plain(job, texts, folder, device)
-    return asdict(job) | found | {"seconds": round(time.perf_counter() - started, 1)}
+        return tune_integers(job, texts, folder, device)
+    if job.kind in ("AdamW", "Muon"):
+        return tune_twin(job, texts, folder, device)
+    return tune_plain(job, texts, folder, device)
 
 
 def options(benchmark: str, summary: str) -> argparse.ArgumentParser:
     """Make a parser of what a benchmark that tunes in several processes is given."""
     parser = results.options(benchmark, summary)
     parser.add_argument("texts", type=Path, help="folder of the texts")
-    parser.add_argument("--at-once", type=int, default=8, help="runs side by side")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, help="of every run, for a trial")
     parser.add_argument("--folder", type=Path, help="the float model; made if it is not there")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--kinds", nargs="+", help="of these kinds alone")
+    parser.add_argument("--some", help=argparse.SUPPRESS)
     return parser
 
 
 def run_all(benchmark: str, jobs: Iterable[Any], folder: Path, given: argparse.Namespace) -> None:
-    """Do jobs in processes of their own, several at once; print and save a row of each as it ends.
+    """Do the jobs, those of a kind in a process of their own; print and save rows as they come.
 
     Args:
-        benchmark: module of `benchmarks` that does one job by `--one`, and name of the results.
-        jobs: dataclasses with `steps`, which `given` may replace.
+        benchmark: module of `benchmarks` that does jobs by `--some`, and name of the results.
+        jobs: dataclasses with `kind`, and with `steps`, which `given` may replace.
         folder: of the float model.
         given: as `options` parses it.
     """
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for job in jobs:
+        if job.kind in (given.kinds or (job.kind,)):
+            job = replace(job, steps=given.steps or job.steps)
+            kinds.setdefault(job.kind, []).append(asdict(job))
     writing = Lock()
 
-    def run(job: Any) -> None:
-        job = replace(job, steps=given.steps or job.steps)
+    def run(some: list[dict[str, Any]]) -> None:
         words = ["-m", f"benchmarks.{benchmark}", str(given.texts), "--device", given.device]
-        words += ["--one", json.dumps(asdict(job)), "--folder", str(folder)]
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
-        if done.returncode:
-            print(f"{job}: failed\n{done.stderr[-600:]}", flush=True)
-            return
-        with writing:
-            keep(benchmark, json.loads(done.stdout.splitlines()[-1]), given)
+        words += ["--some", json.dumps(some), "--folder", str(folder)]
+        with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as made:
+            assert made.stdout is not None
+            for line in made.stdout:
+                if line.startswith("{"):
+                    with writing:
+                        keep(benchmark, json.loads(line), given)
+        if made.returncode:
+            print(f"{some[0]['kind']}: failed", flush=True)
 
-    with ThreadPoolExecutor(given.at_once) as pool:
-        list(pool.map(run, jobs))
+    with ThreadPoolExecutor(max(1, len(kinds))) as pool:
+        list(pool.map(run, kinds.values()))
+
+
+def do_some(some: str, kind: type, do: Callable[[Any], dict[str, Any]]) -> None:
+    """Do jobs one after another, as `run_all` asks for it, and print a row of each.
+
+    Args:
+        some: a JSON list of the fields of each.
+        kind: dataclass of a job.
+        do: does a job, and finds what a row has besides the job's fields.
+    """
+    for fields in json.loads(some):
+        started, job = time.perf_counter(), kind(**fields)
+        found = do(job)
+        seconds = round(time.perf_counter() - started, 1)
+        print(json.dumps(asdict(job) | found | {"seconds": seconds}), flush=True)
+        torch.compiler.reset()  # each job has a model of its own, and eight are compiled at most
 
 
 def keep(benchmark: str, row: dict[str, Any], given: argparse.Namespace) -> None:
@@ -363,11 +396,9 @@ def main() -> None:
     """Train the float model, tune it in every way, and write the rows."""
     parser = options("tuning", "Compare ways of tuning.")
     parser.add_argument("--parts", nargs="+", choices=("swept", "others", "low"), help="[all]")
-    parser.add_argument("--kinds", nargs="+", help="of these kinds alone")
     given = parser.parse_args()
-    if given.one:
-        job = Job(**json.loads(given.one))
-        print(json.dumps(tune(job, given.texts, given.folder, given.device)))
+    if given.some:
+        do_some(given.some, Job, lambda job: tune(job, given.texts, given.folder, given.device))
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary, "qwen3-of-bytes")
@@ -383,7 +414,6 @@ def main() -> None:
         twin = twin.to(given.device)
         print("float", both_losses(twin.loss, given.texts, given.device), flush=True)
         chosen = [job for job in jobs() if job.part in (given.parts or (job.part,))]
-        chosen = [job for job in chosen if job.kind in (given.kinds or (job.kind,))]
         run_all("tuning", chosen, folder, given)
 
 
