@@ -47,8 +47,8 @@ from benchmarks.float_qwen import ORDER, FloatQwen, ReleasedAdafactor, Shape
 SHAPE = Shape(
     layers=6, dim=384, heads=6, kv_heads=6, head_width=64, ffn=1024, vocabulary=256, tied=False
 )
-CTX, BATCH, LOW_BATCH = 512, 64, 16
-PRETRAINED_STEPS, STEPS, LOW_STEPS = 2000, 600, 2000
+CTX, BATCH = 512, 64
+PRETRAINED_STEPS, STEPS = 2000, 600
 WARMUP = 60
 RULES = {
     "moment": ("moment", "muon"),
@@ -102,14 +102,7 @@ def jobs() -> list[Job]:
     ]
     plain = {"bf16 Adafactor": (1e-3, 3e-4, 3e-3), "LoRA 256": (1e-3, 3e-4), "LoRA 16": (3e-3,)}
     others = [Job(part="others", kind=kind, lr=lr) for kind, some in plain.items() for lr in some]
-    low = {"AdamW": (1e-5, 3e-6), "moment": (1e-3, 3e-4), "nibble": (1e-3, 3e-4),
-           "moment factored": (1e-3, 3e-4)}  # fmt: skip
-    lowest = [
-        Job(part="low", kind=kind, lr=lr, steps=LOW_STEPS, batch=LOW_BATCH)
-        for kind, some in low.items()
-        for lr in some
-    ]
-    return swept + others + lowest
+    return swept + others
 
 
 def pretrain(
@@ -170,10 +163,25 @@ def tune_twin(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any
     return tuned_twin(trainer, folder, texts, device)
 
 
-def tuned_twin(trainer: Trainer, folder: Path, texts: Path, device: str) -> dict[str, Any]:
-    """Let a twin begin with the weights of the folder, train it to its end, and score it."""
+def tuned_twin(
+    trainer: Trainer,
+    folder: Path,
+    texts: Path,
+    device: str,
+    begin: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Let a twin begin with the weights of the folder, train it to its end, and score it.
+
+    Args:
+        trainer: of the twin.
+        folder: of the float model.
+        texts: folder of the texts.
+        device: of the trainer.
+        begin: is called when the weights are there.
+    """
     begun = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
     trainer.model.load_state_dict(begun.state_dict())
+    begin()
     with deterministic():
         for _ in range(trainer.config.steps):
             trainer.train_step()
@@ -395,7 +403,7 @@ def keep(benchmark: str, row: dict[str, Any], given: argparse.Namespace) -> None
 def main() -> None:
     """Train the float model, tune it in every way, and write the rows."""
     parser = options("tuning", "Compare ways of tuning.")
-    parser.add_argument("--parts", nargs="+", choices=("swept", "others", "low"), help="[all]")
+    parser.add_argument("--parts", nargs="+", choices=("swept", "others"), help="[all]")
     given = parser.parse_args()
     if given.some:
         do_some(given.some, Job, lambda job: tune(job, given.texts, given.folder, given.device))
