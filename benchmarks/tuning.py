@@ -6,13 +6,14 @@ TEXTS is a folder with `code-train.txt`, `code-val.txt` (`benchmarks.code_text` 
 `novels-train.txt` and `novels-val.txt`. A Qwen 3 of bytes (10.8 million weights) is trained on code
 in float32 by AdamW, and written as a folder for Transformers. Integers go the way of the README:
 `arb import`, then `arb train --init-from` on novels, by the functions that these commands call. The
-peers begin with the same folder: AdamW and Muon by the float twin, bf16 with Adafactor and LoRA by
-`float_qwen`.
+peers begin with the same folder: AdamW and Muon by the float twin, others by `float_steps`.
 
 `new` is the held-out loss of novels, `old` that of code, in nats a byte, both of the same windows.
+`speed` times steps alone, each way in a process of its own.
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -27,7 +29,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import arbcli
 from arbcli.data import Text, Texts, batch, evaluation_batches
@@ -41,8 +43,10 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.train.configure import new_config
 from arbcli.train.schedule import learning_rate
 from arbcli.train.trainer import EVAL_BATCHES, Trainer
-from benchmarks import results
-from benchmarks.float_qwen import ORDER, FloatQwen, ReleasedAdafactor, Shape
+from benchmarks import float_steps, results
+from benchmarks.float_qwen import FloatQwen, Shape
+from benchmarks.float_steps import WholeStep
+from benchmarks.turns import measured, wait_turn
 
 SHAPE = Shape(
     layers=6, dim=384, heads=6, kv_heads=6, head_width=64, ffn=1024, vocabulary=256, tied=False
@@ -64,9 +68,6 @@ IN_BLOCK = {
     "norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
 }  # fmt: skip
 """Names of Transformers for the weights of a block."""
-LORA = {"LoRA 256": (256, ("q", "k", "v", "o", "gate", "up", "down")),
-        "LoRA 16": (16, ("q", "k", "v", "o"))}  # fmt: skip
-"""Rank, and the matrices that have adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,20 @@ SWEPT = {
 """Rates of seed 0 by kind, and those of seeds 1 and 2; the most telling ones first."""
 
 
+OTHERS = {
+    "bf16 AdamW": (3e-3, 1e-3, 1e-2),
+    "bf16 AdamW, eight bits": (3e-3, 1e-3, 1e-2),
+    "bf16 Adafactor": (3e-3, 1e-3, 1e-2),
+    "LoRA 256": (1e-3, 3e-3, 3e-4),
+    "BAdam": (3e-3, 1e-3, 1e-2),
+    "LoRA 16": (3e-3, 1e-2, 1e-3),
+}
+"""Rates of other ways, by kind."""
+PARTS = ("swept", "speed", "others")
+SPEEDS = (*RULES, "AdamW", "Muon", *OTHERS)
+UNTIMED_STEPS, TIMED_STEPS = 8, 40
+
+
 def jobs() -> list[Job]:
     """List all runs, of each kind the most telling ones first."""
     swept = [
@@ -100,8 +115,7 @@ def jobs() -> list[Job]:
         for seed, some in enumerate((first, others, others))
         for lr in some
     ]
-    plain = {"bf16 Adafactor": (1e-3, 3e-4, 3e-3), "LoRA 256": (1e-3, 3e-4), "LoRA 16": (3e-3,)}
-    others = [Job(part="others", kind=kind, lr=lr) for kind, some in plain.items() for lr in some]
+    others = [Job(part="others", kind=kind, lr=lr) for kind, some in OTHERS.items() for lr in some]
     return swept + others
 
 
@@ -189,70 +203,67 @@ def tuned_twin(
     return {"state_bytes": trainer.state_bytes()} | both_losses(trainer.model.loss, texts, device)
 
 
-class Adapted(FloatQwen):
-    """The same with adapters of low rank on frozen matrices: w + 2 b a."""
-
-    def add_adapters(self, rank: int, names: tuple[str, ...]) -> None:
-        """Freeze the weights, and add adapters to matrices of each block."""
-        self.requires_grad_(False)
-        self.adapters = nn.ModuleList(nn.ParameterDict() for _ in self.blocks)
-        for block, adapters in zip(self.blocks, self.adapters, strict=True):
-            for name in names:
-                rows, columns = block[name].shape
-                a = torch.randn(rank, columns, device=block[name].device) / columns**0.5
-                adapters[f"{name}_a"] = nn.Parameter(a)
-                adapters[f"{name}_b"] = nn.Parameter(torch.zeros(rows, rank, device=a.device))
-
-    def weights_of(self, index: int) -> list[Tensor]:
-        """List the weights of a block with their adapters, in `ORDER`."""
-        adapters = self.adapters[index]
-        return [
-            weight + 2 * adapters[f"{name}_b"] @ adapters[f"{name}_a"]
-            if f"{name}_a" in adapters
-            else weight
-            for name, weight in zip(ORDER, super().weights_of(index), strict=True)
-        ]
+def prepare_plain(kind: str, lr: float, folder: Path | None, device: str) -> WholeStep:
+    """Make a float model in bf16, with the weights of the folder, and what tunes it."""
+    model = FloatQwen(SHAPE, torch.bfloat16, recompute=False, device=device)
+    if folder is not None:
+        load_plain(model, load_file(folder / "model.safetensors"))
+    return WholeStep(model, float_steps.KINDS[kind](model, lr))
 
 
 def tune_plain(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
-    """Tune by Adafactor on bf16 weights with released gradients, or adapters by AdamW."""
-    released = job.kind.startswith("bf16")
-    kind = FloatQwen if released else Adapted
-    dtype = torch.bfloat16 if released else torch.float32
-    model = kind(SHAPE, dtype, recompute=False, device=device)
-    load_plain(model, load_file(folder / "model.safetensors"))
-    adafactor = adamw = None
-    if released:
-        adafactor = ReleasedAdafactor(model, job.lr)
-        state = sum(weight.nbytes for weight in model.parameters())
-        state += sum(part.nbytes for part in adafactor.state_tensors())
-    else:
-        model.add_adapters(*LORA[job.kind])
-        learnt = [weight for weight in model.parameters() if weight.requires_grad]
-        adamw = torch.optim.AdamW(learnt, lr=job.lr, weight_decay=0.0)
-        state = sum(weight.nbytes for weight in model.parameters())
-        state += 2 * sum(weight.nbytes for weight in learnt)
+    """Tune weights in bf16, or adapters, as the field does it."""
+    step = prepare_plain(job.kind, job.lr, folder, device)
     text, config = Text([texts / "novels-train.txt"]), new_config(steps=job.steps, warmup=WARMUP)
-    for step in range(job.steps):
-        rate = job.lr * learning_rate(config, step) / config.lr
-        ids, targets = batch(
-            text,
-            seed=job.seed,
-            step=step,
-            micro=0,
-            batch_size=job.batch,
-            context=CTX,
-            device=device,
-        )
-        if adafactor is not None:
-            adafactor.lr.fill_(rate)
-            adafactor.next_step()
-        model.loss(ids, targets).backward()
-        if adamw is not None:
-            adamw.param_groups[0]["lr"] = rate
-            adamw.step()
-            adamw.zero_grad()
-    return {"state_bytes": state} | both_losses(model.loss, texts, device)
+    drawn = {"seed": job.seed, "micro": 0, "batch_size": job.batch, "context": CTX}
+    for number in range(job.steps):
+        step.updates.lr.fill_(job.lr * learning_rate(config, number) / config.lr)
+        step(*batch(text, step=number, device=device, **drawn))
+    found = {"state_bytes": step.state_bytes(), "captured": step.graph is not None}
+    return found | both_losses(step.model.loss, texts, device)
+
+
+def measure(kind: str, texts: Path, folder: Path, device: str) -> dict[str, Any]:
+    """Time steps of a way of tuning, and measure its peak."""
+    novels = Text([texts / "novels-train.txt"])
+    drawn = {"seed": 0, "micro": 0, "batch_size": BATCH, "context": CTX, "device": device}
+    if kind in float_steps.KINDS:
+        whole = prepare_plain(kind, 1e-4, folder, device)
+        batches = itertools.cycle([batch(novels, step=number, **drawn) for number in range(4)])
+        step, state = lambda: whole(*next(batches)), whole.state_bytes
+    else:
+        both = Texts(novels, Text([texts / "novels-val.txt"]), "")
+        if kind in RULES:
+            model = saved_config(read_saved(imported(folder, kind), print).checkpoint)
+            config = new_config(preset=model, batch=BATCH, device=device)
+            with deterministic():
+                trainer = Trainer(config, both, capture=True)
+        else:
+            trainer = twin_trainer(folder, both, device=device, optimizer=kind.lower(), batch=BATCH)
+        step, state = trainer.train_step, trainer.state_bytes
+    with deterministic() if kind not in float_steps.KINDS else nullcontext():
+        for _ in range(UNTIMED_STEPS):
+            step()
+        wait_turn()
+        synchronise(device)
+        started = time.perf_counter()
+        for _ in range(TIMED_STEPS):
+            step()
+        synchronise(device)
+    seconds = (time.perf_counter() - started) / TIMED_STEPS
+    job = Job(part="speed", kind=kind, lr=0.0, steps=TIMED_STEPS)
+    return asdict(job) | {
+        "state_bytes": state(),
+        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+        "bytes_per_second": round(BATCH * CTX / seconds),
+        "seconds": round(seconds, 5),
+    }
+
+
+def synchronise(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 @torch.no_grad()
@@ -403,10 +414,14 @@ def keep(benchmark: str, row: dict[str, Any], given: argparse.Namespace) -> None
 def main() -> None:
     """Train the float model, tune it in every way, and write the rows."""
     parser = options("tuning", "Compare ways of tuning.")
-    parser.add_argument("--parts", nargs="+", choices=("swept", "others"), help="[all]")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="[all]")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.some:
         do_some(given.some, Job, lambda job: tune(job, given.texts, given.folder, given.device))
+        return
+    if given.measure:
+        print(json.dumps(measure(given.measure, given.texts, given.folder, given.device)))
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary, "qwen3-of-bytes")
@@ -421,7 +436,15 @@ def main() -> None:
         twin = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
         twin = twin.to(given.device)
         print("float", both_losses(twin.loss, given.texts, given.device), flush=True)
-        chosen = [job for job in jobs() if job.part in (given.parts or (job.part,))]
+        parts = given.parts or PARTS
+        if "speed" in parts:
+            words = [sys.executable, "-m", "benchmarks.tuning", str(given.texts)]
+            words += ["--device", given.device, "--folder", str(folder), "--measure"]
+            kinds = [kind for kind in SPEEDS if kind in (given.kinds or (kind,))]
+            for row in measured([*words, kind] for kind in kinds):
+                if row is not None:
+                    keep("tuning", row, given)
+        chosen = [job for job in jobs() if job.part in parts]
         run_all("tuning", chosen, folder, given)
 
 
