@@ -63,6 +63,11 @@ class Case:
     gib: int | None = None
     """What the process may take."""
 
+    @property
+    def documents(self) -> bool:
+        """Whether windows are packed with documents that are kept apart."""
+        return self.kind.endswith("documents")
+
 
 CASES = {
     "8b-moment": Case(shape="8b", kind="moment orthogonal", gib=24),
@@ -73,21 +78,24 @@ CASES = {
     "0.6b-moment": Case(shape="0.6b", kind="moment orthogonal", batch=4, recompute=False),
     "0.6b-adamw": Case(shape="0.6b", kind="float32 AdamW", batch=4, recompute=False),
     "0.6b-nibble": Case(shape="0.6b", kind="nibble orthogonal", batch=4, recompute=False),
+    "0.6b-documents": Case(
+        shape="0.6b", kind="moment orthogonal documents", batch=4, recompute=False
+    ),
     "1.7b-moment": Case(shape="1.7b", kind="moment orthogonal", batch=4, recompute=True),
     "1.7b-nibble": Case(shape="1.7b", kind="nibble orthogonal", batch=4, recompute=True),
     "0.6b-factored": Case(shape="0.6b", kind="moment factored", batch=4, recompute=False),
     "0.6b-bf16": Case(shape="0.6b", kind="bf16 Adafactor", batch=4, recompute=False),
 }
 TIMED_STEPS = 4
+DOCUMENTS = 8
+"""Of a window."""
 
 
 class RandomTokens:
-    """All of a text that a step asks for."""
+    """All of a text that a step asks for; its windows may be packed with documents."""
 
-    packs = False
-
-    def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, vocabulary: int, context: int, packs: bool = False) -> None:
+        self.vocabulary, self.context, self.packs = vocabulary, context, packs
 
     def __len__(self) -> int:
         return 2**30
@@ -103,6 +111,12 @@ class RandomTokens:
     def window_batch(self, starts: list[int], length: int) -> Tensor:
         """Draw tokens."""
         return torch.randint(self.vocabulary, (len(starts), length), dtype=torch.int32)
+
+    def packed_batch(self, starts: list[int]) -> tuple[Tensor, ...]:
+        """Draw tokens, targets and documents of equal length."""
+        window = self.window_batch(starts, self.context + 1).long()
+        numbers = torch.arange(self.context) * DOCUMENTS // self.context
+        return window[:, :-1], window[:, 1:], numbers.expand(len(starts), -1)
 
 
 def model_config(shape: Shape, rule: str, direction: str) -> ModelConfig:
@@ -147,13 +161,14 @@ def measure(case: Case, ctx: int) -> dict[str, Any]:
 
 def prepare_ours(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Tensor]]:
     """Make a trainer of integers, after its peak was predicted."""
-    rule, direction = case.kind.split()
+    rule, direction = case.kind.split()[:2]
     model = model_config(SHAPES[case.shape], rule, direction)
     config = new_config(
-        preset=model, ctx=ctx, batch=case.batch, recompute=case.recompute, device="cuda"
-    )
+        preset=model, ctx=ctx, batch=case.batch, recompute=case.recompute, device="cuda",
+        field="+text" if case.documents else "text",
+    )  # fmt: skip
     peak = predict_peak(config, captured=True)
-    text: Any = RandomTokens(model.vocabulary)
+    text: Any = RandomTokens(model.vocabulary, ctx, case.documents)
     trainer = Trainer(config, Texts(text, text, ""), capture=True)
     row = {
         "weights": trainer.num_weights, "state_bytes": trainer.state_bytes,
@@ -191,7 +206,7 @@ def prepare_peer(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Ten
     dtype = torch.bfloat16 if released else torch.float32
     model = FloatQwen(shape, dtype, recompute=case.recompute)
     whole = WholeStep(model, (ReleasedAdafactor if released else FusedAdamW)(model, 1e-5))
-    text = RandomTokens(shape.vocabulary)
+    text = RandomTokens(shape.vocabulary, ctx)
 
     def step() -> Tensor:
         window = text.window_batch([0] * case.batch, ctx + 1).long().cuda()

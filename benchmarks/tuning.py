@@ -126,22 +126,25 @@ def pretrain(
     device: str,
     data: Iterable[str] = ("code-train.txt",),
     held_out: Iterable[str] = ("code-val.txt",),
+    shape: Shape | None = None,
+    windows: int = BATCH,
 ) -> None:
     """Train the float model on code, or other texts, and write a folder for Transformers."""
     folder.mkdir(parents=True)
+    shape = shape or SHAPE
     fields = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": SHAPE.dim,
-        "intermediate_size": SHAPE.ffn, "num_hidden_layers": SHAPE.layers,
-        "num_attention_heads": SHAPE.heads, "num_key_value_heads": SHAPE.kv_heads,
-        "head_dim": SHAPE.head_width, "vocab_size": SHAPE.vocabulary, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": SHAPE.tied, "max_position_embeddings": CTX, "rope_theta": 1e6,
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": shape.dim,
+        "intermediate_size": shape.ffn, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width, "vocab_size": shape.vocabulary, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": shape.tied, "max_position_embeddings": CTX, "rope_theta": 1e6,
         "dtype": "float32",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(fields))
     train, val = (Text([texts / name for name in some]) for some in (data, held_out))
     begun = Texts(train, val, "")
     trainer = twin_trainer(
-        folder, begun, batch=BATCH, lr=1e-3, steps=steps, device=device, optimizer="adamw"
+        folder, begun, batch=windows, lr=1e-3, steps=steps, device=device, optimizer="adamw"
     )
     with deterministic():
         for _ in range(steps):
