@@ -13,6 +13,7 @@ peers begin with the same folder: AdamW and Muon by the float twin, others by `f
 """
 
 import argparse
+import gc
 import itertools
 import json
 import subprocess
@@ -405,6 +406,9 @@ def do_some(some: str, kind: type, do: Callable[[Any], dict[str, Any]]) -> None:
         seconds = round(time.perf_counter() - started, 1)
         print(json.dumps(asdict(job) | found | {"seconds": seconds}), flush=True)
         torch.compiler.reset()  # each job has a model of its own, and eight are compiled at most
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def keep(benchmark: str, row: dict[str, Any], given: argparse.Namespace) -> None:
