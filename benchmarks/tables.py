@@ -81,8 +81,9 @@ def speed_ratio(ours: Row | None, peer: Row | None) -> float | None:
 
 
 def faster(runs: Runs, preset: str, twin: str) -> Row | None:
-    """Find the faster of the twins with sub-norms and without."""
-    found = [row_of(runs, preset=preset, kind=f"{twin}{how}") for how in ("", ", no sub-norms")]
+    """Find the fastest of the twins: with sub-norms, without, and bare."""
+    ways = ("", ", no sub-norms", ", bare")
+    found = [row_of(runs, preset=preset, kind=f"{twin}{how}") for how in ways]
     return min((row for row in found if row), key=lambda row: row["ms"], default=None)
 
 
@@ -249,7 +250,7 @@ def ratios(runs: Runs) -> str:
         ("factored, fp8", "factored with `--compute fp8`", "AdamW"),
         ("orthogonal", "orthogonal", "Muon"),
     ):
-        for name in (twin, f"{twin}, no sub-norms"):
+        for name in (twin, f"{twin}, no sub-norms", f"{twin}, bare"):
             pairs = [
                 [row_of(runs, preset=preset, kind=kind) for kind in (ours, name)]
                 for preset in PRESETS
