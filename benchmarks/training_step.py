@@ -5,8 +5,8 @@
 The twin is that of `arb train --weights float`: compiled, Muon in batches of equal shapes, its
 whole step one CUDA graph, with sub-norms as ours and without. Every step draws its batch as
 training does. The bare twin has neither sub-norms nor clipping, and its batch stays on the GPU: see
-`benchmarks.bare_twin`. `factored` is compared with AdamW, and `orthogonal` with Muon, which pays for
-the same iteration.
+`benchmarks.bare_twin`. `factored` is compared with AdamW, and `orthogonal` with Muon, which pays
+for the same iteration.
 
 Kinds of a group are in memory together and take turns, so that clocks and heat reach them alike.
 """
