@@ -1168,6 +1168,30 @@ take_digits(const int8_t *plane, const uint16_t *scales, float *weights, const f
         }
 }
 
+/* Multiply a plane of all digits by the only row of x, and add that to the sums. */
+static inline void multiply_plane(const int8_t *plane, const uint16_t *scales, const float *x,
+                                  float *sums) {
+#ifdef __AVX512F__ /* a tile's rows are one vector: the same products in the same order */
+    bits both = LOAD(bits, scales);
+    __m512i upper = _mm512_castsi256_si512((__m256i)(both << 16));
+    __m512 scale = (__m512)_mm512_inserti64x4(upper, (__m256i)(both & 0xFFFF0000), 1);
+    __m512 far = _mm512_mul_ps(scale, _mm512_set1_ps(-65536.0f));
+    __m512 above = _mm512_mul_ps(scale, _mm512_set1_ps(65537.0f)), found = _mm512_setzero_ps();
+    for (int k = 0; k < PLANE; k++) {
+        __m128i column = _mm_loadu_si128((const __m128i *)(plane + k * TILE));
+        __m512 digits = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(column));
+        __m512 w = _mm512_fmadd_ps(digits, far, _mm512_mul_ps(digits, above));
+        found = _mm512_fmadd_ps(w, _mm512_set1_ps(x[k]), found);
+    }
+    _mm512_storeu_ps(sums, _mm512_add_ps(_mm512_loadu_ps(sums), found));
+#else
+    eight found[2] = {ALL(0.0f), ALL(0.0f)};
+    take_digits(plane, scales, NULL, x, found);
+    for (int half = 0; half < 2; half++)
+        STORE(sums + 8 * half, LOAD(eight, sums + 8 * half) + found[half]);
+#endif
+}
+
 /* Scale what was found of a plane of trits, and add it to the sums. */
 static inline void add_found(words found, float unit, eight scale, float *sums) {
     STORE(sums, LOAD(eight, sums) + __builtin_convertvector(found, eight) * unit * scale);
@@ -1250,10 +1274,7 @@ static void multiply_by_digits(const int8_t *tile, const uint16_t *scales, const
     for (int64_t plane = 0; plane < planes; plane++, tile += 512, scales += TILE) {
         const float *numbers = (const float *)x->numbers + (plane * of + first) * PLANE;
         if (of == 1) {
-            eight found[2] = {ALL(0.0f), ALL(0.0f)};
-            take_digits(tile, scales, NULL, numbers, found);
-            for (int half = 0; half < 2; half++)
-                STORE(sums + 8 * half, LOAD(eight, sums + 8 * half) + found[half]);
+            multiply_plane(tile, scales, numbers, sums);
             continue;
         }
         int64_t m = 0;
