@@ -27,6 +27,9 @@ LOOKS, LOOK_SECONDS = 3, 0.005
 COUNTS = Path("/proc/stat")
 """File of Linux that counts what runs."""
 
+INTERPRET = "TRITON_INTERPRET"
+"""At `1`, kernels are defined for Triton's interpreter."""
+
 
 def set_environment(words: Sequence[str] = ()) -> None:
     """Set what the user has not.
@@ -74,7 +77,7 @@ def interpret_kernels_without_gpu(device: str | None) -> None:
     import torch  # takes seconds, so not for `arb --help`
 
     if not torch.cuda.is_available() or (device or "").startswith("cpu"):
-        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ[INTERPRET] = "1"
 
 
 def no_cuda_device(name: str) -> ArbError:
@@ -89,6 +92,14 @@ def no_gpu_for_triton(device: str) -> ArbError:
     return ArbError(
         f"the `triton` backend needs a CUDA device, and this run is on `{device}`",
         hint="use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
+    )
+
+
+def interpreter_not_asked_for() -> ArbError:
+    """Make the error of kernels that were not defined for Triton's interpreter."""
+    return ArbError(
+        "the `interpreter` backend was not asked for before the kernels were defined",
+        hint=f"set the environment variable `{INTERPRET}=1`",
     )
 
 

@@ -35,6 +35,7 @@ KEYS = {
     "imports": ("kind", "rule", "scale_type"),
     "large_tuning": ("shape", "kind"),
     "tuning": ("part", "kind", "lr", "seed"),
+    "low_rates": ("kind", "rounding", "lr", "seed"),
     "ternary_tuning": ("kind", "lr", "taught", "seed"),
     "hnet": ("preset", "kind"),
     "long": ("preset", "kind"),
