@@ -1,17 +1,17 @@
-"""Steps of tuning at Qwen3-8B's and Qwen3-0.6B's shapes, in memory that is capped.
+"""Steps of tuning at the shapes of Qwen3-8B, 1.7B and 0.6B, in memory that is capped.
 
     python -m benchmarks.large_tuning [--only NAME...] [--ctx T] [--out DIR]
 
 Weights are random. A process may take no more of the GPU than `gib` says
 (`torch.cuda.set_per_process_memory_fraction`), and the peak is predicted before by what
 `arb audit-memory` asks. Steps are those of `arb train`, on random tokens, captured. The peers are
-`float_qwen`'s: bf16 weights whose gradients are released, and float32 weights with AdamW.
+`float_steps`'s: bf16 weights whose gradients are released, and float32 weights with torch's fused
+AdamW. Processes prepare `--at-once` and measure one after another.
 """
 
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,19 +30,25 @@ from arbcli.inspect.peak import predict_peak
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
-from benchmarks.float_qwen import FloatQwen, ReleasedAdafactor, Shape
+from benchmarks.float_qwen import FloatQwen, Shape
+from benchmarks.float_steps import FloatSteps, ReleasedAdafactor, WholeStep
+from benchmarks.turns import measured, wait_turn
 
 SHAPES = {
     "8b": Shape(
         layers=36, dim=4096, heads=32, kv_heads=8, head_width=128, ffn=12288, vocabulary=151936,
         tied=False,
     ),
+    "1.7b": Shape(
+        layers=28, dim=2048, heads=16, kv_heads=8, head_width=128, ffn=6144, vocabulary=151936,
+        tied=True,
+    ),
     "0.6b": Shape(
         layers=28, dim=1024, heads=16, kv_heads=8, head_width=128, ffn=3072, vocabulary=151936,
         tied=True,
     ),
 }  # fmt: skip
-"""Qwen3-8B and Qwen3-0.6B."""
+"""Qwen3-8B, Qwen3-1.7B and Qwen3-0.6B."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +63,11 @@ class Case:
     gib: int | None = None
     """What the process may take."""
 
+    @property
+    def documents(self) -> bool:
+        """Whether windows are packed with documents that are kept apart."""
+        return self.kind.endswith("documents")
+
 
 CASES = {
     "8b-moment": Case(shape="8b", kind="moment orthogonal", gib=24),
@@ -66,19 +77,25 @@ CASES = {
     "8b-nibble-factored": Case(shape="8b", kind="nibble factored", gib=16),
     "0.6b-moment": Case(shape="0.6b", kind="moment orthogonal", batch=4, recompute=False),
     "0.6b-adamw": Case(shape="0.6b", kind="float32 AdamW", batch=4, recompute=False),
+    "0.6b-nibble": Case(shape="0.6b", kind="nibble orthogonal", batch=4, recompute=False),
+    "0.6b-documents": Case(
+        shape="0.6b", kind="moment orthogonal documents", batch=4, recompute=False
+    ),
+    "1.7b-moment": Case(shape="1.7b", kind="moment orthogonal", batch=4, recompute=True),
+    "1.7b-nibble": Case(shape="1.7b", kind="nibble orthogonal", batch=4, recompute=True),
     "0.6b-factored": Case(shape="0.6b", kind="moment factored", batch=4, recompute=False),
     "0.6b-bf16": Case(shape="0.6b", kind="bf16 Adafactor", batch=4, recompute=False),
 }
 TIMED_STEPS = 4
+DOCUMENTS = 8
+"""Of a window."""
 
 
 class RandomTokens:
-    """All of a text that a step asks for."""
+    """All of a text that a step asks for; its windows may be packed with documents."""
 
-    packs = False
-
-    def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, vocabulary: int, context: int, packs: bool = False) -> None:
+        self.vocabulary, self.context, self.packs = vocabulary, context, packs
 
     def __len__(self) -> int:
         return 2**30
@@ -94,6 +111,12 @@ class RandomTokens:
     def window_batch(self, starts: list[int], length: int) -> Tensor:
         """Draw tokens."""
         return torch.randint(self.vocabulary, (len(starts), length), dtype=torch.int32)
+
+    def packed_batch(self, starts: list[int]) -> tuple[Tensor, ...]:
+        """Draw tokens, targets and documents of equal length."""
+        window = self.window_batch(starts, self.context + 1).long()
+        numbers = torch.arange(self.context) * DOCUMENTS // self.context
+        return window[:, :-1], window[:, 1:], numbers.expand(len(starts), -1)
 
 
 def model_config(shape: Shape, rule: str, direction: str) -> ModelConfig:
@@ -119,13 +142,15 @@ def measure(case: Case, ctx: int) -> dict[str, Any]:
     row, step = prepare_ours(case, ctx) if ours else prepare_peer(case, ctx)
     losses = [step() for _ in range(EAGER_STEPS + 1)]  # compile, and are captured
     torch.cuda.synchronize()
+    wait_turn()
     started = time.perf_counter()
     losses += [step() for _ in range(TIMED_STEPS)]
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - started) / TIMED_STEPS
     return {
         "shape": case.shape, "kind": case.kind, "ctx": ctx, "batch": case.batch,
-        "recompute": case.recompute, "cap_gib": case.gib, **row,
+        "recompute": case.recompute, "cap_gib": case.gib,
+        **row, "state_bytes": row["state_bytes"](),
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "step_seconds": round(seconds, 4),
@@ -136,16 +161,17 @@ def measure(case: Case, ctx: int) -> dict[str, Any]:
 
 def prepare_ours(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Tensor]]:
     """Make a trainer of integers, after its peak was predicted."""
-    rule, direction = case.kind.split()
+    rule, direction = case.kind.split()[:2]
     model = model_config(SHAPES[case.shape], rule, direction)
     config = new_config(
-        preset=model, ctx=ctx, batch=case.batch, recompute=case.recompute, device="cuda"
-    )
+        preset=model, ctx=ctx, batch=case.batch, recompute=case.recompute, device="cuda",
+        field="+text" if case.documents else "text",
+    )  # fmt: skip
     peak = predict_peak(config, captured=True)
-    text: Any = RandomTokens(model.vocabulary)
+    text: Any = RandomTokens(model.vocabulary, ctx, case.documents)
     trainer = Trainer(config, Texts(text, text, ""), capture=True)
     row = {
-        "weights": trainer.num_weights, "state_bytes": trainer.state_bytes(),
+        "weights": trainer.num_weights, "state_bytes": trainer.state_bytes,
         "predicted_allocated_bytes": peak.peak_bytes,
         "predicted_reserved_bytes": peak.reserved_bytes,
     }  # fmt: skip
@@ -157,31 +183,38 @@ def prepare_ours(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Ten
     return row, step
 
 
+class FusedAdamW(FloatSteps):
+    """torch's own, on float32 weights."""
+
+    def __init__(self, model: FloatQwen, lr: float) -> None:
+        super().__init__(model, lr)
+        self.adamw = torch.optim.AdamW(model.parameters(), lr=self.lr, fused=True, capturable=True)
+
+    def finish(self) -> None:
+        """Step all weights."""
+        self.adamw.step()
+        self.adamw.zero_grad()
+
+    def state_tensors(self) -> list[Tensor]:
+        """List both moments, and the numbers of steps."""
+        return [part for state in self.adamw.state.values() for part in state.values()]
+
+
 def prepare_peer(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Tensor]]:
     """Make a float model and its optimizer."""
     shape, released = SHAPES[case.shape], case.kind.startswith("bf16")
     dtype = torch.bfloat16 if released else torch.float32
     model = FloatQwen(shape, dtype, recompute=case.recompute)
-    weights = list(model.parameters())
-    adamw = None if released else torch.optim.AdamW(weights, lr=1e-5, fused=True)
-    adafactor = ReleasedAdafactor(model, 1e-5) if released else None
-    state = sum(weight.nbytes for weight in weights)
-    state += sum(part.nbytes for part in adafactor.state_tensors()) if adafactor else 2 * state
-    text = RandomTokens(shape.vocabulary)
+    whole = WholeStep(model, (ReleasedAdafactor if released else FusedAdamW)(model, 1e-5))
+    text = RandomTokens(shape.vocabulary, ctx)
 
     def step() -> Tensor:
         window = text.window_batch([0] * case.batch, ctx + 1).long().cuda()
-        if adafactor:
-            adafactor.next_step()
-        loss = model.loss(window[:, :-1], window[:, 1:])
-        loss.backward()
-        if adamw:
-            adamw.step()
-            adamw.zero_grad()
-        return loss.detach()
+        return whole(window[:, :-1], window[:, 1:])
 
     return {
-        "weights": sum(weight.numel() for weight in weights), "state_bytes": state,
+        "weights": sum(weight.numel() for weight in model.parameters()),
+        "state_bytes": whole.state_bytes,
         "predicted_allocated_bytes": None, "predicted_reserved_bytes": None,
     }, step  # fmt: skip
 
@@ -191,22 +224,20 @@ def main() -> None:
     parser = results.options("large_tuning", "Measure tuning at large shapes.")
     parser.add_argument("--only", nargs="+", choices=CASES, default=[*CASES], help="ways to tune")
     parser.add_argument("--ctx", type=int, default=2048, help="tokens of a window")
+    parser.add_argument("--at-once", type=int, default=1, help="ways that prepare at once")
     parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         print(json.dumps(measure(CASES[given.one], given.ctx)))
         return
-    rows = []
-    for name in given.only:
-        words = ["-m", "benchmarks.large_tuning", "--one", name, "--ctx", str(given.ctx)]
-        done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            print(f"{name}: failed", flush=True)
-            continue
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-        print(json.dumps(rows[-1]), flush=True)
-        command = results.command_line("large_tuning", "--only", name)
-        results.save("large_tuning", rows[-1:], command=command, folder=given.out)
+    for first in range(0, len(given.only), given.at_once):
+        names = given.only[first : first + given.at_once]
+        words = [sys.executable, "-m", "benchmarks.large_tuning", "--ctx", str(given.ctx), "--one"]
+        for name, row in zip(names, measured([*words, name] for name in names), strict=True):
+            print(f"{name}: failed" if row is None else json.dumps(row), flush=True)
+            if row is not None:
+                command = results.command_line("large_tuning", "--only", name)
+                results.save("large_tuning", [row], command=command, folder=given.out)
 
 
 if __name__ == "__main__":

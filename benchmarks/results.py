@@ -35,6 +35,7 @@ KEYS = {
     "imports": ("kind", "rule", "scale_type"),
     "large_tuning": ("shape", "kind"),
     "tuning": ("part", "kind", "lr", "seed"),
+    "low_rates": ("kind", "rounding", "lr", "seed"),
     "ternary_tuning": ("kind", "lr", "taught", "seed"),
     "hnet": ("preset", "kind"),
     "long": ("preset", "kind"),
@@ -47,6 +48,7 @@ KEYS = {
     "deep": ("part", "variant"),
     "search": ("text", "ctx", "kind", "digits", "seconds", "seed"),
     "step_kernels": ("model",),
+    "step_budget": ("model",),
     "stage_rates": ("model", "stage", "factor", "seed", "steps"),
 }
 """Fields that name a row, by file."""

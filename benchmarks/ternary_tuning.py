@@ -1,36 +1,34 @@
 """A float model made ternary: fading with a teacher, straight-through latents, and rounding alone.
 
-    python -m benchmarks.ternary_tuning TEXTS [--at-once N] [--out DIR]
+    python -m benchmarks.ternary_tuning TEXTS [--kinds KIND...] [--out DIR]
 
-TEXTS is as of `benchmarks.tuning`. A float Qwen 3 of bytes is trained by AdamW on code and novels,
-and imported. Integers fade to the trit by `arb train --init-from --weights anneal`, with and
-without `--teacher`; straight-through twins begin with the same float weights. All see as many
-tokens of the same text. `rounded` has the trits of the import, and no training.
+TEXTS is as of `benchmarks.tuning`. A float Qwen 3 of bytes, of the size of `base` (85 million
+weights), is trained by AdamW on code and novels, and imported. Integers fade to the trit by `arb
+train --init-from --weights anneal`, with and without `--teacher`; straight-through twins begin with
+the same float weights. All see as many tokens of the same text. `rounded` has the trits of the
+import, and no training.
 """
 
-import json
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import arbcli
 from arbcli.data import Text, Texts
+from arbcli.device import deterministic
 from arbcli.imports.config_json import read_folder_config
-from arbcli.imports.folder import WeightFolder
-from arbcli.imports.run import read_float
-from arbcli.infer.load import load_model
+from arbcli.infer.load import load_model, read_saved, saved_config
 from arbcli.rules import stage_rule
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
+from benchmarks.float_qwen import Shape
 from benchmarks.tuning import (
-    BATCH,
     PRETRAINED_STEPS,
-    STEPS,
     WARMUP,
-    arb,
     both_losses,
+    do_some,
     import_for,
     imported,
     keep,
@@ -38,8 +36,13 @@ from benchmarks.tuning import (
     pretrain,
     run_all,
     score,
+    tuned_twin,
 )
 
+SHAPE = Shape(
+    layers=12, dim=768, heads=12, kv_heads=12, head_width=64, ffn=2048, vocabulary=256, tied=False
+)
+BATCH, STEPS = 32, 1000
 TRAINED_ON = ("code-train.txt", "novels-train.txt")
 HELD_OUT = ("code-val.txt", "novels-val.txt")
 
@@ -58,33 +61,29 @@ class Way:
 
 WAYS = (
     Way(kind="moment", lr=0.3, taught=True),
-    Way(kind="moment", lr=0.3),
     Way(kind="muon", lr=3e-3),
     Way(kind="nibble", lr=0.3, taught=True),
+    Way(kind="moment", lr=0.3),
     Way(kind="muon", lr=1e-3),
     Way(kind="muon", lr=1e-2),
     Way(kind="moment", lr=0.1, taught=True),
-    Way(kind="nibble", lr=0.3),
-    Way(kind="moment", lr=0.6, taught=True),
-    Way(kind="muon", lr=3e-3, seed=1),
-    Way(kind="moment", lr=0.3, taught=True, seed=1),
 )
 RULES = ("moment", "nibble")
 
 
 def fade(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
-    """Let the import of the folder fade, by `arb train`."""
+    """Let the import of the folder fade, as `arb train --init-from` does."""
     begun = imported(folder, way.kind)
-    data = [word for name in TRAINED_ON for word in ("--data", texts / name)]
-    data += [word for name in HELD_OUT for word in ("--val", texts / name)]
+    model = replace(saved_config(read_saved(begun, print).checkpoint), digits="fade")
+    config = new_config(
+        preset=model, batch=BATCH, device=device, warmup=WARMUP, eval_every=0, keep=1,
+        lr=way.lr, steps=way.steps, seed=way.seed, teacher=str(begun) if way.taught else None,
+        data=[str(texts / name) for name in TRAINED_ON],
+        val=[str(texts / name) for name in HELD_OUT],
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as made:
         run = Path(made, "run")
-        arb(
-            "train", "--init-from", begun, "--weights", "anneal", *data,
-            *(["--teacher", begun] if way.taught else []), "--batch", BATCH, "--steps", way.steps,
-            "--lr", way.lr, "--seed", way.seed, "--warmup", WARMUP, "--eval-every", 0,
-            "--device", device, "--out", run, "--keep", 1, "--quiet",
-        )  # fmt: skip
+        arbcli.start_training(config, run, init_from=begun)
         return score(run, texts, device)
 
 
@@ -95,13 +94,9 @@ def straight_through(way: Way, texts: Path, folder: Path, device: str) -> dict[s
         preset=read_folder_config(folder, weights="ste"), batch=BATCH, device=device,
         warmup=WARMUP, optimizer=way.kind, lr=way.lr, steps=way.steps, seed=way.seed,
     )  # fmt: skip
-    trainer = Trainer(config, Texts(train, held_out, ""), capture=True)
-    begun = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
-    trainer.model.load_state_dict(begun.state_dict())
-    for _ in range(way.steps):
-        trainer.train_step()
-    losses = both_losses(trainer.model.loss, texts, device)
-    return {"state_bytes": trainer.state_bytes()} | losses
+    with deterministic():
+        trainer = Trainer(config, Texts(train, held_out, ""), capture=True)
+    return tuned_twin(trainer, folder, texts, device)
 
 
 def begin(texts: Path, folder: Path, rule: str, device: str) -> list[dict[str, Any]]:
@@ -118,22 +113,20 @@ def begin(texts: Path, folder: Path, rule: str, device: str) -> list[dict[str, A
 
 def go(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Go a way."""
-    started = time.perf_counter()
-    found = (fade if way.kind in RULES else straight_through)(way, texts, folder, device)
-    return asdict(way) | found | {"seconds": round(time.perf_counter() - started, 1)}
+    return (fade if way.kind in RULES else straight_through)(way, texts, folder, device)
 
 
 def main() -> None:
-    """Train the float model, go every way in a process of its own, and write the rows."""
+    """Train the float model, go the ways, those of a kind in one process, and write the rows."""
     given = options("ternary_tuning", "Compare ways to a ternary model.").parse_args()
-    if given.one:
-        print(json.dumps(go(Way(**json.loads(given.one)), given.texts, given.folder, given.device)))
+    if given.some:
+        do_some(given.some, Way, lambda way: go(way, given.texts, given.folder, given.device))
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary, "qwen3-of-bytes")
         if not folder.exists():
             steps = given.steps or PRETRAINED_STEPS
-            pretrain(given.texts, folder, steps, given.device, TRAINED_ON, HELD_OUT)
+            pretrain(given.texts, folder, steps, given.device, TRAINED_ON, HELD_OUT, SHAPE, BATCH)
         with ThreadPoolExecutor(len(RULES)) as pool:
             list(pool.map(lambda rule: import_for(folder, rule), RULES))
         for rule in RULES:

@@ -1,17 +1,20 @@
 """A float model that is imported and tuned on another text, against float training of the same.
 
-    python -m benchmarks.tuning TEXTS [--parts PART...] [--at-once N] [--out DIR]
+    python -m benchmarks.tuning TEXTS [--parts PART...] [--kinds KIND...] [--out DIR]
 
 TEXTS is a folder with `code-train.txt`, `code-val.txt` (`benchmarks.code_text` writes them),
 `novels-train.txt` and `novels-val.txt`. A Qwen 3 of bytes (10.8 million weights) is trained on code
 in float32 by AdamW, and written as a folder for Transformers. Integers go the way of the README:
-`arb import`, then `arb train --init-from` on novels. The peers begin with the same folder: AdamW
-and Muon by the float twin, bf16 with Adafactor and LoRA by `float_qwen`.
+`arb import`, then `arb train --init-from` on novels, by the functions that these commands call. The
+peers begin with the same folder: AdamW and Muon by the float twin, others by `float_steps`.
 
 `new` is the held-out loss of novels, `old` that of code, in nats a byte, both of the same windows.
+`speed` times steps alone, each way in a process of its own.
 """
 
 import argparse
+import gc
+import itertools
 import json
 import subprocess
 import sys
@@ -19,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -26,27 +30,30 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
+import arbcli
 from arbcli.data import Text, Texts, batch, evaluation_batches
-from arbcli.device import resolve_backend, resolve_device
+from arbcli.device import deterministic, resolve_backend, resolve_device
 from arbcli.imports.config_json import read_folder_config
 from arbcli.imports.dense import sources
 from arbcli.imports.folder import WeightFolder
 from arbcli.imports.run import read_float
-from arbcli.infer.load import load_model
+from arbcli.infer.load import load_model, read_saved, saved_config
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.train.configure import new_config
 from arbcli.train.schedule import learning_rate
 from arbcli.train.trainer import EVAL_BATCHES, Trainer
-from benchmarks import results
-from benchmarks.float_qwen import ORDER, FloatQwen, ReleasedAdafactor, Shape
+from benchmarks import float_steps, results
+from benchmarks.float_qwen import FloatQwen, Shape
+from benchmarks.float_steps import WholeStep
+from benchmarks.turns import measured, wait_turn
 
 SHAPE = Shape(
     layers=6, dim=384, heads=6, kv_heads=6, head_width=64, ffn=1024, vocabulary=256, tied=False
 )
-CTX, BATCH, LOW_BATCH = 512, 64, 16
-PRETRAINED_STEPS, STEPS, LOW_STEPS = 2000, 600, 2000
+CTX, BATCH = 512, 64
+PRETRAINED_STEPS, STEPS = 2000, 600
 WARMUP = 60
 RULES = {
     "moment": ("moment", "muon"),
@@ -62,9 +69,6 @@ IN_BLOCK = {
     "norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
 }  # fmt: skip
 """Names of Transformers for the weights of a block."""
-LORA = {"LoRA 256": (256, ("q", "k", "v", "o", "gate", "up", "down")),
-        "LoRA 16": (16, ("q", "k", "v", "o"))}  # fmt: skip
-"""Rank, and the matrices that have adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,30 +83,41 @@ class Job:
     batch: int = BATCH
 
 
+SWEPT = {
+    "AdamW": ((3e-3, 1e-2, 1e-3, 5e-3, 3e-4, 1e-4), (3e-3, 5e-3, 1e-3)),
+    "moment": ((0.3, 0.1, 1.0, 0.5, 0.03, 0.01), (0.3, 0.1, 0.5)),
+    "nibble": ((0.3, 0.1, 1.0, 0.03), (0.3, 0.1)),
+    "moment factored": ((0.3, 1.0, 0.1, 0.03), (0.3,)),
+    "Muon": ((2e-3, 5e-3, 5e-4), (2e-3,)),
+    "nibble factored": ((0.3, 0.1), ()),
+}
+"""Rates of seed 0 by kind, and those of seeds 1 and 2; the most telling ones first."""
+
+
+OTHERS = {
+    "bf16 AdamW": (3e-3, 1e-3, 1e-2),
+    "bf16 AdamW, eight bits": (3e-3, 1e-3, 1e-2),
+    "bf16 Adafactor": (3e-3, 1e-3, 1e-2),
+    "LoRA 256": (1e-3, 3e-3, 3e-4),
+    "BAdam": (3e-3, 1e-3, 1e-2),
+    "LoRA 16": (3e-3, 1e-2, 1e-3),
+}
+"""Rates of other ways, by kind."""
+PARTS = ("swept", "speed", "others")
+SPEEDS = (*RULES, "AdamW", "Muon", *OTHERS)
+UNTIMED_STEPS, TIMED_STEPS = 8, 40
+
+
 def jobs() -> list[Job]:
-    """List all runs, the most telling ones first."""
-    rates = {
-        "moment": (0.3, 1.0, 0.1, 0.03, 0.01), "AdamW": (1e-3, 3e-4, 3e-3, 1e-4, 1e-2),
-        "nibble": (0.3, 1.0, 0.1, 0.03), "Muon": (2e-3, 5e-4),
-        "moment factored": (0.3, 0.1, 0.03), "nibble factored": (0.3, 0.1),
-    }  # fmt: skip
-    swept = [Job(part="swept", kind=kind, lr=lr) for kind, some in rates.items() for lr in some]
-    best = {"moment": 0.3, "AdamW": 3e-3, "nibble": 0.3}
-    seeds = [
+    """List all runs, of each kind the most telling ones first."""
+    swept = [
         Job(part="swept", kind=kind, lr=lr, seed=seed)
-        for kind, lr in best.items()
-        for seed in (1, 2)
-    ]
-    plain = {"bf16 Adafactor": (1e-3, 3e-4, 3e-3), "LoRA 256": (1e-3, 3e-4), "LoRA 16": (3e-3,)}
-    others = [Job(part="others", kind=kind, lr=lr) for kind, some in plain.items() for lr in some]
-    low = {"AdamW": (1e-5, 3e-6), "moment": (1e-3, 3e-4), "nibble": (1e-3, 3e-4),
-           "moment factored": (1e-3, 3e-4)}  # fmt: skip
-    lowest = [
-        Job(part="low", kind=kind, lr=lr, steps=LOW_STEPS, batch=LOW_BATCH)
-        for kind, some in low.items()
+        for kind, (first, others) in SWEPT.items()
+        for seed, some in enumerate((first, others, others))
         for lr in some
     ]
-    return swept + seeds + others + lowest
+    others = [Job(part="others", kind=kind, lr=lr) for kind, some in OTHERS.items() for lr in some]
+    return swept + others
 
 
 def pretrain(
@@ -112,25 +127,29 @@ def pretrain(
     device: str,
     data: Iterable[str] = ("code-train.txt",),
     held_out: Iterable[str] = ("code-val.txt",),
+    shape: Shape | None = None,
+    windows: int = BATCH,
 ) -> None:
     """Train the float model on code, or other texts, and write a folder for Transformers."""
     folder.mkdir(parents=True)
+    shape = shape or SHAPE
     fields = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": SHAPE.dim,
-        "intermediate_size": SHAPE.ffn, "num_hidden_layers": SHAPE.layers,
-        "num_attention_heads": SHAPE.heads, "num_key_value_heads": SHAPE.kv_heads,
-        "head_dim": SHAPE.head_width, "vocab_size": SHAPE.vocabulary, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": SHAPE.tied, "max_position_embeddings": CTX, "rope_theta": 1e6,
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": shape.dim,
+        "intermediate_size": shape.ffn, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width, "vocab_size": shape.vocabulary, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": shape.tied, "max_position_embeddings": CTX, "rope_theta": 1e6,
         "dtype": "float32",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(fields))
     train, val = (Text([texts / name for name in some]) for some in (data, held_out))
     begun = Texts(train, val, "")
     trainer = twin_trainer(
-        folder, begun, batch=BATCH, lr=1e-3, steps=steps, device=device, optimizer="adamw"
+        folder, begun, batch=windows, lr=1e-3, steps=steps, device=device, optimizer="adamw"
     )
-    for _ in range(steps):
-        trainer.train_step()
+    with deterministic():
+        for _ in range(steps):
+            trainer.train_step()
     tensors = {
         part.hugging_face: source.tensor.latent.detach()[part.rows].reshape(part.shape).clone()
         for source in sources(trainer.model)
@@ -144,7 +163,8 @@ def twin_trainer(folder: Path, texts: Texts, *, device: str, **options: Any) -> 
     """Make a trainer of the float twin of a folder's model."""
     model = read_folder_config(folder, weights="float")
     config = new_config(preset=model, device=device, warmup=WARMUP, **options)
-    return Trainer(config, texts, capture=True)
+    with deterministic():
+        return Trainer(config, texts, capture=True)
 
 
 def tune_twin(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
@@ -158,77 +178,96 @@ def tune_twin(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any
         "batch": job.batch,
     }
     trainer = twin_trainer(folder, novels, device=device, **options)
+    return tuned_twin(trainer, folder, texts, device)
+
+
+def tuned_twin(
+    trainer: Trainer,
+    folder: Path,
+    texts: Path,
+    device: str,
+    begin: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Let a twin begin with the weights of the folder, train it to its end, and score it.
+
+    Args:
+        trainer: of the twin.
+        folder: of the float model.
+        texts: folder of the texts.
+        device: of the trainer.
+        begin: is called when the weights are there.
+    """
     begun = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
     trainer.model.load_state_dict(begun.state_dict())
-    for _ in range(job.steps):
-        trainer.train_step()
+    begin()
+    with deterministic():
+        for _ in range(trainer.config.steps):
+            trainer.train_step()
+    trainer.release_graph()
     return {"state_bytes": trainer.state_bytes()} | both_losses(trainer.model.loss, texts, device)
 
 
-class Adapted(FloatQwen):
-    """The same with adapters of low rank on frozen matrices: w + 2 b a."""
-
-    def add_adapters(self, rank: int, names: tuple[str, ...]) -> None:
-        """Freeze the weights, and add adapters to matrices of each block."""
-        self.requires_grad_(False)
-        self.adapters = nn.ModuleList(nn.ParameterDict() for _ in self.blocks)
-        for block, adapters in zip(self.blocks, self.adapters, strict=True):
-            for name in names:
-                rows, columns = block[name].shape
-                a = torch.randn(rank, columns, device=block[name].device) / columns**0.5
-                adapters[f"{name}_a"] = nn.Parameter(a)
-                adapters[f"{name}_b"] = nn.Parameter(torch.zeros(rows, rank, device=a.device))
-
-    def weights_of(self, index: int) -> list[Tensor]:
-        """List the weights of a block with their adapters, in `ORDER`."""
-        adapters = self.adapters[index]
-        return [
-            weight + 2 * adapters[f"{name}_b"] @ adapters[f"{name}_a"]
-            if f"{name}_a" in adapters
-            else weight
-            for name, weight in zip(ORDER, super().weights_of(index), strict=True)
-        ]
+def prepare_plain(kind: str, lr: float, folder: Path | None, device: str) -> WholeStep:
+    """Make a float model in bf16, with the weights of the folder, and what tunes it."""
+    model = FloatQwen(SHAPE, torch.bfloat16, recompute=False, device=device)
+    if folder is not None:
+        load_plain(model, load_file(folder / "model.safetensors"))
+    return WholeStep(model, float_steps.KINDS[kind](model, lr))
 
 
 def tune_plain(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
-    """Tune by Adafactor on bf16 weights with released gradients, or adapters by AdamW."""
-    released = job.kind.startswith("bf16")
-    kind = FloatQwen if released else Adapted
-    dtype = torch.bfloat16 if released else torch.float32
-    model = kind(SHAPE, dtype, recompute=False, device=device)
-    load_plain(model, load_file(folder / "model.safetensors"))
-    adafactor = adamw = None
-    if released:
-        adafactor = ReleasedAdafactor(model, job.lr)
-        state = sum(weight.nbytes for weight in model.parameters())
-        state += sum(part.nbytes for part in adafactor.state_tensors())
-    else:
-        model.add_adapters(*LORA[job.kind])
-        learnt = [weight for weight in model.parameters() if weight.requires_grad]
-        adamw = torch.optim.AdamW(learnt, lr=job.lr, weight_decay=0.0)
-        state = sum(weight.nbytes for weight in model.parameters())
-        state += 2 * sum(weight.nbytes for weight in learnt)
+    """Tune weights in bf16, or adapters, as the field does it."""
+    step = prepare_plain(job.kind, job.lr, folder, device)
     text, config = Text([texts / "novels-train.txt"]), new_config(steps=job.steps, warmup=WARMUP)
-    for step in range(job.steps):
-        rate = job.lr * learning_rate(config, step) / config.lr
-        ids, targets = batch(
-            text,
-            seed=job.seed,
-            step=step,
-            micro=0,
-            batch_size=job.batch,
-            context=CTX,
-            device=device,
-        )
-        if adafactor is not None:
-            adafactor.lr.fill_(rate)
-            adafactor.next_step()
-        model.loss(ids, targets).backward()
-        if adamw is not None:
-            adamw.param_groups[0]["lr"] = rate
-            adamw.step()
-            adamw.zero_grad()
-    return {"state_bytes": state} | both_losses(model.loss, texts, device)
+    drawn = {"seed": job.seed, "micro": 0, "batch_size": job.batch, "context": CTX}
+    for number in range(job.steps):
+        step.updates.lr.fill_(job.lr * learning_rate(config, number) / config.lr)
+        step(*batch(text, step=number, device=device, **drawn))
+    found = {"state_bytes": step.state_bytes(), "captured": step.graph is not None}
+    return found | both_losses(step.model.loss, texts, device)
+
+
+def measure(kind: str, texts: Path, folder: Path, device: str) -> dict[str, Any]:
+    """Time steps of a way of tuning, and measure its peak."""
+    novels = Text([texts / "novels-train.txt"])
+    drawn = {"seed": 0, "micro": 0, "batch_size": BATCH, "context": CTX, "device": device}
+    if kind in float_steps.KINDS:
+        whole = prepare_plain(kind, 1e-4, folder, device)
+        batches = itertools.cycle([batch(novels, step=number, **drawn) for number in range(4)])
+        step, state = lambda: whole(*next(batches)), whole.state_bytes
+    else:
+        both = Texts(novels, Text([texts / "novels-val.txt"]), "")
+        if kind in RULES:
+            model = saved_config(read_saved(imported(folder, kind), print).checkpoint)
+            config = new_config(preset=model, batch=BATCH, device=device)
+            with deterministic():
+                trainer = Trainer(config, both, capture=True)
+        else:
+            trainer = twin_trainer(folder, both, device=device, optimizer=kind.lower(), batch=BATCH)
+        step, state = trainer.train_step, trainer.state_bytes
+    with deterministic() if kind not in float_steps.KINDS else nullcontext():
+        for _ in range(UNTIMED_STEPS):
+            step()
+        wait_turn()
+        synchronise(device)
+        started = time.perf_counter()
+        for _ in range(TIMED_STEPS):
+            step()
+        synchronise(device)
+    seconds = (time.perf_counter() - started) / TIMED_STEPS
+    job = Job(part="speed", kind=kind, lr=0.0, steps=TIMED_STEPS)
+    return asdict(job) | {
+        "state_bytes": state(),
+        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+        "bytes_per_second": round(BATCH * CTX / seconds),
+        "seconds": round(seconds, 5),
+    }
+
+
+def synchronise(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 @torch.no_grad()
@@ -243,15 +282,17 @@ def load_plain(model: FloatQwen, tensors: dict[str, Tensor]) -> None:
 
 
 def tune_integers(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
-    """Tune integers by `arb train --init-from`, from the import of the folder."""
+    """Tune integers as `arb train --init-from` does, from the import of the folder."""
+    begun = imported(folder, job.kind)
+    options = {
+        "lr": job.lr, "steps": job.steps, "seed": job.seed, "batch": job.batch, "warmup": WARMUP,
+        "eval_every": 0, "keep": 1, "device": device, "data": [str(texts / "novels-train.txt")],
+        "val": [str(texts / "novels-val.txt")],
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as made:
         run = Path(made, "run")
-        arb(
-            "train", "--init-from", imported(folder, job.kind), "--data",
-            texts / "novels-train.txt", "--val", texts / "novels-val.txt", "--batch", job.batch,
-            "--steps", job.steps, "--lr", job.lr, "--seed", job.seed, "--warmup", WARMUP,
-            "--eval-every", 0, "--device", device, "--out", run, "--keep", 1, "--quiet",
-        )  # fmt: skip
+        config = new_config(preset=saved_config(read_saved(begun, print).checkpoint), **options)
+        arbcli.start_training(config, run, init_from=begun)
         return score(run, texts, device)
 
 
@@ -268,18 +309,14 @@ def imported(folder: Path, kind: str) -> Path:
 
 
 def import_for(folder: Path, kind: str) -> None:
-    """Import the float model for a kind."""
-    rule, optimizer = RULES[kind]
-    arb("import", folder, "--rule", rule, "--optimizer", optimizer, "--out", imported(folder, kind))
-
-
-def arb(*words: Any) -> None:
-    """Run a command of `arb`.
+    """Import the float model for a kind, in a process of its own.
 
     Raises:
         RuntimeError: it failed.
     """
-    command = [sys.executable, "-m", "arbcli", *map(str, words)]
+    rule, optimizer = RULES[kind]
+    command = [sys.executable, "-m", "arbcli", "import", str(folder), "--rule", rule]
+    command += ["--optimizer", optimizer, "--out", str(imported(folder, kind))]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-800:]}")
@@ -304,52 +341,74 @@ def both_losses(
 
 def tune(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Do a run of tuning."""
-    started = time.perf_counter()
     if job.kind in RULES:
-        found = tune_integers(job, texts, folder, device)
-    elif job.kind in ("AdamW", "Muon"):
-        found = tune_twin(job, texts, folder, device)
-    else:
-        found = tune_plain(job, texts, folder, device)
-    return asdict(job) | found | {"seconds": round(time.perf_counter() - started, 1)}
+        return tune_integers(job, texts, folder, device)
+    if job.kind in ("AdamW", "Muon"):
+        return tune_twin(job, texts, folder, device)
+    return tune_plain(job, texts, folder, device)
 
 
 def options(benchmark: str, summary: str) -> argparse.ArgumentParser:
     """Make a parser of what a benchmark that tunes in several processes is given."""
     parser = results.options(benchmark, summary)
     parser.add_argument("texts", type=Path, help="folder of the texts")
-    parser.add_argument("--at-once", type=int, default=8, help="runs side by side")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, help="of every run, for a trial")
     parser.add_argument("--folder", type=Path, help="the float model; made if it is not there")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--kinds", nargs="+", help="of these kinds alone")
+    parser.add_argument("--some", help=argparse.SUPPRESS)
     return parser
 
 
 def run_all(benchmark: str, jobs: Iterable[Any], folder: Path, given: argparse.Namespace) -> None:
-    """Do jobs in processes of their own, several at once; print and save a row of each as it ends.
+    """Do the jobs, those of a kind in a process of their own; print and save rows as they come.
 
     Args:
-        benchmark: module of `benchmarks` that does one job by `--one`, and name of the results.
-        jobs: dataclasses with `steps`, which `given` may replace.
+        benchmark: module of `benchmarks` that does jobs by `--some`, and name of the results.
+        jobs: dataclasses with `kind`, and with `steps`, which `given` may replace.
         folder: of the float model.
         given: as `options` parses it.
     """
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for job in jobs:
+        if job.kind in (given.kinds or (job.kind,)):
+            job = replace(job, steps=given.steps or job.steps)
+            kinds.setdefault(job.kind, []).append(asdict(job))
     writing = Lock()
 
-    def run(job: Any) -> None:
-        job = replace(job, steps=given.steps or job.steps)
+    def run(some: list[dict[str, Any]]) -> None:
         words = ["-m", f"benchmarks.{benchmark}", str(given.texts), "--device", given.device]
-        words += ["--one", json.dumps(asdict(job)), "--folder", str(folder)]
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
-        if done.returncode:
-            print(f"{job}: failed\n{done.stderr[-600:]}", flush=True)
-            return
-        with writing:
-            keep(benchmark, json.loads(done.stdout.splitlines()[-1]), given)
+        words += ["--some", json.dumps(some), "--folder", str(folder)]
+        with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as made:
+            assert made.stdout is not None
+            for line in made.stdout:
+                if line.startswith("{"):
+                    with writing:
+                        keep(benchmark, json.loads(line), given)
+        if made.returncode:
+            print(f"{some[0]['kind']}: failed", flush=True)
 
-    with ThreadPoolExecutor(given.at_once) as pool:
-        list(pool.map(run, jobs))
+    with ThreadPoolExecutor(max(1, len(kinds))) as pool:
+        list(pool.map(run, kinds.values()))
+
+
+def do_some(some: str, kind: type, do: Callable[[Any], dict[str, Any]]) -> None:
+    """Do jobs one after another, as `run_all` asks for it, and print a row of each.
+
+    Args:
+        some: a JSON list of the fields of each.
+        kind: dataclass of a job.
+        do: does a job, and finds what a row has besides the job's fields.
+    """
+    for fields in json.loads(some):
+        started, job = time.perf_counter(), kind(**fields)
+        found = do(job)
+        seconds = round(time.perf_counter() - started, 1)
+        print(json.dumps(asdict(job) | found | {"seconds": seconds}), flush=True)
+        torch.compiler.reset()  # each job has a model of its own, and eight are compiled at most
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def keep(benchmark: str, row: dict[str, Any], given: argparse.Namespace) -> None:
@@ -362,12 +421,14 @@ def keep(benchmark: str, row: dict[str, Any], given: argparse.Namespace) -> None
 def main() -> None:
     """Train the float model, tune it in every way, and write the rows."""
     parser = options("tuning", "Compare ways of tuning.")
-    parser.add_argument("--parts", nargs="+", choices=("swept", "others", "low"), help="[all]")
-    parser.add_argument("--kinds", nargs="+", help="of these kinds alone")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="[all]")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.one:
-        job = Job(**json.loads(given.one))
-        print(json.dumps(tune(job, given.texts, given.folder, given.device)))
+    if given.some:
+        do_some(given.some, Job, lambda job: tune(job, given.texts, given.folder, given.device))
+        return
+    if given.measure:
+        print(json.dumps(measure(given.measure, given.texts, given.folder, given.device)))
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary, "qwen3-of-bytes")
@@ -382,8 +443,15 @@ def main() -> None:
         twin = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
         twin = twin.to(given.device)
         print("float", both_losses(twin.loss, given.texts, given.device), flush=True)
-        chosen = [job for job in jobs() if job.part in (given.parts or (job.part,))]
-        chosen = [job for job in chosen if job.kind in (given.kinds or (job.kind,))]
+        parts = given.parts or PARTS
+        if "speed" in parts:
+            words = [sys.executable, "-m", "benchmarks.tuning", str(given.texts)]
+            words += ["--device", given.device, "--folder", str(folder), "--measure"]
+            kinds = [kind for kind in SPEEDS if kind in (given.kinds or (kind,))]
+            for row in measured([*words, kind] for kind in kinds):
+                if row is not None:
+                    keep("tuning", row, given)
+        chosen = [job for job in jobs() if job.part in parts]
         run_all("tuning", chosen, folder, given)
 
 

@@ -25,7 +25,7 @@ from arbcli.train.trainer import Trainer
 from arbcli.verify.parity import Subject, masked
 from arbcli.verify.reference import Reference
 from arbcli.verify.update_reference import reference_weight
-from benchmarks.holes import masked_loss
+from benchmarks.holes import masked_loss, ordered_loss
 
 SYMBOLS = LENGTH = 4
 TEXTS = torch.tensor([*itertools.product(range(SYMBOLS), repeat=LENGTH)])
@@ -231,6 +231,18 @@ def test_holes_of_a_benchmark_are_those_of_the_bound():
         first = masked_loss(lm, TEXTS, slice(0, 1), 1, 0, right=False)
     alone = -known[0, 1, 2, 3].gather(2, TEXTS[..., None])[:, 0, 0].mean()
     assert first == pytest.approx(float(alone), rel=1e-5)
+
+
+@pytest.mark.parametrize("hole", [slice(0, LENGTH), slice(1, 3)], ids=str)
+def test_holes_of_a_benchmark_are_filled_in_order(hole):
+    lm, known = toy()
+    places = list(range(hole.start, hole.stop))
+    wanted = sum(
+        -known[tuple(places[index:])].gather(2, TEXTS[..., None])[:, place, 0].mean()
+        for index, place in enumerate(places)
+    )
+    with torch.no_grad():
+        assert ordered_loss(lm, TEXTS, hole) == pytest.approx(float(wanted) / len(places), rel=1e-5)
 
 
 def test_micro_batches_of_a_step_share_what_is_hidden(tmp_path):

@@ -1,0 +1,46 @@
+"""Processes that prepare at once and measure one after another, so that none disturbs another."""
+
+import json
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+READY = "ready"
+
+
+def wait_turn() -> None:
+    """Wait, in a process of `measured`, until no other one measures."""
+    print(READY, flush=True)
+    input()
+
+
+def measured(commands: Iterable[Sequence[str]]) -> Iterator[dict[str, Any] | None]:
+    """Start commands at once, let each measure when it is its turn, and read its row.
+
+    Args:
+        commands: each calls `wait_turn`, and then prints a JSON object.
+
+    Yields:
+        The object of each, in their order; None if it failed.
+    """
+    started = [
+        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for words in commands
+    ]
+    for process in started:
+        _read(process, READY)
+    for process in started:
+        row = None
+        if process.poll() is None:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            row = _read(process, "{")
+        process.wait()
+        yield row and json.loads(row)
+
+
+def _read(process: subprocess.Popen, beginning: str) -> str | None:
+    """Read lines up to one that begins so; None if there is none."""
+    assert process.stdout is not None
+    return next((line for line in process.stdout if line.startswith(beginning)), None)
