@@ -4,6 +4,7 @@ import io
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -238,14 +239,15 @@ def test_settings_are_printed_next_to_those_of_their_preset(arb_here, monkeypatc
 def test_evaluation_is_told_how_to_go_through_a_text(asked, monkeypatch, tmp_path):
     monkeypatch.setattr(evaluate, "find_run", Path)
     monkeypatch.setattr(load, "load_named_model", lambda *_: ("model", "its name"))
-    text = tmp_path / "text.txt"
-    text.write_bytes(b"read this")
+    text = tmp_path / "text.jsonl"
+    text.write_bytes(b'{"text": "not this", "body": "read this"}')
     words = ["--checkpoint", "some/run", "--data", str(text), "--stride", "7", "--batch", "3"]
-    words += ["--kv", "int8", "--device", "cpu"]
+    words += ["--kv", "int8", "--device", "cpu", "--field", "body"]
     call = asked("arbcli.infer.evaluation.evaluate", "evaluate", *words)
     assert call.args[:2] == ("model", "its name")
     given = {name: call.kwargs[name] for name in ("stride", "batch", "kv")}
     assert given == {"stride": 7, "batch": 3, "kv": "int8"}
+    assert call.args[2].read(0, len(call.args[2])) == b"read this\n"
 
 
 def test_several_prompts_are_continued_as_was_asked(asked, monkeypatch, tmp_path):
@@ -260,6 +262,19 @@ def test_several_prompts_are_continued_as_was_asked(asked, monkeypatch, tmp_path
     assert [(each.prompt, each.length) for each in requests] == [(b"a", 4), (b"b", 2)]
     assert {each.sampling.top_k for each in requests} == {5}
     assert (call.kwargs["backend"], call.kwargs["kv"]) == ("torch", "int8")
+
+
+def test_prompt_is_continued_as_was_asked(asked, monkeypatch):
+    model = SimpleNamespace(config=SimpleNamespace(is_masked=False, ahead="a head"))
+    monkeypatch.setattr(load, "load_named_model", lambda *_: (model, "its name"))
+    words = ["--checkpoint", "x", "--prompt", "a", "--device", "cpu", "--backend", "torch"]
+    words += ["--length", "9", "--ahead", "3", "--kv", "int8", "--temperature", "0.5"]
+    words += ["--top-k", "5", "--top-p", "0.7", "--seed", "4"]
+    call = asked("arbcli.infer.generation.continue_text", "generate", *words)
+    assert call.args[:4] == (model, "its name", b"a", 9)
+    assert asdict(call.args[4]) == {"temperature": 0.5, "top_k": 5, "top_p": 0.7, "seed": 4}
+    given = {name: call.kwargs[name] for name in ("ahead", "kv", "backend")}
+    assert given == {"ahead": 3, "kv": "int8", "backend": "torch"}
 
 
 def test_prompt_is_taken_byte_for_byte(asked, monkeypatch):

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from marks import needs_triton
 from torch import Tensor
 
+from arbcli.kernels.attention.choose_entries import choose_entries
 from arbcli.kernels.attention.compressed_attention import (
     COMPRESSED_ATTENTION,
     Sight,
@@ -15,6 +17,7 @@ from arbcli.kernels.attention.compressed_attention_backward import (
     rounded_attention_gradients,
 )
 from arbcli.kernels.runtime._triton import HAS_TRITON
+from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.compare import compare
 
 
@@ -57,3 +60,15 @@ def test_gradients_in_bf16_may_be_off_by_their_roundings_alone(top_k):
     )
     assert 0.002 < of_x < 0.005
     assert max(others) < 0.005
+
+
+@needs_triton
+@pytest.mark.parametrize("first", [1, 2, 3, 17, 18])
+def test_last_entry_that_a_tile_of_groups_sees_is_scored(first, device):
+    """Each entry is better than those before it, so that every group takes its last one."""
+    groups, entries = 19, 40
+    q, w = torch.ones(1, groups, 1, 4, device=device), torch.ones(1, groups, 1, device=device)
+    k = torch.arange(1.0, entries + 1, device=device)[None, :, None].expand(1, -1, 4).contiguous()
+    with use_backend("triton" if device.type == "cuda" else "interpreter"):
+        chosen = choose_entries(q, w, k, first, 99, 1)
+    assert chosen[0, :, 0].tolist() == [*range(first - 1, first - 1 + groups)]
