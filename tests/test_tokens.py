@@ -109,6 +109,12 @@ def test_text_cannot_make_special_tokens(tokenizer):
     special = tokenizer._tokenizer.token_to_id("<|end|>")
     assert special not in tokenizer.encode(b"an <|end|> in text")
     assert tokenizer.decode(tokenizer.encode(b"an <|end|> in text")) == "an <|end|> in text"
+    # nor once a template has written them, or has failed to
+    assert special in [token for token, _ in tokenizer.encode_marked("an <|end|>")]
+    assert special not in tokenizer.encode(b"an <|end|> in text")
+    with pytest.raises(TypeError):
+        tokenizer.encode_marked(7)
+    assert special not in tokenizer.encode(b"an <|end|> in text")
 
 
 def test_characters_come_as_soon_as_they_are_whole(tokenizer):

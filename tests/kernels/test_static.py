@@ -449,6 +449,23 @@ def test_rings_are_counted_in_64_bits():
     assert {product for product in found if re.search(r"\b[WE]\b", product)} == set()
 
 
+def test_rows_of_a_tile_are_multiplied_by_strides_in_64_bits():
+    """Also where they come of a loop over tiles, and not of a program's number."""
+    products = 0
+    for file in FILES:
+        for kernel in kernels_in(file):
+            (_, wide), own = names_of(kernel, set()), {name for name, _ in assigned(kernel)}
+            for node in ast.walk(kernel):
+                if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
+                    continue
+                rows = set(re.findall(r"\boffs_[mnr]\b", ast.unparse(node.left)))
+                if rows & own and ast.unparse(node.right).startswith("stride_"):
+                    products += 1
+                    is_long = rows <= wide or is_wide(node.left, wide)
+                    assert is_long, f"{file.stem}: {kernel.name}: {ast.unparse(node)}"
+    assert products > 30
+
+
 def test_kernels_that_overlap_wait():
     """Themselves, or in a function that they tell so."""
     waits = 0

@@ -1,5 +1,7 @@
 """The norm and its gradient against float64: real kernels, interpreted where there is no GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 from marks import mostly_slow
@@ -7,6 +9,7 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import pack_trits_reference
+from arbcli.kernels.norm import rms_norm as module
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
 from arbcli.kernels.norm.norm_e4m3 import gated_rms_norm_e4m3, rms_norm_e4m3
 from arbcli.kernels.norm.rms_norm import (
@@ -16,6 +19,7 @@ from arbcli.kernels.norm.rms_norm import (
     rms_norm,
     rms_norm_backward,
     rms_norm_reference,
+    tiling,
 )
 from arbcli.kernels.runtime.backend import use_backend
 
@@ -137,3 +141,15 @@ def test_rms_norm_equals_that_of_torch_for_unit_weights(device):
     x = randn(7, 33, device=device)
     y = RMS_NORM.triton(x, ones(33, device), 1e-6)
     torch.testing.assert_close(y, torch_rms_norm(x, (33,), eps=1e-6))
+
+
+def test_wide_rows_have_the_gradient_of_narrow_ones(device, monkeypatch):
+    """Rows that do not fit into registers are read in blocks, twice."""
+    x, grad_y = (randn(5, 2100, device=device, seed=seed) for seed in (1, 2))
+    weight, found = norm_weight(2100, device), []
+    for whole in (module.WHOLE_ROW, 2000):
+        monkeypatch.setattr(module, "tiling", partial(tiling, whole=whole))
+        with use_backend(KERNEL_BACKEND):
+            found.append(rms_norm_backward(grad_y, x, weight, 1e-6))
+    for one, other in zip(*found, strict=True):
+        assert relative_error(other, one.double()) < 1e-6

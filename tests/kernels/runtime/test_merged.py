@@ -66,3 +66,11 @@ def test_what_is_hinted_of_an_argument_is_true_of_all_launches(others, device):
     how = [kind for kind, *_ in _tabulated(wave).plan]
     wanted = ["pointer", "integer"] if 24 in others else ["aligned", "multiple"]
     assert how == [*wanted, "shared"]
+
+
+def test_launches_on_other_dtypes_are_of_another_kind():
+    kinds = {
+        Launch("kernel", 1, (torch.zeros(2, dtype=dtype), 3), (), ()).kind
+        for dtype in (torch.float32, torch.bfloat16, torch.int8)
+    }
+    assert len(kinds) == 3
