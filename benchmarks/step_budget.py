@@ -245,7 +245,8 @@ def counting(work: Work) -> Iterator[None]:
         for one in wave:
             values = (*one.arguments, *one.constants)
             work.launched(one.kernel, dict(zip(one.kernel.arg_names, values, strict=True)))
-        work.kernels["_merged_kernel"] = work.kernels[wave[0].kernel.fn.__name__]
+        if not work.updating:  # within updates the name says nothing
+            work.kernels["_merged_kernel"] = work.kernels[wave[0].kernel.fn.__name__]
         nested = True
         merge(wave, table, on_device)
         nested = False

@@ -762,6 +762,22 @@ def step_kernels(runs: Runs) -> str:
     return _measured(["kernels", "ms", "share"], lines, runs)
 
 
+def step_budget(runs: Runs) -> str:
+    """Milliseconds of a training step by kind of kernel, and the least that each could take."""
+    rows = rows_of(runs)
+    kinds = dict.fromkeys(kind for row in rows for kind in row["kinds"])
+    lines = []
+    for kind in kinds:
+        found = [row["kinds"][kind] for row in rows]
+        lines.append([kind, *(f"{f['ms']:.2f}, {f['floor_ms']:.2f}" for f in found)])
+    totals = [[row["kinds"][kind] for kind in kinds] for row in rows]
+    sums = [[sum(f[name] for f in found) for name in ("ms", "floor_ms")] for found in totals]
+    lines.append(["all kernels", *(f"{ms:.2f}, {floor:.2f}" for ms, floor in sums)])
+    lines.append(["a captured step", *(f"{row['step_ms']:.2f}" for row in rows)])
+    head = ["ms, and at the machine's rates", *(f"`{row['model']}`" for row in rows)]
+    return _measured(head, lines, runs)
+
+
 def ablation(runs: Runs) -> str:
     """Held-out losses of variants of `arb-tiny` in the same time, by seed."""
     lines = []
@@ -935,6 +951,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "batches": ("arb_3b", batches),
     "signs": ("arb_3b", signs),
     "step-kernels": ("step_kernels", step_kernels),
+    "step-budget": ("step_budget", step_budget),
     "ablation": ("ablation", ablation),
     "search": ("search", searched),
     "scaling": ("scaling", losses_by_size),
