@@ -207,6 +207,29 @@ def find_template(tokenizer: Path | str) -> ChatTemplate | None:
     return None
 
 
+def template_of(run: Path) -> ChatTemplate:
+    """Find the chat template of a saved model.
+
+    Args:
+        run: the folder of its checkpoint and its tokenizer.
+
+    Raises:
+        ArbError: there is none, or a damaged one.
+    """
+    template = find_template(run / FILE)
+    if template is None:
+        raise without_template(run)
+    return template
+
+
+def without_template(run: Path) -> ArbError:
+    """Make the error of a saved model that has none."""
+    return ArbError(
+        f"`{run}` has no chat template",
+        hint="leave `--chat` out, or import a model that was trained to chat",
+    )
+
+
 def _sources(folder: Path, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Find templates of a folder, with the names of their files, the one that counts first."""
     path = folder / TEMPLATE

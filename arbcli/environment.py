@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,12 +18,17 @@ SETTINGS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """Set for every command."""
-TERNARY_SETTINGS = {
-    # threads that wait for each other give way after a while: with another busy program a step
-    # of training was seen to take 24 s instead of 0.3; with less than this it is slower alone
-    "GOMP_SPINCOUNT": "12000",
-}
-"""Set unless a float twin is trained: on CPUs whose threads wake slowly this halves its speed."""
+SPINS = {False: "12000", True: "2000"}
+"""Rounds that threads which wait for each other spin, by whether other programs use a processor:
+with one a step of training was seen to take 24 s instead of 0.3, and with few it is slower alone.
+They are not set for a float twin, whose speed they halve on CPUs whose threads wake slowly."""
+LOOKS, LOOK_SECONDS = 3, 0.005
+"""Times that the processors are looked at before a run, and the pause between two of them."""
+COUNTS = Path("/proc/stat")
+"""File of Linux that counts what runs."""
+
+INTERPRET = "TRITON_INTERPRET"
+"""At `1`, kernels are defined for Triton's interpreter."""
 
 
 def set_environment(words: Sequence[str] = ()) -> None:
@@ -31,9 +37,24 @@ def set_environment(words: Sequence[str] = ()) -> None:
     Args:
         words: of the command line; with `--weights float` or `ste` a float twin is trained.
     """
-    settings = SETTINGS if trains_twin(words) else SETTINGS | TERNARY_SETTINGS
-    for name, value in settings.items():
+    for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    if not trains_twin(words) and "GOMP_SPINCOUNT" not in os.environ:
+        os.environ["GOMP_SPINCOUNT"] = SPINS[words[:1] == ["train"] and others_run()]
+
+
+def others_run() -> bool:
+    """Return whether other programs keep a processor busy, as Linux counts; elsewhere False."""
+    for look in range(LOOKS):
+        time.sleep(LOOK_SECONDS if look else 0)
+        try:
+            lines = COUNTS.read_text().splitlines()
+        except OSError:
+            return False
+        running = [line.split()[1] for line in lines if line.startswith("procs_running ")]
+        if not running or int(running[0]) < 2:  # no count, or this program alone
+            return False
+    return True
 
 
 def trains_twin(words: Sequence[str]) -> bool:
@@ -56,7 +77,7 @@ def interpret_kernels_without_gpu(device: str | None) -> None:
     import torch  # takes seconds, so not for `arb --help`
 
     if not torch.cuda.is_available() or (device or "").startswith("cpu"):
-        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ[INTERPRET] = "1"
 
 
 def no_cuda_device(name: str) -> ArbError:
@@ -71,6 +92,14 @@ def no_gpu_for_triton(device: str) -> ArbError:
     return ArbError(
         f"the `triton` backend needs a CUDA device, and this run is on `{device}`",
         hint="use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
+    )
+
+
+def interpreter_not_asked_for() -> ArbError:
+    """Make the error of kernels that were not defined for Triton's interpreter."""
+    return ArbError(
+        "the `interpreter` backend was not asked for before the kernels were defined",
+        hint=f"set the environment variable `{INTERPRET}=1`",
     )
 
 

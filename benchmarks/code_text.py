@@ -3,8 +3,9 @@
     python -m benchmarks.code_text FOLDER [--bytes N]
 
 Writes `code-train.txt` and `code-val.txt`: files of the standard library and of all packages of the
-running Python, each once, in an order that their names and sizes decide. The first 2 MB are held
-out, so no file is in both. What is found depends on what is installed: compare runs on one machine.
+running Python, each once, in an order that their names and sizes decide, and of equals their paths.
+The first 2 MB are held out, so no file is in both. What is found depends on what is installed:
+compare runs on one machine.
 """
 
 import argparse
@@ -25,7 +26,9 @@ def sources() -> list[Path]:
     found = {path for root in roots for path in root.rglob("*") if path.suffix in ENDINGS}
     sized = [(path, path.stat().st_size) for path in found if path.is_file()]
     kept = [(path, size) for path, size in sized if size <= LARGEST]
-    return [path for path, size in sorted(kept, key=lambda each: _digest(each[0].name, each[1]))]
+    return [
+        path for path, _ in sorted(kept, key=lambda each: (_digest(each[0].name, each[1]), each))
+    ]
 
 
 def _digest(name: str, size: int) -> bytes:

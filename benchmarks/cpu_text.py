@@ -51,9 +51,9 @@ def export(preset: str, digits: str, path: Path) -> str:
     """Write such a model for llama.cpp; returns the type of its matrices."""
     from arbcli.export.gguf import write_model
 
-    source = SimpleNamespace(step=0)
+    source = SimpleNamespace(step=0, data={})
     weights = SimpleNamespace(
-        model=build(preset, digits, "fp32"), checkpoint=source, origin="random weights"
+        model=build(preset, digits, "fp32"), checkpoint=source, path=path, origin="random weights"
     )
     return write_model(path, weights, preset, None).name
 

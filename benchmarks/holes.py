@@ -1,8 +1,9 @@
 """Nats a byte of holes in a text, by a masked model that sees both sides, and by its peers.
 
 The peers are a model of the next byte, which ignores the right side, and the masked model where all
-of that is hidden from it, too. Every window has one hole, in its middle; what a masked model makes
-of it is the bound of `arbcli.masking`, of some draws of what is hidden.
+of that is hidden from it, too. Every window has one hole, in its middle. The masked model fills it
+in a random order, for which the bound of `arbcli.masking` is estimated by some draws; or from left
+to right, for which its loss is exact.
 
     python -m benchmarks.holes MASKED NEXT TEXT
 """
@@ -45,6 +46,17 @@ def masked_loss(
     return total
 
 
+def ordered_loss(model: LanguageModel, ids: Tensor, hole: slice) -> float:
+    """Average the loss of the bytes of holes, filled from left to right with both sides known."""
+    total = torch.zeros((), device=ids.device)
+    for place in range(hole.start, hole.stop):
+        given, targets = ids.clone(), torch.full_like(ids, -1)
+        given[:, place : hole.stop] = model.config.vocabulary
+        targets[:, place] = ids[:, place]
+        total += model.position_losses(given, targets).mean()
+    return float(total) / (hole.stop - hole.start)
+
+
 @torch.no_grad()
 def compare(
     masked: LanguageModel, following: LanguageModel, text: Text, *,
@@ -54,12 +66,14 @@ def compare(
     context = min(masked.config.ctx, following.config.ctx)
     place = slice((context - hole) // 2, (context + hole) // 2)
     apart = (len(text) - context) // windows
-    sums = dict.fromkeys(("next", "masked", "masked without the right side"), 0.0)
+    kinds = ("next", "masked", "masked without the right side", "masked from left to right")
+    sums = dict.fromkeys(kinds, 0.0)
     for first in range(0, windows, batch):
         starts = [apart * number for number in range(first, min(first + batch, windows))]
         ids = text.window_batch(starts, context).to(masked.device).long()
         share = len(starts) / windows
         sums["next"] += share * next_loss(following, ids, place)
+        sums[kinds[-1]] += share * ordered_loss(masked, ids, place)
         for name, right in (("masked", True), ("masked without the right side", False)):
             found = masked_loss(masked, ids, place, draws, first, right=right)
             sums[name] += share * found

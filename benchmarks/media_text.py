@@ -3,15 +3,16 @@
     python -m benchmarks.media_text speech novels.txt FOLDER [--bytes N]
     python -m benchmarks.media_text pages novels.txt FOLDER [--bytes N]
 
-Each sentence of a text is followed by its sound, spoken by espeak-ng in one of several voices, in
-mu-law at 8 kHz; or by a grey page that Pillow draws it on, with shapes, in a font of the system.
-The first `--held-out` sentences are held out.
+Each sentence or clause of a text is followed by its sound, spoken by espeak-ng in one of several
+voices, in mu-law or 16 bits at 8 kHz; or by a grey page that Pillow draws it on, with shapes, in a
+font of the system. Held out are the first `--held-out` ones of the text, or of another, `--val`.
 
 Writes `KIND-train.txt`, `KIND-val.txt`, and `KIND-val-others.txt`, where each sound or page follows
 the sentence of another: what that costs more is what a model hears of a text. They are those that
 `arb` makes of files, so that a machine needs neither program. `KIND.json` has the bits a sample of
-FLAC, or a pixel of lossless WebP and PNG, over all that is held out;
-`arb evaluate` has the model's:
+FLAC, or a pixel of lossless WebP and PNG, over all that is held out. FLAC codes the samples that
+mu-law stands for, and the codes themselves, as samples of eight bits, which takes less.
+`arb evaluate` has the model's bits:
 
     arb train --data speech-train.txt --val speech-val.txt --preset small --ctx 4096 --minutes 8
     arb evaluate auto --data speech-val.txt; arb evaluate auto --data speech-val-others.txt
@@ -19,12 +20,16 @@ FLAC, or a pixel of lossless WebP and PNG, over all that is held out;
 
 import argparse
 import hashlib
+import io
 import json
+import os
 import re
 import subprocess
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +37,7 @@ import numpy as np
 
 from arbcli.media.pictures import coded_bytes, decode_pixels
 from arbcli.media.sound import decode_samples, encode_samples, flac_bytes
-from arbcli.media.spans import PictureHeader, SoundHeader
+from arbcli.media.spans import SAMPLE_BYTES, PictureHeader, SoundHeader
 
 RATE = 8000
 """Samples a second."""
@@ -41,13 +46,20 @@ WAV_HEADER = 44
 SPOKEN_RATE = 22050
 VOICES = ("en-gb", "en-us", "en-gb-scotland+f2", "en-us+m3", "en-gb+f3", "en-gb-x-rp+m5")
 WIDTH, HEIGHT = 128, 128
+AT_ONCE = 256
+"""Records that are made before the first of them is written."""
 FONTS = Path("/usr/share/fonts")
 
 
-def sentences(text: str) -> list[str]:
-    """List the sentences of 20 to 160 characters, each once, in an order without meaning."""
-    parts = (" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+", text))
-    kept = {part for part in parts if 20 <= len(part) <= 160}
+def sentences(text: str, longest: int = 160) -> list[str]:
+    """List sentences and clauses, each once, in an order without meaning.
+
+    Args:
+        text: novels, or another text with punctuation.
+        longest: characters of the longest; the shortest have an eighth.
+    """
+    parts = (" ".join(part.split()) for part in re.split(r"(?<=[.!?,;:])\s+", text))
+    kept = {part for part in parts if longest // 8 <= len(part) <= longest}
     return sorted(kept, key=lambda part: hashlib.sha256(part.encode()).digest())
 
 
@@ -58,15 +70,15 @@ def resampled(samples: np.ndarray, number: int) -> np.ndarray:
     return np.clip(np.rint(found), -32768, 32767).astype(np.int16)
 
 
-def spoken(sentence: str, index: int) -> tuple[SoundHeader, bytes]:
-    """Speak a sentence, in the voice of its index."""
+def spoken(sentence: str, index: int, form: str = "mulaw") -> tuple[SoundHeader, bytes]:
+    """Speak a sentence, in the voice of its index, as a form of `SAMPLE_BYTES`."""
     voice, speed = VOICES[index % len(VOICES)], 140 + 10 * (index % 5)
     command = ["espeak-ng", "-v", voice, "-s", str(speed), "--stdout", "--", sentence]
     wave = subprocess.run(command, check=True, capture_output=True).stdout[WAV_HEADER:]
     samples = np.frombuffer(wave, dtype="<i2", count=len(wave) // 2)
     samples = resampled(samples, len(samples) * RATE // SPOKEN_RATE)
-    header = SoundHeader("mulaw", RATE, 1, len(samples))
-    return header, encode_samples(samples[:, None], "mulaw")
+    header = SoundHeader(form, RATE, 1, len(samples))
+    return header, encode_samples(samples[:, None], form)
 
 
 def drawn(sentence: str, index: int) -> tuple[PictureHeader, bytes]:
@@ -113,15 +125,37 @@ class Record(NamedTuple):
 
     def sizes(self) -> dict[str, int]:
         """Count the bytes that it takes in lossless formats."""
-        if isinstance(self.header, SoundHeader):
-            return {"FLAC": flac_bytes(decode_samples(self.body, self.header), RATE)}
-        return coded_bytes(decode_pixels(self.body, self.header))
+        if isinstance(self.header, PictureHeader):
+            return coded_bytes(decode_pixels(self.body, self.header))
+        sizes = {"FLAC": flac_bytes(decode_samples(self.body, self.header), RATE)}
+        if self.header.form == "mulaw":
+            sizes["FLAC of codes"] = flac_bytes_of_codes(self.body)
+        return sizes
+
+
+def flac_bytes_of_codes(codes: bytes) -> int:
+    """Count the bytes of a FLAC file, at its best level, whose samples are codes of eight bits."""
+    file = io.BytesIO()
+    samples = (np.frombuffer(codes, np.uint8).astype(np.int16) - 128) * 256
+    how = {"format": "FLAC", "subtype": "PCM_S8", "compression_level": 1.0}
+    import_module("soundfile").write(file, samples, RATE, **how)
+    return len(file.getvalue())
 
 
 MAKERS: dict[str, Callable[[str, int], tuple[SoundHeader | PictureHeader, bytes]]] = {
     "speech": spoken,
     "pages": drawn,
 }
+
+
+def records(kind: str, texts: list[str], form: str) -> Iterator[Record]:
+    """Make the records of texts, several at once, in their order."""
+    make = partial(spoken, form=form) if kind == "speech" else MAKERS[kind]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for first in range(0, len(texts), AT_ONCE):
+            some = texts[first : first + AT_ONCE]
+            for text, body in zip(some, pool.map(make, some, count(first)), strict=True):
+                yield Record(text, *body)
 
 
 def write_held_out(folder: Path, kind: str, held: list[Record]) -> dict[str, Any]:
@@ -144,14 +178,22 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--bytes", type=int, default=48_000_000, help="[default: 48,000,000]")
     parser.add_argument("--held-out", type=int, default=40, help="sentences [default: 40]")
+    parser.add_argument(
+        "--val", type=Path, help="text whose sentences are held out [default: TEXT]"
+    )
+    parser.add_argument("--longest", type=int, default=160, help="characters [default: 160]")
+    parser.add_argument("--form", choices=SAMPLE_BYTES, default="mulaw", help="[default: mulaw]")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    make = MAKERS[given.kind]
-    text = enumerate(sentences(given.text.read_text("utf-8", errors="replace")))
-    made = (Record(sentence, *make(sentence, index)) for index, sentence in text)
-    held = [next(made) for _ in range(given.held_out)]
+    texts, others = (
+        sentences(path.read_text("utf-8", errors="replace"), given.longest)
+        for path in (given.text, given.val or given.text)
+    )
+    held = list(records(given.kind, others[: given.held_out], given.form))
+    apart = {record.sentence for record in held}
     report = write_held_out(given.folder, given.kind, held)
     written = 0
+    made = records(given.kind, [text for text in texts if text not in apart], given.form)
     with (given.folder / f"{given.kind}-train.txt").open("wb") as file:
         while written < given.bytes and (record := next(made, None)) is not None:
             written += file.write(record.written())

@@ -166,7 +166,36 @@ def draw_frontier(runs: Runs) -> Any:
     return figure
 
 
+SHADES = ("#1769aa", "#b8860b", "#2e8b57", "#8e44ad", "#6fa8dc", "#c0504d", "#888888")
+"""Colours of kinds of kernels."""
+
+
+def draw_step_budget(runs: Runs) -> Any:
+    """Draw the time of a step by kind of kernel as a share of all, and in it what must be."""
+    rows = rows_of(runs)
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row["kinds"]))
+    figure, axes = pyplot.subplots(figsize=(8, 0.6 * len(rows) + 1.4))
+    for place, row in enumerate(rows):
+        whole, left = sum(found["ms"] for found in row["kinds"].values()), 0.0
+        for kind, colour in zip(kinds, SHADES, strict=True):
+            found = row["kinds"][kind]
+            width = found["ms"] / whole
+            least = min(found["floor_ms"] / whole, width)
+            label = kind if place == 0 else None
+            axes.barh(place, width, left=left, color=colour, alpha=0.4, edgecolor="white")
+            axes.barh(place, least, left=left, color=colour, label=label)
+            left += width
+    names = [f"{row['model']}: {row['step_ms']:.1f} ms" for row in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1), xlabel="share of the kernels' time; full colour: at the machine's rates")
+    axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1), ncols=4, frameon=False, fontsize=8)
+    return figure
+
+
 FIGURES = {
+    "step-budget": ("step_budget", draw_step_budget),
     "loss-against-memory": ("quality", draw_loss),
     "speed": ("training_step", draw_speed),
     "scaling": ("scaling", draw_scaling),

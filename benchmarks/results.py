@@ -48,6 +48,7 @@ KEYS = {
     "deep": ("part", "variant"),
     "search": ("text", "ctx", "kind", "digits", "seconds", "seed"),
     "step_kernels": ("model",),
+    "step_budget": ("model",),
     "stage_rates": ("model", "stage", "factor", "seed", "steps"),
 }
 """Fields that name a row, by file."""

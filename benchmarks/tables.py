@@ -81,8 +81,9 @@ def speed_ratio(ours: Row | None, peer: Row | None) -> float | None:
 
 
 def faster(runs: Runs, preset: str, twin: str) -> Row | None:
-    """Find the faster of the twins with sub-norms and without."""
-    found = [row_of(runs, preset=preset, kind=f"{twin}{how}") for how in ("", ", no sub-norms")]
+    """Find the fastest of the twins: with sub-norms, without, and bare."""
+    ways = ("", ", no sub-norms", ", bare")
+    found = [row_of(runs, preset=preset, kind=f"{twin}{how}") for how in ways]
     return min((row for row in found if row), key=lambda row: row["ms"], default=None)
 
 
@@ -159,20 +160,22 @@ def steps_on_a_cpu(runs: Runs) -> str:
 
 def text_on_a_cpu(runs: Runs) -> str:
     """Bytes of text a second on a CPU, and of a prompt, against llama.cpp."""
-    pairs: dict[tuple[str, ...], dict[str, Row]] = {}
+    pairs: dict[tuple, dict[str, Row]] = {}
     for row in rows_of(runs):
         key = row["preset"], row["digits"], row["task"], row["threads"], row["level"]
         pairs.setdefault(key, {})[row["program"]] = row
     lines = []
-    for (preset, digits, task, threads, _), found in pairs.items():
+    for (preset, digits, task, threads, level), found in sorted(pairs.items()):
         ours, peer = (found[name] for name in ("arb", "llama.cpp"))
         # with other programs a thread's time on the clock says little
         unit = "bytes_per_cpu_second" if threads == 1 else "bytes_per_second"
         rates = zip(*(row[f"rounds_{unit}"] for row in (ours, peer)), strict=True)
         speeds = [f"{row[unit]:,.1f} bytes/s" for row in (ours, peer)]
         ratio = median(mine / theirs for mine, theirs in rates)
-        lines.append([f"`{preset}`, {digits}", task, str(threads), *speeds, f"{ratio:.2f}"])
-    return markdown(["", "", "threads", "ours", "llama.cpp", "ratio"], lines) + source(runs)
+        has = "AVX2" if level == "x86-64-v3" else "all"
+        lines.append([f"`{preset}`, {digits}", task, str(threads), has, *speeds, f"{ratio:.2f}"])
+    head = ["", "", "threads", "instructions", "ours", "llama.cpp", "ratio"]
+    return markdown(head, lines) + source(runs)
 
 
 EARLIER = " (until c5ecf49)"
@@ -249,7 +252,7 @@ def ratios(runs: Runs) -> str:
         ("factored, fp8", "factored with `--compute fp8`", "AdamW"),
         ("orthogonal", "orthogonal", "Muon"),
     ):
-        for name in (twin, f"{twin}, no sub-norms"):
+        for name in (twin, f"{twin}, no sub-norms", f"{twin}, bare"):
             pairs = [
                 [row_of(runs, preset=preset, kind=kind) for kind in (ours, name)]
                 for preset in PRESETS
@@ -783,6 +786,22 @@ def step_kernels(runs: Runs) -> str:
     return _measured(["kernels", "ms", "share"], lines, runs)
 
 
+def step_budget(runs: Runs) -> str:
+    """Milliseconds of a training step by kind of kernel, and the least that each could take."""
+    rows = rows_of(runs)
+    kinds = dict.fromkeys(kind for row in rows for kind in row["kinds"])
+    lines = []
+    for kind in kinds:
+        found = [row["kinds"][kind] for row in rows]
+        lines.append([kind, *(f"{f['ms']:.2f}, {f['floor_ms']:.2f}" for f in found)])
+    totals = [[row["kinds"][kind] for kind in kinds] for row in rows]
+    sums = [[sum(f[name] for f in found) for name in ("ms", "floor_ms")] for found in totals]
+    lines.append(["all kernels", *(f"{ms:.2f}, {floor:.2f}" for ms, floor in sums)])
+    lines.append(["a captured step", *(f"{row['step_ms']:.2f}" for row in rows)])
+    head = ["ms, and at the machine's rates", *(f"`{row['model']}`" for row in rows)]
+    return _measured(head, lines, runs)
+
+
 def ablation(runs: Runs) -> str:
     """Held-out losses of variants of `arb-tiny` in the same time, by seed."""
     lines = []
@@ -957,6 +976,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "batches": ("arb_3b", batches),
     "signs": ("arb_3b", signs),
     "step-kernels": ("step_kernels", step_kernels),
+    "step-budget": ("step_budget", step_budget),
     "ablation": ("ablation", ablation),
     "search": ("search", searched),
     "scaling": ("scaling", losses_by_size),

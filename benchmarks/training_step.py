@@ -3,9 +3,10 @@
     python -m benchmarks.training_step [PRESET...] [--kinds KIND...] [--out DIR]
 
 The twin is that of `arb train --weights float`: compiled, Muon in batches of equal shapes, its
-whole step one CUDA graph, with sub-norms as ours and without. `factored` is compared with AdamW,
-and `orthogonal` with Muon, which pays for the same iteration. Every step draws its batch as
-training does.
+whole step one CUDA graph, with sub-norms as ours and without. Every step draws its batch as
+training does. The bare twin has neither sub-norms nor clipping, and its batch stays on the GPU: see
+`benchmarks.bare_twin`. `factored` is compared with AdamW, and `orthogonal` with Muon, which pays
+for the same iteration.
 
 Kinds of a group are in memory together and take turns, so that clocks and heat reach them alike.
 """
@@ -31,6 +32,7 @@ from arbcli.model.baselines import FloatWeight
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
+from benchmarks.bare_twin import BareTwin
 
 SHAPES = {"tiny": (64, 16), "small": (256, 32), "base": (1024, 16), "1b": (2048, 8)}
 """Context and windows of a batch, by preset."""
@@ -42,6 +44,8 @@ KINDS = {
     "AdamW, no sub-norms": {"weights": "float", "sub_norms": False},
     "Muon": {"weights": "float", "optimizer": "muon"},
     "Muon, no sub-norms": {"weights": "float", "optimizer": "muon", "sub_norms": False},
+    "AdamW, bare": {"weights": "float"},
+    "Muon, bare": {"weights": "float", "optimizer": "muon"},
 }
 PEERS = {"factored": "AdamW", "factored, fp8": "AdamW", "orthogonal": "Muon"}
 ALL = tuple(kind for kind in KINDS if kind != "factored, fp8")
@@ -50,12 +54,13 @@ GROUPS = {
     "small": (ALL,),
     "base": (tuple(KINDS),),
     "1b": (
-        ("factored", "factored, fp8", "AdamW, no sub-norms"),
-        ("orthogonal", "Muon, no sub-norms"),
+        ("factored", "factored, fp8", "AdamW, bare"),
+        ("orthogonal", "Muon, bare"),
         ("AdamW", "Muon"),
+        ("AdamW, no sub-norms", "Muon, no sub-norms"),
     ),
 }
-"""What is in memory together, by preset: 90 GB of the GPU's 139 at `base`, 100 to 115 at `1b`."""
+"""What is in memory together, by preset: of `1b` up to 115 GB of the GPU's 139."""
 ROUNDS = 5
 ROUND_SECONDS = 0.3
 FEWEST_STEPS, MOST_STEPS = 3, 300
@@ -67,7 +72,7 @@ class Subject:
     """A trainer whose step is captured, and what is known of it."""
 
     kind: str
-    trainer: Trainer
+    trainer: Trainer | BareTwin
     allocated: int
     """Bytes, the most that tensors had at once, once compiled."""
     reserved: int
@@ -89,9 +94,11 @@ def text() -> Path:
     return path
 
 
-def build(preset: str, options: dict) -> Trainer:
-    """Make a trainer on Python's own source."""
-    ctx, batch = SHAPES[preset]
+def build(preset: str, kind: str) -> Trainer | BareTwin:
+    """Make what trains, a trainer on Python's own source."""
+    (ctx, batch), options = SHAPES[preset], KINDS[kind]
+    if kind.endswith(", bare"):
+        return BareTwin(preset, ctx, batch, muon=kind.startswith("Muon"))
     config = new_config(preset=preset, ctx=ctx, batch=batch, steps=10_000, device="cuda", **options)
     texts = open_texts([str(text())], None, seed=0, context=ctx)
     with mock.patch.object(FloatWeight, "initialise", draw):
@@ -111,7 +118,7 @@ def prepare(preset: str, kind: str) -> Subject:
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     ours = "weights" not in KINDS[kind]
     with deterministic() if ours else nullcontext():
-        trainer = build(preset, KINDS[kind])
+        trainer = build(preset, kind)
         trainer.train_step()  # compiles, and tries kernels
         torch.cuda.synchronize()
         empty()
@@ -131,7 +138,7 @@ def empty() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def run_steps(trainer: Trainer, steps: int) -> float:
+def run_steps(trainer: Trainer | BareTwin, steps: int) -> float:
     """Do some steps; return the seconds of one."""
     torch.cuda.synchronize()
     started = time.perf_counter()

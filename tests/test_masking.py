@@ -25,7 +25,7 @@ from arbcli.train.trainer import Trainer
 from arbcli.verify.parity import Subject, masked
 from arbcli.verify.reference import Reference
 from arbcli.verify.update_reference import reference_weight
-from benchmarks.holes import masked_loss
+from benchmarks.holes import masked_loss, ordered_loss
 
 SYMBOLS = LENGTH = 4
 TEXTS = torch.tensor([*itertools.product(range(SYMBOLS), repeat=LENGTH)])
@@ -61,6 +61,13 @@ def test_a_window_is_hidden_alike_whoever_draws_it():
         assert torch.equal(hidden_of(10, numbers=some), whole[list(some)])
     for other in ({"seed": 4}, {"step": 6}):
         assert not torch.equal(hidden_of(10, **other), whole)
+
+
+def test_other_symbols_are_hidden_at_every_step():
+    """A window that hid by one order at every step would hide fewer within those of more."""
+    first, second = (hidden_of(30, step=step) for step in (5, 6))
+    fewer, both = torch.minimum(first.sum(dim=1), second.sum(dim=1)), (first & second).sum(dim=1)
+    assert (both < fewer).sum() > 15
 
 
 @cache
@@ -226,6 +233,18 @@ def test_holes_of_a_benchmark_are_those_of_the_bound():
     assert first == pytest.approx(float(alone), rel=1e-5)
 
 
+@pytest.mark.parametrize("hole", [slice(0, LENGTH), slice(1, 3)], ids=str)
+def test_holes_of_a_benchmark_are_filled_in_order(hole):
+    lm, known = toy()
+    places = list(range(hole.start, hole.stop))
+    wanted = sum(
+        -known[tuple(places[index:])].gather(2, TEXTS[..., None])[:, place, 0].mean()
+        for index, place in enumerate(places)
+    )
+    with torch.no_grad():
+        assert ordered_loss(lm, TEXTS, hole) == pytest.approx(float(wanted) / len(places), rel=1e-5)
+
+
 def test_micro_batches_of_a_step_share_what_is_hidden(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(bytes(range(32, 112)) * 9)
@@ -239,7 +258,8 @@ def test_micro_batches_of_a_step_share_what_is_hidden(tmp_path):
         assert ((text[:, 1:] - text[:, :-1]) % 80 == 1).all()
         given.append((targets >= 0).sum(dim=1))
     assert sorted(torch.cat(given).tolist()) == [*range(1, 9)]
-    assert given[0].max() > 4 > given[0].min()  # each has windows of few and of many
+    # each has windows of few and of many: of the numbers in their order every other one
+    assert all(len(set((counts % 2).tolist())) == 1 for counts in given)
     losses = []
     trainer.model.loss = lambda ids, targets: losses.append(targets) or torch.zeros(())
     trainer.evaluate(num_batches=3)

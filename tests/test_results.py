@@ -143,7 +143,7 @@ def test_table_says_hardware_versions_commit_and_command():
     assert "`python -m benchmarks.training_step`" in text
 
 
-@pytest.mark.parametrize("name", ["loss-against-memory", "speed"])
+@pytest.mark.parametrize("name", ["loss-against-memory", "speed", "step-budget"])
 def test_figures_are_drawn_from_the_results(name):
     pytest.importorskip("matplotlib")
     from benchmarks import plots

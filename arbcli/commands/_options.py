@@ -2,8 +2,10 @@
 
 import dataclasses
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
@@ -20,7 +22,13 @@ from arbcli.config.settings import MODEL, OUTPUT, RUN, Setting, replaced
 from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import BACKENDS, SETTINGS, spelled_out, train_config, words_of
 from arbcli.data import check_named, check_weights
-from arbcli.environment import may_have_gpu, no_cuda_device, no_gpu_for_triton
+from arbcli.environment import (
+    INTERPRET,
+    interpreter_not_asked_for,
+    may_have_gpu,
+    no_cuda_device,
+    no_gpu_for_triton,
+)
 from arbcli.errors import ArbError
 from arbcli.output import note
 from arbcli.reading import check_regular
@@ -252,6 +260,13 @@ def _check_backend(name: str | None) -> str | None:
     return name
 
 
+def _check_run_backend(name: str | None) -> str | None:
+    _check_backend(name)
+    if name == "interpreter" and find_spec("triton") and os.environ.get(INTERPRET) != "1":
+        raise interpreter_not_asked_for()
+    return name
+
+
 def _checked(name: str, setting: Setting, *, splits: bool) -> Callable[[Any], Any]:
     """Make a callback that refuses a value while options are read, before torch is imported."""
 
@@ -305,7 +320,9 @@ def _device(callback: Callable[[str | None], str | None]) -> Any:
 Device = _device(check_device)
 PredictedDevice = _device(_check_device_name)
 """One that need not be here."""
-Backend = option_for("backend", callback=_check_backend)
+Backend = option_for("backend", callback=_check_run_backend)
+VerifiedBackend = option_for("backend", callback=_check_backend)
+"""One for whose sake kernels are defined anew."""
 PredictedBackend = option_for("backend")
 """One whose device need not be here."""
 Seed = option_for("seed")

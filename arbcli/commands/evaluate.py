@@ -19,8 +19,10 @@ from arbcli.commands._options import (
     find_run,
     the_one,
 )
+from arbcli.commands._saved import saved_config
 from arbcli.data import check_named, open_text
 from arbcli.errors import ArbError
+from arbcli.infer.asked import check_draws, check_stride
 from arbcli.output import PIPE_SECONDS, LiveLine, emit, note, table
 
 if TYPE_CHECKING:
@@ -71,6 +73,9 @@ def evaluate(
         raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
     checkpoint = find_run(the_one(run, checkpoint), loads=True)
     check_named(data or (), field)
+    if config := saved_config(checkpoint):
+        check_draws(config, draws)
+        check_stride(config, stride)
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.device import resolve_backend, resolve_device

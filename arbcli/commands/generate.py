@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from arbcli.chat_template import template_of
 from arbcli.commands._chat import chat
 from arbcli.commands._options import (
     Backend,
@@ -23,7 +24,9 @@ from arbcli.commands._options import (
     find_run,
     the_one,
 )
+from arbcli.commands._saved import saved_config
 from arbcli.errors import ArbError
+from arbcli.infer.asked import check_ahead, check_fills, check_steps
 from arbcli.media.continuing import kind_of, prompt_and_length, write_first
 from arbcli.output import (
     PIPE_SECONDS,
@@ -45,6 +48,7 @@ MOST_PROMPT_BYTES = 2**26
 """Of a file of prompts, or of a prompt."""
 
 if TYPE_CHECKING:
+    from arbcli.config.model import ModelConfig
     from arbcli.infer.holes import FillReport
     from arbcli.infer.several import Request, TextReport
     from arbcli.model.language_model import LanguageModel
@@ -198,6 +202,14 @@ def generate(
     checkpoint = find_run(the_one(run, checkpoint), loads=True)
     if prompt_file is not None:
         check_regular(prompt_file)
+    of_next = {
+        "--chat": chats, "--chunks": chunks, "--ahead": ahead is not None, "--kv": kv is not None,
+    }  # fmt: skip
+    asked = of_next, ahead or 1, steps, infill is not None
+    if config := saved_config(checkpoint):
+        _check_asked(config, *asked)
+        if chats:
+            template_of(checkpoint if checkpoint.is_dir() else checkpoint.parent)
     lines = _lines(prompts) if prompts else []
     with LiveLine() as line:
         line.show_wait("loading")
@@ -222,13 +234,9 @@ def generate(
     if requests:
         _continue_several(model, requests, batch, backend, kv)
         return
+    _check_asked(model.config, *asked)
     fills = infill is not None or model.config.is_masked
     asks = prompt is None and prompt_file is None and not fills
-    if steps is not None and not model.config.is_masked:
-        raise ArbError(
-            "`--steps` is of a masked model, and this one predicts the next byte",
-            hint="leave `--steps` out",
-        )
     conversation = Conversation(model, Path(name)) if chats and not fills else None
     if asks and not (raw or as_json or chunks or out) and is_terminal():
         chat(model, length or LENGTH, sampling, backend, kv, conversation)
@@ -239,10 +247,6 @@ def generate(
         prompt = "\n" if prompt is None else prompt
         given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
     if fills:
-        of_next = {"--chat": chats, "--chunks": chunks, "--ahead": ahead, "--kv": kv}
-        for option, value in of_next.items():
-            if value:
-                raise ArbError(f"a masked model fills holes; leave `{option}` out")
         parts = [given, b""] if infill is None else os.fsencode(infill).split(HOLE.encode())
         filled, content = fill_text(
             model, name, parts, length or HOLE_LENGTH, steps, sampling, backend=backend
@@ -284,6 +288,30 @@ def generate(
         f"{report.length} {made_of}, {rate} bytes/s on {place}, backend {backend}, cache of"
         f" {cache} bytes in {report.kv}{by_checks}"
     )
+
+
+def _check_asked(
+    config: "ModelConfig", of_next: dict[str, bool], ahead: int, steps: int | None, fills: bool
+) -> None:
+    """Refuse what a model does not do.
+
+    Args:
+        config: of the model.
+        of_next: options of models that predict the next byte, and whether each was given.
+        ahead: bytes that a step makes.
+        steps: in which holes are filled, if that was asked for.
+        fills: whether there is a text with holes.
+
+    Raises:
+        ArbError: it does not.
+    """
+    check_steps(config, steps)
+    if fills:
+        check_fills(config)
+    for option, is_given in of_next.items():
+        if config.is_masked and is_given:
+            raise ArbError(f"a masked model fills holes; leave `{option}` out")
+    check_ahead(config, ahead)
 
 
 class _ReadPrompt:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from arbcli.commands._options import Backend, Device, Json, ScaleType, Seed
+from arbcli.commands._options import Device, Json, ScaleType, Seed, VerifiedBackend
 from arbcli.commands._outputs import check_folder
 from arbcli.commands._verify_tables import emit_gates, ledger_tables
 from arbcli.environment import interpret_kernels_without_gpu
@@ -70,7 +70,7 @@ def verify_kernels(
         bool, typer.Option("--list", help="List the kernels and their gates, and check nothing.")
     ] = False,
     device: Device = None,
-    backend: Backend = None,
+    backend: VerifiedBackend = None,
     as_json: Json = False,
 ) -> None:
     """Compare kernels with their references: `arb verify-kernels --all-tscale-types`."""

@@ -57,7 +57,7 @@ class Direction:
         """Make what gains turn into a direction, of one gradient (N, K) or a stack (B, N, K).
 
         Args:
-            grad: float32 or bfloat16.
+            grad: float32 or bfloat16; int8 if it is a moment, of a direction that `takes_average`.
             dtype: of matrix products.
         """
         return grad

@@ -68,8 +68,8 @@ def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
     five Newton-Schulz steps. A GPU is slow at inverses.
 
     Args:
-        grad: (N, K), or a stack (B, N, K), float32 or bfloat16; each matrix finite. One of zeros
-            stays so.
+        grad: (N, K), or a stack (B, N, K), float32, bfloat16 or int8; each matrix finite. One of
+            zeros stays so.
         dtype: of products on a GPU; bfloat16 is enough.
 
     Returns:
@@ -94,7 +94,7 @@ def near_polar(grad: Tensor) -> Tensor:
     https://doi.org/10.1137/140990334, section 3.
 
     Args:
-        grad: (N, K), or a stack (B, N, K), float32 or bfloat16.
+        grad: (N, K), or a stack (B, N, K), float32, bfloat16 or int8.
 
     Returns:
         Like `grad`, float32; not finite where `grad` is not.
@@ -171,6 +171,7 @@ def _normal_stack(grads: list[Tensor], tall: bool, dtype: torch.dtype) -> Tensor
 
 
 def _divide_by_norm(x: Tensor, out: Tensor) -> Tensor:
+    x = x if x.is_floating_point() else x.to(out.dtype)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     return torch.div(x, norm + TINY, out=out)
 

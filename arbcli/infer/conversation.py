@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from arbcli.chat_template import Message, find_template
+from arbcli.chat_template import Message, template_of, without_template
 from arbcli.errors import ArbError
 from arbcli.model.language_model import LanguageModel
 from arbcli.reading import read_json
 from arbcli.run_files import COMPANIONS
-from arbcli.tokens import FILE
 
 GENERATION = "generation_config.json"
 
@@ -25,15 +24,10 @@ class Conversation:
     """
 
     def __init__(self, model: LanguageModel, checkpoint: Path) -> None:
-        template = None
-        if model.tokenizer is not None:
-            template = find_template(checkpoint.with_name(FILE))
-        if template is None:
-            raise ArbError(
-                f"`{checkpoint.parent}` has no chat template",
-                hint="leave `--chat` out, or import a model that was trained to chat",
-            )
-        self._template, self._tokenizer = template, model.tokenizer
+        if model.tokenizer is None:
+            raise without_template(checkpoint.parent)
+        self._template = template_of(checkpoint.parent)
+        self._tokenizer = model.tokenizer
         self.messages: list[Message] = []
         self.ends = self._ends(checkpoint.parent / COMPANIONS / GENERATION)
         """Tokens that end an answer."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from arbcli.data import Text, entropy
 from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
+from arbcli.infer.asked import check_draws, check_stride
 from arbcli.infer.media import KindLoss, MediaLosses
 from arbcli.infer.tokens import check_vocabulary
 from arbcli.kernels.runtime.backend import use_backend
@@ -209,8 +210,7 @@ def evaluate(
         checkpoint: its name, for the report.
         text: what to predict; a model of tokens reads it as its tokenizer has it.
         description: of the text, for the report.
-        stride: from one window to the next; None is half a window, or all of it if the model is
-            masked, as no byte of a window has more before it than another.
+        stride: from one window to the next: see `check_stride`.
         batch: windows at once.
         backend: what runs the kernels.
         kv: what keys and values are rounded to, as in a cache: see `LanguageModel.keeping`.
@@ -223,18 +223,9 @@ def evaluate(
             is not enough.
     """
     context, is_masked = model.config.ctx, model.config.is_masked
-    if draws is not None and not is_masked:
-        raise ArbError(
-            "`--draws` is of a masked model, and this one predicts the next byte",
-            hint="leave `--draws` out",
-        )
+    check_draws(model.config, draws)
     draws = DRAWS if draws is None else draws
-    stride = max(1, context if is_masked else context // 2) if stride is None else stride
-    if not 1 <= stride <= context:
-        raise ArbError(
-            f"`--stride` is {stride}, and a window has {context} bytes",
-            hint=f"use 1 to {context}: the smaller, the more context a byte has, and the slower",
-        )
+    stride = check_stride(model.config, stride)
     check_vocabulary(model.config, model.tokenizer, "")
     if model.tokenizer is not None and text.source is text:
         text = tokenised(text, model.tokenizer)

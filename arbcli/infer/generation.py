@@ -21,6 +21,7 @@ from arbcli.config.model import MOST, VOCABULARY
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.device import capturing, deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
+from arbcli.infer.asked import check_ahead
 from arbcli.infer.checks import Checks
 from arbcli.infer.step_graph import StepGraph
 from arbcli.infer.tokens import bytes_of, symbols_of
@@ -214,11 +215,7 @@ class Decoder:
             return None
         if not 1 <= ahead <= AheadConfig.MOST:
             raise ArbError(f"`--ahead` is {ahead}", hint=f"use 1 to {AheadConfig.MOST}")
-        if model.ahead is None:
-            raise ArbError(
-                "the model has no head that proposes bytes, which `--ahead` is for",
-                hint="leave `--ahead` out, or train a model with `ahead`",
-            )
+        check_ahead(model.config, ahead)
         with use_backend(self.backend):
             if not model.can_check():
                 raise ArbError(

@@ -15,6 +15,7 @@ from torch import Tensor
 from arbcli.config.model import VOCABULARY
 from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
+from arbcli.infer.asked import check_fills
 from arbcli.infer.generation import OUT_OF_MEMORY, Sampling
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_bytes import choose_bytes_
@@ -144,11 +145,7 @@ def fill_text(
             enough.
     """
     config, filled = model.config, length * (len(parts) - 1)
-    if not config.is_masked:
-        raise ArbError(
-            "the model predicts the next byte, and fills no holes",
-            hint="train one with `--objective masked`, or continue a prompt: `--prompt TEXT`",
-        )
+    check_fills(config)
     if not filled:
         raise ArbError(
             f"the text of `--infill` has no `{HOLE}`", hint=f'put it where a hole is: "a {HOLE} b"'

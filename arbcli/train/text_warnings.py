@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from arbcli.data import FAR_NATS, Text, Texts, entropy
+from arbcli.media.spans import HEADER
 
 LOOKED_AT_BYTES = 2**13
 """Of each file, from its beginning."""
@@ -11,7 +12,7 @@ MOST_FILES = 1000
 
 
 def text_warnings(texts: Texts) -> list[str]:
-    """Say whether texts have files that are not text, and whether both are of one kind."""
+    """Say whether texts have files that are neither text, sound nor picture, or are unlike."""
     both = texts.train.source, texts.val.source
     found = [file for text in both for file in _binary_files(text)]
     warnings = []
@@ -33,7 +34,8 @@ def text_warnings(texts: Texts) -> list[str]:
 def _binary_files(text: Text) -> list[Path]:
     found, begin = [], 0
     for file, size in list(zip(text.files, text.sizes, strict=True))[:MOST_FILES]:
-        if b"\0" in text.read(begin, min(size, LOOKED_AT_BYTES)):
+        beginning = text.read(begin, min(size, LOOKED_AT_BYTES))
+        if b"\0" in beginning and not HEADER.search(beginning):
             found.append(file)
         begin += size
     return found

@@ -397,12 +397,8 @@ class Updater:
     def _step_along(self, averaged: list[_Averaged]) -> None:
         """Step weights along the direction of the moments that have taken in their gradients."""
         moments = [each.tensor.rule.digits(each.state)["moment"][0] for each in averaged]
-        found = self._values_of(
-            [
-                (each.direction, moment.to(self.dtype))
-                for each, moment in zip(averaged, moments, strict=True)
-            ]
-        )
+        directions = [each.direction for each in averaged]
+        found = self._values_of(list(zip(directions, moments, strict=True)))
         parts = [
             partial(_step_one, each, values) for each, values in zip(averaged, found, strict=True)
         ]

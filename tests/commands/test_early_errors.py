@@ -1,5 +1,7 @@
 """Mistakes in options and paths are refused before torch is imported, which takes seconds."""
 
+import dataclasses
+import json
 import subprocess
 import sys
 
@@ -7,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from arbcli.cli import app
+from arbcli.config.presets import preset
 from arbcli.config.training import train_config_from
 from arbcli.errors import ArbError
 
@@ -42,6 +45,14 @@ MISTAKES = {
     "generate run --prompts nofile": "cannot read `nofile`",
     "evaluate --checkpoint nofile": "there is no run at `nofile`",
     "evaluate run --data nofile": "nothing matches `nofile`",
+    "evaluate made --stride 65": "`--stride` is 65, and a window has 64 bytes",
+    "evaluate made --draws 3": "`--draws` is of a masked model",
+    "generate made --ahead 2": "the model has no head that proposes bytes",
+    "generate made --chat": "`made` has no chat template",
+    "generate made --steps 9": "`--steps` is of a masked model",
+    "generate made --infill …": "the model predicts the next byte, and fills no holes",
+    "generate made/step-000001.safetensors --chat": "`made` has no chat template",
+    "generate made --backend interpreter": "the `interpreter` backend was not asked for",
     "export nofile --to gguf": "there is no run at `nofile`",
     "export run --to gguf --out text.txt": "`text.txt` exists",
     "import .": "cannot read `config.json`",
@@ -66,7 +77,18 @@ MISTAKES = {
 }
 
 
-def test_mistakes_are_refused_without_torch(tmp_path):
+def header_of(config):
+    """Write the header of a checkpoint, which alone tells what model it is of."""
+    about = {"__metadata__": {"arb": json.dumps({"config": dataclasses.asdict(config)})}}
+    text = json.dumps(about).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    (tmp_path / "made").mkdir()
+    header = header_of(preset("tiny"))
+    (tmp_path / "made" / "step-000001.safetensors").write_bytes(header)
     (tmp_path / "text.txt").write_bytes(b"ternary weights")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "run").mkdir()

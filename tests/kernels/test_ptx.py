@@ -19,8 +19,8 @@ from ptx import emulated
 LEFT_OUT = {"gram", "gram_polynomial", "grouped_matmul", "grouped_grad_w", "merged_steps"}
 """Two are for the copy engine, which is not executed here; the grouped ones pass in 35 s; the last
 finds addresses in a table, and addresses are others here."""
-QUICK = {"attend_parts", "step_scales"}
-"""One that has PTX of its own and shares memory among threads, and one that is plain Triton."""
+QUICK = {"attend_parts"}
+"""It has PTX of its own and shares memory among threads; plain Triton is in the tests below."""
 
 
 def param(*values, quick: bool):
@@ -110,7 +110,7 @@ def test_compiled_kernel_equals_reference(compiling, name):
     "shape",
     [
         param((1, 40, 1000, 32), quick=False),
-        param((2, 70, 4000, 96), quick=True),
+        param((2, 70, 4000, 96), quick=False),
         param((5, 40, 1000, 32), quick=True),
         param((20, 40, 728, 32), quick=False),
         param((40, 33, 88, 32), quick=False),
@@ -129,7 +129,7 @@ TILINGS = [
 @pytest.mark.parametrize(
     ("shape", "tiling", "gated", "eps"),
     [
-        param(*each, gated, eps, quick=gated and each in TILINGS[:2])
+        param(*each, gated, eps, quick=gated and each == TILINGS[1])
         for each in TILINGS
         for gated, eps in ((False, None), (True, 1e-6))
     ],
@@ -170,7 +170,7 @@ def test_row_by_row_has_the_bits_of_row_matmul(compiling, rows, shape, tiling):
 @pytest.mark.parametrize(
     ("shape", "gated", "tiling"),
     [
-        param((11, 72, 600), True, (2, 2, 4, 2, 2), quick=True),
+        param((11, 72, 600), True, (2, 2, 4, 2, 2), quick=False),
         param((3, 20, 2064), True, (1, 1, 4, 5, 3), quick=True),  # not all is in memory at a time
         param((18, 40, 1496), False, (1, 2, 4, 3, 2), quick=False),
         param((5, 100, 104), True, (4, 1, 4, 1, 1), quick=False),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from arbcli.data import Text, open_text
+from arbcli.device import deterministic
 from arbcli.errors import ArbError
 from arbcli.infer.media import MediaLosses
 from arbcli.media import pictures, sound
@@ -210,7 +211,7 @@ def test_header_cannot_be_part_of_utf8_and_is_short():
 
 
 @pytest.mark.parametrize("cuts", [(), (100,), (13, 60, 333)])
-def test_losses_are_summed_by_what_the_bytes_are(cuts, tmp_path):
+def test_losses_are_summed_by_what_the_bytes_are(cuts, tmp_path, device):
     """Every byte costs a number of its own, and the text is in several pieces of a file."""
     samples, pixels = tone(50, 2), gradient(4, 5)
     parts = [
@@ -228,13 +229,15 @@ def test_losses_are_summed_by_what_the_bytes_are(cuts, tmp_path):
     # every second piece is left out, so that sounds begin before and end after theirs
     text = Text.of_parts(pieces[1::2] or pieces)
     costs = torch.rand(len(text), generator=torch.Generator().manual_seed(0)).double()
-    losses = MediaLosses(text, torch.device("cpu"))
+    losses = MediaLosses(text, device)
     width = 7
     for start in range(0, len(text) - 1, width):
         taken = costs[start + 1 : start + 1 + width]
         row = torch.zeros(1, width, dtype=torch.float64)
         row[0, : len(taken)] = taken
-        losses.add([start], row, torch.arange(width)[None] < len(taken))
+        is_counted = torch.arange(width)[None] < len(taken)
+        with deterministic():
+            losses.add([start], row.to(device), is_counted.to(device))
     costs[0] = math.log(256)
     kinds = [kind for part, kind in zip(parts, "tstpt", strict=True) for _ in part]
     places = [i for _, start, stop in text.pieces for i in range(start, stop)]
@@ -280,14 +283,13 @@ def test_bits_of_a_unit_are_told_without_the_packages_of_other_formats(name, tmp
     )
 
 
-def made(kind: str, folder) -> dict[str, float]:
+def made(kind: str, folder, form: str = "mulaw") -> dict[str, float]:
     """Make a few records of a benchmark, and read what it wrote."""
     about = "It was the best of times. It was the worst! Nobody knew why.\nA sentence is here?"
-    assert media_text.sentences(about + " It was the best of times.") == media_text.sentences(about)
-    held = [
-        media_text.Record(text, *media_text.MAKERS[kind](text, index))
-        for index, text in enumerate(media_text.sentences(about))
-    ]
+    texts = media_text.sentences(about)
+    assert media_text.sentences(about + " It was the best of times.") == texts
+    held = list(media_text.records(kind, texts, form))
+    assert [one.sentence for one in held] == texts
     report = media_text.write_held_out(folder, kind, held)
     for name, turn in (("val", 0), ("val-others", 1)):
         content = (folder / f"{kind}-{name}.txt").read_bytes()
@@ -307,7 +309,34 @@ def test_pages_of_a_benchmark_are_pictures_after_their_sentences(tmp_path):
 
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="needs espeak-ng")
 def test_speech_of_a_benchmark_is_sounds_after_their_sentences(tmp_path):
-    assert 4 < made("speech", tmp_path)["FLAC"] < 16
+    bits = made("speech", tmp_path)
+    assert bits["FLAC of codes"] < 8 < bits["FLAC"] < 16
+    assert 8 < made("speech", tmp_path, "pcm16")["FLAC"] < 16
+
+
+def test_sentences_of_a_benchmark_are_cut_at_punctuation_and_bounded():
+    text = "Yes, said the man in the hall; no, a woman that came home so very late, and sang.  Why?"
+    found = media_text.sentences(text, 24)
+    assert sorted(found) == ["Why?", "Yes,", "and sang.", "no,"]
+
+
+def test_codes_are_coded_as_samples_of_eight_bits():
+    codes = np.random.default_rng(0).integers(0, 256, 4000, dtype=np.uint8).tobytes()
+    assert 4000 < media_text.flac_bytes_of_codes(codes) < 5000
+    assert media_text.flac_bytes_of_codes(bytes([128]) * 4000) < 200
+
+
+def test_what_is_held_out_by_a_benchmark_is_in_no_training_text(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("It was the best of times. It was the worst of times it said.")
+    (tmp_path / "b.txt").write_text("It was the best of times. Nobody had known why it was so.")
+    given = ["", "pages", *(str(tmp_path / name) for name in ("a.txt", "out")), "--held-out", "2"]
+    monkeypatch.setattr("sys.argv", [*given, "--val", str(tmp_path / "b.txt")])
+    media_text.main()
+    train, val = ((tmp_path / f"out/pages-{name}.txt").read_bytes() for name in ("train", "val"))
+    assert b"best" in val
+    assert b"Nobody" in val
+    assert b"worst" in train
+    assert b"best" not in train
 
 
 def test_sounds_are_resampled_without_what_is_too_high():

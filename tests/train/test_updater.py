@@ -840,6 +840,16 @@ def test_stacked_matrices_are_orthogonalised_as_each_alone(dtype, device):
         assert (found - alone).float().norm() <= close
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_are_orthogonalised_as_the_floats_that_they_equal(dtype, device):
+    shapes = ((24, 40), (40, 24), (24, 40))
+    moments = [(40 * gradient(device, i, shape)).to(torch.int8) for i, shape in enumerate(shapes)]
+    floats = [moment.to(dtype) for moment in moments]
+    for of in (orthogonal.orthogonalise_stacked, orthogonal.DIRECTION.values_of):
+        for found, wanted in zip(of(moments, dtype), of(floats, dtype), strict=True):
+            assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize(("direction", "step"), [
     ("sign", "step_by_moment"), ("orthogonal", "step_by_direction"),

@@ -38,10 +38,15 @@ def verified(names, checks):
     return verify_kernels(names, {"T6": 6, "T32": 32}, CPU, ["torch"], checks)
 
 
+@cache
+def rotary():
+    return tuple(_rotary(CPU))
+
+
 def make(names=("pack_trits", "rms_norm"), checks=None, compiled=(COMPILED,), timing=None):
     found = verified if names and checks is None else verified.__wrapped__  # kernels are altered
     report = found((*names,), checks)
-    parity = tuple(_rotary(CPU))
+    parity = rotary()
     left_out = ["the moon"]
     return new_ledger(CPU, ["T6", "T32"], report.kernels, parity, compiled, left_out, 1.25, timing)
 
@@ -106,7 +111,7 @@ def test_failing_scale_type_is_in_the_command(monkeypatch):
 
 
 def test_check_that_failed_once_is_a_failure_and_rules_nothing_out():
-    first, *others = _rotary(CPU)
+    first, *others = rotary()
     parity = (replace(first, passed=False), *others)
     kernels = verified(("rms_norm",), None).kernels
     found = new_ledger(CPU, ["T6", "T32"], kernels, parity, (), [], 1.25, None)

@@ -25,7 +25,7 @@ from arbcli.verify.workers import Workers
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 T6 = {"T6": 6}
-SLOWEST = {"stream_weights_backward", "find_chunks"}
+SLOWEST = {"stream_weights_backward", "find_chunks", "boundary_scores_backward"}
 """Whose slow references take seconds on large cases."""
 
 

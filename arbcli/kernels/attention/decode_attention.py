@@ -227,7 +227,7 @@ def span_of(seen, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _load_slots(
-    keys_ptr, values_ptr, exponents_ptr, row, start, end, slot, offs_d, mask_d, entries,
+    keys_ptr, values_ptr, exponents_ptr, start, end, slot, offs_d, mask_d, entries,
     WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Load the keys and values of a block, [BLOCK_S, BLOCK_D], but for the slot of this byte.
@@ -235,14 +235,14 @@ def _load_slots(
     With `EIGHT` they are codes, and their exponents, [BLOCK_S, 1], come after them.
     """
     offs_s = start + tl.arange(0, BLOCK_S)[:, None]
-    is_old, at = (offs_s < end) & (offs_s != slot), row + offs_s
-    ring, mask = at * WIDTH + offs_d[None, :], is_old & mask_d[None, :]
+    is_old = (offs_s < end) & (offs_s != slot)
+    ring, mask = offs_s * WIDTH + offs_d[None, :], is_old & mask_d[None, :]
     key = tl.load(keys_ptr + ring, mask=mask, other=0)
     value = tl.load(values_ptr + ring, mask=mask, other=0)
-    of_key, of_value = row, row  # not used
+    of_key, of_value = slot, slot  # not used
     if EIGHT:
-        of_key = tl.load(exponents_ptr + at, mask=is_old, other=0)
-        of_value = tl.load(exponents_ptr + entries + at, mask=is_old, other=0)
+        of_key = tl.load(exponents_ptr + offs_s, mask=is_old, other=0)
+        of_value = tl.load(exponents_ptr + entries + offs_s, mask=is_old, other=0)
     return key, value, of_key, of_value
 
 
@@ -266,24 +266,21 @@ def _decode_attention_kernel(
     WIDTH: tl.constexpr = 2 * HALF
     head, split, text = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(position_ptr + text)
-    ring = text.to(tl.int64) * HEADS * W
+    # of this head: offsets within its ring are int32, as those of a block are many
+    ring, entries = (text.to(tl.int64) * HEADS + head) * W, tl.cast(HEADS, tl.int64) * W
     keys_ptr, values_ptr = keys_ptr + ring * WIDTH, values_ptr + ring * WIDTH
     qkv_ptr += text * 3 * HEADS * WIDTH
     if EIGHT:
-        exponents_ptr += 2 * ring
+        exponents_ptr += ring + text * entries
     slot, seen = position % W, tl.minimum(position + 1, W)
     span = SPAN if SPAN > 0 else span_of(seen, BLOCK_S, SPLITS) if SEVERAL else BLOCK_S
     first = split * span
     if first < seen:
         # load from the ring first: it has the longest latency
-        offs_d, row, end = (
-            tl.arange(0, BLOCK_D),
-            head.to(tl.int64) * W,
-            tl.minimum(first + span, seen),
-        )
-        mask_d, entries = offs_d < WIDTH, tl.cast(HEADS, tl.int64) * W
+        offs_d, end = tl.arange(0, BLOCK_D), tl.minimum(first + span, seen)
+        mask_d = offs_d < WIDTH
         block = _load_slots(
-            keys_ptr, values_ptr, exponents_ptr, row, first, end, slot, offs_d, mask_d, entries,
+            keys_ptr, values_ptr, exponents_ptr, first, end, slot, offs_d, mask_d, entries,
             WIDTH, BLOCK_S, EIGHT,
         )  # fmt: skip
         q, k, v = load_rotated(
@@ -297,11 +294,11 @@ def _decode_attention_kernel(
             k, of_new_key = quantise_entry(k.to(tl.float32), E4M3, NATIVE)
             v, of_new_value = quantise_entry(v.to(tl.float32), E4M3, NATIVE)
         if mine:
-            new = (row + slot) * WIDTH + offs_d
+            new = slot * WIDTH + offs_d
             tl.store(keys_ptr + new, k, mask=mask_d)
             tl.store(values_ptr + new, v, mask=mask_d)
             if EIGHT:
-                at = exponents_ptr + row + slot + tl.arange(0, 1)
+                at = exponents_ptr + slot + tl.arange(0, 1)
                 tl.store(at, of_new_key)
                 tl.store(at + entries, of_new_value)
 
@@ -312,8 +309,8 @@ def _decode_attention_kernel(
             key, value, of_key, of_value = block
             if SEVERAL:
                 block = _load_slots(
-                    keys_ptr, values_ptr, exponents_ptr, row, start + BLOCK_S, end, slot,
-                    offs_d, mask_d, entries, WIDTH, BLOCK_S, EIGHT,
+                    keys_ptr, values_ptr, exponents_ptr, start + BLOCK_S, end, slot, offs_d, mask_d,
+                    entries, WIDTH, BLOCK_S, EIGHT,
                 )  # fmt: skip
             offs_s = start + tl.arange(0, BLOCK_S)[:, None]
             products = _numbers(key, EIGHT, E4M3, NATIVE) * q[None, :]
@@ -650,7 +647,7 @@ _ARGUMENTS: Arguments = {
     "alone": Number(()),
 }
 _CODES = Array("*T, H, W, D", tuple(ROOM), dense=True)
-_WHERE = ("len(T) < 2", "D % 2 == 0", "W > 0")
+_WHERE = ("len(T) < 2", "D % 2 == 0", "W > 0", "W * D < 2**31")
 
 DECODE_ATTENTION = Operation(
     "decode_attention", _decode_attention_triton, _decode_attention_torch,

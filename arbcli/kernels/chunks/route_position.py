@@ -34,7 +34,7 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, INT64, Array, Number
 from arbcli.kernels.runtime.conditions import tell_condition
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.inputs import TensorOptions, placed
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
@@ -406,7 +406,7 @@ def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         for p in (0.0, 0.7, 1.0):
             z, residual, mean, y = torch.randn(4, width, generator=generator).unbind()
             reals = z.to(dtype), torch.tensor([p]), residual.to(dtype), mean, y.to(dtype)
-            inputs = tuple(part.to(device).contiguous() for part in reals)
+            inputs = tuple(placed(part, device) for part in reals)
             position = torch.tensor(5, dtype=torch.int32, device=device) if p else None
             low = " bf16" if dtype == torch.bfloat16 else ""
             yield Case(f"{width} {p}{low}", (*inputs, position), TAKE_CHUNK.torch if low else None)

@@ -18,6 +18,7 @@ from arbcli.kernels.norm.rms_norm import tiling
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
 from arbcli.kernels.runtime.arguments import Array
 from arbcli.kernels.runtime.backend import capability, row_chunks
+from arbcli.kernels.runtime.inputs import placed
 from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
 E4M3 = torch.float8_e4m3fn
@@ -175,7 +176,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     wide[0, 0] = wide[1, -1] = 9  # the largest of a row is in its first turn, or in its last
     yield Case(f"2x{WHOLE_ROW + 3}", (wide.to(device),))
     few = draw(4, 66)
-    yield Case("4x33 strided", (few[:, ::2].to(device),))
+    yield Case("4x33 strided", (placed(few[:, ::2], device),))
     yield Case("4x66 zeros", (torch.zeros_like(few).to(device),))
     yield Case("4x66 the smallest", ((few * 2.0**-130).to(device),))
     yield Case("4x66 the largest", ((few * 2.0**124).to(device),))

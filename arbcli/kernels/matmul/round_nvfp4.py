@@ -25,6 +25,7 @@ from arbcli.kernels.matmul.quantise_rows import (
     to_e4m3,
 )
 from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.inputs import placed
 from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
 BLOCK = 16
@@ -164,7 +165,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
     def case(label: str, x: Tensor) -> Case:
-        return Case(label, (x.to(device),))
+        return Case(label, (placed(x, device),))
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)

@@ -28,6 +28,7 @@ from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT64, Array, Matrix, Number
+from arbcli.kernels.runtime.inputs import placed
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
@@ -284,7 +285,7 @@ def _rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     dims = (33, 123, 165, 1, 5, 323, 40)
     for dim, (label, ids, rows) in zip(dims, _ids_cases(generator), strict=True):
         packed = random_packed(rows, dim, group_size, generator).to(device)
-        yield Case(f"{len(ids)} of {rows}x{dim} {label}", (ids.to(device), packed))
+        yield Case(f"{len(ids)} of {rows}x{dim} {label}", (placed(ids, device), packed))
     packed = random_packed(14, 70, group_size, generator).to(device)
     ids = torch.tensor([6, 1, 6], device=device)
     yield Case("3 of 14x70 whole octaves", (ids, packed._replace(fraction=None)))
@@ -298,7 +299,7 @@ def _grad_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     dims = (33, 3, 64, 1, 31, 65, 40)
     for dim, (label, ids, rows) in zip(dims, _ids_cases(generator), strict=True):
         grad_y = torch.randn(len(ids), dim, generator=generator).to(device)
-        yield Case(f"{len(ids)}x{dim} to {rows} {label}", (grad_y, ids.to(device), rows))
+        yield Case(f"{len(ids)}x{dim} to {rows} {label}", (grad_y, placed(ids, device), rows))
     grad_y = torch.randn(35, 40, generator=generator).to(device).T[::2]
     ids = torch.randint(0, 6, (20,), generator=generator).to(device)
     yield Case("20x35 to 6 strided", (grad_y, ids, 6))

@@ -33,6 +33,7 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array, Matrix, Number, compiled_check
 from arbcli.kernels.runtime.backend import chunk_elements
+from arbcli.kernels.runtime.inputs import placed
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FEW = 8
@@ -520,7 +521,7 @@ def _table_cases(device: torch.device, group_size: int) -> Iterator[tuple[str, T
     for label, ids, rows, dim in _slots_cases(generator):
         packed = random_packed(rows, dim, group_size, generator, spread=8).to(device)
         label = f"{'x'.join(map(str, ids.shape))} of {rows}x{dim} {label}"
-        yield label, ids.to(device), packed
+        yield label, placed(ids, device), packed
     packed = random_packed(14, 70, group_size, generator, spread=127).to(device)
     ids = torch.tensor([[6, 1, 6], [0, 5, 3]], device=device)
     for name, all_digits in with_remainders(packed, generator):

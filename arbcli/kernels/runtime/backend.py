@@ -7,7 +7,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from arbcli.environment import no_gpu_for_triton
+from arbcli.environment import interpreter_not_asked_for, no_gpu_for_triton
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TritonMissing
@@ -50,9 +50,8 @@ def check_backend(name: str, device: torch.device) -> None:
         raise no_gpu_for_triton(str(device))
     if not HAS_TRITON:
         raise TritonMissing(f"the `{name}` backend")
-    if name == "interpreter" and (problem := _why_not_interpreted()):
-        message, hint = problem
-        raise ArbError(message, hint=hint)
+    if name == "interpreter":
+        _check_interpreter()
     if name == "triton" and torch.cuda.get_device_capability(device) < (8, 0):
         major, minor = torch.cuda.get_device_capability(device)
         raise ArbError(
@@ -61,20 +60,15 @@ def check_backend(name: str, device: torch.device) -> None:
         )
 
 
-def _why_not_interpreted() -> tuple[str, str] | None:
-    """Say why no kernel can be interpreted, and what to do about it."""
+def _check_interpreter() -> None:
     if not INTERPRETED:
-        return (
-            "the `interpreter` backend was not asked for before the kernels were defined",
-            "set the environment variable `TRITON_INTERPRET=1`",
-        )
+        raise interpreter_not_asked_for()
     triton, numpy = (version(name).split(".") for name in ("triton", "numpy"))
     if triton[:2] == ["3", "6"] and tuple(map(int, numpy[:2])) >= (2, 4):  # mended in Triton 3.7
-        return (
+        raise ArbError(
             "Triton 3.6 converts arrays of one element to numbers, which NumPy 2.4 refuses",
-            "install `numpy<2.4` or a later Triton, or use `--backend torch`",
+            hint="install `numpy<2.4` or a later Triton, or use `--backend torch`",
         )
-    return None
 
 
 def _check_native(device: torch.device) -> None:

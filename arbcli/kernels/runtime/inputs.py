@@ -1,8 +1,9 @@
-"""Types of keyword arguments of tensors."""
+"""Types of keyword arguments of tensors, and tensors on another device that lie as they did."""
 
 from typing import TypedDict
 
 import torch
+from torch import Tensor
 
 
 class TensorOptions(TypedDict):
@@ -10,3 +11,13 @@ class TensorOptions(TypedDict):
 
     dtype: torch.dtype
     device: torch.device
+
+
+def placed(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device with its strides and offset, of which `to` keeps few."""
+    if not x.numel():
+        return x.to(device)
+    steps = zip(x.shape, x.stride(), strict=True)
+    length = x.storage_offset() + 1 + sum((size - 1) * stride for size, stride in steps)
+    memory = x.as_strided((length,), (1,), 0).to(device)
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())

@@ -22,7 +22,27 @@
 #define LANES 16
 #define MOST_THREADS 64
 
-typedef float lanes __attribute__((vector_size(4 * LANES)));
+/* A vector that is a register: compilers keep wider ones in memory, at a tenth of the speed. */
+#ifdef __AVX512F__
+#define WIDTH 16
+#elif defined __AVX__
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+typedef float vector __attribute__((vector_size(4 * WIDTH)));
+
+#define LOAD(type, from)                                                                           \
+    ({                                                                                             \
+        type loaded;                                                                               \
+        memcpy(&loaded, from, sizeof loaded);                                                      \
+        loaded;                                                                                    \
+    })
+#define STORE(to, stored_vector)                                                                   \
+    do {                                                                                           \
+        __auto_type stored = stored_vector;                                                        \
+        memcpy(to, &stored, sizeof stored);                                                        \
+    } while (0)
 
 /* ---- work on rows, shared among threads ---------------------------------------------------- */
 
@@ -213,28 +233,19 @@ static void store_row(void *matrix, int64_t at, int64_t n, int bf16, const float
     for (int64_t k = 0; k < n; k++) row[k] = to_bf16(buffer[k]);
 }
 
-static inline lanes load_lanes(const float *x) {
-    lanes v;
-    memcpy(&v, x, sizeof v);
-    return v;
-}
-
-static float sum_lanes(lanes v) {
-    float part[LANES];
-    memcpy(part, &v, sizeof v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) part[i] += part[i + width];
-    return part[0];
-}
-
 /* Sum x[k] * y[k]: 16 sums side by side, then the rest. */
 static float sum_products(const float *x, const float *y, int64_t n) {
-    lanes total = {0};
-    float rest = 0;
+    vector total[LANES / WIDTH] = {0};
+    float rest = 0, part[LANES];
     int64_t k = 0;
-    for (; k + LANES <= n; k += LANES) total += load_lanes(x + k) * load_lanes(y + k);
+    for (; k + LANES <= n; k += LANES)
+        for (int v = 0; v < LANES / WIDTH; v++)
+            total[v] += LOAD(vector, x + k + v * WIDTH) * LOAD(vector, y + k + v * WIDTH);
     for (; k < n; k++) rest += x[k] * y[k];
-    return sum_lanes(total) + rest;
+    memcpy(part, total, sizeof part);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) part[i] += part[i + width];
+    return part[0] + rest;
 }
 
 static float *new_floats(int64_t n) { return malloc((size_t)(n > 0 ? n : 1) * sizeof(float)); }
@@ -878,24 +889,18 @@ EXPORT void rotary_norm_backward(const void *grad_q, const void *grad_k, const v
 #define PLANE 32
 #define AT_ONCE 6 /* rows of x whose sums are in registers */
 #define SUMMED 252 /* rows of x whose sums are in the cache */
+#if defined __AVX512VNNI__ && defined __AVX512VL__
+#define BYTE_SUMS
+#endif
+
+static const int BYTE_OF[4] = {0, 2, 1, 3}; /* of four columns, the byte that has a column's codes */
 
 typedef float eight __attribute__((vector_size(32)));
 typedef int32_t words __attribute__((vector_size(32)));
 typedef uint32_t bits __attribute__((vector_size(32)));
 typedef int16_t pairs __attribute__((vector_size(32)));
 
-#define LOAD(type, from)                                                                           \
-    ({                                                                                             \
-        type loaded;                                                                               \
-        memcpy(&loaded, from, sizeof loaded);                                                      \
-        loaded;                                                                                    \
-    })
 #define ALL(x) (eight){x, x, x, x, x, x, x, x}
-#define STORE(to, vector)                                                                          \
-    do {                                                                                           \
-        __auto_type stored = vector;                                                               \
-        memcpy(to, &stored, sizeof stored);                                                        \
-    } while (0)
 
 /* total + a * b, of which the product is exact: it may be rounded or not. */
 static inline eight add_exact(eight total, eight a, eight b) {
@@ -955,7 +960,6 @@ struct arranging {
 /* Put a row, that of lane `lane` of a tile, where it lies. */
 static void arrange_trits(const struct arranging *about, const int8_t *trits, int64_t row,
                           uint8_t *tile, int64_t lane) {
-    static const int columns[4] = {0, 2, 1, 3};
     const struct packed *w = &about->w;
     int64_t groups = (w->columns + w->group - 1) / w->group, half = lane / 8, r = lane % 8;
     for (int64_t plane = 0; PLANE * plane < (w->columns + 127) / 128 * 128; plane++) {
@@ -963,7 +967,7 @@ static void arrange_trits(const struct arranging *about, const int8_t *trits, in
         int64_t left = w->columns - PLANE * plane, group = PLANE * plane / w->group;
         for (int word = 0; word < 8; word++)
             for (int byte = 0; byte < 4; byte++) {
-                int64_t k = 4 * word + columns[byte];
+                int64_t k = 4 * word + BYTE_OF[byte]; /* which is its own inverse */
                 uint8_t code = k < left ? (uint8_t)(trits[PLANE * plane + k] + 1) : 0;
                 uint8_t *to = piece + (((word / 2 * 8 + r) * 2 + word % 2) * 2 + half) * 4 + byte;
                 *to |= (uint8_t)(code << 2 * (plane % 4));
@@ -1038,7 +1042,8 @@ struct product {
     float eps; /* negative: no norm */
 };
 
-/* Rows of x as they are multiplied, plane by plane: int16, or float32 for all digits. */
+/* Rows of x as they are multiplied, plane by plane: int16, or float32 for all digits. Of a single row
+ * and trits the high bytes of a plane come first, then the low ones, by columns as in `prepacked.py`. */
 struct rounded {
     uint8_t *numbers;
     float *units;    /* of the numbers of a plane, a power of two */
@@ -1077,6 +1082,17 @@ static void round_plane(const float *x, int16_t *numbers, float *unit, int32_t *
     *unit = largest >= 0x7F800000 ? NAN : from_bits((uint32_t)(exponent - 14) << 23);
 }
 
+/* Put the high bytes of a plane before the low ones, four columns in the order of their codes. */
+static void split_bytes(int16_t *plane) {
+    uint8_t bytes[2 * PLANE];
+    for (int k = 0; k < PLANE; k++) {
+        int at = k / 4 * 4 + BYTE_OF[k % 4];
+        bytes[at] = (uint8_t)(plane[k] >> 8);
+        bytes[PLANE + at] = (uint8_t)plane[k];
+    }
+    memcpy(plane, bytes, sizeof bytes);
+}
+
 /* Round to 16 bits. */
 static inline float to_16_bits(float x) {
     uint32_t bits = to_bits(x);
@@ -1098,7 +1114,9 @@ static void round_row(const struct product *about, const struct rounded *to, int
             float *numbers = (float *)to->numbers + at * PLANE;
             for (int i = 0; i < PLANE; i++) numbers[i] = to_16_bits(from[i]);
         } else {
-            round_plane(from, (int16_t *)to->numbers + at * PLANE, to->units + at, to->totals + at);
+            int16_t *numbers = (int16_t *)to->numbers + at * PLANE;
+            round_plane(from, numbers, to->units + at, to->totals + at);
+            if (about->rows == 1) split_bytes(numbers);
         }
     }
     free(buffer);
@@ -1121,10 +1139,8 @@ static inline void scales_of_trits(const uint8_t *piece, eight scales[4][2]) {
         }
 }
 
-/* Either spread the codes of a piece as int16, [4 planes][16 pairs of columns][2 halves] of eight
- * pairs, or multiply them by one row of x, its four planes, and add that to `found`. */
-static inline __attribute__((always_inline)) void
-take_trits(const uint8_t *piece, int16_t *codes, const int16_t *x, words found[4][2]) {
+/* Spread the codes of a piece as int16, [4 planes][16 pairs of columns][2 halves] of eight pairs. */
+static inline void spread_trits(const uint8_t *piece, int16_t *codes) {
     for (int j = 0; j < 4; j++) {
         bits four[4];
         transpose_words(piece + 128 * j, 16, four);
@@ -1133,9 +1149,57 @@ take_trits(const uint8_t *piece, int16_t *codes, const int16_t *x, words found[4
                 for (int odd = 0; odd < 2; odd++) {
                     int pair = 16 * plane + 4 * j + word / 2 * 2 + odd, half = word % 2;
                     pairs own = (pairs)(four[word] >> (2 * plane + 8 * odd) & 0x00030003);
-                    if (codes) STORE(codes + 16 * (2 * pair + half), own);
-                    else found[plane][half] = add_pairs(found[plane][half], own, x + 2 * pair);
+                    STORE(codes + 16 * (2 * pair + half), own);
                 }
+    }
+}
+
+/* Add products of codes, four columns of eight rows, with bytes of x: `high`, which are signed, and
+ * `low`, which are not. Sums are int32, or int16 of every other column where there is no more. */
+static inline void add_codes(words *high, words *low, bits codes, const uint8_t *x) {
+#ifdef __AVX2__
+    __m256i own = (__m256i)codes, above = _mm256_set1_epi32(LOAD(int32_t, x));
+    __m256i below = _mm256_set1_epi32(LOAD(int32_t, x + PLANE));
+#ifdef BYTE_SUMS
+    *high = (words)_mm256_dpbusd_epi32((__m256i)*high, own, above);
+    *low = (words)_mm256_dpbusd_epi32((__m256i)*low, below, own);
+#else
+    *high = (words)_mm256_add_epi16((__m256i)*high, _mm256_maddubs_epi16(own, above));
+    *low = (words)_mm256_add_epi16((__m256i)*low, _mm256_maddubs_epi16(below, own));
+#endif
+#else
+    for (int i = 0; i < 8; i++)
+        for (int byte = 0; byte < 4; byte++) {
+            int32_t code = codes[i] >> 8 * byte & 3;
+            (*high)[i] += code * (int8_t)x[byte];
+            (*low)[i] += code * x[PLANE + byte];
+        }
+#endif
+}
+
+/* Put the sums of both bytes together, as int32. */
+static inline words join_sums(words high, words low) {
+#if defined __AVX2__ && !defined BYTE_SUMS
+    return (words)_mm256_add_epi32(_mm256_madd_epi16((__m256i)high, _mm256_set1_epi16(256)),
+                                   _mm256_madd_epi16((__m256i)low, _mm256_set1_epi16(1)));
+#else
+    return (high << 8) + low;
+#endif
+}
+
+/* Multiply the codes of a piece by one row of x, its four planes in bytes. */
+static inline void multiply_piece(const uint8_t *piece, const uint8_t *x, words found[4][2]) {
+    bits all[4][4];
+    for (int j = 0; j < 4; j++) transpose_words(piece + 128 * j, 16, all[j]);
+#pragma GCC unroll 4 /* shifts by numbers that are known, and sums that stay in registers */
+    for (int plane = 0; plane < 4; plane++, x += 2 * PLANE) {
+        words high[2] = {{0}, {0}}, low[2] = {{0}, {0}};
+#pragma GCC unroll 1
+        for (int j = 0; j < 4; j++)
+            for (int word = 0; word < 4; word++)
+                add_codes(&high[word % 2], &low[word % 2], all[j][word] >> 2 * plane & 0x03030303,
+                          x + 8 * j + word / 2 * 4);
+        for (int half = 0; half < 2; half++) found[plane][half] = join_sums(high[half], low[half]);
     }
 }
 
@@ -1166,6 +1230,30 @@ take_digits(const int8_t *plane, const uint16_t *scales, float *weights, const f
             if (weights) STORE(weights + k * TILE + 8 * half, w);
             else found[half] = add_exact(found[half], w, ALL(x[k]));
         }
+}
+
+/* Multiply a plane of all digits by the only row of x, and add that to the sums. */
+static inline void multiply_plane(const int8_t *plane, const uint16_t *scales, const float *x,
+                                  float *sums) {
+#ifdef __AVX512F__ /* a tile's rows are one vector: the same products in the same order */
+    bits both = LOAD(bits, scales);
+    __m512i upper = _mm512_castsi256_si512((__m256i)(both << 16));
+    __m512 scale = (__m512)_mm512_inserti64x4(upper, (__m256i)(both & 0xFFFF0000), 1);
+    __m512 far = _mm512_mul_ps(scale, _mm512_set1_ps(-65536.0f));
+    __m512 above = _mm512_mul_ps(scale, _mm512_set1_ps(65537.0f)), found = _mm512_setzero_ps();
+    for (int k = 0; k < PLANE; k++) {
+        __m128i column = _mm_loadu_si128((const __m128i *)(plane + k * TILE));
+        __m512 digits = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(column));
+        __m512 w = _mm512_fmadd_ps(digits, far, _mm512_mul_ps(digits, above));
+        found = _mm512_fmadd_ps(w, _mm512_set1_ps(x[k]), found);
+    }
+    _mm512_storeu_ps(sums, _mm512_add_ps(_mm512_loadu_ps(sums), found));
+#else
+    eight found[2] = {ALL(0.0f), ALL(0.0f)};
+    take_digits(plane, scales, NULL, x, found);
+    for (int half = 0; half < 2; half++)
+        STORE(sums + 8 * half, LOAD(eight, sums + 8 * half) + found[half]);
+#endif
 }
 
 /* Scale what was found of a plane of trits, and add it to the sums. */
@@ -1222,14 +1310,14 @@ static void multiply_by_trits(const uint8_t *tile, const struct rounded *x, int6
         scales_of_trits(tile, scales);
         if (of == 1) {
             words found[4][2];
-            for (int i = 0; i < 4; i++) found[i][0] = found[i][1] = (words){0} - x->totals[plane + i];
-            take_trits(tile, NULL, (const int16_t *)x->numbers + plane * PLANE, found);
+            multiply_piece(tile, x->numbers + plane * 2 * PLANE, found);
             for (int i = 0; i < 4; i++)
                 for (int half = 0; half < 2; half++)
-                    add_found(found[i][half], x->units[plane + i], scales[i][half], sums + 8 * half);
+                    add_found(found[i][half] - x->totals[plane + i], x->units[plane + i],
+                              scales[i][half], sums + 8 * half);
             continue;
         }
-        take_trits(tile, codes, NULL, NULL);
+        spread_trits(tile, codes);
         for (int i = 0; i < 4 && plane + i < planes; i++) {
             int64_t at = (plane + i) * of + first, m = 0;
             const int16_t *numbers = (const int16_t *)x->numbers + at * PLANE, *own = codes + i * PLANE * TILE;
@@ -1250,10 +1338,7 @@ static void multiply_by_digits(const int8_t *tile, const uint16_t *scales, const
     for (int64_t plane = 0; plane < planes; plane++, tile += 512, scales += TILE) {
         const float *numbers = (const float *)x->numbers + (plane * of + first) * PLANE;
         if (of == 1) {
-            eight found[2] = {ALL(0.0f), ALL(0.0f)};
-            take_digits(tile, scales, NULL, numbers, found);
-            for (int half = 0; half < 2; half++)
-                STORE(sums + 8 * half, LOAD(eight, sums + 8 * half) + found[half]);
+            multiply_plane(tile, scales, numbers, sums);
             continue;
         }
         int64_t m = 0;
@@ -1510,13 +1595,10 @@ EXPORT void count(int32_t *position, int64_t length) {
 #define SIDE 32 /* of a block */
 #define BLOCK (SIDE * SIDE)
 #define PART 128 /* columns of X whose products are added at a time */
-#ifdef __AVX512F__
-#define TILE_ROWS 8
-#define TILE_LANES 2
-#else
-#define TILE_ROWS 4
-#define TILE_LANES 1
-#endif
+
+/* Of a tile that is in registers. */
+#define TILE_ROWS (WIDTH == 16 ? 8 : 4)
+#define TILE_VECTORS 2
 
 /* Product and sum may be rounded at once, as the matrix library does it. */
 #ifdef __clang__
@@ -1535,17 +1617,16 @@ FUSED static void add_product(float *out, const float *x, const float *y, int64_
                               float factor) {
     FUSE
     for (int64_t i = 0; i < SIDE; i += TILE_ROWS)
-        for (int64_t j = 0; j < SIDE; j += TILE_LANES * LANES) {
-            lanes sum[TILE_ROWS][TILE_LANES] = {0};
+        for (int64_t j = 0; j < SIDE; j += TILE_VECTORS * WIDTH) {
+            vector sum[TILE_ROWS][TILE_VECTORS] = {0};
             for (int64_t p = 0; p < count; p++)
                 for (int r = 0; r < TILE_ROWS; r++)
-                    for (int c = 0; c < TILE_LANES; c++)
-                        sum[r][c] += x[p * SIDE + i + r] * load_lanes(y + p * SIDE + j + c * LANES);
+                    for (int c = 0; c < TILE_VECTORS; c++)
+                        sum[r][c] += x[p * SIDE + i + r] * LOAD(vector, y + p * SIDE + j + c * WIDTH);
             for (int r = 0; r < TILE_ROWS; r++)
-                for (int c = 0; c < TILE_LANES; c++) {
-                    float *at = out + (i + r) * SIDE + j + c * LANES;
-                    lanes total = load_lanes(at) + factor * sum[r][c];
-                    memcpy(at, &total, sizeof total);
+                for (int c = 0; c < TILE_VECTORS; c++) {
+                    float *at = out + (i + r) * SIDE + j + c * WIDTH;
+                    STORE(at, LOAD(vector, at) + factor * sum[r][c]);
                 }
         }
 }

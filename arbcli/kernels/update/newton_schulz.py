@@ -416,7 +416,8 @@ def _polynomial_cases(device: torch.device, group_size: int) -> Iterator[Case]:
             a = a.mT if "transposed" in case.label else a
             peer = case.peer and _gram_polynomial_torch
             yield Case(case.label, (a, 3.4445, -4.775, 2.0315), peer)
-    yield Case("70x70 square alone", (a[:70, :70].float(), 0.0, 0.0, 1.0))
+    a = a[:70, :70].float()
+    yield Case(f"{len(a)}x{len(a)} square alone", (a, 0.0, 0.0, 1.0))
 
 
 _GATE = Gate(

@@ -27,6 +27,7 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, INT32, UINT8, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.inputs import placed
 from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 from arbcli.kernels.update.hadamard import (
     BLOCK_FITS,
@@ -311,8 +312,8 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         fitting = torch.randint(-9, 0, (rows,), generator=generator).to(torch.int8)
         key = torch.tensor(-987654321, dtype=torch.int32)
         found = (grad, exponent, key, sums, pairs, fitting)
-        placed = (tensor if tensor is None else tensor.to(device) for tensor in found)
-        return Case(label, (*placed, limit, block or block_of(columns), add))
+        tensors = (None if part is None else placed(part, device) for part in found)
+        return Case(label, (*tensors, limit, block or block_of(columns), add))
 
     def draw(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=generator)

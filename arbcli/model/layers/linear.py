@@ -411,8 +411,9 @@ class TernaryLinear(nn.Module):
             return row_by_row(x, weight, eps, added, early=early)[None]
         rows, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
         if isinstance(weight, PrepackedDigits):
-            # of more rows work may be shared out otherwise
+            # of more rows a GPU may share out work otherwise; a loop does the same for each row
             most = MOST_ROWS if len(x) > 1 else ROWS_ALIKE
+            most = len(rows) if uses_native(rows) else most
             pieces = [slice(at, at + most) for at in range(0, len(rows), most)]
             found = [
                 digits_matmul(rows[some], weight, eps, None if added is None else added[some])

@@ -5,8 +5,10 @@ What they compute is compared with the references in `test_every_kernel.py`.
 
 import os
 import platform
+import sys
 from hashlib import sha256
 from pathlib import Path
+from subprocess import check_output, run
 
 import pytest
 import torch
@@ -281,3 +283,29 @@ def test_a_fault_in_a_loop_is_noticed(kernel, right, wrong, afresh, monkeypatch,
     monkeypatch.setattr(native, "SOURCE", changed)
     report = verify_kernels([kernel], {"T32": 32}, CPU, ("native",))
     assert not report.passed
+
+
+WATCHED = """
+import sys
+import pytest
+from arbcli.kernels.runtime import native
+native.FLAGS += ("-fsanitize=address",)
+tests = ["-m", "not slow", "-p", "no:cacheprovider", "-q", "-s", "-x", sys.argv[1]]
+sys.exit(pytest.main([*tests, "-k", "native or loop_in_c"]))
+"""
+
+
+@pytest.mark.slow
+@compiled
+def test_loops_stay_within_their_memory(tmp_path):
+    """They are compiled to watch every access: one past an array may change no result."""
+    found = check_output([*native._compiler(), "-print-file-name=libasan.so"], text=True).strip()
+    if not Path(found).is_absolute():
+        pytest.skip("the C compiler has no library that watches accesses")
+    cases = Path(__file__).parents[1] / "test_every_kernel.py"
+    watched = {"LD_PRELOAD": found, "ASAN_OPTIONS": "detect_leaks=0"}
+    watched["XDG_CACHE_HOME"] = str(tmp_path)  # what is compiled so needs that library
+    command = [sys.executable, "-c", WATCHED, str(cases)]
+    done = run(command, env=os.environ | watched, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout

@@ -8,6 +8,8 @@ import torch
 from arbcli.config.parts.rotary import PLAIN
 from arbcli.config.presets import preset
 from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
+from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.baselines import FloatLinear, FloatRMSNorm, FloatWeight, rotate
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import linear as linear_module
@@ -142,6 +144,21 @@ def test_fused_product_normalises_once(normalise, digits):
     assert (layer.fused(x, normalise=normalise, added=added) - added - expected).norm() < (
         0.01 * (expected + added).norm()
     )
+
+
+@pytest.mark.skipif(not native.available(), reason="no C compiler")
+@pytest.mark.parametrize("digits", ["trit", "all"])
+def test_rows_of_a_prompt_are_one_product_of_the_loops_with_the_bits_of_each(digits, monkeypatch):
+    layer = TernaryLinear(24, 40, preset("tiny", digits=digits), area="mlp", std=0.1)
+    layer.weight.initialise(seed=0, index=0)
+    x = torch.randn(1, 21, 40, generator=torch.Generator().manual_seed(0))
+    with use_backend("native"):
+        alone = torch.cat([layer.fused(row[None, None], normalise=True) for row in x[0]], dim=1)
+        calls, call = [], native.call
+        monkeypatch.setattr(native, "call", lambda *given: calls.append(given[0]) or call(*given))
+        together = layer.fused(x, normalise=True)
+    assert torch.equal(together, alone)
+    assert calls == ["multiply_rows"]
 
 
 def test_twin_normalises_once():

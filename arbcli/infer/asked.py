@@ -1,0 +1,78 @@
+"""What is asked of a model that its configuration alone refuses; no torch, so that it is early."""
+
+from arbcli.config.model import ModelConfig
+from arbcli.errors import ArbError
+
+
+def check_stride(config: ModelConfig, stride: int | None) -> int:
+    """Choose the symbols from one window of an evaluation to the next.
+
+    Args:
+        config: of the model.
+        stride: as it was asked for; None is half a window, or all of it if the model is masked, as
+            no symbol of a window has more before it than another.
+
+    Raises:
+        ArbError: it is not within a window.
+    """
+    context = config.ctx
+    if stride is None:
+        return max(1, context if config.is_masked else context // 2)
+    if not 1 <= stride <= context:
+        raise ArbError(
+            f"`--stride` is {stride}, and a window has {context} bytes",
+            hint=f"use 1 to {context}: the smaller, the more context a byte has, and the slower",
+        )
+    return stride
+
+
+def check_draws(config: ModelConfig, draws: int | None) -> None:
+    """Refuse draws of hidden symbols where none are hidden.
+
+    Raises:
+        ArbError: the model is not masked.
+    """
+    _check_masked(config, "--draws", given=draws is not None)
+
+
+def check_steps(config: ModelConfig, steps: int | None) -> None:
+    """Refuse steps in which holes are filled where there are none.
+
+    Raises:
+        ArbError: the model is not masked.
+    """
+    _check_masked(config, "--steps", given=steps is not None)
+
+
+def _check_masked(config: ModelConfig, option: str, *, given: bool) -> None:
+    if given and not config.is_masked:
+        raise ArbError(
+            f"`{option}` is of a masked model, and this one predicts the next byte",
+            hint=f"leave `{option}` out",
+        )
+
+
+def check_ahead(config: ModelConfig, ahead: int) -> None:
+    """Refuse to propose bytes without a head for it.
+
+    Raises:
+        ArbError: there is none, and more than one byte of a step is asked for.
+    """
+    if ahead > 1 and config.ahead is None:
+        raise ArbError(
+            "the model has no head that proposes bytes, which `--ahead` is for",
+            hint="leave `--ahead` out, or train a model with `ahead`",
+        )
+
+
+def check_fills(config: ModelConfig) -> None:
+    """Refuse holes that a model fills none of.
+
+    Raises:
+        ArbError: the model is not masked.
+    """
+    if not config.is_masked:
+        raise ArbError(
+            "the model predicts the next byte, and fills no holes",
+            hint="train one with `--objective masked`, or continue a prompt: `--prompt TEXT`",
+        )

@@ -1,0 +1,423 @@
+"""Say where the time of a training step goes, and the least that this machine could take for it.
+
+    python -m benchmarks.step_budget [MODEL...] [--out DIR]
+
+A step is counted, and others are traced, one kernel after another, before it is captured and timed.
+Kernels are sorted by what they do. Next to the time of each kind stands its floor:
+
+- **products**: the time of the matrix library for the same shapes, each alone, on random data, from
+  a cold cache. Kernels of our own that multiply (grouped, or symmetric) count by their operations,
+  at the library's rate for 8192 x 8192 x 8192.
+- **attention**: its operations at that rate, seven products of queries, keys and values, and of
+  causal attention the half. Or its bytes, if they take longer.
+- **all others**: every tensor that a launch is given, read or written once, at the rate of a copy.
+  A tensor that is read and written counts once, so no kernel can be faster.
+
+MODEL is one of `MODELS`.
+"""
+
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from arbcli.device import deterministic
+from arbcli.kernels.runtime import merged
+from arbcli.kernels.runtime.launches import replaced_launches
+from arbcli.train import trainer as training
+from arbcli.train.trainer import Trainer
+from arbcli.train.updater import Updater
+from arbcli.verify.timing import Roofline, Stopwatch, measure_roofline, time_calls
+from benchmarks import results
+from benchmarks.step_kernels import METHODS, TRACED, UPDATE, trace, trainer_of
+from benchmarks.training_step import empty, run_steps
+
+MODELS: dict[str, dict[str, Any]] = {
+    "base": {"preset": "base", "batch": 16},
+    "1b": {"preset": "1b", "batch": 8},
+    "1b, fp8": {"preset": "1b", "batch": 8, "compute": "fp8"},
+    "hnet-base": {"preset": "hnet-base", "batch": 8},
+    "arb-long": {"preset": "arb-long", "batch": 2},
+    "arb-3b": {"preset": "arb-3b", "batch": 8},
+}
+"""Options by name."""
+PRODUCTS, ATTENTION, NORMS, DECODING = "products", "attention", "norms and gates", "decoding"
+STEPPING, OF_UPDATE, REST = "update", "products of the update", "rest"
+KINDS = (PRODUCTS, ATTENTION, NORMS, DECODING, OF_UPDATE, STEPPING, REST)
+PACKAGES = {
+    "attention": ATTENTION,
+    "norm": NORMS,
+    "codec": DECODING,
+    "matmul": PRODUCTS,
+    "update": STEPPING,
+}
+"""What our kernels do, by their package in `arbcli.kernels`."""
+MODULES = {
+    "quantise_rows": DECODING,
+    "round_nvfp4": DECODING,
+    "newton_schulz": PRODUCTS,
+    "rotary_norm": NORMS,
+}
+"""The same by module, where its package says something else."""
+LIBRARIES = {ATTENTION: r"attention|flash|fmha|sdpa", PRODUCTS: r"gemm|nvjet|cutlass|cublas|splitk"}
+"""What other kernels do, by their names; the first that fits."""
+MULTIPLIED = {
+    "mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1, "_scaled_grouped_mm": 0,
+}  # fmt: skip
+"""Operations of torch that are products, and the place of the first factor."""
+OF_ATTENTION = 3.5
+"""Forwards that attention's both passes are worth: they have seven products, and a forward two."""
+ROUNDS, STEPS = 5, 5
+PRODUCT_SECONDS = 0.05
+LISTED = 20
+"""Kernels of a row, those that take longest."""
+
+
+@dataclass
+class Work:
+    """Work of a step by kind."""
+
+    bytes: Counter[str] = field(default_factory=Counter)
+    """Of all tensors that launches are given."""
+    operations: Counter[str] = field(default_factory=Counter)
+    """Of attention, and of products by kernels of our own."""
+    products: Counter[tuple] = field(default_factory=Counter)
+    """How often the library multiplies, by kind, operation and the forms of its arguments."""
+    kernels: dict[str, str] = field(default_factory=dict)
+    """Kind of each kernel of ours, by its name."""
+    updating: bool = False
+    """Whether an update is under way."""
+    device: str = "cuda"
+    """Type of the device whose tensors count."""
+
+    def kind(self, kind: str) -> str:
+        """Name the kind of something, which updates have of their own."""
+        if not self.updating:
+            return kind
+        return OF_UPDATE if kind == PRODUCTS else STEPPING
+
+    def launched(self, kernel: Any, arguments: dict[str, Any]) -> None:
+        """Count a launch of a kernel of ours."""
+        *_, package, module = kernel.fn.__module__.split(".")
+        kind = MODULES.get(module, PACKAGES.get(package, REST))
+        name = kernel.fn.__name__
+        self.kernels[name] = kind
+        found = OPERATIONS.get(name, lambda **_: 0)(**arguments)
+        self.operations[self.kind(kind)] += found
+        if not found or kind != PRODUCTS:
+            self.bytes[self.kind(kind)] += self.num_bytes(arguments.values())
+
+    def num_bytes(self, values: Iterable[Any]) -> int:
+        """Count the bytes of all tensors of the device among values, each once."""
+        found: dict[int, int] = {}
+        for tensor in tensors_of(values):
+            if tensor.device.type == self.device:
+                size = min(tensor.nbytes, tensor.untyped_storage().nbytes())
+                found[tensor.data_ptr()] = max(size, found.get(tensor.data_ptr(), 0))
+        return sum(found.values())
+
+
+def places_of(tensors: Iterable[Tensor]) -> set[int]:
+    """List the memory that tensors are in."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """List the tensors among values, those of tuples and descriptors too."""
+    for value in values:
+        value = getattr(value, "base", value)  # of a descriptor
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors_of(value)
+
+
+def of_symmetric(x_desc: Any, N: int, K: int, **_: Any) -> int:
+    """Count the operations of a product with a symmetric result, half of which is needed."""
+    matrices: int = x_desc.base.shape[0]
+    return matrices * N * (N + 1) * K
+
+
+def of_grouped(S: int, N: int, K: int, **_: Any) -> int:
+    """Count the operations of products of experts: each of S rows is multiplied once."""
+    return 2 * S * N * K
+
+
+def of_compressed(
+    x_ptr: Tensor, T: int, SIZE: int, WINDOW: int, MOST: int, RATIO: int, CHOSEN: bool, **_: Any
+) -> int:
+    """Count the operations of attention to a window and to compressed entries, both passes."""
+    batch, _, heads, width = x_ptr.shape
+    entries = SIZE * T if CHOSEN else sum(min(t // RATIO, MOST) for t in range(T))
+    seen = entries + sum(min(t + 1, WINDOW) for t in range(T))
+    return round(OF_ATTENTION * 4 * batch * heads * width * seen)
+
+
+OPERATIONS: dict[str, Callable[..., int]] = {
+    "_symmetric_kernel": of_symmetric,
+    "_grouped_matmul_kernel": of_grouped,
+    "_grouped_grad_w_kernel": of_grouped,
+    "_compressed_attention_kernel": of_compressed,
+}
+"""What counts the operations of a kernel of ours, of its arguments."""
+
+
+def of_library_attention(name: str, given: dict[str, Any]) -> int:
+    """Count the operations of attention by a library, both passes, when its forward is called."""
+    if "backward" in name:
+        return 0
+    q, k = given["query"], given["key"]
+    places = (1, 2) if name == "_flash_attention_forward" else (2, 1)
+    length, heads = (q.shape[place] for place in places)
+    keys = k.shape[places[0]]
+    window = given.get("window_size_left")
+    seen = length * keys
+    if window is not None and window >= 0:
+        seen = sum(min(t, window) + 1 for t in range(length))
+        seen += 0 if given["is_causal"] else seen - length
+    elif given["is_causal"]:
+        seen = length * (length + 1) // 2
+    return round(OF_ATTENTION * 4 * q.shape[0] * heads * q.shape[-1] * seen)
+
+
+def form_of(value: Any) -> Any:
+    """Describe an argument so that another like it can be made."""
+    if isinstance(value, Tensor):
+        return "tensor", tuple(value.shape), value.stride(), value.dtype
+    return value
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch's own operations do."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.work = work
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do an operation, and count it."""
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        name, work = func.overloadpacket.__name__, self.work
+        results_ = [*tensors_of([found])]
+        if name in MULTIPLIED:
+            forms = tuple(map(form_of, args)), tuple((k, form_of(v)) for k, v in kwargs.items())
+            work.products[work.kind(PRODUCTS), func, *forms] += 1
+            return found
+        taken = [*tensors_of(args), *tensors_of(kwargs.values())]
+        views = not func._schema.is_mutable and places_of(results_) <= places_of(taken)
+        if views or not results_ or not taken:  # also what only asks for memory
+            return found
+        if "attention" in name:
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            work.operations[ATTENTION] += of_library_attention(name, given)
+            work.bytes[ATTENTION] += work.num_bytes([*taken, *results_])
+        elif not name.startswith(("empty", "new_empty", "detach")):
+            work.bytes[work.kind(REST)] += work.num_bytes([*taken, *results_])
+        return found
+
+
+@contextmanager
+def counting(work: Work) -> Iterator[None]:
+    """Count all that is done inside."""
+    merge = merged._launch
+    nested = False
+
+    def launch(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+        if not nested:
+            work.launched(kernel, dict(zip(kernel.arg_names, args, strict=False)) | options)
+        before(kernel, grid)(*args, **options)
+
+    def launch_merged(wave: list[merged.Launch], table: merged.Table, on_device: Tensor) -> None:
+        nonlocal nested
+        for one in wave:
+            values = (*one.arguments, *one.constants)
+            work.launched(one.kernel, dict(zip(one.kernel.arg_names, values, strict=True)))
+        if not work.updating:  # within updates the name says nothing
+            work.kernels["_merged_kernel"] = work.kernels[wave[0].kernel.fn.__name__]
+        nested = True
+        merge(wave, table, on_device)
+        nested = False
+
+    def marked(method: str) -> Any:
+        run = getattr(Updater, method)
+
+        @wraps(run)
+        def inside(*args: Any, **given: Any) -> Any:
+            before, work.updating = work.updating, True
+            try:
+                return run(*args, **given)
+            finally:
+                work.updating = before
+
+        return mock.patch.object(Updater, method, inside)
+
+    before = launcher()
+    with ExitStack() as stack:
+        for method in METHODS:
+            stack.enter_context(marked(method))
+        stack.enter_context(mock.patch.object(merged, "_launch", launch_merged))
+        stack.enter_context(replaced_launches(launch))
+        stack.enter_context(Operations(work))
+        yield
+
+
+def launcher() -> Callable:
+    """Find what `kernel[grid]` does."""
+    from triton.runtime.jit import KernelInterface
+
+    return KernelInterface.__getitem__
+
+
+def count_step(trainer: Trainer) -> Work:
+    """Count the work of one step, which is done."""
+    work = Work(device=trainer.device.type)
+    with counting(work):
+        trainer.train_step()
+    return work
+
+
+def kernel_times(events: Iterable[dict[str, Any]], work: Work) -> tuple[Counter, Counter]:
+    """Add up the microseconds of traced kernels by kind, and by name with its kind."""
+    events = [*events]
+    spans = sorted(
+        (event["ts"], event["ts"] + event["dur"]) for event in events
+        if event.get("cat") == "gpu_user_annotation" and event["name"] == UPDATE
+    )  # fmt: skip
+    by_kind: Counter[str] = Counter()
+    by_name: Counter[str] = Counter()
+    at = 0
+    launched = (e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"))
+    for event in sorted(launched, key=lambda event: event["ts"]):
+        while at < len(spans) and spans[at][1] <= event["ts"]:
+            at += 1
+        work.updating = at < len(spans) and spans[at][0] <= event["ts"]
+        name = event["name"].split("(")[0].removeprefix("void ")
+        known = (kind for kind, names in LIBRARIES.items() if re.search(names, name.lower()))
+        kind = work.kind(work.kernels.get(name) or next(known, REST))
+        by_kind[kind] += event["dur"]
+        by_name[f"{kind}: {name[:80]}"] += event["dur"]
+    return by_kind, by_name
+
+
+def made(form: Any, device: torch.device) -> Any:
+    """Make an argument of this form, a tensor of random numbers."""
+    if not (isinstance(form, tuple) and form[:1] == ("tensor",)):
+        return form
+    _, shape, strides, dtype = form
+    size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    flat = torch.randn(max(size, 0), device=device).to(dtype)
+    return flat.as_strided(shape, strides)
+
+
+def shape_of(func: Any, args: tuple) -> tuple[int, ...]:
+    """Find M, N, K of a product, and before them the number of products if there are several."""
+    first = MULTIPLIED[func.overloadpacket.__name__]
+    (_, a, *_), (_, b, *_) = args[first : first + 2]
+    return (*a[:-1], b[-1], a[-1])
+
+
+def time_products(work: Work, stopwatch: Stopwatch) -> list[dict[str, Any]]:
+    """Time every product of the library alone."""
+    rows = []
+    for (kind, func, args, kwargs), count in work.products.items():
+        given = [made(form, stopwatch.device) for form in args]
+        named = {name: made(form, stopwatch.device) for name, form in kwargs}
+        (times,) = time_calls([partial(func, *given, **named)], stopwatch, PRODUCT_SECONDS)
+        shape = shape_of(func, args)
+        us = statistics.median(times)
+        rows.append(
+            {
+                "kind": kind,
+                "operation": func.overloadpacket.__name__,
+                "shape": "x".join(map(str, shape)),
+                "times": count,
+                "us": round(us, 2),
+                "tflops": round(2 * math.prod(shape) / us / 1e6, 1),
+            }
+        )
+    return sorted(rows, key=lambda row: -row["times"] * row["us"])
+
+
+def floors(work: Work, products: list[dict[str, Any]], roofline: Roofline) -> dict[str, float]:
+    """Find the least milliseconds of each kind."""
+    found = {}
+    for kind in KINDS:
+        of_library = sum(row["times"] * row["us"] for row in products if row["kind"] == kind)
+        computed = 1e3 * work.operations[kind] / roofline.flops_per_second
+        moved = 1e3 * work.bytes[kind] / roofline.bytes_per_second
+        if kind == ATTENTION:
+            found[kind] = max(computed, moved)
+        else:
+            found[kind] = of_library / 1e3 + computed + moved
+    return found
+
+
+def measure(options: dict[str, Any]) -> dict[str, Any]:
+    """Count, trace and time the step of one model."""
+    empty()
+    eager = training.EAGER_STEPS + TRACED + 1  # `trace` begins with as many that compile
+    with deterministic(), mock.patch.object(training, "EAGER_STEPS", eager):
+        trainer = trainer_of(options, capture=True)
+        events = trace(trainer)
+        work = count_step(trainer)
+        run_steps(trainer, 2)
+        seconds = [run_steps(trainer, STEPS) for _ in range(ROUNDS)]
+        weights, config = trainer.num_weights, trainer.config
+        del trainer
+    empty()
+    by_kind, by_name = kernel_times(events, work)
+    stopwatch = Stopwatch(torch.device("cuda"))
+    roofline = measure_roofline(stopwatch)
+    products = time_products(work, stopwatch)
+    least = floors(work, products, roofline)
+    return {
+        "weights": weights,
+        "batch": options["batch"],
+        "ctx": config.model.ctx,
+        "compute": config.compute,
+        "rule": config.model.rule,
+        "direction": config.model.direction,
+        "step_ms": round(1e3 * statistics.median(seconds), 3),
+        "kernel_ms": round(sum(by_kind.values()) / 1e3 / TRACED, 3),
+        "copy_bytes_per_second": round(roofline.bytes_per_second),
+        "operations_per_second": round(roofline.flops_per_second),
+        "kinds": {
+            kind: {"ms": round(by_kind[kind] / 1e3 / TRACED, 3), "floor_ms": round(least[kind], 3)}
+            for kind in KINDS
+        },
+        "by_kernel_ms": {k: round(us / 1e3 / TRACED, 3) for k, us in by_name.most_common(LISTED)},
+        "products": products,
+    }
+
+
+def main() -> None:
+    """Print what each model's step is made of, and write its row."""
+    parser = results.options("step_budget", "Compare the parts of a training step with floors.")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    given = parser.parse_args()
+    for name in given.models or MODELS:
+        row: dict[str, Any] = {"model": name} | measure(MODELS[name])
+        print(f"{name}: {row['step_ms']} ms captured, {row['kernel_ms']} of kernels")
+        for kind, found in row["kinds"].items():
+            print(f"  {kind:24}{found['ms']:10.3f} ms, at least {found['floor_ms']:10.3f}")
+        print(flush=True)
+        results.save(
+            "step_budget", [row], command=results.command_line("step_budget"), folder=given.out
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The budget of a step counts what a step does, and sorts its kernels."""
+
+import math
+
+import pytest
+import torch
+
+from arbcli.data import open_texts
+from arbcli.model.operations import step_operations
+from arbcli.train.configure import new_config
+from arbcli.train.trainer import Trainer
+from benchmarks.step_budget import (
+    ATTENTION,
+    NORMS,
+    OF_UPDATE,
+    PRODUCTS,
+    REST,
+    STEPPING,
+    Work,
+    count_step,
+    floors,
+    kernel_times,
+    made,
+    shape_of,
+)
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_bytes(bytes(range(256)) * 40)
+    config = new_config(
+        preset="tiny", dim=64, layers=2, heads=2, ffn=96, ctx=32, batch=2, steps=2,
+        device="cpu", backend="torch", compute="fp32", data=[str(path)],
+    )  # fmt: skip
+    texts = open_texts(config.data, None, seed=0, context=32)
+    return config, count_step(Trainer(config, texts))
+
+
+def of_products(work, kind):
+    return sum(
+        2 * times * math.prod(shape_of(func, args))
+        for (where, func, args, _), times in work.products.items()
+        if where == kind
+    )
+
+
+def test_products_and_attention_are_those_that_the_model_says(counted):
+    config, work = counted
+    model, windows = config.model, config.batch
+    attention = 12 * windows * 2 * model.ctx**2 * 64
+    assert of_products(work, PRODUCTS) == windows * step_operations(model) - attention
+    # causal, with seven products for the six of a forward and two backward passes over it
+    causal = attention * 7 / 6 * (model.ctx + 1) / (2 * model.ctx)
+    assert work.operations[ATTENTION] == pytest.approx(causal)
+    assert of_products(work, OF_UPDATE) > 0
+    assert work.bytes[REST] > 0
+
+
+def event(name, begin, length, kind="kernel"):
+    return {"cat": kind, "name": name, "ts": begin, "dur": length}
+
+
+def test_kernels_are_sorted_by_their_package_their_name_and_their_update():
+    work = Work(kernels={"_rms_norm_kernel": NORMS, "_merged_kernel": STEPPING,
+                         "_symmetric_kernel": PRODUCTS})  # fmt: skip
+    events = [
+        event("_rms_norm_kernel", 0, 1),
+        event("nvjet_sm90_tst_128x256", 1, 2),
+        event("void pytorch_flash::flash_bwd_kernel<cutlass>(Params)", 3, 4),
+        event("void at::native::reduce_kernel<512>(int)", 7, 8),
+        event("updates", 20, 40, "gpu_user_annotation"),
+        event("_merged_kernel", 20, 16),
+        event("_symmetric_kernel", 36, 3),
+        event("nvjet_sm90_tst_128x256", 39, 1),
+        event("Memset (Device)", 40, 5, "gpu_memset"),
+        event("not a kernel", 41, 5, "cpu_op"),
+    ]
+    by_kind, by_name = kernel_times(reversed(events), work)
+    assert by_kind == {NORMS: 1, PRODUCTS: 2, ATTENTION: 4, REST: 8, STEPPING: 21, OF_UPDATE: 4}
+    assert by_name[f"{OF_UPDATE}: nvjet_sm90_tst_128x256"] == 1
+
+
+def test_floors_are_products_alone_operations_and_bytes():
+    from arbcli.verify.timing import Roofline
+
+    work = Work()
+    work.bytes.update({NORMS: 4_000_000, ATTENTION: 1_000_000})
+    work.operations.update({ATTENTION: 10**10, OF_UPDATE: 10**9})
+    products = [{"kind": PRODUCTS, "times": 3, "us": 50.0}]
+    found = floors(work, products, Roofline(4e12, 1e15, 5.0))
+    assert found == {
+        PRODUCTS: pytest.approx(0.15), ATTENTION: pytest.approx(0.01), NORMS: pytest.approx(0.001),
+        OF_UPDATE: pytest.approx(0.001), "decoding": 0, STEPPING: 0, REST: 0,
+    }  # fmt: skip
+
+
+def test_argument_is_made_of_its_form():
+    form = ("tensor", (3, 4), (1, 3), torch.bfloat16)
+    again = made(form, torch.device("cpu"))
+    assert (again.shape, again.stride(), again.dtype) == ((3, 4), (1, 3), torch.bfloat16)
+    assert made(False, torch.device("cpu")) is False
