@@ -16,6 +16,7 @@ from arbcli.data import Text, batch
 from arbcli.errors import ArbError
 from arbcli.infer.conversation import Conversation
 from arbcli.model.build import build_model
+from arbcli.plain_text import texts_folder
 from arbcli.run_files import COMPANIONS
 from arbcli.tokens import Tokenizer
 from tests.test_chat_template import CHATML
@@ -123,6 +124,27 @@ def test_questions_and_texts(tmp_path, tokenizer):
     assert has_documents("+text")
     assert has_documents("messages")
     assert not has_documents("text")
+
+
+def test_documents_are_kept_for_all_that_makes_them(tmp_path, tokenizer):
+    """One file of the cache for each field, tokenizer and template, and for its special tokens."""
+    records = [chat("how", "fine") | {"question": "how", "answer": "you are", "text": "I am"}]
+    other = json.loads(tokenizer.content)
+    other["added_tokens"][0]["lstrip"] = True  # does nothing here
+    other = Tokenizer(json.dumps(other).encode(), "other")
+    template = {"source": CHATML, "tokens": SPECIAL}
+    text = Text([written(tmp_path / "chats.jsonl", records)])
+    for reads, field, changed in (
+        (tokenizer, "messages", {}), (tokenizer, "question+answer", {}),
+        (tokenizer, "text+answer", {}), (tokenizer, "+text", {}), (tokenizer, "+answer", {}),
+        (other, "messages", {}), (tokenizer, "messages", {"source": "{# other #}" + CHATML}),
+        (tokenizer, "messages", {"tokens": SPECIAL | {"eos_token": "<|im_start|>"}}),
+    ):  # fmt: skip
+        given = template | changed
+        before = {*texts_folder().glob("*.sha256")}
+        for _ in range(2):
+            Chats(text, field, reads, ChatTemplate(given["source"], "it", given["tokens"]), 64)
+        assert len({*texts_folder().glob("*.sha256")} - before) == 1, (field, changed)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from arbcli import checkpoint as module
 from arbcli.checkpoint import (
     Checkpoint,
     check_layout,
+    keep_best,
     latest_checkpoint,
     load_checkpoint,
     read_json,
@@ -34,7 +36,7 @@ from arbcli.checkpoint import (
     write_json,
 )
 from arbcli.errors import ArbError
-from arbcli.run_files import checkpoints
+from arbcli.run_files import best_checkpoints, checkpoints
 
 
 def example(step: int = 200, size: int = 5, backwards: bool = False) -> Checkpoint:
@@ -540,6 +542,30 @@ def test_latest_falls_back_and_says_why(tmp_path):
         rf"checkpoint `{newest}`: refused: it is truncated: .*; using the one before it", notes[0]
     )
     assert f"`{middle}`" in notes[1]
+
+
+def test_latest_is_of_the_step_that_its_name_says(tmp_path):
+    """A file that was renamed is of another step than a run would go on from."""
+    path, notes = save_checkpoint(tmp_path, example(100)), []
+    shutil.copy(path, path.with_name("step-000300.safetensors"))
+    assert latest_checkpoint(tmp_path, notes.append).step == 100
+    (note,) = notes
+    assert "step-000300.safetensors`: refused: it is of step 100; using the one before" in note
+
+
+def test_best_that_cannot_be_named_leaves_the_one_before(tmp_path, monkeypatch):
+    first, second = (save_checkpoint(tmp_path, example(step)) for step in (100, 200))
+    best, whole = keep_best(first), first.read_bytes()
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(module.os, "link", refuse)
+    monkeypatch.setattr(module, "_copy", refuse)
+    with pytest.raises(ArbError, match="cannot write"):
+        keep_best(second)
+    assert best_checkpoints(tmp_path) == [best]
+    assert best.read_bytes() == whole
 
 
 def test_latest_lists_what_it_refused(tmp_path, saved):

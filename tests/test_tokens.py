@@ -96,6 +96,9 @@ def test_mixture_of_tokens_keeps_its_weights_and_never_mixes_a_window(tmp_path, 
     both = Mixture([(Text([files[0]]), 3.0), (Text([files[1]]), 1.0)])
     mixed = tokenised(both, tokenizer)
     assert len(mixed) == sum(map(len, mixed.texts))
+    second = len(mixed.texts[0])  # where each text begins, and where the first one ends
+    ends = mixed.window_batch([0, second, second - 4, len(mixed) - 4], 4).tolist()
+    assert ["".join(sorted(set(tokenizer.decode(end)))) for end in ends] == ["a", "b", "a", "b"]
     windows = mixed.window_batch(mixed.starts(b"key", 200, 4), 4).tolist()
     kinds = ["".join(sorted(set(tokenizer.decode(window)))) for window in windows]
     assert set(kinds) == {"a", "b"}

@@ -7,15 +7,19 @@ import pytest
 import torch
 from marks import mostly_slow
 
+from arbcli.checkpoint import write_json
 from arbcli.config.presets import preset
 from arbcli.config.site import SCALE_TYPES
 from arbcli.errors import ArbError
 from arbcli.export import gguf
 from arbcli.export.gguf import byte_symbols
 from arbcli.export.gguf_file import GGUFFile
+from arbcli.export.gguf_tokens import _ends
+from arbcli.imports.companions import GENERATION
 from arbcli.imports.dense import known_shape, read, sources
 from arbcli.infer.load import load_model, load_weights
 from arbcli.model.language_model import LanguageModel
+from arbcli.run_files import CONFIG
 
 TEXT = b"def main(self):\n    return 1\n"
 SMALLEST = {"T32": "Q4_0", "T96": "Q4_0", "T64": "Q2_0", "T128": "Q2_0"}
@@ -229,3 +233,12 @@ def test_damaged_file_is_refused(saved, tmp_path):
         path.write_bytes(data)
         with pytest.raises(ArbError, match="refused"):
             GGUFFile(path)
+
+
+def test_ends_of_texts_are_those_that_generation_has(tmp_path):
+    """It says by which tokens an answer ends; what it leaves out the model's own settings say."""
+    of_model = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    write_json(tmp_path / CONFIG, of_model)
+    assert _ends(tmp_path) == {"bos": 1, "eos": 2, "padding": 0}
+    write_json(tmp_path / GENERATION, {"eos_token_id": [7, 2], "bos_token_id": -1})
+    assert _ends(tmp_path) == {"bos": 1, "eos": 7, "padding": 0}

@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from arbcli.imports.rounding import Grid, round_reference, round_vector, round_weights
+from arbcli.config.presets import preset
+from arbcli.imports.rounding import Grid, put, round_reference, round_vector, round_weights
+from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.model.language_model import LanguageModel
+from arbcli.rules import WITH_DIGITS
 
 MOMENT, NIBBLE = Grid(127, 64), Grid(21, 16)
 
@@ -91,3 +95,16 @@ def test_numbers_of_a_vector_keep_the_digits_of_bf16(grid):
     second = round_vector(decoded(*first, 1, grid), grid)
     assert torch.equal(first.z, second.z)
     assert torch.equal(first.v, second.v)
+
+
+@pytest.mark.parametrize("rule", WITH_DIGITS)
+def test_digits_are_those_that_a_step_leaves(rule):
+    """The trit is the sign of z where z is beyond half of what a trit is worth, else 0."""
+    lm = LanguageModel(preset("tiny", dim=64, layers=1, heads=2, ffn=64, digits="all", rule=rule))
+    tensor = max(lm.packed_tensors().values(), key=lambda each: each.num_weights)
+    put(tensor, slice(None), drawn(tensor.out_features, tensor.in_features), False)
+    trits = unpack_trits(tensor.trits, tensor.in_features).int()
+    below, half = tensor.rule.digits(tensor.state)["remainder"][0].int(), tensor.rule.radix // 2
+    z = trits * tensor.rule.radix + below
+    assert torch.equal(trits, z.sign() * (z.abs() > half))
+    assert {half, half + 1} <= set(z.abs().unique().tolist())

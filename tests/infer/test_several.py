@@ -1,5 +1,6 @@
 """Several texts at once: each is what it is alone, whatever the others are."""
 
+from contextlib import suppress
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from unittest import mock
@@ -8,6 +9,7 @@ import pytest
 import torch
 from cells import FEW, each_cell, wide
 
+from arbcli.commands._options import KEPT_IN
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.infer import several
@@ -112,6 +114,23 @@ def test_text_of_every_cell_is_the_same_among_any_others(cell, device):
             torch.testing.assert_close(found[:, index : index + 1], alone, rtol=1e-3, atol=2e-3)
 
 
+@each_cell(quick=FEW)
+def test_state_of_a_text_is_its_part_of_the_state_of_all(cell):
+    """In each form of keys and values, so that no text writes where another reads."""
+    with torch.device("meta"):
+        lm = LanguageModel(wide(cell.model()))
+    for kv in (None, *KEPT_IN):
+        with suppress(ArbError), lm.keeping(kv):  # which the model may not know
+            cache = lm.new_several_cache(3, 20, torch.device("cpu"))
+            for state in (state for track in cache.tracks for state in track.blocks if state):
+                whole = [*state.tensors()]
+                assert whole
+                for text, own in enumerate(state.each):
+                    for part, of_all in zip(own.tensors(), whole, strict=True):
+                        assert part.shape == of_all.shape[1:], kv
+                        assert part.data_ptr() == of_all[text].data_ptr(), kv
+
+
 @pytest.mark.gpu
 @each_cell()
 @pytest.mark.parametrize("kv", [None, "int8"])
@@ -136,13 +155,16 @@ def test_text_of_every_cell_is_the_same_among_any_others_on_a_gpu(cell, kv):
 
 
 def test_tokens_are_made_among_others(device):
-    """Of a vocabulary of more symbols than a byte has; a token is written as its two bytes."""
+    """Of a vocabulary of more symbols than a byte has; a token is written as its two bytes.
+
+    Before a prompt are tokens that no byte of it stands for, which need room, too.
+    """
     config = preset("tiny", dim=32, layers=1, heads=2, ffn=48, ctx=16)
     with torch.device(device):
         lm = LanguageModel(replace(config, vocabulary=700), torch.float32)
     lm.initialise(0)
     lm.tokenizer = SimpleNamespace(
-        beginning=(),
+        beginning=(5, 7, 5),
         encode=lambda text: [3 * each for each in text],
         decoded=lambda _, parts: (each.to_bytes(2, "big") for part in parts for each in part),
     )
@@ -152,7 +174,7 @@ def test_tokens_are_made_among_others(device):
     assert max(int.from_bytes(text[:2], "big") for text in made) > 255
     for each, text in zip(REQUESTS, made, strict=True):
         decoder = Decoder(lm, 60, each.sampling, stream=each.stream)
-        decoder.read(lm.tokenizer.encode(each.prompt))
+        decoder.read([*lm.tokenizer.beginning, *lm.tokenizer.encode(each.prompt)])
         alone = b"".join(lm.tokenizer.decoded([], decoder.stream(each.length)))
         assert alone[:2] == text[:2]
 

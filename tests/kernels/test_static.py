@@ -435,3 +435,75 @@ def test_only_first_axes_of_grids_may_be_long():
             found |= {ast.unparse(axis) for each in tuples for axis in each.elts[1:]}
     assert found - SECOND == set()
     assert len(found) > 20
+
+
+def test_rings_are_counted_in_64_bits():
+    """Those of 64 texts may have more than 2**31 numbers, where all else of a step is small."""
+    found = set()
+    for file in (file for file in FILES if file.stem in OF_A_STEP):
+        kernels = kernels_in(file)
+        given = narrow_arguments(kernels)
+        for kernel in kernels:
+            found |= narrow_addresses(kernel, given[kernel.name])
+    assert len(found) > 20
+    assert {product for product in found if re.search(r"\b[WE]\b", product)} == set()
+
+
+def test_kernels_that_overlap_wait():
+    """Themselves, or in a function that they tell so."""
+    waits = 0
+    for file in FILES:
+        for kernel in kernels_in(file):
+            if "OVERLAP" not in {argument.arg for argument in kernel.args.args}:
+                continue
+            calls = (node for node in ast.walk(kernel) if isinstance(node, ast.Call))
+            told = any(ast.unparse(arg) == "OVERLAP" for call in calls for arg in call.args)
+            used = kernel.name == "wait_for_last"
+            assert told or used, f"{file.stem}: {kernel.name}"
+            waits += told
+    assert waits > 15
+
+
+UNDEFINED = {"rotary_norm: _rotary_norm_backward_kernel": 2, "decode_weight: _decode_blocks": 1}
+"""Loads whose masked elements are stored nowhere and enter no sum."""
+
+
+def test_what_is_masked_has_a_value():
+    """In the interpreter it is 0, on a GPU whatever a register has."""
+    found = Counter[str]()
+    for file in FILES:
+        for kernel in kernels_in(file):
+            for call in (node for node in ast.walk(kernel) if isinstance(node, ast.Call)):
+                given = {key.arg for key in call.keywords}
+                if ast.unparse(call.func) == "tl.load" and "mask" in given and "other" not in given:
+                    found[f"{file.stem}: {kernel.name}"] += 1
+    assert found == UNDEFINED
+
+
+LOADS = re.compile("LOAD|_load_ptx|read_ptx")
+"""Names of PTX that loads from memory, and of functions that write some."""
+PURE = {"load_int", "_load_eight"}
+"""Functions that load weights in PTX, or x in a kernel that waits for none: nothing of both is
+written meanwhile, so that a compiler may move what they do."""
+
+
+def test_a_load_in_ptx_of_what_was_written_is_not_moved_before_the_wait_for_it():
+    found = {}
+    for file in FILES:
+        for kernel in kernels_in(file):
+            nodes = [*ast.walk(kernel)]
+            codes = {
+                ast.unparse(node.target): ast.unparse(node.value)
+                for node in nodes
+                if isinstance(node, ast.AnnAssign) and node.value
+            }
+            for call in (node for node in nodes if isinstance(node, ast.Call)):
+                if ast.unparse(call.func) != "tl.inline_asm_elementwise":
+                    continue
+                code = ast.unparse(call.args[0])
+                if LOADS.search(code) or LOADS.search(codes.get(code, "")):
+                    (pure,) = (key.value for key in call.keywords if key.arg == "is_pure")
+                    found[kernel.name] = ast.unparse(pure)
+    assert {name for name, pure in found.items() if pure == "True"} == PURE
+    assert found["load_eight_over"] == "not WRITTEN"
+    assert len(found) > len(PURE) + 1

@@ -77,3 +77,20 @@ def test_programs_that_have_several_blocks(spec, device, monkeypatch):
             got = as_tuple(spec.triton(*copies(inputs)))
         for result, expected in zip(got, wanted, strict=True):
             assert compare(spec, case.label, result, expected).passed, case.label
+
+
+def test_tiles_of_a_text_do_not_depend_on_how_many_there_are(device, monkeypatch):
+    """With few programs a head has fewer of them the more heads there are."""
+    monkeypatch.setattr(module, "PROGRAMS", 8)
+    qkv, keys, values, _, cos, sin, semaphores = inputs(device, window=200)
+    found = []
+    for texts in (2, 7):
+        several = [
+            torch.stack([part * (1 + text) for text in range(texts)])
+            for part in (qkv, keys, values)
+        ]
+        position = torch.full((texts,), 180, dtype=torch.int32, device=device)
+        with use_backend(BACKENDS[1]):
+            y = decode_attention(*several, position, cos, sin, semaphores.repeat(texts, 1), 1e-6)
+        found.append(y[:2])
+    assert torch.equal(*found)

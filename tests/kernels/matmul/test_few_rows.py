@@ -63,3 +63,10 @@ def test_rows_are_read_16_bytes_at_a_time_where_they_begin_at_multiples_of_16(co
     assert torch.equal(found[:, : x.shape[1]], x)
     assert found.stride(1) == 1
     assert found.stride(0) * found.itemsize % 16 == found.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize(("stride", "start"), [(8, 0), (8, 4), (8, 1), (8, 2), (6, 0), (7, 0)])
+def test_digits_are_read_by_words_where_they_begin_at_multiples_of_4(stride, start):
+    digits = torch.zeros(64, dtype=torch.int8)[start:].as_strided((3, 5), (stride, 1))
+    assert module._in_words(digits) == (stride % 4 == 0 and start % 4 == 0)
+    assert not module._in_words(torch.zeros(8, 8, dtype=torch.int8).T)

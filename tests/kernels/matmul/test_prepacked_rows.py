@@ -8,6 +8,7 @@ from marks import mostly_slow
 
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.matmul import digits_matmul as digits
 from arbcli.kernels.matmul import prepacked_rows as module
 from arbcli.kernels.matmul.digits_matmul import (
     DIGITS_MATMUL,
@@ -213,3 +214,11 @@ def test_order_of_sums_is_of_the_matrix_alone(processors):
                 _tiling(rows, tiles, blocks, processors) for rows in range(1, MOST_TEXTS + 1)
             ]
             assert len({(tiling.warps, tiling.steps) for tiling in tilings}) == 1
+
+
+def test_few_rows_of_all_digits_are_cut_as_one_is():
+    """So that each has the bits that it has by itself."""
+    for tiles in (1, 132, 133, 900):
+        for planes in (1, 31, 32, 63, 64, 127, 128, 129, 400):
+            found = {digits._tiling(r, tiles, planes, 132) for r in range(1, digits.ROWS_ALIKE + 1)}
+            assert len(found) == 1, (tiles, planes)

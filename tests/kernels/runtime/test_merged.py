@@ -51,6 +51,9 @@ def test_tables_of_captured_launches_have_a_room_of_their_own(device):
     assert (first.tolist(), second.tolist()) == ([3, 4], [5, 6, 7])
     assert tables.brought == 8
     assert tables.bring([9], device).data_ptr() != room.data_ptr()
+    with tables.captured(2, device) as again:  # of a step that is captured anew
+        third = tables.bring([10, 11], device)
+    assert (first.tolist(), third.tolist(), again.tolist()) == ([3, 4], [10, 11], [10, 11])
 
 
 @needs_triton
