@@ -82,9 +82,8 @@ class MediaLosses:
         offsets = torch.arange(1, losses.shape[1] + 1, device=losses.device)
         places = torch.tensor(starts, device=losses.device)[:, None] + offsets
         interval = torch.bucketize(places[is_counted], self._edges, right=True)
-        self._sums += torch.bincount(
-            interval, weights=losses[is_counted].double(), minlength=len(self._sums)
-        )
+        # in a fixed order, as `bincount` is not on a GPU
+        self._sums.index_add_(0, interval, losses[is_counted].double())
 
     def report(self) -> tuple[KindLoss, ...]:
         """Return the loss by kind, in the order text, sound, picture; empty for text alone."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from arbcli.data import Text, open_text
+from arbcli.device import deterministic
 from arbcli.errors import ArbError
 from arbcli.infer.media import MediaLosses
 from arbcli.media import pictures, sound
@@ -210,7 +211,7 @@ def test_header_cannot_be_part_of_utf8_and_is_short():
 
 
 @pytest.mark.parametrize("cuts", [(), (100,), (13, 60, 333)])
-def test_losses_are_summed_by_what_the_bytes_are(cuts, tmp_path):
+def test_losses_are_summed_by_what_the_bytes_are(cuts, tmp_path, device):
     """Every byte costs a number of its own, and the text is in several pieces of a file."""
     samples, pixels = tone(50, 2), gradient(4, 5)
     parts = [
@@ -228,13 +229,15 @@ def test_losses_are_summed_by_what_the_bytes_are(cuts, tmp_path):
     # every second piece is left out, so that sounds begin before and end after theirs
     text = Text.of_parts(pieces[1::2] or pieces)
     costs = torch.rand(len(text), generator=torch.Generator().manual_seed(0)).double()
-    losses = MediaLosses(text, torch.device("cpu"))
+    losses = MediaLosses(text, device)
     width = 7
     for start in range(0, len(text) - 1, width):
         taken = costs[start + 1 : start + 1 + width]
         row = torch.zeros(1, width, dtype=torch.float64)
         row[0, : len(taken)] = taken
-        losses.add([start], row, torch.arange(width)[None] < len(taken))
+        is_counted = torch.arange(width)[None] < len(taken)
+        with deterministic():
+            losses.add([start], row.to(device), is_counted.to(device))
     costs[0] = math.log(256)
     kinds = [kind for part, kind in zip(parts, "tstpt", strict=True) for _ in part]
     places = [i for _, start, stop in text.pieces for i in range(start, stop)]
