@@ -498,20 +498,44 @@ def _gib(size: float | None) -> str:
 
 
 def tuning(runs: Runs) -> str:
-    """List what a model of code learns of novels, and what it forgets."""
-    return _tuning([row for row in rows_of(runs) if row["part"] != "low"], runs)
-
-
-def _tuning(rows: list[Row], runs: Runs) -> str:
+    """List each way of tuning at its best rate: losses, bytes and speed."""
+    tuned = [row for row in rows_of(runs) if row["part"] != "speed"]
     lines = []
-    kinds = [*dict.fromkeys(row["kind"] for row in rows)]
-    pairs = {(row["kind"], row["lr"]) for row in rows}
-    for kind, lr in sorted(pairs, key=lambda pair: (kinds.index(pair[0]), pair[1])):
-        some = [row for row in rows if (row["kind"], row["lr"]) == (kind, lr)]
-        some.sort(key=lambda row: row["seed"])
-        losses = [", ".join(f"{row[name]:.4f}" for row in some) for name in ("new", "old")]
-        lines.append([kind, f"{lr:g}", *losses, f"{some[0]['state_bytes'] / 1e6:.1f}"])
-    return markdown(["kind", "rate", "new text", "old text", "state, MB"], lines) + source(runs)
+    for kind in dict.fromkeys(row["kind"] for row in tuned):
+        first = [row for row in tuned if (row["kind"], row["seed"]) == (kind, 0)]
+        best = min(first, key=lambda row: row["new"])
+        speed = row_of(runs, part="speed", kind=kind)
+        lines.append(
+            [
+                kind,
+                f"{best['lr']:g}",
+                *_seeds(tuned, kind=kind, lr=best["lr"]),
+                f"{best['state_bytes'] / 1e6:.1f}",
+                f"{speed['peak_bytes'] / 1e9:.2f}" if speed else "",
+                _number(speed["bytes_per_second"]) if speed else "",
+            ]
+        )
+    head = ["way", "best rate", "new text", "old text", "state, MB", "peak, GB", "bytes/s"]
+    return markdown(head, lines) + source(runs)
+
+
+def tuning_rates(runs: Runs) -> str:
+    """List what a model of code learns of novels, and what it forgets, by rate."""
+    tuned = [row for row in rows_of(runs) if row["part"] != "speed"]
+    kinds = [*dict.fromkeys(row["kind"] for row in tuned)]
+    pairs = {(row["kind"], row["lr"]) for row in tuned}
+    lines = [
+        [kind, f"{lr:g}", *_seeds(tuned, kind=kind, lr=lr)]
+        for kind, lr in sorted(pairs, key=lambda pair: (kinds.index(pair[0]), pair[1]))
+    ]
+    return markdown(["way", "rate", "new text", "old text"], lines) + source(runs)
+
+
+def _seeds(rows: list[Row], **fields: Any) -> list[str]:
+    """List new and old losses of all seeds."""
+    some = [row for row in rows if all(row[name] == value for name, value in fields.items())]
+    some.sort(key=lambda row: row["seed"])
+    return [", ".join(f"{row[name]:.4f}" for row in some) for name in ("new", "old")]
 
 
 def bits_of_many(runs: Runs) -> str:
@@ -939,6 +963,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "imports": ("imports", imports),
     "large-tuning": ("large_tuning", large_tuning),
     "tuning": ("tuning", tuning),
+    "tuning-rates": ("tuning", tuning_rates),
     "several-texts": ("several_texts", several),
     "kv-cache": ("kv_cache", caches),
     "hnet": ("hnet", chunked),

@@ -212,27 +212,26 @@ def test_a_tensor_more_that_a_block_keeps_is_predicted(monkeypatch):
 
 
 MEASURED = {
-    ("tiny", 16, False, False): (105_620_992, 127_926_272),
-    ("tiny", 16, True, False): (172_730_880, 199_229_440),
-    ("small", 32, False, False): (596_594_688, 677_380_096),
-    ("small", 32, True, False): (663_704_576, 713_031_680),
-    ("small", 32, True, True): (335_691_776, 362_807_296),
-    ("arb-tiny", 16, True, False): (340_801_024, 371_195_904),
-    ("base", 16, True, False): (4_073_583_616, 4_397_727_744),
-    ("base", 16, True, True): (1_186_056_192, 1_415_577_600),
+    ("tiny", 16, False, False): (102_861_824, 109_051_904),
+    ("tiny", 16, True, False): (169_989_120, 180_355_072),
+    ("small", 32, False, False): (563_751_424, 633_339_904),
+    ("small", 32, True, False): (630_887_424, 704_643_072),
+    ("small", 32, True, True): (302_883_328, 360_710_144),
+    ("arb-tiny", 16, True, False): (329_653_248, 360_710_144),
+    ("base", 16, True, False): (3_940_182_016, 4_336_910_336),
+    ("base", 16, True, True): (1_052_279_808, 1_358_954_496),
     ("1b", 8, False, False): (22_319_234_048, 23_785_897_984),
     ("1b", 8, True, False): (22_386_343_936, 23_825_743_872),
     ("1b", 8, True, True): (6_107_177_984, 6_947_864_576),
     ("arb-3b", 1, True, False): (4_484_716_032, 4_735_369_216),
     ("arb-3b", 24, True, True): (5_079_321_600, 5_916_065_792),
 }
-"""The most that was allocated and reserved on an H200 with torch 2.11, by preset, batch, whether
-steps were captured, and whether blocks were computed again.
+"""The most that was allocated and reserved with torch 2.11, by preset, batch, whether steps were
+captured, and whether blocks were computed again.
 
-Measured before the gradient of a gated MLP's middle took the place of what it is of, which saves up
-to 11 %, before gradients of small matrices were held, before attention went back by a kernel of
-our own, which saves `tiny` up to 13 % of what is reserved, and before moments were cast in stacks,
-which by the prediction saves it 5 %: to be measured again.
+On an H100 at `df1b92c6`. Those of `1b` and `arb-3b` are of an H200, before the gradient of a gated
+MLP's middle took the place of what it is of, which saves up to 11 %, and before gradients of small
+matrices were held: to be measured again.
 """
 
 
@@ -243,14 +242,14 @@ QUICK_MEASURED = (("tiny", False, False),)
     ("name", "batch", "captured", "recompute"),
     mostly_slow(MEASURED, lambda name, _, *how: (name, *how) in QUICK_MEASURED),
 )
-def test_predicted_peak_is_no_more_than_an_h200_held_before(name, batch, captured, recompute):
+def test_predicted_peak_is_no_more_than_a_gpu_held_before(name, batch, captured, recompute):
     config = TrainConfig(
         model=preset(name), batch=batch, recompute=recompute, device="cuda", backend="triton"
     )
     peak = predict_peak(config, captured=captured)
     allocated, reserved = MEASURED[name, batch, captured, recompute]
     assert -0.12 <= peak.peak_bytes / allocated - 1 <= 0.004
-    assert -0.15 <= peak.reserved_bytes / reserved - 1 <= 0.035
+    assert -0.14 <= peak.reserved_bytes / reserved - 1 <= 0.035
     assert peak.evaluated_bytes >= peak.reserved_bytes
 
 

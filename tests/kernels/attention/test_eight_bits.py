@@ -10,7 +10,10 @@ from arbcli.kernels.attention.eight_bits import (
     quantise_entries,
     round_entries,
 )
+from arbcli.kernels.dice import Dice
+from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.kernels import compare, copies
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
 
@@ -28,6 +31,25 @@ def test_every_code_is_read_back_exactly(stored):
         x = codes * 2.0**exponent
         for dtype in (torch.float32, torch.bfloat16):
             assert torch.equal(round_entries(x.to(dtype), stored).float(), x)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs no interpreter")
+def test_kernel_keeps_a_number_just_below_a_power_of_two_within_a_byte():
+    """It rounds to 128, and no random case has any."""
+    spec = BY_NAME["append_position_8bit"]
+    drawn = spec.drawn(Dice(0, torch.device("cpu"), torch.float32), 32, 5, 7, 37)
+    inputs = dict(zip(spec.arguments, drawn, strict=False))  # the last are a pair
+    assert inputs["recent"].dtype == torch.int8
+    for name, value in (("new", 1), ("cos", 1), ("sin", 0)):
+        inputs[name] = torch.full_like(inputs[name], value)
+    inputs["eps"] = 1 / 0.998**2 - 1
+    given = *inputs.values(), *drawn[len(inputs) :]
+    wanted = spec.reference(*copies(given))
+    with use_backend("interpreter"):
+        got = spec.run("interpreter")(*copies(given))
+    assert any((part == 127 / 128).any() for part in wanted)
+    for one, other in zip(got, wanted, strict=True):
+        assert compare(spec, "edge", one, other).passed
 
 
 @pytest.mark.parametrize(("name", "bound"), [("fp8", 2**-4), ("int8", 2**-7)])
