@@ -83,3 +83,14 @@ def test_token_of_many_is_the_one_of_the_reference(kind, how, device):
     choose_byte_(*got, *how)
     assert torch.equal(got[0].cpu(), wanted[0])
     assert torch.equal(got[1].cpu(), wanted[1])
+
+
+def test_token_that_crosses_the_share_is_among_those_of_many_that_are_kept(device):
+    """Of shares 0.4, 0.4 and 0.2 a half is the first two."""
+    logits = torch.full((1000,), -torch.inf, device=device)
+    logits[torch.tensor([900, 7, 500])] = torch.tensor([0.4, 0.4, 0.2], device=device).log()
+    key, byte = (torch.zeros(1, dtype=kind, device=device) for kind in (torch.int32, torch.int64))
+    text = torch.zeros(60, dtype=torch.int32, device=device)
+    for place in torch.arange(len(text), dtype=torch.int32, device=device):
+        choose_byte_(byte, text, logits, place, key[0], 1.0, 1000, 0.5)
+    assert set(text.tolist()) == {7, 900}
