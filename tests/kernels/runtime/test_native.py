@@ -264,7 +264,7 @@ def test_nothing_is_done_without_memory():
         ("rms_norm_backward", "- xhat[k] * mean", "+ xhat[k] * mean"),
         ("gated_rms_norm_backward", "(x[k] - silu + 1.0f)", "(x[k] + silu + 1.0f)"),
         ("rotary_norm_backward", "turn(grad, cos, sin, -1.0f", "turn(grad, cos, sin, 1.0f"),
-        ("row_matmul", "= (words){0} - x->totals", "= (words){0} + x->totals"),
+        ("row_matmul", "[half] - x->totals[plane + i]", "[half] + x->totals[plane + i]"),
         ("prepacked_rows", "(268 - exponent) << 23", "(267 - exponent) << 23"),
         (
             "digits_matmul",
