@@ -19,6 +19,9 @@ import torch
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
+if hasattr(signal, "SIGHUP"):  # ignored under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 # triton reads this when a kernel is defined, so it is set before any import of one
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -71,7 +71,7 @@ def test_last_entry_that_a_tile_of_groups_sees_is_scored(first, device, monkeypa
     groups, entries = 19, 40
     q, w = torch.ones(1, groups, 1, 4, device=device), torch.ones(1, groups, 1, device=device)
     k = torch.arange(1.0, entries + 1, device=device)[None, :, None].expand(1, -1, 4).contiguous()
-    # what is not written is no score
+    # what is not written has no score
     empty = partial(torch.full, fill_value=-2)
     monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(size, **how))
     with use_backend("triton" if device.type == "cuda" else "interpreter"):
