@@ -63,9 +63,12 @@ def test_one_bad_element_shows_in_the_sum(backend, bad, device):
 
 @pytest.mark.skipif(not native.available(), reason=native.why_not())
 def test_columns_are_the_same_by_any_number_of_threads():
-    """No part of their sums is two threads'; 16 rows lie beyond the last whole part."""
-    grad = torch.randint(-3, 4, (400, 200), generator=torch.Generator().manual_seed(0)).float()
-    packed, before, found = matrix(400, 200, 32, "cpu"), torch.get_num_threads(), []
+    """No part of their sums is two threads'; 16 rows lie beyond the last whole part.
+
+    Rows are so many that all threads have begun when the first ends.
+    """
+    grad = torch.randint(-3, 4, (4048, 200), generator=torch.Generator().manual_seed(0)).float()
+    packed, before, found = matrix(4048, 200, 32, "cpu"), torch.get_num_threads(), []
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
