@@ -40,7 +40,7 @@ class FloatSteps:
         device = model.embedding.device
         self.lr = torch.tensor(lr, device=device)
         self.by_step = torch.ones(2, device=device)
-        """What a step needs to know of its number."""
+        """Bias corrections of Adam's two moments at this step, (2,) float32."""
 
     def next_step(self) -> None:
         """Begin a step."""

@@ -13,8 +13,6 @@ independent random bits (`random`), by low-discrepancy bits (`turned`), to the n
 `nibble` and `moment factored` are the product, and AdamW is the float twin.
 """
 
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,15 +30,13 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.train import trainer as training
 from arbcli.train.float_optimizer import orthogonalise
 from benchmarks.tuning import (
-    PRETRAINED_STEPS,
     RULES,
     Job,
     both_losses,
     do_some,
-    import_for,
     keep,
     options,
-    pretrain,
+    prepared_folder,
     run_all,
     tune,
     tuned_twin,
@@ -199,13 +195,8 @@ def main() -> None:
     if given.some:
         do_some(given.some, Run, lambda run: tune_low(run, given.texts, given.folder, given.device))
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = given.folder or Path(temporary, "qwen3-of-bytes")
-        if not folder.exists():
-            pretrain(given.texts, folder, given.steps or PRETRAINED_STEPS, given.device)
-        kinds = [kind for kind in RULES if kind in RUNS and kind in (given.kinds or (kind,))]
-        with ThreadPoolExecutor(len(RULES)) as pool:
-            list(pool.map(lambda kind: import_for(folder, kind), kinds))
+    kinds = [kind for kind in RULES if kind in RUNS and kind in (given.kinds or (kind,))]
+    with prepared_folder(given, kinds) as folder:
         twin = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
         begun = asdict(Run(kind="begun", rounding="none", lr=0.0, steps=0))
         losses = both_losses(twin.to(given.device).loss, given.texts, given.device)

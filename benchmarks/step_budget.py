@@ -61,7 +61,7 @@ PACKAGES = {
     "matmul": PRODUCTS,
     "update": STEPPING,
 }
-"""What our kernels do, by their package in `arbcli.kernels`."""
+"""Kinds of our kernels, by their package in `arbcli.kernels`."""
 MODULES = {
     "quantise_rows": DECODING,
     "round_nvfp4": DECODING,
@@ -70,7 +70,7 @@ MODULES = {
 }
 """The same by module, where its package says something else."""
 LIBRARIES = {ATTENTION: r"attention|flash|fmha|sdpa", PRODUCTS: r"gemm|nvjet|cutlass|cublas|splitk"}
-"""What other kernels do, by their names; the first that fits."""
+"""Patterns of the names of other kernels, by kind; the first that matches counts."""
 MULTIPLIED = {
     "mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1, "_scaled_grouped_mm": 0,
 }  # fmt: skip
@@ -169,7 +169,7 @@ OPERATIONS: dict[str, Callable[..., int]] = {
     "_grouped_grad_w_kernel": of_grouped,
     "_compressed_attention_kernel": of_compressed,
 }
-"""What counts the operations of a kernel of ours, of its arguments."""
+"""Functions that count the operations of our kernels from their arguments."""
 
 
 def of_library_attention(name: str, given: dict[str, Any]) -> int:

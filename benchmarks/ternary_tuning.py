@@ -10,7 +10,6 @@ import, and no training.
 """
 
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,13 @@ from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 from benchmarks.float_qwen import Shape
 from benchmarks.tuning import (
-    PRETRAINED_STEPS,
     WARMUP,
     both_losses,
     do_some,
-    import_for,
     imported,
     keep,
     options,
-    pretrain,
+    prepared_folder,
     run_all,
     score,
     tuned_twin,
@@ -122,13 +119,7 @@ def main() -> None:
     if given.some:
         do_some(given.some, Way, lambda way: go(way, given.texts, given.folder, given.device))
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = given.folder or Path(temporary, "qwen3-of-bytes")
-        if not folder.exists():
-            steps = given.steps or PRETRAINED_STEPS
-            pretrain(given.texts, folder, steps, given.device, TRAINED_ON, HELD_OUT, SHAPE, BATCH)
-        with ThreadPoolExecutor(len(RULES)) as pool:
-            list(pool.map(lambda rule: import_for(folder, rule), RULES))
+    with prepared_folder(given, RULES, TRAINED_ON, HELD_OUT, SHAPE, BATCH) as folder:
         for rule in RULES:
             for row in begin(given.texts, folder, rule, given.device):
                 keep("ternary_tuning", row, given)

@@ -60,7 +60,7 @@ GROUPS = {
         ("AdamW, no sub-norms", "Muon, no sub-norms"),
     ),
 }
-"""What is in memory together, by preset: of `1b` up to 115 GB of the GPU's 139."""
+"""Kinds that are in memory together, by preset; those of `1b` take 115 of the GPU's 139 GB."""
 ROUNDS = 5
 ROUND_SECONDS = 0.3
 FEWEST_STEPS, MOST_STEPS = 3, 300

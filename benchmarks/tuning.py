@@ -20,9 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -360,6 +360,27 @@ def options(benchmark: str, summary: str) -> argparse.ArgumentParser:
     return parser
 
 
+@contextmanager
+def prepared_folder(given: argparse.Namespace, kinds: Iterable[str], *what: Any) -> Iterator[Path]:
+    """Train the float model if it is not there, and import it for some kinds.
+
+    Args:
+        given: as `options` parses it; a folder that it does not name is removed at the end.
+        kinds: of `RULES`.
+        what: arguments of `pretrain` after the device.
+
+    Yields:
+        the folder of the float model.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.folder or Path(temporary, "qwen3-of-bytes")
+        if not folder.exists():
+            pretrain(given.texts, folder, given.steps or PRETRAINED_STEPS, given.device, *what)
+        with ThreadPoolExecutor(len(RULES)) as pool:
+            list(pool.map(lambda kind: import_for(folder, kind), kinds))
+        yield folder
+
+
 def run_all(benchmark: str, jobs: Iterable[Any], folder: Path, given: argparse.Namespace) -> None:
     """Do the jobs, those of a kind in a process of their own; print and save rows as they come.
 
@@ -430,12 +451,7 @@ def main() -> None:
     if given.measure:
         print(json.dumps(measure(given.measure, given.texts, given.folder, given.device)))
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = given.folder or Path(temporary, "qwen3-of-bytes")
-        if not folder.exists():
-            pretrain(given.texts, folder, given.steps or PRETRAINED_STEPS, given.device)
-        with ThreadPoolExecutor(len(RULES)) as pool:
-            list(pool.map(lambda kind: import_for(folder, kind), RULES))
+    with prepared_folder(given, RULES) as folder:
         for kind in RULES:
             row = {"part": "begun", "kind": kind, "lr": 0.0, "seed": 0, "steps": 0, "seconds": 0.0}
             found = score(imported(folder, kind), given.texts, given.device)

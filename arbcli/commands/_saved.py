@@ -1,4 +1,4 @@
-"""What a saved model is, before torch is imported to load it."""
+"""Read the configuration of a saved model without importing torch."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is asked of a model that its configuration alone refuses; no torch, so that it is early."""
+"""Check options against the configuration of a model, without importing torch."""
 
 from arbcli.config.model import ModelConfig
 from arbcli.errors import ArbError

@@ -230,7 +230,7 @@ MEASURED = {
 captured, and whether blocks were computed again.
 
 On an H100 at `df1b92c6`. Those of `1b` and `arb-3b` are of an H200, before the gradient of a gated
-MLP's middle took the place of what it is of, which saves up to 11 %, and before gradients of small
+MLP's middle overwrote that middle, which saves up to 11 %, and before gradients of small
 matrices were held: to be measured again.
 """
 
