@@ -1,16 +1,19 @@
 """Search for the best combination of parts: equal training time, by successive halving.
 
     python -m benchmarks.search --text NAME --data TRAIN --val VAL [--ctx N] [--seconds S]...
-                                [--kind KIND]... [--best N] [--seed N]...
+                                [--kind KIND]... [--best N] [--seed N]... [--times FILE]
 
 Every kind, of `KINDS` or those named, trains for the first number of seconds; the best, `--best` of
-them or a quarter, train again, anew, for the next number. Each is timed for some steps first, and
-then has as many steps as fit; compiling and timing are not counted. A GPU is one process's: two
-would share its time.
+them or a quarter, train again, anew, for the next number. Each has as many steps as fit the time of
+one that was timed before; compiling and timing are not counted. `--times FILE` holds these times:
+what it lacks is timed and added, which needs a GPU without other processes, and trainings by times
+that it has may share one. With 0 seconds kinds are only timed.
 """
 
+import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
@@ -102,14 +105,22 @@ KINDS: dict[str, Any] = {
     "every 12": lambda: chunked(length=12),
     "every 12, Mamba outside": lambda: chunked(length=12, outer=MambaConfig(heads=8)),
     "every 16": lambda: chunked(length=16),
+    "every 24": lambda: chunked(length=24),
+    "every 32": lambda: chunked(length=32),
+    "every 16, three outer blocks": lambda: chunked(length=16, outer_layers=3),
+    "every 16, one outer block": lambda: chunked(length=16, outer_layers=1),
+    "every 16, Mamba outside": lambda: chunked(length=16, outer=MambaConfig(heads=8)),
+    "every 16, compressed": lambda: chunked(length=16, mixer=COMPRESSED),
     "dense": lambda: preset("base"),
     "compressed": lambda: preset("arb-long"),
+    "compressed, gains of keys": lambda: preset("arb-long", key_gain=True),
     "every 8, compressed": lambda: chunked(length=8, mixer=COMPRESSED),
     "learned 8": lambda: chunked(length=8, boundaries="learned"),
     "small, dense": lambda: preset("small"),
     "small, every 4": lambda: small(4),
     "small, every 8": lambda: small(8),
     "small, every 16": lambda: small(16),
+    "small, every 32": lambda: small(32),
     "small, learned 4": lambda: small(4, boundaries="learned"),
     "small, every 4, Mamba outside": lambda: small(4, outer_blocks="mamba"),
     "small, every 8, Mamba outside": lambda: small(8, outer_blocks="mamba"),
@@ -117,8 +128,14 @@ KINDS: dict[str, Any] = {
 """Models of about 85 million weights a byte, and small ones of 11 million."""
 
 
-def measure(kind: str, ctx: int, digits: str, seconds: float, seed: int, text: dict) -> dict:
-    """Train once: what a row holds but for the name of the text."""
+def measure(
+    kind: str, ctx: int, digits: str, seconds: float, seed: int, text: dict, times: dict
+) -> dict:
+    """Train once: what a row holds but for the name of the text; nothing if there are no seconds.
+
+    Args:
+        times: milliseconds of a step by context, digits and kind; what is lacking is added.
+    """
     empty()
     model = replace(KINDS[kind](), ctx=ctx)
     given = {"batch": POSITIONS // ctx, "seed": seed, "digits": digits, **text}
@@ -128,18 +145,22 @@ def measure(kind: str, ctx: int, digits: str, seconds: float, seed: int, text: d
         texts = open_texts(config.data, config.val, seed=0, context=ctx)
         return Trainer(config, texts, capture=True)
 
-    trainer = prepare(10_000)
-    weights = trainer.num_weights
-    run_steps(trainer, EAGER_STEPS + 2)
-    steps = max(1, int(seconds / run_steps(trainer, TIMED)))
-    del trainer
-    empty()
+    place = f"{ctx}, {digits}, {kind}"
+    if place not in times:
+        trainer = prepare(10_000)
+        run_steps(trainer, EAGER_STEPS + 2)
+        times[place] = round(1e3 * run_steps(trainer, TIMED), 3)
+        del trainer
+        empty()
+    if not seconds:
+        return {}
+    steps = max(1, int(1e3 * seconds / times[place]))
     trainer = prepare(steps)
     run_steps(trainer, steps)
     return {
         "kind": kind,
         "digits": digits,
-        "weights": weights,
+        "weights": trainer.num_weights,
         "seconds": seconds,
         "seed": seed,
         "steps": steps,
@@ -159,9 +180,11 @@ def main() -> None:
     parser.add_argument("--digits", default="all", choices=DIGITS, help="[default: all]")
     parser.add_argument("--seconds", type=float, action="append", help="[default: 9, 36]")
     parser.add_argument("--seed", type=int, action="append", help="[default: 0]")
+    parser.add_argument("--times", type=Path, help="milliseconds of a step by kind, as JSON")
     given = parser.parse_args()
     text = {"data": [given.data], "val": [given.val]}
     kinds = given.kind or list(KINDS)
+    times = json.loads(given.times.read_text()) if given.times and given.times.exists() else {}
     for seconds in given.seconds or (9.0, 36.0):
         found = {}
         for kind in kinds:
@@ -169,12 +192,17 @@ def main() -> None:
                 started = time.perf_counter()
                 try:
                     with deterministic():
-                        row = measure(kind, given.ctx, given.digits, seconds, seed, text)
+                        row = measure(kind, given.ctx, given.digits, seconds, seed, text, times)
                 except ArbError as error:
                     print(kind, "cannot be:", error, flush=True)
                     continue
-                row = {"text": given.text, "ctx": given.ctx, **row}
+                if given.times:
+                    given.times.write_text(json.dumps(times, indent=1))
                 took = time.perf_counter() - started
+                if not row:
+                    print(kind, "is timed,", f"took {took:.0f} s", flush=True)
+                    continue
+                row = {"text": given.text, "ctx": given.ctx, **row}
                 print(*(f"{k} {v}," for k, v in row.items()), f"took {took:.0f} s", flush=True)
                 command = f"python -m benchmarks.search --text {given.text}"
                 results.save("search", [row], command=command, folder=given.out)
