@@ -2,17 +2,24 @@
 
     python -m benchmarks.search --text NAME --data TRAIN --val VAL [--ctx N] [--seconds S]...
                                 [--kind KIND]... [--best N] [--seed N]... [--times FILE]
+                                [--rival KIND --final-val VAL]
 
 Every kind, of `KINDS` or those named, trains for the first number of seconds; the best, `--best` of
 them or a quarter, train again, anew, for the next number. Each has as many steps as fit the time of
 one that was timed before; compiling and timing are not counted. `--times FILE` holds these times:
 what it lacks is timed and added, which needs a GPU without other processes, and trainings by times
 that it has may share one. With 0 seconds kinds are only timed.
+
+`--rival KIND --final-val VAL` compares the best one with another: both train for the last number of
+seconds on seeds 1 to 3, and are judged on a text that chose nothing.
 """
 
+import argparse
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +140,7 @@ def measure(
 ) -> dict:
     """Train once: what a row holds but for the name of the text; nothing if there are no seconds.
 
-    Args:
-        times: milliseconds of a step by context, digits and kind; what is lacking is added.
+    The milliseconds of a step are those of `times`, by context, digits and kind, or added to it.
     """
     empty()
     model = replace(KINDS[kind](), ctx=ctx)
@@ -168,6 +174,38 @@ def measure(
     }
 
 
+def run_round(
+    given: argparse.Namespace,
+    kinds: Iterable[str],
+    seconds: float,
+    seeds: Iterable[int],
+    name: str,
+    val: str,
+) -> dict[str, float]:
+    """Train every kind on every seed, and write each row; return losses of the last seed."""
+    times = json.loads(given.times.read_text()) if given.times and given.times.exists() else {}
+    text = {"data": [given.data], "val": [val]}
+    found = {}
+    for seed, kind in product(seeds, kinds):
+        started = time.perf_counter()
+        try:
+            with deterministic():
+                row = measure(kind, given.ctx, given.digits, seconds, seed, text, times)
+        except ArbError as error:
+            print(kind, "cannot be:", error, flush=True)
+            continue
+        if given.times:
+            given.times.write_text(json.dumps(times, indent=1))
+        row = {"text": name, "ctx": given.ctx, **row}
+        took = time.perf_counter() - started
+        print(*(f"{k} {v}," for k, v in row.items()), f"took {took:.0f} s", flush=True)
+        if seconds:
+            command = f"python -m benchmarks.search --text {given.text}"
+            results.save("search", [row], command=command, folder=given.out)
+            found[kind] = row["held_out_nats"]
+    return found
+
+
 def main() -> None:
     """Print a line a run, and write its row as soon as it is there."""
     parser = results.options("search", "Search for the best combination of parts.")
@@ -181,33 +219,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, action="append", help="[default: 9, 36]")
     parser.add_argument("--seed", type=int, action="append", help="[default: 0]")
     parser.add_argument("--times", type=Path, help="milliseconds of a step by kind, as JSON")
+    parser.add_argument("--rival", choices=KINDS, help="kind that the best one is compared with")
+    parser.add_argument("--final-val", help="held-out text of that comparison")
     given = parser.parse_args()
-    text = {"data": [given.data], "val": [given.val]}
     kinds = given.kind or list(KINDS)
-    times = json.loads(given.times.read_text()) if given.times and given.times.exists() else {}
-    for seconds in given.seconds or (9.0, 36.0):
-        found = {}
-        for kind in kinds:
-            for seed in given.seed or (0,):
-                started = time.perf_counter()
-                try:
-                    with deterministic():
-                        row = measure(kind, given.ctx, given.digits, seconds, seed, text, times)
-                except ArbError as error:
-                    print(kind, "cannot be:", error, flush=True)
-                    continue
-                if given.times:
-                    given.times.write_text(json.dumps(times, indent=1))
-                took = time.perf_counter() - started
-                if not row:
-                    print(kind, "is timed,", f"took {took:.0f} s", flush=True)
-                    continue
-                row = {"text": given.text, "ctx": given.ctx, **row}
-                print(*(f"{k} {v}," for k, v in row.items()), f"took {took:.0f} s", flush=True)
-                command = f"python -m benchmarks.search --text {given.text}"
-                results.save("search", [row], command=command, folder=given.out)
-                found[kind] = row["held_out_nats"]
-        kinds = sorted(found, key=found.get)[: given.best or max(2, len(found) // 4)]
+    rounds = given.seconds or [9.0, 36.0]
+    if given.rival and len(rounds) == 1:
+        parser.error("--rival takes the last of --seconds, and there is but one")
+    for seconds in rounds[:-1] if given.rival else rounds:
+        found = run_round(given, kinds, seconds, given.seed or (0,), given.text, given.val)
+        kinds = sorted(found, key=found.__getitem__)[: given.best or max(2, len(found) // 4)]
+    if given.rival:
+        # the rival itself may be the best, and the second is compared with it then
+        best = min((kind for kind in found if kind != given.rival), key=found.__getitem__)
+        name, val = f"{given.text}, other half", given.final_val or given.val
+        run_round(given, (best, given.rival), rounds[-1], (1, 2, 3), name, val)
 
 
 if __name__ == "__main__":
