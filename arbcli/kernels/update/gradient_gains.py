@@ -2,9 +2,9 @@
 
 It can be used if the sum of its squares is within 2**-120 .. 2**120, where float32 holds squares
 well: beyond it is not finite, or as good as that, and below all zero, or as good as that. The slope
-is divided by its root-mean-square, and so is the gradient where a rule averages it; for the factored
-direction rows and columns are divided by the roots of their running mean squares, after these have
-taken the new ones in.
+is divided by its root-mean-square, and so is the gradient where a rule averages it. For the
+factored direction rows and columns are divided by the roots of their running mean squares, after
+these have taken the new ones in.
 
 A running statistic is two int8 digits of its log2 in steps of 1/128: log2 = whole + fraction / 128,
 whole = -128 standing for one never set. It is averaged arithmetically and then its log is rounded
