@@ -368,8 +368,8 @@ FAULTS = [
         rewrite("r < tl.load(accepted_ptr)", "r <= tl.load(accepted_ptr)"),
     ),
     kernel(
-        "position", "bytes of a check chosen by the numbers of those before", "choose_ahead",
-        rewrite("tl.load(position_ptr) + (1 + r)", "tl.load(position_ptr) + r"),
+        "position", "bytes of a check chosen by the numbers of the first", "choose_byte",
+        rewrite("tl.load(position_ptr) + r", "tl.load(position_ptr)"),
     ),
     kernel(
         "too far", "a byte accepted after one that was not proposed", "accept_ahead",

@@ -465,7 +465,7 @@ CASES = {
     "causal_attention_backward": 4, "decode_attention": 16,
     "attend_parts": 7,
     "decode_attention_8bit": 18, "decode_latent": 6, "choose_bytes": 5,
-    "choose_byte": 42, "cross_entropy": 7, "cross_entropy_backward": 7, "add_symbols": 16,
+    "choose_byte": 63, "cross_entropy": 7, "cross_entropy_backward": 7, "add_symbols": 16,
     "grade_symbols": 8, "embedding_rows": 11,
     "embedding_grad": 8, "weighted_rows": 16, "weighted_rows_grad_weights": 16,
     "weighted_rows_grad": 13, "gather_rows": 13, "scatter_rows": 13, "gradient_statistics": 12,
