@@ -479,7 +479,7 @@ CASES = {
     "decay_scan": 16, "causal_conv": 12, "causal_conv_grad_w": 6, "mamba_step": 8,
     "quantise_gradient": 32, "sum_gradients": 18, "last_bits": 11, "take_last_bits": 11,
     "stream_weights": 9, "stream_weights_backward": 9, "mix_streams": 10,
-    "mix_streams_backward": 10, "round_nvfp4": 11, "nvfp4_matmul": 3, "encode_nvfp4": 11,
+    "mix_streams_backward": 10, "round_nvfp4": 11, "encode_nvfp4": 11,
     "scaled_nvfp4_matmul": 3,
     "compress_blocks": 4, "compress_blocks_backward": 4,
     "compressed_attention": 9, "compressed_attention_backward": 9, "choose_entries": 12,
