@@ -154,20 +154,11 @@ FAULTS = [
     ),
     kernel(
         "tie", "ties of four-bit numbers away from zero", "round_nvfp4",
-        rewrite("tl.where(a > 2.5 * s, 1.0, 0.0)", "tl.where(a >= 2.5 * s, 1.0, 0.0)"),
-    ),
-    kernel(
-        "missing term", "global scale of four-bit weights forgotten", "nvfp4_matmul",
-        rewrite("(q @ w.T).float() * (s * t)", "(q @ w.T).float() * s"),
+        rewrite("a > 2.5 * s", "a >= 2.5 * s"),
     ),
     kernel(
         "layout", "codes of four bits in the wrong half of a byte", "encode_nvfp4",
         rewrite("a | (b << 4)", "b | (a << 4)"),
-    ),
-    kernel(
-        "saturation", "scales of codes of four bits beyond the largest of e4m3", "encode_nvfp4",
-        rewrite("((264 - f) << 23).to(tl.float32, bitcast=True)",
-                "((266 - f) << 23).to(tl.float32, bitcast=True)"),
     ),
     kernel(
         "missing term", "global scales of codes of four bits forgotten", "scaled_nvfp4_matmul",
@@ -368,8 +359,8 @@ FAULTS = [
         rewrite("r < tl.load(accepted_ptr)", "r <= tl.load(accepted_ptr)"),
     ),
     kernel(
-        "position", "bytes of a check chosen by the numbers of those before", "choose_ahead",
-        rewrite("tl.load(position_ptr) + (1 + r)", "tl.load(position_ptr) + r"),
+        "position", "bytes of a check chosen by the numbers of the first", "choose_byte",
+        rewrite("tl.load(position_ptr) + r", "tl.load(position_ptr)"),
     ),
     kernel(
         "too far", "a byte accepted after one that was not proposed", "accept_ahead",
