@@ -15,7 +15,7 @@ from arbcli.kernels.codec.decode_weight import decode_weight_triton
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
-from arbcli.kernels.matmul.round_nvfp4 import BLOCK, ROUND_NVFP4, round_nvfp4_reference
+from arbcli.kernels.matmul.round_nvfp4 import BLOCK, round_nvfp4, round_nvfp4_reference
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Matrix, Number
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
@@ -30,15 +30,17 @@ def nvfp4_matmul_reference(
 
 
 def _nvfp4_matmul_torch(
-    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype
-) -> Tensor:
-    return _multiply(q, scale, packed, transposed, dtype, decode_digits_torch, ROUND_NVFP4.torch)
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:  # fmt: skip
+    return _multiply(q, scale, packed, transposed, dtype, decode_digits_torch, round_nvfp4.torch)
 
 
 def _nvfp4_matmul_triton(
-    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype
-) -> Tensor:
-    return _multiply(q, scale, packed, transposed, dtype, decode_weight_triton, ROUND_NVFP4.triton)
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:  # fmt: skip
+    return _multiply(q, scale, packed, transposed, dtype, decode_weight_triton, round_nvfp4.triton)
 
 
 def _multiply(
@@ -51,33 +53,6 @@ def _multiply(
     return ((q @ weight.T).float() * (scale * weight_scale)).to(dtype)
 
 
-def nvfp4_matmul(
-    q: Tensor,
-    scale: Tensor,
-    packed: Packed,
-    transposed: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """Multiply activations by a packed matrix, or a gradient by its transpose, as in four bits.
-
-    y = g * q @ w.T, or g * q @ w if `transposed`, with w rounded by `round_nvfp4` along the sum
-
-    Args:
-        q: (M, K) float32 or bfloat16, contiguous; (M, N) if `transposed`.
-        scale: (1,) float32, g; both as `round_nvfp4` gives them.
-        packed: w, N rows by K weights, both multiples of `MULTIPLE`.
-        transposed: whether the product is that of a gradient.
-        dtype: of the result, bfloat16 or float32.
-
-    Returns:
-        (M, N) in `dtype`; (M, K) if `transposed`. A scale of NaN gives NaN.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return NVFP4_MATMUL(q, scale, packed, transposed, dtype)
-
-
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
@@ -87,7 +62,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         width = outputs if transposed else inputs
         source = torch.randn(rows, width, generator=generator).to(device)
         for dtype in dtypes:
-            q, scale = ROUND_NVFP4.torch(source.to(dtype))
+            q, scale = round_nvfp4.torch(source.to(dtype))
             label = f"{rows}x{outputs}x{inputs} {str(dtype).removeprefix('torch.')}"
             label += " transposed" * transposed
             yield Case(label, (q, scale, packed, transposed, dtype))
@@ -98,7 +73,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     size = 4096
     packed = random_packed(size, size, group_size, torch.Generator(device), spread=8)
     x = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    q, scale = ROUND_NVFP4.torch(x)
+    q, scale = round_nvfp4.torch(x)
     yield Timing(
         f"{size}x{size}x{size}",
         (q, scale, packed, False, torch.bfloat16),
@@ -112,18 +87,18 @@ def _in_float64(
     q: Tensor, scale: Tensor, packed: Packed, transposed: bool, _dtype: torch.dtype
 ) -> Tensor:
     weight = decode_digits_torch(packed, torch.float32)
-    weight, weight_scale = ROUND_NVFP4.torch(weight.T if transposed else weight)
+    weight, weight_scale = round_nvfp4.torch(weight.T if transposed else weight)
     return q.double() @ weight.double().T * (scale.double() * weight_scale.double())
 
 
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, dice.below(2)
     packed = dice.packed(n, k, group_size)
-    q, scale = ROUND_NVFP4.torch(dice.reals(m, n if transposed else k))
+    q, scale = round_nvfp4.torch(dice.reals(m, n if transposed else k))
     return q, scale, packed, transposed == 1, dice.dtype
 
 
-NVFP4_MATMUL = Operation(
+nvfp4_matmul = Operation(
     "nvfp4_matmul", _nvfp4_matmul_triton, _nvfp4_matmul_torch, nvfp4_matmul_reference, _cases,
     Gate(exact=False, relative=6e-3, reason="sums of the matrix library, twice rounded to bf16"),
     {
@@ -134,3 +109,17 @@ NVFP4_MATMUL = Operation(
     where=(f"N % {MULTIPLE} == 0 and K % {MULTIPLE} == 0",), draw=_draw, needs_rows=True,
     large_reference=_in_float64, uses_scales=False, timings=_timings,
 )  # fmt: skip
+"""Multiply activations by a packed matrix, or a gradient by its transpose, as in four bits.
+
+y = g * q @ w.T, or g * q @ w if `transposed`, with w rounded by `round_nvfp4` along the sum
+
+Args:
+    q: (M, K) float32 or bfloat16, contiguous; (M, N) if `transposed`.
+    scale: (1,) float32, g; both as `round_nvfp4` gives them.
+    packed: w, N rows by K weights, both multiples of `MULTIPLE`.
+    transposed: whether the product is that of a gradient.
+    dtype: of the result, bfloat16 or float32.
+
+Returns:
+    (M, N) in `dtype`; (M, K) if `transposed`. A scale of NaN gives NaN.
+"""

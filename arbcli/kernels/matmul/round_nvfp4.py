@@ -128,22 +128,6 @@ def _round_nvfp4_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     return y, scale
 
 
-def round_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix to numbers of four bits, their scales multiplied in.
-
-    Args:
-        x: (M, K) float32 or bfloat16, any strides.
-
-    Returns:
-        s * q, (M, K) in the dtype of x, contiguous; and g, (1,) float32, which is NaN if an element
-        is not finite.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return ROUND_NVFP4(x)
-
-
 def round_stack_nvfp4(w: Tensor) -> tuple[Tensor, Tensor]:
     """Round each matrix of a stack by a g of its own, all in one launch.
 
@@ -191,7 +175,16 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("16384x2048 bf16", (x,))
 
 
-ROUND_NVFP4 = Operation(
+round_nvfp4 = Operation(
     "round_nvfp4", _round_nvfp4_triton, _round_nvfp4_torch, round_nvfp4_reference, _cases,
     arguments={"x": ACTIVATIONS}, torch_is_peer=True, timings=_timings,
 )  # fmt: skip
+"""Round a matrix to numbers of four bits, their scales multiplied in.
+
+Args:
+    x: (M, K) float32 or bfloat16, any strides.
+
+Returns:
+    s * q, (M, K) in the dtype of x, contiguous; and g, (1,) float32, which is NaN if an element
+    is not finite.
+"""

@@ -28,7 +28,6 @@ from arbcli.kernels.matmul.quantise_rows import (
 from arbcli.kernels.matmul.round_nvfp4 import (
     BLOCK,
     LARGEST_SCALE,
-    ROUND_NVFP4,
     SIXTH,
     global_scale,
     number_of_scale,
@@ -134,22 +133,6 @@ def _encode_nvfp4_triton(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes, scales, scale
 
 
-def encode_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn a matrix into codes of four bits with their scales.
-
-    Args:
-        x: (M, K) float32 or bfloat16, any strides.
-
-    Returns:
-        (M, 8 ceil(K / 16)) uint8 codes, 0 beyond K; (M, ceil(K / 16)) uint8, the bits of scales of
-        e4m3; and g, (1,) float32, which is NaN if an element is not finite.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return ENCODE_NVFP4(x)
-
-
 def _numbers(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Read codes and scales as numbers (M, K)."""
     found = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1).long()
@@ -243,28 +226,6 @@ def _scaled_nvfp4_matmul_triton(
     return y
 
 
-def scaled_nvfp4_matmul(
-    a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, scale: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Multiply two matrices of codes, the second one transposed, summed in float32.
-
-    Args:
-        a: (M, 8 B) uint8 codes, contiguous, as `encode_nvfp4` gives them.
-        of_a: (M, B) uint8, their scales.
-        b: (N, 8 B) like a.
-        of_b: (N, B) like `of_a`.
-        scale: (1,) float32, of both: g_a g_b.
-        dtype: of the result, bfloat16 or float32.
-
-    Returns:
-        (M, N) in `dtype`.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return SCALED_NVFP4_MATMUL(a, of_a, b, of_b, scale, dtype)
-
-
 def nvfp4_product(x: Tensor, packed: Packed, *, transposed: bool = False) -> Tensor:
     """Multiply activations by a packed matrix, or a gradient by its transpose, in four bits.
 
@@ -291,7 +252,7 @@ def nvfp4_product(x: Tensor, packed: Packed, *, transposed: bool = False) -> Ten
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    yield from ROUND_NVFP4.cases(device, group_size)
+    yield from round_nvfp4.cases(device, group_size)
 
 
 def _product_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -324,10 +285,19 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     )
 
 
-ENCODE_NVFP4 = Operation(
+encode_nvfp4 = Operation(
     "encode_nvfp4", _encode_nvfp4_triton, _encode_nvfp4_torch, encode_nvfp4_reference, _cases,
-    EXACT, {"x": ACTIVATIONS}, torch_is_peer=True, timings=ROUND_NVFP4.timings,
+    EXACT, {"x": ACTIVATIONS}, torch_is_peer=True, timings=round_nvfp4.timings,
 )  # fmt: skip
+"""Turn a matrix into codes of four bits with their scales.
+
+Args:
+    x: (M, K) float32 or bfloat16, any strides.
+
+Returns:
+    (M, 8 ceil(K / 16)) uint8 codes, 0 beyond K; (M, ceil(K / 16)) uint8, the bits of scales of
+    e4m3; and g, (1,) float32, which is NaN if an element is not finite.
+"""
 
 
 def _draw_product(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -336,7 +306,7 @@ def _draw_product(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return a, of_a, b, of_b, first * second, dice.dtype
 
 
-SCALED_NVFP4_MATMUL = Operation(
+scaled_nvfp4_matmul = Operation(
     "scaled_nvfp4_matmul", _scaled_nvfp4_matmul_triton, _scaled_nvfp4_matmul_torch,
     scaled_nvfp4_matmul_reference, _product_cases,
     Gate(exact=False, relative=4e-3, reason="float32 sums, rounded to bf16"),
@@ -348,3 +318,16 @@ SCALED_NVFP4_MATMUL = Operation(
     draw=_draw_product, needs_rows=True, timings=_timings,
     not_verified=("products of hardware of compute capability 10 and more, which was not there",),
 )  # fmt: skip
+"""Multiply two matrices of codes, the second one transposed, summed in float32.
+
+Args:
+    a: (M, 8 B) uint8 codes, contiguous, as `encode_nvfp4` gives them.
+    of_a: (M, B) uint8, their scales.
+    b: (N, 8 B) like a.
+    of_b: (N, B) like `of_a`.
+    scale: (1,) float32, of both: g_a g_b.
+    dtype: of the result, bfloat16 or float32.
+
+Returns:
+    (M, N) in `dtype`.
+"""

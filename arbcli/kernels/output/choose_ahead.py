@@ -89,34 +89,6 @@ def _choose_ahead_triton(
     )  # fmt: skip
 
 
-def choose_ahead_(
-    chosen: Tensor,
-    text: Tensor,
-    logits: Tensor,
-    position: Tensor,
-    key: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-) -> None:
-    """Choose the bytes of a text after the one at `position`, each by its logits, in place.
-
-    Args:
-        chosen: (M,) int64, set to the bytes, 1 to 8 of them.
-        text: (P,) uint8, contiguous; elements `position` + 1 to `position` + M are set to them.
-        logits: (M, V) float32 or bfloat16, contiguous, V at most 256; finite, or -inf.
-        position: int32 scalar tensor, at most P - M - 1. It is read on the device.
-        key: int32 scalar tensor, of the random stream.
-        temperature: as of `choose_byte_`, like those that follow.
-        top_k: likewise.
-        top_p: likewise.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    CHOOSE_AHEAD(chosen, text, logits, position, key, temperature, top_k, top_p)
-
-
 def accept_ahead_reference(
     ids: Tensor,
     chosen: Tensor,
@@ -185,36 +157,6 @@ def _accept_ahead_triton(
     )  # fmt: skip
 
 
-def accept_ahead_(
-    ids: Tensor,
-    chosen: Tensor,
-    rows: Tensor,
-    last: Tensor,
-    position: Tensor,
-    places: Tensor,
-    accepted: Tensor,
-) -> None:
-    """Accept the bytes that equal their proposals, and the first that does not, in place.
-
-    Args:
-        ids: (M,) int64, the byte that was read first and the proposals after it; the first one is
-            set to the last byte that is accepted.
-        chosen: (M,) int64, what follows each of them.
-        rows: (M, D), what the model has of each, any dtype.
-        last: (D,), set to the row of the byte before that.
-        position: int32 scalar, that of the first of `ids`; set to that of the next one.
-        places: (M,) int32, set to the positions from the next one on.
-        accepted: (2,) int32, set to `position` as it was, and to how many bytes were accepted,
-            which is also how many of `ids` stay in the text.
-
-    All are contiguous. They are read and written on the device.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    ACCEPT_AHEAD(ids, chosen, rows, last, position, places, accepted)
-
-
 def _choices(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     random = 3 * torch.randn(8, 256, generator=generator)
@@ -254,7 +196,7 @@ def _acceptances(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, tuple(part.to(device) for part in inputs))
 
 
-CHOOSE_AHEAD = Operation(
+choose_ahead_ = Operation(
     "choose_ahead", _choose_ahead_triton, _choose_ahead_torch, choose_ahead_reference, _choices,
     EXACT,
     {
@@ -271,7 +213,19 @@ CHOOSE_AHEAD = Operation(
     sizes={"M": f"min(m + 1, {MOST_AHEAD})", "V": f"min(k + 1, {MAX_SYMBOLS})", "P": "n + 10"},
     compared=("chosen", "text"),
 )  # fmt: skip
-ACCEPT_AHEAD = Operation(
+"""Choose the bytes of a text after the one at `position`, each by its logits, in place.
+
+Args:
+    chosen: (M,) int64, set to the bytes, 1 to 8 of them.
+    text: (P,) uint8, contiguous; elements `position` + 1 to `position` + M are set to them.
+    logits: (M, V) float32 or bfloat16, contiguous, V at most 256; finite, or -inf.
+    position: int32 scalar tensor, at most P - M - 1. It is read on the device.
+    key: int32 scalar tensor, of the random stream.
+    temperature: as of `choose_byte_`, like those that follow.
+    top_k: likewise.
+    top_p: likewise.
+"""
+accept_ahead_ = Operation(
     "accept_ahead", _accept_ahead_triton, _accept_ahead_torch, accept_ahead_reference,
     _acceptances, EXACT,
     {
@@ -287,3 +241,18 @@ ACCEPT_AHEAD = Operation(
     sizes={"M": f"min(m + 1, {MOST_AHEAD})", "D": "k + 1"},
     compared=("ids", "last", "position", "places", "accepted"),
 )  # fmt: skip
+"""Accept the bytes that equal their proposals, and the first that does not, in place.
+
+Args:
+    ids: (M,) int64, the byte that was read first and the proposals after it; the first one is
+        set to the last byte that is accepted.
+    chosen: (M,) int64, what follows each of them.
+    rows: (M, D), what the model has of each, any dtype.
+    last: (D,), set to the row of the byte before that.
+    position: int32 scalar, that of the first of `ids`; set to that of the next one.
+    places: (M,) int32, set to the positions from the next one on.
+    accepted: (2,) int32, set to `position` as it was, and to how many bytes were accepted,
+        which is also how many of `ids` stay in the text.
+
+All are contiguous. They are read and written on the device.
+"""
