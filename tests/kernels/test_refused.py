@@ -236,7 +236,6 @@ VALUES = {
         {0: zeros(1, 37)},
     ),
     "fp8_matmul": ({0: zeros(5, 40).to(torch.float8_e4m3fn), 2: matrix(32, 40), 3: False},),
-    "nvfp4_matmul": ({0: zeros(5, 40), 2: matrix(32, 40), 3: False},),
     "gradient_gains": ({6: None}, {3: zeros(0, 7)}, {4: zeros(0, 37)}),
     "weighted_rows": ({3: torch.float16},),
     "weighted_rows_grad": ({5: torch.float64},),
