@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import mostly_slow
 from planting import (
     Change,
     Fault,
@@ -1352,12 +1353,22 @@ def document_failures() -> list[str]:
 OF_KERNELS = {spec.name for spec in KERNELS}
 """What kernels without a fault give is in tests/kernels/test_every_kernel.py."""
 CHECKS = sorted({fault.caught_by for fault in FAULTS})
-PARAMETERS = [
-    pytest.param(
-        fault, id=fault.name.replace(" ", "-"), marks=[pytest.mark.slow] if fault.slow else []
-    )
-    for fault in FAULTS
-]
+
+
+def quick_ones() -> list[Fault]:
+    """Choose the first of each class, and of each kernel or check of a model."""
+    seen: set[str] = set()
+    chosen = []
+    for fault in (fault for fault in FAULTS if not fault.slow):
+        kernel = fault.caught_by.split()[0]
+        parts = {fault.kind, kernel if kernel in OF_KERNELS else fault.caught_by}
+        if parts - seen:
+            chosen.append(fault)
+        seen |= parts
+    return chosen
+
+
+QUICK = quick_ones()
 
 
 @pytest.mark.slow  # tests/verify/test_parity.py finds nothing either
@@ -1366,17 +1377,18 @@ def test_nothing_is_found_without_a_fault(tmp_path):
         assert not failures(check, tmp_path), check
 
 
-@pytest.mark.parametrize("fault", PARAMETERS)
+@pytest.mark.parametrize(
+    "fault", mostly_slow(FAULTS, lambda f: f in QUICK), ids=lambda f: f.name.replace(" ", "-")
+)
 def test_planted_fault_is_caught(fault, tmp_path):
     with fault.planted(tmp_path):
         assert failures(fault.caught_by, tmp_path)
 
 
 def test_every_kind_of_mistake_and_every_kernel_has_a_fault():
-    quick = [fault for fault in FAULTS if not fault.slow]
-    assert {fault.kind for fault in quick} == set(KINDS)
+    assert {fault.kind for fault in QUICK} == set(KINDS)
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
-    assert {fault.caught_by.split()[0] for fault in quick} >= OF_KERNELS
+    assert {fault.caught_by.split()[0] for fault in QUICK} >= OF_KERNELS
 
 
 def test_program_knows_which_faults_are_planted():
