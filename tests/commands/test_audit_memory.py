@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from marks import mostly_slow
 from typer.testing import CliRunner
 
 from arbcli.cli import app
@@ -99,7 +100,9 @@ def leak_by_numpy():
     return torch.from_numpy(np.ones(3, dtype=np.int8))
 
 
-@pytest.mark.parametrize("make", [leak_by_operation, leak_by_numpy])
+@pytest.mark.parametrize(
+    "make", mostly_slow([leak_by_operation, leak_by_numpy], lambda make: make is leak_by_numpy)
+)
 def test_audit_memory_fails_on_a_tensor_kept_each_step(monkeypatch, make):
     kept, finish = [], Updater.finish
 
