@@ -19,16 +19,6 @@ SHAPE = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx",
 QUICK = [*SHAPE, "--batch", "2", "--device", "cpu"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Wait for no other core: matrices are too small to share."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run(*arguments):
     return CliRunner().invoke(app, ["audit-memory", *QUICK, *arguments])
 
