@@ -214,7 +214,6 @@ ERRORS = {
         ["--preset", "arb-tiny", "--graph", "--no-codebook"],
         "the graph joins codes",
     ),
-    "twin with a graph": (["--preset", "arb-tiny", "--weights", "float"], "has no float twin"),
     "resume with other parts": (
         ["--resume", "auto", "--no-moe"],
         "`--moe/--no-moe` cannot be given",
