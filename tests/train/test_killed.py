@@ -358,7 +358,8 @@ def killed(config, tmp_path_factory) -> Path:
     "recent",
     [
         None, 5, {}, {"losses": [1.0]}, {"flips": [1, "1"]}, {"flips": [1, -1]},
-        {"flips": [1, 2**63]}, {"losses": "1"}, {"losses": [1.0, 10**400]}, {"parts": []}, {"gauges": {"joined": "all"}},
+        {"flips": [1, 2**63]}, {"losses": "1"}, {"losses": [1.0, 10**400]}, {"parts": []},
+        {"gauges": {"joined": "all"}},
     ],
     ids=str,
 )  # fmt: skip
