@@ -178,7 +178,9 @@ def _normal_stacks(
             _divide_by_norms([grads[i] for i in places], stack)
         stacks.append((places, stack))
     if squares is not None:
-        parts = ((i, part) for places, stack in stacks for i, part in zip(places, stack, strict=True))
+        parts = (
+            (i, part) for places, stack in stacks for i, part in zip(places, stack, strict=True)
+        )
         unit_moments((grads[i], squares[i], part) for i, part in parts)
     return stacks
 

@@ -1,4 +1,4 @@
-"""Bring a moment to norm 1, with which Newton-Schulz iterations begin: y = m / sqrt(sum of m squared).
+"""Bring a moment to norm 1, as Newton-Schulz iterations begin: y = m / sqrt(sum of m squared).
 
 The sum is known, as `blend_moment` adds it up. Its root is rounded to the type of y, and so is y;
 each operation is one of correctly rounded float32, and all backends agree to the last bit.
@@ -102,7 +102,13 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield case(f"{rows}x{columns}", moment)
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         yield case(f"{rows}x{columns} bf16", moment, torch.bfloat16)
-    yield case(f"{rows}x{columns} no squares", moment * 0)
+    yield case(f"{rows}x{columns} zero", moment * 0)
+    refused = (
+        moment,
+        torch.zeros((), dtype=torch.int64, device=device),
+        case("", moment).inputs[2],
+    )
+    yield Case(f"{rows}x{columns} refused", refused)
     strided, squares, out = case("", moment[1::3, ::3]).inputs
     out = torch.full((out.shape[1], 2 * out.shape[0]), torch.nan, device=device).T[::2]
     yield Case("6x353 strided", (strided, squares, out))
