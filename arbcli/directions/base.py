@@ -85,24 +85,5 @@ class Direction:
             share: of the rows, those that take part; the others' gradient is zero. None is all.
         """
         rows, columns = (gain if gain.numel() else None for gain in (gains.rows, gains.columns))
-        return unit_ingredients(values, gains.ok, share, rows, columns)
-
-
-def unit_ingredients(
-    values: Tensor,
-    ok: Tensor,
-    share: Tensor | None,
-    rows: Tensor | None = None,
-    columns: Tensor | None = None,
-) -> Ingredients:
-    """Scale values * rows * columns to unit root-mean-square over the rows that take part.
-
-    Args:
-        values: (N, K).
-        ok: int32 scalar tensor; becomes 0 if they are all zero, or not finite.
-        share: of the rows, those that take part; the others are zero. None is all.
-        rows: (N,) float32; None for ones.
-        columns: (K,) float32; None for ones.
-    """
-    unit = unit_gain(values, rows, columns, ok)
-    return Ingredients(values, unit if share is None else unit * share.sqrt(), columns)
+        unit = unit_gain(values, rows, columns, gains.ok)
+        return Ingredients(values, unit if share is None else unit * share.sqrt(), columns)

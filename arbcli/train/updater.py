@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.directions.base import Direction, unit_ingredients
+from arbcli.directions.base import Direction, Ingredients
 from arbcli.errors import ArbError
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
@@ -480,7 +480,8 @@ class Updater:
         gains = gradient_gains(statistics, *running, keys[ROW], keys[COLUMN], *counters)
         ingredients = None
         if direction is not None and tensor.averages_gradients:
-            ingredients = unit_ingredients(grad, gains.ok, share)
+            unit = gains.unit if share is None else gains.unit * share.sqrt()
+            ingredients = Ingredients(grad, unit.expand(len(grad)), None)
         elif direction is not None:
             values = direction.values(grad, self.dtype) if values is None else values
             ingredients = direction.ingredients(values, gains, share)

@@ -21,9 +21,9 @@ position, and are int32."""
 NARROW = {"decode_weight"}
 """Files whose kernels are given matrices of fewer than 2**31 weights."""
 OF_A_STEP = {
-    "append_position", "attend_ahead", "attend_parts", "choose_ahead",
-    "decode_attention", "decode_compressed",
+    "append_position", "attend_ahead", "attend_parts", "decode_attention", "decode_compressed",
     "decode_latent", "mamba_step", "prepacked_rows", "route_position", "row_by_row", "row_matmul",
+    "choose_byte",
 }  # fmt: skip
 """Files whose kernels step at most 64 texts: numbers of theirs are products of int32."""
 OF_PROGRAMS = {"merged", "newton_schulz", "shared_memory"}

@@ -55,13 +55,6 @@ def text(tmp_path) -> str:
     return str(path)
 
 
-@pytest.fixture(autouse=True)
-def short_samples_and_evaluations(monkeypatch):
-    """Of two batches of held-out text, as forty take a third of the time of these runs."""
-    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 8)
-    monkeypatch.setattr(Trainer.evaluate.__wrapped__, "__defaults__", (2,))
-
-
 def config(text: str, device, **options):
     given = SMALL | {"data": [text], "steps": 12, "save_every": 5, "eval_every": 6} | options
     return new_config(device=str(device), **given)

@@ -76,9 +76,8 @@ def test_update_is_the_same_on_both_backends(rule, direction, device, monkeypatc
 
     monkeypatch.setattr(update, "gradient_statistics", on_torch)
     judge = update.gradient_gains
-    monkeypatch.setattr(
-        update, "gradient_gains", lambda *args: judge(*args)._replace(slope=unit[0] / 2**10)
-    )
+    fixed = {"slope": unit[0] / 2**10, "unit": unit[:1]}
+    monkeypatch.setattr(update, "gradient_gains", lambda *args: judge(*args)._replace(**fixed))
     states = []
     for backend in ("torch", "triton" if device.type == "cuda" else "interpreter"):
         with use_backend(backend):

@@ -37,15 +37,15 @@ def fp8_matmul_reference(
 
 
 def _fp8_matmul_torch(
-    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype,
-    largest: Tensor | None = None,
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool = False,
+    dtype: torch.dtype = torch.bfloat16, largest: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return _multiply(q, scale, *_decode_e4m3_torch(packed, transposed, largest), dtype)
 
 
 def _fp8_matmul_triton(
-    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype,
-    largest: Tensor | None = None,
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool = False,
+    dtype: torch.dtype = torch.bfloat16, largest: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return _multiply(q, scale, *_decode_e4m3_triton(packed, transposed, largest), dtype)
 
@@ -58,35 +58,6 @@ def _multiply(
             q, weight.T, scale, weight_scale, out_dtype=dtype, use_fast_accum=True
         )
     return ((q.float() @ weight.float().T) * (scale * weight_scale)).to(dtype)
-
-
-def fp8_matmul(
-    q: Tensor,
-    scale: Tensor,
-    packed: Packed,
-    transposed: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-    largest: Tensor | None = None,
-) -> Tensor:
-    """Multiply activations by a packed matrix, or a gradient by its transpose, in eight bits.
-
-    y = q * scale @ w.T, or q * scale @ w if `transposed`, with w rounded by `decode_e4m3`
-
-    Args:
-        q: (M, K) float8_e4m3fn, contiguous; (M, N) if `transposed`.
-        scale: (M, 1) float32; both as `quantise_rows` gives them.
-        packed: w, N rows by K weights, both multiples of `MULTIPLE`.
-        transposed: whether the product is that of a gradient.
-        dtype: of the result, bfloat16 or float32.
-        largest: of the matrix's exponents, as `largest_exponents` finds it; None does that.
-
-    Returns:
-        (M, N) in `dtype`; (M, K) if `transposed`. A row whose scale is NaN gives NaN.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return FP8_MATMUL(q, scale, packed, transposed, dtype, largest)
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -139,7 +110,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return q.to(E4M3), scale, packed, transposed == 1, dice.dtype
 
 
-FP8_MATMUL = Operation(
+fp8_matmul = Operation(
     "fp8_matmul", _fp8_matmul_triton, _fp8_matmul_torch, fp8_matmul_reference, _cases,
     Gate(exact=False, relative=4e-3, reason="sums of the matrix library, rounded to bf16"),
     {
@@ -150,3 +121,18 @@ FP8_MATMUL = Operation(
     where=(f"N % {MULTIPLE} == 0 and K % {MULTIPLE} == 0",), draw=_draw, needs_rows=True,
     large_reference=_in_float64, uses_scales=False, timings=_timings,
 )  # fmt: skip
+"""Multiply activations by a packed matrix, or a gradient by its transpose, in eight bits.
+
+y = q * scale @ w.T, or q * scale @ w if `transposed`, with w rounded by `decode_e4m3`
+
+Args:
+    q: (M, K) float8_e4m3fn, contiguous; (M, N) if `transposed`.
+    scale: (M, 1) float32; both as `quantise_rows` gives them.
+    packed: w, N rows by K weights, both multiples of `MULTIPLE`.
+    transposed: whether the product is that of a gradient.
+    dtype: of the result, bfloat16 or float32.
+    largest: of the matrix's exponents, as `largest_exponents` finds it; None does that.
+
+Returns:
+    (M, N) in `dtype`; (M, K) if `transposed`. A row whose scale is NaN gives NaN.
+"""

@@ -86,16 +86,13 @@ def _cast_trit_votes_torch(
     return packed, votes, (new != old).sum()
 
 
-def _cast_scale_votes_torch(
-    exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor
-) -> tuple[Tensor, Tensor]:
+def _cast_scale_votes_torch(exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor) -> None:
     if ok:
         votes -= torch.sign(slope).to(torch.int8)
         octaves = (votes >= SCALE_THRESHOLD).to(torch.int8)
         octaves -= (votes <= -SCALE_THRESHOLD).to(torch.int8)
         votes -= SCALE_THRESHOLD * octaves
         exponent.copy_((exponent + octaves).clamp_(LOWEST_EXPONENT, HIGHEST_EXPONENT))
-    return exponent, votes
 
 
 @triton.jit
@@ -187,16 +184,13 @@ def _cast_trit_votes_triton(
     return packed, votes, flips.sum(dtype=torch.int64)
 
 
-def _cast_scale_votes_triton(
-    exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor
-) -> tuple[Tensor, Tensor]:
+def _cast_scale_votes_triton(exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor) -> None:
     if slope.numel():
         _cast_scale_votes_kernel[(triton.cdiv(slope.numel(), 1024),)](
             exponent, votes, slope, ok, *slope.shape,
             *exponent.stride(), *votes.stride(), *slope.stride(),
             THRESHOLD=SCALE_THRESHOLD, LOWEST=LOWEST_EXPONENT, HIGHEST=HIGHEST_EXPONENT, BLOCK=1024,
         )  # fmt: skip
-    return exponent, votes
 
 
 def cast_trit_votes(
@@ -224,21 +218,6 @@ def cast_trit_votes(
         ValueError: a dtype or a shape does not fit.
     """
     return CAST_TRIT_VOTES(packed, votes, grad, ok, threshold, held)[2]
-
-
-def cast_scale_votes(exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor) -> None:
-    """Vote on every scale of a matrix in place, and move by an octave those that reach 4.
-
-    Args:
-        exponent: (N, groups) int8.
-        votes: (N, groups) int8.
-        slope: (N, groups) float32; only its sign is read.
-        ok: int32 scalar tensor; where 0 nothing changes.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    CAST_SCALE_VOTES(exponent, votes, slope, ok)
 
 
 def _scalar(value: int, device: torch.device) -> Tensor:
@@ -320,12 +299,20 @@ CAST_TRIT_VOTES = Operation(
     },
     draw=_draw_trits, needs_rows=False, timings=_trit_timings,
 )  # fmt: skip
-CAST_SCALE_VOTES = Operation(
+cast_scale_votes = Operation(
     "cast_scale_votes", _cast_scale_votes_triton, _cast_scale_votes_torch,
     cast_scale_votes_reference, _scale_cases,
     arguments={
         "exponent": Array("N, G", INT8, values=(-96, 31)),
         "votes": Array("N, G", INT8, values=(-3, 3)), "slope": Array("N, G", FLOAT), "ok": OK,
     },
-    sizes={"G": "k"}, timings=_scale_timings,
+    compared=("exponent", "votes"), sizes={"G": "k"}, timings=_scale_timings,
 )  # fmt: skip
+"""Vote on every scale of a matrix in place, and move by an octave those that reach 4.
+
+Args:
+    exponent: (N, groups) int8.
+    votes: (N, groups) int8.
+    slope: (N, groups) float32; only its sign is read.
+    ok: int32 scalar tensor; where 0 nothing changes.
+"""
