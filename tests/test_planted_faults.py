@@ -876,6 +876,7 @@ FAULTS = [
     kernel(
         "unit size", "moment not brought to unit size", "step_by_moment", drop_call("tl.sqrt_rn"),
     ),
+    kernel("unit size", "moment not brought to norm 1", "unit_moment", drop_call("tl.sqrt_rn")),
     kernel(
         "threshold", "votes need one more", "cast_trit_votes",
         rewrite("tl.abs(t) >= h", "tl.abs(t) > h"),

@@ -62,8 +62,16 @@ class Direction:
         """
         return grad
 
-    def values_of(self, grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Do as `values` does, for gradients of several matrices."""
+    def values_of(
+        self, grads: list[Tensor], dtype: torch.dtype, squares: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Do as `values` does, for gradients or for moments of several matrices.
+
+        Args:
+            grads: as of `values`.
+            dtype: of matrix products.
+            squares: int64 scalar tensors, the sum of the squares of each moment.
+        """
         return [self.values(grad, dtype) for grad in grads]
 
     def ingredients(

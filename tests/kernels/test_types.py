@@ -76,6 +76,7 @@ ROUNDED = {
     "decode_latent": 3e-4,
     "rms_norm_backward": 4e-4,
     "decay_scan": 3e-4,
+    "unit_moment": 6e-4,
 }
 """Kernels that round between their sums, and the norm of the error of that over that of the result.
 

@@ -15,6 +15,7 @@ correctly rounded float32.
 `step_by_direction`: u is the step's own direction.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -58,11 +59,13 @@ LARGEST_GAIN = 1 << 23
 def moment_gain(step_size: Tensor, squares: Tensor, num_weights: int) -> int:
     """Compute what the moment is multiplied by, as an integer; waits for the device.
 
-    Between tensors on the CPU every operation is one correctly rounded float32 operation.
+    Between tensors on the CPU every operation is one correctly rounded float32 operation; a root is
+    that of float64 rounded, as torch's in float32 is off by a bit on some CPUs.
     """
     size, total = (x.to("cpu", torch.float32) for x in (step_size * 2.0**-16, squares))
     mean_square = total / torch.tensor(num_weights, dtype=torch.float32)
-    gain = (size / torch.sqrt(mean_square)).clamp(max=LARGEST_GAIN)
+    root = mean_square.double().sqrt().float()
+    gain = (size / root).clamp(max=LARGEST_GAIN)
     return int(torch.floor(gain + 0.5))
 
 
@@ -90,7 +93,8 @@ def step_by_moment_reference(
             torch.tensor(x, dtype=torch.float32)
             for x in (int(step_size) / 2**16, int(squares), remainder.numel())
         )
-        gain = float((size / (total / number).sqrt()).clamp(max=2**23) + 0.5) // 1
+        root = torch.tensor(math.sqrt(total / number), dtype=torch.float32)
+        gain = float((size / root).clamp(max=2**23) + 0.5) // 1
     step = u * int(gain)
     return _step_reference(
         packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble, int(turn)
