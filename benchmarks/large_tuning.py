@@ -82,6 +82,8 @@ CASES = {
         shape="0.6b", kind="moment orthogonal documents", batch=4, recompute=False
     ),
     "1.7b-moment": Case(shape="1.7b", kind="moment orthogonal", batch=4, recompute=True),
+    "1.7b-adamw": Case(shape="1.7b", kind="float32 AdamW", batch=4, recompute=True),
+    "1.7b-bf16": Case(shape="1.7b", kind="bf16 Adafactor", batch=4, recompute=True),
     "1.7b-nibble": Case(shape="1.7b", kind="nibble orthogonal", batch=4, recompute=True),
     "0.6b-factored": Case(shape="0.6b", kind="moment factored", batch=4, recompute=False),
     "0.6b-bf16": Case(shape="0.6b", kind="bf16 Adafactor", batch=4, recompute=False),
