@@ -141,9 +141,13 @@ def measure(case: Case, ctx: int) -> dict[str, Any]:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(case.gib * 2**30 / whole)
     ours = case.kind.split()[0] in ("moment", "nibble")
+    begun = time.perf_counter()
     row, step = prepare_ours(case, ctx) if ours else prepare_peer(case, ctx)
+    made = time.perf_counter() - begun
     losses = [step() for _ in range(EAGER_STEPS + 1)]  # compile, and are captured
     torch.cuda.synchronize()
+    ready = time.perf_counter() - begun
+    print(f"{case}: made in {made:.0f} s, ready in {ready:.0f} s", file=sys.stderr, flush=True)
     wait_turn()
     started = time.perf_counter()
     losses += [step() for _ in range(TIMED_STEPS)]
