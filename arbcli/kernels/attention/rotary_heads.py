@@ -154,7 +154,8 @@ def _rotary_heads_backward_kernel(
     NORMAL: tl.constexpr, GAINS: tl.constexpr, TILES: tl.constexpr,
     HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    program, part = tl.program_id(0).to(tl.int64), tl.program_id(1)  # queries, keys, values
+    program = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1).to(tl.int64)  # queries, keys, values
     heads = KV
     grad_ptr, begin = grad_k_ptr, HEADS
     stride_b, stride_h, stride_t = stride_kb, stride_kh, stride_kt
