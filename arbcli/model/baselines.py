@@ -322,6 +322,31 @@ class FloatRotaryNorm(FloatRotaryAngles):
         return q, k, v
 
 
+class FloatTurnedHeads(FloatRotaryAngles):
+    """Normalise, scale and turn queries and keys: see `turned_heads`."""
+
+    def forward(  # type: ignore[override]
+        self,
+        qkv: Tensor,
+        gains: Tensor | None,
+        kv: int,
+        eps: float | None,
+        table: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Part (B, T, H, d) into queries, keys and values, (B, their heads, T, d)."""
+        angles = table or super().forward(qkv)
+        q, k, v = qkv.transpose(1, 2).split((qkv.shape[2] - 2 * kv, kv, kv), dim=1)
+
+        def turned(x: Tensor, part: int) -> Tensor:
+            y = x.float()
+            if eps is not None:
+                gain = None if gains is None else gains[part]
+                y = functional.rms_norm(y, y.shape[-1:], gain, eps)
+            return rotate(y, *angles).to(x.dtype)
+
+        return turned(q, 0), turned(k, 1), v
+
+
 def mix_streams(
     x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
 ) -> Tensor:

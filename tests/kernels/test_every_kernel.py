@@ -336,6 +336,7 @@ ROWS_APART = {
     "rms_norm_e4m3": (0, 1),
     "gated_rms_norm_e4m3": (0, 1),
     "rotary_norm_backward": (0, 1, 2),
+    "rotary_heads_backward": (0, 1, 2),
     "causal_attention_backward": (0, 1, 2, 3, 4),
     "compress_blocks": (0,),
     "compress_blocks_backward": (2,),

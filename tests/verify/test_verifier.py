@@ -462,6 +462,7 @@ CASES = {
     "expert_combine_backward": 10, "rms_norm": 12, "add_rms_norm": 12, "rms_norm_backward": 12,
     "gated_rms_norm": 13, "gated_rms_norm_backward": 13, "rms_norm_e4m3": 9,
     "add_rms_norm_e4m3": 9, "gated_rms_norm_e4m3": 9, "rotary_norm": 6, "rotary_norm_backward": 6,
+    "rotary_heads": 8, "rotary_heads_backward": 8,
     "causal_attention_backward": 4, "decode_attention": 16,
     "attend_parts": 7,
     "decode_attention_8bit": 18, "decode_latent": 6, "choose_bytes": 5,
