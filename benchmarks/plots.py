@@ -157,7 +157,7 @@ def draw_frontier(runs: Runs) -> Any:
             axes.step(*zip(*known, strict=True), where="post", color=colour, label=label)
     axes.set(
         xscale="log", xlabel="peak of memory in MiB",
-        ylabel=f"held-out loss after {FRONTIER_SECONDS} s of one H200, nats a byte",
+        ylabel=f"held-out loss after {FRONTIER_SECONDS} s of one GPU, nats a byte",
     )  # fmt: skip
     axes.set_xticks(FRONTIER_BUDGETS, [f"{budget}" for budget in FRONTIER_BUDGETS])
     axes.minorticks_off()

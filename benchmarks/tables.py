@@ -882,8 +882,8 @@ def laws(runs: Runs) -> str:
 
 
 FRONTIER_SECONDS = 7.2
-"""Of one H200: AdamW does 2,000 steps of 10.8 million weights in them."""
-FRONTIER_BUDGETS = (256, 512, 1024, 2048)
+"""Of one GPU: AdamW does 2,000 steps of 10.8 million weights in them."""
+FRONTIER_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 """MiB."""
 
 

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -14,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import typer.testing
 
 # the tests' tensors are too small to share among threads, which would wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -99,6 +101,28 @@ def small_compressed() -> dict:
         "ctx": 24, "batch": 4, "kv_heads": 1, "window": 5, "ratios": (3, 6), "indexed_ratio": 3,
         "top_k": 2, "index_heads": 2, "index_width": 8,
     }  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_samples_and_evaluations():
+    """Of two batches and four symbols: forty and 256 take most of the time of a small run."""
+    from arbcli.train import run  # not before the variable is set
+    from arbcli.train.trainer import Trainer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "SAMPLE_BYTES", 4)
+        patch.setattr(Trainer.evaluate.__wrapped__, "__defaults__", (2,))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_made_once():
+    """Typer reads the signatures of all commands at each call, which takes longer than most do."""
+    made = cache(typer.main.get_command)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", made)
+        patch.setattr(typer.testing, "_get_command", made)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -378,7 +378,7 @@ class Fault:
     plant: Planter
     caught_by: str
     slow: bool = False
-    """Whether it takes long to find, and others of its kind do for `make test`."""
+    """Whether it takes long to find: others of its kind are chosen for `make test`."""
 
     @contextmanager
     def planted(self, folder: Path) -> Iterator[None]:

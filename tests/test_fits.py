@@ -48,7 +48,7 @@ def test_number_that_the_points_do_not_determine_without_one_has_no_error():
     assert [math.isnan(error) for error in errors] == [True, False, True, False, True]
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "moment", "moment, all digits", "nibble, all digits"])
+@pytest.mark.parametrize("kind", ["AdamW", "Muon", "moment, all digits", "nibble, all digits"])
 def test_last_bits_of_losses_change_no_digit_of_a_law(kind):
     """As those of a sum do, which depend on a processor's instructions."""
     measured = rows_of(load("scaling"), kind=kind)

@@ -30,8 +30,6 @@ def book(tmp_path_factory) -> Path:
 
 def test_every_example_of_the_page_runs(book, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 1)
-    monkeypatch.setattr("arbcli.train.trainer.Trainer.evaluate", lambda *_: 3.0)
     (tmp_path / "book.txt").write_bytes(book.read_bytes())
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(examples) >= 6

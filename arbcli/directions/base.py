@@ -62,8 +62,16 @@ class Direction:
         """
         return grad
 
-    def values_of(self, grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Do as `values` does, for gradients of several matrices."""
+    def values_of(
+        self, grads: list[Tensor], dtype: torch.dtype, squares: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Do as `values` does, for gradients or for moments of several matrices.
+
+        Args:
+            grads: as of `values`.
+            dtype: of matrix products.
+            squares: int64 scalar tensors, the sum of the squares of each moment.
+        """
         return [self.values(grad, dtype) for grad in grads]
 
     def ingredients(
@@ -77,24 +85,5 @@ class Direction:
             share: of the rows, those that take part; the others' gradient is zero. None is all.
         """
         rows, columns = (gain if gain.numel() else None for gain in (gains.rows, gains.columns))
-        return unit_ingredients(values, gains.ok, share, rows, columns)
-
-
-def unit_ingredients(
-    values: Tensor,
-    ok: Tensor,
-    share: Tensor | None,
-    rows: Tensor | None = None,
-    columns: Tensor | None = None,
-) -> Ingredients:
-    """Scale values * rows * columns to unit root-mean-square over the rows that take part.
-
-    Args:
-        values: (N, K).
-        ok: int32 scalar tensor; becomes 0 if they are all zero, or not finite.
-        share: of the rows, those that take part; the others are zero. None is all.
-        rows: (N,) float32; None for ones.
-        columns: (K,) float32; None for ones.
-    """
-    unit = unit_gain(values, rows, columns, ok)
-    return Ingredients(values, unit if share is None else unit * share.sqrt(), columns)
+        unit = unit_gain(values, rows, columns, gains.ok)
+        return Ingredients(values, unit if share is None else unit * share.sqrt(), columns)

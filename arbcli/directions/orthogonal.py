@@ -14,6 +14,7 @@ from arbcli.directions.base import Direction, Ingredients
 from arbcli.kernels.update.gradient_gains import GradientGains
 from arbcli.kernels.update.gram_inverses import gram_inverses
 from arbcli.kernels.update.newton_schulz import gram, gram_polynomial
+from arbcli.kernels.update.unit_moment import unit_moments
 from arbcli.kernels.update.unit_rows import unit_rows
 
 TINY = 1e-30
@@ -44,14 +45,16 @@ class Orthogonal(Direction):
         """Orthogonalise (N, K), or each matrix of (B, N, K), on a GPU in `dtype`."""
         return orthogonalise(grad, dtype)
 
-    def values_of(self, grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    def values_of(
+        self, grads: list[Tensor], dtype: torch.dtype, squares: list[Tensor] | None = None
+    ) -> list[Tensor]:
         """Orthogonalise matrices, on a GPU those of one shape as a stack.
 
         The matrix library may choose another algorithm for a stack: last bits are its own.
         """
         if not grads or not grads[0].is_cuda:
             return super().values_of(grads, dtype)
-        return orthogonalise_stacked(grads, dtype)
+        return orthogonalise_stacked(grads, dtype, squares)
 
     def ingredients(
         self, values: Tensor, gains: GradientGains, share: Tensor | None
@@ -132,42 +135,63 @@ def newton_schulz(grad: Tensor, dtype: torch.dtype) -> Tensor:
     x = grad.mT if tall else grad
     x = _divide_by_norm(x, torch.empty_like(x, dtype=dtype))
     for steps in _runs(x):
-        x = _compose(gram(x), steps) @ x
+        x = _product(_compose(gram(x), steps), x)
     return x.mT if tall else x
 
 
-def orthogonalise_stacked(grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def orthogonalise_stacked(
+    grads: list[Tensor], dtype: torch.dtype, squares: list[Tensor] | None = None
+) -> list[Tensor]:
     """Do as `newton_schulz` does, for several matrices, with those of one shape as a stack.
 
     Args:
         grads: (N, K) each.
         dtype: of the products.
+        squares: int64 scalar tensors, the sum of the squares of each, if all are int8.
 
     Returns:
-        Like `grads`, of `dtype`, views of the stacks.
+        Like `grads`, of `dtype`, parts of the stacks.
     """
     found: list[Tensor] = [*grads]
-    order = sorted(range(len(grads)), key=lambda i: (grads[i].shape, str(grads[i].dtype)))
-    for (rows, columns), alike in groupby(order, key=lambda i: grads[i].shape):
-        places, tall = list(alike), rows > columns
-        stack = _normal_stack([grads[i] for i in places], tall, dtype)
-        for steps in _runs(stack):
-            stack = _compose(gram(stack), steps) @ stack
-        for i, x in zip(places, stack.mT if tall else stack, strict=True):
-            found[i] = x
+    stacks = _normal_stacks(grads, dtype, squares)
+    while stacks:
+        places, x = stacks.pop()
+        tall = x.shape[-2] > x.shape[-1]
+        x = x.mT if tall else x
+        for steps in _runs(x):
+            x = _product(_compose(gram(x), steps), x)
+        for i, part in zip(places, x.mT if tall else x, strict=True):
+            found[i] = part
     return found
 
 
-def _normal_stack(grads: list[Tensor], tall: bool, dtype: torch.dtype) -> Tensor:
-    """Stack matrices of one shape, those of a dtype side by side, each of norm 1 and none tall."""
-    stack = torch.empty(len(grads), *grads[0].shape, dtype=dtype, device=grads[0].device)
-    stack, begin = stack.mT if tall else stack, 0
+def _normal_stacks(
+    grads: list[Tensor], dtype: torch.dtype, squares: list[Tensor] | None
+) -> list[tuple[list[int], Tensor]]:
+    """Stack matrices of one shape, each of norm 1, and tell the place of each among all."""
+    order = sorted(range(len(grads)), key=lambda i: (grads[i].shape, str(grads[i].dtype)))
+    stacks: list[tuple[list[int], Tensor]] = []
+    for shape, alike in groupby(order, key=lambda i: grads[i].shape):
+        places = [*alike]
+        stack = grads[0].new_empty((len(places), *shape), dtype=dtype)
+        if squares is None:
+            _divide_by_norms([grads[i] for i in places], stack)
+        stacks.append((places, stack))
+    if squares is not None:
+        parts = (
+            (i, part) for places, stack in stacks for i, part in zip(places, stack, strict=True)
+        )
+        unit_moments((grads[i], squares[i], part) for i, part in parts)
+    return stacks
+
+
+def _divide_by_norms(grads: list[Tensor], out: Tensor) -> None:
+    """Fill a stack with matrices of one shape, those of a dtype side by side, each of norm 1."""
+    begin = 0
     for _, some in groupby(grads, key=lambda grad: grad.dtype):
-        part = torch.stack(list(some))
-        part = part.mT if tall else part
-        _divide_by_norm(part, stack[begin : begin + len(part)])
+        part = torch.stack([*some])
+        _divide_by_norm(part, out[begin : begin + len(part)])
         begin += len(part)
-    return stack
 
 
 def _divide_by_norm(x: Tensor, out: Tensor) -> Tensor:
@@ -185,6 +209,11 @@ def _runs(x: Tensor) -> Sequence[int]:
     n, m = x.shape[-2:]
     least = WIDE_PRODUCTS.get(x.device.type, WIDE_PRODUCTS["cuda"])
     return RUNS if m >= WIDE * n and x.numel() * n >= least else [1] * STEPS
+
+
+def _product(q: Tensor, x: Tensor) -> Tensor:
+    """Multiply q @ x, the result lying as x does: a step reads the rows of a tall matrix, too."""
+    return q @ x if x.stride(-1) == 1 else (x.mT @ q.mT).mT
 
 
 def _compose(square: Tensor, steps: int) -> Tensor:

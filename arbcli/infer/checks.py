@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.attend_ahead import keep_accepted_, table_of
-from arbcli.kernels.output.choose_ahead import accept_ahead_, choose_ahead_
+from arbcli.kernels.output.accept_ahead import accept_ahead_
 from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.model.cache import Cache
@@ -72,7 +72,7 @@ class Checks:
             proposed = self._ids[0, number : number + 1]
             choose_byte_(proposed, text, logits, place, key, *settings)
         logits, rows = self._model.check(self._ids, self._cache)
-        choose_ahead_(self._chosen, text, logits[0], position, key, *settings)
+        choose_byte_(self._chosen, text, logits[0], self._places[1], key, *settings)
         accept_ahead_(
             self._ids[0], self._chosen, rows[0], self._last.view(-1), position, self._places,
             self.accepted,

@@ -19,6 +19,7 @@ from arbcli.model.initial import head_std, projection_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import NORM_EPS, clamp_halves
 from arbcli.model.layers.rotary import rotary_table
+from arbcli.model.layers.table import SPARSE_SPREAD
 
 TINY = 1e-30
 """Least scale: a matrix of zeros, which some are at the start, has none."""
@@ -121,6 +122,28 @@ class FloatEmbedding(nn.Module):
         """
         table = self.weight.weight(torch.float32 if torch.is_grad_enabled() else dtype)
         return functional.embedding(ids, table).to(dtype)
+
+
+class FloatTable(nn.Module):
+    """Add up weighted rows of a float or straight-through table; it takes what `TernaryTable` does.
+
+    Rows begin as small as there, where nearly all trits are zero.
+    """
+
+    def __init__(self, num_rows: int, dim: int, site: Site, *, area: str) -> None:
+        super().__init__()
+        std = SPARSE_SPREAD * projection_std(dim)
+        self.weight = FloatWeight(num_rows, dim, site, std=std)
+
+    def forward(self, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """Turn (M, k) int64 ids and float32 weights into (M, D) of `dtype`, added in float32.
+
+        An id outside of the table, such as -1, is not a row.
+        """
+        table = self.weight.weight(torch.float32)
+        there = (ids >= 0) & (ids < len(table))
+        rows = functional.embedding(ids * there, table)
+        return torch.einsum("mk,mkd->md", weights * there, rows).to(dtype)
 
 
 class FloatVector(nn.Module):

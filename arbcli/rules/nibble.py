@@ -38,7 +38,7 @@ class Nibble(Moment):
 class NibbleOfAllDigits(Nibble):
     """The same, where weights are all digits of z."""
 
-    reads_all, spread = True, 1.0
+    reads_all, spread = True, 0.85
 
 
 RULE, ALL_DIGITS = Nibble(), NibbleOfAllDigits()

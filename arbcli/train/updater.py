@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.directions.base import Direction, unit_ingredients
+from arbcli.directions.base import Direction, Ingredients
 from arbcli.errors import ArbError
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
@@ -398,7 +398,8 @@ class Updater:
         """Step weights along the direction of the moments that have taken in their gradients."""
         moments = [each.tensor.rule.digits(each.state)["moment"][0] for each in averaged]
         directions = [each.direction for each in averaged]
-        found = self._values_of(list(zip(directions, moments, strict=True)))
+        squares = [each.control.squares for each in averaged]
+        found = self._values_of(list(zip(directions, moments, strict=True)), squares)
         parts = [
             partial(_step_one, each, values) for each, values in zip(averaged, found, strict=True)
         ]
@@ -408,14 +409,22 @@ class Updater:
             for part in parts:
                 part()
 
-    def _values_of(self, pairs: list[tuple[Direction | None, Tensor]]) -> list[Tensor]:
-        """Make what gains turn into directions, of matrices; one without a direction stays."""
+    def _values_of(
+        self, pairs: list[tuple[Direction | None, Tensor]], squares: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Make what gains turn into directions, of matrices; one without a direction stays.
+
+        Args:
+            pairs: directions and matrices.
+            squares: the sum of the squares of each, if they are moments.
+        """
         values = [matrix for _, matrix in pairs]
         for direction in dict.fromkeys(direction for direction, _ in pairs):
             if direction is None:
                 continue
             places = [i for i, (each, _) in enumerate(pairs) if each is direction]
-            found = direction.values_of([pairs[i][1] for i in places], self.dtype)
+            sums = None if squares is None else [squares[i] for i in places]
+            found = direction.values_of([pairs[i][1] for i in places], self.dtype, sums)
             for i, part in zip(places, found, strict=True):
                 values[i] = part
         return values
@@ -471,7 +480,8 @@ class Updater:
         gains = gradient_gains(statistics, *running, keys[ROW], keys[COLUMN], *counters)
         ingredients = None
         if direction is not None and tensor.averages_gradients:
-            ingredients = unit_ingredients(grad, gains.ok, share)
+            unit = gains.unit if share is None else gains.unit * share.sqrt()
+            ingredients = Ingredients(grad, unit.expand(len(grad)), None)
         elif direction is not None:
             values = direction.values(grad, self.dtype) if values is None else values
             ingredients = direction.ingredients(values, gains, share)

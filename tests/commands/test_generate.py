@@ -199,8 +199,9 @@ def test_what_fills_holes_is_refused_of_a_model_of_the_next_byte(
 
 
 def test_prompts_of_a_file_are_a_line_each(generate, tmp_path, monkeypatch):
-    path, alone = tmp_path / "prompts.jsonl", []
-    path.write_text('{"prompt": "to", "seed": 7}\n"read"\n{"prompt": "na\u00efve", "length": 2}\n')
+    path = tmp_path / "prompts.jsonl"
+    lines = '{"prompt": "to", "seed": 7}', "", '"read"', '{"prompt": "na\u00efve", "length": 2}'
+    path.write_text("\n".join(lines))
     how = ["--length", "5", "--temperature", "2", "--top-k", "9", "--seed", "3"]
     done = generate("--prompts", str(path), *how)
     assert done.returncode == 0, done.stderr
@@ -215,14 +216,8 @@ def test_prompts_of_a_file_are_a_line_each(generate, tmp_path, monkeypatch):
     assert f"on cpu, backend {BACKEND}, 3 at once" in done.stderr
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
     assert generate("--prompts", "-", *how).stdout == done.stdout
-    for other in (["--prompt", "a"], ["--bytes"], ["--chunks"], ["--json"]):
-        done = generate("--prompts", str(path), *other)
-        assert (done.returncode, f"leave `{other[0]}` out" in done.stderr) == (2, True)
-    assert "`--batch` is for several prompts" in generate("--batch", "2").stderr
-    alike = generate("--prompts", str(path), "--batch", "2", "--backend", "torch")
+    alike = generate("--prompts", str(path), "--batch", "2", "--backend", "torch", "--length", "1")
     assert "backend torch, 2 at once" in alike.stderr
-    missing = generate("--prompts", str(tmp_path / "nowhere"))
-    assert f"cannot read `{tmp_path / 'nowhere'}`: No such file" in missing.stderr
 
 
 def test_generate_reads_a_prompt_of_any_bytes_from_stdin(generate, monkeypatch):
@@ -364,9 +359,7 @@ def run_of_chunks(small_hnet, tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("chunks")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     given = small_hnet | {"data": [str(folder / "text.txt")], "boundaries": "every"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("arbcli.train.run.SAMPLE_BYTES", 1)
-        start_run(new_config(**given, steps=2, device="cpu"), folder / "run", Observer())
+    start_run(new_config(**given, steps=2, device="cpu"), folder / "run", Observer())
     return str(folder / "run")
 
 
@@ -386,26 +379,14 @@ def test_chunks_are_refused_of_a_model_without_any(run, arb_here):
     assert "choose one" in done.stderr
 
 
-def test_prompts_of_a_file_become_json_lines(tmp_path, generate):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "ternary "}\n\n"read"\n{"prompt": "a", "length": 3, "seed": 9}\n')
-    done = generate("--prompts", str(file), "--length", "12", "--seed", "4")
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["index"] for line in lines] == [0, 1, 2]
-    assert [line["prompt"] for line in lines] == ["ternary ", "read", "a"]
-    assert [(line["length"], line["seed"]) for line in lines] == [(12, 4), (12, 4), (3, 9)]
-    assert "3 texts, 27 bytes, " in done.stderr
-    alone = generate("--prompt", "ternary ", "--length", "12", "--seed", "4")
-    assert alone.stdout.strip("\n") == lines[0]["text"].strip("\n")
-
-
 @pytest.mark.parametrize(
     ("given", "why"),
     [
         (["--batch", "2"], "`--batch` is for several prompts"),
         (["--prompts", "{}", "--prompt", "a"], "leave `--prompt` out"),
         (["--prompts", "{}", "--bytes"], "leave `--bytes` out"),
+        (["--prompts", "{}", "--chunks"], "leave `--chunks` out"),
+        (["--prompts", "{}", "--json"], "leave `--json` out"),
         (["--prompts", "missing"], "cannot read `missing`: No such file"),
         (["--prompts", "{}"], "line 2 of"),
     ],

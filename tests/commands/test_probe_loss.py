@@ -58,16 +58,20 @@ def test_probe_loss_exits_with_2_and_no_traceback_if_it_cannot_run(arb_here):
     assert "Traceback" not in done.stderr
 
 
-def test_probe_loss_takes_a_saved_model_as_it_is(tmp_path):
+def test_probe_loss_draws_a_saved_model_and_leaves_it_as_it_is(tmp_path):
+    pytest.importorskip("matplotlib")
     names = ("dim", "layers", "heads", "ffn", "ctx")
     sizes = dict(zip(names, (32, 1, 2, 48, 16), strict=True))
     config = new_config(**sizes, batch=4, steps=4, device="cpu")
     start_run(config, tmp_path / "run", Observer())
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     args = ["--checkpoint", str(tmp_path / "run"), "--device", "cpu", "--steps", "2", "--json"]
+    args += ["--plot", str(tmp_path / "probe.png")]
     report = json.loads(invoke(*args).stdout)
     assert [reading["step"] for reading in report["readings"]] == [4, 5, 6]
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "probe.png").stat().st_size > 10_000
 
 
 def test_probe_loss_refuses_to_reshape_a_saved_model(tmp_path):
@@ -75,14 +79,6 @@ def test_probe_loss_refuses_to_reshape_a_saved_model(tmp_path):
     result = invoke("--checkpoint", str(tmp_path), *changes)
     assert isinstance(result.exception, ArbError)
     assert "`--tscale-type`, `--rule`, `--knowledge/--no-knowledge`" in str(result.exception)
-
-
-def test_probe_loss_draws_a_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    result = invoke(*SMALL, "--steps", "2", "--plot", str(tmp_path / "probe.png"), "--json")
-    assert result.exit_code in (0, 1)
-    assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "probe.png").stat().st_size > 10_000
 
 
 def test_probe_loss_asks_for_matplotlib_before_it_computes(monkeypatch):

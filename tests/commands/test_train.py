@@ -28,13 +28,6 @@ SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx",
 SMALL += ["--batch", "4", "--steps", "12", "--device", "cpu"]
 
 
-@pytest.fixture
-def text(tmp_path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"ternary weights learn to read. " * 400)
-    return str(path)
-
-
 def test_train_says_what_a_person_needs(text, tmp_path, arb_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = arb_here("train", "--data", text, *SMALL)
@@ -81,7 +74,6 @@ def test_train_prints_only_a_record_a_line_as_json(text, tmp_path, arb_here):
 
 def test_smoke_run_tells_of_every_step_and_leaves_nothing(text, tmp_path, arb_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 1)
     line = ["--no-save", "--log-every", "1", "--eval-every", "0"]
     done = arb_here("train", "--data", text, *SMALL, *line, "--steps", "3", "--json")
     assert done.returncode == 0, done.stderr
@@ -109,7 +101,6 @@ def test_train_shows_samples_utilisation_and_where_the_trace_is(
     text, tmp_path, arb_here, monkeypatch
 ):
     monkeypatch.setattr("arbcli.train.run.peak_operations", lambda device: 1e12)
-    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 8)
     monkeypatch.setattr("arbcli.train.trainer.Trainer.evaluate", lambda self: 1.0)
     args = ["--data", text, *SMALL, "--steps", "5", "--sample-every", "4", "--profile"]
     done = arb_here("train", *args, "--out", str(tmp_path / "r"))
@@ -147,7 +138,6 @@ def test_train_ends_though_nobody_gets_its_output(error, writes, text, tmp_path,
     monkeypatch.setattr(sys, "stdout", BrokenStream(error, writes))
     monkeypatch.setattr(sys, "stderr", BrokenStream(error, writes))
     run = tmp_path / "run"
-    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 1)
     args = ["--steps", "2", "--batch", "1", "--json", "--out", str(run)]
     app(["train", "--data", text, *SMALL, *args], standalone_mode=False)
     assert len(sys.stdout.getvalue().splitlines()) == writes
@@ -224,7 +214,6 @@ ERRORS = {
         ["--preset", "arb-tiny", "--graph", "--no-codebook"],
         "the graph joins codes",
     ),
-    "twin with a graph": (["--preset", "arb-tiny", "--weights", "float"], "has no float twin"),
     "resume with other parts": (
         ["--resume", "auto", "--no-moe"],
         "`--moe/--no-moe` cannot be given",

@@ -15,7 +15,7 @@ from marks import needs_triton
 from typer.testing import CliRunner
 
 from arbcli.cli import app
-from arbcli.kernels.codec.packing import PACK_TRITS
+from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.runtime import native
 from arbcli.signals import Interrupted
 from arbcli.verify import kernels as verify
@@ -44,9 +44,9 @@ def nothing_remembered(cache, monkeypatch):
 @pytest.fixture
 def wrong_kernel(monkeypatch):
     def off_by_one(trits):
-        return PACK_TRITS.triton(trits) + 1
+        return pack_trits.triton(trits) + 1
 
-    monkeypatch.setattr(verify, "KERNELS", (replace(PACK_TRITS, triton=off_by_one),))
+    monkeypatch.setattr(verify, "KERNELS", (replace(pack_trits, triton=off_by_one),))
 
 
 @needs_triton

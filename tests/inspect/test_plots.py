@@ -161,11 +161,16 @@ def test_plot_probe_draws_four_panels(report, figures, tmp_path):
     assert figures[0].get_suptitle() == "moment: ok   (3.34 M weights, T32, ctx 64)"
 
 
-def test_plot_probe_leaves_gaps_for_what_is_not_finite(report, tmp_path):
+def test_plot_probe_leaves_gaps_and_no_figure_open(report, tmp_path):
+    """Gaps for what is not finite."""
+    from matplotlib import pyplot
+
+    before = pyplot.get_fignums()  # of other tests
     for reading in report["readings"][2:]:
         reading |= {"loss": None, "val_loss": None, "residual_rms": (None, None, None)}
     plot_probe(report, tmp_path / "probe.png")
     assert painted_share(tmp_path / "probe.png") > 0.02
+    assert pyplot.get_fignums() == before
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("pdf", b"%PDF"), ("svg", b"<?xml")])
@@ -187,14 +192,6 @@ def test_missing_matplotlib_is_an_error_with_what_to_install(report, monkeypatch
     assert "pip install" in caught.value.hint
     with pytest.raises(ArbError):
         plot_probe(report, tmp_path / "probe.png")
-
-
-def test_drawing_leaves_no_figure_open(report, tmp_path):
-    from matplotlib import pyplot
-
-    before = pyplot.get_fignums()  # of other tests
-    plot_probe(report, tmp_path / "probe.png")
-    assert pyplot.get_fignums() == before
 
 
 def test_plot_probe_takes_a_real_report(tmp_path):

@@ -31,6 +31,7 @@ from arbcli.kernels.rows.weighted_rows import TouchedRows, weighted_rows_grad
 from arbcli.kernels.runtime.arguments import REAL, Argument, Array, Matrix, Number, names_in
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.gradient_gains import gradient_gains
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
 from arbcli.kernels.update.last_bits import last_bits
@@ -68,7 +69,7 @@ def public(name: str) -> Callable:
     """Find the operation that a kernel is of, by its name."""
     for module in [module for module in sys.modules if module.startswith("arbcli.kernels.")]:
         for found in map(vars(sys.modules[module]).get, (name, f"{name}_")):
-            if getattr(found, "__module__", None) == module:
+            if isinstance(found, Operation) or getattr(found, "__module__", None) == module:
                 return found
     raise LookupError(name)
 
@@ -235,7 +236,6 @@ VALUES = {
         {0: zeros(1, 37)},
     ),
     "fp8_matmul": ({0: zeros(5, 40).to(torch.float8_e4m3fn), 2: matrix(32, 40), 3: False},),
-    "nvfp4_matmul": ({0: zeros(5, 40), 2: matrix(32, 40), 3: False},),
     "gradient_gains": ({6: None}, {3: zeros(0, 7)}, {4: zeros(0, 37)}),
     "weighted_rows": ({3: torch.float16},),
     "weighted_rows_grad": ({5: torch.float64},),

@@ -57,7 +57,7 @@ def test_results_have_the_same_types_and_shapes_on_every_backend(dtype):
 
 
 NOT_IN_HALVES = {
-    "attend_ahead", "attend_parts", "digits_matmul", "nvfp4_matmul", "prepacked_rows", "row_by_row",
+    "attend_ahead", "attend_parts", "digits_matmul", "prepacked_rows", "row_by_row",
     "row_matmul", "rms_norm_e4m3", "add_rms_norm_e4m3", "gated_rms_norm_e4m3", "choose_entries",
     "append_position_8bit",
 }  # fmt: skip
@@ -76,6 +76,7 @@ ROUNDED = {
     "decode_latent": 3e-4,
     "rms_norm_backward": 4e-4,
     "decay_scan": 3e-4,
+    "unit_moment": 6e-4,
 }
 """Kernels that round between their sums, and the norm of the error of that over that of the result.
 

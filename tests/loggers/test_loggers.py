@@ -42,11 +42,6 @@ class Listening(base.Logger):
         self.heard.append(("close",))
 
 
-@pytest.fixture(autouse=True)
-def short_samples(monkeypatch):
-    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 4)
-
-
 def train(text: str, run: Path, observer: Observer, **options):
     given = {"steps": 3, **SIZES, **options}
     return start_run(new_config(**given, data=[text], device="cpu"), run, observer)

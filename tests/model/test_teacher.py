@@ -34,11 +34,6 @@ RUN = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def short_runs(monkeypatch):
-    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 1)
-
-
 def model_of(vocabulary: int, dim: int, dtype: torch.dtype, seed: int, **options):
     block = BlockConfig(mixer=AttentionConfig(heads=2), channel=MLPConfig(width=16))
     stage = StageConfig(dim=dim, blocks=(block,) * 2)

@@ -28,7 +28,6 @@ SMALL = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "d
 
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch):
-    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 1)
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
 
 

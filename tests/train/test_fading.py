@@ -30,11 +30,6 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def short_runs(monkeypatch):
-    monkeypatch.setattr("arbcli.train.run.SAMPLE_BYTES", 1)
-
-
 def trainer_of(text: str, **options) -> Trainer:
     config = new_config(**SMALL | options, data=[text])
     return Trainer(config, open_texts(config.data, None, seed=0, context=16))

@@ -41,12 +41,18 @@ TIMINGS = ("seconds", "bytes_per_second", "seconds_left", "mfu", "peak_bytes")
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch):
     evaluate = Trainer.evaluate
-    monkeypatch.setattr(running, "SAMPLE_BYTES", 2)
     monkeypatch.setattr(running, "LOG_EVERY", 4)
-    monkeypatch.setattr(Trainer, "evaluate", lambda self: evaluate(self, 2) - (self.step == BEST))
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: evaluate(self) - (self.step == BEST))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 100)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
 def config(text) -> Callable[..., TrainConfig]:
     def make(**options) -> TrainConfig:
         return new_config(**{"data": [text], "device": "cpu", **TINY, **PLAN, **options})
@@ -64,6 +70,21 @@ def contents(run: Path) -> tuple[dict[str, bytes], list[dict]]:
     """Read the last and the best checkpoint of a run, and its records."""
     files = [*checkpoints(run)[:1], *run.glob("best-*.safetensors")]
     return {path.name: path.read_bytes() for path in files}, records(run)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Callable[[TrainConfig], tuple]:
+    """Give the contents of a run that nothing ends, which is run once."""
+    made: dict[str, tuple] = {}
+
+    def contents_of(options: TrainConfig) -> tuple:
+        if repr(options) not in made:
+            run = tmp_path_factory.mktemp("whole") / "run"
+            start_run(options, run, Observer())
+            made[repr(options)] = contents(run)
+        return made[repr(options)]
+
+    return contents_of
 
 
 def state(run: Path) -> str:
@@ -196,14 +217,13 @@ def killed_before_record(config: TrainConfig, run: Path, step: int) -> None:
     mostly_slow(["small_hnet", "small_graph", "small_compressed"], lambda k: k == "small_hnet"),
 )
 def test_record_after_a_resume_has_the_parts_and_gauges_of_its_step(
-    kind, config, tmp_path, request
+    kind, config, whole, tmp_path, request
 ):
     options = config(**request.getfixturevalue(kind))
-    start_run(options, tmp_path / "whole", Observer())
     run = tmp_path / "run"
     killed_before_record(options, run, 6)
     resume_run(run, Observer())
-    assert contents(run) == contents(tmp_path / "whole")
+    assert contents(run) == whole(options)
     assert records(run)[-1]["parts"]
 
 
@@ -211,10 +231,10 @@ def test_record_after_a_resume_has_the_parts_and_gauges_of_its_step(
     "step", mostly_slow(range(1, STEPS + 1), lambda step: step in (1, 4, STEPS))
 )
 def test_stopped_run_ends_with_the_files_and_records_of_a_whole_one(
-    step, config, tmp_path, monkeypatch
+    step, config, whole, tmp_path, monkeypatch
 ):
     options = config(keep_best=True, accum=2, rule="nibble")
-    start_run(options, tmp_path / "whole", Observer())
+    expected = whole(options)
     run, train_step = tmp_path / "run", Trainer.train_step
     stops = iter([step])
 
@@ -231,13 +251,14 @@ def test_stopped_run_ends_with_the_files_and_records_of_a_whole_one(
     predicted = check_run(run)
     assert (predicted.drops_records, predicted.evaluates_first) == (step in (1, 2), step == STEPS)
     resume_run(run, Observer())
-    assert contents(run) == contents(tmp_path / "whole")
+    assert contents(run) == expected
 
 
 @pytest.mark.parametrize("step", [3, 6, STEPS])
-def test_evaluation_that_failed_is_done_first_by_the_resume(step, config, tmp_path, monkeypatch):
+def test_evaluation_that_failed_is_done_first_by_the_resume(
+    step, config, whole, tmp_path, monkeypatch
+):
     options = config(keep_best=True)
-    start_run(options, tmp_path / "whole", Observer())
     run, evaluate = tmp_path / "run", Trainer.evaluate
 
     def failing(trainer):
@@ -255,14 +276,14 @@ def test_evaluation_that_failed_is_done_first_by_the_resume(step, config, tmp_pa
     observer = Observer()
     observer.recorded = told.append
     resume_run(run, observer)
-    assert contents(run) == contents(tmp_path / "whole")
+    assert contents(run) == whole(options)
     assert told[0].step == step
     assert (told[0].bytes_per_second, told[0].seconds_left) == (None, None)
 
 
 def test_record_without_the_evaluation_of_its_step_is_written_again(config, tmp_path):
-    options, run = config(), tmp_path / "run"
-    start_run(options, run, Observer())
+    run = tmp_path / "run"
+    start_run(config(), run, Observer())
     expected = contents(run)
     *others, last = (run / METRICS).read_text().splitlines()
     unevaluated = json.dumps(json.loads(last) | {"val_loss": None})
@@ -283,26 +304,25 @@ def test_last_checkpoint_is_kept_as_the_best_where_a_kill_came_before(config, tm
     assert contents(run) == expected
 
 
-def test_run_without_records_goes_on_with_those_from_its_checkpoint_on(config, tmp_path):
-    options = config(save_every=6)
-    start_run(options, tmp_path / "whole", Observer())
-    run = tmp_path / "run"
+def test_run_without_records_goes_on_with_those_from_its_checkpoint_on(config, whole, tmp_path):
+    options, run = config(), tmp_path / "run"
     killed_before_record(options, run, 6)
     (run / METRICS).unlink()
     resume_run(run, Observer())
-    assert records(run) == records(tmp_path / "whole")[-2:]
+    assert records(run) == whole(options)[1][-2:]
 
 
-def test_checkpoint_of_an_earlier_version_tells_nothing_of_the_steps_before(config, tmp_path):
+def test_checkpoint_of_an_earlier_version_tells_nothing_of_the_steps_before(
+    config, whole, tmp_path
+):
     """The evaluation is done; the mean loss of its record is null, and the next one is right."""
     options, run = config(), tmp_path / "run"
-    start_run(options, tmp_path / "whole", Observer())
     killed_before_record(options, run, 6)
     saved = load_checkpoint(checkpoints(run)[0])
     del saved.data[FIELD]
     save_checkpoint(run, saved)
     resume_run(run, Observer())
-    expected = records(tmp_path / "whole")
+    _, expected = whole(options)
     unknown = dict.fromkeys(("loss", "bits_per_byte", "flip_share"))
     assert records(run) == [*expected[:-2], expected[-2] | unknown, expected[-1]]
 
@@ -327,17 +347,25 @@ def test_stop_of_an_earlier_version_keeps_its_record(config, tmp_path):
     assert [record["step"] for record in records(run)] == [2, *RECORDED]
 
 
+@pytest.fixture(scope="module")
+def killed(config, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("killed") / "run"
+    killed_before_record(config(), run, 6)
+    return run
+
+
 @pytest.mark.parametrize(
     "recent",
     [
-        None, 5, {}, {"losses": [1.0]}, {"flips": ["1"]}, {"flips": [-1]}, {"flips": [2**63]},
-        {"losses": "1"}, {"losses": [10**400]}, {"parts": []}, {"gauges": {"joined": "all"}},
+        None, 5, {}, {"losses": [1.0]}, {"flips": [1, "1"]}, {"flips": [1, -1]},
+        {"flips": [1, 2**63]}, {"losses": "1"}, {"losses": [1.0, 10**400]}, {"parts": []},
+        {"gauges": {"joined": "all"}},
     ],
     ids=str,
 )  # fmt: skip
-def test_figures_of_steps_that_cannot_be_are_refused(recent, config, tmp_path):
+def test_figures_of_steps_that_cannot_be_are_refused(recent, killed, tmp_path):
     run = tmp_path / "run"
-    killed_before_record(config(), run, 6)
+    shutil.copytree(killed, run)
     saved = load_checkpoint(checkpoints(run)[0])
     whole = {"losses": [1.0, None], "flips": [1, 2], "parts": {}, "gauges": {}}
     saved.data[FIELD] = whole | recent if isinstance(recent, dict) and recent else recent

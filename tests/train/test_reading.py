@@ -35,7 +35,7 @@ from arbcli.train.directory import (
 from arbcli.train.parallel.group import Group
 from arbcli.train.record import seconds_until
 from arbcli.train.run import Observer, resume_run, start_run
-from arbcli.train.trainer import Trainer
+from arbcli.train.trainer import EVAL_BATCHES, Trainer
 
 TRAIN, VAL = b"abcdefgh", b"WXYZ"
 """Alphabets of the training and of the held-out text: no byte is in both."""
@@ -55,9 +55,11 @@ def options(tmp_path_factory) -> dict:
     return SHAPE | texts | {"device": "cpu", "compute": "fp32", "steps": 6, "warmup": 2}
 
 
-@pytest.fixture(autouse=True)
-def short_samples(monkeypatch):
-    monkeypatch.setattr(runs, "SAMPLE_BYTES", 4)
+@pytest.fixture(scope="module", autouse=True)
+def whole_evaluations():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer.evaluate.__wrapped__, "__defaults__", (EVAL_BATCHES,))
+        yield
 
 
 def trainer_of(options: dict, **changes) -> Trainer:
@@ -295,7 +297,6 @@ TRITS = 25088
 def records(options, tmp_path_factory) -> list[dict]:
     clock, run = Clock(), tmp_path_factory.mktemp("golden") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "SAMPLE_BYTES", 4)
         patch.setattr(runs, "LOG_EVERY", 1)
         patch.setattr(runs, "time", clock)
         clock.take(patch, Trainer, "train_step", 0.5)
@@ -425,7 +426,6 @@ def test_everything_that_decides_a_run_is_compared_between_processes(options, mo
 def test_time_of_a_save_counts_from_the_one_before(options, tmp_path, monkeypatch):
     clock, saved = Clock(), []
     monkeypatch.setattr(runs, "time", clock)
-    monkeypatch.setattr(runs, "SAMPLE_BYTES", 1)
     clock.take(monkeypatch, Trainer, "train_step", runs.SAVE_SECONDS / 3)
     monkeypatch.setattr(runs, "save_checkpoint", lambda _, made, keep: saved.append(made.step))
     short = {"steps": 10, "save_every": 99, "accum": 1, "batch": 1}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from arbcli.errors import ArbError
-from arbcli.kernels.codec.packing import PACK_TRITS
+from arbcli.kernels.codec.packing import pack_trits
 from arbcli.verify import kernels as verify
 from arbcli.verify import ledger as ledgers
 from arbcli.verify.compile_ahead import CompileResult
@@ -52,7 +52,7 @@ def make(names=("pack_trits", "rms_norm"), checks=None, compiled=(COMPILED,), ti
 
 
 def off_by_one(trits):
-    return PACK_TRITS.torch(trits) + 1
+    return pack_trits.torch(trits) + 1
 
 
 def test_page_says_what_was_found_how_and_what_was_not():
@@ -84,7 +84,7 @@ def test_page_says_how_fast_on_what():
 
 
 def test_failures_come_first_with_their_command(monkeypatch):
-    monkeypatch.setattr(verify, "KERNELS", (replace(PACK_TRITS, torch=off_by_one),))
+    monkeypatch.setattr(verify, "KERNELS", (replace(pack_trits, torch=off_by_one),))
     spilled = replace(COMPILED, passed=False, error="64 bytes of registers spill to memory")
     found = make([], Checks(fuzz=1, seed=9), (spilled,))
     commands = [failure.command for failure in found.failures]
@@ -140,7 +140,7 @@ def test_written_ledger_is_strict_json_and_compares_equal(tmp_path):
 
 def test_comparison_shows_what_changed(tmp_path, monkeypatch):
     data, _ = write_ledger(make(), tmp_path)
-    monkeypatch.setattr(verify, "KERNELS", (replace(PACK_TRITS, torch=off_by_one),))
+    monkeypatch.setattr(verify, "KERNELS", (replace(pack_trits, torch=off_by_one),))
     changes = compare_ledgers(
         read_ledger(data), make([], compiled=(replace(COMPILED, registers=41),))
     )

@@ -15,8 +15,8 @@ import torch
 import arbcli
 from arbcli import cached_files
 from arbcli.cached_files import write_cached
-from arbcli.kernels.matmul.ternary_matmul import TERNARY_MATMUL
-from arbcli.kernels.update.step_scales import STEP_SCALES
+from arbcli.kernels.matmul.ternary_matmul import ternary_matmul
+from arbcli.kernels.update.step_scales import step_scales
 from arbcli.verify import memory as memories
 from arbcli.verify.kernels import Checks, KernelResult, verify_kernels
 from arbcli.verify.memory import Memory, all_sources, describe_machine, kernel_sources
@@ -219,16 +219,16 @@ def test_nothing_is_done_ahead_of_what_is_known(source):
 
 def test_results_of_a_kernel_follow_from_what_it_imports_and_from_the_verifier():
     package = Path(arbcli.__file__).parent
-    found = {str(path.relative_to(package)) for path in kernel_sources(TERNARY_MATMUL)}
+    found = {str(path.relative_to(package)) for path in kernel_sources(ternary_matmul)}
     assert found >= {
         "kernels/matmul/ternary_matmul.py", "kernels/matmul/few_rows.py", "verify/compare.py",
         "kernels/codec/decode_digits.py", "kernels/codec/packing.py", "kernels/runtime/native.c",
         "kernels/runtime/native.py", "verify/fuzz.py", "verify/kernels.py",
     }  # fmt: skip
     assert found.isdisjoint({"kernels/update/step_scales.py", "model/build.py", "cli.py"})
-    assert kernel_sources(TERNARY_MATMUL) < kernel_sources(TERNARY_MATMUL, drawn=True)
-    assert kernel_sources(TERNARY_MATMUL, drawn=True) < all_sources()
-    assert kernel_sources(replace(STEP_SCALES, triton=print)) is None
+    assert kernel_sources(ternary_matmul) < kernel_sources(ternary_matmul, drawn=True)
+    assert kernel_sources(ternary_matmul, drawn=True) < all_sources()
+    assert kernel_sources(replace(step_scales, triton=print)) is None
 
 
 def test_random_cases_are_not_remembered(folder):

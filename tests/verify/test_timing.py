@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import PACK_TRITS, UNPACK_TRITS
+from arbcli.kernels.codec.packing import pack_trits, unpack_trits
 from arbcli.kernels.runtime.operation import Timing
 from arbcli.verify import kernels as verify
 from arbcli.verify import timing
@@ -90,7 +90,7 @@ def test_result_counts_what_must_move_and_compares_it(monkeypatch, known_rooflin
 
     inputs = (torch.zeros(2500, dtype=torch.int32), None, 1)
     timings = [Timing("2500", inputs, add, peer=print, peer_name="other", flops=10**6)]
-    spec = replace(PACK_TRITS, timings=lambda *_: timings)
+    spec = replace(pack_trits, timings=lambda *_: timings)
     monkeypatch.setattr(verify, "KERNELS", (spec,))
     report = time_kernels(results("pack_trits"), FakeStopwatch([4.0, 2.0, 3.0], [6.0, 6.0, 6.0]), 6)
     (found,) = report.timings
@@ -104,7 +104,7 @@ def test_result_counts_what_must_move_and_compares_it(monkeypatch, known_rooflin
 
 
 def test_kernel_without_peer_has_no_ratio(monkeypatch, known_roofline):
-    spec = replace(PACK_TRITS, timings=lambda *_: [Timing("5", (torch.zeros(5),), torch.neg)])
+    spec = replace(pack_trits, timings=lambda *_: [Timing("5", (torch.zeros(5),), torch.neg)])
     monkeypatch.setattr(verify, "KERNELS", (spec,))
     (found,) = time_kernels(results("pack_trits"), FakeStopwatch([4.0]), 6).timings
     assert (found.peer, found.peer_us, found.ratio) == (None, None, None)
@@ -114,7 +114,7 @@ def test_kernel_that_failed_is_not_timed(monkeypatch, known_roofline):
     def never(*_):
         raise AssertionError("timed")
 
-    specs = [replace(PACK_TRITS, timings=never), replace(UNPACK_TRITS, timings=lambda *_: [])]
+    specs = [replace(pack_trits, timings=never), replace(unpack_trits, timings=lambda *_: [])]
     monkeypatch.setattr(verify, "KERNELS", tuple(specs))
     right, wrong = results("pack_trits", "unpack_trits"), results("pack_trits", passed=False)
     for found in ([*right, *wrong], [*wrong, *right]):  # of several scale types any may fail

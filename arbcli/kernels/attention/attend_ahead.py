@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.attend_parts import (
-    ATTEND_PARTS,
     MOST_PARTS,
     WIDTHS,
     AttentionParts,
@@ -366,7 +365,7 @@ def _draw_ahead(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 
 ATTEND_AHEAD = Operation(
     "attend_ahead", _without_gaps(_attend_ahead_triton), _without_gaps(_attend_ahead_torch),
-    attend_ahead_reference, _cases, ATTEND_PARTS.gate,
+    attend_ahead_reference, _cases, attend_parts.gate,
     {
         **{name: Array(of, BF16, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)},
         **_PLACE, "eps": Number(()), "most": Number(()),

@@ -526,41 +526,6 @@ def fits_heads(qkv: Tensor) -> bool:
     return qkv.dtype == torch.bfloat16 and qkv.shape[-1] in WIDTHS
 
 
-def attend_parts(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    most: int = MOST_PARTS,
-) -> AttentionParts:
-    """Store the key and value of one byte in a ring, and attend to all in it, in parts.
-
-    Args:
-        qkv: (3, heads, d) bfloat16, contiguous, d 64 or 128: query, key and value.
-        keys: (heads, W, d) bfloat16, contiguous; slot `position` mod W is written. Keys are such as
-            are stored here, normalised: exp of no score overflows. What has never been written is
-            not read. It begins at a multiple of 16 bytes.
-        values: like `keys`.
-        position: int32 scalar tensor: how many bytes came before. It is read on the device, and
-            must be below P.
-        cos: (P, d / 2) float32, contiguous.
-        sin: like `cos`.
-        eps: added to the mean square.
-        most: parts of a head at most.
-
-    Returns:
-        Parts whose average is the mean of the last min(position + 1, W) values, weighted by
-        softmax(q . k / sqrt(d)).
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return ATTEND_PARTS(qkv, keys, values, position, cos, sin, eps, most)
-
-
 SHAPES = ((2, 7, 64, 0, 16), (1, 40, 128, 30, 16), (1, 100, 128, 99, 16), (2, 200, 64, 450, 16),
           (1, 5, 128, 7, 1), (1, 210, 128, 201, 2), (2, 300, 64, 550, 1))  # fmt: skip
 """(heads, W, d, position, most parts): rings that are empty, filling, just full and overwritten; of
@@ -622,7 +587,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 
 _RING = Array("H, W, D", BF16, dense=True)
 
-ATTEND_PARTS = Operation(
+attend_parts = Operation(
     "attend_parts", _attend_parts_triton, _attend_parts_torch, attend_parts_reference, _cases,
     Gate(
         exact=False,
@@ -640,3 +605,22 @@ ATTEND_PARTS = Operation(
     ),
     compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
 )  # fmt: skip
+"""Store the key and value of one byte in a ring, and attend to all in it, in parts.
+
+Args:
+    qkv: (3, heads, d) bfloat16, contiguous, d 64 or 128: query, key and value.
+    keys: (heads, W, d) bfloat16, contiguous; slot `position` mod W is written. Keys are such as
+        are stored here, normalised: exp of no score overflows. What has never been written is
+        not read. It begins at a multiple of 16 bytes.
+    values: like `keys`.
+    position: int32 scalar tensor: how many bytes came before. It is read on the device, and
+        must be below P.
+    cos: (P, d / 2) float32, contiguous.
+    sin: like `cos`.
+    eps: added to the mean square.
+    most: parts of a head at most.
+
+Returns:
+    Parts whose average is the mean of the last min(position + 1, W) values, weighted by
+    softmax(q . k / sqrt(d)).
+"""

@@ -228,28 +228,6 @@ def _readable(x: Tensor) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def causal_attention_backward(
-    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Propagate a gradient back through causal attention, of scores divided by sqrt(d).
-
-    Args:
-        grad_y: (B, heads, T, d) bfloat16 or float32, d a power of two from 16 to 128, any strides.
-        q: likewise.
-        k: likewise.
-        v: likewise.
-        y: likewise, what attention gave.
-        logs: (B, heads, T) float32, contiguous: logarithms of the sums of exponentials.
-
-    Returns:
-        Gradients of q, k and v, like them: parts of one tensor (B, T, 3, heads, d).
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return CAUSAL_ATTENTION_BACKWARD(grad_y, q, k, v, y, logs)
-
-
 def flash_attention_backward(
     grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -327,7 +305,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 
 _HEADS = Array("B, H, T, D")
 
-CAUSAL_ATTENTION_BACKWARD = Operation(
+causal_attention_backward = Operation(
     "causal_attention_backward", _causal_attention_backward_triton,
     _causal_attention_backward_torch, causal_attention_backward_reference, _cases,
     Gate(
@@ -343,3 +321,16 @@ CAUSAL_ATTENTION_BACKWARD = Operation(
     where=("16 <= D <= 128 and D & (D - 1) == 0",), draw=_draw, needs_rows=True,
     peer=rounded_causal_gradients, timings=_timings,
 )  # fmt: skip
+"""Propagate a gradient back through causal attention, of scores divided by sqrt(d).
+
+Args:
+    grad_y: (B, heads, T, d) bfloat16 or float32, d a power of two from 16 to 128, any strides.
+    q: likewise.
+    k: likewise.
+    v: likewise.
+    y: likewise, what attention gave.
+    logs: (B, heads, T) float32, contiguous: logarithms of the sums of exponentials.
+
+Returns:
+    Gradients of q, k and v, like them: parts of one tensor (B, T, 3, heads, d).
+"""

@@ -159,26 +159,6 @@ def _choose_entries_triton(
     return chosen
 
 
-def choose_entries(q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k: int) -> Tensor:
-    """Choose the entries of each group.
-
-    Args:
-        q: (B, N, h, d) float32, bfloat16 or float8_e4m3fn, of groups one after the other.
-        w: (B, N, h) like it, but float32 or bfloat16.
-        k: (B, E, d) like q.
-        first: number of the first group, which is how many entries are complete.
-        most: M.
-        top_k: entries of a group.
-
-    Returns:
-        (B, N, min(top_k, E)) int32: their numbers, ascending, and -1 for those that there are not.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return CHOOSE_ENTRIES(q, w, k, first, most, top_k)
-
-
 def random_index(
     generator: torch.Generator, batch: int, groups: int, heads: int, width: int, entries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,7 +215,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 
 _KINDS = (*REAL, E4M3)
 
-CHOOSE_ENTRIES = Operation(
+choose_entries = Operation(
     "choose_entries", _choose_entries_triton, _choose_entries_torch, choose_entries_reference,
     _cases, EXACT,
     {
@@ -247,3 +227,16 @@ CHOOSE_ENTRIES = Operation(
     needs_rows=True, timings=_timings,
     not_verified=("scores that differ by a rounding alone: which of them is chosen",),
 )  # fmt: skip
+"""Choose the entries of each group.
+
+Args:
+    q: (B, N, h, d) float32, bfloat16 or float8_e4m3fn, of groups one after the other.
+    w: (B, N, h) like it, but float32 or bfloat16.
+    k: (B, E, d) like q.
+    first: number of the first group, which is how many entries are complete.
+    most: M.
+    top_k: entries of a group.
+
+Returns:
+    (B, N, min(top_k, E)) int32: their numbers, ascending, and -1 for those that there are not.
+"""

@@ -219,40 +219,6 @@ def _choose_next_triton(
     )  # fmt: skip
 
 
-def choose_next_(
-    query: Tensor,
-    key: Tensor,
-    keys: Tensor,
-    choice: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    m: int,
-    most: int,
-    eps: float,
-) -> None:
-    """Store the open entry's key, and choose anew if the byte completes the entry.
-
-    Of several texts all but `cos` and `sin` have a dimension for them in front.
-
-    Args:
-        query: (h (d + 1),) float32 or bfloat16, contiguous: queries of d even, then weights.
-        key: (d,) like it, contiguous.
-        keys: (E, d) like it or float8_e4m3fn, contiguous, E above `most` or never full; written.
-        choice: (k,) int32, contiguous: numbers of entries, ascending, -1 after them; written.
-        position: int32 scalar tensor, below P.
-        cos: (P, d / 2) float32, contiguous.
-        sin: like `cos`.
-        m: bytes of an entry.
-        most: M.
-        eps: added to mean squares.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    CHOOSE_NEXT(query, key, keys, choice, position, cos, sin, m, most, eps)
-
-
 def _with_state(inputs: tuple, _found: None) -> tuple[Tensor, Tensor]:
     """Give what is left."""
     _, _, keys, choice, *_ = inputs
@@ -351,7 +317,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     )  # fmt: skip
 
 
-CHOOSE_NEXT = Operation(
+choose_next_ = Operation(
     "choose_next", _choose_next_triton, _choose_next_torch, choose_next_reference, _cases,
     Gate(
         exact=False, relative=1e-6,
@@ -369,3 +335,19 @@ CHOOSE_NEXT = Operation(
     ),
     compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
 )  # fmt: skip
+"""Store the open entry's key, and choose anew if the byte completes the entry.
+
+Of several texts all but `cos` and `sin` have a dimension for them in front.
+
+Args:
+    query: (h (d + 1),) float32 or bfloat16, contiguous: queries of d even, then weights.
+    key: (d,) like it, contiguous.
+    keys: (E, d) like it or float8_e4m3fn, contiguous, E above `most` or never full; written.
+    choice: (k,) int32, contiguous: numbers of entries, ascending, -1 after them; written.
+    position: int32 scalar tensor, below P.
+    cos: (P, d / 2) float32, contiguous.
+    sin: like `cos`.
+    m: bytes of an entry.
+    most: M.
+    eps: added to mean squares.
+"""

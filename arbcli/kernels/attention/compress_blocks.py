@@ -286,54 +286,6 @@ def _compress_blocks_backward_triton(
     return grad_x, _grad_beta(grad_x, beta)
 
 
-def compress_blocks(
-    x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn what was projected of bytes from position 0 on into what is attended to.
-
-    Args:
-        x: (B, T, 3 G d) float32 or bfloat16, d even: vectors, values and gates of the heads.
-        beta: (G d, m) float32.
-        cos: (T, d / 2) float32.
-        sin: like `cos`.
-        heads: G.
-        eps: added to mean squares.
-
-    Returns:
-        Bytes (B, T, G, d), entries (B, T // m, G, d), and these before they were rotated, in the
-        dtype of x; computed in float32.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return COMPRESS_BLOCKS(x, beta, cos, sin, heads, eps)
-
-
-def compress_blocks_backward(
-    grad_recent: Tensor,
-    grad_entries: Tensor,
-    x: Tensor,
-    beta: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Propagate gradients back through `compress_blocks`.
-
-    `grad_recent` is (B, T, G, d) float32 or bfloat16, of the bytes, and `grad_entries`
-    (B, T // m, G, d) like it, of the entries. The rest is what it was given.
-
-    Returns:
-        Gradients of x in its dtype, and of beta, float32; kernels add up gradients of the gates as
-        they are rounded to the dtype of x.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return COMPRESS_BLOCKS_BACKWARD(grad_recent, grad_entries, x, beta, cos, sin, heads, eps)
-
-
 def _draw(device: torch.device) -> Iterator[tuple[str, tuple]]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 1, 1, 2, 3), (2, 13, 2, 6, 4), (1, 21, 1, 34, 7), (3, 8, 3, 4, 2)]
@@ -423,12 +375,26 @@ _ARGUMENTS: Arguments = {
 }
 _WHERE = ("X % (6 * heads) == 0", "T > 0 and M > 0")
 
-COMPRESS_BLOCKS = Operation(
+compress_blocks = Operation(
     "compress_blocks", _compress_blocks_triton, _compress_blocks_torch, compress_blocks_reference,
     _cases, _GATE, _ARGUMENTS, where=_WHERE, draw=_draw_blocks, needs_rows=True,
     torch_is_peer=True, timings=_timings,
 )  # fmt: skip
-COMPRESS_BLOCKS_BACKWARD = Operation(
+"""Turn what was projected of bytes from position 0 on into what is attended to.
+
+Args:
+    x: (B, T, 3 G d) float32 or bfloat16, d even: vectors, values and gates of the heads.
+    beta: (G d, m) float32.
+    cos: (T, d / 2) float32.
+    sin: like `cos`.
+    heads: G.
+    eps: added to mean squares.
+
+Returns:
+    Bytes (B, T, G, d), entries (B, T // m, G, d), and these before they were rotated, in the
+    dtype of x; computed in float32.
+"""
+compress_blocks_backward = Operation(
     "compress_blocks_backward", _compress_blocks_backward_triton, _compress_blocks_backward_torch,
     compress_blocks_backward_reference, _backward_cases, _GATE,
     {
@@ -438,3 +404,12 @@ COMPRESS_BLOCKS_BACKWARD = Operation(
     where=_WHERE, draw=_draw_backward, needs_rows=True, peer=rounded_block_gradients,
     timings=_backward_timings,
 )  # fmt: skip
+"""Propagate gradients back through `compress_blocks`.
+
+`grad_recent` is (B, T, G, d) float32 or bfloat16, of the bytes, and `grad_entries`
+(B, T // m, G, d) like it, of the entries. The rest is what it was given.
+
+Returns:
+    Gradients of x in its dtype, and of beta, float32; kernels add up gradients of the gates as
+    they are rounded to the dtype of x.
+"""

@@ -32,6 +32,7 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, Arguments, Array, Number
 from arbcli.kernels.runtime.backend import chunk_elements
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
@@ -427,44 +428,6 @@ def num_warps(x: Tensor, tile: Tiling) -> int:
     return 8 if large else 4
 
 
-def compressed_attention(
-    x: Tensor,
-    recent: Tensor,
-    entries: Tensor,
-    chosen: Tensor | None,
-    sink: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    sight: Sight,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Attend with queries at positions one after the other, that of the first in `sight.start`.
-
-    Args:
-        x: (B, T, H, d) float32 or bfloat16, d even: queries as they were projected.
-        recent: (B, S, G, d) like it, G a divisor of H: last bytes, normalised and rotated. The last
-            one is that of the last query; S is T and as many before it as there are or are seen.
-        entries: (B, E, G, d) like it: entry j is that of positions j m to j m + m - 1, normalised
-            and rotated; there are all that a query sees.
-        chosen: (B, N, k) int32, k at most E: numbers of entries for each group of
-            `sight.groups(T)`, those that are none, -1, last. None is all that are
-            complete.
-        sink: (H,) float32.
-        cos: (T, d / 2) float32, of the positions of the queries.
-        sin: like `cos`.
-        sight: what a byte sees.
-        eps: added to the mean square of a query.
-
-    Returns:
-        y, (B, T, H, d) in the dtype of x; the logarithms of the totals, (B, T, H) float32; and
-        shares of the chosen entries, (B, N, k) float32, or None where nothing was chosen.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return COMPRESSED_ATTENTION(x, recent, entries, chosen, sink, cos, sin, sight, eps)
-
-
 def random_sight(
     generator: torch.Generator, sight: Sight, batch: int, length: int, kept: int, shape: tuple
 ) -> tuple:
@@ -479,10 +442,7 @@ def random_sight(
         shape: heads, heads of keys, width of a head, and entries that are chosen; 0 is all.
     """
     heads, kv, width, top_k = shape
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator)
-
+    normal = normals(generator)
     entries = (sight.start + length) // sight.ratio
     x, angle = normal(batch, length, heads, width), 7 * normal(length, width // 2)
     vectors = [
@@ -554,7 +514,7 @@ def draw_timed(device: torch.device) -> Iterator[tuple[str, tuple]]:
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for label, inputs in draw_cases(device):
         low = inputs[0].dtype == torch.bfloat16
-        yield Case(label, inputs, COMPRESSED_ATTENTION.torch if low else None)
+        yield Case(label, inputs, compressed_attention.torch if low else None)
 
 
 def _those_there_are(_inputs: tuple, found: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
@@ -626,9 +586,30 @@ ATTENTION_WHERE = (
     "chosen is None or K <= E",
 )
 
-COMPRESSED_ATTENTION = Operation(
+compressed_attention = Operation(
     "compressed_attention", _compressed_attention_triton, _compressed_attention_torch,
     _reference, _cases, GATE, ATTENTION,
     where=ATTENTION_WHERE, compared=_those_there_are, draw=draw_attention, needs_rows=True,
     torch_is_peer=True, timings=_timings,
 )  # fmt: skip
+"""Attend with queries at positions one after the other, that of the first in `sight.start`.
+
+Args:
+    x: (B, T, H, d) float32 or bfloat16, d even: queries as they were projected.
+    recent: (B, S, G, d) like it, G a divisor of H: last bytes, normalised and rotated. The last
+        one is that of the last query; S is T and as many before it as there are or are seen.
+    entries: (B, E, G, d) like it: entry j is that of positions j m to j m + m - 1, normalised
+        and rotated; there are all that a query sees.
+    chosen: (B, N, k) int32, k at most E: numbers of entries for each group of
+        `sight.groups(T)`, those that are none, -1, last. None is all that are
+        complete.
+    sink: (H,) float32.
+    cos: (T, d / 2) float32, of the positions of the queries.
+    sin: like `cos`.
+    sight: what a byte sees.
+    eps: added to the mean square of a query.
+
+Returns:
+    y, (B, T, H, d) in the dtype of x; the logarithms of the totals, (B, T, H) float32; and
+    shares of the chosen entries, (B, N, k) float32, or None where nothing was chosen.
+"""

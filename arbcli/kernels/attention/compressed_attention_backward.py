@@ -18,7 +18,6 @@ from torch import Tensor
 from arbcli.kernels.attention.compressed_attention import (
     ATTENTION,
     ATTENTION_WHERE,
-    COMPRESSED_ATTENTION,
     Sight,
     attend_part,
     block_n,
@@ -418,42 +417,12 @@ def _compressed_attention_backward_triton(
     return grad_x, grad_recent, grad_entries, grad_sink
 
 
-def compressed_attention_backward(
-    grad_y: Tensor,
-    y: Tensor,
-    logs: Tensor,
-    x: Tensor,
-    recent: Tensor,
-    entries: Tensor,
-    chosen: Tensor | None,
-    sink: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    sight: Sight,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Propagate a gradient back through `compressed_attention`.
-
-    `grad_y` is (B, T, H, d) in the dtype of x, `y` and `logs` are what it returned, and the rest is
-    what it was given.
-
-    Returns:
-        Gradients of x in its dtype, and of recent, entries and sink, float32.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return COMPRESSED_ATTENTION_BACKWARD(
-        grad_y, y, logs, x, recent, entries, chosen, sink, cos, sin, sight, eps
-    )
-
-
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(1)
     for label, inputs in draw_cases(device):
         x = inputs[0]
         grad = torch.randn(x.shape, generator=generator).to(device, x.dtype)
-        y, logs, *_ = COMPRESSED_ATTENTION.torch(*inputs)
+        y, logs, *_ = compressed_attention.torch(*inputs)
         given = (grad, y, logs, *inputs)
         low = x.dtype == torch.bfloat16
         yield Case(label, given, rounded_attention_gradients if low else None)
@@ -479,11 +448,11 @@ GATE = Gate(
 
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     inputs = draw_attention(dice, group_size, m, n, k)
-    y, logs, *_ = COMPRESSED_ATTENTION.torch(*inputs)
+    y, logs, *_ = compressed_attention.torch(*inputs)
     return dice.reals(*y.shape), y, logs, *inputs
 
 
-COMPRESSED_ATTENTION_BACKWARD = Operation(
+compressed_attention_backward = Operation(
     "compressed_attention_backward", _compressed_attention_backward_triton,
     _compressed_attention_backward_torch, compressed_attention_backward_reference, _cases, GATE,
     {
@@ -493,3 +462,11 @@ COMPRESSED_ATTENTION_BACKWARD = Operation(
     where=ATTENTION_WHERE, draw=_draw, needs_rows=True, peer=rounded_attention_gradients,
     timings=_timings,
 )  # fmt: skip
+"""Propagate a gradient back through `compressed_attention`.
+
+`grad_y` is (B, T, H, d) in the dtype of x, `y` and `logs` are what it returned, and the rest is
+what it was given.
+
+Returns:
+    Gradients of x in its dtype, and of recent, entries and sink, float32.
+"""

@@ -216,48 +216,6 @@ def _decode_latent_triton(
     return y
 
 
-def decode_latent(
-    row: Tensor,
-    up: Tensor,
-    latent: Tensor,
-    rotated: Tensor,
-    lengths: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    scale: float,
-    eps: float,
-) -> Tensor:
-    """Store one new position in the rings, and attend to all that are in them.
-
-    Of several texts all but `up`, `cos` and `sin` have a dimension for them in front, and so has
-    the result.
-
-    Args:
-        row: (heads * d + L + R,) float32 or bfloat16, contiguous: queries, the compressed position,
-            and the part of its key that is rotated. The last R of each query are rotated too.
-        up: (heads * (d - R + d), L) like `row`: for each head what makes its keys of a compressed
-            position, and then its values.
-        latent: (W, L) like `row`; slot `position` mod W is written, as in those that follow.
-        rotated: (W, R) like `row`.
-        lengths: (W, heads) float32: by what keys are multiplied to be normalised.
-        position: int32 scalar tensor below P: how many bytes came before. Read on the device.
-        cos: (P, R / 2) float32.
-        sin: like `cos`.
-        scale: of scores.
-        eps: added to mean squares.
-
-    All are contiguous. What has never been written must be finite.
-
-    Returns:
-        (heads, d) like `row`, computed in float32.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return DECODE_LATENT(row, up, latent, rotated, lengths, position, cos, sin, scale, eps)
-
-
 SHAPES = ((1, 2, 3, 2, 1, 0), (2, 10, 24, 4, 7, 3), (3, 16, 40, 8, 33, 32), (2, 24, 16, 24, 40, 99),
           (1, 70, 130, 6, 70, 71))  # fmt: skip
 """(heads, d, L, R, W, position): rings that are empty, filling, just full and overwritten."""
@@ -280,7 +238,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         place = torch.tensor(position, dtype=torch.int32, device=device)
         inputs = (*parts, lengths, place, angle.cos(), angle.sin(), 2 * width**-0.5, 1e-6)
         label = f"{heads}x{width}x{size}x{rotary} at {position} of {window}{' bf16' if low else ''}"
-        peer = DECODE_LATENT.torch if low else None
+        peer = decode_latent.torch if low else None
         yield Case(label, inputs, peer)
         if window in (33, 64):  # a text that begins among others
             begins = (-parts[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
@@ -324,7 +282,7 @@ def _draw_rings(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     )  # fmt: skip
 
 
-DECODE_LATENT = Operation(
+decode_latent = Operation(
     "decode_latent", _decode_latent_triton, _decode_latent_torch, decode_latent_reference, _cases,
     Gate(
         exact=False,
@@ -347,3 +305,27 @@ DECODE_LATENT = Operation(
     compared=("latent", "rotated", "lengths"), draw=_draw_rings, needs_rows=False,
     torch_is_peer=True, timings=_timings,
 )  # fmt: skip
+"""Store one new position in the rings, and attend to all that are in them.
+
+Of several texts all but `up`, `cos` and `sin` have a dimension for them in front, and so has
+the result.
+
+Args:
+    row: (heads * d + L + R,) float32 or bfloat16, contiguous: queries, the compressed position,
+        and the part of its key that is rotated. The last R of each query are rotated too.
+    up: (heads * (d - R + d), L) like `row`: for each head what makes its keys of a compressed
+        position, and then its values.
+    latent: (W, L) like `row`; slot `position` mod W is written, as in those that follow.
+    rotated: (W, R) like `row`.
+    lengths: (W, heads) float32: by what keys are multiplied to be normalised.
+    position: int32 scalar tensor below P: how many bytes came before. Read on the device.
+    cos: (P, R / 2) float32.
+    sin: like `cos`.
+    scale: of scores.
+    eps: added to mean squares.
+
+All are contiguous. What has never been written must be finite.
+
+Returns:
+    (heads, d) like `row`, computed in float32.
+"""

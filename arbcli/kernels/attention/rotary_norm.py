@@ -214,24 +214,6 @@ def _rotary_norm_backward_triton(
     return grad_qkv
 
 
-def rotary_norm_(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Turn and normalise the queries and keys of `qkv`, in place; the values stay as they are.
-
-    Args:
-        qkv: (B, T, 3, heads, d) float32 or bfloat16, contiguous, d even; changed.
-        cos: (T, d / 2) float32, contiguous.
-        sin: like `cos`.
-        eps: added to the mean square.
-
-    Returns:
-        (B, T, 2, heads) float32, the r that every query and key was multiplied by.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return ROTARY_NORM(qkv, cos, sin, eps)
-
-
 def rotary_norm_backward(
     grads: list[Tensor], qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
@@ -352,7 +334,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 
 def _draw_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     qkv, cos, sin, eps = _draw(dice, group_size, m, n, k)
-    r = ROTARY_NORM.torch(qkv, cos, sin, eps)[1]
+    r = rotary_norm_.torch(qkv, cos, sin, eps)[1]
     batch, length, _, heads, width = qkv.shape
     rows = [dice.reals(batch * heads * length, width) for _ in range(3)]
     grads = [grad.reshape(batch, heads, length, width) for grad in rows]
@@ -367,12 +349,23 @@ def _with_qkv(inputs: tuple, r: Tensor) -> tuple[Tensor, Tensor]:
     return inputs[0], r
 
 
-ROTARY_NORM = Operation(
+rotary_norm_ = Operation(
     "rotary_norm", _rotary_norm_triton, _rotary_norm_torch, rotary_norm_reference, _cases, _GATE,
     {"qkv": _QKV, "cos": _TABLE, "sin": _TABLE, "eps": Number(())},
     where=("D % 2 == 0",), compared=_with_qkv, draw=_draw, needs_rows=True,
     peer=rounded_once, timings=_timings, native=_rotary_norm_native,
 )  # fmt: skip
+"""Turn and normalise the queries and keys of `qkv`, in place; the values stay as they are.
+
+Args:
+    qkv: (B, T, 3, heads, d) float32 or bfloat16, contiguous, d even; changed.
+    cos: (T, d / 2) float32, contiguous.
+    sin: like `cos`.
+    eps: added to the mean square.
+
+Returns:
+    (B, T, 2, heads) float32, the r that every query and key was multiplied by.
+"""
 ROTARY_NORM_BACKWARD = Operation(
     "rotary_norm_backward", _flat(_rotary_norm_backward_triton),
     _flat(_rotary_norm_backward_torch), _flat(rotary_norm_backward_reference), _backward_cases,

@@ -98,24 +98,6 @@ def _sum_choices_triton(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
     return y
 
 
-def sum_choices(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
-    """Add up the vectors of each entry.
-
-    Args:
-        x: (B, N, k, D) float32 or bfloat16, contiguous; k is below 2**15.
-        chosen: (B, N, k) int32, contiguous: numbers of entries, those of a group all different, or
-            -1, whose vectors count nowhere.
-        entries: E.
-
-    Returns:
-        (B, E, D) float32.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return SUM_CHOICES(x, chosen, entries)
-
-
 def random_choices(
     generator: torch.Generator, batch: int, number: int, size: int, entries: int
 ) -> Tensor:
@@ -158,7 +140,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(batch, number, size, 1 + min(k, 200)).contiguous(), chosen, entries
 
 
-SUM_CHOICES = Operation(
+sum_choices = Operation(
     "sum_choices", _sum_choices_triton, _sum_choices_torch, sum_choices_reference, _cases,
     Gate(exact=False, relative=1e-5, reason="float32 sums over groups"),
     {
@@ -167,3 +149,14 @@ SUM_CHOICES = Operation(
     },
     where=(f"K < {2**15}",), draw=_draw, needs_rows=True, timings=_timings,
 )  # fmt: skip
+"""Add up the vectors of each entry.
+
+Args:
+    x: (B, N, k, D) float32 or bfloat16, contiguous; k is below 2**15.
+    chosen: (B, N, k) int32, contiguous: numbers of entries, those of a group all different, or
+        -1, whose vectors count nowhere.
+    entries: E.
+
+Returns:
+    (B, E, D) float32.
+"""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 WIDE = 4096
@@ -184,46 +185,10 @@ def _blocks(width: int) -> dict[str, int]:
     return blocks | {"num_warps": 16 if block_d > WIDE else 4}
 
 
-def boundary_scores(x: Tensor, qk: Tensor) -> Tensor:
-    """Compare every position with the one before.
-
-    Args:
-        x: (B, T, D) float32 or bfloat16, any strides.
-        qk: (B, T, 2 D) like x, what is added to it on both sides: first q, then k.
-
-    Returns:
-        (B, T) float32 in 0..1.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return BOUNDARY_SCORES(x, qk)
-
-
-def boundary_scores_backward(grad_p: Tensor, x: Tensor, qk: Tensor) -> tuple[Tensor, Tensor]:
-    """Propagate a gradient back through `boundary_scores`.
-
-    Args:
-        grad_p: (B, T) float32, any strides.
-        x: what `boundary_scores` was given.
-        qk: what it was given.
-
-    Returns:
-        Gradients of x and qk, like them.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return BOUNDARY_SCORES_BACKWARD(grad_p, x, qk)
-
-
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Draw (label, x, qk, gradient of the result)."""
     generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
+    draw = normals(generator, device)
     for batch, length, width in ((1, 1, 5), (2, 33, 7), (3, 5, 33), (1, 18, 159)):
         label = f"{batch}x{length}x{width}"
         yield label, draw(batch, length, width), draw(batch, length, 2 * width), draw(batch, length)
@@ -302,13 +267,32 @@ def _backward_in_float64(grad_p: Tensor, x: Tensor, qk: Tensor) -> tuple[Tensor,
     return torch.autograd.grad(total, (x, qk))
 
 
-BOUNDARY_SCORES = Operation(
+boundary_scores = Operation(
     "boundary_scores", _boundary_scores_triton, _boundary_scores_torch, boundary_scores_reference,
     _cases, _GATE, _ARGUMENTS, sizes=_SIZES, large_reference=_in_float64, timings=_timings,
 )  # fmt: skip
-BOUNDARY_SCORES_BACKWARD = Operation(
+"""Compare every position with the one before.
+
+Args:
+    x: (B, T, D) float32 or bfloat16, any strides.
+    qk: (B, T, 2 D) like x, what is added to it on both sides: first q, then k.
+
+Returns:
+    (B, T) float32 in 0..1.
+"""
+boundary_scores_backward = Operation(
     "boundary_scores_backward", _boundary_scores_backward_triton, _boundary_scores_backward_torch,
     boundary_scores_backward_reference, _backward_cases, _GATE,
     {"grad_p": Array("B, T", FLOAT), **_ARGUMENTS}, sizes=_SIZES, peer=rounded_score_gradients,
     large_reference=_backward_in_float64, timings=_backward_timings,
 )  # fmt: skip
+"""Propagate a gradient back through `boundary_scores`.
+
+Args:
+    grad_p: (B, T) float32, any strides.
+    x: what `boundary_scores` was given.
+    qk: what it was given.
+
+Returns:
+    Gradients of x and qk, like them.
+"""

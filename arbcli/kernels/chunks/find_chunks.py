@@ -108,19 +108,6 @@ def _find_chunks_triton(boundaries: Tensor, capacity: int) -> Chunks:
     return chunks
 
 
-def find_chunks(boundaries: Tensor, capacity: int) -> Chunks:
-    """Cut sequences into chunks.
-
-    Args:
-        boundaries: (B, T) bool, any strides; whether a chunk begins. One always begins at 0.
-        capacity: C, the slots of a sequence; at least 1.
-
-    Raises:
-        ValueError: a dtype, a shape or a number does not fit.
-    """
-    return FIND_CHUNKS(boundaries, capacity)
-
-
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
@@ -153,7 +140,7 @@ def draw_boundaries(dice: Dice, batch: int, length: int) -> Tensor:
     return dice.view(values < share)
 
 
-FIND_CHUNKS = Operation(
+find_chunks = Operation(
     "find_chunks", _find_chunks_triton, _find_chunks_torch, find_chunks_reference, _cases,
     arguments={
         "boundaries": Array("B, T", BOOL, values=draw_boundaries),
@@ -161,3 +148,9 @@ FIND_CHUNKS = Operation(
     },
     where=("capacity > 0",), sizes={"B": "m", "T": "k"}, timings=_timings,
 )  # fmt: skip
+"""Cut sequences into chunks.
+
+Args:
+    boundaries: (B, T) bool, any strides; whether a chunk begins. One always begins at 0.
+    capacity: C, the slots of a sequence; at least 1.
+"""

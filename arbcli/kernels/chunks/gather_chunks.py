@@ -11,6 +11,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT64, Array
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import EXACT, Case, Operation, Timing
 
 
@@ -60,27 +61,9 @@ def _gather_chunks_triton(x: Tensor, index: Tensor) -> Tensor:
     return y
 
 
-def gather_chunks(x: Tensor, index: Tensor) -> Tensor:
-    """Copy rows of each sequence.
-
-    Args:
-        x: (B, S, D) float32 or bfloat16, any strides.
-        index: (B, R) int64 below S; a negative one gives zeros.
-
-    Returns:
-        (B, R, D) like x.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return GATHER_CHUNKS(x, index)
-
-
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
+    draw = normals(generator, device)
 
     def places(batch: int, rows: int, length: int) -> Tensor:
         return torch.randint(-1, length, (batch, rows), generator=generator).to(device)
@@ -104,9 +87,18 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("32x1024 of 4096x512 bf16", inputs, peer=lambda: _gather_chunks_torch(*inputs))
 
 
-GATHER_CHUNKS = Operation(
+gather_chunks = Operation(
     "gather_chunks", _gather_chunks_triton, _gather_chunks_torch, gather_chunks_reference, _cases,
     EXACT,
     {"x": Array("B, S, D"), "index": Array("B, R", INT64, values=(-1, "S - 1"))},
     sizes={"B": (1, 3), "S": "m", "R": (1, 9, "m")}, timings=_timings,
 )  # fmt: skip
+"""Copy rows of each sequence.
+
+Args:
+    x: (B, S, D) float32 or bfloat16, any strides.
+    index: (B, R) int64 below S; a negative one gives zeros.
+
+Returns:
+    (B, R, D) like x.
+"""

@@ -114,7 +114,7 @@ def take_chunk_reference(
 @text_by_text(7)
 def _route_position_torch(
     router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
-    encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None,
+    encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None = None,
     going_on: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     width, is_first = len(x), (encoder == 0)[None]
@@ -144,7 +144,7 @@ def _route_position_torch(
 
 
 def _take_chunk_torch(
-    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None,
+    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None = None,
     begins: Tensor | None = None,
 ) -> None:  # fmt: skip
     share = p.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
@@ -249,7 +249,7 @@ def _take_chunk_kernel(
 
 def _route_position_triton(
     router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
-    encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None,
+    encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None = None,
     going_on: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     width = x.shape[-1]
@@ -267,7 +267,7 @@ def _route_position_triton(
 
 
 def _take_chunk_triton(
-    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None,
+    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None = None,
     begins: Tensor | None = None,
 ) -> None:  # fmt: skip
     width = z.shape[-1]
@@ -281,82 +281,6 @@ def _blocks(width: int) -> dict[str, int]:
     """Choose few warps: each of their threads tells the condition."""
     block_d = triton.next_power_of_2(width)
     return {"BLOCK_D": block_d, "num_warps": min(8, max(1, block_d // 512))}
-
-
-def route_position_(
-    router: str,
-    x: Tensor,
-    rows: Tensor,
-    mean: Tensor,
-    last: Tensor,
-    byte: Tensor,
-    ids: Tensor,
-    encoder: Tensor,
-    decoder: Tensor,
-    length: int,
-    eps: float,
-    handle: Tensor | None = None,
-    going_on: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Route one position, and count it.
-
-    Of several texts all tensors and results have a dimension for them in front.
-
-    Args:
-        router: one of `ROUTERS`.
-        x: (D,) float32 or bfloat16, contiguous, what the encoder gives, not normalised.
-        rows: what is projected of the normalised x, like x: q, k and residual, (3 D,), where the
-            router is `learned`, else the residual alone, (D,).
-        mean: (D,) float32, the last chunk, smoothed.
-        last: (2 D,) like x, n and q of the position before; of `learned`, overwritten.
-        byte: int64 of one element, the byte before; of `space`, overwritten.
-        ids: int64 of one element, the byte.
-        encoder: int32 scalar tensor: how many positions came before. One is added.
-        decoder: int32 scalar tensor: set to what `encoder` was.
-        length: of chunks, of `every`.
-        eps: added to the mean square.
-        handle: int64 of one element on the GPU of x: that of the conditional node that is told
-            whether a chunk begins; 0 is none. Several texts have none.
-        going_on: int32 like `encoder`: 0 where a text does not go on; None is nowhere.
-
-    Returns:
-        p, (1,) float32, begins, (1,) bool, and y, (D,) like x: residual + mean.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return ROUTE_POSITION(
-        router, x, rows, mean, last, byte, ids, encoder, decoder, length, eps, handle, going_on
-    )
-
-
-def take_chunk_(
-    z: Tensor,
-    p: Tensor,
-    residual: Tensor,
-    mean: Tensor,
-    y: Tensor,
-    position: Tensor | None = None,
-    begins: Tensor | None = None,
-) -> None:
-    """Take what the inner network gives for a chunk that begins at the last position.
-
-    Of several texts all tensors have a dimension for them in front.
-
-    Args:
-        z: (D,) float32 or bfloat16, contiguous.
-        p: (1,) float32, of `route_position_`.
-        residual: (D,) like z.
-        mean: (D,) float32, the last chunk, smoothed; overwritten.
-        y: (D,) like z, overwritten: residual + mean.
-        position: int32 scalar tensor to which one is added, or None.
-        begins: (B,) int32 of several texts: 0 where a chunk does not begin, and nothing changes;
-            None is nowhere.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    TAKE_CHUNK(z, p, residual, mean, y, position, begins)
 
 
 def _draw(generator: torch.Generator, width: int, parts: int) -> tuple[Tensor, ...]:
@@ -387,13 +311,13 @@ def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             low = " bf16" if dtype == torch.bfloat16 else ""
             inputs = (router, *tensors, 4, 1e-6, None)
             label = f"{router} {width} at {position}, {byte} after {before}{low}"
-            yield Case(label, inputs, ROUTE_POSITION.torch if low else None)
+            yield Case(label, inputs, route_position_.torch if low else None)
             drawn.append(inputs)
         for texts in (drawn[:2], drawn[2:4], drawn[4:]):
             going_on = torch.tensor([n % 3 != 1 for n in range(len(texts))], dtype=torch.int32)
             inputs = (*stacked_texts(texts), going_on.to(device))
             label = f"{len(texts)} texts of {inputs[0]} {width}{low}"
-            yield Case(label, inputs, ROUTE_POSITION.torch if low else None)
+            yield Case(label, inputs, route_position_.torch if low else None)
 
 
 def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -409,11 +333,12 @@ def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             inputs = tuple(placed(part, device) for part in reals)
             position = torch.tensor(5, dtype=torch.int32, device=device) if p else None
             low = " bf16" if dtype == torch.bfloat16 else ""
-            yield Case(f"{width} {p}{low}", (*inputs, position), TAKE_CHUNK.torch if low else None)
+            peer = take_chunk_.run("torch") if low else None
+            yield Case(f"{width} {p}{low}", (*inputs, position), peer)
             drawn.append(inputs)
         position, begins = torch.tensor([[5, 0, 7], [1, 0, 1]], dtype=torch.int32, device=device)
         texts = (*stacked_texts(drawn), position, begins)
-        yield Case(f"three texts of {width}{low}", texts, TAKE_CHUNK.torch if low else None)
+        yield Case(f"three texts of {width}{low}", texts, peer)
 
 
 def _route_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -468,7 +393,7 @@ def _draw_route(dice: Dice, _group_size: int, m: int, n: int, k: int) -> tuple:
     return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 1e-6, None
 
 
-ROUTE_POSITION = Operation(
+route_position_ = Operation(
     "route_position", _route_position_triton, _route_position_torch, route_position_reference,
     _route_cases, _GATE,
     {
@@ -482,7 +407,31 @@ ROUTE_POSITION = Operation(
     where=("len(T) < 2",), compared=_routed, draw=_draw_route, torch_is_peer=True,
     timings=_route_timings,
 )  # fmt: skip
-TAKE_CHUNK = Operation(
+"""Route one position, and count it.
+
+Of several texts all tensors and results have a dimension for them in front.
+
+Args:
+    router: one of `ROUTERS`.
+    x: (D,) float32 or bfloat16, contiguous, what the encoder gives, not normalised.
+    rows: what is projected of the normalised x, like x: q, k and residual, (3 D,), where the
+        router is `learned`, else the residual alone, (D,).
+    mean: (D,) float32, the last chunk, smoothed.
+    last: (2 D,) like x, n and q of the position before; of `learned`, overwritten.
+    byte: int64 of one element, the byte before; of `space`, overwritten.
+    ids: int64 of one element, the byte.
+    encoder: int32 scalar tensor: how many positions came before. One is added.
+    decoder: int32 scalar tensor: set to what `encoder` was.
+    length: of chunks, of `every`.
+    eps: added to the mean square.
+    handle: int64 of one element on the GPU of x: that of the conditional node that is told
+        whether a chunk begins; 0 is none. Several texts have none.
+    going_on: int32 like `encoder`: 0 where a text does not go on; None is nowhere.
+
+Returns:
+    p, (1,) float32, begins, (1,) bool, and y, (D,) like x: residual + mean.
+"""
+take_chunk_ = Operation(
     "take_chunk", _take_chunk_triton, _take_chunk_torch, take_chunk_reference, _take_cases, _GATE,
     {
         "z": Array("*T, D", dense=True), "p": Array("*T, 1", FLOAT, True, values=Dice.shares),
@@ -493,3 +442,17 @@ TAKE_CHUNK = Operation(
     where=("len(T) < 2", "begins is None or len(T) == 1"), sizes={"T": ("()", "(m,)")},
     needs_rows=False, compared=("y", "mean", "position"), torch_is_peer=True, timings=_take_timings,
 )  # fmt: skip
+"""Take what the inner network gives for a chunk that begins at the last position.
+
+Of several texts all tensors have a dimension for them in front.
+
+Args:
+    z: (D,) float32 or bfloat16, contiguous.
+    p: (1,) float32, of `route_position_`.
+    residual: (D,) like z.
+    mean: (D,) float32, the last chunk, smoothed; overwritten.
+    y: (D,) like z, overwritten: residual + mean.
+    position: int32 scalar tensor to which one is added, or None.
+    begins: (B,) int32 of several texts: 0 where a chunk does not begin, and nothing changes;
+        None is nowhere.
+"""

@@ -21,6 +21,7 @@ from torch import Tensor
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
@@ -169,48 +170,10 @@ def _smooth_chunks_backward_triton(
     return grad_z, grad_p.sum(dim=2)
 
 
-def smooth_chunks(z: Tensor, p: Tensor) -> Tensor:
-    """Average each chunk with those before it.
-
-    Args:
-        z: (B, C, D) float32 or bfloat16, any strides.
-        p: (B, C) float32, how much of a chunk's mean is its own vector.
-
-    Returns:
-        (B, C, D) float32.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return SMOOTH_CHUNKS(z, p)
-
-
-def smooth_chunks_backward(
-    grad_s: Tensor, z: Tensor, p: Tensor, s: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Propagate a gradient back through `smooth_chunks`.
-
-    Args:
-        grad_s: (B, C, D) float32, any strides.
-        z: what `smooth_chunks` was given.
-        p: what it was given.
-        s: what it returned.
-
-    Returns:
-        Gradients of z, like it, and of p, float32.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return SMOOTH_CHUNKS_BACKWARD(grad_s, z, p, s)
-
-
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Draw (label, z, p, gradient of the result)."""
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
+    normal = normals(generator, device)
 
     def shares(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator).to(device)
@@ -275,7 +238,7 @@ _GATE = Gate(
 
 _ARGUMENTS = {"z": Array("B, C, D"), "p": Array("B, C", FLOAT, values=Dice.shares)}
 
-SMOOTH_CHUNKS = Operation(
+smooth_chunks = Operation(
     "smooth_chunks",
     _smooth_chunks_triton,
     _smooth_chunks_torch,
@@ -286,16 +249,36 @@ SMOOTH_CHUNKS = Operation(
     sizes={"B": (1, 3), "C": "m"},
     timings=_timings,
 )
+"""Average each chunk with those before it.
+
+Args:
+    z: (B, C, D) float32 or bfloat16, any strides.
+    p: (B, C) float32, how much of a chunk's mean is its own vector.
+
+Returns:
+    (B, C, D) float32.
+"""
 
 
 def _draw_backward(dice: Dice, *sizes: int) -> tuple:
-    z, p = SMOOTH_CHUNKS.drawn(dice, *sizes)
+    z, p = smooth_chunks.drawn(dice, *sizes)
     return dice.reals(*z.shape, dtype=torch.float32), z, p, _smooth_chunks_torch(z, p)  # fmt: skip
 
 
-SMOOTH_CHUNKS_BACKWARD = Operation(
+smooth_chunks_backward = Operation(
     "smooth_chunks_backward", _smooth_chunks_backward_triton, _smooth_chunks_backward_torch,
     smooth_chunks_backward_reference, _backward_cases, _GATE,
     {"grad_s": Array("B, C, D", FLOAT), **_ARGUMENTS, "s": Array("B, C, D", FLOAT)},
     draw=_draw_backward, needs_rows=True, peer=rounded_smooth_gradients, timings=_backward_timings,
 )  # fmt: skip
+"""Propagate a gradient back through `smooth_chunks`.
+
+Args:
+    grad_s: (B, C, D) float32, any strides.
+    z: what `smooth_chunks` was given.
+    p: what it was given.
+    s: what it returned.
+
+Returns:
+    Gradients of z, like it, and of p, float32.
+"""

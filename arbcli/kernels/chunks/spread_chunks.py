@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.chunks.boundary_scores import WIDE
-from arbcli.kernels.chunks.find_chunks import FIND_CHUNKS, draw_boundaries, find_chunks_reference
+from arbcli.kernels.chunks.find_chunks import draw_boundaries, find_chunks, find_chunks_reference
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
@@ -140,50 +141,10 @@ def _spread_chunks_backward_triton(
     return grad_s, grad_c
 
 
-def spread_chunks(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
-    """Add to every position the vector of its chunk.
-
-    Args:
-        x: (B, T, D) float32 or bfloat16, any strides.
-        s: (B, C, D) float32, any strides.
-        owner: (B, T) int64 in 0..C-1, of `find_chunks`.
-
-    Returns:
-        (B, T, D) in the dtype of x; added in float32.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return SPREAD_CHUNKS(x, s, owner)
-
-
-def spread_chunks_backward(
-    grad_y: Tensor, s: Tensor, owner: Tensor, first: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Propagate a gradient back through `spread_chunks`; that of x is `grad_y` itself.
-
-    Args:
-        grad_y: (B, T, D) float32 or bfloat16, any strides.
-        s: what `spread_chunks` was given.
-        owner: what it was given.
-        first: (B, C) int64, of `find_chunks`.
-
-    Returns:
-        Gradients of s, (B, C, D), and of a factor of it at each position, (B, T); float32.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return SPREAD_CHUNKS_BACKWARD(grad_y, s, owner, first)
-
-
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor]]:
     """Draw (label, positions, vectors of chunks, owner, first)."""
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
+    normal = normals(generator, device)
     for batch, length, chunks, width, share in (
         (1, 1, 1, 1, 0.5), (2, 33, 9, 7, 0.2), (3, 21, 30, 33, 0.5), (2, 40, 3, 159, 0.9),
         (1, 5, 2, 261, 0.5),
@@ -273,21 +234,42 @@ def _backward_in_float64(
 
 def _draw_backward(dice: Dice, _group_size: int, m: int, _n: int, k: int) -> tuple:
     sequences, chunks = dice.pick((1, 3)), dice.pick((1, 7, m))
-    found = FIND_CHUNKS.torch(draw_boundaries(dice, sequences, m), chunks)
+    found = find_chunks.torch(draw_boundaries(dice, sequences, m), chunks)
     s = dice.reals(sequences, chunks, k, dtype=torch.float32)
     return dice.reals(sequences, m, k), s, dice.view(found.owner), dice.view(found.first)
 
 
-SPREAD_CHUNKS = Operation(
+spread_chunks = Operation(
     "spread_chunks", _spread_chunks_triton, _spread_chunks_torch, spread_chunks_reference, _cases,
     _GATE, {"x": Array("B, T, D"), **_OTHERS},
     sizes={"B": (1, 3), "T": "m", "C": (1, 7, "m")}, large_reference=_in_float64,
     peer=rounded_spread, timings=_timings,
 )  # fmt: skip
-SPREAD_CHUNKS_BACKWARD = Operation(
+"""Add to every position the vector of its chunk.
+
+Args:
+    x: (B, T, D) float32 or bfloat16, any strides.
+    s: (B, C, D) float32, any strides.
+    owner: (B, T) int64 in 0..C-1, of `find_chunks`.
+
+Returns:
+    (B, T, D) in the dtype of x; added in float32.
+"""
+spread_chunks_backward = Operation(
     "spread_chunks_backward", _spread_chunks_backward_triton, _spread_chunks_backward_torch,
     spread_chunks_backward_reference, _backward_cases, _GATE,
     {"grad_y": Array("B, T, D"), **_OTHERS, "first": Array("B, C", INT64)},
     draw=_draw_backward, needs_rows=True, large_reference=_backward_in_float64,
     timings=_backward_timings,
 )  # fmt: skip
+"""Propagate a gradient back through `spread_chunks`; that of x is `grad_y` itself.
+
+Args:
+    grad_y: (B, T, D) float32 or bfloat16, any strides.
+    s: what `spread_chunks` was given.
+    owner: what it was given.
+    first: (B, C) int64, of `find_chunks`.
+
+Returns:
+    Gradients of s, (B, C, D), and of a factor of it at each position, (B, T); float32.
+"""

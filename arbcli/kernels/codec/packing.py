@@ -259,37 +259,6 @@ def _pack_trits_triton(trits: Tensor) -> Tensor:
     return packed
 
 
-def pack_trits(trits: Tensor) -> Tensor:
-    """Pack trits five to a byte.
-
-    Args:
-        trits: (N, K) int8 in {-1, 0, +1}, any strides.
-
-    Returns:
-        (N, row_bytes(K)) uint8 in 0..242.
-
-    Raises:
-        ValueError: not a matrix of int8.
-    """
-    return PACK_TRITS(trits)
-
-
-def unpack_trits(packed: Tensor, in_features: int) -> Tensor:
-    """Unpack bytes to trits.
-
-    Args:
-        packed: (N, row_bytes(K)) uint8, any strides.
-        in_features: K, in weights rather than bytes.
-
-    Returns:
-        (N, K) int8 in {-1, 0, +1}.
-
-    Raises:
-        ValueError: not a matrix of uint8, or not as wide as K weights are.
-    """
-    return UNPACK_TRITS(packed, in_features)
-
-
 def illegal_bytes(packed: Tensor) -> int:
     """Count bytes that are not five trits (243..255), on the CPU.
 
@@ -339,11 +308,19 @@ def _unpack_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("11264x2048", (packed, MATRIX[1]))
 
 
-PACK_TRITS = Operation(
+pack_trits = Operation(
     "pack_trits", _pack_trits_triton, pack_trits_torch, pack_trits_reference, _pack_cases,
     arguments={"trits": Array("N, K", INT8, values=(-1, 1))}, timings=_pack_timings,
 )  # fmt: skip
-UNPACK_TRITS = Operation(
+"""Pack trits five to a byte.
+
+Args:
+    trits: (N, K) int8 in {-1, 0, +1}, any strides.
+
+Returns:
+    (N, row_bytes(K)) uint8 in 0..242.
+"""
+unpack_trits = Operation(
     "unpack_trits", _unpack_trits_triton, unpack_trits_torch, unpack_trits_reference,
     _unpack_cases,
     arguments={
@@ -351,3 +328,12 @@ UNPACK_TRITS = Operation(
     },
     draw=lambda dice, group_size, m, n, k: (dice.trits(n, k), k), timings=_unpack_timings,
 )  # fmt: skip
+"""Unpack bytes to trits.
+
+Args:
+    packed: (N, row_bytes(K)) uint8, any strides.
+    in_features: K, in weights rather than bytes.
+
+Returns:
+    (N, K) int8 in {-1, 0, +1}.
+"""

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.decode_e4m3 import (
-    DECODE_E4M3,
     LARGEST,
     _decode_e4m3_torch,
     _decode_e4m3_triton,
+    decode_e4m3,
     decode_e4m3_reference,
 )
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.dice import Dice
-from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
+from arbcli.kernels.matmul.quantise_rows import E4M3, quantise_rows
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Matrix, Number
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
@@ -37,15 +37,15 @@ def fp8_matmul_reference(
 
 
 def _fp8_matmul_torch(
-    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype,
-    largest: Tensor | None = None,
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool = False,
+    dtype: torch.dtype = torch.bfloat16, largest: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return _multiply(q, scale, *_decode_e4m3_torch(packed, transposed, largest), dtype)
 
 
 def _fp8_matmul_triton(
-    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype,
-    largest: Tensor | None = None,
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool = False,
+    dtype: torch.dtype = torch.bfloat16, largest: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return _multiply(q, scale, *_decode_e4m3_triton(packed, transposed, largest), dtype)
 
@@ -60,35 +60,6 @@ def _multiply(
     return ((q.float() @ weight.float().T) * (scale * weight_scale)).to(dtype)
 
 
-def fp8_matmul(
-    q: Tensor,
-    scale: Tensor,
-    packed: Packed,
-    transposed: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-    largest: Tensor | None = None,
-) -> Tensor:
-    """Multiply activations by a packed matrix, or a gradient by its transpose, in eight bits.
-
-    y = q * scale @ w.T, or q * scale @ w if `transposed`, with w rounded by `decode_e4m3`
-
-    Args:
-        q: (M, K) float8_e4m3fn, contiguous; (M, N) if `transposed`.
-        scale: (M, 1) float32; both as `quantise_rows` gives them.
-        packed: w, N rows by K weights, both multiples of `MULTIPLE`.
-        transposed: whether the product is that of a gradient.
-        dtype: of the result, bfloat16 or float32.
-        largest: of the matrix's exponents, as `largest_exponents` finds it; None does that.
-
-    Returns:
-        (M, N) in `dtype`; (M, K) if `transposed`. A row whose scale is NaN gives NaN.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return FP8_MATMUL(q, scale, packed, transposed, dtype, largest)
-
-
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
@@ -97,7 +68,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         for transposed in (False, True):
             width = outputs if transposed else inputs
             source = torch.randn(rows, width, generator=generator).to(device)
-            rounded = QUANTISE_ROWS.torch(source)
+            rounded = quantise_rows.torch(source)
             rounded = rounded[0].to(E4M3), rounded[1]
             for dtype in dtypes:
                 label = f"{rows}x{outputs}x{inputs} {str(dtype).removeprefix('torch.')}"
@@ -114,7 +85,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     packed = random_packed(outputs, inputs, group_size, torch.Generator(device), spread=8)
     dense = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
     x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
-    q, scale = QUANTISE_ROWS.torch(x)
+    q, scale = quantise_rows.torch(x)
     for transposed in (False, True):
         yield Timing(
             f"{rows}x{outputs}x{inputs}{' transposed' * transposed}",
@@ -128,18 +99,18 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
 def _in_float64(
     q: Tensor, scale: Tensor, packed: Packed, transposed: bool, _dtype: torch.dtype
 ) -> Tensor:
-    weight, weight_scale = DECODE_E4M3.torch(packed, transposed)
+    weight, weight_scale = decode_e4m3.torch(packed, transposed)
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, dice.below(2)
     packed = dice.packed(n, k, group_size)
-    q, scale = QUANTISE_ROWS.torch(dice.reals(m, n if transposed else k))
+    q, scale = quantise_rows.torch(dice.reals(m, n if transposed else k))
     return q.to(E4M3), scale, packed, transposed == 1, dice.dtype
 
 
-FP8_MATMUL = Operation(
+fp8_matmul = Operation(
     "fp8_matmul", _fp8_matmul_triton, _fp8_matmul_torch, fp8_matmul_reference, _cases,
     Gate(exact=False, relative=4e-3, reason="sums of the matrix library, rounded to bf16"),
     {
@@ -150,3 +121,18 @@ FP8_MATMUL = Operation(
     where=(f"N % {MULTIPLE} == 0 and K % {MULTIPLE} == 0",), draw=_draw, needs_rows=True,
     large_reference=_in_float64, uses_scales=False, timings=_timings,
 )  # fmt: skip
+"""Multiply activations by a packed matrix, or a gradient by its transpose, in eight bits.
+
+y = q * scale @ w.T, or q * scale @ w if `transposed`, with w rounded by `decode_e4m3`
+
+Args:
+    q: (M, K) float8_e4m3fn, contiguous; (M, N) if `transposed`.
+    scale: (M, 1) float32; both as `quantise_rows` gives them.
+    packed: w, N rows by K weights, both multiples of `MULTIPLE`.
+    transposed: whether the product is that of a gradient.
+    dtype: of the result, bfloat16 or float32.
+    largest: of the matrix's exponents, as `largest_exponents` finds it; None does that.
+
+Returns:
+    (M, N) in `dtype`; (M, K) if `transposed`. A row whose scale is NaN gives NaN.
+"""

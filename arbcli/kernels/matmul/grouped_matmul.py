@@ -308,51 +308,6 @@ def _grouped_grad_w_triton(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     return grad
 
 
-def grouped_matmul(
-    x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = None, apart: bool = False
-) -> Tensor:
-    """Multiply rows that are sorted by expert, each by the matrix of its expert.
-
-    y[s, n] = sum over k of x[s, k] * w[e, n, k], for bounds[e] <= s < bounds[e + 1]
-
-    The gradient of x is the same product with `w.mT`.
-
-    Args:
-        x: (S, K) bfloat16 or float32, any strides. On Hopper GPUs it is copied first unless its
-            rows are contiguous and begin at multiples of 16 bytes.
-        w: (E, N, K) like `x`, E at most 256, any strides; copied unless its rows or columns do so.
-        bounds: (E + 1,) int64, ascending, within 0..S, which nothing checks.
-        out: (S, N) like `x`: is filled and returned. Rows of no expert are left as they are.
-        apart: whether the bits of a row must not depend on the other rows, nor on their number.
-
-    Returns:
-        (S, N) in the dtype of `x`, accumulated in float32; without `out`, zeros in rows of none.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return GROUPED_MATMUL(x, w, bounds, out, apart)
-
-
-def grouped_grad_w(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
-    """Propagate a gradient back through `grouped_matmul` to the matrices.
-
-    grad_w[e, n, k] = sum over bounds[e] <= s < bounds[e + 1] of grad_y[s, n] * x[s, k]
-
-    Args:
-        grad_y: (S, N) bfloat16 or float32, any strides, copied as `x` of `grouped_matmul` is.
-        x: (S, K) like `grad_y`.
-        bounds: (E + 1,) int64, ascending, within 0..S, which nothing checks; E at most 256.
-
-    Returns:
-        (E, N, K) in the dtype of `x`, accumulated in float32; zeros for an expert without rows.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return GROUPED_GRAD_W(grad_y, x, bounds)
-
-
 SHAPES = (
     (1, 1, 1, (0, 1)),
     (9, 33, 40, (0, 9)),
@@ -498,7 +453,7 @@ def _draw_grad_w(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.reals(m, n), dice.reals(m, k), _bounds(dice, m)
 
 
-GROUPED_MATMUL = Operation(
+grouped_matmul = Operation(
     "grouped_matmul", _grouped_matmul_triton, _grouped_matmul_torch, grouped_matmul_reference,
     _matmul_cases, _GATE,
     {
@@ -508,10 +463,39 @@ GROUPED_MATMUL = Operation(
     where=(f"0 < E <= {MOST_EXPERTS}", "N > 0 and K > 0"), draw=_draw_product, needs_rows=True,
     torch_is_peer=True, timings=_matmul_timings,
 )  # fmt: skip
-GROUPED_GRAD_W = Operation(
+"""Multiply rows that are sorted by expert, each by the matrix of its expert.
+
+y[s, n] = sum over k of x[s, k] * w[e, n, k], for bounds[e] <= s < bounds[e + 1]
+
+The gradient of x is the same product with `w.mT`.
+
+Args:
+    x: (S, K) bfloat16 or float32, any strides. On Hopper GPUs it is copied first unless its
+        rows are contiguous and begin at multiples of 16 bytes.
+    w: (E, N, K) like `x`, E at most 256, any strides; copied unless its rows or columns do so.
+    bounds: (E + 1,) int64, ascending, within 0..S, which nothing checks.
+    out: (S, N) like `x`: is filled and returned. Rows of no expert are left as they are.
+    apart: whether the bits of a row must not depend on the other rows, nor on their number.
+
+Returns:
+    (S, N) in the dtype of `x`, accumulated in float32; without `out`, zeros in rows of none.
+"""
+grouped_grad_w = Operation(
     "grouped_grad_w", _grouped_grad_w_triton, _grouped_grad_w_torch, grouped_grad_w_reference,
     _grad_w_cases, _GATE,
     {"grad_y": Array("S, N"), "x": Array("S, K"), "bounds": Array("P", INT64)},
     where=(f"1 < P <= {MOST_EXPERTS + 1}", "N > 0 and K > 0"), draw=_draw_grad_w,
     needs_rows=True, torch_is_peer=True, timings=_grad_w_timings,
 )  # fmt: skip
+"""Propagate a gradient back through `grouped_matmul` to the matrices.
+
+grad_w[e, n, k] = sum over bounds[e] <= s < bounds[e + 1] of grad_y[s, n] * x[s, k]
+
+Args:
+    grad_y: (S, N) bfloat16 or float32, any strides, copied as `x` of `grouped_matmul` is.
+    x: (S, K) like `grad_y`.
+    bounds: (E + 1,) int64, ascending, within 0..S, which nothing checks; E at most 256.
+
+Returns:
+    (E, N, K) in the dtype of `x`, accumulated in float32; zeros for an expert without rows.
+"""

@@ -7,8 +7,10 @@ and g for the matrix:
     s = e4m3(min(max of 16 |x| / g / 6, 448)),   q = e2m1(x / g / s)
 
 g is a power of two, so that dividing by it is exact, and brings the largest s between 170 and 342:
-no s is beyond 448, the largest of e4m3. Ties of q go to the even code. s * q has six bits at most,
-which bfloat16 holds: so what hardware of such numbers would multiply, it can multiply here.
+no s is beyond 448, the largest of e4m3. Ties of q go to the even code. A code is the place of |q|
+among its numbers, plus 8 if q is negative; two make a byte, the one of the even column in its lower
+half. s * q has six bits at most, which bfloat16 holds: so what hardware of such numbers would
+multiply, it can multiply here.
 Source: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025.
 """
 
@@ -25,11 +27,13 @@ from arbcli.kernels.matmul.quantise_rows import (
     to_e4m3,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.inputs import placed
+from arbcli.kernels.runtime.inputs import normals, placed
 from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
 BLOCK = 16
 """Columns of a scale."""
+NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of e2m1, by code."""
 OCTAVE = 10
 """Of the largest magnitude divided by g."""
 SIXTH = 1 / 6
@@ -38,23 +42,41 @@ LARGEST_SCALE = 448.0
 _BLOCK, _SIXTH, _LARGEST = map(tl.constexpr, (BLOCK, SIXTH, LARGEST_SCALE))
 
 
-def round_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute what `round_nvfp4` must return, 16 columns at a time in float64."""
+def encode_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what `encode_nvfp4` must return, 16 columns at a time in float64."""
     largest = x.double().abs().max() if x.numel() else x.new_zeros((), dtype=torch.float64)
     octave = max(int(torch.frexp(largest).exponent) - 1, -116) if largest > 0 else -116
-    values, y = x.double() / 2.0 ** (octave - 10), torch.zeros_like(x)
-    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64, device=x.device)
-    for start in range(0, x.shape[1], 16):
-        part = values[:, start : start + 16]
+    values, blocks = x.double() / 2.0 ** (octave - 10), -(-x.shape[1] // 16)
+    codes = torch.zeros(len(x), 16 * blocks, dtype=torch.int64, device=x.device)
+    scales = torch.zeros(len(x), blocks, dtype=torch.uint8, device=x.device)
+    numbers = torch.tensor(NUMBERS, dtype=torch.float64, device=x.device)
+    for block in range(blocks):
+        part = values[:, 16 * block : 16 * block + 16]
         sixth = (part.abs().amax(dim=1, keepdim=True).float() * (1 / 6)).clamp(max=448)
         s = round_e4m3_reference(sixth.double()).double()
         distance = (part.abs()[..., None] - s[..., None] * numbers).abs()
         nearest = distance.amin(dim=-1, keepdim=True)
-        # of two that are as near, the one of the even code
         even = torch.arange(8, device=x.device) % 2 == 0
-        code = (2 * (distance == nearest) + even).argmax(dim=-1)
-        y[:, start : start + 16] = (part.sign() * s * numbers[code]).to(x.dtype)
-    return y, torch.tensor([2.0 ** (octave - 10)], dtype=torch.float32, device=x.device)
+        code = (2 * (distance == nearest) + even).argmax(dim=-1) * (s > 0)
+        code += 8 * ((part < 0) & (code > 0))
+        codes[:, 16 * block : 16 * block + part.shape[1]] = code
+        scales[:, block] = s[:, 0].to(E4M3).view(torch.uint8)
+    both = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+    return both, scales, torch.tensor([2.0 ** (octave - 10)], device=x.device)
+
+
+def round_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute what `round_nvfp4` must return, in float64: the numbers of codes."""
+    codes, scales, g = encode_nvfp4_reference(x)
+    return nvfp4_numbers(codes, scales, torch.float64)[:, : x.shape[1]].to(x.dtype), g
+
+
+def nvfp4_numbers(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read codes and scales as numbers (M, K)."""
+    found = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1).long()
+    numbers = torch.tensor([*NUMBERS, *(-number for number in NUMBERS)], dtype=dtype)
+    scales = scales.view(E4M3).to(dtype).repeat_interleave(BLOCK, dim=1)
+    return numbers.to(codes.device)[found] * scales
 
 
 def global_scale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,17 +88,32 @@ def global_scale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return largest, torch.where(largest < torch.inf, scale, torch.nan), inverse
 
 
-def _round_nvfp4_torch(x: Tensor) -> tuple[Tensor, Tensor]:
+def _coded(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Find x / g in blocks, (M, B, 16), the scales of these, codes without signs, and g."""
     _, scale, inverse = global_scale(x)
-    width = x.shape[1]
-    t = torch.nn.functional.pad(x.float() * inverse, (0, -width % BLOCK)).unflatten(1, (-1, BLOCK))
+    padding = (0, -x.shape[1] % BLOCK)
+    t = torch.nn.functional.pad(x.float() * inverse, padding).unflatten(1, (-1, BLOCK))
     size = t.abs()
-    largest = size.amax(dim=2, keepdim=True)
-    s = (largest * SIXTH).clamp(max=LARGEST_SCALE).to(E4M3).float()
-    q = 0.5 * (size > 0.25 * s) + 0.5 * (size >= 0.75 * s) + 0.5 * (size > 1.25 * s)
-    q += 0.5 * (size >= 1.75 * s) + 1.0 * (size > 2.5 * s) + 1.0 * (size >= 3.5 * s)
-    q += 2.0 * (size > 5 * s)
-    return (t.sign() * q * s).flatten(1)[:, :width].to(x.dtype).contiguous(), scale
+    s = (size.amax(dim=2, keepdim=True) * SIXTH).clamp(max=LARGEST_SCALE).to(E4M3)
+    code, of_size = torch.zeros_like(size, dtype=torch.uint8), s.float()
+    for index, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)):
+        edge = middle * of_size
+        code += (size >= edge) if index % 2 else (size > edge)
+    return t, s, code, scale
+
+
+def _round_nvfp4_torch(x: Tensor) -> tuple[Tensor, Tensor]:
+    t, s, code, scale = _coded(x)
+    q = torch.tensor(NUMBERS, device=x.device)[code.long()]
+    return (t.sign() * q * s.float()).flatten(1)[:, : x.shape[1]].to(x.dtype).contiguous(), scale
+
+
+def _encode_nvfp4_torch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    t, s, code, scale = _coded(x)
+    code = torch.where(s.float() > 0, code, 0)
+    code += 8 * ((t < 0) & (code > 0)).to(torch.uint8)
+    code = code.flatten(1)
+    return code[:, ::2] | (code[:, 1::2] << 4), s.view(torch.uint8)[..., 0].contiguous(), scale
 
 
 @triton.jit
@@ -90,58 +127,77 @@ def number_of_scale(code, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _round_nvfp4_kernel(
-    x_ptr, largest_ptr, y_ptr,
-    M, K, stride_xm, stride_xk,
-    BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, NATIVE: tl.constexpr,
+def number_of_code(code):
+    """Read the float32 numbers of codes of e2m1."""
+    size, exponent = code & 7, (code & 7) >> 1
+    large = ((1 << exponent) * (2 + (size & 1))).to(tl.float32) * 0.25
+    number = tl.where(size < 2, size.to(tl.float32) * 0.5, large)
+    return tl.where(code > 7, -number, number)
+
+
+@triton.jit
+def _nvfp4_kernel(
+    x_ptr, largest_ptr, y_ptr, scales_ptr,
+    M, K, B, stride_xm, stride_xk,
+    CODES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
+    """Store codes and scales, or the numbers that they are."""
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     b = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     k = b[None, :, None] * _BLOCK + tl.arange(0, _BLOCK)[None, None, :]
-    mask = (m < M) & (k < K)
-    x = tl.load(x_ptr + m * stride_xm + k * stride_xk, mask=mask, other=0).to(tl.float32)
+    mask = (m < M)[:, None, None] & (k < K)
+    x_ptrs = x_ptr + m[:, None, None] * stride_xm + k * stride_xk
+    x = tl.load(x_ptrs, mask=mask, other=0).to(tl.float32)
     field = tl.maximum(tl.load(largest_ptr).to(tl.int32, bitcast=True) >> 23, 11)
     t = x * ((264 - field) << 23).to(tl.float32, bitcast=True)
     size = tl.abs(t)
-    sixth = tl.minimum(tl.max(size, axis=2) * _SIXTH, _LARGEST)
-    s = number_of_scale(to_e4m3(sixth, NATIVE), NATIVE)[:, :, None]
+    bits = to_e4m3(tl.minimum(tl.max(size, axis=2) * _SIXTH, _LARGEST), NATIVE)
+    s = number_of_scale(bits, NATIVE)[:, :, None]
     # no quotient: comparisons are the same to the last bit everywhere
-    q = tl.where(size > 0.25 * s, 0.5, 0.0) + tl.where(size >= 0.75 * s, 0.5, 0.0)
-    q += tl.where(size > 1.25 * s, 0.5, 0.0) + tl.where(size >= 1.75 * s, 0.5, 0.0)
-    q += tl.where(size > 2.5 * s, 1.0, 0.0) + tl.where(size >= 3.5 * s, 1.0, 0.0)
-    q += tl.where(size > 5.0 * s, 2.0, 0.0)
-    y = tl.where(t < 0, -q * s, q * s)
-    tl.store(y_ptr + m * K + k, y.to(y_ptr.dtype.element_ty), mask=mask)
+    code = (size > 0.25 * s).to(tl.int32) + (size >= 0.75 * s).to(tl.int32)
+    code += (size > 1.25 * s).to(tl.int32) + (size >= 1.75 * s).to(tl.int32)
+    code += (size > 2.5 * s).to(tl.int32) + (size >= 3.5 * s).to(tl.int32)
+    code += (size > 5.0 * s).to(tl.int32)
+    if CODES:
+        code = tl.where(s > 0, code, 0)
+        code = tl.where((t < 0) & (code > 0), code + 8, code)
+        low, high = tl.split(tl.reshape(code, [BLOCK_M, BLOCKS, _BLOCK // 2, 2]))
+        place = m[:, None] * B + b[None, :]
+        there = (m < M)[:, None] & (b < B)[None, :]
+        tl.store(scales_ptr + place, bits, mask=there)
+        at = place[:, :, None] * (_BLOCK // 2) + tl.arange(0, _BLOCK // 2)[None, None, :]
+        tl.store(y_ptr + at, (low | (high << 4)).to(tl.uint8), mask=there[:, :, None])
+    else:
+        y = number_of_code(code) * s
+        y = tl.where(t < 0, -y, y).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + m[:, None, None] * K + k, y, mask=mask)
+
+
+def _launch(x: Tensor, largest: Tensor, y: Tensor, scales: Tensor | None) -> None:
+    if x.numel():
+        rows, number = len(x), triton.cdiv(x.shape[1], BLOCK)
+        blocks = min(16, triton.next_power_of_2(number))
+        block_m = min(128 // blocks, triton.next_power_of_2(rows))
+        _nvfp4_kernel[(triton.cdiv(rows, block_m), triton.cdiv(number, blocks))](
+            x, largest, y, scales, *x.shape, number, *x.stride(),
+            CODES=scales is not None, BLOCK_M=block_m, BLOCKS=blocks, NATIVE=has_e4m3(x),
+        )  # fmt: skip
 
 
 def _round_nvfp4_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     largest, scale, _ = global_scale(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if y.numel():
-        rows, blocks = len(x), min(16, triton.next_power_of_2(triton.cdiv(x.shape[1], BLOCK)))
-        block_m = min(128 // blocks, triton.next_power_of_2(rows))
-        grid = (triton.cdiv(rows, block_m), triton.cdiv(x.shape[1], BLOCK * blocks))
-        _round_nvfp4_kernel[grid](
-            x, largest, y, *x.shape, *x.stride(),
-            BLOCK_M=block_m, BLOCKS=blocks, NATIVE=has_e4m3(x),
-        )  # fmt: skip
+    _launch(x, largest, y, None)
     return y, scale
 
 
-def round_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix to numbers of four bits, their scales multiplied in.
-
-    Args:
-        x: (M, K) float32 or bfloat16, any strides.
-
-    Returns:
-        s * q, (M, K) in the dtype of x, contiguous; and g, (1,) float32, which is NaN if an element
-        is not finite.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return ROUND_NVFP4(x)
+def _encode_nvfp4_triton(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    largest, scale, _ = global_scale(x)
+    rows, number = len(x), triton.cdiv(x.shape[1], BLOCK)
+    codes = torch.empty(rows, number * BLOCK // 2, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(rows, number, dtype=torch.uint8, device=x.device)
+    _launch(x, largest, codes, scales)
+    return codes, scales, scale
 
 
 def round_stack_nvfp4(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,9 +223,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     def case(label: str, x: Tensor) -> Case:
         return Case(label, (placed(x, device),))
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
+    normal = normals(generator)
     for shape in ((1, 1), (3, 33), (65, 160), (2, 1311)):
         yield case("x".join(map(str, shape)), normal(*shape))
     yield case("5x64 of all sizes", normal(5, 64) * torch.exp2(12 * normal(5, 64)))
@@ -191,7 +245,29 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("16384x2048 bf16", (x,))
 
 
-ROUND_NVFP4 = Operation(
+round_nvfp4 = Operation(
     "round_nvfp4", _round_nvfp4_triton, _round_nvfp4_torch, round_nvfp4_reference, _cases,
     arguments={"x": ACTIVATIONS}, torch_is_peer=True, timings=_timings,
 )  # fmt: skip
+"""Round a matrix to numbers of four bits, their scales multiplied in.
+
+Args:
+    x: (M, K) float32 or bfloat16, any strides.
+
+Returns:
+    s * q, (M, K) in the dtype of x, contiguous; and g, (1,) float32, which is NaN if an element
+    is not finite.
+"""
+encode_nvfp4 = Operation(
+    "encode_nvfp4", _encode_nvfp4_triton, _encode_nvfp4_torch, encode_nvfp4_reference, _cases,
+    arguments={"x": ACTIVATIONS}, torch_is_peer=True, timings=_timings,
+)  # fmt: skip
+"""Turn a matrix into codes of four bits with their scales.
+
+Args:
+    x: (M, K) float32 or bfloat16, any strides.
+
+Returns:
+    (M, 8 ceil(K / 16)) uint8 codes, 0 beyond K; (M, ceil(K / 16)) uint8, the bits of scales of
+    e4m3; and g, (1,) float32, which is NaN if an element is not finite.
+"""

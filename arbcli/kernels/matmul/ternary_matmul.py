@@ -114,43 +114,6 @@ def _ternary_matmul_grad_x_triton(grad_y: Tensor, packed: Packed) -> Tensor:
     return grad_y @ decode_weight_triton(packed, grad_y.dtype)
 
 
-def ternary_matmul(x: Tensor, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply activations by a packed matrix.
-
-    y[m, n] = sum over k of x[m, k] * w[n, k], accumulated in float32
-
-    Args:
-        x: (M, K) bfloat16 or float32, any strides.
-        packed: w, N rows by K weights.
-        dtype: of the result, bfloat16 or float32; by default that of `x`.
-
-    Returns:
-        (M, N) in `dtype`.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return TERNARY_MATMUL(x, packed, dtype)
-
-
-def ternary_matmul_grad_x(grad_y: Tensor, packed: Packed) -> Tensor:
-    """Propagate a gradient back through `ternary_matmul`.
-
-    grad_x[m, k] = sum over n of grad_y[m, n] * w[n, k], accumulated in float32
-
-    Args:
-        grad_y: (M, N) bfloat16 or float32, any strides.
-        packed: w, N rows by K weights.
-
-    Returns:
-        (M, K) in the dtype of `grad_y`.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return TERNARY_MATMUL_GRAD_X(grad_y, packed)
-
-
 SHAPES = (
     (1, 1, 1), (3, 33, 123), (33, 17, 165), (5, 131, 33), (2, 5, 1311), (FUSED_ROWS + 1, 33, 96)
 )  # fmt: skip
@@ -262,7 +225,7 @@ def _grad_x_in_float64(grad_y: Tensor, packed: Packed) -> Tensor:
     return grad_y.double() @ decode_digits_torch(packed, torch.float32).double()
 
 
-TERNARY_MATMUL = Operation(
+ternary_matmul = Operation(
     "ternary_matmul", _ternary_matmul_triton, _ternary_matmul_torch, ternary_matmul_reference,
     _forward_cases, GATE,
     {"x": Array("M, K"), "packed": Matrix(), "dtype": Number(())},
@@ -270,10 +233,33 @@ TERNARY_MATMUL = Operation(
     scale_path=lambda group_size: (in_planes(group_size), group_size == PLANE),
     timings=partial(_timings, False),
 )  # fmt: skip
-TERNARY_MATMUL_GRAD_X = Operation(
+"""Multiply activations by a packed matrix.
+
+y[m, n] = sum over k of x[m, k] * w[n, k], accumulated in float32
+
+Args:
+    x: (M, K) bfloat16 or float32, any strides.
+    packed: w, N rows by K weights.
+    dtype: of the result, bfloat16 or float32; by default that of `x`.
+
+Returns:
+    (M, N) in `dtype`.
+"""
+ternary_matmul_grad_x = Operation(
     "ternary_matmul_grad_x", _ternary_matmul_grad_x_triton, _ternary_matmul_grad_x_torch,
     ternary_matmul_grad_x_reference, _grad_x_cases, GATE,
     {"grad_y": Array("M, N"), "packed": Matrix()},
     large_reference=_grad_x_in_float64, torch_is_peer=True, scale_path=in_planes,
     timings=partial(_timings, True),
 )  # fmt: skip
+"""Propagate a gradient back through `ternary_matmul`.
+
+grad_x[m, k] = sum over n of grad_y[m, n] * w[n, k], accumulated in float32
+
+Args:
+    grad_y: (M, N) bfloat16 or float32, any strides.
+    packed: w, N rows by K weights.
+
+Returns:
+    (M, K) in the dtype of `grad_y`.
+"""

@@ -247,45 +247,6 @@ def _gated_rms_norm_backward_triton(
     return grad_gate_up, y
 
 
-def gated_rms_norm(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
-    """Multiply silu of the first half of every row by the second half, and normalise.
-
-    Args:
-        gate_up: (..., 2 D) float32 or bfloat16, any strides.
-        weight: of the norm, one row of D weights; None is ones, and gives the same bits as ones.
-        eps: added to the mean square; None leaves the norm out, and then there are no weights.
-
-    Returns:
-        (..., D) in the dtype of `gate_up`, contiguous; computed in float32 and rounded once.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return GATED_RMS_NORM(gate_up, weight, eps)
-
-
-def gated_rms_norm_backward(
-    grad_y: Tensor,
-    gate_up: Tensor,
-    weight: Packed | None,
-    eps: float | None,
-    overwrite: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of `gated_rms_norm` with respect to `gate_up`, and its result again.
-
-    `grad_y` is (..., D) of the dtype of `gate_up`, with any strides. `overwrite` says that the
-    gradient may take the place of `gate_up`, which it does if that is contiguous. The rest is what
-    `gated_rms_norm` was given.
-
-    Returns:
-        (..., 2 D) and (..., D), like `gate_up` and like the result of `gated_rms_norm`.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return GATED_RMS_NORM_BACKWARD(grad_y, gate_up, weight, eps, overwrite)
-
-
 def gated_rms_norm_in_its_dtype(
     gate_up: Tensor, weight: Packed | None, eps: float | None
 ) -> Tensor:
@@ -380,12 +341,22 @@ GATED_ARGUMENTS: Arguments = {
 GATED_WHERE = ("W % 2 == 0", "weight is None or eps is not None")
 GATED_SIZES = ROW_SIZES | {"W": "2 * k"}
 
-GATED_RMS_NORM = Operation(
+gated_rms_norm = Operation(
     "gated_rms_norm", _gated_rms_norm_triton, _gated_rms_norm_torch, gated_rms_norm_reference,
     _cases, _GATE, GATED_ARGUMENTS, where=GATED_WHERE, sizes=GATED_SIZES, scale_path=in_planes,
     peer=gated_rms_norm_in_its_dtype, timings=_timings, native=_gated_rms_norm_native,
 )  # fmt: skip
-GATED_RMS_NORM_BACKWARD = Operation(
+"""Multiply silu of the first half of every row by the second half, and normalise.
+
+Args:
+    gate_up: (..., 2 D) float32 or bfloat16, any strides.
+    weight: of the norm, one row of D weights; None is ones, and gives the same bits as ones.
+    eps: added to the mean square; None leaves the norm out, and then there are no weights.
+
+Returns:
+    (..., D) in the dtype of `gate_up`, contiguous; computed in float32 and rounded once.
+"""
+gated_rms_norm_backward = Operation(
     "gated_rms_norm_backward", _gated_rms_norm_backward_triton, _gated_rms_norm_backward_torch,
     gated_rms_norm_backward_reference, _backward_cases, _GATE,
     {"grad_y": Array("*B, W // 2"), **GATED_ARGUMENTS, "overwrite": Number((False, True))},
@@ -393,3 +364,12 @@ GATED_RMS_NORM_BACKWARD = Operation(
     peer=_last_left_out(partial(gradient_and_output, gated_rms_norm_in_its_dtype)),
     timings=_backward_timings, native=_gated_rms_norm_backward_native,
 )  # fmt: skip
+"""Compute the gradient of `gated_rms_norm` with respect to `gate_up`, and its result again.
+
+`grad_y` is (..., D) of the dtype of `gate_up`, with any strides. `overwrite` says that the
+gradient may take the place of `gate_up`, which it does if that is contiguous. The rest is what
+`gated_rms_norm` was given.
+
+Returns:
+    (..., 2 D) and (..., D), like `gate_up` and like the result of `gated_rms_norm`.
+"""

@@ -21,15 +21,12 @@ from arbcli.kernels.matmul.quantise_rows import (
 )
 from arbcli.kernels.norm.gated_rms_norm import (
     GATED_ARGUMENTS,
-    GATED_RMS_NORM,
     GATED_WHERE,
     gated_rms_norm,
     gated_rms_norm_reference,
     sigmoid,
 )
 from arbcli.kernels.norm.rms_norm import (
-    ADD_RMS_NORM,
-    RMS_NORM,
     WHOLE_ROW,
     add_rms_norm,
     add_rms_norm_reference,
@@ -163,48 +160,6 @@ def _gated_rms_norm_e4m3_torch(
     return quantise_rows(gated_rms_norm(gate_up, weight, eps))
 
 
-def rms_norm_e4m3(x: Tensor, weight: Packed | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Normalise the rows of `x` as `rms_norm` does, and round them as `quantise_rows` does.
-
-    Args:
-        x: (M, D) float32 or bfloat16, any strides.
-        weight: one row of D weights; None is ones.
-        eps: added to the mean square.
-
-    Returns:
-        (M, D) float8_e4m3fn, and (M, 1) float32 scales.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return RMS_NORM_E4M3(x, weight, eps)
-
-
-def add_rms_norm_e4m3(
-    x: Tensor, added: Tensor, weight: Packed | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add to the rows of `x` as `add_rms_norm` does, and do for the sum what `rms_norm_e4m3` does.
-
-    Returns:
-        (M, D) x + added in the dtype of `x`; (M, D) float8_e4m3fn, and (M, 1) float32 scales.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return ADD_RMS_NORM_E4M3(x, added, weight, eps)
-
-
-def gated_rms_norm_e4m3(
-    gate_up: Tensor, weight: Packed | None, eps: float | None
-) -> tuple[Tensor, Tensor]:
-    """Do for (M, 2 D) `gate_up` what `rms_norm_e4m3` does, after the gate of `gated_rms_norm`.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return GATED_RMS_NORM_E4M3(gate_up, weight, eps)
-
-
 def _cases_of(spec: Operation) -> MakeCases:
     """Take the matrices among the cases of a norm; wide ones take the interpreter seconds."""
 
@@ -251,22 +206,38 @@ _GATE = Gate(exact=False, relative=3e-3, reason="where a sum's last bit decides,
 
 _X = Array("M, D")
 
-RMS_NORM_E4M3 = Operation(
+rms_norm_e4m3 = Operation(
     "rms_norm_e4m3", _rms_norm_e4m3_triton, _rms_norm_e4m3_torch,
-    _product_of(rms_norm_e4m3_reference), _cases_of(RMS_NORM), _GATE,
-    {**RMS_NORM.arguments, "x": _X}, where=("D > 0",), uses_scales=False, compared=_as_product,
-    timings=_timings_of(RMS_NORM, _rms_norm_e4m3_triton),
+    _product_of(rms_norm_e4m3_reference), _cases_of(rms_norm), _GATE,
+    {**rms_norm.arguments, "x": _X}, where=("D > 0",), uses_scales=False, compared=_as_product,
+    timings=_timings_of(rms_norm, _rms_norm_e4m3_triton),
 )  # fmt: skip
-ADD_RMS_NORM_E4M3 = Operation(
+"""Normalise the rows of `x` as `rms_norm` does, and round them as `quantise_rows` does.
+
+Args:
+    x: (M, D) float32 or bfloat16, any strides.
+    weight: one row of D weights; None is ones.
+    eps: added to the mean square.
+
+Returns:
+    (M, D) float8_e4m3fn, and (M, 1) float32 scales.
+"""
+add_rms_norm_e4m3 = Operation(
     "add_rms_norm_e4m3", _add_rms_norm_e4m3_triton, _add_rms_norm_e4m3_torch,
-    _product_of(add_rms_norm_e4m3_reference), _cases_of(ADD_RMS_NORM), _GATE,
-    {**ADD_RMS_NORM.arguments, "x": _X, "added": _X}, where=("D > 0",), uses_scales=False,
-    compared=_as_product, timings=_timings_of(ADD_RMS_NORM, _add_rms_norm_e4m3_triton),
+    _product_of(add_rms_norm_e4m3_reference), _cases_of(add_rms_norm), _GATE,
+    {**add_rms_norm.arguments, "x": _X, "added": _X}, where=("D > 0",), uses_scales=False,
+    compared=_as_product, timings=_timings_of(add_rms_norm, _add_rms_norm_e4m3_triton),
 )  # fmt: skip
-GATED_RMS_NORM_E4M3 = Operation(
+"""Add to the rows of `x` as `add_rms_norm` does, and do for the sum what `rms_norm_e4m3` does.
+
+Returns:
+    (M, D) x + added in the dtype of `x`; (M, D) float8_e4m3fn, and (M, 1) float32 scales.
+"""
+gated_rms_norm_e4m3 = Operation(
     "gated_rms_norm_e4m3", _gated_rms_norm_e4m3_triton, _gated_rms_norm_e4m3_torch,
-    _product_of(gated_rms_norm_e4m3_reference), _cases_of(GATED_RMS_NORM), _GATE,
+    _product_of(gated_rms_norm_e4m3_reference), _cases_of(gated_rms_norm), _GATE,
     {**GATED_ARGUMENTS, "gate_up": Array("M, W")}, where=("W > 0", *GATED_WHERE),
     sizes={"W": "2 * k"}, uses_scales=False, compared=_as_product,
-    timings=_timings_of(GATED_RMS_NORM, _gated_rms_norm_e4m3_triton),
+    timings=_timings_of(gated_rms_norm, _gated_rms_norm_e4m3_triton),
 )  # fmt: skip
+"""Do for (M, 2 D) `gate_up` what `rms_norm_e4m3` does, after the gate of `gated_rms_norm`."""

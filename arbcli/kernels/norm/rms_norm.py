@@ -382,60 +382,6 @@ def _rms_norm_backward_triton(
     return grad_x, y
 
 
-def rms_norm(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
-    """Normalise the rows of `x` and multiply them by ternary weights.
-
-    Args:
-        x: (..., D) float32 or bfloat16, any strides.
-        weight: one row of D weights; None is ones, and gives the same bits as ones.
-        eps: added to the mean square.
-
-    Returns:
-        (..., D) in the dtype of `x`, contiguous; computed in float32 and rounded once.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return RMS_NORM(x, weight, eps)
-
-
-def add_rms_norm(
-    x: Tensor, added: Tensor, weight: Packed | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Add to the rows of `x`, and normalise them as `rms_norm` does.
-
-    `added` has the shape and dtype of `x`, and any strides; the rest is what `rms_norm` is given.
-
-    Returns:
-        x + added, rounded, and the norm of that; both like the result of `rms_norm`.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return ADD_RMS_NORM(x, added, weight, eps)
-
-
-def rms_norm_backward(
-    grad_y: Tensor,
-    x: Tensor,
-    weight: Packed | None,
-    eps: float,
-    other_grad: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of `rms_norm` with respect to `x`, and its result again.
-
-    `grad_y` has the shape and dtype of `x`, and any strides, and so has `other_grad`, the gradient
-    of `x` by another path: it is added before rounding. The rest is what `rms_norm` was given.
-
-    Returns:
-        grad_x and y, each like the result of `rms_norm`.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return RMS_NORM_BACKWARD(grad_y, x, weight, eps, other_grad)
-
-
 def rms_norm_in_its_dtype(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
     """Do what torch alone would do, in the dtype of `x`: what bf16 is held to."""
     decoded = None if weight is None else decode_digits_torch(weight, x.dtype)[0]
@@ -570,18 +516,35 @@ EPS = Number(("1e-6 if k > 4 else 0.1",))
 """Of a narrow norm the gradient cancels."""
 ROW_SIZES = {"B": "(m,)"}
 
-RMS_NORM = Operation(
+rms_norm = Operation(
     "rms_norm", _rms_norm_triton, _rms_norm_torch, rms_norm_reference, _cases, _GATE,
     {"x": ROWS, "weight": NORM_WEIGHT, "eps": EPS}, sizes=ROW_SIZES, scale_path=in_planes,
     peer=rms_norm_in_its_dtype, timings=_timings, native=_rms_norm_native,
 )  # fmt: skip
-ADD_RMS_NORM = Operation(
+"""Normalise the rows of `x` and multiply them by ternary weights.
+
+Args:
+    x: (..., D) float32 or bfloat16, any strides.
+    weight: one row of D weights; None is ones, and gives the same bits as ones.
+    eps: added to the mean square.
+
+Returns:
+    (..., D) in the dtype of `x`, contiguous; computed in float32 and rounded once.
+"""
+add_rms_norm = Operation(
     "add_rms_norm", _add_rms_norm_triton, _add_rms_norm_torch, add_rms_norm_reference, _add_cases,
     _GATE, {"x": ROWS, "added": ROWS, "weight": NORM_WEIGHT, "eps": EPS}, sizes=ROW_SIZES,
     scale_path=in_planes, peer=add_rms_norm_in_its_dtype, timings=_add_timings,
     native=_add_rms_norm_native,
 )  # fmt: skip
-RMS_NORM_BACKWARD = Operation(
+"""Add to the rows of `x`, and normalise them as `rms_norm` does.
+
+`added` has the shape and dtype of `x`, and any strides; the rest is what `rms_norm` is given.
+
+Returns:
+    x + added, rounded, and the norm of that; both like the result of `rms_norm`.
+"""
+rms_norm_backward = Operation(
     "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
     rms_norm_backward_reference, _backward_added_cases, _GATE,
     {"grad_y": ROWS, "x": ROWS, "weight": NORM_WEIGHT, "eps": EPS,
@@ -589,3 +552,11 @@ RMS_NORM_BACKWARD = Operation(
     sizes=ROW_SIZES, scale_path=in_planes, peer=backward_in_its_dtype, timings=_backward_timings,
     native=_rms_norm_backward_native,
 )  # fmt: skip
+"""Compute the gradient of `rms_norm` with respect to `x`, and its result again.
+
+`grad_y` has the shape and dtype of `x`, and any strides, and so has `other_grad`, the gradient
+of `x` by another path: it is added before rounding. The rest is what `rms_norm` was given.
+
+Returns:
+    grad_x and y, each like the result of `rms_norm`.
+"""

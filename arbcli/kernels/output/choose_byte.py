@@ -1,4 +1,4 @@
-"""Choose the next byte of a text: the largest of logit / temperature + Gumbel noise, of those kept.
+"""Choose next bytes of a text: the largest of logit / temperature + Gumbel noise, of those kept.
 
 Byte i is kept if fewer than `top_k` bytes are likelier, and if these have less than `top_p`
 together; of equals the smaller is the likelier. That is found by comparing all pairs, not by
@@ -36,6 +36,14 @@ def choose_byte_reference(
     top_p: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute what `choose_byte_` must leave in `byte` and `text`: Python floats, one by one."""
+    if logits.dim() == 2:
+        found = []
+        for row, of_row in enumerate(logits):
+            one, text = choose_byte_reference(
+                byte.view(-1)[:1], text, of_row, position + row, key, temperature, top_k, top_p
+            )
+            found.append(one)
+        return torch.cat(found).view_as(byte), text
     logit, place = logits.tolist(), int(position)
     order = sorted(range(len(logit)), key=lambda i: (-logit[i], i))
     choice = order[0]
@@ -59,6 +67,11 @@ def choose_byte_torch(
     top_k: int, top_p: float,
 ) -> None:  # fmt: skip
     """Do what `choose_byte_` does, by torch's operations."""
+    if logits.dim() == 2:
+        for row, (one, of_row) in enumerate(zip(byte.view(-1), logits, strict=True)):
+            place = position + row
+            choose_byte_torch(one, text, of_row, place, key, temperature, top_k, top_p)
+        return
     logits = logits.float()
     if temperature == 0:
         choice = logits.argmax()
@@ -148,12 +161,13 @@ def _choose_byte_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_last(OVERLAP)
-    position = tl.load(position_ptr)
+    row = tl.program_id(0)
+    position = tl.load(position_ptr) + row
     choice = choose_symbol(
-        logits_ptr, position, tl.load(key_ptr), temperature, top_k, top_p, V,
+        logits_ptr + row * V, position, tl.load(key_ptr), temperature, top_k, top_p, V,
         DRAWN, SOME, BLOCK_V, BLOCK_J,
     )  # fmt: skip
-    tl.store(byte_ptr, choice.to(tl.int64))
+    tl.store(byte_ptr + row, choice.to(tl.int64))
     tl.store(text_ptr + position, choice.to(tl.uint8))
 
 
@@ -161,8 +175,8 @@ def _choose_byte_triton(
     byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: float,
     top_k: int, top_p: float,
 ) -> None:  # fmt: skip
-    symbols = len(logits)
-    _choose_byte_kernel[(1,)](
+    symbols = logits.shape[-1]
+    _choose_byte_kernel[(byte.numel(),)](
         byte, text, logits, position, key, float(temperature), top_k, float(top_p), symbols,
         DRAWN=temperature > 0, SOME=top_k < symbols or top_p < 1,
         BLOCK_V=triton.next_power_of_2(symbols), BLOCK_J=32, num_warps=8,
@@ -180,16 +194,17 @@ def choose_byte_(
     top_k: int,
     top_p: float,
 ) -> None:
-    """Choose the byte, or token, at `position` of `text` by its logits, in place.
+    """Choose the byte, or token, at `position` of `text` by its logits, in place, or several.
 
     Of more than 256 symbols the likeliest are found by sorting, by torch's operations everywhere.
 
     Args:
-        byte: int64 of one element, set to the byte, for its next reader.
+        byte: int64 of one element, set to the byte, for its next reader; or of M, contiguous.
         text: (P,) uint8, or int32 of more than 256 symbols, contiguous; its element `position` is
-            set to the byte.
-        logits: (V,) float32 or bfloat16, contiguous; finite, or -inf.
-        position: int32 scalar tensor below P. It is read on the device.
+            set to the byte, or those from there on.
+        logits: (V,) float32 or bfloat16, contiguous; finite, or -inf. Or (M, V), V at most 256, a
+            row for each byte, whose noise is that of its own position.
+        position: int32 scalar tensor, at most P - M. It is read on the device.
         key: int32 scalar tensor, of the random stream.
         temperature: divides the logits; 0 takes the largest.
         top_k: how many of the likeliest are kept, at least 1.
@@ -199,7 +214,8 @@ def choose_byte_(
         ValueError: a dtype or a shape does not fit.
     """
     CHOOSE_BYTE.check(byte, text, logits, position, key, temperature, top_k, top_p)
-    run = CHOOSE_BYTE.chosen(logits) if len(logits) <= MAX_SYMBOLS else choose_among_many
+    few = logits.shape[-1] <= MAX_SYMBOLS
+    run = CHOOSE_BYTE.chosen(logits) if few else choose_among_many
     run(byte, text, logits, position, key, temperature, top_k, top_p)
 
 
@@ -214,12 +230,16 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     kinds = {"random": random, "33 symbols": random[:33], "one": random[:1],
              "all equal": torch.zeros(256), "some equal": random.round(),
              "some excluded": torch.where(random > 0, random, -torch.inf)}  # fmt: skip
+    several = 3 * torch.randn(8, 256, generator=generator)
+    kinds |= {"8 rows": several, "2 rows of 33 symbols": several[:2, :33].contiguous(),
+              "5 rows, some equal": several[:5].round()}  # fmt: skip
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
-        kinds["bf16"] = random.bfloat16()
+        kinds |= {"bf16": random.bfloat16(), "3 rows bf16": several[:3].bfloat16()}
     place: TensorOptions = {"dtype": torch.int32, "device": device}
     for number, (kind, logits) in enumerate(kinds.items()):
         for choice in CHOICES:
-            byte, text = torch.full((1, 1), 300), torch.arange(9, dtype=torch.uint8)
+            byte = torch.full((1, 1) if logits.dim() == 1 else (len(logits),), 300)
+            text = torch.arange(20, dtype=torch.uint8)
             position = torch.tensor(number, **place)
             key = torch.tensor(-(7**number) - int(100 * choice[0]), **place)
             tensors = (part.to(device) for part in (byte, text, logits))
@@ -242,16 +262,23 @@ TEXT_FITS = f"(text.dtype == torch.uint8) == (V <= {MAX_SYMBOLS})"
 CHOOSE_BYTE = Operation(
     "choose_byte", _choose_byte_triton, choose_byte_torch, choose_byte_reference, _cases, EXACT,
     {
-        "byte": Array("", INT64, one=True, values=lambda dice: dice.integers(0, 127, 1).long()),
+        "byte": Array("*B", INT64, dense=True, values=(0, 127)),
         "text": Array("P", (torch.uint8, torch.int32), dense=True),
-        "logits": Array("V", dense=True, values=lambda dice, symbols: 4 * dice.reals(symbols)),
-        "position": Array("", INT32, values=(0, "P - 1")),
+        "logits": Array("*M, V", dense=True, values=lambda dice, *shape: 4 * dice.reals(*shape)),
+        "position": Array("", INT32, values=(0, 9)),
         "key": Array("", INT32),
         "temperature": Number((0.0, 0.5, 1.0, 2.0)),
         "top_k": Number(("1", "(V + 1) // 2", "V")),
         "top_p": Number((1.0, 0.9, 0.3)),
     },
-    where=("V > 0", TEXT_FITS),
-    sizes={"V": f"min(k + 1, {MAX_SYMBOLS})", "P": "n"}, compared=("byte", "text"),
+    where=(
+        "V > 0", TEXT_FITS, "byte.numel() == logits.numel() // V",
+        f"len(M) == 0 or len(M) == 1 and V <= {MAX_SYMBOLS}",
+    ),
+    sizes={
+        "M": ("()", "(min(m, 8),)"), "B": "M or (1,)", "V": f"min(k + 1, {MAX_SYMBOLS})",
+        "P": "n + 20",
+    },
+    compared=("byte", "text"),
     timings=_timings,
 )  # fmt: skip

@@ -125,39 +125,6 @@ def _cross_entropy_backward_triton(logits: Tensor, targets: Tensor, scale: Tenso
     return grad
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Compute the loss of every row, in nats.
-
-    Args:
-        logits: (M, V) float32 or bfloat16, V at most 4096, any strides.
-        targets: (M,) int64 in 0..V-1.
-
-    Returns:
-        (M,) float32.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return CROSS_ENTROPY(logits, targets)
-
-
-def cross_entropy_backward(logits: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
-    """Compute the gradient of `scale` times the sum of all losses.
-
-    Args:
-        logits: what `cross_entropy` was given.
-        targets: what it was given.
-        scale: float32 scalar tensor.
-
-    Returns:
-        (M, V) in the dtype of `logits`, contiguous.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return CROSS_ENTROPY_BACKWARD(logits, targets, scale)
-
-
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     for rows, classes in ((1, 2), (3, 33), (17, 256), (9, 300), (0, 256)):
@@ -211,13 +178,32 @@ _ARGUMENTS = {
 }
 _WHERE, _SIZES = ("0 < V <= 4096",), {"V": "min(k + 1, 4096)"}
 
-CROSS_ENTROPY = Operation(
+cross_entropy = Operation(
     "cross_entropy", _cross_entropy_triton, _cross_entropy_torch, cross_entropy_reference, _cases,
     _GATE, _ARGUMENTS, where=_WHERE, sizes=_SIZES, timings=_timings,
 )  # fmt: skip
-CROSS_ENTROPY_BACKWARD = Operation(
+"""Compute the loss of every row, in nats.
+
+Args:
+    logits: (M, V) float32 or bfloat16, V at most 4096, any strides.
+    targets: (M,) int64 in 0..V-1.
+
+Returns:
+    (M,) float32.
+"""
+cross_entropy_backward = Operation(
     "cross_entropy_backward", _cross_entropy_backward_triton, _cross_entropy_backward_torch,
     cross_entropy_backward_reference, _backward_cases, _GATE,
     _ARGUMENTS | {"scale": Array("", FLOAT, values=lambda dice: dice.real(0.1))},
     where=_WHERE, sizes=_SIZES, peer=rounded_cross_entropy, timings=_backward_timings,
 )  # fmt: skip
+"""Compute the gradient of `scale` times the sum of all losses.
+
+Args:
+    logits: what `cross_entropy` was given.
+    targets: what it was given.
+    scale: float32 scalar tensor.
+
+Returns:
+    (M, V) in the dtype of `logits`, contiguous.
+"""

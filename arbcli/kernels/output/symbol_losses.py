@@ -114,38 +114,6 @@ def _grade_symbols_triton(logits: Tensor, targets: Tensor, total: Tensor, scale:
         )  # fmt: skip
 
 
-def add_symbols_(total: Tensor, of_target: Tensor, logits: Tensor, targets: Tensor) -> None:
-    """Add a chunk of symbols to the sums of rows, in place.
-
-    Args:
-        total: (M,) float32, contiguous: the logarithm of the sum of exponentials so far, which is
-            -inf before the first chunk.
-        of_target: (M,) float32, contiguous, to which the logit of the target is added if it is in
-            the chunk.
-        logits: (M, N) float32 or bfloat16, N at most 4096, any strides; finite.
-        targets: (M,) int64, counted from the first symbol of the chunk; any others are elsewhere.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    ADD_SYMBOLS(total, of_target, logits, targets)
-
-
-def grade_symbols_(logits: Tensor, targets: Tensor, total: Tensor, scale: Tensor) -> None:
-    """Turn the logits of a chunk of symbols into the gradient of scaled losses, in place.
-
-    Args:
-        logits: as of `add_symbols_`.
-        targets: as of `add_symbols_`.
-        total: (M,) float32, contiguous, what all chunks made of it.
-        scale: (M,) float32, contiguous, of each row's loss.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    GRADE_SYMBOLS(logits, targets, total, scale)
-
-
 def _chunks(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Draw (label, logits, targets, a number of each row)."""
     generator = torch.Generator().manual_seed(0)
@@ -230,15 +198,33 @@ def _draw_graded(dice: Dice, _group_size: int, m: int, _n: int, k: int) -> tuple
     return logits, dice.integers(-k, 2 * k, m, dtype=torch.int64), total, scale
 
 
-ADD_SYMBOLS = Operation(
+add_symbols_ = Operation(
     "add_symbols", _add_symbols_triton, _add_symbols_torch, add_symbols_reference, _add_cases,
     _GATE,
     {"total": replace(_ROW, values=_total_so_far), "of_target": _ROW, **_CHUNK},
     where=_WHERE, sizes=_SIZES, compared=("total", "of_target"), timings=_add_timings,
 )  # fmt: skip
-GRADE_SYMBOLS = Operation(
+"""Add a chunk of symbols to the sums of rows, in place.
+
+Args:
+    total: (M,) float32, contiguous: the logarithm of the sum of exponentials so far, which is
+        -inf before the first chunk.
+    of_target: (M,) float32, contiguous, to which the logit of the target is added if it is in
+        the chunk.
+    logits: (M, N) float32 or bfloat16, N at most 4096, any strides; finite.
+    targets: (M,) int64, counted from the first symbol of the chunk; any others are elsewhere.
+"""
+grade_symbols_ = Operation(
     "grade_symbols", _grade_symbols_triton, _grade_symbols_torch, grade_symbols_reference,
     _grade_cases, _GATE, {**_CHUNK, "total": _ROW, "scale": _ROW},
     where=_WHERE, draw=_draw_graded, needs_rows=True, peer=rounded_symbol_gradient,
     compared=("logits",), timings=_grade_timings,
 )  # fmt: skip
+"""Turn the logits of a chunk of symbols into the gradient of scaled losses, in place.
+
+Args:
+    logits: as of `add_symbols_`.
+    targets: as of `add_symbols_`.
+    total: (M,) float32, contiguous, what all chunks made of it.
+    scale: (M,) float32, contiguous, of each row's loss.
+"""

@@ -15,6 +15,7 @@ from torch import Tensor
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 MOST_SLOTS = 16
@@ -149,56 +150,10 @@ def _expert_combine_backward_triton(
     return grad_values, grad_gates
 
 
-def expert_combine(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
-    """Sum the slots of every token.
-
-    y[m] = sum over j of gates[m, j] * values[positions[m, j]]
-
-    Args:
-        values: (S, D) float32 or bfloat16, any strides.
-        positions: (M, k) int64 in 0..S-1, k from 1 to 16, no slot twice. One outside is an
-            IndexError of the torch backend on a CPU, and a row of NaN in the kernel.
-        gates: (M, k) float32; None stands for ones.
-
-    Returns:
-        (M, D) in the dtype of `values`; summed in float32, in the order of j.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return EXPERT_COMBINE(values, positions, gates)
-
-
-def expert_combine_backward(
-    grad_y: Tensor, values: Tensor, positions: Tensor, gates: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Propagate a gradient back through `expert_combine`, in one pass.
-
-    grad_values[positions[m, j]] = gates[m, j] * grad_y[m]
-    grad_gates[m, j] = sum over d of grad_y[m, d] * values[positions[m, j], d]
-
-    Args:
-        grad_y: (M, D) in the dtype of `values`, any strides.
-        values: what `expert_combine` was given.
-        positions: what it was given. The kernel leaves slots outside alone.
-        gates: what it was given.
-
-    Returns:
-        Gradients of `values`, like them, zero in rows without a token, and of `gates`, float32;
-        the latter without gates too.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return EXPERT_COMBINE_BACKWARD(grad_y, values, positions, gates)
-
-
 def _draw(device: torch.device) -> Iterator[tuple[str, tuple, Tensor]]:
     """Draw (label, inputs of `expert_combine`, gradient of its result)."""
     generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
+    draw = normals(generator, device)
 
     def places(tokens: int, slots: int, spare: int = 0) -> Tensor:
         order = torch.randperm(tokens * slots + spare, generator=generator)
@@ -312,15 +267,43 @@ _ARGUMENTS = {
 }
 _WHERE = (f"0 < S <= {MOST_SLOTS}", "M * S <= V")
 
-EXPERT_COMBINE = Operation(
+expert_combine = Operation(
     "expert_combine", _expert_combine_triton, _expert_combine_torch, expert_combine_reference,
     _cases, _GATE, _ARGUMENTS, where=_WHERE, draw=_draw_slots, needs_rows=True,
     large_reference=_in_float64, peer=rounded_sum, timings=_timings,
 )  # fmt: skip
-EXPERT_COMBINE_BACKWARD = Operation(
+"""Sum the slots of every token.
+
+y[m] = sum over j of gates[m, j] * values[positions[m, j]]
+
+Args:
+    values: (S, D) float32 or bfloat16, any strides.
+    positions: (M, k) int64 in 0..S-1, k from 1 to 16, no slot twice. One outside is an
+        IndexError of the torch backend on a CPU, and a row of NaN in the kernel.
+    gates: (M, k) float32; None stands for ones.
+
+Returns:
+    (M, D) in the dtype of `values`; summed in float32, in the order of j.
+"""
+expert_combine_backward = Operation(
     "expert_combine_backward", _expert_combine_backward_triton, _expert_combine_backward_torch,
     expert_combine_backward_reference, _backward_cases, _GATE,
     {"grad_y": Array("M, D"), **_ARGUMENTS}, where=_WHERE, needs_rows=True,
     draw=lambda dice, g, m, n, k: (dice.reals(m, k), *_draw_slots(dice, g, m, n, k)),
     large_reference=_backward_in_float64, peer=rounded_gradients, timings=_backward_timings,
 )  # fmt: skip
+"""Propagate a gradient back through `expert_combine`, in one pass.
+
+grad_values[positions[m, j]] = gates[m, j] * grad_y[m]
+grad_gates[m, j] = sum over d of grad_y[m, d] * values[positions[m, j], d]
+
+Args:
+    grad_y: (M, D) in the dtype of `values`, any strides.
+    values: what `expert_combine` was given.
+    positions: what it was given. The kernel leaves slots outside alone.
+    gates: what it was given.
+
+Returns:
+    Gradients of `values`, like them, zero in rows without a token, and of `gates`, float32;
+    the latter without gates too.
+"""

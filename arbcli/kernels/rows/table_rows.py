@@ -111,39 +111,6 @@ def _scatter_rows_triton(buffer: Tensor, rows: Tensor, values: Tensor) -> Tensor
     return buffer
 
 
-def gather_rows(buffer: Tensor, rows: Tensor) -> Tensor:
-    """Copy rows of a table.
-
-    Args:
-        buffer: (V, B) int8 or uint8, any strides.
-        rows: (R,) int64, repeated ones too.
-
-    Returns:
-        (R, B) of the buffer's dtype, contiguous; zeros where rows[r] is outside 0..V-1.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return GATHER_ROWS(buffer, rows)
-
-
-def scatter_rows_(buffer: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """Write rows of a table in place.
-
-    Args:
-        buffer: (V, B) int8 or uint8, any strides.
-        rows: (R,) int64; those within 0..V-1 are distinct, others are ignored.
-        values: (R, B) of the buffer's dtype, any strides.
-
-    Returns:
-        `buffer`.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return SCATTER_ROWS(buffer, rows, values)
-
-
 def _draw(
     num_rows: int, num_bytes: int, generator: torch.Generator, dtype: torch.dtype = torch.int8
 ) -> Tensor:
@@ -228,7 +195,7 @@ def _scatter_timings(device: torch.device, _group_size: int) -> Iterator[Timing]
 
 _BUFFER = Array("V, B", (torch.int8, torch.uint8))
 
-GATHER_ROWS = Operation(
+gather_rows = Operation(
     "gather_rows",
     _gather_rows_triton,
     _gather_rows_torch,
@@ -238,10 +205,19 @@ GATHER_ROWS = Operation(
     sizes={"V": "n", "B": "k", "R": "m"},
     timings=_gather_timings,
 )
+"""Copy rows of a table.
+
+Args:
+    buffer: (V, B) int8 or uint8, any strides.
+    rows: (R,) int64, repeated ones too.
+
+Returns:
+    (R, B) of the buffer's dtype, contiguous; zeros where rows[r] is outside 0..V-1.
+"""
 
 
 def _draw_scattered(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    buffer, _ = GATHER_ROWS.drawn(dice, group_size, m, n, k)
+    buffer, _ = gather_rows.drawn(dice, group_size, m, n, k)
     rows = torch.randperm(n, generator=dice.generator, device=dice.device)[:m]
     rows = torch.where(dice.integers(0, 3, len(rows)) == 0, n, rows)  # a quarter is outside
     limits = torch.iinfo(buffer.dtype)
@@ -249,7 +225,7 @@ def _draw_scattered(dice: Dice, group_size: int, m: int, n: int, k: int) -> tupl
     return buffer, dice.view(rows), values
 
 
-SCATTER_ROWS = Operation(
+scatter_rows_ = Operation(
     "scatter_rows", _scatter_rows_triton, _scatter_rows_torch, scatter_rows_reference,
     _scatter_cases,
     arguments={
@@ -258,3 +234,13 @@ SCATTER_ROWS = Operation(
     where=("values.dtype == buffer.dtype",), draw=_draw_scattered, needs_rows=True,
     timings=_scatter_timings,
 )  # fmt: skip
+"""Write rows of a table in place.
+
+Args:
+    buffer: (V, B) int8 or uint8, any strides.
+    rows: (R,) int64; those within 0..V-1 are distinct, others are ignored.
+    values: (R, B) of the buffer's dtype, any strides.
+
+Returns:
+    `buffer`.
+"""

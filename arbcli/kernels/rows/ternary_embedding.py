@@ -251,23 +251,6 @@ def embedding_rows(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloa
     return EMBEDDING_ROWS(ids, packed, dtype)
 
 
-def embedding_grad(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
-    """Sum the gradients of the tokens of each id.
-
-    Args:
-        grad_y: (M, D) float32 or bfloat16, any strides.
-        ids: (M,) int64 in 0..V-1.
-        num_embeddings: V.
-
-    Returns:
-        (V, D) float32, zeros for an id without tokens; summed in float32, always in the same order.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return EMBEDDING_GRAD(grad_y, ids, num_embeddings)
-
-
 def _ids_cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor, int]]:
     """Draw (label, ids, number of embeddings): what is awkward about ids."""
     yield "duplicates", torch.randint(0, 7, (40,), generator=generator), 11
@@ -352,7 +335,7 @@ def _grad_in_float64(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor
     return zeros.index_add_(0, ids, grad_y.double())  # fmt: skip
 
 
-EMBEDDING_GRAD = Operation(
+embedding_grad = Operation(
     "embedding_grad", _embedding_grad_triton, _embedding_grad_torch, embedding_grad_reference,
     _grad_cases,
     Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of tokens"),
@@ -362,3 +345,13 @@ EMBEDDING_GRAD = Operation(
     },
     large_reference=_grad_in_float64, timings=_grad_timings,
 )  # fmt: skip
+"""Sum the gradients of the tokens of each id.
+
+Args:
+    grad_y: (M, D) float32 or bfloat16, any strides.
+    ids: (M,) int64 in 0..V-1.
+    num_embeddings: V.
+
+Returns:
+    (V, D) float32, zeros for an id without tokens; summed in float32, always in the same order.
+"""

@@ -33,7 +33,7 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array, Matrix, Number, compiled_check
 from arbcli.kernels.runtime.backend import chunk_elements
-from arbcli.kernels.runtime.inputs import placed
+from arbcli.kernels.runtime.inputs import normals, placed
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FEW = 8
@@ -416,23 +416,6 @@ def weighted_rows(
     return WEIGHTED_ROWS(ids, weights, packed, dtype)
 
 
-def weighted_rows_grad_weights(grad_y: Tensor, ids: Tensor, packed: Packed) -> Tensor:
-    """Compute the gradient of the weights of `weighted_rows`.
-
-    Args:
-        grad_y: (M, D) float32 or bfloat16, any strides.
-        ids: (M, k) int64, as for `weighted_rows`.
-        packed: the table, V rows by D weights.
-
-    Returns:
-        (M, k) float32, the product of grad_y[m] and w[ids[m, j]]; 0 where the id is outside.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return WEIGHTED_ROWS_GRAD_WEIGHTS(grad_y, ids, packed)
-
-
 _check_ids = compiled_check("touched_rows", {"ids": Array("S", INT64), "num_rows": Number(())})
 
 
@@ -551,10 +534,7 @@ def _grad_weights_cases(device: torch.device, group_size: int) -> Iterator[Case]
 
 def _grad_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(3)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
+    draw = normals(generator, device)
     for label, ids, rows, dim in _slots_cases(generator):
         _, order, bounds, _ = touched_rows(ids.flatten().to(device), rows)
         tokens = torch.arange(ids.numel(), device=device) // max(1, ids.shape[1])
@@ -705,7 +685,7 @@ WEIGHTED_ROWS = Operation(
     where=(_DTYPE_FITS,), draw=_draw, needs_rows=True, large_reference=_in_float64,
     scale_path=_scale_path, timings=_weighted_rows_timings,
 )  # fmt: skip
-WEIGHTED_ROWS_GRAD_WEIGHTS = Operation(
+weighted_rows_grad_weights = Operation(
     "weighted_rows_grad_weights", _weighted_rows_grad_weights_triton,
     _weighted_rows_grad_weights_torch, weighted_rows_grad_weights_reference, _grad_weights_cases,
     Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of columns"),
@@ -713,6 +693,16 @@ WEIGHTED_ROWS_GRAD_WEIGHTS = Operation(
     draw=_draw_grad_weights, needs_rows=True, large_reference=_grad_weights_in_float64,
     scale_path=_scale_path, timings=_grad_weights_timings,
 )  # fmt: skip
+"""Compute the gradient of the weights of `weighted_rows`.
+
+Args:
+    grad_y: (M, D) float32 or bfloat16, any strides.
+    ids: (M, k) int64, as for `weighted_rows`.
+    packed: the table, V rows by D weights.
+
+Returns:
+    (M, k) float32, the product of grad_y[m] and w[ids[m, j]]; 0 where the id is outside.
+"""
 WEIGHTED_ROWS_GRAD = Operation(
     "weighted_rows_grad", partial(_weighted_rows_grad_triton, dtype=torch.float32),
     partial(_weighted_rows_grad_torch, dtype=torch.float32), weighted_rows_grad_reference,

@@ -8,6 +8,7 @@ sizes need those of a later one is checked after it.
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -103,16 +104,18 @@ def names_in(expression: str) -> set[str]:
 
 
 def compiled_check(
-    operation: str, arguments: Mapping[str, Argument], where: tuple[str, ...] = ()
-) -> Callable[..., None]:
+    operation: str, arguments: Mapping[str, Argument], where: tuple[str, ...] = (),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> Callable[..., None]:  # fmt: skip
     """Write the check of a declaration, and compile it: every eager call is checked."""
     space: dict[str, Any] = {"_refuse": _refuse, "_refuse_values": _refuse_values}
     space |= {"_operation": operation, "_arguments": arguments, "_float32": torch.float32}
     space |= {"_bfloat16": torch.bfloat16, "_where": where, "_shapes": {}, **FUNCTIONS}
+    space["_defaults"] = defaults
     trailing, parameters = True, list[str]()
     for name, kind in reversed([*arguments.items()]):
         trailing = trailing and (kind.optional or isinstance(kind, Number))
-        parameters.insert(0, f"{name}=None" if trailing else name)
+        parameters.insert(0, f"{name}=_defaults.get({name!r})" if trailing else name)
     lines: list[str] = []
     known = {name for name, kind in arguments.items() if isinstance(kind, Number)}
     waiting = sorted(arguments, key=lambda name: arguments[name].optional)

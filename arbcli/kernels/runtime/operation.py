@@ -8,7 +8,8 @@ of special values, and draws of arguments that depend on one another.
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from inspect import signature
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from arbcli.kernels.runtime.arguments import (
 )
 from arbcli.kernels.runtime.backend import choose
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Results = Tensor | tuple[Tensor | None, ...]
 """Outputs of an implementation; None where a peer computes nothing."""
 
@@ -99,23 +102,24 @@ EXACT = Gate(exact=True, reason="integers are compared with torch.equal")
 
 
 @dataclass(frozen=True, eq=False)
-class Operation:
+class Operation(Generic[P, R]):
     """An operation: its arguments, its implementations, and what they are compared on.
 
-    Implementations take the arguments in their order. Called, it checks its arguments and runs the
-    implementation of the backend in use.
+    Implementations take the arguments in their order, by the same names. Called, it checks its
+    arguments and runs the implementation of the backend in use.
     """
 
     name: str
-    triton: Callable
-    torch: Callable
+    triton: Callable[P, R]
+    """Implementation whose parameters, defaults and results are those of the operation."""
+    torch: Callable[P, R]
     reference: Callable
     cases: MakeCases
     """(device, group size) to cases. Without packed matrices the group size is ignored."""
     gate: Gate = EXACT
     arguments: Arguments = field(default_factory=dict)
     """By name, in their order."""
-    native: Callable | None = None
+    native: Callable[P, R] | None = None
     """Implementation of the `native` backend; None is that of `torch`."""
     where: tuple[str, ...] = ()
     """Further conditions on sizes and arguments: expressions of Python."""
@@ -159,8 +163,10 @@ class Operation:
         kinds = [*self.arguments.values()]
         tensors = [i for i, kind in enumerate(kinds) if not isinstance(kind, Number)]
         first = [i for i in tensors if not kinds[i].optional]
+        known = signature(self.triton).parameters.values()
+        defaults = {each.name: each.default for each in known if each.default is not each.empty}
         derived: dict[str, Any] = {
-            "check": compiled_check(self.name, self.arguments, self.where),
+            "check": compiled_check(self.name, self.arguments, self.where, defaults),
             "first": first[0] if first else 0,
             "bfloat16": tuple(
                 i for i in tensors if torch.bfloat16 in getattr(kinds[i], "dtypes", ())
@@ -182,15 +188,16 @@ class Operation:
         for key, value in derived.items():
             object.__setattr__(self, key, value)
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: P.args, **named: P.kwargs) -> R:
         """Check the arguments, and run on the backend in use.
 
         Raises:
             ValueError: an argument does not fit.
         """
-        self.check(*inputs)
-        first = inputs[self.first]
-        return choose(first.trits if self.packed_first else first, *self.launch)(*inputs)
+        self.check(*inputs, **named)
+        first: Any = inputs[self.first]
+        run = choose(first.trits if self.packed_first else first, *self.launch)
+        return run(*inputs, **named)
 
     def chosen(self, tensor: Tensor) -> Callable:
         """Choose the implementation for a tensor."""

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 MOST_TAPS = 8
@@ -49,7 +50,7 @@ def _shifted(x: Tensor, taps: int, reverse: bool) -> Iterator[Tensor]:
         yield padded[:, start : start + x.shape[1]].float()
 
 
-def _causal_conv_torch(x: Tensor, w: Tensor, reverse: bool) -> Tensor:
+def _causal_conv_torch(x: Tensor, w: Tensor, reverse: bool = False) -> Tensor:
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for tap, part in zip(w.unbind(1), _shifted(x, w.shape[1], reverse), strict=True):
         y += tap * part
@@ -101,7 +102,7 @@ def _causal_conv_grad_w_kernel(
     tl.store(grad_w_ptr + (b * D + d) * TAPS + i, grad_w, mask=d < D)
 
 
-def _causal_conv_triton(x: Tensor, w: Tensor, reverse: bool) -> Tensor:
+def _causal_conv_triton(x: Tensor, w: Tensor, reverse: bool = False) -> Tensor:
     batch, length, width = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
@@ -125,44 +126,10 @@ def _causal_conv_grad_w_triton(grad_y: Tensor, x: Tensor, taps: int) -> Tensor:
     return parts.sum(dim=0)
 
 
-def causal_conv(x: Tensor, w: Tensor, reverse: bool = False) -> Tensor:
-    """Mix every position of a channel with the few before it.
-
-    Args:
-        x: (B, T, D) float32 or bfloat16, any strides.
-        w: (D, W) float32, W from 1 to 8.
-        reverse: whether to look ahead instead.
-
-    Returns:
-        Like x; summed in float32.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return CAUSAL_CONV(x, w, reverse)
-
-
-def causal_conv_grad_w(grad_y: Tensor, x: Tensor, taps: int) -> Tensor:
-    """Compute the gradient of the taps of `causal_conv`, (D, W) float32.
-
-    Args:
-        grad_y: like x, any strides.
-        x: what `causal_conv` was given.
-        taps: W.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return CAUSAL_CONV_GRAD_W(grad_y, x, taps)
-
-
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Draw (label, x, taps, gradient of the result)."""
     generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
+    draw = normals(generator, device)
     for batch, length, width, taps in ((1, 1, 1, 4), (2, 33, 7, 4), (3, 5, 133, 8), (1, 18, 9, 1)):
         shape = batch, length, width
         label = f"{batch}x{length}x{width}, {taps} taps"
@@ -213,16 +180,33 @@ _GATE = Gate(
     reason="float32 sums over taps, or over the sequence; in bf16 no worse than one rounding",
 )  # fmt: skip
 
-CAUSAL_CONV = Operation(
+causal_conv = Operation(
     "causal_conv", _causal_conv_triton, _causal_conv_torch, causal_conv_reference, _cases, _GATE,
     {"x": Array("B, T, D"), "w": Array("D, W", FLOAT), "reverse": Number((False, True))},
     where=(f"0 < W <= {MOST_TAPS}",), sizes={"B": (1, 3), "T": "m", "W": (1, 4, 8)},
     peer=rounded_conv, timings=_timings,
 )  # fmt: skip
-CAUSAL_CONV_GRAD_W = Operation(
+"""Mix every position of a channel with the few before it.
+
+Args:
+    x: (B, T, D) float32 or bfloat16, any strides.
+    w: (D, W) float32, W from 1 to 8.
+    reverse: whether to look ahead instead.
+
+Returns:
+    Like x; summed in float32.
+"""
+causal_conv_grad_w = Operation(
     "causal_conv_grad_w", _causal_conv_grad_w_triton, _causal_conv_grad_w_torch,
     causal_conv_grad_w_reference, _grad_w_cases, _GATE,
     {"grad_y": Array("B, T, D"), "x": Array("B, T, D"), "taps": Number((1, 4, 8))},
     where=(f"0 < taps <= {MOST_TAPS}",), sizes={"B": (1, 3), "T": "m + 8"},
     timings=_grad_w_timings,
 )  # fmt: skip
+"""Compute the gradient of the taps of `causal_conv`, (D, W) float32.
+
+Args:
+    grad_y: like x, any strides.
+    x: what `causal_conv` was given.
+    taps: W.
+"""

@@ -21,6 +21,7 @@ from torch import Tensor
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 PIECE = 64
@@ -41,7 +42,7 @@ def decay_scan_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bo
     return y
 
 
-def _decay_scan_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool) -> Tensor:
+def _decay_scan_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool = False) -> Tensor:
     if reverse:
         g = torch.cat((torch.zeros_like(g[:, :1]), g.flip(1)[:, :-1]), dim=1)[:, : g.shape[1]]
         return _decay_scan_torch(q.flip(1), k.flip(1), v.flip(1), g, False).flip(1)
@@ -107,7 +108,7 @@ def _decay_scan_kernel(
         state = tl.exp(end) * state + tl.dot(tl.trans(fading), v, input_precision="ieee")
 
 
-def _decay_scan_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool) -> Tensor:
+def _decay_scan_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool = False) -> Tensor:
     (batch, length, heads, states), width = q.shape, v.shape[3]
     y = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     if y.numel():
@@ -127,31 +128,11 @@ def _decay_scan_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool
     return y
 
 
-def decay_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool = False) -> Tensor:
-    """Attend linearly to a past that decays.
-
-    Args:
-        q: (B, T, H, N) float32 or bfloat16, any strides.
-        k: like q.
-        v: (B, T, H, P) in the dtype of q, any strides.
-        g: (B, T, H) float32, logarithms of decays, not positive.
-        reverse: whether to attend to the future instead.
-
-    Returns:
-        (B, T, H, P) float32.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return DECAY_SCAN(q, k, v, g, reverse)
-
-
 def _draw(
     generator: torch.Generator, device: torch.device, batch: int, length: int, heads: int,
     states: int, width: int,
 ) -> tuple:  # fmt: skip
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
+    draw = normals(generator, device)
 
     # so that a piece is heard of in the one after the next
     decays = -0.02 * torch.rand(batch, length, heads, generator=generator).to(device)
@@ -213,7 +194,7 @@ def _draw_decays(dice: Dice, *shape: int) -> Tensor:
     return dice.view(-dice.reals(*shape, dtype=torch.float32).square())
 
 
-DECAY_SCAN = Operation(
+decay_scan = Operation(
     "decay_scan", _decay_scan_triton, _decay_scan_torch, decay_scan_reference, _cases,
     Gate(
         exact=False, relative=1e-5, peer_slack=1.0,
@@ -226,3 +207,15 @@ DECAY_SCAN = Operation(
     sizes={"B": (1, 2), "T": "m", "H": (1, 3), "P": "min(n, 70)", "N": (1, 9, 32)},
     peer=scan_in_bf16, timings=_timings,
 )  # fmt: skip
+"""Attend linearly to a past that decays.
+
+Args:
+    q: (B, T, H, N) float32 or bfloat16, any strides.
+    k: like q.
+    v: (B, T, H, P) in the dtype of q, any strides.
+    g: (B, T, H) float32, logarithms of decays, not positive.
+    reverse: whether to attend to the future instead.
+
+Returns:
+    (B, T, H, P) float32.
+"""

@@ -181,43 +181,6 @@ def _mamba_step_triton(
     return y
 
 
-def mamba_step(
-    rows: Tensor,
-    ring: Tensor,
-    state: Tensor,
-    taps: Tensor,
-    rate: Tensor,
-    bias: Tensor,
-    skip: Tensor,
-    position: Tensor,
-    going_on: Tensor | None = None,
-) -> Tensor:
-    """Pass one position through a block, from its first projection to what its norm is given.
-
-    Of several texts `rows`, `ring`, `state`, `position` and the result have a dimension for them in
-    front.
-
-    Args:
-        rows: (2 H P + 2 N + H,) float32 or bfloat16, contiguous: z, u, B, C and t.
-        ring: (W, H P + 2 N) like rows; slot `position` mod W is written. Slots of positions before
-            the first must be zeros.
-        state: (H, N, P) float32, contiguous; overwritten.
-        taps: (H P + 2 N, W) float32, contiguous, W a power of two.
-        rate: (H,) float32.
-        bias: like `rate`.
-        skip: like `rate`.
-        position: int32 scalar tensor: how many positions came before. It is read on the device.
-        going_on: int32 like `position`, 0 where the state is to stay as it is; None is nowhere.
-
-    Returns:
-        (H P,) like rows.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return MAMBA_STEP(rows, ring, state, taps, rate, bias, skip, position, going_on)
-
-
 def draw_step(
     heads: int, states: int, width: int, taps: int, position: int, dtype: torch.dtype,
     generator: torch.Generator,
@@ -256,12 +219,12 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("three texts", (*stacked_texts(texts, *SHARED), going_on))
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         inputs = draw_step(16, 64, 64, 4, 9, torch.bfloat16, generator)
-        yield Case("16x64x64 bf16", inputs, MAMBA_STEP.torch)
+        yield Case("16x64x64 bf16", inputs, mamba_step.torch)
         texts = [draw_step(16, 64, 64, 4, at, torch.bfloat16, generator) for at in range(9)]
         texts = [(*inputs[:3], *texts[0][3:7], inputs[7]) for inputs in texts]
         going_on = torch.ones(9, dtype=torch.int32, device=device)
         inputs = (*stacked_texts(texts, *SHARED), going_on)
-        yield Case("9 texts of 16x64x64 bf16", inputs, MAMBA_STEP.torch)
+        yield Case("9 texts of 16x64x64 bf16", inputs, mamba_step.torch)
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -281,7 +244,7 @@ def _draw(dice: Dice, _group_size: int, _m: int, n: int, _k: int) -> tuple:
 
 _OF_HEADS, _COUNT = Array("H", FLOAT, dense=True), Array("*X", INT32, dense=True)
 
-MAMBA_STEP = Operation(
+mamba_step = Operation(
     "mamba_step", _mamba_step_triton, _mamba_step_torch, mamba_step_reference, _cases,
     Gate(
         exact=False,
@@ -300,3 +263,23 @@ MAMBA_STEP = Operation(
     where=("len(X) < 2", "W > 0 and W & (W - 1) == 0"), compared=("ring", "state"), draw=_draw,
     torch_is_peer=True, timings=_timings,
 )  # fmt: skip
+"""Pass one position through a block, from its first projection to what its norm is given.
+
+Of several texts `rows`, `ring`, `state`, `position` and the result have a dimension for them in
+front.
+
+Args:
+    rows: (2 H P + 2 N + H,) float32 or bfloat16, contiguous: z, u, B, C and t.
+    ring: (W, H P + 2 N) like rows; slot `position` mod W is written. Slots of positions before
+        the first must be zeros.
+    state: (H, N, P) float32, contiguous; overwritten.
+    taps: (H P + 2 N, W) float32, contiguous, W a power of two.
+    rate: (H,) float32.
+    bias: like `rate`.
+    skip: like `rate`.
+    position: int32 scalar tensor: how many positions came before. It is read on the device.
+    going_on: int32 like `position`, 0 where the state is to stay as it is; None is nowhere.
+
+Returns:
+    (H P,) like rows.
+"""

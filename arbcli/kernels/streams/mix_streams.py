@@ -15,7 +15,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.inputs import TensorOptions, normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.streams.stream_weights import STREAMS
 
@@ -42,7 +42,7 @@ def mix_streams_backward_reference(
 
 
 def mix_streams_torch(
-    x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
+    x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
 ) -> Tensor:
     """Do as `mix_streams` does, by differentiable operations of torch."""
     rows = []
@@ -139,7 +139,7 @@ def _added(
 
 
 def _mix_streams_triton(
-    x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
+    x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
 ) -> Tensor:
     (length, n, width), rows = x.shape, weights.shape[1]
     y = torch.empty(length, rows, width, dtype=x.dtype, device=x.device)
@@ -173,55 +173,10 @@ def _mix_streams_backward_triton(
     return tuple(grads)
 
 
-def mix_streams(
-    x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
-) -> Tensor:
-    """Mix streams, and add to each of them a share of one more vector.
-
-    Args:
-        x: (M, n, D) float32 or bfloat16, any strides, as all others; n is one of `STREAMS`.
-        weights: (M, R, n) float32; R is one of `STREAMS`.
-        added: (M, D) in the dtype of x; None is nothing.
-        gains: (M, R) float32, how much of it each stream gets.
-
-    Returns:
-        (M, R, D) in the dtype of x, contiguous; computed in float32 and rounded once.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return MIX_STREAMS(x, weights, added, gains)
-
-
-def mix_streams_backward(
-    grad_y: Tensor, x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Propagate a gradient back through `mix_streams`, in one pass.
-
-    Args:
-        grad_y: (M, R, D) in the dtype of x, any strides.
-        x: what `mix_streams` was given.
-        weights: what it was given.
-        added: what it was given.
-        gains: what it was given.
-
-    Returns:
-        Gradients of x, like it, and of weights, float32; and of `added`, like it, and of `gains`,
-        float32, where there are any.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return MIX_STREAMS_BACKWARD(grad_y, x, weights, added, gains)
-
-
 def _draw(device: torch.device) -> Iterator[tuple[str, tuple, Tensor]]:
     """Draw (label, inputs of `mix_streams`, gradient of its result)."""
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
+    normal = normals(generator, device)
     for length, rows, n, width in ((1, 1, 1, 1), (3, 4, 4, 33), (5, 1, 4, 7), (2, 8, 2, 600)):
         inputs: tuple[Tensor | None, ...]
         inputs = normal(length, n, width), normal(length, rows, n), None, None
@@ -303,13 +258,37 @@ _ARGUMENTS = {
 _WHERE = (f"S in {STREAMS}", f"R in {STREAMS}", "(added is None) == (gains is None)")
 _SIZES = {"S": STREAMS, "R": STREAMS}
 
-MIX_STREAMS = Operation(
+mix_streams = Operation(
     "mix_streams", _mix_streams_triton, mix_streams_torch, mix_streams_reference, _cases, _GATE,
     _ARGUMENTS, where=_WHERE, sizes=_SIZES, peer=rounded_mix, timings=_timings,
 )  # fmt: skip
-MIX_STREAMS_BACKWARD = Operation(
+"""Mix streams, and add to each of them a share of one more vector.
+
+Args:
+    x: (M, n, D) float32 or bfloat16, any strides, as all others; n is one of `STREAMS`.
+    weights: (M, R, n) float32; R is one of `STREAMS`.
+    added: (M, D) in the dtype of x; None is nothing.
+    gains: (M, R) float32, how much of it each stream gets.
+
+Returns:
+    (M, R, D) in the dtype of x, contiguous; computed in float32 and rounded once.
+"""
+mix_streams_backward = Operation(
     "mix_streams_backward", _mix_streams_backward_triton, _mix_streams_backward_torch,
     mix_streams_backward_reference, _backward_cases, _GATE,
     {"grad_y": Array("M, R, D"), **_ARGUMENTS}, where=_WHERE, sizes=_SIZES,
     peer=rounded_mix_gradients, timings=_backward_timings,
 )  # fmt: skip
+"""Propagate a gradient back through `mix_streams`, in one pass.
+
+Args:
+    grad_y: (M, R, D) in the dtype of x, any strides.
+    x: what `mix_streams` was given.
+    weights: what it was given.
+    added: what it was given.
+    gains: what it was given.
+
+Returns:
+    Gradients of x, like it, and of weights, float32; and of `added`, like it, and of `gains`,
+    float32, where there are any.
+"""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 ROUNDS = 20
@@ -95,8 +96,9 @@ def stream_weights_torch(
 
 
 def _stream_weights_backward_torch(
-    grad_a: Tensor, grad_b: Tensor, grad_c: Tensor, raw: Tensor, bias: Tensor, rounds: int
-) -> Tensor:
+    grad_a: Tensor, grad_b: Tensor, grad_c: Tensor, raw: Tensor, bias: Tensor,
+    rounds: int = ROUNDS,
+) -> Tensor:  # fmt: skip
     with torch.enable_grad():
         z = (raw.float() + bias).detach().requires_grad_()
         found = stream_weights_torch(z, torch.zeros_like(bias), rounds)
@@ -228,7 +230,9 @@ def _stream_weights_backward_kernel(
     tl.store(grad_ptrs, g, mask=mask3)
 
 
-def _stream_weights_triton(raw: Tensor, bias: Tensor, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+def _stream_weights_triton(
+    raw: Tensor, bias: Tensor, rounds: int = ROUNDS
+) -> tuple[Tensor, Tensor, Tensor]:
     length, n = len(raw), count_streams(raw.shape[1])
     a, b, c = (
         torch.empty(length, *size, dtype=torch.float32, device=raw.device)
@@ -241,8 +245,9 @@ def _stream_weights_triton(raw: Tensor, bias: Tensor, rounds: int) -> tuple[Tens
 
 
 def _stream_weights_backward_triton(
-    grad_a: Tensor, grad_b: Tensor, grad_c: Tensor, raw: Tensor, bias: Tensor, rounds: int
-) -> Tensor:
+    grad_a: Tensor, grad_b: Tensor, grad_c: Tensor, raw: Tensor, bias: Tensor,
+    rounds: int = ROUNDS,
+) -> Tensor:  # fmt: skip
     grad = torch.empty(raw.shape, dtype=torch.float32, device=raw.device)
     if len(raw):
         raw, grid, tile = _launch(raw, count_streams(raw.shape[1]))
@@ -260,59 +265,10 @@ def _launch(raw: Tensor, n: int) -> tuple[Tensor, tuple[int], dict[str, int]]:
     return raw, (triton.cdiv(len(raw), block),), {"N": n, "BLOCK_M": block, "num_warps": 2}
 
 
-def stream_weights(
-    raw: Tensor, bias: Tensor, rounds: int = ROUNDS
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Make the weights that streams are read, kept and written by.
-
-    Args:
-        raw: (M, n (n + 2)) float32 or bfloat16, any strides; n is one of `STREAMS`.
-        bias: (n (n + 2),) float32, contiguous.
-        rounds: 1 or more, of dividing rows and columns by their sums.
-
-    Returns:
-        float32, contiguous: a, (M, n) in 0..1; B, (M, n, n) in 0..1, whose rows and columns sum to
-        1; and c, (M, n) in 0..2.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return STREAM_WEIGHTS(raw, bias, rounds)
-
-
-def stream_weights_backward(
-    grad_a: Tensor,
-    grad_b: Tensor,
-    grad_c: Tensor,
-    raw: Tensor,
-    bias: Tensor,
-    rounds: int = ROUNDS,
-) -> Tensor:
-    """Propagate gradients back through `stream_weights`, through all rounds.
-
-    Args:
-        grad_a: (M, n) float32.
-        grad_b: (M, n, n) float32.
-        grad_c: (M, n) float32.
-        raw: what `stream_weights` was given.
-        bias: what it was given.
-        rounds: what it was given.
-
-    Returns:
-        (M, n (n + 2)) float32: the gradient of raw, whose sum over positions is that of bias.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return STREAM_WEIGHTS_BACKWARD(grad_a, grad_b, grad_c, raw, bias, rounds)
-
-
 def _draw(device: torch.device) -> Iterator[tuple[str, tuple, tuple]]:
     """Draw (label, inputs of `stream_weights`, gradients of a, B and c); rounds take long."""
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
+    normal = normals(generator, device)
 
     def case(label: str, raw: Tensor, bias: Tensor | None = None, rounds: int = 5) -> tuple:
         length, numbers = raw.shape
@@ -370,14 +326,25 @@ _GATE = Gate(
 _ROUNDS = Number((1, 3, 7))
 
 
-STREAM_WEIGHTS = Operation(
+stream_weights = Operation(
     "stream_weights", _stream_weights_triton, stream_weights_torch, stream_weights_reference,
     _cases, _GATE,
     {"raw": Array("M, W"), "bias": Array("W", FLOAT, dense=True), "rounds": _ROUNDS},
     where=(f"W in {tuple(n * (n + 2) for n in STREAMS)}", "rounds > 0"),
     sizes={"S": STREAMS, "W": "S * (S + 2)"}, timings=_timings,
 )  # fmt: skip
-STREAM_WEIGHTS_BACKWARD = Operation(
+"""Make the weights that streams are read, kept and written by.
+
+Args:
+    raw: (M, n (n + 2)) float32 or bfloat16, any strides; n is one of `STREAMS`.
+    bias: (n (n + 2),) float32, contiguous.
+    rounds: 1 or more, of dividing rows and columns by their sums.
+
+Returns:
+    float32, contiguous: a, (M, n) in 0..1; B, (M, n, n) in 0..1, whose rows and columns sum to
+    1; and c, (M, n) in 0..2.
+"""
+stream_weights_backward = Operation(
     "stream_weights_backward", _stream_weights_backward_triton, _stream_weights_backward_torch,
     stream_weights_backward_reference, _backward_cases, _GATE,
     {
@@ -388,3 +355,16 @@ STREAM_WEIGHTS_BACKWARD = Operation(
     where=(f"S in {STREAMS}", "rounds > 0"), sizes={"S": STREAMS},
     timings=_backward_timings,
 )  # fmt: skip
+"""Propagate gradients back through `stream_weights`, through all rounds.
+
+Args:
+    grad_a: (M, n) float32.
+    grad_b: (M, n, n) float32.
+    grad_c: (M, n) float32.
+    raw: what `stream_weights` was given.
+    bias: what it was given.
+    rounds: what it was given.
+
+Returns:
+    (M, n (n + 2)) float32: the gradient of raw, whose sum over positions is that of bias.
+"""

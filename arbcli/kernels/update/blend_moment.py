@@ -71,9 +71,9 @@ def blend_moment_reference(
 def _blend_moment_torch(
     moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
     key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: int, shift: int, nibble: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> None:  # fmt: skip
     if not ok:
-        return moment, squares
+        return
     largest = moment_max(nibble)
     columns = torch.arange(moment.shape[1], dtype=torch.int32, device=moment.device)
     for rows in row_chunks(moment):
@@ -88,22 +88,20 @@ def _blend_moment_torch(
         else:
             state.copy_(new)
         squares += new.mul_(new).sum(dim=1, dtype=torch.int32).sum()
-    return moment, squares
 
 
 def _blend_moment_native(
     moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
     key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: int, shift: int, nibble: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> None:  # fmt: skip
     direction = values, row_gain, column_gain
     if not native.in_rows(moment):
-        return _blend_moment_torch(moment, *direction, key, ok, squares, decay, gain, shift, nibble)
-    if ok:
+        _blend_moment_torch(moment, *direction, key, ok, squares, decay, gain, shift, nibble)
+    elif ok:
         squares += native.call(
             "blend_moment", *native_arguments(*direction), moment, moment.stride(0), int(key),
             decay, gain, shift, nibble, len(moment), native.threads_for(moment.numel()),
         )  # fmt: skip
-    return moment, squares
 
 
 @triton.jit
@@ -157,7 +155,7 @@ def _blend_moment_kernel(
 def _blend_moment_triton(
     moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
     key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: int, shift: int, nibble: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> None:  # fmt: skip
     rows, columns = moment.shape
     if moment.numel():
         has_rows, has_columns = row_gain is not None, column_gain is not None
@@ -171,44 +169,6 @@ def _blend_moment_triton(
             HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, BLOCK_P=1, BLOCK_K=512, STEPS=steps,
             enable_fp_fusion=False, num_warps=2,
         )  # fmt: skip
-    return moment, squares
-
-
-def blend_moment(
-    moment: Tensor,
-    values: Tensor,
-    row_gain: Tensor | None,
-    column_gain: Tensor | None,
-    key: Tensor,
-    ok: Tensor,
-    squares: Tensor,
-    decay: int,
-    gain: int,
-    shift: int,
-    nibble: bool,
-) -> None:
-    """Blend a direction into the moment, in place.
-
-    Args:
-        moment: (N, K) int8; with `nibble`, bytes of 16 m + (remainder mod 16).
-        values: (N, K) float32 or bfloat16, any strides.
-        row_gain: (N,) float32; u = values * row_gain * column_gain in units of 2**-16, saturating
-            at 2**21. None for the sign of the values.
-        column_gain: (K,) float32; None for ones.
-        key: int32 scalar tensor, from `stream_keys`.
-        ok: int32 scalar tensor; where 0 nothing changes.
-        squares: int64 scalar tensor; the sum of the new m squared over the matrix is added to it.
-        decay: multiplier of m in units of 2**-16, 0..65536.
-        gain: multiplier of u, 0..1023.
-        shift: the product with `gain` is shifted right by it.
-        nibble: whether m is the high half of a byte.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit, or the arithmetic could overflow int32.
-    """
-    BLEND_MOMENT(
-        moment, values, row_gain, column_gain, key, ok, squares, decay, gain, shift, nibble
-    )
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -272,7 +232,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     )  # fmt: skip
 
 
-BLEND_MOMENT = Operation(
+blend_moment = Operation(
     "blend_moment", _blend_moment_triton, _blend_moment_torch, blend_moment_reference, _cases,
     arguments={
         "moment": Array("N, K", INT8), **DIRECTION, "key": Array("", INT32), "ok": OK,
@@ -280,5 +240,22 @@ BLEND_MOMENT = Operation(
         "shift": Number(()), "nibble": Number(()),
     },
     where=(GAINS_BELONG, f"0 <= decay <= {1 << 16}", f"0 <= gain < {1 << 10}"),  # in int32
-    draw=_draw, needs_rows=False, timings=_timings, native=_blend_moment_native,
+    compared=("moment", "squares"), draw=_draw, needs_rows=False, timings=_timings,
+    native=_blend_moment_native,
 )  # fmt: skip
+"""Blend a direction into the moment, in place.
+
+Args:
+    moment: (N, K) int8; with `nibble`, bytes of 16 m + (remainder mod 16).
+    values: (N, K) float32 or bfloat16, any strides.
+    row_gain: (N,) float32; u = values * row_gain * column_gain in units of 2**-16, saturating
+        at 2**21. None for the sign of the values.
+    column_gain: (K,) float32; None for ones.
+    key: int32 scalar tensor, from `stream_keys`.
+    ok: int32 scalar tensor; where 0 nothing changes.
+    squares: int64 scalar tensor; the sum of the new m squared over the matrix is added to it.
+    decay: multiplier of m in units of 2**-16, 0..65536.
+    gain: multiplier of u, 0..1023.
+    shift: the product with `gain` is shifted right by it.
+    nibble: whether m is the high half of a byte.
+"""

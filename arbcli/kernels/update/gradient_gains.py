@@ -2,8 +2,9 @@
 
 It can be used if the sum of its squares is within 2**-120 .. 2**120, where float32 holds squares
 well: beyond it is not finite, or as good as that, and below all zero, or as good as that. The slope
-is divided by its root-mean-square, and for the factored direction rows and columns by the roots of
-their running mean squares, after these have taken the new ones in.
+is divided by its root-mean-square, and so is the gradient where a rule averages it. For the
+factored direction rows and columns are divided by the roots of their running mean squares, after
+these have taken the new ones in.
 
 A running statistic is two int8 digits of its log2 in steps of 1/128: log2 = whole + fraction / 128,
 whole = -128 standing for one never set. It is averaged arithmetically and then its log is rounded
@@ -44,6 +45,8 @@ class GradientGains(NamedTuple):
     """int32 scalar; 0 if it is refused."""
     slope: Tensor
     """float32 scalar, 2**16 over the root-mean-square of the slope; 0 where that is 0."""
+    unit: Tensor
+    """(1,) float32, 2**16 over the root-mean-square of the gradient; 0 if it is refused."""
     rows: Tensor
     """(N,) float32, of arbitrary size in common; (0,) unless factored."""
     columns: Tensor
@@ -97,7 +100,9 @@ def gradient_gains_reference(
             )
         ]
     slope_gain = 2**16 / math.sqrt(mean) if mean > 0 else 0.0
-    return torch.tensor(ok, device=squares.device), torch.tensor(slope_gain, **like), *gains
+    unit = 2**16 / math.sqrt(total / (rows.shape[1] * columns.shape[1])) if ok else 0.0
+    found = torch.tensor(slope_gain, **like), torch.tensor([unit], **like)
+    return torch.tensor(ok, device=squares.device), *found, *gains
 
 
 def _average_reference(statistic: Tensor, value: Tensor, key: Tensor, ok: int) -> None:
@@ -112,7 +117,7 @@ def _gradient_gains_torch(
     slope: Tensor, slope_squares: Tensor, squares: Tensor, rows: Tensor, columns: Tensor,
     row_statistic: Tensor | None, column_statistic: Tensor | None, row_key: Tensor,
     column_key: Tensor, refused: Tensor, nonfinite: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     total, mean = float(squares.sum()), float(slope_squares.sum()) / slope.numel()
     usable = SMALLEST <= total <= LARGEST
     refused += not usable
@@ -120,9 +125,11 @@ def _gradient_gains_torch(
     ok = torch.full_like(refused, usable, dtype=torch.int32)
     gain = min(UNIT / math.sqrt(mean), 3e38) if mean > 0 else 0.0
     slope_gain = torch.full_like(refused, gain, dtype=torch.float32)
-    if row_statistic is None or column_statistic is None:
-        return ok, slope_gain, squares.new_empty(0), squares.new_empty(0)
     sizes = num_rows, num_columns = rows.shape[1], columns.shape[1]
+    size = math.sqrt(total / (num_rows * num_columns)) if usable else 0.0
+    unit = squares.new_full((1,), UNIT / size if usable else 0.0)
+    if row_statistic is None or column_statistic is None:
+        return ok, slope_gain, unit, squares.new_empty(0), squares.new_empty(0)
     statistic = torch.cat([row_statistic, column_statistic])
     if usable:
         value = torch.cat([rows.sum(0).div_(num_columns), columns.sum(0).div_(num_rows)])
@@ -135,8 +142,8 @@ def _gradient_gains_torch(
         column_statistic.copy_(statistic[num_rows:])
     gains = statistic_value(statistic).clamp_(min=1e-38).rsqrt_()
     row_gain, column_gain = gains.split(sizes)
-    row_gain *= math.sqrt(total / (num_rows * num_columns)) if usable else 0.0
-    return ok, slope_gain, row_gain, column_gain
+    row_gain *= size
+    return ok, slope_gain, unit, row_gain, column_gain
 
 
 def _averaged_torch(statistic: Tensor, value: Tensor, word: Tensor) -> Tensor:
@@ -211,7 +218,7 @@ def _average(
 def _gradient_gains_kernel(
     slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr, row_statistic_ptr, column_statistic_ptr,
     row_key_ptr, column_key_ptr, refused_ptr, nonfinite_ptr,
-    ok_ptr, slope_gain_ptr, row_gain_ptr, column_gain_ptr,
+    ok_ptr, slope_gain_ptr, unit_ptr, row_gain_ptr, column_gain_ptr,
     N, K, num_weights, num_slopes, parts, row_parts, column_parts,
     stride_rl, stride_rd, stride_cl, stride_cd,
     SMALLEST: tl.constexpr, LARGEST: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
@@ -224,6 +231,7 @@ def _gradient_gains_kernel(
     row_tiles = tl.cdiv(N, BLOCK_L)
     if tile < 0:
         tl.store(ok_ptr, ok.to(tl.int32))
+        tl.store(unit_ptr, tl.where(ok, 65536 * tl.rsqrt(total / num_weights), 0))
         if not ok:
             tl.store(refused_ptr, tl.load(refused_ptr) + 1)
             if not (total <= LARGEST):
@@ -251,11 +259,12 @@ def _gradient_gains_triton(
     slope: Tensor, slope_squares: Tensor, squares: Tensor, rows: Tensor, columns: Tensor,
     row_statistic: Tensor | None, column_statistic: Tensor | None, row_key: Tensor,
     column_key: Tensor, refused: Tensor, nonfinite: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (row_parts, num_rows), (column_parts, num_columns) = rows.shape, columns.shape
     factored, block_l, tiles = row_statistic is not None, 64, 1
     row_gain, column_gain = (squares.new_empty(n * factored) for n in (num_rows, num_columns))
     ok, slope_gain = torch.empty_like(refused, dtype=torch.int32), squares.new_empty(())
+    unit = squares.new_empty(1)
     statistics, strides = (squares, squares), [0, 0, 0, 0]
     if row_statistic is not None and column_statistic is not None:
         tiles += triton.cdiv(num_rows, block_l) + triton.cdiv(num_columns, block_l)
@@ -263,13 +272,13 @@ def _gradient_gains_triton(
         strides = [*row_statistic.stride(), *column_statistic.stride()]
     _gradient_gains_kernel[(tiles,)](
         slope_squares, squares, rows, columns, *statistics, row_key, column_key,
-        refused, nonfinite, ok, slope_gain, row_gain, column_gain,
+        refused, nonfinite, ok, slope_gain, unit, row_gain, column_gain,
         num_rows, num_columns, float(num_rows * num_columns), float(slope.numel()),
         len(squares), row_parts, column_parts, *strides,
         SMALLEST=SMALLEST, LARGEST=LARGEST, LOWEST=LOWEST, HIGHEST=HIGHEST, FLOOR=FLOOR,
         FACTORED=factored, BLOCK_P=16, BLOCK_L=block_l,
     )  # fmt: skip
-    return ok, slope_gain, row_gain, column_gain
+    return ok, slope_gain, unit, row_gain, column_gain
 
 
 def gradient_gains(

@@ -81,7 +81,7 @@ def _last_bits_torch(
 
 def _take_last_bits_torch(
     trits: Tensor, remainder: Tensor, bits: Tensor, radix: int, nibble: bool
-) -> tuple[Tensor, Tensor]:
+) -> None:
     half = radix // 2
     for some in row_chunks(remainder):
         state = remainder[some]
@@ -97,7 +97,6 @@ def _take_last_bits_torch(
         else:
             state.copy_(z)
         trits[some] = pack_trits_torch(new)
-    return trits, remainder
 
 
 def _z_torch(trits: Tensor, remainder: Tensor, radix: int, nibble: bool) -> Tensor:
@@ -199,46 +198,8 @@ def _last_bits_triton(
 
 def _take_last_bits_triton(
     trits: Tensor, remainder: Tensor, bits: Tensor, radix: int, nibble: bool
-) -> tuple[Tensor, Tensor]:
-    _launch(_take_last_bits_kernel, trits, remainder, bits, radix, nibble)
-    return trits, remainder
-
-
-def last_bits(trits: Tensor, remainder: Tensor, radix: int, nibble: bool, out: Tensor) -> None:
-    """Write the last four bits of z.
-
-    Args:
-        trits: (N, row_bytes(K)) uint8, the packed trits T.
-        remainder: (N, K) int8, A; or with `nibble` bytes whose low half it is.
-        radix: P.
-        nibble: whether remainders have four bits.
-        out: (ceil(N / 2), K) uint8 with contiguous rows; becomes z mod 16 of row 2p in the low half
-            of row p, of row 2p + 1 in the high half, 0 where there is none.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    LAST_BITS(trits, remainder, radix, nibble, out)
-
-
-def take_last_bits_(
-    trits: Tensor, remainder: Tensor, bits: Tensor, radix: int, nibble: bool
 ) -> None:
-    """Change z to what its last four bits say, in place.
-
-    Args:
-        trits: (N, row_bytes(K)) uint8, the packed trits T.
-        remainder: (N, K) int8, A; or with `nibble` bytes whose low half it is, and whose high half
-            stays as it is.
-        bits: (ceil(N / 2), K) uint8 with contiguous rows, from `last_bits` of a z that is within
-            -8..7 of this one.
-        radix: P.
-        nibble: whether remainders have four bits.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    TAKE_LAST_BITS(trits, remainder, bits, radix, nibble)
+    _launch(_take_last_bits_kernel, trits, remainder, bits, radix, nibble)
 
 
 SHAPES = ((1, 1), (3, 33), (33, 165), (2, 1311), (4, 160))
@@ -306,13 +267,26 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 _STATE = {"trits": Array("N, row_bytes(K)", UINT8), "remainder": Array("N, K", INT8)}
 _BITS = Array("(N + 1) // 2, K", UINT8, dense="rows")
 
-LAST_BITS = Operation(
+last_bits = Operation(
     "last_bits", _last_bits_triton, _last_bits_torch, last_bits_reference, _cases,
     arguments={
         **_STATE, "radix": Number(()), "nibble": Number(()), "out": replace(_BITS, optional=True)
     },
     draw=_draw, needs_rows=False, timings=_timings,
 )  # fmt: skip
+"""Compute the last four bits of z.
+
+Args:
+    trits: (N, row_bytes(K)) uint8, the packed trits T.
+    remainder: (N, K) int8, A; or with `nibble` bytes whose low half it is.
+    radix: P.
+    nibble: whether remainders have four bits.
+    out: (ceil(N / 2), K) uint8 with contiguous rows, where to write them; None makes one.
+
+Returns:
+    `out`: z mod 16 of row 2p in the low half of row p, of row 2p + 1 in the high half, 0 where
+    there is none.
+"""
 
 
 def _draw_taken(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -321,9 +295,20 @@ def _draw_taken(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return *state, bits, radix, nibble
 
 
-TAKE_LAST_BITS = Operation(
+take_last_bits_ = Operation(
     "take_last_bits", _take_last_bits_triton, _take_last_bits_torch, take_last_bits_reference,
     _take_cases,
     arguments={**_STATE, "bits": _BITS, "radix": Number(()), "nibble": Number(())},
-    draw=_draw_taken, needs_rows=False, timings=_take_timings,
+    compared=("trits", "remainder"), draw=_draw_taken, needs_rows=False, timings=_take_timings,
 )  # fmt: skip
+"""Change z to what its last four bits say, in place.
+
+Args:
+    trits: (N, row_bytes(K)) uint8, the packed trits T.
+    remainder: (N, K) int8, A; or with `nibble` bytes whose low half it is, and whose high half
+        stays as it is.
+    bits: (ceil(N / 2), K) uint8 with contiguous rows, from `last_bits` of a z that is within
+        -8..7 of this one.
+    radix: P.
+    nibble: whether remainders have four bits.
+"""

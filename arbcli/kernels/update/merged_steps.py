@@ -14,7 +14,7 @@ from torch import Tensor
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.runtime.operation import Case, Operation, Timing
-from arbcli.kernels.update.step_scales import STEP_SCALES
+from arbcli.kernels.update.step_scales import step_scales
 
 NUM_INPUTS = 8
 """Of `step_scales`."""
@@ -34,21 +34,21 @@ def _one_by_one(run: Callable) -> Callable:
 
 
 def _merged_steps_triton(*inputs: Tensor) -> tuple[Tensor, ...]:
-    runs = [partial(STEP_SCALES.triton, *part) for part in _parts(inputs)]
+    runs = [partial(step_scales.triton, *part) for part in _parts(inputs)]
     merge_launches(runs, inputs[0].device)
     return tuple(itertools.chain(*(part[:2] for part in _parts(inputs))))
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     """Take cases of `step_scales` together: three and all of them, some refused or strided."""
-    cases = list(STEP_SCALES.cases(device, group_size))
+    cases = list(step_scales.cases(device, group_size))
     for label, some in (("3 matrices", cases[:3]), (f"{len(cases)} matrices", cases)):
         yield Case(label, tuple(itertools.chain(*(case.inputs for case in some))))
 
 
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    assert STEP_SCALES.timings is not None
-    (timing,) = STEP_SCALES.timings(device, group_size)
+    assert step_scales.timings is not None
+    (timing,) = step_scales.timings(device, group_size)
     rows = (slice(begin, begin + 256) for begin in range(0, 16 * 256, 256))
     inputs = [(*(x[some] for x in timing.inputs[:3]), *timing.inputs[3:]) for some in rows]
     yield Timing("16 of 256x64", tuple(itertools.chain(*inputs)))
@@ -56,11 +56,11 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
 
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     shapes = [(n, k), *((1 + dice.below(n), 1 + dice.below(k)) for _ in range(dice.below(4)))]
-    matrices = (STEP_SCALES.drawn(dice, group_size, m, *shape) for shape in shapes)
+    matrices = (step_scales.drawn(dice, group_size, m, *shape) for shape in shapes)
     return tuple(part for inputs in matrices for part in inputs)
 
 
 MERGED_STEPS = Operation(
-    "merged_steps", _merged_steps_triton, _one_by_one(STEP_SCALES.torch),
-    _one_by_one(STEP_SCALES.reference), _cases, draw=_draw, needs_rows=False, timings=_timings,
+    "merged_steps", _merged_steps_triton, _one_by_one(step_scales.torch),
+    _one_by_one(step_scales.reference), _cases, draw=_draw, needs_rows=False, timings=_timings,
 )  # fmt: skip

@@ -113,7 +113,7 @@ def fitting_exponents(largest: Tensor, limit: int) -> Tensor:
 def _quantise_gradient_torch(
     grad: Tensor, exponent: Tensor, key: Tensor, sums: Tensor, low: Tensor | None, fitting: Tensor,
     limit: int, block: int, add: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> None:  # fmt: skip
     columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
     inverse = ((127 - exponent.int()) << 23).view(torch.float32)
     inverse = torch.where(exponent == NONE, 0.0, inverse)[:, None]
@@ -138,7 +138,6 @@ def _quantise_gradient_torch(
             pairs[: len(bits) // 2].bitwise_or_(bits[1::2] << 4)
             q.bitwise_right_shift_(4)
         sums[rows] = q.to(sums.dtype)
-    return (sums, fitting) if low is None else (sums, low, fitting)
 
 
 def together(sums: Tensor, low: Tensor | None) -> Tensor:
@@ -243,7 +242,7 @@ def _quantise_gradient_kernel(
 def _quantise_gradient_triton(
     grad: Tensor, exponent: Tensor, key: Tensor, sums: Tensor, low: Tensor | None, fitting: Tensor,
     limit: int, block: int, add: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> None:  # fmt: skip
     rows, columns = grad.shape
     if grad.numel():
         block_k = min(512, triton.next_power_of_2(columns))
@@ -255,41 +254,6 @@ def _quantise_gradient_triton(
             BLOCK=block, STAGES=block.bit_length() - 1, BLOCK_P=block_p, BLOCK_K=block_k,
             enable_fp_fusion=False, num_warps=4 if block_k > 128 else 2,
         )  # fmt: skip
-    return (sums, fitting) if low is None else (sums, low, fitting)
-
-
-def quantise_gradient(
-    grad: Tensor,
-    exponent: Tensor,
-    key: Tensor,
-    sums: Tensor,
-    low: Tensor | None,
-    fitting: Tensor,
-    limit: int,
-    block: int,
-    add: bool,
-) -> None:
-    """Quantise a gradient, and add it to integers or write it over them, in place.
-
-    Args:
-        grad: (N, K) float32 or bfloat16, any strides.
-        exponent: (N,) int8, e of each row, within `LOWEST` and `HIGHEST`, or `NONE`; contiguous.
-        key: int32 scalar tensor, from `stream_keys`.
-        sums: (N, K) int8, int16 or int32, with rows that are contiguous. The caller knows that the
-            sums cannot wrap: each part is within -limit..limit.
-        low: ((N + 1) // 2, K) uint8, with rows that are contiguous, the last four bits of sums of
-            twelve, whose others are in int8 `sums`; None where `sums` have all.
-        fitting: (N,) int8, contiguous; becomes the exponents that would have fitted, or with `add`
-            the larger of these and what is there.
-        limit: 1..32767, no more than `sums` and `low` hold.
-        block: columns that are mixed, a power of two up to `LARGEST_BLOCK` that divides K; 1 is
-            none.
-        add: whether what is in `sums`, `low` and `fitting` counts.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    QUANTISE_GRADIENT(grad, exponent, key, sums, low, fitting, limit, block, add)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -373,7 +337,7 @@ SUMS = (torch.int8, torch.int16, torch.int32)
 _MOST = f"torch.iinfo(sums.dtype).max if low is None else {LARGEST_OF_PLANES}"
 _VECTOR = Array("N", INT8, dense=True)
 
-QUANTISE_GRADIENT = Operation(
+quantise_gradient = Operation(
     "quantise_gradient", _quantise_gradient_triton, _quantise_gradient_torch,
     quantise_gradient_reference, _cases,
     arguments={
@@ -385,5 +349,22 @@ QUANTISE_GRADIENT = Operation(
     where=(
         "low is None or sums.dtype == torch.int8", f"0 < limit <= min(32767, {_MOST})", BLOCK_FITS
     ),
-    draw=_draw, needs_rows=False, timings=_timings,
+    compared=("sums", "low", "fitting"), draw=_draw, needs_rows=False, timings=_timings,
 )  # fmt: skip
+"""Quantise a gradient, and add it to integers or write it over them, in place.
+
+Args:
+    grad: (N, K) float32 or bfloat16, any strides.
+    exponent: (N,) int8, e of each row, within `LOWEST` and `HIGHEST`, or `NONE`; contiguous.
+    key: int32 scalar tensor, from `stream_keys`.
+    sums: (N, K) int8, int16 or int32, with rows that are contiguous. The caller knows that the
+        sums cannot wrap: each part is within -limit..limit.
+    low: ((N + 1) // 2, K) uint8, with rows that are contiguous, the last four bits of sums of
+        twelve, whose others are in int8 `sums`; None where `sums` have all.
+    fitting: (N,) int8, contiguous; becomes the exponents that would have fitted, or with `add`
+        the larger of these and what is there.
+    limit: 1..32767, no more than `sums` and `low` hold.
+    block: columns that are mixed, a power of two up to `LARGEST_BLOCK` that divides K; 1 is
+        none.
+    add: whether what is in `sums`, `low` and `fitting` counts.
+"""

@@ -51,7 +51,7 @@ def step_scales_reference(
 def _step_scales_torch(
     exponent: Tensor, fraction: Tensor, slope: Tensor, slope_gain: Tensor, key: Tensor,
     gain: Tensor, shift: Tensor, ok: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> None:  # fmt: skip
     if ok:
         rows, columns = (
             torch.arange(size, dtype=torch.int32, device=exponent.device) for size in slope.shape
@@ -63,23 +63,21 @@ def _step_scales_torch(
         v.sub_(step.bitwise_right_shift_(16)).clamp_(LOWEST, HIGHEST)
         exponent.copy_(v >> 7)
         fraction.copy_(v & 127)
-    return exponent, fraction
 
 
 def _step_scales_native(
     exponent: Tensor, fraction: Tensor, slope: Tensor, slope_gain: Tensor, key: Tensor,
     gain: Tensor, shift: Tensor, ok: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> None:  # fmt: skip
     state = exponent, fraction
     if not all(map(native.in_rows, state)):
-        return _step_scales_torch(*state, slope, slope_gain, key, gain, shift, ok)
-    if ok:
+        _step_scales_torch(*state, slope, slope_gain, key, gain, shift, ok)
+    elif ok:
         slope = native.as_rows(slope)
         native.call(
             "step_scales", exponent, exponent.stride(0), fraction, fraction.stride(0), slope,
             slope.stride(0), slope_gain, int(key), int(gain), int(shift), *slope.shape,
         )  # fmt: skip
-    return state
 
 
 @triton.jit
@@ -113,7 +111,7 @@ def _step_scales_kernel(
 def _step_scales_triton(
     exponent: Tensor, fraction: Tensor, slope: Tensor, slope_gain: Tensor, key: Tensor,
     gain: Tensor, shift: Tensor, ok: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> None:  # fmt: skip
     if slope.numel():
         rows, groups = slope.shape
         block_g = min(triton.next_power_of_2(groups), 128)
@@ -124,36 +122,6 @@ def _step_scales_triton(
             CLIP=CLIP, LOWEST=LOWEST, HIGHEST=HIGHEST, BLOCK_N=block_n, BLOCK_G=block_g,
             enable_fp_fusion=False,
         )  # fmt: skip
-    return exponent, fraction
-
-
-def step_scales(
-    exponent: Tensor,
-    fraction: Tensor,
-    slope: Tensor,
-    slope_gain: Tensor,
-    key: Tensor,
-    gain: Tensor,
-    shift: Tensor,
-    ok: Tensor,
-) -> None:
-    """Step the scales of a matrix in place.
-
-    Args:
-        exponent: (N, groups) int8, E.
-        fraction: (N, groups) int8, F.
-        slope: (N, groups) float32.
-        slope_gain: float32 scalar tensor, 2**16 over the root-mean-square of the slope, so that
-            s = slope * slope_gain is in units of 2**-16; clipped to +-3.
-        key: int32 scalar tensor, from `stream_keys`.
-        gain: int32 scalar tensor, at most 2**12.
-        shift: int32 scalar tensor; d = (s * gain) >> shift, in units of 2**-16 of v.
-        ok: int32 scalar tensor; where 0 nothing changes.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    STEP_SCALES(exponent, fraction, slope, slope_gain, key, gain, shift, ok)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -192,7 +160,7 @@ def _draw_slope_gain(dice: Dice) -> Tensor:
     return dice.real(dice.pick((2.0**8, 2.0**16, 3e19)))
 
 
-STEP_SCALES = Operation(
+step_scales = Operation(
     "step_scales", _step_scales_triton, _step_scales_torch, step_scales_reference, _cases,
     arguments={
         "exponent": Array("N, G", INT8, values=(-96, 31)),
@@ -201,5 +169,19 @@ STEP_SCALES = Operation(
         "gain": Array("", INT32, values=(0, 2**12)), "shift": Array("", INT32, values=(0, 19)),
         "ok": OK,
     },
-    sizes={"G": "k"}, timings=_timings, native=_step_scales_native,
+    compared=("exponent", "fraction"), sizes={"G": "k"}, timings=_timings,
+    native=_step_scales_native,
 )  # fmt: skip
+"""Step the scales of a matrix in place.
+
+Args:
+    exponent: (N, groups) int8, E.
+    fraction: (N, groups) int8, F.
+    slope: (N, groups) float32.
+    slope_gain: float32 scalar tensor, 2**16 over the root-mean-square of the slope, so that
+        s = slope * slope_gain is in units of 2**-16; clipped to +-3.
+    key: int32 scalar tensor, from `stream_keys`.
+    gain: int32 scalar tensor, at most 2**12.
+    shift: int32 scalar tensor; d = (s * gain) >> shift, in units of 2**-16 of v.
+    ok: int32 scalar tensor; where 0 nothing changes.
+"""

@@ -15,6 +15,7 @@ correctly rounded float32.
 `step_by_direction`: u is the step's own direction.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -58,11 +59,13 @@ LARGEST_GAIN = 1 << 23
 def moment_gain(step_size: Tensor, squares: Tensor, num_weights: int) -> int:
     """Compute what the moment is multiplied by, as an integer; waits for the device.
 
-    Between tensors on the CPU every operation is one correctly rounded float32 operation.
+    Between tensors on the CPU every operation is one correctly rounded float32 operation; a root is
+    that of float64 rounded, as torch's in float32 is off by a bit on some CPUs.
     """
     size, total = (x.to("cpu", torch.float32) for x in (step_size * 2.0**-16, squares))
     mean_square = total / torch.tensor(num_weights, dtype=torch.float32)
-    gain = (size / torch.sqrt(mean_square)).clamp(max=LARGEST_GAIN)
+    root = mean_square.double().sqrt().float()
+    gain = (size / root).clamp(max=LARGEST_GAIN)
     return int(torch.floor(gain + 0.5))
 
 
@@ -90,7 +93,8 @@ def step_by_moment_reference(
             torch.tensor(x, dtype=torch.float32)
             for x in (int(step_size) / 2**16, int(squares), remainder.numel())
         )
-        gain = float((size / (total / number).sqrt()).clamp(max=2**23) + 0.5) // 1
+        root = torch.tensor(math.sqrt(total / number), dtype=torch.float32)
+        gain = float((size / root).clamp(max=2**23) + 0.5) // 1
     step = u * int(gain)
     return _step_reference(
         packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble, int(turn)
@@ -147,7 +151,7 @@ def _step_by_moment_torch(
     packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
     step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
     remainder_max: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> None:  # fmt: skip
     if ok:
         gain = moment_gain(step_size, squares, remainder.numel())
 
@@ -159,14 +163,13 @@ def _step_by_moment_torch(
         _step_torch(
             packed, remainder, step_of, key, most, flips, radix, remainder_max, nibble, int(turn)
         )
-    return packed, remainder, flips
 
 
 def _step_by_direction_torch(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
     flips: Tensor, radix: int, remainder_max: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> None:  # fmt: skip
     if ok:
         factor, bits, most = int(gain), int(shift), int(limit)
 
@@ -175,7 +178,6 @@ def _step_by_direction_torch(
             return u.mul_(factor).bitwise_right_shift_(bits)
 
         _step_torch(packed, remainder, step_of, key, most, flips, radix, remainder_max, False)
-    return packed, remainder, flips
 
 
 def _step_torch(
@@ -212,37 +214,35 @@ def _step_by_moment_native(
     packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
     step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
     remainder_max: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> None:  # fmt: skip
     if not _native_can(packed, remainder, moment):
-        return _step_by_moment_torch(
+        _step_by_moment_torch(
             packed, remainder, moment, key, turn, step_size, squares, limit, ok, flips, radix,
             remainder_max,
         )  # fmt: skip
-    if ok:
+    elif ok:
         gain = moment_gain(step_size, squares, remainder.numel())
         _step_native(
             (None, None, None, 0, 0, 0, remainder.shape[1]), packed, remainder, moment,
             key, gain, turn, limit, flips, radix, remainder_max, moment is None,
         )  # fmt: skip
-    return packed, remainder, flips
 
 
 def _step_by_direction_native(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
     flips: Tensor, radix: int, remainder_max: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> None:  # fmt: skip
     if not _native_can(packed, remainder):
-        return _step_by_direction_torch(
+        _step_by_direction_torch(
             packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
             radix, remainder_max,
         )  # fmt: skip
-    if ok:
+    elif ok:
         _step_native(
             native_arguments(values, row_gain, column_gain), packed, remainder, None,
             key, gain, shift, limit, flips, radix, remainder_max, False,
         )  # fmt: skip
-    return packed, remainder, flips
 
 
 def _native_can(*state: Tensor | None) -> bool:
@@ -445,117 +445,23 @@ def _step_by_moment_triton(
     packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
     step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
     remainder_max: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> None:  # fmt: skip
     source, values = ("nibble", remainder) if moment is None else ("moment", moment)
     _launch(
         packed, remainder, source, values, None, None, key, step_size, turn, squares, limit,
         ok, flips, radix, remainder_max,
     )  # fmt: skip
-    return packed, remainder, flips
 
 
 def _step_by_direction_triton(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
     flips: Tensor, radix: int, remainder_max: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> None:  # fmt: skip
     _launch(
         packed, remainder, "direction", values, row_gain, column_gain, key, gain, shift, gain,
         limit, ok, flips, radix, remainder_max,
     )  # fmt: skip
-    return packed, remainder, flips
-
-
-def step_by_moment(
-    packed: Tensor,
-    remainder: Tensor,
-    moment: Tensor | None,
-    key: Tensor,
-    turn: Tensor,
-    step_size: Tensor,
-    squares: Tensor,
-    limit: Tensor,
-    ok: Tensor,
-    flips: Tensor,
-    radix: int,
-    remainder_max: int,
-) -> None:
-    """Step a matrix of weights by its moment, in place, carrying between trit and remainder.
-
-    Args:
-        packed: (N, row_bytes(K)) uint8, the trits T.
-        remainder: (N, K) int8, A; with no `moment`, bytes of 16 m + (A mod 16).
-        moment: (N, K) int8, m; None for the high half of the remainder's bytes.
-        key: int32 scalar tensor, from `stream_keys`.
-        turn: int32 scalar tensor, 0..65535, what the random bits are turned by.
-        step_size: int64 scalar tensor, what unit root-mean-square moves z, in units of 2**-32.
-        squares: int64 scalar tensor, the sum of m squared over the matrix.
-        limit: int32 scalar tensor, the largest |d|, in units of 2**-16 of z.
-        ok: int32 scalar tensor; where 0 nothing changes.
-        flips: int64 scalar tensor; the number of trits that changed is added to it.
-        radix: P, what a trit is worth in units of A.
-        remainder_max: z is clipped to +-(P + remainder_max).
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    STEP_BY_MOMENT(
-        packed, remainder, moment, key, turn, step_size, squares, limit, ok, flips, radix,
-        remainder_max,
-    )  # fmt: skip
-
-
-def step_by_direction(
-    packed: Tensor,
-    remainder: Tensor,
-    values: Tensor,
-    row_gain: Tensor | None,
-    column_gain: Tensor | None,
-    key: Tensor,
-    gain: Tensor,
-    shift: Tensor,
-    limit: Tensor,
-    ok: Tensor,
-    flips: Tensor,
-    radix: int,
-    remainder_max: int,
-) -> None:
-    """Step a matrix of weights along a direction, in place, carrying between trit and remainder.
-
-    Args:
-        packed: (N, row_bytes(K)) uint8, the trits T.
-        remainder: (N, K) int8, A.
-        values: (N, K) float32 or bfloat16, any strides.
-        row_gain: (N,) float32; u = values * row_gain * column_gain in units of 2**-16, saturating
-            at +-4. None for the sign of the values.
-        column_gain: (K,) float32; None for ones.
-        key: int32 scalar tensor, from `stream_keys`.
-        gain: int32 scalar tensor, at most 2**12.
-        shift: int32 scalar tensor; d = (u * gain) >> shift, in units of 2**-16 of z.
-        limit: int32 scalar tensor, the largest |d|.
-        ok: int32 scalar tensor; where 0 nothing changes.
-        flips: int64 scalar tensor; the number of trits that changed is added to it.
-        radix: P, what a trit is worth in units of A.
-        remainder_max: z is clipped to +-(P + remainder_max).
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    STEP_BY_DIRECTION(
-        packed,
-        remainder,
-        values,
-        row_gain,
-        column_gain,
-        key,
-        gain,
-        shift,
-        limit,
-        ok,
-        flips,
-        radix,
-        remainder_max,
-    )
 
 
 SHAPES = ((1, 1), (3, 33), (33, 165), (2, 1311))
@@ -705,7 +611,7 @@ _WEIGHTS = {"packed": Array("N, row_bytes(K)", UINT8), "remainder": Array("N, K"
 _INT32, _INT64 = Array("", INT32), Array("", INT64)
 _RADIX = {"radix": Number(()), "remainder_max": Number(())}
 
-STEP_BY_MOMENT = Operation(
+step_by_moment = Operation(
     "step_by_moment", _step_by_moment_triton, _step_by_moment_torch, step_by_moment_reference,
     _moment_cases,
     arguments={
@@ -713,16 +619,51 @@ STEP_BY_MOMENT = Operation(
         "turn": _INT32, "step_size": _INT64, "squares": _INT64, "limit": _INT32, "ok": OK,
         "flips": _INT64, **_RADIX,
     },
-    draw=_draw_by_moment, needs_rows=False, timings=_moment_timings,
-    native=_step_by_moment_native,
+    compared=("packed", "remainder", "flips"), draw=_draw_by_moment, needs_rows=False,
+    timings=_moment_timings, native=_step_by_moment_native,
 )  # fmt: skip
-STEP_BY_DIRECTION = Operation(
+"""Step a matrix of weights by its moment, in place, carrying between trit and remainder.
+
+Args:
+    packed: (N, row_bytes(K)) uint8, the trits T.
+    remainder: (N, K) int8, A; with no `moment`, bytes of 16 m + (A mod 16).
+    moment: (N, K) int8, m; None for the high half of the remainder's bytes.
+    key: int32 scalar tensor, from `stream_keys`.
+    turn: int32 scalar tensor, 0..65535, what the random bits are turned by.
+    step_size: int64 scalar tensor, what unit root-mean-square moves z, in units of 2**-32.
+    squares: int64 scalar tensor, the sum of m squared over the matrix.
+    limit: int32 scalar tensor, the largest |d|, in units of 2**-16 of z.
+    ok: int32 scalar tensor; where 0 nothing changes.
+    flips: int64 scalar tensor; the number of trits that changed is added to it.
+    radix: P, what a trit is worth in units of A.
+    remainder_max: z is clipped to +-(P + remainder_max).
+"""
+step_by_direction = Operation(
     "step_by_direction", _step_by_direction_triton, _step_by_direction_torch,
     step_by_direction_reference, _direction_cases,
     arguments={
         **_WEIGHTS, **DIRECTION, "key": _INT32, "gain": _INT32, "shift": _INT32, "limit": _INT32,
         "ok": OK, "flips": _INT64, **_RADIX,
     },
-    where=(GAINS_BELONG,), draw=_draw_by_direction, needs_rows=False, timings=_direction_timings,
+    where=(GAINS_BELONG,), compared=("packed", "remainder", "flips"), draw=_draw_by_direction,
+    needs_rows=False, timings=_direction_timings,
     native=_step_by_direction_native,
 )  # fmt: skip
+"""Step a matrix of weights along a direction, in place, carrying between trit and remainder.
+
+Args:
+    packed: (N, row_bytes(K)) uint8, the trits T.
+    remainder: (N, K) int8, A.
+    values: (N, K) float32 or bfloat16, any strides.
+    row_gain: (N,) float32; u = values * row_gain * column_gain in units of 2**-16, saturating
+        at +-4. None for the sign of the values.
+    column_gain: (K,) float32; None for ones.
+    key: int32 scalar tensor, from `stream_keys`.
+    gain: int32 scalar tensor, at most 2**12.
+    shift: int32 scalar tensor; d = (u * gain) >> shift, in units of 2**-16 of z.
+    limit: int32 scalar tensor, the largest |d|.
+    ok: int32 scalar tensor; where 0 nothing changes.
+    flips: int64 scalar tensor; the number of trits that changed is added to it.
+    radix: P, what a trit is worth in units of A.
+    remainder_max: z is clipped to +-(P + remainder_max).
+"""

@@ -126,34 +126,6 @@ def _sum_gradients_triton(
     return grad
 
 
-def sum_gradients(
-    parts: Tensor,
-    low: Tensor | None,
-    exponent: Tensor,
-    fitting: Tensor,
-    block: int,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Add up the parts of a gradient.
-
-    Args:
-        parts: (P, N, K) int8, int16 or int32, each part contiguous. B times the largest sum is
-            below 2**31.
-        low: (P, (N + 1) // 2, K) uint8, each part contiguous, or None: as of `quantise_gradient`.
-        exponent: (N,) int8, contiguous; what `quantise_gradient` divided by.
-        fitting: (P, N) int8, each part contiguous; what it found.
-        block: B, of `quantise_gradient`.
-        dtype: float32 or bfloat16.
-
-    Returns:
-        (N, K) of `dtype`. A row without an exponent is 0, one that was not finite is infinite.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return SUM_GRADIENTS(parts, low, exponent, fitting, block, dtype)
-
-
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
@@ -214,7 +186,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return parts, low, one, each, block_of(k) if dice.chance(0.9) else 1
 
 
-SUM_GRADIENTS = Operation(
+sum_gradients = Operation(
     "sum_gradients", _sum_gradients_triton, _sum_gradients_torch, sum_gradients_reference, _cases,
     arguments={
         "parts": Array("P, N, K", SUMS, dense="parts"),
@@ -225,3 +197,17 @@ SUM_GRADIENTS = Operation(
     where=("P > 0", "low is None or parts.dtype == torch.int8", BLOCK_FITS), draw=_draw,
     needs_rows=False, timings=_timings,
 )  # fmt: skip
+"""Add up the parts of a gradient.
+
+Args:
+    parts: (P, N, K) int8, int16 or int32, each part contiguous. B times the largest sum is
+        below 2**31.
+    low: (P, (N + 1) // 2, K) uint8, each part contiguous, or None: as of `quantise_gradient`.
+    exponent: (N,) int8, contiguous; what `quantise_gradient` divided by.
+    fitting: (P, N) int8, each part contiguous; what it found.
+    block: B, of `quantise_gradient`.
+    dtype: float32 or bfloat16.
+
+Returns:
+    (N, K) of `dtype`. A row without an exponent is 0, one that was not finite is infinite.
+"""

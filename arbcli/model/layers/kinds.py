@@ -21,6 +21,7 @@ from arbcli.model.layers.norm import ClampedGate, TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.rotary import rotary_norm, turned_heads
 from arbcli.model.layers.streams import mix_streams, stream_weights
 from arbcli.model.layers.symbols import SymbolHead, TiedHead, in_chunks
+from arbcli.model.layers.table import TernaryTable
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.widths import head_lr_factor
 
@@ -47,6 +48,7 @@ class Layers(NamedTuple):
     mix_streams: Callable[..., Tensor]
     clamped_gate: Callable[..., Any]
     expert_weight: Callable[..., Any]
+    table: Callable[..., Any]
 
 
 def layers_for(site: Site) -> Layers:
@@ -55,7 +57,7 @@ def layers_for(site: Site) -> Layers:
         return Layers(
             TernaryLinear, TernaryEmbedding, TernaryRMSNorm, GainedRMSNorm, TernaryGate,
             _rotary_norm, _turned_heads, cross_entropy, TernaryVector, TernaryTaps,
-            stream_weights, mix_streams, ClampedGate, ExpertWeight,
+            stream_weights, mix_streams, ClampedGate, ExpertWeight, TernaryTable,
         )  # fmt: skip
     return Layers(
         baselines.FloatLinear,
@@ -72,6 +74,7 @@ def layers_for(site: Site) -> Layers:
         baselines.mix_streams,
         baselines.FloatClampedGate,
         baselines.FloatExpertWeight,
+        baselines.FloatTable,
     )
 
 

@@ -140,7 +140,13 @@ class _KeysOfChoices(Function):
 
 
 _attend, _compress = operator(_Attend), operator(_Compress)
-_keys_of_choices, choose_entries = operator(_KeysOfChoices), operator(choose_by_scores)
+_keys_of_choices = operator(_KeysOfChoices)
+
+
+@operator
+def choose_entries(q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k: int) -> Tensor:
+    """Choose the entries of the largest scores, as the kernel of this name does."""
+    return choose_by_scores(q, w, k, first, most, top_k)
 
 
 class Indexer(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from interpreter import barriers_where_needed
 
-from arbcli.kernels.attention.choose_next import CHOOSE_NEXT, index_of_byte
+from arbcli.kernels.attention.choose_next import choose_next_, index_of_byte
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.compare import compare
 from arbcli.verify.kernels import copies
@@ -15,11 +15,11 @@ def test_a_long_choice_among_equal_scores_is_that_of_the_reference(dtype):
     generator = torch.Generator().manual_seed(0)
     shape = (4, 32, 4097, 128, 4, 4096, 16383)  # the largest of those on a GPU
     inputs = index_of_byte(generator, torch.device("cpu"), dtype, *shape)
-    wanted = CHOOSE_NEXT.reference(*copies(inputs))
+    wanted = choose_next_.reference(*copies(inputs))
     with use_backend("torch"):
-        got = CHOOSE_NEXT.torch(*copies(inputs))
+        got = choose_next_.torch(*copies(inputs))
     for result, expected in zip(got, wanted, strict=True):
-        found = compare(CHOOSE_NEXT, "", result, expected)
+        found = compare(choose_next_, "", result, expected)
         assert found.unequal == 0, found
 
 
@@ -39,4 +39,4 @@ def test_threads_wait_for_the_new_key_and_for_all_scores():
     shape = (3, 4, 9, 4, 4, 8, 31)  # whose byte completes an entry
     inputs = index_of_byte(generator, torch.device("cpu"), torch.float32, *shape)
     with use_backend("interpreter"), barriers_where_needed():
-        CHOOSE_NEXT.triton(*inputs)
+        choose_next_.triton(*inputs)

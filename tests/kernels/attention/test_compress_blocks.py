@@ -3,7 +3,7 @@
 import torch
 
 from arbcli.kernels.attention.compress_blocks import (
-    COMPRESS_BLOCKS_BACKWARD,
+    compress_blocks_backward,
     rounded_block_gradients,
 )
 
@@ -15,7 +15,7 @@ def test_a_peer_adds_up_rounded_gradients_of_gates():
     grads = [torch.randn(2, count, 2, 6, generator=generator) for count in (13, 3)]
     inputs = (*grads, x, beta, angle.cos(), angle.sin(), 2, 1e-6)
     (grad_x, grad_beta), (same, exact) = (
-        run(*inputs) for run in (rounded_block_gradients, COMPRESS_BLOCKS_BACKWARD.torch)
+        run(*inputs) for run in (rounded_block_gradients, compress_blocks_backward.torch)
     )
     assert torch.equal(grad_x, same)
     assert grad_beta.shape == beta.shape

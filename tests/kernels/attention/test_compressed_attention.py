@@ -9,13 +9,13 @@ from torch import Tensor
 
 from arbcli.kernels.attention.choose_entries import choose_entries
 from arbcli.kernels.attention.compressed_attention import (
-    COMPRESSED_ATTENTION,
     Sight,
+    compressed_attention,
     random_sight,
     tiling,
 )
 from arbcli.kernels.attention.compressed_attention_backward import (
-    COMPRESSED_ATTENTION_BACKWARD,
+    compressed_attention_backward,
     rounded_attention_gradients,
 )
 from arbcli.kernels.runtime._triton import HAS_TRITON
@@ -30,7 +30,7 @@ def drawn(shape: tuple, length: int, dtype: torch.dtype, device: torch.device) -
     parts = [part.to(device) if isinstance(part, Tensor) else part for part in parts]
     inputs = (*(part.to(dtype) for part in parts[:3]), *parts[3:], 1e-6)
     grad = torch.randn(inputs[0].shape, generator=generator).to(device, dtype)
-    y, logs, *_ = COMPRESSED_ATTENTION.torch(*inputs)
+    y, logs, *_ = compressed_attention.torch(*inputs)
     return grad, y, logs, *inputs
 
 
@@ -40,7 +40,7 @@ def test_wide_heads_are_shared_among_programs(device):
     given = drawn((9, 1, 264, 2), 6, torch.float32, device)
     tile = tiling(given[3], given[4], given[6], given[10])
     assert (tile.rows, tile.parts) == (16, 4)
-    for spec, inputs in ((COMPRESSED_ATTENTION, given[3:]), (COMPRESSED_ATTENTION_BACKWARD, given)):
+    for spec, inputs in ((compressed_attention, given[3:]), (compressed_attention_backward, given)):
         for found, wanted in zip(spec.triton(*inputs), spec.torch(*inputs), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
@@ -48,7 +48,7 @@ def test_wide_heads_are_shared_among_programs(device):
 @pytest.mark.parametrize("top_k", [5, 0])
 def test_gradients_in_bf16_may_be_off_by_their_roundings_alone(top_k):
     given = drawn((4, 2, 32, top_k), 41, torch.bfloat16, torch.device("cpu"))
-    spec = COMPRESSED_ATTENTION_BACKWARD
+    spec = compressed_attention_backward
     peers, wanted = rounded_attention_gradients(*given), spec.reference(*given)
     for peer, expected in zip(peers, wanted, strict=True):
         assert compare(spec, "", peer, expected, peer).passed

@@ -7,8 +7,6 @@ import torch
 
 from arbcli.kernels.matmul import grouped_matmul as module
 from arbcli.kernels.matmul.grouped_matmul import (
-    GROUPED_GRAD_W,
-    GROUPED_MATMUL,
     grouped_grad_w,
     grouped_matmul,
 )
@@ -147,7 +145,7 @@ def test_bounds_beyond_the_rows_harm_nothing_in_the_kernel(device):
     assert not memory[40:].any()
 
 
-@pytest.mark.parametrize("spec", [GROUPED_MATMUL, GROUPED_GRAD_W], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [grouped_matmul, grouped_grad_w], ids=lambda spec: spec.name)
 def test_copy_engine_loads_the_same(spec, device):
     if device.type == "cuda":
         pytest.skip("the GPU decides")
@@ -162,9 +160,9 @@ def test_copy_engine_loads_the_same(spec, device):
 def test_any_number_of_programs_computes_the_same(num_programs, monkeypatch, device):
     x, w = integers(70, 24, device=device), integers(3, 70, 24, device=device)
     bounds = bounds_of(5, 40, 40, 64, device=device)
-    wanted = GROUPED_MATMUL.reference(x, w, bounds)
+    wanted = grouped_matmul.reference(x, w, bounds)
     monkeypatch.setattr(module, "num_processors", lambda _: num_programs)
-    assert torch.equal(GROUPED_MATMUL.triton(x, w, bounds).double(), wanted)
+    assert torch.equal(grouped_matmul.triton(x, w, bounds).double(), wanted)
 
 
 @pytest.mark.parametrize(
@@ -177,8 +175,8 @@ def test_every_tiling_computes_the_same(tiling, monkeypatch, device):
     bounds = bounds_of(2, 150, 151, 299, device=device)
     monkeypatch.setattr(module, "_tiling", lambda *_: tiling)
     for source, matrices in ((x, w), (x[:, :72], w.mT)):
-        wanted = GROUPED_MATMUL.reference(source, matrices, bounds)
-        assert torch.equal(GROUPED_MATMUL.triton(source, matrices, bounds).double(), wanted)
+        wanted = grouped_matmul.reference(source, matrices, bounds)
+        assert torch.equal(grouped_matmul.triton(source, matrices, bounds).double(), wanted)
 
 
 @pytest.mark.parametrize(
@@ -192,8 +190,8 @@ def test_every_tiling_of_the_gradient_computes_the_same(tiling, monkeypatch, dev
     x, grad_y = integers(300, 136, device=device), integers(300, 72, device=device)
     bounds = bounds_of(2, 150, 151, 299, device=device)
     monkeypatch.setattr(module, "_grad_tiling", lambda *_: tiling)
-    wanted = GROUPED_GRAD_W.reference(grad_y, x, bounds)
-    assert torch.equal(GROUPED_GRAD_W.triton(grad_y, x, bounds).double(), wanted)
+    wanted = grouped_grad_w.reference(grad_y, x, bounds)
+    assert torch.equal(grouped_grad_w.triton(grad_y, x, bounds).double(), wanted)
 
 
 def test_tiles_are_chosen_by_rows_an_expert():

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.kernels.matmul.nvfp4_matmul import nvfp4_matmul
 from arbcli.kernels.matmul.round_nvfp4 import round_nvfp4
+from arbcli.kernels.matmul.scaled_nvfp4 import nvfp4_matmul
 from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.layers.linear import TernaryLinear
@@ -52,7 +52,7 @@ def test_trits_keep_their_signs_and_zeros():
     assert ((y * g - exact).abs() <= exact.abs() / 16).all()  # of a scale all but three bits
     x = torch.randn(70, 48, generator=torch.Generator().manual_seed(1))
     q, scale = round_nvfp4(x)
-    got = nvfp4_matmul(q, scale, layer.weight.packed, dtype=torch.float32)
+    got = nvfp4_matmul(q, scale, layer.weight.packed, False, torch.float32)
     assert (got - x @ exact.T).norm() < 0.15 * (x @ exact.T).norm()
 
 

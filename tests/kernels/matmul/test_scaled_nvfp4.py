@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
+from arbcli.kernels.codec.decode_digits import decode_digits_reference
+from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul import scaled_nvfp4
-from arbcli.kernels.matmul.nvfp4_matmul import nvfp4_matmul
-from arbcli.kernels.matmul.round_nvfp4 import round_nvfp4
-from arbcli.kernels.matmul.scaled_nvfp4 import encode_nvfp4, nvfp4_product, scaled_nvfp4_matmul
+from arbcli.kernels.matmul.round_nvfp4 import encode_nvfp4, round_nvfp4, round_nvfp4_reference
+from arbcli.kernels.matmul.scaled_nvfp4 import nvfp4_matmul, nvfp4_product, scaled_nvfp4_matmul
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.layers.linear import TernaryLinear
 
@@ -45,6 +46,22 @@ def test_product_of_codes_is_that_of_rounded_matrices(backend, device):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_product_is_that_of_rounded_weights(transposed, backend, device):
+    packed = random_packed(32, 48, 16, torch.Generator().manual_seed(0), spread=4)
+    weight = decode_digits_reference(packed).float()
+    w, h = round_nvfp4_reference(weight.T if transposed else weight)
+    (x,) = matrices((5, 32 if transposed else 48))
+    q, g = round_nvfp4(x)
+    with use_backend(backend):
+        found = nvfp4_matmul(
+            q.to(device), g.to(device), packed.to(device), transposed, torch.float32
+        )
+    wanted = q.double() @ w.double().T * (g * h)
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
 def test_hardware_of_such_products_is_taken_where_it_is(transposed, monkeypatch):
     layer = TernaryLinear(32, 48, preset("tiny"), area="mlp", std=0.1)
     layer.weight.initialise(seed=0, index=0)
@@ -58,7 +75,6 @@ def test_hardware_of_such_products_is_taken_where_it_is(transposed, monkeypatch)
         return encode_nvfp4(part)
 
     monkeypatch.setattr(scaled_nvfp4, "capability", lambda _: (10, 0))
-    monkeypatch.setattr(scaled_nvfp4, "_encode_nvfp4_triton", scaled_nvfp4._encode_nvfp4_torch)
     monkeypatch.setattr(
         scaled_nvfp4, "_scaled_nvfp4_matmul_triton", scaled_nvfp4._scaled_nvfp4_matmul_torch
     )

@@ -13,8 +13,6 @@ from arbcli.kernels.norm import rms_norm as module
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
 from arbcli.kernels.norm.norm_e4m3 import gated_rms_norm_e4m3, rms_norm_e4m3
 from arbcli.kernels.norm.rms_norm import (
-    RMS_NORM,
-    RMS_NORM_BACKWARD,
     add_rms_norm,
     rms_norm,
     rms_norm_backward,
@@ -26,7 +24,7 @@ from arbcli.kernels.runtime.backend import use_backend
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 
 each_spec = pytest.mark.parametrize(
-    "spec", [RMS_NORM, RMS_NORM_BACKWARD], ids=lambda spec: spec.name
+    "spec", [rms_norm, rms_norm_backward], ids=lambda spec: spec.name
 )
 each_implementation = pytest.mark.parametrize("implementation", ["triton", "torch"])
 each_backend = pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
@@ -139,7 +137,7 @@ def test_rms_norm_of_bf16_rounds_once_on_the_torch_backend():
 
 def test_rms_norm_equals_that_of_torch_for_unit_weights(device):
     x = randn(7, 33, device=device)
-    y = RMS_NORM.triton(x, ones(33, device), 1e-6)
+    y = rms_norm.triton(x, ones(33, device), 1e-6)
     torch.testing.assert_close(y, torch_rms_norm(x, (33,), eps=1e-6))
 
 

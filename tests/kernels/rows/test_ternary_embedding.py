@@ -7,7 +7,6 @@ from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.rows.ternary_embedding import (
-    EMBEDDING_GRAD,
     EMBEDDING_ROWS,
     embedding_grad,
     embedding_rows,
@@ -69,13 +68,13 @@ def test_embedding_rows_of_ids_outside_the_table_are_an_error_on_a_cpu():
 
 @each_implementation
 def test_embedding_grad_is_as_close_to_the_reference_as_its_gate_asks(implementation, device):
-    for case in EMBEDDING_GRAD.cases(device, 0):
-        result = getattr(EMBEDDING_GRAD, implementation)(*case.inputs)
-        reference = EMBEDDING_GRAD.reference(*case.inputs)
+    for case in embedding_grad.cases(device, 0):
+        result = getattr(embedding_grad, implementation)(*case.inputs)
+        reference = embedding_grad.reference(*case.inputs)
         assert result.dtype == torch.float32
         assert result.shape == reference.shape, case.label
         error = (result.double() - reference).norm()
-        assert error <= EMBEDDING_GRAD.gate.relative * reference.norm(), case.label
+        assert error <= embedding_grad.gate.relative * reference.norm(), case.label
 
 
 @each_backend
@@ -103,8 +102,8 @@ def test_embedding_grad_is_zero_for_ids_without_tokens(backend, device):
 
 @each_implementation
 def test_embedding_grad_is_deterministic(implementation, device):
-    run = getattr(EMBEDDING_GRAD, implementation)
-    for case in EMBEDDING_GRAD.cases(device, 0):
+    run = getattr(embedding_grad, implementation)
+    for case in embedding_grad.cases(device, 0):
         assert torch.equal(run(*case.inputs), run(*case.inputs)), case.label
 
 

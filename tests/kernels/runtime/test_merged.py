@@ -7,8 +7,8 @@ from marks import needs_triton
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.runtime.merged import Launch, Tables, _tabulated, merge_launches
-from arbcli.kernels.update.blend_moment import BLEND_MOMENT
-from arbcli.kernels.update.step_scales import STEP_SCALES
+from arbcli.kernels.update.blend_moment import blend_moment
+from arbcli.kernels.update.step_scales import step_scales
 
 
 def copies(spec, device, only=lambda case: True):
@@ -17,7 +17,7 @@ def copies(spec, device, only=lambda case: True):
         yield [[x.clone() if torch.is_tensor(x) else x for x in inputs] for inputs in cases]
 
 
-@pytest.mark.parametrize("spec", [STEP_SCALES, BLEND_MOMENT], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [step_scales, blend_moment], ids=lambda spec: spec.name)
 def test_merged_launches_give_the_same_bits(spec, device):
     apart, together = copies(spec, device)
     with use_backend("triton" if device.type == "cuda" else "interpreter"):
@@ -32,9 +32,9 @@ def test_merged_launches_give_the_same_bits(spec, device):
 
 def test_equal_kernels_are_launched_once(device):
     launched = []
-    (inputs, *_), _ = copies(STEP_SCALES, device)
+    (inputs, *_), _ = copies(step_scales, device)
     with replaced_launches(lambda kernel, grid, *_, **__: launched.append(grid)):
-        parts = [lambda: STEP_SCALES.triton(*inputs)] * 7
+        parts = [lambda: step_scales.triton(*inputs)] * 7
         merge_launches(parts, device)
     assert [grid[1:] for grid in launched] == [(7,)]
 

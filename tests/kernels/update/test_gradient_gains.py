@@ -53,6 +53,8 @@ def test_gains_have_their_definition(backend, device):
     assert int(gains.ok) == 1
     # of the slope, whose squares sum up to 4 over two groups
     assert float(gains.slope) == pytest.approx(2**16 / math.sqrt(2))
+    # of the gradient, whose squares sum up to 4 over three weights
+    assert gains.unit.tolist() == pytest.approx([2**16 / math.sqrt(4 / 3)])
     torch.testing.assert_close(gains.columns, value.rsqrt(), rtol=STEP - 1, atol=0)
     # 0.99 + 0.01 * 0.25 / 3 for the row; the gradient's own root-mean-square is sqrt(4 / 3)
     assert float(gains.rows) == pytest.approx(math.sqrt(4 / 3 / 0.9908), rel=STEP - 1)
@@ -100,6 +102,8 @@ def test_gradient_is_judged_by_the_sum_of_its_squares(backend, total, refused, n
         gains = gradient_gains(found, None, None, *keys, counted, flag)
     assert (int(gains.ok), int(counted), int(flag)) == (1 - refused, refused, nonfinite)
     assert (len(gains.rows), len(gains.columns)) == (0, 0)
+    expected = [0.0] if refused else [2**16 * math.sqrt(3 / total)]
+    assert gains.unit.tolist() == pytest.approx(expected)
 
 
 @each_backend

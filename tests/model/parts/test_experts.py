@@ -20,8 +20,8 @@ from graph_parts import (
 from arbcli.config.parts import ExpertsConfig
 from arbcli.config.presets import preset
 from arbcli.kernels.codec.packing import pack_trits
-from arbcli.kernels.matmul.nvfp4_matmul import nvfp4_matmul
 from arbcli.kernels.matmul.round_nvfp4 import round_nvfp4
+from arbcli.kernels.matmul.scaled_nvfp4 import nvfp4_matmul
 from arbcli.kernels.norm.rms_norm import FEW_ROWS
 from arbcli.model.build import build_model
 from arbcli.model.flow import Reading

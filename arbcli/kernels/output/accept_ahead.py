@@ -1,0 +1,144 @@
+"""Accept those of several bytes of a text whose proposals they equal.
+
+A check reads the last byte of a text and M - 1 proposals after it, and so has the logits of M
+bytes. `choose_byte` chooses each by the random numbers of its own position. The first one is a byte
+of the text whatever was proposed; and each following one is, as long as the bytes before it equal
+their proposals. So what is accepted is what would be chosen one by one.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import INT32, INT64, Array
+from arbcli.kernels.runtime.operation import EXACT, Case, Operation
+from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+
+MOST_AHEAD = 8
+"""Bytes at a time."""
+
+
+def accept_ahead_reference(
+    ids: Tensor,
+    chosen: Tensor,
+    rows: Tensor,
+    last: Tensor,
+    position: Tensor,
+    places: Tensor,
+    accepted: Tensor,
+) -> tuple[Tensor, ...]:
+    """Compute what `accept_ahead_` must leave, in Python's integers."""
+    proposed, found, count = ids.tolist(), chosen.tolist(), 1
+    while count < len(found) and proposed[count] == found[count - 1]:
+        count += 1
+    ids = ids.clone()
+    ids[0] = found[count - 1]
+    first = int(position)
+    after = torch.tensor([first + count + k for k in range(len(found))]).to(places)
+    kept = torch.tensor([first, count]).to(accepted)
+    return ids, rows[count - 1].clone(), after[0], after, kept
+
+
+def _accept_ahead_torch(
+    ids: Tensor, chosen: Tensor, rows: Tensor, last: Tensor, position: Tensor, places: Tensor,
+    accepted: Tensor,
+) -> None:  # fmt: skip
+    equal = (ids[1:] == chosen[:-1]).long().cumprod(0)
+    count = 1 + equal.sum()[None]
+    accepted.copy_(torch.cat([position[None], count.to(torch.int32)]))
+    ids[:1].copy_(chosen.gather(0, count - 1))
+    last.copy_(rows.index_select(0, count - 1)[0])
+    position += count[0].to(torch.int32)
+    places.copy_(position + torch.arange(len(places), device=places.device))
+
+
+@triton.jit
+def _accept_ahead_kernel(
+    ids_ptr, chosen_ptr, rows_ptr, last_ptr, position_ptr, places_ptr, accepted_ptr, M, D,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_last(OVERLAP)
+    row = tl.arange(0, 8)
+    chosen = tl.load(chosen_ptr + row, mask=row < M, other=0)
+    proposed = tl.load(ids_ptr + row + 1, mask=row < M - 1, other=-1)
+    count = tl.min(tl.where(chosen == proposed, 8, row + 1), axis=0)
+    byte = tl.sum(tl.where(row == count - 1, chosen, 0), axis=0)
+    first = tl.load(position_ptr)
+    tl.debug_barrier()  # all have read what is written now
+    tl.store(ids_ptr, byte)
+    tl.store(position_ptr, first + count)
+    tl.store(places_ptr + row, first + count + row, mask=row < M)
+    tl.store(accepted_ptr, first)
+    tl.store(accepted_ptr + 1, count)
+    for start in range(0, D, BLOCK):
+        d = start + tl.arange(0, BLOCK)
+        x = tl.load(rows_ptr + ((count - 1) * D + d), mask=d < D, other=0)
+        tl.store(last_ptr + d, x, mask=d < D)
+
+
+def _accept_ahead_triton(
+    ids: Tensor, chosen: Tensor, rows: Tensor, last: Tensor, position: Tensor, places: Tensor,
+    accepted: Tensor,
+) -> None:  # fmt: skip
+    _accept_ahead_kernel[(1,)](
+        ids, chosen, rows, last, position, places, accepted, len(chosen), rows.shape[1],
+        BLOCK=1024, num_warps=4, **overlap_options(rows),
+    )  # fmt: skip
+
+
+def _acceptances(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for size, wrong, width in (
+        (2, 1, 5),
+        (2, 9, 5),
+        (5, 3, 64),
+        (8, 9, 1100),
+        (8, 1, 1),
+        (1, 9, 3),
+    ):
+        chosen = torch.randint(256, (size,), generator=generator)
+        ids = torch.cat([torch.tensor([7]), chosen[:-1]])
+        if wrong < size:
+            ids[wrong] = (ids[wrong] + 1) % 256
+        inputs = (
+            ids, chosen, torch.randn(size, width, generator=generator), torch.zeros(width),
+            torch.tensor(40, dtype=torch.int32), torch.zeros(size, dtype=torch.int32),
+            torch.zeros(2, dtype=torch.int32),
+        )  # fmt: skip
+        label = f"{size} rows of {width}, {wrong if wrong < size else 'none'} is another"
+        yield Case(label, tuple(part.to(device) for part in inputs))
+
+
+accept_ahead_ = Operation(
+    "accept_ahead", _accept_ahead_triton, _accept_ahead_torch, accept_ahead_reference,
+    _acceptances, EXACT,
+    {
+        "ids": Array("M", INT64, dense=True, values=(0, 1)),
+        "chosen": Array("M", INT64, dense=True, values=(0, 1)),
+        "rows": Array("M, D", dense=True),
+        "last": Array("D", dense=True),
+        "position": Array("", INT32, values=(0, 1000)),
+        "places": Array("M", INT32, dense=True),
+        "accepted": Array("2", INT32, dense=True),
+    },
+    where=(f"1 <= M <= {MOST_AHEAD}",),
+    sizes={"M": f"min(m + 1, {MOST_AHEAD})", "D": "k + 1"},
+    compared=("ids", "last", "position", "places", "accepted"),
+)  # fmt: skip
+"""Accept the bytes that equal their proposals, and the first that does not, in place.
+
+Args:
+    ids: (M,) int64, the byte that was read first and the proposals after it; the first one is
+        set to the last byte that is accepted.
+    chosen: (M,) int64, what follows each of them.
+    rows: (M, D), what the model has of each, any dtype.
+    last: (D,), set to the row of the byte before that.
+    position: int32 scalar, that of the first of `ids`; set to that of the next one.
+    places: (M,) int32, set to the positions from the next one on.
+    accepted: (2,) int32, set to `position` as it was, and to how many bytes were accepted,
+        which is also how many of `ids` stay in the text.
+
+All are contiguous. They are read and written on the device.
+"""

@@ -1,0 +1,134 @@
+"""Bring a moment to norm 1, as Newton-Schulz iterations begin: y = m / sqrt(sum of m squared).
+
+The sum is known, as `blend_moment` adds it up. Its root is rounded to the type of y, and so is y;
+each operation is one of correctly rounded float32, and all backends agree to the last bit.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.dice import Dice
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import INT8, INT64, REAL, Array
+from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.merged import merge_launches
+from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
+
+
+def unit_moment_reference(moment: Tensor, squares: Tensor, out: Tensor) -> Tensor:
+    """Compute what `unit_moment` leaves in `out`, in float64 rounded twice."""
+    norm = torch.tensor(math.sqrt(squares.to(torch.float32))).to(out.device, out.dtype)
+    if not squares:
+        return torch.zeros_like(out)
+    return (moment.double() / norm.double()).to(torch.float32).to(out.dtype)
+
+
+def _unit_moment_torch(moment: Tensor, squares: Tensor, out: Tensor) -> Tensor:
+    root = squares.to(torch.float32).double().sqrt()  # that of float32 may be off by a bit
+    norm = root.to(torch.float32).to(out.dtype).masked_fill(squares == 0, torch.inf)
+    return torch.div(moment.to(out.dtype), norm, out=out)
+
+
+@triton.jit
+def _unit_moment_kernel(
+    moment_ptr, squares_ptr, out_ptr,
+    N, K, stride_mn, stride_mk, stride_on, stride_ok,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    n = tl.program_id(0).to(tl.int64) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    k = (tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    mask = (n < N) & (k < K)
+    moment = tl.load(moment_ptr + n * stride_mn + k * stride_mk, mask=mask, other=0)
+    squares = tl.load(squares_ptr)
+    norm = tl.sqrt_rn(squares.to(tl.float32)).to(out_ptr.dtype.element_ty).to(tl.float32)
+    norm = tl.where(squares == 0, float("inf"), norm)
+    y = tl.div_rn(moment.to(tl.float32), norm + tl.zeros_like(moment))
+    out_ptrs = out_ptr + n * stride_on + k * stride_ok
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _unit_moment_triton(moment: Tensor, squares: Tensor, out: Tensor) -> Tensor:
+    rows, columns = moment.shape
+    if moment.numel():
+        block_n, block_k = 4, 512
+        _unit_moment_kernel[(triton.cdiv(rows, block_n) * triton.cdiv(columns, block_k),)](
+            moment, squares, out, rows, columns, *moment.stride(), *out.stride(),
+            BLOCK_N=block_n, BLOCK_K=block_k,
+        )  # fmt: skip
+    return out
+
+
+def unit_moment(moment: Tensor, squares: Tensor, out: Tensor) -> None:
+    """Divide a moment by its norm.
+
+    Args:
+        moment: (N, K) int8, any strides.
+        squares: int64 scalar tensor, the sum of the moment squared; 0 gives zeros.
+        out: (N, K) float32 or bfloat16, any strides; written.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    UNIT_MOMENT(moment, squares, out)
+
+
+def unit_moments(moments: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """Divide several moments, by one launch; each is given as to `unit_moment`."""
+    runs = [partial(unit_moment, *each) for each in moments]
+    first, *_ = runs[0].args
+    if uses_triton(first):
+        merge_launches(runs, first.device)
+    else:
+        for run in runs:
+            run()
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def case(label: str, moment: Tensor, dtype: torch.dtype = torch.float32) -> Case:
+        squares = moment.long().square().sum()
+        out = torch.full(moment.shape, torch.nan, dtype=dtype, device=moment.device)
+        return Case(label, (moment, squares, out))
+
+    for rows, columns in ((1, 1), (3, 33), (17, 1059)):
+        moment = torch.randint(-127, 128, (rows, columns), generator=generator, dtype=torch.int8)
+        moment = moment.to(device)
+        yield case(f"{rows}x{columns}", moment)
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        yield case(f"{rows}x{columns} bf16", moment, torch.bfloat16)
+    yield case(f"{rows}x{columns} zero", moment * 0)
+    refused = (
+        moment,
+        torch.zeros((), dtype=torch.int64, device=device),
+        case("", moment).inputs[2],
+    )
+    yield Case(f"{rows}x{columns} refused", refused)
+    strided, squares, out = case("", moment[1::3, ::3]).inputs
+    out = torch.full((out.shape[1], 2 * out.shape[0]), torch.nan, device=device).T[::2]
+    yield Case("6x353 strided", (strided, squares, out))
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    moment = torch.randint(-112, 113, MATRIX, dtype=torch.int8, device=device)
+    out = torch.empty(MATRIX, dtype=torch.bfloat16, device=device)
+    yield Timing("11264x2048 bf16", (moment, moment.long().square().sum(), out))
+
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    moment = dice.integers(-127, 127, n, k)
+    return moment, moment.long().square().sum() * (not dice.chance(0.1)), dice.reals(n, k)
+
+
+UNIT_MOMENT = Operation(
+    "unit_moment", _unit_moment_triton, _unit_moment_torch, unit_moment_reference, _cases,
+    arguments={
+        "moment": Array("N, K", INT8), "squares": Array("", INT64), "out": Array("N, K", REAL),
+    },
+    draw=_draw, needs_rows=False, timings=_timings,
+)  # fmt: skip
