@@ -340,8 +340,8 @@ def _inputs(
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, _, *inputs in _inputs(device):
-        yield Case(label, (*inputs,), _peer(inputs[0], rounded_heads))
+    for label, _, qkv, *rest in _inputs(device):
+        yield Case(label, (qkv, *rest), _peer(qkv, rounded_heads))
 
 
 def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -402,7 +402,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     angle = dice.reals(m, half, dtype=torch.float32).contiguous()
     qkv = dice.reals(batch * m * (heads + 2 * kv), 2 * half).contiguous()
     gains = None
-    if dice.below(3):
+    if dice.below(3) != 1:
         gains = dice.reals(2, 2 * half, dtype=torch.float32).contiguous()
     eps = None if gains is None and dice.below(2) else 1e-6
     qkv = qkv.view(batch, m, heads + 2 * kv, 2 * half)

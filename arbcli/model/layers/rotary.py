@@ -260,8 +260,10 @@ class _RotaryHeads(Function):
         ctx.save_for_backward(*saved)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, gains, cos, sin = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        grads, (qkv, gains, cos, sin) = (grad_q, grad_k, grad_v), ctx.saved_tensors
         grad, of_gains = rotary_heads_backward(*grads, qkv, gains, cos, sin, _eps(ctx.eps))
         return grad, None if gains is None else of_gains, None, None, None, None
 
