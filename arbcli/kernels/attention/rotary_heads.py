@@ -353,7 +353,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     angle = dice.reals(m, half, dtype=torch.float32).contiguous()
     qkv = dice.reals(batch * m * (heads + 2 * kv), 2 * half).contiguous()
     gains = None
-    if dice.below(3):
+    if dice.below(3) != 1:
         gains = dice.reals(2, 2 * half, dtype=torch.float32).contiguous()
     eps = None if gains is None and dice.below(2) else 1e-6
     qkv = qkv.view(batch, m, heads + 2 * kv, 2 * half)
