@@ -82,6 +82,8 @@ CASES = {
         shape="0.6b", kind="moment orthogonal documents", batch=4, recompute=False
     ),
     "1.7b-moment": Case(shape="1.7b", kind="moment orthogonal", batch=4, recompute=True),
+    "1.7b-adamw": Case(shape="1.7b", kind="float32 AdamW", batch=4, recompute=True),
+    "1.7b-bf16": Case(shape="1.7b", kind="bf16 Adafactor", batch=4, recompute=True),
     "1.7b-nibble": Case(shape="1.7b", kind="nibble orthogonal", batch=4, recompute=True),
     "0.6b-factored": Case(shape="0.6b", kind="moment factored", batch=4, recompute=False),
     "0.6b-bf16": Case(shape="0.6b", kind="bf16 Adafactor", batch=4, recompute=False),
@@ -139,9 +141,13 @@ def measure(case: Case, ctx: int) -> dict[str, Any]:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(case.gib * 2**30 / whole)
     ours = case.kind.split()[0] in ("moment", "nibble")
+    begun = time.perf_counter()
     row, step = prepare_ours(case, ctx) if ours else prepare_peer(case, ctx)
+    made = time.perf_counter() - begun
     losses = [step() for _ in range(EAGER_STEPS + 1)]  # compile, and are captured
     torch.cuda.synchronize()
+    ready = time.perf_counter() - begun
+    print(f"{case}: made in {made:.0f} s, ready in {ready:.0f} s", file=sys.stderr, flush=True)
     wait_turn()
     started = time.perf_counter()
     losses += [step() for _ in range(TIMED_STEPS)]

@@ -1,16 +1,26 @@
 """Search for the best combination of parts: equal training time, by successive halving.
 
     python -m benchmarks.search --text NAME --data TRAIN --val VAL [--ctx N] [--seconds S]...
-                                [--kind KIND]... [--best N] [--seed N]...
+                                [--kind KIND]... [--best N] [--seed N]... [--times FILE]
+                                [--rival KIND --final-val VAL]
 
 Every kind, of `KINDS` or those named, trains for the first number of seconds; the best, `--best` of
-them or a quarter, train again, anew, for the next number. Each is timed for some steps first, and
-then has as many steps as fit; compiling and timing are not counted. A GPU is one process's: two
-would share its time.
+them or a quarter, train again, anew, for the next number. Each has as many steps as fit the time of
+one that was timed before; compiling and timing are not counted. `--times FILE` holds these times:
+what it lacks is timed and added, which needs a GPU without other processes, and trainings by times
+that it has may share one. With 0 seconds kinds are only timed.
+
+`--rival KIND --final-val VAL` compares the best one with another: both train for the last number of
+seconds on seeds 1 to 3, and are judged on a text that chose nothing.
 """
 
+import argparse
+import json
 import time
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
@@ -102,14 +112,22 @@ KINDS: dict[str, Any] = {
     "every 12": lambda: chunked(length=12),
     "every 12, Mamba outside": lambda: chunked(length=12, outer=MambaConfig(heads=8)),
     "every 16": lambda: chunked(length=16),
+    "every 24": lambda: chunked(length=24),
+    "every 32": lambda: chunked(length=32),
+    "every 16, three outer blocks": lambda: chunked(length=16, outer_layers=3),
+    "every 16, one outer block": lambda: chunked(length=16, outer_layers=1),
+    "every 16, Mamba outside": lambda: chunked(length=16, outer=MambaConfig(heads=8)),
+    "every 16, compressed": lambda: chunked(length=16, mixer=COMPRESSED),
     "dense": lambda: preset("base"),
     "compressed": lambda: preset("arb-long"),
+    "compressed, gains of keys": lambda: preset("arb-long", key_gain=True),
     "every 8, compressed": lambda: chunked(length=8, mixer=COMPRESSED),
     "learned 8": lambda: chunked(length=8, boundaries="learned"),
     "small, dense": lambda: preset("small"),
     "small, every 4": lambda: small(4),
     "small, every 8": lambda: small(8),
     "small, every 16": lambda: small(16),
+    "small, every 32": lambda: small(32),
     "small, learned 4": lambda: small(4, boundaries="learned"),
     "small, every 4, Mamba outside": lambda: small(4, outer_blocks="mamba"),
     "small, every 8, Mamba outside": lambda: small(8, outer_blocks="mamba"),
@@ -117,8 +135,13 @@ KINDS: dict[str, Any] = {
 """Models of about 85 million weights a byte, and small ones of 11 million."""
 
 
-def measure(kind: str, ctx: int, digits: str, seconds: float, seed: int, text: dict) -> dict:
-    """Train once: what a row holds but for the name of the text."""
+def measure(
+    kind: str, ctx: int, digits: str, seconds: float, seed: int, text: dict, times: dict
+) -> dict:
+    """Train once, and return a row without the name of its text; without seconds, a time.
+
+    The milliseconds of a step are those of `times`, by context, digits and kind, or added to it.
+    """
     empty()
     model = replace(KINDS[kind](), ctx=ctx)
     given = {"batch": POSITIONS // ctx, "seed": seed, "digits": digits, **text}
@@ -128,23 +151,59 @@ def measure(kind: str, ctx: int, digits: str, seconds: float, seed: int, text: d
         texts = open_texts(config.data, config.val, seed=0, context=ctx)
         return Trainer(config, texts, capture=True)
 
-    trainer = prepare(10_000)
-    weights = trainer.num_weights
-    run_steps(trainer, EAGER_STEPS + 2)
-    steps = max(1, int(seconds / run_steps(trainer, TIMED)))
-    del trainer
-    empty()
+    place = f"{ctx}, {digits}, {kind}"
+    if place not in times:
+        trainer = prepare(10_000)
+        run_steps(trainer, EAGER_STEPS + 2)
+        times[place] = round(1e3 * run_steps(trainer, TIMED), 3)
+        del trainer
+        empty()
+    if not seconds:
+        return {"kind": kind, "ms": times[place]}
+    steps = max(1, int(1e3 * seconds / times[place]))
     trainer = prepare(steps)
     run_steps(trainer, steps)
     return {
         "kind": kind,
         "digits": digits,
-        "weights": weights,
+        "weights": trainer.num_weights,
         "seconds": seconds,
         "seed": seed,
         "steps": steps,
         "held_out_nats": round(trainer.evaluate(64), 4),
     }
+
+
+def run_round(
+    given: argparse.Namespace,
+    kinds: Iterable[str],
+    seconds: float,
+    seeds: Iterable[int],
+    name: str,
+    val: str,
+) -> dict[str, float]:
+    """Train every kind on every seed, and write each row; return losses of the last seed."""
+    times = json.loads(given.times.read_text()) if given.times and given.times.exists() else {}
+    text = {"data": [given.data], "val": [val]}
+    found = {}
+    for seed, kind in product(seeds, kinds):
+        started = time.perf_counter()
+        try:
+            with deterministic():
+                row = measure(kind, given.ctx, given.digits, seconds, seed, text, times)
+        except ArbError as error:
+            print(kind, "cannot be:", error, flush=True)
+            continue
+        if given.times:
+            given.times.write_text(json.dumps(times, indent=1))
+        row = {"text": name, "ctx": given.ctx, **row}
+        took = time.perf_counter() - started
+        print(*(f"{k} {v}," for k, v in row.items()), f"took {took:.0f} s", flush=True)
+        if seconds:
+            command = f"python -m benchmarks.search --text {given.text}"
+            results.save("search", [row], command=command, folder=given.out)
+            found[kind] = row["held_out_nats"]
+    return found
 
 
 def main() -> None:
@@ -159,27 +218,22 @@ def main() -> None:
     parser.add_argument("--digits", default="all", choices=DIGITS, help="[default: all]")
     parser.add_argument("--seconds", type=float, action="append", help="[default: 9, 36]")
     parser.add_argument("--seed", type=int, action="append", help="[default: 0]")
+    parser.add_argument("--times", type=Path, help="milliseconds of a step by kind, as JSON")
+    parser.add_argument("--rival", choices=KINDS, help="kind that the best one is compared with")
+    parser.add_argument("--final-val", help="held-out text of that comparison")
     given = parser.parse_args()
-    text = {"data": [given.data], "val": [given.val]}
     kinds = given.kind or list(KINDS)
-    for seconds in given.seconds or (9.0, 36.0):
-        found = {}
-        for kind in kinds:
-            for seed in given.seed or (0,):
-                started = time.perf_counter()
-                try:
-                    with deterministic():
-                        row = measure(kind, given.ctx, given.digits, seconds, seed, text)
-                except ArbError as error:
-                    print(kind, "cannot be:", error, flush=True)
-                    continue
-                row = {"text": given.text, "ctx": given.ctx, **row}
-                took = time.perf_counter() - started
-                print(*(f"{k} {v}," for k, v in row.items()), f"took {took:.0f} s", flush=True)
-                command = f"python -m benchmarks.search --text {given.text}"
-                results.save("search", [row], command=command, folder=given.out)
-                found[kind] = row["held_out_nats"]
-        kinds = sorted(found, key=found.get)[: given.best or max(2, len(found) // 4)]
+    rounds = given.seconds or [9.0, 36.0]
+    if given.rival and len(rounds) == 1:
+        parser.error("--rival takes the last of --seconds, and there is but one")
+    for seconds in rounds[:-1] if given.rival else rounds:
+        found = run_round(given, kinds, seconds, given.seed or (0,), given.text, given.val)
+        kinds = sorted(found, key=found.__getitem__)[: given.best or max(2, len(found) // 4)]
+    if given.rival:
+        # the rival itself may be the best, and the second is compared with it then
+        best = min((kind for kind in found if kind != given.rival), key=found.__getitem__)
+        name, val = f"{given.text}, other half", given.final_val or given.val
+        run_round(given, (best, given.rival), rounds[-1], (1, 2, 3), name, val)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The field's ways of tuning, that tuning in integers is compared with, step as published."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -97,6 +99,7 @@ class OneMatrix(torch.nn.Module):
         self.weight.initialise(0, 0)
 
 
+@cache
 def way_of(last: int | None, rounding: str) -> torch.Tensor:
     """How far 400 steps of 0.004 units of 255 levels go, in these, of weights that stay inside."""
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from arbcli import tokens
 from arbcli.data import Mixture, Text, digest, entropy, open_texts
 from arbcli.errors import ArbError
+from arbcli.infer.tokens import bytes_of
 from arbcli.tokens import Tokenizer, tokenised
 
 WORDS = ["ternary", "weights", "learn", "to", "read", "größer", "Straße", "as", "tokens", "do"]
@@ -95,6 +97,7 @@ def test_mixture_of_tokens_keeps_its_weights_and_never_mixes_a_window(tmp_path, 
         file.write_text("ab"[index] * 300, encoding="utf-8")
     both = Mixture([(Text([files[0]]), 3.0), (Text([files[1]]), 1.0)])
     mixed = tokenised(both, tokenizer)
+    assert mixed.pieces == both.pieces == [(file, 0, 300) for file in files]
     assert len(mixed) == sum(map(len, mixed.texts))
     second = len(mixed.texts[0])  # where each text begins, and where the first one ends
     ends = mixed.window_batch([0, second, second - 4, len(mixed) - 4], 4).tolist()
@@ -125,6 +128,11 @@ def test_characters_come_as_soon_as_they_are_whole(tokenizer):
     assert begun.encode() + b"".join(parts) == whole.encode()
     assert len(parts) > 4
     assert all("\ufffd" not in part.decode() for part in parts)
+    # nor is the rest of a character shown whose first half is the end of the prompt
+    model = SimpleNamespace(tokenizer=tokenizer)
+    for cut in range(len(found)):
+        parts = list(bytes_of(model, found[:cut], [[token] for token in found[cut:]]))
+        assert all("\ufffd" not in part.decode() for part in parts), cut
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"model": {"type": "none"}}'])
@@ -231,7 +239,8 @@ def test_model_with_fewer_symbols_than_tokens_is_refused(
     about = ["--data", str(text_file), "--tokenizer", str(tokenizer_file), "--no-save"]
     done = arb_here("train", "--model", str(path), *about)
     assert done.returncode == 2
-    assert "200 symbols" in done.stderr
+    size = Tokenizer.read(str(tokenizer_file)).size
+    assert f"has tokens up to {size - 1:,}, and the model 200 symbols" in done.stderr
 
 
 def test_context_longer_than_the_tokens_is_refused(text_file, tokenizer_file, arb_here):

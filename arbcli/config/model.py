@@ -311,8 +311,6 @@ class ModelConfig:
             part.check_at(site)
         if self.norm_eps != NORM_EPS:
             self._check_norm_eps()
-        if self.weights != "ternary":
-            self._check_twin()
         if self.vocabulary != VOCABULARY:
             self._check_tokens()
         check_choice("objective", self.objective, OBJECTIVES)
@@ -393,16 +391,6 @@ class ModelConfig:
                 hint="use `norm_gain`, attention and MLPs without `sub_norm`, and `query_key_norm`"
                 " of `gain` or `none`",
                 fields=("norm_eps",),
-            )
-
-    def _check_twin(self) -> None:
-        parts = [part for _, part in self.sited_parts() if not part.has_twin]
-        if parts or self.main.router:
-            name = parts[0].kind if parts else "router"
-            raise ArbError(
-                f"`weights` is `{self.weights}`, and `{name}` has no float twin",
-                hint="use a preset of dense blocks, such as `base`, for twins",
-                fields=("weights",),
             )
 
     def _check_tokens(self) -> None:

@@ -19,6 +19,7 @@ from arbcli.model.initial import head_std, projection_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import NORM_EPS, clamp_halves
 from arbcli.model.layers.rotary import rotary_table
+from arbcli.model.layers.table import SPARSE_SPREAD
 
 TINY = 1e-30
 """Least scale: a matrix of zeros, which some are at the start, has none."""
@@ -121,6 +122,28 @@ class FloatEmbedding(nn.Module):
         """
         table = self.weight.weight(torch.float32 if torch.is_grad_enabled() else dtype)
         return functional.embedding(ids, table).to(dtype)
+
+
+class FloatTable(nn.Module):
+    """Add up weighted rows of a float or straight-through table; it takes what `TernaryTable` does.
+
+    Rows begin as small as there, where nearly all trits are zero.
+    """
+
+    def __init__(self, num_rows: int, dim: int, site: Site, *, area: str) -> None:
+        super().__init__()
+        std = SPARSE_SPREAD * projection_std(dim)
+        self.weight = FloatWeight(num_rows, dim, site, std=std)
+
+    def forward(self, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """Turn (M, k) int64 ids and float32 weights into (M, D) of `dtype`, added in float32.
+
+        An id outside of the table, such as -1, is not a row.
+        """
+        table = self.weight.weight(torch.float32)
+        there = (ids >= 0) & (ids < len(table))
+        rows = functional.embedding(ids * there, table)
+        return torch.einsum("mk,mkd->md", weights * there, rows).to(dtype)
 
 
 class FloatVector(nn.Module):
@@ -297,6 +320,31 @@ class FloatRotaryNorm(FloatRotaryAngles):
             for t in (q, k)
         )
         return q, k, v
+
+
+class FloatTurnedHeads(FloatRotaryAngles):
+    """Normalise, scale and turn queries and keys: see `turned_heads`."""
+
+    def forward(  # type: ignore[override]
+        self,
+        qkv: Tensor,
+        gains: Tensor | None,
+        kv: int,
+        eps: float | None,
+        table: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Part (B, T, H, d) into queries, keys and values, (B, their heads, T, d)."""
+        angles = table or super().forward(qkv)
+        q, k, v = qkv.transpose(1, 2).split((qkv.shape[2] - 2 * kv, kv, kv), dim=1)
+
+        def turned(x: Tensor, part: int) -> Tensor:
+            y = x.float()
+            if eps is not None:
+                gain = None if gains is None else gains[part]
+                y = functional.rms_norm(y, y.shape[-1:], gain, eps)
+            return rotate(y, *angles).to(x.dtype)
+
+        return turned(q, 0), turned(k, 1), v
 
 
 def mix_streams(

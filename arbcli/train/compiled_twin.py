@@ -23,7 +23,8 @@ def compile_twin(model: LanguageModel, backend: str = "inductor") -> None:
 
     It is compiled when first used, as one piece in place of the model's `losses`. A large model is
     compiled by parts where they stand, so that whatever else uses it finds them compiled; and so is
-    one with chunks or several streams, as what is between its blocks launches kernels.
+    one with chunks, several streams, n-grams, memories or a router, as parts next to its blocks
+    launch kernels, or note what a step has seen.
 
     Args:
         model: with float weights.
@@ -31,8 +32,10 @@ def compile_twin(model: LanguageModel, backend: str = "inductor") -> None:
     """
     compiled = partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
     blocks = [block for stack in model.stacks() for block in stack]
-    several = any(stage.streams > 1 for stage in model.config.stages)
-    if len(blocks) <= WHOLE_LAYERS and not (model.stages or several or model.recompute):
+    config = model.config
+    between = config.beside or config.main.memories or config.main.router
+    between = between or any(stage.streams > 1 for stage in config.stages)
+    if len(blocks) <= WHOLE_LAYERS and not (model.stages or between or model.recompute):
         model.losses = compiled(model.losses)  # type: ignore[method-assign]
         return
     # one for each kind and width of blocks, and once more for evaluations

@@ -1026,7 +1026,7 @@ def _votes(subject: Subject) -> Iterator[ParityResult]:
     ok, threshold = torch.tensor(1, dtype=torch.int32), torch.tensor(3, dtype=torch.int32)
     slope, *_ = gradient_statistics_reference(grad, tensor.packed, factored=False, signs=True)
     wanted = (
-        *cast_trit_votes_reference(tensor.trits, buffers["votes"], grad, ok, threshold)[:2],
+        *cast_trit_votes_reference(tensor.trits, buffers["votes"], grad, ok, threshold)[1:],
         *cast_scale_votes_reference(tensor.exponent, buffers["scale_votes"], slope, ok),
     )
     updater = Updater([tensor], 3, torch.float32)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from marks import mostly_slow
 from typer.testing import CliRunner
 
 from arbcli.cli import app
@@ -16,16 +17,6 @@ from arbcli.train.updater import Updater
 
 SHAPE = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
 QUICK = [*SHAPE, "--batch", "2", "--device", "cpu"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Wait for no other core: matrices are too small to share."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(*arguments):
@@ -99,7 +90,9 @@ def leak_by_numpy():
     return torch.from_numpy(np.ones(3, dtype=np.int8))
 
 
-@pytest.mark.parametrize("make", [leak_by_operation, leak_by_numpy])
+@pytest.mark.parametrize(
+    "make", mostly_slow([leak_by_operation, leak_by_numpy], lambda make: make is leak_by_numpy)
+)
 def test_audit_memory_fails_on_a_tensor_kept_each_step(monkeypatch, make):
     kept, finish = [], Updater.finish
 

@@ -28,13 +28,6 @@ SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx",
 SMALL += ["--batch", "4", "--steps", "12", "--device", "cpu"]
 
 
-@pytest.fixture
-def text(tmp_path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"ternary weights learn to read. " * 400)
-    return str(path)
-
-
 def test_train_says_what_a_person_needs(text, tmp_path, arb_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = arb_here("train", "--data", text, *SMALL)
@@ -221,7 +214,6 @@ ERRORS = {
         ["--preset", "arb-tiny", "--graph", "--no-codebook"],
         "the graph joins codes",
     ),
-    "twin with a graph": (["--preset", "arb-tiny", "--weights", "float"], "has no float twin"),
     "resume with other parts": (
         ["--resume", "auto", "--no-moe"],
         "`--moe/--no-moe` cannot be given",

@@ -51,9 +51,9 @@ def make_tokenizer(transformers, rules: str):
     tokenizer.add_special_tokens(["<begin>", "<end>"])
     if rules == "llama-bpe":
         begin = [("<begin>", tokenizer.token_to_id("<begin>"))]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<begin> $A", special_tokens=begin
-        )
+        template = processors.TemplateProcessing(single="<begin> $A", special_tokens=begin)
+        in_bytes = processors.ByteLevel(trim_offsets=False)
+        tokenizer.post_processor = processors.Sequence([in_bytes, template])  # as Llama 3 has it
     whole = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<begin>", eos_token="<end>"
     )
@@ -120,6 +120,7 @@ def test_tuned_model_says_the_same_elsewhere(transformers, kind, tmp_path, arb_h
 
 def test_file_says_what_the_tokens_are(transformers, tmp_path, arb_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    from arbcli.export.block_types import F32
     from arbcli.export.gguf_file import GGUFFile
 
     tokenizer = make_tokenizer(transformers, "llama-bpe")
@@ -128,7 +129,9 @@ def test_file_says_what_the_tokens_are(transformers, tmp_path, arb_here, monkeyp
     tokenizer.save_pretrained(tmp_path / "folder")
     assert arb_here("import", "folder", "--out", "run").returncode == 0
     assert arb_here("export", "run", "--to", "gguf", "--out", "it.gguf").returncode == 0
-    keys = GGUFFile(tmp_path / "it.gguf").keys
+    file = GGUFFile(tmp_path / "it.gguf")
+    assert file.entries["rope_freqs.weight"].kind is F32
+    keys = file.keys
     tokens = keys["tokenizer.ggml.tokens"]
     assert len(tokens) == 320
     assert [tokens[index] for index in (290, 291, 292, 319)] == [

@@ -64,6 +64,12 @@ def test_model_is_read_and_given_back(transformers, kind, tmp_path, monkeypatch)
     assert wanted.std() > 0.3
 
     report = import_folder(folder, run)
+    # of all matrices together
+    errors = {each.name: each.relative_error for each in report.tensors}
+    parts = {name: part for name, part in theirs.state_dict().items() if name in errors}
+    parts = {name: part.double().square().sum() for name, part in parts.items() if part.dim() == 2}
+    error = sum(errors[name] ** 2 * squares for name, squares in parts.items())
+    assert report.relative_error == pytest.approx(float(error / sum(parts.values())) ** 0.5)
     assert 0.003 < report.relative_error < 0.006
     ours = load_weights(run, print).model
     logits, other = ours(ids), copy.deepcopy(theirs)

@@ -32,15 +32,6 @@ TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "d
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Wait for no other core: matrices are too small to share."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def config_of(**changes):
     return new_config(**TINY | {"steps": 2, "compute": "bf16"} | changes)
 

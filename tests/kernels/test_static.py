@@ -28,8 +28,12 @@ OF_A_STEP = {
 """Files whose kernels step at most 64 texts: numbers of theirs are products of int32."""
 OF_PROGRAMS = {"merged", "newton_schulz", "shared_memory"}
 """Files whose kernels multiply numbers of programs by what each of these has: tables and parts."""
-FITTING = {"t[:, None] * HALF", "width * digit", "width * (4 - plane)"}
-"""Places in a table of angles, whose positions are below 2**24, and columns of a block."""
+FITTING = {
+    "t[:, None] * HALF", "width * digit", "width * (4 - plane)",
+    "tl.program_id(0) * (16 * HEIGHT * N_WARPS)",
+}  # fmt: skip
+"""Places in a table of angles, whose positions are below 2**24, columns of a block, and the first
+row of a tile."""
 TILE = re.compile("BLOCK|STEPS|ROWS|TILES|GROUP|LANES|HEIGHT|ABREAST")
 """Beginnings of the names of sizes of tiles."""
 ADDRESS = re.compile("(^|_)ptrs?$|pointer")
@@ -122,6 +126,11 @@ def is_address(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and ADDRESS.search(node.id) is not None
 
 
+def is_value(node: ast.AST) -> bool:
+    """Whether an expression loads, compares or chooses: it is no longer the number of a place."""
+    return any(isinstance(part, ast.Call | ast.Compare) for part in ast.walk(node))
+
+
 def products_in(node: ast.AST, narrow: set[str], wide: set[str]) -> set[str]:
     """Find products of int32 numbers by program with anything but sizes of tiles."""
     return {
@@ -141,6 +150,12 @@ def narrow_addresses(kernel: ast.FunctionDef, given: set[str]) -> set[str]:
         for name, value in assigned(kernel)
         if not is_address(ast.Name(name)) and (products := products_in(value, narrow, wide))
     }
+    for _ in range(3):  # as deep as addresses follow from one another
+        for name, value in assigned(kernel):
+            parts = {part.id for part in ast.walk(value) if isinstance(part, ast.Name)}
+            of_parts = {each for part in parts & made.keys() for each in made[part]}
+            if of_parts and not (is_address(ast.Name(name)) or is_value(value)):
+                made[name] = made.get(name, set()) | of_parts
     found: set[str] = set()
     for node in ast.walk(kernel):
         added = node.value if isinstance(node, ast.AugAssign) and is_address(node.target) else None
@@ -211,6 +226,8 @@ def test_addresses_are_made_of_64_bits():
     ("n = tl.program_id(0) * BLOCK_N + tl.arange(0, 8)\n    tl.load(p_ptr + n)", set()),
     ("at = tl.program_id(0) // H * WIDTH\n    tl.load(p_ptr + at)",
      {"tl.program_id(0) // H * WIDTH"}),
+    ("n = tl.program_id(0) * WIDTH\n    at = n + 1\n    tl.load(p_ptr + at)",
+     {"tl.program_id(0) * WIDTH"}),
     ("p_ptr += tl.program_id(1) * (3 * WIDTH)", {"tl.program_id(1) * (3 * WIDTH)"}),
 ])  # fmt: skip
 def test_an_address_that_is_not_widened_is_found(line, found):

@@ -19,6 +19,7 @@ from graph_parts import (
 )
 from marks import mostly_slow
 from references import reference_logits
+from torch.nn.functional import cross_entropy
 
 from arbcli.config.presets import config_from_dict, preset
 from arbcli.config.settings import plain_type
@@ -33,6 +34,7 @@ from arbcli.model.packed import TernaryTensor
 from arbcli.rules import DIRECTION, LR, RULES
 from arbcli.train.step import minimised
 from arbcli.train.updater import Updater
+from arbcli.verify.reference import reference_model
 
 PARTS = {
     "attention": "blocks.0.attention",
@@ -303,12 +305,57 @@ def test_configuration_survives_json(name):
 @pytest.mark.parametrize(
     "options",
     [{"moe_top_k": 5}, {"moe_top_k": 0}, {"max_moe_iters": 0}, {"codebook": False},
-     {"weights": "float"}, {"heads": 3}, {"moe_gate": "best"}],
+     {"heads": 3}, {"moe_gate": "best"}],
     ids=str,
 )  # fmt: skip
 def test_configuration_that_does_not_fit_is_refused(options):
     with pytest.raises(ArbError):
         graph_config(**options)
+
+
+@pytest.mark.parametrize("weights", ["float", "ste"])
+def test_twin_agrees_with_the_reference_in_losses_and_every_gradient(weights):
+    lm, ids = model(weights=weights, graph_gate=True, graph_adapters=True), text(2, 9)
+    own = {
+        name: part.weight(torch.float32).detach().double().requires_grad_()
+        for name, part in lm.weights().items()
+    }
+    losses = lm.losses(ids[:, :-1], ids[:, 1:])
+    minimised(losses, lm.loss_weights).backward()
+    about = {"memories": dict(lm.named_buffers())}
+    logits, others = reference_model(own, lm.config, ids[:, :-1], **about)
+    of_text = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    wanted = {"text": of_text} | others
+    minimised(wanted, lm.loss_weights).backward()
+    assert losses.keys() == wanted.keys() == {"text", "ponder"}
+    for name, loss in losses.items():
+        torch.testing.assert_close(loss.double(), wanted[name], **CLOSE)
+    for name, part in lm.weights().items():
+        assert own[name].grad.any(), name
+        torch.testing.assert_close(part.latent.grad.double(), own[name].grad, **CLOSE, msg=name)
+
+
+def test_twin_learns_and_remembers_what_a_step_has_seen():
+    lm, ids = model(weights="float"), text(4, 9)
+    optimizer = torch.optim.AdamW(lm.parameters(), 3e-3)
+    before = {name: buffer.clone() for name, buffer in lm.named_buffers()}
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        parts = lm.losses(ids[:, :-1], ids[:, 1:])
+        minimised(parts, lm.loss_weights).backward()
+        optimizer.step()
+        lm.after_step()
+        losses.append(parts["text"].item())
+    assert losses[-1] < 0.8 * losses[0]
+    for name in ("memgram.strength", "moe_graph.edges.score"):
+        assert not torch.equal(before[name], lm.get_buffer(name)), name
+    assert lm.gauges().keys() == {"edges", "fullest_expert"}
+    with torch.no_grad():
+        whole = lm(ids[:1, :8])
+        cache = lm.new_cache(8)
+        in_bytes = torch.cat([lm(ids[:1, i : i + 1], cache) for i in range(8)], dim=1)
+    torch.testing.assert_close(in_bytes, whole, **CLOSE)
 
 
 def test_router_with_even_scores_prefers_the_stream_of_the_blocks():

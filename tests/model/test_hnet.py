@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from marks import mostly_slow
 from references import reference_logits
 from torch.nn import functional
 
@@ -44,6 +45,10 @@ KINDS = {
 }
 """Options by what says where chunks begin."""
 each_kind = pytest.mark.parametrize("kind", KINDS)
+each_other_kind = pytest.mark.parametrize(
+    "kind", mostly_slow(KINDS, lambda kind: kind in ("every", "two stages", "mamba"))
+)
+"""Where all take the same way through the stages, but for the part that says where chunks begin."""
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 
 
@@ -105,7 +110,7 @@ def test_changing_a_byte_changes_no_earlier_logit(kind):
             assert moved[:, place].all()
 
 
-@each_kind
+@each_other_kind
 def test_text_that_is_read_in_pieces_has_the_logits_of_the_whole(kind):
     lm, ids = model(kind), text(1, 24)
     with torch.no_grad():
@@ -115,7 +120,7 @@ def test_text_that_is_read_in_pieces_has_the_logits_of_the_whole(kind):
         torch.testing.assert_close(read(lm, ids, lengths), whole, **CLOSE)
 
 
-@each_kind
+@each_other_kind
 def test_text_longer_than_the_context_is_read_as_by_the_reference(kind):
     lm, ids = model(kind, ctx=12), text(1, 31)
     wanted = reference_logits(lm, ids, endless=True)
@@ -134,7 +139,7 @@ def test_cache_that_is_reset_begins_a_new_text():
         torch.testing.assert_close(again, lm(ids), **CLOSE)
 
 
-@each_kind
+@each_other_kind
 def test_byte_that_begins_no_chunk_never_runs_the_main_network(kind):
     lm, runs = model(kind), []
     prompt = bytes(text(1, 6)[0].tolist())
@@ -150,7 +155,7 @@ def test_byte_that_begins_no_chunk_never_runs_the_main_network(kind):
     assert len(runs) < 30
 
 
-@each_kind
+@each_other_kind
 def test_phases_of_a_step_make_the_text_of_whole_forwards(kind):
     lm, prompt = model(kind), bytes(text(1, 5)[0].tolist())
     decoder = Decoder(lm, 20, Sampling(temperature=0), capture=False)
@@ -164,7 +169,7 @@ def test_phases_of_a_step_make_the_text_of_whole_forwards(kind):
     assert prompt + made == expected
 
 
-@each_kind
+@each_other_kind
 def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatch):
     """Only products are fused here, in torch: what is around them is wired as on a GPU."""
 
@@ -357,7 +362,7 @@ def test_recomputed_forward_gives_the_same_gradients():
     assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
 
 
-@each_kind
+@each_other_kind
 def test_training_reduces_the_loss_and_keeps_integers_only(kind):
     lm = model(kind, drawn=False)
     losses = train(lm, 8, text(4, 25))

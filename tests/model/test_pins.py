@@ -11,8 +11,9 @@ from arbcli.config.presets import PRESETS, config_from_dict, preset
 PINS = json.loads(PATH.read_text())
 SMALL = [name for name, pin in PINS.items() if "first" in pin]
 """Pins of models whose weights take no time to draw."""
-QUICK = {name for name, pin in PINS.items() if not pin["options"]} | set(SMALL)
-"""Presets as they are, and small sizes of every kind."""
+LARGE = {"arb-3b", "arb-deep"}
+QUICK = {name for name, pin in PINS.items() if not pin["options"]} - LARGE | set(SMALL)
+"""Presets as they are, but for those of most layers, and small sizes of every kind."""
 
 
 @pytest.mark.parametrize("name", mostly_slow(PINS, lambda name: name in QUICK))

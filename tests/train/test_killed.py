@@ -357,8 +357,9 @@ def killed(config, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "recent",
     [
-        None, 5, {}, {"losses": [1.0]}, {"flips": ["1"]}, {"flips": [-1]}, {"flips": [2**63]},
-        {"losses": "1"}, {"losses": [10**400]}, {"parts": []}, {"gauges": {"joined": "all"}},
+        None, 5, {}, {"losses": [1.0]}, {"flips": [1, "1"]}, {"flips": [1, -1]},
+        {"flips": [1, 2**63]}, {"losses": "1"}, {"losses": [1.0, 10**400]}, {"parts": []},
+        {"gauges": {"joined": "all"}},
     ],
     ids=str,
 )  # fmt: skip

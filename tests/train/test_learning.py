@@ -24,7 +24,7 @@ from arbcli.directions import DIRECTIONS
 from arbcli.rules import FADING, RULES, WITH_DIGITS, moment
 from arbcli.train import updater
 from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.train.trainer import EVAL_BATCHES, Trainer
 
 SHAPE = {"dim": 64, "layers": 1, "heads": 4, "ffn": 96, "ctx": 32, "steps": 80, "warmup": 20}
 RUNS = ((0, 1), (1, 2), (2, 1))
@@ -77,7 +77,7 @@ def held_out_loss(texts: dict, of: tuple[str, str, str], seed: int, accum: int) 
     trainer = Trainer(config, open_texts(config.data, config.val, seed=0, context=32))
     for _ in range(config.steps):
         trainer.train_step()
-    return trainer.evaluate()
+    return trainer.evaluate(EVAL_BATCHES)
 
 
 def excess(found: list[float], known: list[float]) -> float:

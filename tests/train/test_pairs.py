@@ -101,7 +101,6 @@ AT_ONCE = 160
 TWINS = ("float", "float by Muon", "straight-through")
 VOTES = ("votes", "votes mended")
 REFUSED = (
-    ("model", ("graph",), "weights", TWINS, "has no float twin"),
     ("model", ("graph",), "symbols", ("tied", "in chunks"), "reads bytes"),
     ("weights", ("carry",), "digits", ("fade",), "does not fade"),
     ("weights", VOTES, "digits", ("all", "fade"), "stores no digits below"),

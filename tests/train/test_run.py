@@ -23,7 +23,7 @@ from marks import mostly_slow
 from torch.autograd import DeviceType
 
 from arbcli import load
-from arbcli.checkpoint import load_checkpoint, save_checkpoint, write_json
+from arbcli.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_json
 from arbcli.config.training import TrainConfig, train_config_from
 from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
@@ -45,13 +45,15 @@ SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
 SMALL_ARGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
 
 
+WORDS = [b"ternary ", b"weights ", b"learn ", b"to ", b"read. "]
+ORDER = torch.randint(0, 5, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+TEXT = b"".join(WORDS[i] for i in ORDER)
+
+
 @pytest.fixture
 def text(tmp_path) -> str:
     path = tmp_path / "text.txt"
-    words = [b"ternary ", b"weights ", b"learn ", b"to ", b"read. "]
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randint(0, len(words), (4000,), generator=generator).tolist()
-    path.write_bytes(b"".join(words[i] for i in order))
+    path.write_bytes(TEXT)
     return str(path)
 
 
@@ -536,25 +538,37 @@ def test_run_of_a_graph_learns(text, tmp_path, device, small_graph):
     assert report.val_loss < report.entropy - 0.5
 
 
-def test_two_runs_end_in_the_same_file(text, tmp_path, device):
-    for name in ("a", "b"):
-        start_run(config(text, device), tmp_path / name, Observer())
-    assert final(tmp_path / "a") == final(tmp_path / "b")
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory) -> Path:
+    """Train a small run to its end, and leave its text next to it."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "text.txt").write_bytes(TEXT)
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    start_run(config(str(folder / "text.txt"), place), folder / "run", Observer())
+    return folder / "run"
 
 
-def test_runs_of_other_seeds_differ(text, tmp_path, device):
-    for seed in (0, 1):
-        start_run(config(text, device, seed=seed), tmp_path / str(seed), Observer())
-    first, second = (load_checkpoint(checkpoints(tmp_path / str(seed))[0]) for seed in (0, 1))
+@pytest.fixture
+def finished(finished_run, tmp_path) -> Path:
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
+def test_two_runs_end_in_the_same_file(text, finished, tmp_path, device):
+    start_run(config(text, device), tmp_path / "b", Observer())
+    assert final(finished) == final(tmp_path / "b")
+
+
+def test_runs_of_other_seeds_differ(text, finished, tmp_path, device):
+    start_run(config(text, device, seed=1), tmp_path / "1", Observer())
+    first, second = (load_checkpoint(checkpoints(run)[0]) for run in (finished, tmp_path / "1"))
     name = "blocks.0.mlp.output.weight.trits"
     assert not torch.equal(first.tensors[name], second.tensors[name])
 
 
-def test_checkpoint_holds_integers_only(text, tmp_path, device):
-    report = start_run(config(text, device), tmp_path / "run", Observer())
+def test_checkpoint_holds_integers_only(finished_run):
     from safetensors.torch import load_file
 
-    dtypes = {tensor.dtype for tensor in load_file(report.checkpoint).values()}
+    dtypes = {tensor.dtype for tensor in load_file(*checkpoints(finished_run)[:1]).values()}
     assert dtypes == {torch.uint8, torch.int8}
 
 
@@ -797,9 +811,8 @@ def test_checkpoint_of_an_earlier_version_goes_on_as_before(text, tmp_path):
     assert final(run) == final(whole)
 
 
-def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(text, tmp_path, device):
-    run, notes = tmp_path / "run", []
-    start_run(config(text, device), run, Observer())
+def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(finished):
+    run, notes = finished, []
     whole = final(run)
     (run / "step-000012.safetensors").write_bytes(whole[:-7])
     observer = Observer()
@@ -809,9 +822,8 @@ def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(text, tmp_path
     assert "step-000012.safetensors" in notes[0]
 
 
-def test_resume_from_an_early_step_loses_no_later_checkpoint(text, tmp_path, device):
-    run, notes = tmp_path / "run", []
-    start_run(config(text, device), run, Observer())
+def test_resume_from_an_early_step_loses_no_later_checkpoint(finished):
+    run, notes = finished, []
     middle = run / "step-000010.safetensors"
     whole = final(run)
     observer = Observer()
@@ -822,9 +834,8 @@ def test_resume_from_an_early_step_loses_no_later_checkpoint(text, tmp_path, dev
     assert "step-000012.safetensors.aside" in notes[0]
 
 
-def test_resume_that_saves_nothing_leaves_later_checkpoints(text, tmp_path, device, monkeypatch):
-    run = tmp_path / "run"
-    start_run(config(text, device), run, Observer())
+def test_resume_that_saves_nothing_leaves_later_checkpoints(finished, monkeypatch):
+    run = finished
     before = {path.name: path.read_bytes() for path in checkpoints(run)}
     broken = mock.Mock(side_effect=ZeroDivisionError)
     monkeypatch.setattr("arbcli.train.trainer.Trainer.train_step", broken)
@@ -833,9 +844,8 @@ def test_resume_that_saves_nothing_leaves_later_checkpoints(text, tmp_path, devi
     assert {path.name: path.read_bytes() for path in checkpoints(run)} == before
 
 
-def test_resume_stops_at_a_checkpoint_that_may_be_whole(text, tmp_path, device):
-    run = tmp_path / "run"
-    start_run(config(text, device), run, Observer())
+def test_resume_stops_at_a_checkpoint_that_may_be_whole(finished):
+    run = finished
     newest = run / "step-000099.safetensors"
     newest.symlink_to(newest)  # as unreadable as a file can be, for root too
     with pytest.raises(ArbError, match=f"cannot read `{newest}`"):
@@ -848,12 +858,11 @@ def test_resume_stops_at_a_checkpoint_that_may_be_whole(text, tmp_path, device):
     assert newest.read_bytes() == newer
 
 
-def test_train_refuses_a_directory_that_holds_a_run(text, tmp_path, device):
-    start_run(config(text, device), tmp_path / "run", Observer())
-    before = final(tmp_path / "run")
+def test_train_refuses_a_directory_that_holds_a_run(text, finished, device):
+    before = final(finished)
     with pytest.raises(ArbError, match="holds a run already"):
-        start_run(config(text, device), tmp_path / "run", Observer())
-    assert final(tmp_path / "run") == before
+        start_run(config(text, device), finished, Observer())
+    assert final(finished) == before
 
 
 def test_train_stops_after_three_steps_without_finite_gradients(
@@ -932,10 +941,9 @@ def test_trace_that_cannot_be_written_or_has_no_gpu_is_told(tmp_path):
         told.clear()
 
 
-def test_load_gives_the_model_that_was_trained(text, tmp_path, device):
-    report = start_run(config(text, device), tmp_path / "run", Observer())
-    lm = load(tmp_path / "run", device=str(device))
-    saved = load_checkpoint(Path(report.checkpoint))
+def test_load_gives_the_model_that_was_trained(finished_run, device):
+    lm = load(finished_run, device=str(device))
+    saved = load_checkpoint(checkpoints(finished_run)[0])
     for name, tensor in lm.state_dict().items():
         assert torch.equal(tensor.cpu(), saved.tensors[name])
     with torch.no_grad():
@@ -960,11 +968,8 @@ def test_load_warns_of_a_checkpoint_that_it_passes_over(started):
         load(started, device="cpu")
 
 
-def test_load_refuses_a_checkpoint_of_another_shape(text, tmp_path, device):
-    report = start_run(config(text, device), tmp_path / "run", Observer())
-    path = Path(report.checkpoint)
-    from arbcli.checkpoint import Checkpoint, save_checkpoint
-
+def test_load_refuses_a_checkpoint_of_another_shape(finished_run, tmp_path):
+    path = checkpoints(finished_run)[0]
     saved = load_checkpoint(path)
     fields = {name: getattr(saved, name) for name in ("step", "counters", "data", "tensors")}
     (stage,) = saved.config["stages"]

@@ -65,7 +65,7 @@ def test_scales_vote_before_or_after_the_trits(fixes, device):
     grad, one = gradient(device), torch.tensor(1, dtype=torch.int32)
     flips(tensor, updater, [grad] * 2)
     before = {name: part.cpu().clone() for name, part in tensor.state.items()}
-    trits, votes, count = cast_trit_votes_reference(
+    count, trits, votes = cast_trit_votes_reference(
         before["trits"], before["votes"], grad.cpu(), one, 3 * one
     )
     packed = tensor.packed._replace(

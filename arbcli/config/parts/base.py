@@ -13,8 +13,6 @@ class PartConfig:
 
     kind: str = field(init=False)
     """The name of the kind, as files have it."""
-    has_twin: ClassVar[bool] = True
-    """Whether the part has a float twin."""
     across: ClassVar[str | None] = "it would pass something from one document to the next"
     """Why a window cannot hold several documents that know nothing of each other; None if it can.
     """

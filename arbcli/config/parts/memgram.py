@@ -1,7 +1,6 @@
 """An integer memory of the byte that followed each n-gram, added to the embedding."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.site import Site
@@ -12,7 +11,6 @@ class MemGramConfig(PartConfig):
     """A memory of n-grams of 6 bytes."""
 
     kind: str = field(default="memgram", init=False)
-    has_twin: ClassVar[bool] = False
     rows: int = 65536
     """Entries."""
 

@@ -1,7 +1,6 @@
 """Codebooks, and experts that are iterated over a graph of codes, between two blocks of a stage."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.experts import ExpertsConfig
@@ -105,7 +104,6 @@ class MemoriesConfig(PartConfig):
     """Codebooks that read the same stream in parallel, then iterations."""
 
     kind: str = field(default="memories", init=False)
-    has_twin: ClassVar[bool] = False
     place: int = 0
     """Number of blocks before them; the other blocks of the stage follow."""
     codebook: CodebookConfig | None = None

@@ -1,7 +1,6 @@
 """Rows of a table that the text's n-grams are hashed to, added to the embedding."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.site import Site
@@ -12,7 +11,6 @@ class SequencerConfig(PartConfig):
     """A table of n-grams of 2, 3 and 4 bytes."""
 
     kind: str = field(default="sequencer", init=False)
-    has_twin: ClassVar[bool] = False
     rows: int
     width: int
     """Of a row."""

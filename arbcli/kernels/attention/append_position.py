@@ -33,7 +33,7 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, Arguments, Array, Number
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.inputs import TensorOptions, normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 
@@ -310,10 +310,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         shapes += [(2, 512, 128, 33, 128, 4095)]
         dtypes += [torch.bfloat16]
     for kv, width, window, slots, m, position in shapes:
-
-        def normal(*sizes: int) -> Tensor:
-            return torch.randn(sizes, generator=generator)
-
+        normal = normals(generator)
         buffers = normal(3, kv, width), normal(window, kv, width), normal(slots, kv, width)
         parts = (*buffers, normal(2, m, kv * width))
         angle = (7 * normal(position + 1, width // 2)).to(device)

@@ -32,6 +32,7 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, Arguments, Array, Number
 from arbcli.kernels.runtime.backend import chunk_elements
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
@@ -441,10 +442,7 @@ def random_sight(
         shape: heads, heads of keys, width of a head, and entries that are chosen; 0 is all.
     """
     heads, kv, width, top_k = shape
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator)
-
+    normal = normals(generator)
     entries = (sight.start + length) // sight.ratio
     x, angle = normal(batch, length, heads, width), 7 * normal(length, width // 2)
     vectors = [

@@ -43,7 +43,7 @@ from arbcli.kernels.runtime.arguments import (
     Number,
     compiled_check,
 )
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.inputs import TensorOptions, normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 
@@ -307,10 +307,7 @@ def attention_of_byte(
     position: int,
 ) -> tuple:
     """Draw what `decode_compressed` is given; `size` 0 stands for no choice."""
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator)
-
+    normal = normals(generator)
     vectors = [functional.rms_norm(normal(n, kv, width), (width,)) for n in (ring, slots)]
     complete, choice = (position + 1) // m, None
     if size:

@@ -181,7 +181,8 @@ def _rotary_norm_backward_kernel(
         tl.store(grad_qkv_ptr + out + HALF, rotated.to(dtype), mask=mask)
 
 
-def _tile(half: int) -> dict[str, int]:
+def rotary_tile(half: int) -> dict[str, int]:
+    """Choose how many heads, of two halves each, a program takes."""
     block_h = triton.next_power_of_2(half)
     return {"HALF": half, "BLOCK_R": max(1, 1024 // block_h), "BLOCK_H": block_h}
 
@@ -190,7 +191,7 @@ def _rotary_norm_triton(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Te
     batch, length, _, heads, width = qkv.shape
     r = torch.empty(batch, length, 2, heads, dtype=torch.float32, device=qkv.device)
     if r.numel():
-        tile = _tile(width // 2)
+        tile = rotary_tile(width // 2)
         _rotary_norm_kernel[(triton.cdiv(r.numel(), tile["BLOCK_R"]),)](
             qkv, cos, sin, r, r.numel(), length, heads, eps, **tile
         )
@@ -206,7 +207,7 @@ def _rotary_norm_backward_triton(
     if rows:
         grads = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
         strides = [stride for grad in grads for stride in grad.stride()[:3]]
-        tile = _tile(width // 2)
+        tile = rotary_tile(width // 2)
         _rotary_norm_backward_kernel[(triton.cdiv(rows, tile["BLOCK_R"]), 3)](
             *grads, qkv, r, cos, sin, grad_qkv, rows, length, heads, *strides, **tile
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 WIDE = 4096
@@ -187,10 +188,7 @@ def _blocks(width: int) -> dict[str, int]:
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Draw (label, x, qk, gradient of the result)."""
     generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
+    draw = normals(generator, device)
     for batch, length, width in ((1, 1, 5), (2, 33, 7), (3, 5, 33), (1, 18, 159)):
         label = f"{batch}x{length}x{width}"
         yield label, draw(batch, length, width), draw(batch, length, 2 * width), draw(batch, length)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT64, Array
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import EXACT, Case, Operation, Timing
 
 
@@ -62,9 +63,7 @@ def _gather_chunks_triton(x: Tensor, index: Tensor) -> Tensor:
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
+    draw = normals(generator, device)
 
     def places(batch: int, rows: int, length: int) -> Tensor:
         return torch.randint(-1, length, (batch, rows), generator=generator).to(device)

@@ -18,6 +18,7 @@ from arbcli.kernels.chunks.find_chunks import draw_boundaries, find_chunks, find
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 
@@ -143,10 +144,7 @@ def _spread_chunks_backward_triton(
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor]]:
     """Draw (label, positions, vectors of chunks, owner, first)."""
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
+    normal = normals(generator, device)
     for batch, length, chunks, width, share in (
         (1, 1, 1, 1, 0.5), (2, 33, 9, 7, 0.2), (3, 21, 30, 33, 0.5), (2, 40, 3, 159, 0.9),
         (1, 5, 2, 261, 0.5),

@@ -52,7 +52,7 @@ def decode_e4m3_reference(packed: Packed, transposed: bool) -> tuple[Tensor, Ten
 
 
 def _decode_e4m3_torch(
-    packed: Packed, transposed: bool, largest: Tensor | None = None
+    packed: Packed, transposed: bool = False, largest: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     largest = packed.exponent if largest is None else largest
     octave = largest.amax().to(torch.int32) - _largest_octave(packed)
@@ -287,7 +287,7 @@ def _decode_block(
 
 
 def _decode_e4m3_triton(
-    packed: Packed, transposed: bool, largest: Tensor | None = None
+    packed: Packed, transposed: bool = False, largest: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     if packed.remainder is not None:
         return _decode_digits_triton(packed, transposed, largest)
@@ -327,26 +327,6 @@ def largest_exponents(packed: Packed) -> Tensor:
     return packed.exponent.amax()[None]
 
 
-def decode_e4m3(
-    packed: Packed, transposed: bool = False, largest: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Decode a packed matrix to e4m3.
-
-    Args:
-        packed: N rows by K weights, not empty.
-        transposed: whether to decode w.T.
-        largest: what `largest_exponents` found; None finds it again.
-
-    Returns:
-        (N, K) float8_e4m3fn q, or (K, N), contiguous; and its scale, a power of two, once for every
-        row of q: (1, N) or (1, K) float32, as a product of matrices wants it.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return DECODE_E4M3(packed, transposed, largest)
-
-
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     for rows, in_features in ((1, 1), (3, 33), (65, 43), (2, 165), (12, 328), (4, 651)):
@@ -383,13 +363,23 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
 LARGEST = Array("L", INT8, dense=True, optional=True, values=never)
 """Results of `largest_exponents`, which random cases leave out."""
 
-DECODE_E4M3 = Operation(
-    "decode_e4m3", in_float32(_decode_e4m3_triton), in_float32(_decode_e4m3_torch),
-    decode_e4m3_reference, _cases,
+decode_e4m3 = Operation(
+    "decode_e4m3", _decode_e4m3_triton, _decode_e4m3_torch, decode_e4m3_reference, _cases,
     arguments={
         "packed": Matrix(spread=12), "transposed": Number((False, True)), "largest": LARGEST
     },
-    launch=(_decode_e4m3_triton, _decode_e4m3_torch, _decode_e4m3_torch),
+    compared=in_float32,
     scale_path=lambda group_size: (in_planes(group_size), BLOCK % group_size == 0),
     timings=_timings,
 )  # fmt: skip
+"""Decode a packed matrix to e4m3.
+
+Args:
+    packed: N rows by K weights, not empty.
+    transposed: whether to decode w.T.
+    largest: what `largest_exponents` found; None finds it again.
+
+Returns:
+    (N, K) float8_e4m3fn q, or (K, N), contiguous; and its scale, a power of two, once for every
+    row of q: (1, N) or (1, K) float32, as a product of matrices wants it.
+"""

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.decode_e4m3 import (
-    DECODE_E4M3,
     LARGEST,
     _decode_e4m3_torch,
     _decode_e4m3_triton,
+    decode_e4m3,
     decode_e4m3_reference,
 )
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.dice import Dice
-from arbcli.kernels.matmul.quantise_rows import E4M3, QUANTISE_ROWS
+from arbcli.kernels.matmul.quantise_rows import E4M3, quantise_rows
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Matrix, Number
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
@@ -68,7 +68,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         for transposed in (False, True):
             width = outputs if transposed else inputs
             source = torch.randn(rows, width, generator=generator).to(device)
-            rounded = QUANTISE_ROWS.torch(source)
+            rounded = quantise_rows.torch(source)
             rounded = rounded[0].to(E4M3), rounded[1]
             for dtype in dtypes:
                 label = f"{rows}x{outputs}x{inputs} {str(dtype).removeprefix('torch.')}"
@@ -85,7 +85,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     packed = random_packed(outputs, inputs, group_size, torch.Generator(device), spread=8)
     dense = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
     x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
-    q, scale = QUANTISE_ROWS.torch(x)
+    q, scale = quantise_rows.torch(x)
     for transposed in (False, True):
         yield Timing(
             f"{rows}x{outputs}x{inputs}{' transposed' * transposed}",
@@ -99,14 +99,14 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
 def _in_float64(
     q: Tensor, scale: Tensor, packed: Packed, transposed: bool, _dtype: torch.dtype
 ) -> Tensor:
-    weight, weight_scale = DECODE_E4M3.torch(packed, transposed)
+    weight, weight_scale = decode_e4m3.torch(packed, transposed)
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, dice.below(2)
     packed = dice.packed(n, k, group_size)
-    q, scale = QUANTISE_ROWS.torch(dice.reals(m, n if transposed else k))
+    q, scale = quantise_rows.torch(dice.reals(m, n if transposed else k))
     return q.to(E4M3), scale, packed, transposed == 1, dice.dtype
 
 

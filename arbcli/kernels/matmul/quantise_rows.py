@@ -6,9 +6,8 @@ least 2**-13 of it keep all three bits. Multiplying by a power of two itself is 
 Source: P. Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,22 +146,6 @@ def _quantise_rows_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows to e4m3.
-
-    Args:
-        x: (M, D) float32 or bfloat16, any strides, D at least 1.
-
-    Returns:
-        (M, D) float8_e4m3fn q, and (M, 1) float32 powers of two: x ~ q * scale. The scale of a row
-        that is not finite is NaN.
-
-    Raises:
-        ValueError: `x` is another kind of matrix.
-    """
-    return QUANTISE_ROWS(x)
-
-
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
@@ -191,14 +174,9 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         yield Timing(f"{rows}x{columns}", (x,), peer=partial(x.to, E4M3), peer_name="torch's cast")
 
 
-def in_float32(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Wrap what returns (q, scale) so that q is float32, which compares like any number."""
-
-    def widened(*inputs: Any) -> tuple[Tensor, Tensor]:
-        q, scale = run(*inputs)
-        return q.float(), scale
-
-    return widened
+def in_float32(_inputs: tuple, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Give (q, scale) with a q in float32, which compares like any number."""
+    return found[0].float(), found[1]
 
 
 def _draw_of_any_size(dice: Dice, *shape: int) -> Tensor:
@@ -207,8 +185,16 @@ def _draw_of_any_size(dice: Dice, *shape: int) -> Tensor:
 
 ACTIVATIONS = Array("M, D", values=_draw_of_any_size)
 
-QUANTISE_ROWS = Operation(
-    "quantise_rows", in_float32(_quantise_rows_triton), in_float32(_quantise_rows_torch),
-    quantise_rows_reference, _cases, arguments={"x": ACTIVATIONS}, where=("D > 0",),
-    launch=(_quantise_rows_triton, _quantise_rows_torch, _quantise_rows_torch), timings=_timings,
+quantise_rows = Operation(
+    "quantise_rows", _quantise_rows_triton, _quantise_rows_torch, quantise_rows_reference, _cases,
+    arguments={"x": ACTIVATIONS}, where=("D > 0",), compared=in_float32, timings=_timings,
 )  # fmt: skip
+"""Round rows to e4m3.
+
+Args:
+    x: (M, D) float32 or bfloat16, any strides, D at least 1.
+
+Returns:
+    (M, D) float8_e4m3fn q, and (M, 1) float32 powers of two: x ~ q * scale. The scale of a row
+    that is not finite is NaN.
+"""

@@ -27,7 +27,7 @@ from arbcli.kernels.matmul.quantise_rows import (
     to_e4m3,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.inputs import placed
+from arbcli.kernels.runtime.inputs import normals, placed
 from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
 BLOCK = 16
@@ -223,9 +223,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     def case(label: str, x: Tensor) -> Case:
         return Case(label, (placed(x, device),))
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
+    normal = normals(generator)
     for shape in ((1, 1), (3, 33), (65, 160), (2, 1311)):
         yield case("x".join(map(str, shape)), normal(*shape))
     yield case("5x64 of all sizes", normal(5, 64) * torch.exp2(12 * normal(5, 64)))

@@ -15,6 +15,7 @@ from torch import Tensor
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 MOST_SLOTS = 16
@@ -152,9 +153,7 @@ def _expert_combine_backward_triton(
 def _draw(device: torch.device) -> Iterator[tuple[str, tuple, Tensor]]:
     """Draw (label, inputs of `expert_combine`, gradient of its result)."""
     generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
+    draw = normals(generator, device)
 
     def places(tokens: int, slots: int, spare: int = 0) -> Tensor:
         order = torch.randperm(tokens * slots + spare, generator=generator)

@@ -33,7 +33,7 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array, Matrix, Number, compiled_check
 from arbcli.kernels.runtime.backend import chunk_elements
-from arbcli.kernels.runtime.inputs import placed
+from arbcli.kernels.runtime.inputs import normals, placed
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FEW = 8
@@ -534,10 +534,7 @@ def _grad_weights_cases(device: torch.device, group_size: int) -> Iterator[Case]
 
 def _grad_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(3)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
+    draw = normals(generator, device)
     for label, ids, rows, dim in _slots_cases(generator):
         _, order, bounds, _ = touched_rows(ids.flatten().to(device), rows)
         tokens = torch.arange(ids.numel(), device=device) // max(1, ids.shape[1])

@@ -1,5 +1,6 @@
-"""Types of keyword arguments of tensors, and tensors on another device that lie as they did."""
+"""Types of keyword arguments of tensors, drawn ones, and ones that lie elsewhere as they did."""
 
+from collections.abc import Callable
 from typing import TypedDict
 
 import torch
@@ -21,3 +22,10 @@ def placed(x: Tensor, device: torch.device) -> Tensor:
     length = x.storage_offset() + 1 + sum((size - 1) * stride for size, stride in steps)
     memory = x.as_strided((length,), (1,), 0).to(device)
     return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def normals(
+    generator: torch.Generator, device: torch.device | None = None
+) -> Callable[..., Tensor]:
+    """Return a function that draws normal numbers of a shape, on the host, for a device."""
+    return lambda *shape: torch.randn(shape, generator=generator).to(device)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 MOST_TAPS = 8
@@ -128,10 +129,7 @@ def _causal_conv_grad_w_triton(grad_y: Tensor, x: Tensor, taps: int) -> Tensor:
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Draw (label, x, taps, gradient of the result)."""
     generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
+    draw = normals(generator, device)
     for batch, length, width, taps in ((1, 1, 1, 4), (2, 33, 7, 4), (3, 5, 133, 8), (1, 18, 9, 1)):
         shape = batch, length, width
         label = f"{batch}x{length}x{width}, {taps} taps"

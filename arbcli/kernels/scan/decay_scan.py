@@ -21,6 +21,7 @@ from torch import Tensor
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 PIECE = 64
@@ -131,8 +132,7 @@ def _draw(
     generator: torch.Generator, device: torch.device, batch: int, length: int, heads: int,
     states: int, width: int,
 ) -> tuple:  # fmt: skip
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
+    draw = normals(generator, device)
 
     # so that a piece is heard of in the one after the next
     decays = -0.02 * torch.rand(batch, length, heads, generator=generator).to(device)

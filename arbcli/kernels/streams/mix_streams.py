@@ -15,7 +15,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.inputs import TensorOptions, normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.streams.stream_weights import STREAMS
 
@@ -176,10 +176,7 @@ def _mix_streams_backward_triton(
 def _draw(device: torch.device) -> Iterator[tuple[str, tuple, Tensor]]:
     """Draw (label, inputs of `mix_streams`, gradient of its result)."""
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
+    normal = normals(generator, device)
     for length, rows, n, width in ((1, 1, 1, 1), (3, 4, 4, 33), (5, 1, 4, 7), (2, 8, 2, 600)):
         inputs: tuple[Tensor | None, ...]
         inputs = normal(length, n, width), normal(length, rows, n), None, None

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 ROUNDS = 20
@@ -267,9 +268,7 @@ def _launch(raw: Tensor, n: int) -> tuple[Tensor, tuple[int], dict[str, int]]:
 def _draw(device: torch.device) -> Iterator[tuple[str, tuple, tuple]]:
     """Draw (label, inputs of `stream_weights`, gradients of a, B and c); rounds take long."""
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
+    normal = normals(generator, device)
 
     def case(label: str, raw: Tensor, bias: Tensor | None = None, rounds: int = 5) -> tuple:
         length, numbers = raw.shape

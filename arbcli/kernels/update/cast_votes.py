@@ -44,9 +44,9 @@ def cast_trit_votes_reference(
     threshold: Tensor,
     held: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what `cast_trit_votes` leaves in `packed` and `votes`, and returns."""
+    """Compute what `cast_trit_votes` returns, and leaves in `packed` and `votes`."""
     if not ok:
-        return packed, votes, torch.zeros((), dtype=torch.int64, device=packed.device)
+        return torch.zeros((), dtype=torch.int64, device=packed.device), packed, votes
     old = unpack_trits_reference(packed, votes.shape[1]).to(torch.int64)
     total = (votes.to(torch.int64) - torch.sign(grad).to(torch.int64)).clamp(-127, 127)
     moved = total.abs() >= int(threshold)
@@ -54,7 +54,7 @@ def cast_trit_votes_reference(
         moved = moved & ~held
     new = torch.where(moved, old + torch.sign(total), old).clamp(-1, 1)
     total = torch.where(moved, 0, total)
-    return pack_trits_reference(new.to(torch.int8)), total.to(torch.int8), (new != old).sum()
+    return (new != old).sum(), pack_trits_reference(new.to(torch.int8)), total.to(torch.int8)
 
 
 def cast_scale_votes_reference(
@@ -72,9 +72,9 @@ def cast_scale_votes_reference(
 def _cast_trit_votes_torch(
     packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor, threshold: Tensor,
     held: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Tensor:  # fmt: skip
     if not ok:
-        return packed, votes, torch.zeros((), dtype=torch.int64, device=packed.device)
+        return torch.zeros((), dtype=torch.int64, device=packed.device)
     old = unpack_trits_torch(packed, votes.shape[1])
     total = (votes.to(torch.int16) - torch.sign(grad).to(torch.int16)).clamp_(-127, 127)
     moved = total.abs() >= threshold
@@ -83,7 +83,7 @@ def _cast_trit_votes_torch(
     new = (old + torch.sign(total) * moved).clamp_(-1, 1).to(torch.int8)
     packed.copy_(pack_trits_torch(new))
     votes.copy_(total.masked_fill_(moved, 0))
-    return packed, votes, (new != old).sum()
+    return (new != old).sum()
 
 
 def _cast_scale_votes_torch(exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor) -> None:
@@ -169,7 +169,7 @@ def _cast_scale_votes_kernel(
 def _cast_trit_votes_triton(
     packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor, threshold: Tensor,
     held: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Tensor:  # fmt: skip
     (rows, in_features), num_bytes = votes.shape, packed.shape[1]
     grid = byte_tiles(rows, num_bytes)
     flips = torch.empty(grid, dtype=torch.int32, device=packed.device)
@@ -181,7 +181,7 @@ def _cast_trit_votes_triton(
             *packed.stride(), *votes.stride(), *grad.stride(), *(held.stride() or (0, 0)),
             HOLDS=holds, BLOCK_N=32, BLOCK_B=PLANE,
         )  # fmt: skip
-    return packed, votes, flips.sum(dtype=torch.int64)
+    return flips.sum(dtype=torch.int64)
 
 
 def _cast_scale_votes_triton(exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor) -> None:
@@ -191,33 +191,6 @@ def _cast_scale_votes_triton(exponent: Tensor, votes: Tensor, slope: Tensor, ok:
             *exponent.stride(), *votes.stride(), *slope.stride(),
             THRESHOLD=SCALE_THRESHOLD, LOWEST=LOWEST_EXPONENT, HIGHEST=HIGHEST_EXPONENT, BLOCK=1024,
         )  # fmt: skip
-
-
-def cast_trit_votes(
-    packed: Tensor,
-    votes: Tensor,
-    grad: Tensor,
-    ok: Tensor,
-    threshold: Tensor,
-    held: Tensor | None = None,
-) -> Tensor:
-    """Vote on every trit of a matrix in place, and move those whose votes reach a threshold.
-
-    Args:
-        packed: (N, row_bytes(K)) uint8.
-        votes: (N, K) int8.
-        grad: (N, K) float32, bfloat16 or int8, dL/dw or its sign; only its sign is read.
-        ok: int32 scalar tensor; where 0 nothing changes.
-        threshold: int32 scalar tensor, 1..127.
-        held: (N, K) bool, the trits that stay whatever their votes; None holds none.
-
-    Returns:
-        int64 scalar tensor, the number of trits that changed.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return CAST_TRIT_VOTES(packed, votes, grad, ok, threshold, held)[2]
 
 
 def _scalar(value: int, device: torch.device) -> Tensor:
@@ -289,7 +262,7 @@ def _draw_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return dice.trits(n, k), votes, dice.view(grad), *scalars, held
 
 
-CAST_TRIT_VOTES = Operation(
+cast_trit_votes = Operation(
     "cast_trit_votes", _cast_trit_votes_triton, _cast_trit_votes_torch, cast_trit_votes_reference,
     _trit_cases,
     arguments={
@@ -297,8 +270,21 @@ CAST_TRIT_VOTES = Operation(
         "grad": Array("N, K", GRADIENTS), "ok": OK, "threshold": Array("", INT32),
         "held": Array("N, K", BOOL, optional=True),
     },
-    draw=_draw_trits, needs_rows=False, timings=_trit_timings,
+    compared=("packed", "votes"), draw=_draw_trits, needs_rows=False, timings=_trit_timings,
 )  # fmt: skip
+"""Vote on every trit of a matrix in place, and move those whose votes reach a threshold.
+
+Args:
+    packed: (N, row_bytes(K)) uint8.
+    votes: (N, K) int8.
+    grad: (N, K) float32, bfloat16 or int8, dL/dw or its sign; only its sign is read.
+    ok: int32 scalar tensor; where 0 nothing changes.
+    threshold: int32 scalar tensor, 1..127.
+    held: (N, K) bool, the trits that stay whatever their votes; None holds none.
+
+Returns:
+    int64 scalar tensor, the number of trits that changed.
+"""
 cast_scale_votes = Operation(
     "cast_scale_votes", _cast_scale_votes_triton, _cast_scale_votes_torch,
     cast_scale_votes_reference, _scale_cases,

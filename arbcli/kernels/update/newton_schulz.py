@@ -51,6 +51,7 @@ from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
 from arbcli.kernels.runtime.arguments import Array, Number
 from arbcli.kernels.runtime.backend import capability, num_processors, uses_triton
 from arbcli.kernels.runtime.descriptors import described
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
 
 HOPPER = (9, 0)
@@ -380,10 +381,7 @@ def _pays(x: Tensor, has_addend: bool) -> bool:
 
 def _gram_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
+    draw = normals(generator, device)
     for n, m in ((1, 1), (1, 33), (33, 17), (64, 64), (70, 123), (131, 40), (257, 65)):
         yield Case(f"{n}x{m}", (draw(n, m),))
     yield Case("3 of 37x50", (draw(3, 37, 50),))

@@ -14,6 +14,7 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT32, Array
 from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
 from arbcli.kernels.update.direction import (
     DIRECTION,
@@ -31,7 +32,7 @@ def unit_gain_reference(
 ) -> tuple[Tensor, Tensor]:
     """Compute what `unit_gain` must return, and leave in `ok`, in float64."""
     values = values.double()
-    rows = values.new_ones(1) if row_gain is None else row_gain.double()
+    rows = values.new_ones(len(values)) if row_gain is None else row_gain.double()
     u = values * rows[:, None] * (1 if column_gain is None else column_gain.double())
     mean_square = float(u.square().mean())
     usable = 0 < mean_square < math.inf
@@ -51,14 +52,14 @@ def row_squares_native(
 
 def _unit_gain_native(
     values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, ok: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     squares = row_squares_native(values, row_gain, column_gain)
-    return _gain_of(squares, values.numel(), row_gain, ok)
+    return _gain_of(squares, values, row_gain, ok)
 
 
 def _unit_gain_torch(
     values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, ok: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     squares = torch.empty(len(values), dtype=torch.float32, device=values.device)
     for rows in row_chunks(values):
         u = values[rows].to(torch.float32, copy=True)
@@ -67,18 +68,18 @@ def _unit_gain_torch(
         if row_gain is not None:
             u *= row_gain[rows, None]
         torch.sum(u.square_(), dim=1, out=squares[rows])
-    return _gain_of(squares, values.numel(), row_gain, ok)
+    return _gain_of(squares, values, row_gain, ok)
 
 
-def _gain_of(
-    squares: Tensor, elements: int, row_gain: Tensor | None, ok: Tensor
-) -> tuple[Tensor, Tensor]:
+def _gain_of(squares: Tensor, values: Tensor, row_gain: Tensor | None, ok: Tensor) -> Tensor:
     """Find the gain from the sums over rows."""
-    mean_square = float(squares.cpu().sum(dtype=torch.float64)) / elements
+    mean_square = float(squares.cpu().sum(dtype=torch.float64)) / values.numel()
     usable = 0 < mean_square < math.inf
     ok *= usable
     gain = UNIT / math.sqrt(mean_square) if usable else 0.0
-    return squares.new_full((1,), gain) if row_gain is None else row_gain * gain, ok
+    if row_gain is None:
+        return squares.new_full((1,), gain).expand(len(values))
+    return row_gain * gain
 
 
 @triton.jit
@@ -127,7 +128,7 @@ def _unit_gain_kernel(
 
 def _unit_gain_triton(
     values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, ok: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     rows, columns = values.shape
     has_rows, has_columns = row_gain is not None, column_gain is not None
     block_n, block_k = 4, 256
@@ -147,37 +148,12 @@ def _unit_gain_triton(
         parts, float(values.numel()), len(gain),
         HAS_ROWS=has_rows, UNIT=UNIT, BLOCK_L=1024,
     )  # fmt: skip
-    return gain, ok
-
-
-def unit_gain(
-    values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, ok: Tensor
-) -> Tensor:
-    """Find the gain of the rows that gives a direction unit root-mean-square over the matrix.
-
-    Args:
-        values: (N, K) float32 or bfloat16, not empty, any strides.
-        row_gain: (N,) float32, contiguous; None for ones.
-        column_gain: (K,) float32; None for ones.
-        ok: int32 scalar tensor; becomes 0 if the direction is all zero, or not finite.
-
-    Returns:
-        (N,) float32, `row_gain` times 2**16 over the root-mean-square of
-        values * row_gain * column_gain; 0 if that is none. All the same, with a stride of 0, if
-        there is no `row_gain`.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    gain, _ = UNIT_GAIN(values, row_gain, column_gain, ok)
-    return gain if len(gain) == len(values) else gain.expand(len(values))
+    return gain.expand(rows)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
+    normal = normals(generator, device)
 
     def ok() -> Tensor:
         return torch.ones((), dtype=torch.int32, device=device)
@@ -202,12 +178,25 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     )
 
 
-UNIT_GAIN = Operation(
+unit_gain = Operation(
     "unit_gain", _unit_gain_triton, _unit_gain_torch, unit_gain_reference, _cases,
     Gate(exact=False, relative=1e-5, reason="float32 sums of millions of squares"),
     {**DIRECTION, "row_gain": replace(DIRECTION["row_gain"], dense=True),
      "ok": Array("", INT32)},
-    where=(GAINS_BELONG,),
+    where=(GAINS_BELONG,), compared=("ok",),
     draw=lambda dice, g, m, n, k: (dice.reals(n, k), *draw_gains(dice, n, k, 1.0), dice.scalar(1)),
     needs_rows=False, timings=_timings, native=_unit_gain_native,
 )  # fmt: skip
+"""Find the gain of the rows that gives a direction unit root-mean-square over the matrix.
+
+Args:
+    values: (N, K) float32 or bfloat16, not empty, any strides.
+    row_gain: (N,) float32, contiguous; None for ones.
+    column_gain: (K,) float32; None for ones.
+    ok: int32 scalar tensor; becomes 0 if the direction is all zero, or not finite.
+
+Returns:
+    (N,) float32, `row_gain` times 2**16 over the root-mean-square of
+    values * row_gain * column_gain; 0 if that is none. All the same, with a stride of 0, if
+    there is no `row_gain`.
+"""

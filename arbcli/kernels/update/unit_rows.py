@@ -16,6 +16,7 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT32, Array
 from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
 from arbcli.kernels.update.direction import UNIT, native_arguments
 
@@ -33,27 +34,27 @@ def unit_rows_reference(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
     return gain * (len(gain) / max(rows, 1)) ** 0.5, ok
 
 
-def _unit_rows_torch(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
+def _unit_rows_torch(values: Tensor, ok: Tensor) -> Tensor:
     squares = torch.empty(len(values), dtype=torch.float32, device=values.device)
     for rows in row_chunks(values):
         torch.sum(values[rows].to(torch.float32, copy=True).square_(), dim=1, out=squares[rows])
     return _gains_of(squares, values.shape[1], ok)
 
 
-def _unit_rows_native(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
+def _unit_rows_native(values: Tensor, ok: Tensor) -> Tensor:
     gain = torch.empty(len(values), dtype=torch.float32, device=values.device)
     direction, threads = (values, None, None), native.threads_for(values.numel())
     ok *= native.call("unit_rows", *native_arguments(*direction), gain, len(values), threads)
-    return gain, ok
+    return gain
 
 
-def _gains_of(squares: Tensor, width: int, ok: Tensor) -> tuple[Tensor, Tensor]:
+def _gains_of(squares: Tensor, width: int, ok: Tensor) -> Tensor:
     """Find the gains from the sums over rows."""
     gain = (squares / width).rsqrt_().mul_(UNIT)
     usable = (squares > 0) & (squares < float("inf"))
     ok *= torch.isfinite(squares).all()
     gain *= math.sqrt(len(gain) / max(1, int(usable.sum())))
-    return torch.where(usable, gain, 0), ok
+    return torch.where(usable, gain, 0)
 
 
 @triton.jit
@@ -96,7 +97,7 @@ def _unit_rows_kernel(squares_ptr, ok_ptr, gain_ptr, N, UNIT: tl.constexpr, BLOC
     tl.store(gain_ptr + n, gain, mask=n < N)
 
 
-def _unit_rows_triton(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
+def _unit_rows_triton(values: Tensor, ok: Tensor) -> Tensor:
     squares, gain = torch.empty(2, len(values), dtype=torch.float32, device=values.device)
     by_rows = values.stride(1) == 1  # else neighbours in memory are of one column
     block_n, block_k = (4, 512) if by_rows else (32, 32)
@@ -106,24 +107,6 @@ def _unit_rows_triton(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
     _unit_rows_kernel[(triton.cdiv(len(values), 1024),)](
         squares, ok, gain, len(values), UNIT=UNIT, BLOCK_N=1024
     )
-    return gain, ok
-
-
-def unit_rows(values: Tensor, ok: Tensor) -> Tensor:
-    """Find the gain of each row, so that all are of one length, of unit root-mean-square together.
-
-    Args:
-        values: (N, K) float32 or bfloat16, not empty, any strides.
-        ok: int32 scalar tensor; becomes 0 if a row is not finite.
-
-    Returns:
-        (N,) float32, 2**16 over the root-mean-square of the row times that of the share of rows
-        that are not zero; 0 for those that are, or are not finite.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    gain, _ = UNIT_ROWS(values, ok)
     return gain
 
 
@@ -133,9 +116,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     def case(label: str, values: Tensor) -> Case:
         return Case(label, (values, torch.ones((), dtype=torch.int32, device=device)))
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
+    normal = normals(generator, device)
     for rows, columns in ((1, 1), (3, 33), (17, 1059)):
         yield case(f"{rows}x{columns}", normal(rows, columns) * 1e-9)
     yield case("259x67 transposed", normal(67, 259).T)
@@ -167,12 +148,22 @@ def _draw_values(dice: Dice, rows: int, columns: int) -> Tensor:
     return values
 
 
-UNIT_ROWS = Operation(
+unit_rows = Operation(
     "unit_rows", _unit_rows_triton, _unit_rows_torch, unit_rows_reference, _cases,
     Gate(exact=False, relative=1e-5, reason="float32 sums of thousands of squares"),
     {
         "values": Array("N, K", values=_draw_values),
         "ok": Array("", INT32, values=lambda dice: dice.scalar(1)),
     },
-    timings=_timings, native=_unit_rows_native,
+    compared=("ok",), timings=_timings, native=_unit_rows_native,
 )  # fmt: skip
+"""Find the gain of each row, so that all are of one length, of unit root-mean-square together.
+
+Args:
+    values: (N, K) float32 or bfloat16, not empty, any strides.
+    ok: int32 scalar tensor; becomes 0 if a row is not finite.
+
+Returns:
+    (N,) float32, 2**16 over the root-mean-square of the row times that of the share of rows
+    that are not zero; 0 for those that are, or are not finite.
+"""

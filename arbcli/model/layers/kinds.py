@@ -18,9 +18,10 @@ from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.loss import cross_entropy
 from arbcli.model.layers.norm import ClampedGate, TernaryGate, TernaryRMSNorm
-from arbcli.model.layers.rotary import rotary_norm, rotary_table
+from arbcli.model.layers.rotary import rotary_norm, turned_heads
 from arbcli.model.layers.streams import mix_streams, stream_weights
 from arbcli.model.layers.symbols import SymbolHead, TiedHead, in_chunks
+from arbcli.model.layers.table import TernaryTable
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
 from arbcli.model.widths import head_lr_factor
 
@@ -38,8 +39,8 @@ class Layers(NamedTuple):
     gate: Callable[..., Any]
     rotary_norm: Callable[[int, int, RotaryConfig], Callable[..., tuple[Tensor, Tensor, Tensor]]]
     """Makes the function, or the module, of a context, a width of heads and angles."""
-    rotary_angles: Callable[[int, int, RotaryConfig], Callable[[Tensor], tuple[Tensor, Tensor]]]
-    """Likewise, one that gives the angles of the positions of (B, T, ...)."""
+    turned_heads: Callable[[int, int, RotaryConfig], Callable[..., tuple[Tensor, Tensor, Tensor]]]
+    """Likewise, of heads of their own numbers, with gains or without a norm."""
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     vector: Callable[..., Any]
     taps: Callable[..., Any]
@@ -47,6 +48,7 @@ class Layers(NamedTuple):
     mix_streams: Callable[..., Tensor]
     clamped_gate: Callable[..., Any]
     expert_weight: Callable[..., Any]
+    table: Callable[..., Any]
 
 
 def layers_for(site: Site) -> Layers:
@@ -54,8 +56,8 @@ def layers_for(site: Site) -> Layers:
     if site.weights == "ternary":
         return Layers(
             TernaryLinear, TernaryEmbedding, TernaryRMSNorm, GainedRMSNorm, TernaryGate,
-            _rotary_norm, _rotary_angles, cross_entropy, TernaryVector, TernaryTaps,
-            stream_weights, mix_streams, ClampedGate, ExpertWeight,
+            _rotary_norm, _turned_heads, cross_entropy, TernaryVector, TernaryTaps,
+            stream_weights, mix_streams, ClampedGate, ExpertWeight, TernaryTable,
         )  # fmt: skip
     return Layers(
         baselines.FloatLinear,
@@ -64,7 +66,7 @@ def layers_for(site: Site) -> Layers:
         baselines.FloatGainedRMSNorm,
         baselines.FloatGate,
         baselines.FloatRotaryNorm,
-        baselines.FloatRotaryAngles,
+        baselines.FloatTurnedHeads,
         baselines.cross_entropy,
         baselines.FloatVector,
         baselines.FloatTaps,
@@ -72,6 +74,7 @@ def layers_for(site: Site) -> Layers:
         baselines.mix_streams,
         baselines.FloatClampedGate,
         baselines.FloatExpertWeight,
+        baselines.FloatTable,
     )
 
 
@@ -79,8 +82,8 @@ def _rotary_norm(_ctx: int, _width: int, rotary: RotaryConfig) -> Callable:
     return partial(rotary_norm, rotary=rotary)
 
 
-def _rotary_angles(_ctx: int, width: int, rotary: RotaryConfig) -> Callable:
-    return lambda x: rotary_table(x.shape[1], width, x.device, rotary=rotary)
+def _turned_heads(_ctx: int, _width: int, rotary: RotaryConfig) -> Callable:
+    return partial(turned_heads, rotary=rotary)
 
 
 def stream_norm(site: Site) -> nn.Module:

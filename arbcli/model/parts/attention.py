@@ -47,7 +47,6 @@ from arbcli.kernels.attention.attend_parts import (
 )
 from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
-from arbcli.kernels.attention.rotation import rotate
 from arbcli.model.flow import Documents, Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
@@ -83,7 +82,7 @@ class Attention(CachedAttention):
         self.heads, self.kv_heads, self.width = config.heads, config.key_heads, config.width(site)
         self.window, self.rotary = config.window, config.rotary
         self.rotated, self.causal = config.rotated(site), site.causal
-        self.normalises, self.eps = config.query_key_norm != "none", site.norm_eps
+        self.eps = None if config.query_key_norm == "none" else site.norm_eps
         inner, kv = self.heads * self.width, self.kv_heads * self.width
         self.fits_kernels = fits_kernels(config)
         self.steps_fused = inner % 8 == 0  # kernels of a row read eight numbers at once
@@ -92,7 +91,7 @@ class Attention(CachedAttention):
         if self.fits_kernels:
             self.rotary_norm = parts.rotary_norm(*rotary)
         else:
-            self.rotary_angles = parts.rotary_angles(*rotary)
+            self.turned_heads = parts.turned_heads(*rotary)
         self.qkv = parts.linear(inner + 2 * kv, dim, site, area="attention")
         self.bias = self.query_gain = self.key_gain = self.sinks = self.output_bias = None
         if config.bias:
@@ -136,7 +135,7 @@ class Attention(CachedAttention):
         """Add the bias of the output projection, if there is one."""
         return y + self.output_bias().to(y.dtype) if self.output_bias else y
 
-    def _prepare(
+    def _turned(
         self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute (1) and (2) of what the projection gave, (B, T, all heads * d).
@@ -146,21 +145,15 @@ class Attention(CachedAttention):
         """
         if self.bias:
             qkv = qkv + self.bias().to(qkv.dtype)
-        angles = angles or self.rotary_angles(qkv)
-        heads = qkv.unflatten(-1, (-1, self.width)).transpose(1, 2)
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        return self._rotated(q, self.query_gain, angles), self._rotated(k, self.key_gain, angles), v
-
-    def _rotated(self, x: Tensor, gain: nn.Module | None, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Normalise (B, heads, T, d), and turn it by (T, d / 2) angles."""
-        y = x.float()
-        if self.normalises:
-            y = functional.rms_norm(y, y.shape[-1:], gain() if gain else None, self.eps)
-        return rotate(y, *angles).to(x.dtype)
+        gains = None
+        if self.query_gain and self.key_gain:
+            gains = torch.stack((self.query_gain(), self.key_gain()))
+        heads = qkv.unflatten(-1, (-1, self.width))
+        return self.turned_heads(heads, gains, self.kv_heads, self.eps, angles)
 
     def _attend(self, qkv: Tensor, documents: Documents | None = None) -> Tensor:
         """Attend within whole windows, or within each of their documents, (2) and (3)."""
-        prepare = self.rotary_norm if self.fits_kernels else self._prepare
+        prepare = self.rotary_norm if self.fits_kernels else self._turned
         q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
         length, sink = q.shape[-2], self._sinks()
         (k,), (v,) = self.kept.round(k, rotated=self.rotated), self.kept.round(v)
@@ -210,7 +203,7 @@ class Attention(CachedAttention):
         return self._biased(self.output.fused(y, normalise=normalise, added=added, early=early))
 
     def _attend_after(self, state: "Ring", qkv: Tensor) -> Tensor:
-        prepare = self.rotary_norm if self.fits_kernels else self._prepare
+        prepare = self.rotary_norm if self.fits_kernels else self._turned
         q, k, v = prepare(qkv, state.angles)
         kept = state.clock.kept_in
         if kept.queries:

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from arbcli.config.parts.memories import CodebookConfig
 from arbcli.config.site import Site
 from arbcli.model.initial import output_std
-from arbcli.model.layers.linear import TernaryLinear
-from arbcli.model.layers.norm import TernaryRMSNorm
-from arbcli.model.layers.table import TernaryTable
+from arbcli.model.layers.kinds import layers_for
+from arbcli.model.layers.table import TableWeight
 
 
 class Found(NamedTuple):
@@ -60,19 +59,19 @@ class Codebook(nn.Module):
 
     def __init__(self, config: CodebookConfig, site: Site, area: str) -> None:
         super().__init__()
-        self.area = area
+        layers, self.area = layers_for(site), area
         self.heads, self.key_dim, self.top_k = config.heads, config.key_width, config.top_k
         halves, width, found = config.halves, config.width, config.heads * config.width
-        self.norm = TernaryRMSNorm(site.dim, site)
+        self.norm = layers.norm(site.dim, site)
         queries = config.heads * 2 * config.key_width
-        self.query = TernaryLinear(queries, site.dim, site, area=area)
-        self.query_norm = TernaryRMSNorm(config.key_width, site)
-        self.left = TernaryLinear(halves[0], config.key_width, site, area=area)
-        self.right = TernaryLinear(halves[1], config.key_width, site, area=area)
-        self.table = TernaryTable(halves[0] * halves[1], width, site, area=area)
-        self.sub_norm = TernaryRMSNorm(found, site)
+        self.query = layers.linear(queries, site.dim, site, area=area)
+        self.query_norm = layers.norm(config.key_width, site)
+        self.left = layers.linear(halves[0], config.key_width, site, area=area)
+        self.right = layers.linear(halves[1], config.key_width, site, area=area)
+        self.table = layers.table(halves[0] * halves[1], width, site, area=area)
+        self.sub_norm = layers.norm(found, site)
         std = output_std(found, site.depth)
-        self.output = TernaryLinear(site.dim, found, site, area=area, std=std)
+        self.output = layers.linear(site.dim, found, site, area=area, std=std)
 
     def forward(self, x: Tensor) -> Found:
         """Find what to add to the stream (B, T, D)."""
@@ -87,6 +86,12 @@ class Codebook(nn.Module):
         return Found(self.output(values, self.sub_norm), codes, confidence)
 
     def gauges(self) -> dict[str, float]:
-        """Measure the share of rows that any step has changed; waits for the device."""
+        """Measure the share of rows that any step has changed; waits for the device.
+
+        A float twin does not count them.
+        """
+        weight = self.table.weight
+        if not isinstance(weight, TableWeight):
+            return {}
         name = {"codebook": "codes"}.get(self.area, self.area)
-        return {f"alive_{name}": self.table.weight.alive()}
+        return {f"alive_{name}": weight.alive()}

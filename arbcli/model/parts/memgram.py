@@ -15,9 +15,7 @@ from arbcli.config.model import VOCABULARY
 from arbcli.config.parts.memgram import MemGramConfig
 from arbcli.config.site import Site
 from arbcli.model.initial import output_std
-from arbcli.model.layers.linear import TernaryLinear
-from arbcli.model.layers.norm import TernaryRMSNorm
-from arbcli.model.layers.table import TernaryTable
+from arbcli.model.layers.kinds import layers_for
 from arbcli.model.parts.ngrams import ngram_ids
 from arbcli.model.step_memory import StepMemory
 
@@ -41,10 +39,11 @@ class MemGram(StepMemory):
         super().__init__(area="memgram")
         for name in ("symbol", "strength"):
             self.declare(name, torch.zeros(config.rows, dtype=torch.int8), "counters")
-        self.table = TernaryTable(VOCABULARY, site.dim, site, area="memgram")
-        self.norm = TernaryRMSNorm(site.dim, site)
+        layers = layers_for(site)
+        self.table = layers.table(VOCABULARY, site.dim, site, area="memgram")
+        self.norm = layers.norm(site.dim, site)
         std = output_std(site.dim, site.depth)
-        self.output = TernaryLinear(site.dim, site.dim, site, area="memgram", std=std)
+        self.output = layers.linear(site.dim, site.dim, site, area="memgram", std=std)
         self.forget()
 
     def forget(self) -> None:

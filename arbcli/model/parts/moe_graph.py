@@ -19,8 +19,7 @@ from arbcli.config.site import Site
 from arbcli.model.flow import Reading
 from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import anchor
-from arbcli.model.layers.linear import TernaryLinear
-from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.kinds import layers_for
 from arbcli.model.parts.codebook import Codebook, Found
 from arbcli.model.parts.edges import Edges
 from arbcli.model.parts.experts import Experts
@@ -70,24 +69,24 @@ class MoEGraph(nn.Module):
 
     def __init__(self, config: IteratedConfig, site: Site, code_width: int | None) -> None:
         super().__init__()
-        self.config, area = config, "moe_graph"
+        self.config, area, layers = config, "moe_graph", layers_for(site)
         width = config.expert_dim if config.experts else 0
 
-        def linear(out_features: int, in_features: int, std: float | None = None) -> TernaryLinear:
-            return TernaryLinear(out_features, in_features, site, area=area, std=std)
+        def linear(out_features: int, in_features: int, std: float | None = None) -> nn.Module:
+            return layers.linear(out_features, in_features, site, area=area, std=std)
 
-        def to_stream(in_features: int) -> TernaryLinear:
+        def to_stream(in_features: int) -> nn.Module:
             return linear(site.dim, in_features, output_std(in_features, site.depth))
 
         query = config.gate_dim if config.experts else 0
         self.parts = (width, query, config.adapter_rank, 1)
-        self.norm = TernaryRMSNorm(site.dim, site)
+        self.norm = layers.norm(site.dim, site)
         self.inward = linear(sum(self.parts), site.dim)
         if config.experts:
             self.experts = Experts(config.experts, site, width, query, area)
-            self.sub_norm = TernaryRMSNorm(width, site)
+            self.sub_norm = layers.norm(width, site)
             self.output = to_stream(width)
-        self.adapter_norm = TernaryRMSNorm(config.adapter_rank, site)
+        self.adapter_norm = layers.norm(config.adapter_rank, site)
         self.adapters = nn.ModuleList(
             to_stream(config.adapter_rank) for _ in range(config.iterations)
         )
@@ -95,7 +94,7 @@ class MoEGraph(nn.Module):
             if code_width is None:
                 raise ValueError("a graph of codes needs the width of a codebook")
             self.edges = Edges(config.edges)
-            self.message_norm = TernaryRMSNorm(code_width, site)
+            self.message_norm = layers.norm(code_width, site)
             self.message = to_stream(code_width)
         self.edge_query = self.edge_scale = None
         if config.graph_gate and code_width is not None:

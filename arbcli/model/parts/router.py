@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from arbcli.config.site import Site
-from arbcli.model.layers.linear import TernaryLinear
-from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.kinds import layers_for
 
 ROUTER_BIAS = 3.0
 """Added to the score of the stream that the blocks made, which already holds the others."""
@@ -16,8 +15,9 @@ class Router(nn.Module):
 
     def __init__(self, streams: int, site: Site) -> None:
         super().__init__()
-        self.norm = TernaryRMSNorm(site.dim, site)
-        self.scores = TernaryLinear(streams, site.dim, site, area="router")
+        layers = layers_for(site)
+        self.norm = layers.norm(site.dim, site)
+        self.scores = layers.linear(streams, site.dim, site, area="router")
 
     def forward(self, streams: list[Tensor]) -> Tensor:
         """Mix streams of (B, T, D); the first decides, and has most of the weight at first."""

@@ -5,9 +5,7 @@ from torch import Tensor, nn
 
 from arbcli.config.parts.sequencer import SequencerConfig
 from arbcli.config.site import Site
-from arbcli.model.layers.linear import TernaryLinear
-from arbcli.model.layers.norm import TernaryRMSNorm
-from arbcli.model.layers.table import TernaryTable
+from arbcli.model.layers.kinds import layers_for
 from arbcli.model.parts.ngrams import ngram_ids
 
 ORDERS = (2, 3, 4)
@@ -19,9 +17,10 @@ class TextSequencer(nn.Module):
 
     def __init__(self, config: SequencerConfig, site: Site) -> None:
         super().__init__()
-        self.table = TernaryTable(config.rows, config.width, site, area="sequencer")
-        self.norm = TernaryRMSNorm(config.width, site)
-        self.projection = TernaryLinear(site.dim, config.width, site, area="sequencer")
+        layers, self.rows = layers_for(site), config.rows
+        self.table = layers.table(config.rows, config.width, site, area="sequencer")
+        self.norm = layers.norm(config.width, site)
+        self.projection = layers.linear(site.dim, config.width, site, area="sequencer")
 
     def forward(self, text: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """Look up the n-grams that end at the last positions.
@@ -34,7 +33,7 @@ class TextSequencer(nn.Module):
         Returns:
             (B, T, D), to be added to the stream.
         """
-        rows = ngram_ids(text, self.table.weight.out_features, ORDERS)
+        rows = ngram_ids(text, self.rows, ORDERS)
         weights = torch.ones(rows.shape, device=text.device)
         y = self.table(rows.flatten(0, 1), weights.flatten(0, 1), dtype)
         return self.projection(y.view(*text.shape, -1), self.norm)[:, -length:]

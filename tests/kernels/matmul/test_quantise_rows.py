@@ -5,14 +5,13 @@ import torch
 
 from arbcli.kernels.matmul.quantise_rows import (
     E4M3,
-    QUANTISE_ROWS,
     quantise_rows,
     round_e4m3_reference,
 )
 
 
 @pytest.mark.parametrize(
-    "run", [QUANTISE_ROWS.triton, QUANTISE_ROWS.torch], ids=["triton", "torch"]
+    "run", [quantise_rows.triton, quantise_rows.torch], ids=["triton", "torch"]
 )
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize(("width", "place"), [(40, 7), (2100, 7), (2100, 1500), (2100, 2099)])

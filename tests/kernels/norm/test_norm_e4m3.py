@@ -5,7 +5,7 @@ import torch
 from marks import mostly_slow
 
 from arbcli.kernels.codec.packed import random_packed
-from arbcli.kernels.matmul.quantise_rows import QUANTISE_ROWS
+from arbcli.kernels.matmul.quantise_rows import quantise_rows
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm
 from arbcli.kernels.norm.norm_e4m3 import (
     add_rms_norm_e4m3,
@@ -39,6 +39,6 @@ def test_bits_are_those_of_norm_and_rounding(rows, width, backend, device):
         with use_backend(backend):
             *total, q, scale = run(*sources, weight, 1e-6)
             *expected, y = as_tuple(getattr(spec, kind)(*sources, weight, 1e-6))
-            expected += getattr(QUANTISE_ROWS, kind)(y)
+            expected += getattr(quantise_rows, kind)(y)
         for part, other in zip((*total, q.float(), scale), expected, strict=True):
             assert torch.equal(part, other)

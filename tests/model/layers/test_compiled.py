@@ -180,6 +180,21 @@ def test_twin_of_any_parts_is_compiled(cell):
     assert_equal(compiled.changed(), plain.changed())
 
 
+@pytest.mark.slow
+def test_twin_with_memories_is_compiled_by_blocks(small_graph):
+    """Gradients of what the router reads besides the blocks are added up in another order."""
+    given = {key: value for key, value in small_graph.items() if key != "batch"}
+    config = preset(given.pop("preset"), **given, memgram=True, weights="float")
+    plain, compiled = Trained(config), Trained(config)
+    torch._dynamo.reset()
+    compile_twin(compiled.model, backend="aot_eager")
+    for step in range(2):
+        assert compiled.step(step) == plain.step(step)
+    torch.testing.assert_close(compiled.changed(), plain.changed(), rtol=1e-4, atol=1e-6)
+    assert plain.model.memgram.strength.any()
+    assert_equal(dict(compiled.model.named_buffers()), dict(plain.model.named_buffers()))
+
+
 def dense(**given) -> Trained:
     return Trained(preset("tiny", **SHAPE, **given))
 

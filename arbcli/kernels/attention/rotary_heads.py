@@ -1,0 +1,426 @@
+"""Queries and keys before attention, of heads of their own numbers: normalise, scale, turn.
+
+Of a head's vector x of d elements, r = rsqrt(mean(x**2) + eps) and z = x * r * g, with a gain g for
+each element of queries, and others for keys. Without gains g is ones, and without an eps r is one,
+too. With a and b a pair of the two halves of z, at the angle t of the pair and position:
+y = (a cos t - b sin t, a sin t + b cos t).
+
+The backward turns the gradient back, which gives gz, and computes r again from x:
+grad_x = r * (gz * g - x * r * mean(x * r * gz * g)); grad_g is the sum of gz * x * r over all heads
+of queries, or of keys. A program of the kernel adds up those of its rows, and torch those of the
+programs, always in the same order.
+
+`rotary_norm` does so in place, where queries and keys have as many heads and no gains.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from arbcli.kernels.attention.rotary_norm import rotary_tile
+from arbcli.kernels.attention.rotation import normalise_reference, rotate, rotate_reference
+from arbcli.kernels.dice import Dice
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
+from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+
+TILES = 8
+"""Tiles of rows whose gradients of gains a program adds up."""
+
+
+def rotary_heads_reference(
+    qkv: Tensor, gains: Tensor | None, cos: Tensor, sin: Tensor, kv: int, eps: float | None
+) -> Tensor:
+    """Compute what `rotary_heads` must return, in float64."""
+    x = qkv[:, :, : qkv.shape[2] - kv].to(torch.float64)
+    z = x if eps is None else normalise_reference(x, eps)
+    if gains is not None:
+        of_keys = torch.arange(x.shape[2], device=x.device) >= x.shape[2] - kv
+        z = z * gains.to(torch.float64)[of_keys.long()]
+    return rotate_reference(z, cos[:, None], sin[:, None])
+
+
+def rotary_heads_backward_reference(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, gains: Tensor | None,
+    cos: Tensor, sin: Tensor, eps: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute what `rotary_heads_backward` must return: autograd through the reference."""
+    grads = (grad_q, grad_k, grad_v)
+    grad_q, grad_k, grad_v = (grad.transpose(1, 2).to(torch.float64) for grad in grads)
+    kv = grad_k.shape[2]
+    x = qkv.detach().to(torch.float64).requires_grad_()
+    g = None if gains is None else gains.detach().to(torch.float64).requires_grad_()
+    with torch.enable_grad():
+        y = rotary_heads_reference(x, g, cos, sin, kv, eps)
+        sources = (x,) if g is None else (x, g)
+        found = torch.autograd.grad(y, sources, torch.cat((grad_q, grad_k), dim=2))
+    found[0][:, :, -kv:] = grad_v
+    return found[0], _no_gains(qkv) if g is None else found[1]
+
+
+def _no_gains(qkv: Tensor) -> Tensor:
+    return torch.empty(0, qkv.shape[3], device=qkv.device)
+
+
+def _parts(x: Tensor, kv: int) -> tuple[Tensor, Tensor]:
+    """Part (..., queries and keys and maybe values, d) into queries and keys."""
+    heads = x.shape[2] - 2 * kv
+    return x[:, :, :heads], x[:, :, heads : heads + kv]
+
+
+def _rotary_heads_torch(
+    qkv: Tensor, gains: Tensor | None, cos: Tensor, sin: Tensor, kv: int, eps: float | None
+) -> Tensor:
+    batch, length, heads, width = qkv.shape
+    y = qkv.new_empty(batch, length, heads - kv, width)
+    for some in row_chunks(qkv.flatten(1)):
+        place = 0
+        for part, x in enumerate(_parts(qkv[some], kv)):
+            z = x.float()
+            if eps is not None:
+                z = rms_norm(z, (width,), None if gains is None else gains[part], eps)
+            y[some, :, place : place + x.shape[2]] = rotate(z, cos[:, None], sin[:, None])
+            place += x.shape[2]
+    return y
+
+
+def _rotary_heads_backward_torch(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, gains: Tensor | None,
+    cos: Tensor, sin: Tensor, eps: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad_qkv, kv = torch.empty_like(qkv), grad_k.shape[1]
+    grad_gains = _no_gains(qkv) if gains is None else torch.zeros_like(gains)
+    for some in row_chunks(qkv.flatten(1)):
+        xs, results = _parts(qkv[some], kv), _parts(grad_qkv[some], kv)
+        for part, grad in enumerate((grad_q, grad_k)):
+            grad_z = rotate(grad[some].transpose(1, 2), cos[:, None], -sin[:, None])
+            if eps is not None:
+                x = xs[part].float()
+                r = x.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+                normal = x.mul_(r)
+                if gains is not None:
+                    grad_gains[part] += (grad_z * normal).sum(dim=(0, 1, 2))
+                    grad_z.mul_(gains[part])
+                mean = (normal * grad_z).mean(dim=-1, keepdim=True)
+                grad_z.addcmul_(normal, mean, value=-1).mul_(r)
+            results[part].copy_(grad_z)
+    grad_qkv[:, :, qkv.shape[2] - kv :] = grad_v.transpose(1, 2)
+    return grad_qkv, grad_gains
+
+
+@triton.jit
+def _rotary_heads_kernel(
+    qkv_ptr, gains_ptr, cos_ptr, sin_ptr, y_ptr,
+    num_rows, T, HEADS, KV, eps,
+    NORMAL: tl.constexpr, GAINS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # a query or key head
+    token, head = row // (HEADS + KV), row % (HEADS + KV)
+    offs_h = tl.arange(0, BLOCK_H)[None, :]
+    mask = (row < num_rows)[:, None] & (offs_h < HALF)
+    x_ptrs = qkv_ptr + ((token * (HEADS + 2 * KV) + head) * 2 * HALF)[:, None] + offs_h
+    first = tl.load(x_ptrs, mask=mask, other=0).to(tl.float32)
+    second = tl.load(x_ptrs + HALF, mask=mask, other=0).to(tl.float32)
+    if NORMAL:
+        squares = tl.sum(first * first + second * second, axis=1)
+        r = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        first *= r
+        second *= r
+    if GAINS:
+        gain_ptrs = gains_ptr + ((head >= HEADS).to(tl.int32) * 2 * HALF)[:, None] + offs_h
+        first *= tl.load(gain_ptrs, mask=mask, other=0)
+        second *= tl.load(gain_ptrs + HALF, mask=mask, other=0)
+
+    table = ((token % T) * HALF)[:, None] + offs_h
+    cos = tl.load(cos_ptr + table, mask=mask, other=0)
+    sin = tl.load(sin_ptr + table, mask=mask, other=0)
+    y_ptrs = y_ptr + (row * 2 * HALF)[:, None] + offs_h
+    dtype = y_ptr.dtype.element_ty
+    tl.store(y_ptrs, (first * cos - second * sin).to(dtype), mask=mask)
+    tl.store(y_ptrs + HALF, (first * sin + second * cos).to(dtype), mask=mask)
+
+
+@triton.jit
+def _rotary_heads_backward_kernel(
+    grad_q_ptr, grad_k_ptr, grad_v_ptr, qkv_ptr, gains_ptr, cos_ptr, sin_ptr,
+    grad_qkv_ptr, sums_ptr,
+    tokens, T, HEADS, KV, eps,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    stride_vb, stride_vh, stride_vt,
+    NORMAL: tl.constexpr, GAINS: tl.constexpr, TILES: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1).to(tl.int64)  # queries, keys, values
+    heads = KV
+    grad_ptr, begin = grad_k_ptr, HEADS
+    stride_b, stride_h, stride_t = stride_kb, stride_kh, stride_kt
+    if part == 0:
+        heads = HEADS
+        grad_ptr, begin = grad_q_ptr, 0
+        stride_b, stride_h, stride_t = stride_qb, stride_qh, stride_qt
+    if part == 2:
+        grad_ptr, begin = grad_v_ptr, HEADS + KV
+        stride_b, stride_h, stride_t = stride_vb, stride_vh, stride_vt
+    offs_h = tl.arange(0, BLOCK_H)[None, :]
+    of_first = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    of_second = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    for tile in range(TILES):
+        row = (program * TILES + tile) * BLOCK_R + tl.arange(0, BLOCK_R)  # a head of a token
+        token, head = row // heads, row % heads
+        batch, position = token // T, token % T
+        mask = (token < tokens)[:, None] & (offs_h < HALF)
+        grad_ptrs = grad_ptr + batch * stride_b + head * stride_h + position * stride_t
+        grad_ptrs = grad_ptrs[:, None] + offs_h
+        first = tl.load(grad_ptrs, mask=mask, other=0).to(tl.float32)
+        second = tl.load(grad_ptrs + HALF, mask=mask, other=0).to(tl.float32)
+        out = ((token * (HEADS + 2 * KV) + begin + head) * 2 * HALF)[:, None] + offs_h
+        if part < 2:
+            table = (position * HALF)[:, None] + offs_h
+            cos = tl.load(cos_ptr + table, mask=mask, other=0)
+            sin = tl.load(sin_ptr + table, mask=mask, other=0)
+            turned = first * cos + second * sin
+            second = second * cos - first * sin
+            first = turned
+            if NORMAL:
+                x_first = tl.load(qkv_ptr + out, mask=mask, other=0).to(tl.float32)
+                x_second = tl.load(qkv_ptr + out + HALF, mask=mask, other=0).to(tl.float32)
+                squares = tl.sum(x_first * x_first + x_second * x_second, axis=1)
+                r = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+                x_first *= r
+                x_second *= r
+                if GAINS:
+                    of_first += tl.sum(first * x_first, axis=0)
+                    of_second += tl.sum(second * x_second, axis=0)
+                    gain_ptrs = gains_ptr + part * 2 * HALF + offs_h
+                    first *= tl.load(gain_ptrs, mask=offs_h < HALF, other=0)
+                    second *= tl.load(gain_ptrs + HALF, mask=offs_h < HALF, other=0)
+                products = tl.sum(x_first * first + x_second * second, axis=1)
+                mean = (products / (2 * HALF))[:, None]
+                first = (first - x_first * mean) * r
+                second = (second - x_second * mean) * r
+        dtype = grad_qkv_ptr.dtype.element_ty
+        tl.store(grad_qkv_ptr + out, first.to(dtype), mask=mask)
+        tl.store(grad_qkv_ptr + out + HALF, second.to(dtype), mask=mask)
+    if GAINS and part < 2:
+        offs = tl.arange(0, BLOCK_H)
+        sums_ptrs = sums_ptr + (part * tl.num_programs(0) + program) * 2 * HALF + offs
+        tl.store(sums_ptrs, of_first, mask=offs < HALF)
+        tl.store(sums_ptrs + HALF, of_second, mask=offs < HALF)
+
+
+def _rotary_heads_triton(
+    qkv: Tensor, gains: Tensor | None, cos: Tensor, sin: Tensor, kv: int, eps: float | None
+) -> Tensor:
+    batch, length, heads, width = qkv.shape
+    y = qkv.new_empty(batch, length, heads - kv, width)
+    rows = batch * length * (heads - kv)
+    if rows:
+        tile = rotary_tile(width // 2)
+        _rotary_heads_kernel[(triton.cdiv(rows, tile["BLOCK_R"]),)](
+            qkv, cos if gains is None else gains, cos, sin, y, rows, length, heads - 2 * kv, kv,
+            eps or 0.0, NORMAL=eps is not None, GAINS=gains is not None, **tile,
+        )  # fmt: skip
+    return y
+
+
+def _rotary_heads_backward_triton(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, gains: Tensor | None,
+    cos: Tensor, sin: Tensor, eps: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    batch, length, _, width = qkv.shape
+    heads, kv = grad_q.shape[1], grad_k.shape[1]
+    tile, tiles = rotary_tile(width // 2), 1 if gains is None else TILES
+    programs = triton.cdiv(batch * length * max(heads, kv), tiles * tile["BLOCK_R"])
+    grad_qkv = torch.empty_like(qkv)
+    sums = None if gains is None else gains.new_empty(2, programs, width)
+    if programs:
+        grads = [
+            part if part.stride(3) == 1 else part.contiguous() for part in (grad_q, grad_k, grad_v)
+        ]
+        strides = [stride for grad in grads for stride in grad.stride()[:3]]
+        _rotary_heads_backward_kernel[(programs, 3)](
+            *grads, qkv, cos if gains is None else gains, cos, sin, grad_qkv,
+            cos if sums is None else sums, batch * length, length, heads, kv, eps or 0.0, *strides,
+            NORMAL=eps is not None, GAINS=gains is not None, TILES=tiles, **tile,
+        )  # fmt: skip
+    return grad_qkv, _no_gains(qkv) if sums is None else sums.sum(dim=1)
+
+
+SHAPES = (
+    (1, 1, 1, 1, 2, "gains"), (2, 3, 4, 1, 10, "gains"), (1, 5, 3, 3, 66, "gains"),
+    (3, 7, 6, 2, 64, "gains"), (2, 7, 2, 2, 64, "norm"), (1, 2, 5, 1, 128, "turn"),
+    (1, 70, 5, 3, 16, "gains"), (0, 3, 2, 1, 8, "gains"),
+)  # fmt: skip
+"""(B, T, heads, kv, d), and what is done."""
+
+
+def _inputs(
+    device: torch.device,
+) -> Iterator[
+    tuple[str, torch.Generator, Tensor, Tensor | None, Tensor, Tensor, int, float | None]
+]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*shape, torch.float32) for shape in SHAPES]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        shapes += [
+            (3, 5, 4, 2, 66, "gains", torch.bfloat16),
+            (4, 256, 6, 6, 64, "gains", torch.bfloat16),
+            (2, 300, 8, 2, 128, "turn", torch.bfloat16),
+        ]
+    for batch, length, heads, kv, width, done, dtype in shapes:
+        qkv = torch.randn(batch, length, heads + 2 * kv, width, generator=generator)
+        gains = torch.randn(2, width, generator=generator) if done == "gains" else None
+        angle = 7 * torch.randn(length, width // 2, generator=generator)
+        label = f"{batch}x{length}x{heads}+{kv}x{width} {done}"
+        label += " bf16" if dtype == torch.bfloat16 else ""
+        yield (
+            label,
+            generator,
+            qkv.to(device, dtype),
+            None if gains is None else gains.to(device),
+            angle.cos().to(device),
+            angle.sin().to(device),
+            kv,
+            None if done == "turn" else 1e-6,
+        )
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, _, qkv, *inputs in _inputs(device):
+        yield Case(label, (qkv, *inputs), _peer(qkv, rounded_heads))
+
+
+def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, generator, qkv, gains, cos, sin, kv, eps in _inputs(device):
+        batch, length, heads, width = qkv.shape
+        q, k, v = (
+            torch.randn(batch, length, count, width, generator=generator).to(qkv).transpose(1, 2)
+            for count in (heads - 2 * kv, kv, kv)
+        )
+        inputs = (q, k.contiguous(), v, qkv, gains, cos, sin, eps)
+        yield Case(label, inputs, _peer(qkv, rounded_gradients))
+
+
+def _peer(qkv: Tensor, rounded: Callable) -> Callable | None:
+    return rounded if qkv.dtype == torch.bfloat16 else None
+
+
+def rounded_heads(qkv: Tensor, *rest: object) -> Tensor:
+    """Round the reference of `rotary_heads`, and nothing before it."""
+    return rotary_heads_reference(qkv, *rest).to(qkv.dtype)  # type: ignore[arg-type]
+
+
+def rounded_gradients(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Round the reference of `rotary_heads_backward`, and nothing before it."""
+    grad, of_gains = rotary_heads_backward_reference(*inputs)  # type: ignore[arg-type]
+    return grad.to(inputs[3].dtype), of_gains.float()
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    qkv, gains, table = _timed_inputs(device)
+    yield Timing("8x2048x16+8x128 bf16", (qkv, gains, *table, 8, 1e-6))
+
+
+def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    qkv, gains, table = _timed_inputs(device)
+    grads = (part.transpose(1, 2) for part in torch.randn_like(qkv).split((16, 8, 8), dim=2))
+    yield Timing("8x2048x16+8x128 bf16", (*grads, qkv, gains, *table, 1e-6))
+
+
+def _timed_inputs(device: torch.device) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    qkv = torch.randn(8, 2048, 32, 128, device=device, dtype=torch.bfloat16)
+    angle = torch.randn(2048, 64, device=device)
+    return qkv, torch.randn(2, 128, device=device), (angle.cos(), angle.sin())
+
+
+_GATE = Gate(
+    exact=False,
+    relative=1e-5,
+    peer_slack=0.1,
+    reason="float32 sums of squares, and over all heads; in bf16 no worse than one rounding",
+)
+
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    batch, heads, kv, half = (
+        1 + dice.below(3), 1 + dice.below(4), 1 + dice.below(3), 2 + min(k, 64)
+    )  # fmt: skip
+    angle = dice.reals(m, half, dtype=torch.float32).contiguous()
+    qkv = dice.reals(batch * m * (heads + 2 * kv), 2 * half).contiguous()
+    gains = None
+    if dice.below(3):
+        gains = dice.reals(2, 2 * half, dtype=torch.float32).contiguous()
+    eps = None if gains is None and dice.below(2) else 1e-6
+    qkv = qkv.view(batch, m, heads + 2 * kv, 2 * half)
+    return qkv, gains, angle.cos(), angle.sin(), kv, eps
+
+
+def _draw_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    qkv, gains, cos, sin, kv, eps = _draw(dice, group_size, m, n, k)
+    batch, length, heads, width = qkv.shape
+    grads = [
+        dice.reals(batch * count * length, width).reshape(batch, count, length, width)
+        for count in (heads - 2 * kv, kv, kv)
+    ]
+    return *grads, qkv, gains, cos, sin, eps
+
+
+_GAINS = Array("2, D", FLOAT, dense=True, optional=True)
+_TABLE = Array("T, D // 2", FLOAT, dense=True)
+_EPS = Number((), optional=True)
+rotary_heads = Operation(
+    "rotary_heads", _rotary_heads_triton, _rotary_heads_torch, rotary_heads_reference, _cases,
+    _GATE,
+    {
+        "qkv": Array("B, T, H, D", dense=True), "gains": _GAINS, "cos": _TABLE, "sin": _TABLE,
+        "kv": Number(()), "eps": _EPS,
+    },
+    where=("D % 2 == 0", "0 < 2 * kv < H", "gains is None or eps is not None"), draw=_draw,
+    needs_rows=True, peer=rounded_heads, timings=_timings,
+)  # fmt: skip
+"""Normalise, scale and turn queries and keys.
+
+Args:
+    qkv: (B, T, H, d) float32 or bfloat16, contiguous, d even: heads of queries, then `kv` heads
+        of keys and as many of values.
+    gains: (2, d) float32, contiguous, of queries and of keys; None is ones.
+    cos: (T, d / 2) float32, contiguous.
+    sin: like `cos`.
+    kv: heads of keys.
+    eps: added to the mean square; None leaves the norm out, and there are no gains.
+
+Returns:
+    (B, T, H - kv, d) in the dtype of `qkv`, contiguous: queries, then keys; computed in float32
+    and rounded once.
+"""
+rotary_heads_backward = Operation(
+    "rotary_heads_backward", _rotary_heads_backward_triton, _rotary_heads_backward_torch,
+    rotary_heads_backward_reference, _backward_cases, _GATE,
+    {
+        "grad_q": Array("B, Q, T, D"), "grad_k": Array("B, KV, T, D"),
+        "grad_v": Array("B, KV, T, D"), "qkv": Array("B, T, Q + 2 * KV, D", dense=True),
+        "gains": _GAINS, "cos": _TABLE, "sin": _TABLE, "eps": _EPS,
+    },
+    where=("D % 2 == 0", "gains is None or eps is not None"), draw=_draw_backward,
+    needs_rows=True, peer=rounded_gradients, timings=_backward_timings,
+)  # fmt: skip
+"""Compute the gradients of what `rotary_heads` was given.
+
+Args:
+    grad_q: of queries, (B, heads, T, d), in the dtype of `qkv`, any strides.
+    grad_k: of keys, (B, kv, T, d), likewise.
+    grad_v: of values, likewise.
+    qkv: what `rotary_heads` was given.
+    gains: likewise.
+    cos: likewise.
+    sin: likewise.
+    eps: likewise.
+
+Returns:
+    (B, T, H, d) contiguous, in the dtype of `qkv`; and (2, d) float32, or (0, d) without gains.
+"""
