@@ -236,6 +236,15 @@ def test_only_norms_whose_weights_are_not_ones_are_decoded(device, monkeypatch):
         assert not torch.equal(lm(ids), expected)
 
 
+def test_norms_are_known_to_be_ones_after_a_move():
+    lm = model(torch.device("cpu"))
+    lm._apply(torch.clone)  # what `.to` does, to another device
+    assert lm.plain_norms
+    lm.blocks[0].attention_norm.weight.exponent.add_(0)
+    lm._apply(torch.clone)
+    assert not lm.plain_norms
+
+
 KEPT = ["fp8", "int8"]
 
 

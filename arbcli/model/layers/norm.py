@@ -1,6 +1,7 @@
 """Root-mean-square norms with packed weights, and the middle of a gated MLP."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -46,6 +47,13 @@ class NormWeight(TernaryTensor):
         """Look whether all weights are ones; waits for the device."""
         ones = bool((decode_digits_torch(self.packed, torch.float32) == 1).all())
         self._versions_of_ones = self._versions() if ones else None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or copy the buffers, whose values stay; those of a move count no changes."""
+        ones = self.are_ones
+        super()._apply(fn, recurse)
+        self._versions_of_ones = self._versions() if ones else None
+        return self
 
     @property
     def are_ones(self) -> bool:
