@@ -20,6 +20,7 @@ from graph_parts import (
 from marks import mostly_slow
 from references import reference_logits
 from torch.nn.functional import cross_entropy
+from twins import losses_of_steps
 
 from arbcli.config.presets import config_from_dict, preset
 from arbcli.config.settings import plain_type
@@ -322,8 +323,8 @@ def test_twin_agrees_with_the_reference_in_losses_and_every_gradient(weights):
     }
     losses = lm.losses(ids[:, :-1], ids[:, 1:])
     minimised(losses, lm.loss_weights).backward()
-    about = {"memories": dict(lm.named_buffers())}
-    logits, others = reference_model(own, lm.config, ids[:, :-1], **about)
+    memories = dict(lm.named_buffers())
+    logits, others = reference_model(own, lm.config, ids[:, :-1], memories=memories)
     of_text = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     wanted = {"text": of_text} | others
     minimised(wanted, lm.loss_weights).backward()
@@ -337,17 +338,9 @@ def test_twin_agrees_with_the_reference_in_losses_and_every_gradient(weights):
 
 def test_twin_learns_and_remembers_what_a_step_has_seen():
     lm, ids = model(weights="float"), text(4, 9)
-    optimizer = torch.optim.AdamW(lm.parameters(), 3e-3)
     before = {name: buffer.clone() for name, buffer in lm.named_buffers()}
-    losses = []
-    for _ in range(8):
-        optimizer.zero_grad()
-        parts = lm.losses(ids[:, :-1], ids[:, 1:])
-        minimised(parts, lm.loss_weights).backward()
-        optimizer.step()
-        lm.after_step()
-        losses.append(parts["text"].item())
-    assert losses[-1] < 0.8 * losses[0]
+    losses = losses_of_steps(lm, ids, 3e-3, 8)
+    assert losses[-1]["text"] < 0.8 * losses[0]["text"]
     for name in ("memgram.strength", "moe_graph.edges.score"):
         assert not torch.equal(before[name], lm.get_buffer(name)), name
     assert lm.gauges().keys() == {"edges", "fullest_expert"}

@@ -10,6 +10,7 @@ import torch
 from marks import mostly_slow
 from references import reference_logits
 from torch.nn import functional
+from twins import losses_of_steps
 
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import config_from_dict, preset
@@ -377,15 +378,8 @@ def test_training_reduces_the_loss_and_keeps_integers_only(kind):
 @pytest.mark.parametrize(("kind", "weights"), [("learned", "ste"), ("mamba", "float")])
 def test_twins_learn_too(weights, kind):
     lm, ids = model(kind, weights=weights), text(4, 25)
-    optimizer = torch.optim.AdamW(lm.parameters(), 3e-3)
-    losses = []
-    for _ in range(8):
-        optimizer.zero_grad()
-        parts = lm.losses(ids[:, :-1], ids[:, 1:])
-        minimised(parts, lm.loss_weights).backward()
-        optimizer.step()
-        losses.append(parts["text"].item())
-    assert losses[-1] < 0.8 * losses[0]
+    losses = losses_of_steps(lm, ids, 3e-3, 8)
+    assert losses[-1]["text"] < 0.8 * losses[0]["text"]
     with lm.prepared_weights(), torch.no_grad():
         torch.testing.assert_close(read(lm, ids[:1, :24], [1] * 24), lm(ids[:1, :24]), **CLOSE)
 

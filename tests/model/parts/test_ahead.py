@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from twins import losses_of_steps
 
 from arbcli.config.model import ModelConfig
 from arbcli.config.model_file import model_from_toml, model_lines
@@ -20,7 +21,6 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.rotary import fresh_tables
 from arbcli.train.configure import new_config
-from arbcli.train.step import minimised
 from arbcli.train.trainer import Trainer
 from arbcli.verify import parity
 from arbcli.verify.parity import Subject
@@ -61,14 +61,7 @@ def test_losses_and_every_gradient_agree_with_the_reference(positions):
 @pytest.mark.parametrize("weights", ["float", "ste"])
 def test_twins_have_it_and_learn(weights):
     lm, ids = model(config(weights=weights)), text()
-    optimizer = torch.optim.AdamW(lm.parameters(), 1e-2)
-    found = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        losses = lm.losses(ids[:, :-1], ids[:, 1:])
-        minimised(losses, lm.loss_weights).backward()
-        optimizer.step()
-        found.append({name: loss.item() for name, loss in losses.items()})
+    found = losses_of_steps(lm, ids, 1e-2, 30)
     for name, loss in found[0].items():
         assert found[-1][name] < 0.6 * loss, name
 
