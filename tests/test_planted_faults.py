@@ -50,7 +50,7 @@ from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.model.stack import Block
 from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
-from arbcli.verify.kernels import KERNELS, copies, find_kernels
+from arbcli.verify.kernels import KERNELS, copies, find_kernels, peers_of
 from arbcli.verify.parity import RAGGED, Subject
 from arbcli.verify.sample import is_long
 from arbcli.verify.strength import PLANTED
@@ -1290,9 +1290,7 @@ def kernel_failures(name: str, group_size: int) -> list:
     with poisoned():
         for case in spec.cases(CPU, group_size):
             wanted = as_tuple(spec.reference(*copies(case.inputs)))
-            peers = (
-                as_tuple(case.peer(*copies(case.inputs))) if case.peer else (None,) * len(wanted)
-            )
+            peers = peers_of(spec, case, len(wanted))
             for backend, run in (("interpreter", spec.triton), ("torch", spec.torch)):
                 if backend == "interpreter" and is_long(name, case.label):
                     continue  # what `arb verify-kernels` leaves out must not be needed

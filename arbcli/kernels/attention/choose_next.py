@@ -320,7 +320,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 choose_next_ = Operation(
     "choose_next", _choose_next_triton, _choose_next_torch, choose_next_reference, _cases,
     Gate(
-        exact=False, relative=1e-6,
+        relative=1e-6,
         reason="choices and drawn keys are exact; a square root may err in its last bit",
     ),
     {

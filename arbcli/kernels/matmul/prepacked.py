@@ -247,13 +247,11 @@ def prepacked_cases(
         x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
         added = torch.randn(m, weight.out_features, generator=generator)
         for dtype in dtypes:  # bf16 results have a coarser gate
-            low = dtype == torch.bfloat16
             label = f"{m}x{rows}x{in_features}{' gate' * gated}{' norm' * (eps is not None)}"
             yield Case(
                 f"{label}{' sum' * adds} {str(dtype).removeprefix('torch.')}",
                 (x.to(device, torch.bfloat16), weight.pieces.to(device), *weight[1:], eps,
                  added.to(device, dtype) if adds else None, dtype),
-                peer=prepacked_torch if low else None,
             )  # fmt: skip
 
 

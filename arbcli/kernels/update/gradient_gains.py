@@ -397,7 +397,6 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 GRADIENT_GAINS = Operation(
     "gradient_gains", _gradient_gains_triton, _gradient_gains_torch, _reference_with_state, _cases,
     Gate(
-        exact=False,
         relative=2 ** (1 / 128) - 1 + 1e-5,
         reason="a float log2 at a rounding boundary lands one step of 1/128, 0.54 %, to the side",
     ),
