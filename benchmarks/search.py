@@ -52,6 +52,10 @@ POSITIONS, TIMED = 32_768, 32
 MLP, OUTER_MLP = MLPConfig(width=2048), MLPConfig(width=1408)
 EXPERTS = ExpertsConfig(experts=4, top_k=2, width=512, gate="softplus", shared=True)
 COMPRESSED = CompressedAttentionConfig(heads=12, kv_heads=1, head_width=128, ratio=4, window=128)
+SMALL_EXPERTS = ExpertsConfig(experts=4, top_k=2, width=256, gate="softplus", shared=True)
+SMALL_COMPRESSED = CompressedAttentionConfig(
+    heads=6, kv_heads=1, head_width=64, ratio=4, window=128
+)
 
 
 def chunked(
@@ -77,9 +81,24 @@ def chunked(
     return ModelConfig(ctx=4096, stages=stages)
 
 
-def small(length: int, **options: Any) -> ModelConfig:
+def small(
+    length: int,
+    *,
+    mixer: PartConfig | None = None,
+    channel: PartConfig | None = None,
+    streams: int = 1,
+    **options: Any,
+) -> ModelConfig:
     """Assemble a stage of chunks around blocks of 384."""
-    return preset("hnet-small", **({"boundaries": "every"} | options), chunk_length=(length,))
+    given = {"boundaries": "every"} | options
+    config = preset("hnet-small", **given, chunk_length=(length,))
+    *outer, inner = config.stages
+    blocks = tuple(
+        BlockConfig(mixer=mixer or block.mixer, channel=channel or block.channel)
+        for block in inner.blocks
+    )
+    inside = replace(inner, blocks=blocks, streams=streams)
+    return replace(config, stages=(*outer, inside))
 
 
 def two_stages(length: tuple[int, int]) -> ModelConfig:
@@ -135,6 +154,9 @@ KINDS: dict[str, Any] = {
     "small, learned 4": lambda: small(4, boundaries="learned"),
     "small, every 4, Mamba outside": lambda: small(4, outer_blocks="mamba"),
     "small, every 8, Mamba outside": lambda: small(8, outer_blocks="mamba"),
+    "small, every 8, compressed": lambda: small(8, mixer=SMALL_COMPRESSED),
+    "small, every 8, experts": lambda: small(8, channel=SMALL_EXPERTS),
+    "small, every 8, two streams": lambda: small(8, streams=2),
 }
 """Models of about 85 million weights a byte, and small ones of 11 million."""
 
