@@ -20,5 +20,5 @@ def test_gradient_equals_autograd_of_the_float_twin():
     r = rotary_norm_(ours, *table, 1e-6)
     for part, expected in zip(ours.permute(2, 0, 3, 1, 4), parts, strict=True):
         torch.testing.assert_close(part, expected)
-    grad = rotary_norm_backward(grads, ours, r, *table)
+    grad = rotary_norm_backward(*grads, ours, r, *table)
     torch.testing.assert_close(grad, qkv.grad)

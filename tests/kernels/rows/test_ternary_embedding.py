@@ -7,7 +7,6 @@ from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.rows.ternary_embedding import (
-    EMBEDDING_ROWS,
     embedding_grad,
     embedding_rows,
 )
@@ -26,17 +25,17 @@ def table(rows, dim, device, group_size=32):
 
 @each_implementation
 def test_embedding_rows_equals_reference(implementation, device):
-    for case in EMBEDDING_ROWS.cases(device, 32):
-        result = getattr(EMBEDDING_ROWS, implementation)(*case.inputs)
-        assert torch.equal(result, EMBEDDING_ROWS.reference(*case.inputs)), case.label
+    for case in embedding_rows.cases(device, 32):
+        result = getattr(embedding_rows, implementation)(*case.inputs)
+        assert torch.equal(result, embedding_rows.reference(*case.inputs)), case.label
 
 
 @pytest.mark.parametrize("group_size", SCALE_TYPES.values(), ids=SCALE_TYPES)
 @each_implementation
 def test_embedding_rows_reads_every_scale_type(implementation, group_size, device):
     inputs = (torch.tensor([4, 0, 4, 3], device=device), table(5, 331, device, group_size))
-    result = getattr(EMBEDDING_ROWS, implementation)(*inputs)
-    assert torch.equal(result, EMBEDDING_ROWS.reference(*inputs))
+    result = getattr(embedding_rows, implementation)(*inputs)
+    assert torch.equal(result, embedding_rows.reference(*inputs))
 
 
 @each_backend
