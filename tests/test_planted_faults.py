@@ -735,21 +735,14 @@ def of_update(rule_and_direction: str) -> list:
 
 
 MODELS: dict[str, Callable[[str], list]] = {
-    "model:": partial(of_model, "ragged"),
-    "streams:": partial(of_model, "4 streams"),
-    "graph:": partial(of_model, "graph"),
-    "gates:": partial(of_model, "graph softplus"),
-    "hashed:": partial(of_model, "graph hash"),
-    "compressed:": partial(of_model, "compressed"),
-    "hnet:": partial(of_model, "hnet"),
-    "mamba:": partial(of_model, "hnet mamba"),
-    "mixed:": partial(of_model, "mixed"),
-    "grouped:": partial(of_model, "grouped"),
-    "ahead:": partial(of_model, "ahead"),
-    "masked:": partial(of_model, "masked"),
-    "update": of_update,
-    "rotary": lambda _: list(parity._rotary(CPU)),
-}
+    "model:": partial(of_model, "ragged"), "streams:": partial(of_model, "4 streams"),
+    "graph:": partial(of_model, "graph"), "gates:": partial(of_model, "graph softplus"),
+    "hashed:": partial(of_model, "graph hash"), "compressed:": partial(of_model, "compressed"),
+    "hnet:": partial(of_model, "hnet"), "mamba:": partial(of_model, "hnet mamba"),
+    "mixed:": partial(of_model, "mixed"), "grouped:": partial(of_model, "grouped"),
+    "ahead:": partial(of_model, "ahead"), "masked:": partial(of_model, "masked"),
+    "update": of_update, "rotary": lambda _: list(parity._rotary(CPU)),
+}  # fmt: skip
 """Checks of models by the first word of their name."""
 
 

@@ -85,15 +85,10 @@ def test_what_has_no_gradient_has_the_least_statistic(backend, device):
 @pytest.mark.parametrize(
     ("total", "refused", "nonfinite"),
     [
-        (2.0**-120, 0, 0),
-        (2.0**120, 0, 0),
-        (0.0, 1, 0),
-        (2.0**-121, 1, 0),
-        (2.0**121, 1, 1),
-        (math.inf, 1, 1),
-        (math.nan, 1, 1),
+        (2.0**-120, 0, 0), (2.0**120, 0, 0), (0.0, 1, 0), (2.0**-121, 1, 0), (2.0**121, 1, 1),
+        (math.inf, 1, 1), (math.nan, 1, 1),
     ],
-)
+)  # fmt: skip
 def test_gradient_is_judged_by_the_sum_of_its_squares(backend, total, refused, nonfinite, device):
     found, *_, counted, flag = inputs_of(None, torch.ones(3, device=device))
     keys = torch.zeros(2, dtype=torch.int32, device=device)

@@ -78,19 +78,13 @@ def test_gram_reads_every_row_and_column(device):
 @pytest.mark.parametrize(
     ("shape", "gram_pays", "polynomial_pays"),
     [
-        ((384, 2048), False, True),
-        ((768, 768), True, True),
-        ((768, 4096), True, True),
-        ((768, 11264), False, True),
-        ((8, 768, 4096), False, False),
-        ((1024, 4096), False, False),
-        ((2048, 2048), False, True),
-        ((2048, 5632), True, True),
-        ((4, 2048, 2048), True, True),
+        ((384, 2048), False, True), ((768, 768), True, True), ((768, 4096), True, True),
+        ((768, 11264), False, True), ((8, 768, 4096), False, False), ((1024, 4096), False, False),
+        ((2048, 2048), False, True), ((2048, 5632), True, True), ((4, 2048, 2048), True, True),
         ((8192, 8192), True, True),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_kernel_takes_what_it_was_faster_on(shape, gram_pays, polynomial_pays):
     def pays(dtype=torch.bfloat16, capability=HOPPER, backend="interpreter"):
         x = torch.empty(shape, dtype=dtype, device="meta")
