@@ -63,32 +63,16 @@ def test_every_tile_of_the_triangle_is_computed(tiles, device):
     assert torch.equal(gram.triton(x), x * x.T)
 
 
-def test_gram_reads_every_row_and_column(device):
-    x = torch.zeros(67, 101, device=device)
-    x[66, 100], x[0, 0] = 3, 2
-    expected = torch.zeros(67, 67, device=device)
-    expected[66, 66], expected[0, 0] = 9, 4
-    assert torch.equal(gram.triton(x), expected)
-    mixed = gram_polynomial.triton(expected, 1.0, 2.0, 3.0)
-    assert torch.equal(mixed.diagonal().unique(), torch.tensor([1.0, 57.0, 262.0], device=device))
-
-
 @pytest.mark.parametrize(
     ("shape", "gram_pays", "polynomial_pays"),
     [
-        ((384, 2048), False, True),
-        ((768, 768), True, True),
-        ((768, 4096), True, True),
-        ((768, 11264), False, True),
-        ((8, 768, 4096), False, False),
-        ((1024, 4096), False, False),
-        ((2048, 2048), False, True),
-        ((2048, 5632), True, True),
-        ((4, 2048, 2048), True, True),
+        ((384, 2048), False, True), ((768, 768), True, True), ((768, 4096), True, True),
+        ((768, 11264), False, True), ((8, 768, 4096), False, False), ((1024, 4096), False, False),
+        ((2048, 2048), False, True), ((2048, 5632), True, True), ((4, 2048, 2048), True, True),
         ((8192, 8192), True, True),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_kernel_takes_what_it_was_faster_on(shape, gram_pays, polynomial_pays):
     def pays(dtype=torch.bfloat16, capability=HOPPER, backend="interpreter"):
         x = torch.empty(shape, dtype=dtype, device="meta")
