@@ -43,16 +43,9 @@ SHARED = (4, 6, 7)
 
 @text_by_text(5, *SHARED)
 def append_position_reference(
-    new: Tensor,
-    recent: Tensor,
-    entries: Tensor,
-    opened: Tensor,
-    beta: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-) -> tuple[Tensor, ...]:
+    new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor, eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute what `append_position_` must return, and leave in its buffers, in float64."""
     p, m = int(position), opened.shape[1]
     new, recent, entries, opened = (part.double() for part in (new, recent, entries, opened))
@@ -69,17 +62,9 @@ def append_position_reference(
 
 @text_by_text(5, *SHARED)
 def append_position_8bit_reference(
-    new: Tensor,
-    recent: Tensor,
-    entries: Tensor,
-    opened: Tensor,
-    beta: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    exponents: tuple[Tensor, Tensor],
-) -> tuple[Tensor, ...]:
+    new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor, eps: float, exponents: tuple[Tensor, Tensor],
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute what `append_position_` leaves in eight bits, as numbers, in float64."""
     numbers = [
         decode_entries_reference(*part) for part in zip((recent, entries), exponents, strict=True)
@@ -258,17 +243,9 @@ def _append_position_triton(
 
 
 def append_position_(
-    new: Tensor,
-    recent: Tensor,
-    entries: Tensor,
-    opened: Tensor,
-    beta: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    exponents: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+    new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor, eps: float, exponents: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """Store one byte, and the open entry as it is with it.
 
     Of several texts all but `beta`, `cos` and `sin` have a dimension for them in front, and so has

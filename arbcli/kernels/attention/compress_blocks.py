@@ -51,15 +51,9 @@ def compress_blocks_reference(
 
 
 def compress_blocks_backward_reference(
-    grad_recent: Tensor,
-    grad_entries: Tensor,
-    x: Tensor,
-    beta: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+    grad_recent: Tensor, grad_entries: Tensor, x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor,
+    heads: int, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute what `compress_blocks_backward` must return, by autograd of the reference."""
     x, beta = (part.double().requires_grad_() for part in (x, beta))
     with torch.enable_grad():
@@ -100,15 +94,9 @@ def _compress_blocks_backward_torch(
 
 
 def rounded_block_gradients(
-    grad_recent: Tensor,
-    grad_entries: Tensor,
-    x: Tensor,
-    beta: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+    grad_recent: Tensor, grad_entries: Tensor, x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor,
+    heads: int, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `compress_blocks_backward`, the gradient of beta from gates' gradients as rounded.
 
     So is the gradient of a bias that is added to what a product in bf16 gave.

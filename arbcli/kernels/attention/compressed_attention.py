@@ -58,16 +58,9 @@ class Sight(NamedTuple):
 
 
 def compressed_attention_reference(
-    x: Tensor,
-    recent: Tensor,
-    entries: Tensor,
-    chosen: Tensor | None,
-    sink: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    sight: Sight,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sink: Tensor, cos: Tensor,
+    sin: Tensor, sight: Sight, eps: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Compute what `compressed_attention` must return, a byte at a time in float64."""
     x, recent, entries, sink = (part.double() for part in (x, recent, entries, sink))
     (batch, length, heads, width), lead = x.shape, recent.shape[1] - x.shape[1]
@@ -125,18 +118,9 @@ def parts_of(length: int, lead: int, sight: Sight, number: int) -> Iterator[Part
 
 
 def attend_part(
-    x: Tensor,
-    recent: Tensor,
-    entries: Tensor,
-    chosen: Tensor | None,
-    sink: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    sight: Sight,
-    eps: float,
-    part: Part,
-    lead: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sink: Tensor, cos: Tensor,
+    sin: Tensor, sight: Sight, eps: float, part: Part, lead: int,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Attend with the queries of a part; they, their keys and choices alone are given."""
     batch, length, heads, width = x.shape
     device, of_head = x.device, heads // recent.shape[2]

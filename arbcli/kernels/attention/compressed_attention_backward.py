@@ -89,19 +89,9 @@ def _compressed_attention_backward_torch(
 
 
 def rounded_attention_gradients(
-    grad_y: Tensor,
-    y: Tensor,
-    logs: Tensor,
-    x: Tensor,
-    recent: Tensor,
-    entries: Tensor,
-    chosen: Tensor | None,
-    sink: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    sight: Sight,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_y: Tensor, y: Tensor, logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
+    chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients in float64, but round what the kernels round to the dtype of x.
 
     Products of bfloat16 take q, do, p and ds in it, and each group's sum of a chosen entry is kept

@@ -76,17 +76,9 @@ SLOTS_OF_TEXTS, SPAN_OF_TEXTS = 64, 512
 
 @text_by_text(3, *SHARED)
 def decode_attention_reference(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    semaphores: Tensor,
-    eps: float,
-    alone: bool = False,
-    exponents: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the results of `decode_attention`, its ring and its `semaphores` in float64.
 
     Keys and values are numbers here, not codes.
@@ -410,17 +402,9 @@ def _decode_attention_triton(
 
 
 def decode_attention(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    semaphores: Tensor,
-    eps: float,
-    alone: bool = False,
-    exponents: Tensor | None = None,
-) -> Tensor:
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Store the key and value of one byte in a ring, and attend to all that are in it.
 
     Of several texts all but `cos` and `sin` have a dimension for them in front, and so has the
@@ -482,12 +466,9 @@ LARGE_OF_TEXTS = ((16, 16, 2048, 128, tuple(range(0, 2400, 150))), (2, 6, 256, 6
 
 
 def _byte_of(
-    sizes: tuple,
-    position: int | tuple[int, ...],
-    device: torch.device,
-    dtype: torch.dtype,
+    sizes: tuple, position: int | tuple[int, ...], device: torch.device, dtype: torch.dtype,
     generator: torch.Generator,
-) -> tuple:
+) -> tuple:  # fmt: skip
     """Draw a byte, or one of each text, and its rings, of these sizes; the eps comes last."""
     parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
     *_, heads, width = sizes[0]

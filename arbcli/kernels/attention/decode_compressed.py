@@ -55,20 +55,10 @@ SHARED = (4, 6, 7)
 
 @text_by_text(5, *SHARED)
 def decode_compressed_reference(
-    x: Tensor,
-    recent: Tensor,
-    entries: Tensor,
-    choice: Tensor | None,
-    sink: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    semaphores: Tensor,
-    m: int,
-    most: int,
-    eps: float,
+    x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
+    position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, most: int, eps: float,
     exponents: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute what `decode_compressed` must return, and leave in `semaphores`, in float64."""
     p, (heads, width) = int(position), x.shape
     if exponents:
@@ -243,20 +233,10 @@ def _decode_compressed_triton(
 
 
 def decode_compressed(
-    x: Tensor,
-    recent: Tensor,
-    entries: Tensor,
-    choice: Tensor | None,
-    sink: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    semaphores: Tensor,
-    m: int,
-    most: int,
-    eps: float,
+    x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
+    position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, most: int, eps: float,
     exponents: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attend with one byte, which was stored by `append_position_`.
 
     Of several texts all but `sink`, `cos` and `sin` have a dimension for them in front, and so has
@@ -293,19 +273,9 @@ def decode_compressed(
 
 
 def attention_of_byte(
-    generator: torch.Generator,
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    kv: int,
-    width: int,
-    ring: int,
-    slots: int,
-    size: int,
-    m: int,
-    most: int,
-    position: int,
-) -> tuple:
+    generator: torch.Generator, device: torch.device, dtype: torch.dtype, heads: int, kv: int,
+    width: int, ring: int, slots: int, size: int, m: int, most: int, position: int,
+) -> tuple:  # fmt: skip
     """Draw what `decode_compressed` is given; `size` 0 stands for no choice."""
     normal = normals(generator)
     vectors = [functional.rms_norm(normal(n, kv, width), (width,)) for n in (ring, slots)]

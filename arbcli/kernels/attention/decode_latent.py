@@ -40,17 +40,9 @@ WARPS = 8
 
 @text_by_text(5, *SHARED)
 def decode_latent_reference(
-    row: Tensor,
-    up: Tensor,
-    latent: Tensor,
-    rotated: Tensor,
-    lengths: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    scale: float,
-    eps: float,
-) -> tuple[Tensor, ...]:
+    row: Tensor, up: Tensor, latent: Tensor, rotated: Tensor, lengths: Tensor, position: Tensor,
+    cos: Tensor, sin: Tensor, scale: float, eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute what `decode_latent` must return and leave in the rings: float64, head by head."""
     dtype, p, (window, size), heads = row.dtype, int(position), latent.shape, lengths.shape[1]
     rotary, dim = rotated.shape[1], len(row) - size - rotated.shape[1]

@@ -47,20 +47,10 @@ _LEAST, _MOST = tl.constexpr(LEAST_SHARE), tl.constexpr(1 - LEAST_SHARE)
 
 @text_by_text(7)
 def route_position_reference(
-    router: str,
-    x: Tensor,
-    rows: Tensor,
-    mean: Tensor,
-    last: Tensor,
-    byte: Tensor,
-    ids: Tensor,
-    encoder: Tensor,
-    decoder: Tensor,
-    length: int,
-    eps: float,
-    handle: Tensor | None,
+    router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
+    encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None,
     going_on: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute what `route_position_` returns and changes, in float64.
 
     Of p, a small difference of large numbers, it is 1 + p, and of `begins` a number.
@@ -91,14 +81,9 @@ def route_position_reference(
 
 
 def take_chunk_reference(
-    z: Tensor,
-    p: Tensor,
-    residual: Tensor,
-    mean: Tensor,
-    y: Tensor,
-    position: Tensor | None,
+    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None,
     begins: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute what `take_chunk_` changes, in float64."""
     one = z.dim() == 1
     share = p.double().clamp(1e-4, 1 - 1e-4)

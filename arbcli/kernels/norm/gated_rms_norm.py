@@ -49,12 +49,9 @@ def gated_rms_norm_reference(gate_up: Tensor, weight: Packed | None, eps: float 
 
 
 def gated_rms_norm_backward_reference(
-    grad_y: Tensor,
-    gate_up: Tensor,
-    weight: Packed | None,
-    eps: float | None,
+    grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
     _overwrite: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute what `gated_rms_norm_backward` must return: autograd through the reference."""
     inputs = grad_y.double(), gate_up.double(), weight, eps
     return gradient_and_output(gated_rms_norm_reference, *inputs)

@@ -132,14 +132,9 @@ def norm_native(x: Tensor, weight: Packed | None, eps: float | None, *, gated: b
 
 
 def norm_backward_native(
-    grad_y: Tensor,
-    x: Tensor,
-    weight: Packed | None,
-    eps: float | None,
-    *,
-    gated: bool,
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float | None, *, gated: bool,
     grad_x: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the gradient of `norm_native` with respect to x, and its result again.
 
     The gradient is written to `grad_x`, like x and contiguous, which may be x: a row is read before
@@ -455,12 +450,8 @@ def _backward_added_cases(device: torch.device, group_size: int) -> Iterator[Cas
 
 
 def backward_in_its_dtype(
-    grad_y: Tensor,
-    x: Tensor,
-    weight: Packed | None,
-    eps: float,
-    other_grad: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Do what torch alone would do, gradient and sum, in the dtype of `x`."""
     grad_x, y = gradient_and_output(rms_norm_in_its_dtype, grad_y, x, weight, eps)
     return grad_x if other_grad is None else grad_x + other_grad, y

@@ -433,12 +433,9 @@ def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
 
 
 def weighted_rows_grad(
-    grad_y: Tensor,
-    weights: Tensor,
-    tokens: Tensor,
-    touched: TouchedRows,
+    grad_y: Tensor, weights: Tensor, tokens: Tensor, touched: TouchedRows,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute the gradient of the rows that `weighted_rows` summed.
 
     Args:

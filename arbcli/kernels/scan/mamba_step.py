@@ -32,16 +32,9 @@ SHARED = (3, 4, 5, 6)
 
 @text_by_text(7, *SHARED)
 def mamba_step_reference(
-    rows: Tensor,
-    ring: Tensor,
-    state: Tensor,
-    taps: Tensor,
-    rate: Tensor,
-    bias: Tensor,
-    skip: Tensor,
-    position: Tensor,
-    going_on: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    rows: Tensor, ring: Tensor, state: Tensor, taps: Tensor, rate: Tensor, bias: Tensor,
+    skip: Tensor, position: Tensor, going_on: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute what `mamba_step` must return and change, a head at a time in float64."""
     heads, states, width = state.shape
     inner, num_taps, p = heads * width, ring.shape[0], int(position)

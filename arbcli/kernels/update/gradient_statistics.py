@@ -330,12 +330,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
     def case(
-        label: str,
-        rows: int,
-        columns: int,
-        view: Callable[[Tensor], Tensor] = lambda x: x,
+        label: str, rows: int, columns: int, view: Callable[[Tensor], Tensor] = lambda x: x,
         *flags: bool,
-    ) -> Case:
+    ) -> Case:  # fmt: skip
         grad = view(torch.randn(rows, columns, generator=generator).to(device))
         rows, columns = grad.shape
         packed = random_packed(rows, columns, group_size, generator, spread=8).to(device)
