@@ -1116,6 +1116,13 @@ FAULTS = [
         rewrite("h * (t / h.sum(dim=1, keepdim=True))", "h * (h.numel() / h.sum())"),
         "masked: end to end",
     ),
+    # the model that fills holes from left to right
+    module(
+        "normaliser", "bytes of windows without marks count for less", "model.language_model",
+        rewrite(
+            "total / l.sum().clamp(min=1)", "total / l.numel()"
+        ), "fill: end to end",
+    ),
     # the model of chunks
     module(
         "causality", "window of attention sees later bytes", "model.parts",
@@ -1278,6 +1285,7 @@ MODELS: dict[str, Callable[[str], list]] = {
     "grouped:": partial(of_model, "grouped"),
     "ahead:": partial(of_model, "ahead"),
     "masked:": partial(of_model, "masked"),
+    "fill:": partial(of_model, "fill"),
     "update": of_update,
     "rotary": lambda _: list(parity._rotary(CPU)),
 }

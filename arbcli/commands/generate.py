@@ -310,7 +310,7 @@ def _check_asked(
         check_fills(config)
     for option, is_given in of_next.items():
         if is_given and (config.is_masked or fills):
-            raise ArbError(f"a model that fills holes takes no `{option}`", hint="leave it out")
+            raise ArbError(f"holes are filled from both sides; leave `{option}` out")
     check_ahead(config, ahead)
 
 
