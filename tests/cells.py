@@ -23,25 +23,15 @@ from arbcli.config.parts.rotary import RotaryConfig
 
 PARTS: dict[str, PartConfig] = {
     "attention": AttentionConfig(heads=2, window=5),
-    "grouped": AttentionConfig(
-        heads=4,
-        kv_heads=2,
-        head_width=8,
-        window=6,
+    "grouped": AttentionConfig(heads=4, kv_heads=2, head_width=8, window=6,
         rotary=RotaryConfig(base=50.0, share=0.5, scaling="llama3", factor=8.0, original_ctx=40),
-        query_key_norm="gain",
-        bias=True,
-        output_bias=True,
-        sink=True,
-    ),
+        query_key_norm="gain", bias=True, output_bias=True, sink=True),
     "latent": LatentAttentionConfig(heads=2, latent=10, rotary=4),
-    "compressed": CompressedAttentionConfig(
-        heads=2, head_width=8, ratio=2, top_k=2, window=3, index_heads=2, index_width=8
-    ),
-    "mamba": MambaConfig(heads=2, states=7),
-    "mlp": MLPConfig(width=13),
+    "compressed": CompressedAttentionConfig(heads=2, head_width=8, ratio=2, top_k=2, window=3,
+        index_heads=2, index_width=8),
+    "mamba": MambaConfig(heads=2, states=7), "mlp": MLPConfig(width=13),
     "experts": ExpertsConfig(experts=4, width=7, gate="softplus", shared=True),
-}
+}  # fmt: skip
 """By kind; `grouped` is `attention` of another shape than kernels have."""
 PLAIN = ("grouped",)
 """Of these, mixers of plain operations between kernels, which a compiler differentiates itself."""

@@ -163,17 +163,12 @@ class Slotted:
 
 
 CONTAINERS = {
-    "itself": lambda x: x,
-    "list": lambda x: [1, x],
-    "tuple": lambda x: (None, x),
-    "dictionary": lambda x: {"_kept": x},
-    "set": lambda x: {x},
-    "frozen set": lambda x: frozenset([x]),
-    "queue": lambda x: deque([x], maxlen=2),
-    "object": lambda x: SimpleNamespace(_kept=x),
-    "slots": Slotted,
+    "itself": lambda x: x, "list": lambda x: [1, x], "tuple": lambda x: (None, x),
+    "dictionary": lambda x: {"_kept": x}, "set": lambda x: {x},
+    "frozen set": lambda x: frozenset([x]), "queue": lambda x: deque([x], maxlen=2),
+    "object": lambda x: SimpleNamespace(_kept=x), "slots": Slotted,
     "nested": lambda x: [{"_a": (SimpleNamespace(__b=[Slotted(x)]),)}],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["cache", "_cache", "__cache", "_parameters_of", "training_"])

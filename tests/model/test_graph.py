@@ -38,15 +38,10 @@ from arbcli.train.updater import Updater
 from arbcli.verify.reference import reference_model
 
 PARTS = {
-    "attention": "blocks.0.attention",
-    "sequencer": "sequencer",
-    "codebook": "codebook",
-    "knowledge_codebook": "knowledge",
-    "moe": "moe_graph.experts",
-    "graph": "moe_graph.edges",
-    "router": "router",
-    "memgram": "memgram",
-}
+    "attention": "blocks.0.attention", "sequencer": "sequencer", "codebook": "codebook",
+    "knowledge_codebook": "knowledge", "moe": "moe_graph.experts", "graph": "moe_graph.edges",
+    "router": "router", "memgram": "memgram",
+}  # fmt: skip
 """By flag, where in the model a part is."""
 LEFT_OUT = [{flag: False} | ({"graph": False} if flag == "codebook" else {}) for flag in PARTS] + [
     {"moe_gate": "softplus", "shared_expert": True},
