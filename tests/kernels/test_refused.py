@@ -16,7 +16,6 @@ from arbcli.kernels.attention.attend_ahead import Kept, keep_accepted_, table_of
 from arbcli.kernels.attention.attend_parts import attend_parts
 from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.attention.decode_compressed import decode_compressed
-from arbcli.kernels.attention.rotary_norm import rotary_norm_backward
 from arbcli.kernels.codec.decode_e4m3 import decode_e4m3
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.dice import Dice
@@ -53,7 +52,6 @@ ADAPTED = {
         table_of([Kept(keys, values, new)]), *counts
     ),
     "digits_matmul": lambda x, *rest: digits_matmul(x, PrepackedDigits(*rest[:5]), *rest[5:]),
-    "rotary_norm_backward": lambda *inputs: rotary_norm_backward(inputs[:3], *inputs[3:]),
     "weighted_rows_grad": lambda grad_y, weights, tokens, order, bounds, *kind: (
         weighted_rows_grad(grad_y, weights, tokens, TouchedRows(order, order, bounds, order), *kind)
     ),

@@ -8,6 +8,7 @@ of special values, and draws of arguments that depend on one another.
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import wraps
 from inspect import signature
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -62,7 +63,7 @@ class Timing:
     inputs: tuple
     """Positional arguments; every tensor of them is counted as read once."""
     run: Callable | None = None
-    """Function to time, whose results count as written once; None is the operation's `triton`."""
+    """Function to time, whose results count as written once; None is the operation's launcher."""
     peer: Callable[[], object] | None = None
     """The same work, without arguments, by torch or a library that it calls."""
     peer_name: str = "torch"
@@ -237,6 +238,7 @@ class Operation(Generic[P, R]):
     def _compared(self, run: Callable) -> Callable:
         compared, names = self.compared, [*self.arguments]
 
+        @wraps(run)
         def with_changes(*inputs: Any) -> Any:
             found = run(*inputs)
             if callable(compared):

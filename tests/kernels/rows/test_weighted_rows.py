@@ -8,7 +8,6 @@ from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import pack_trits_reference
 from arbcli.kernels.rows.weighted_rows import (
-    WEIGHTED_ROWS,
     WEIGHTED_ROWS_GRAD,
     touched_rows,
     weighted_rows,
@@ -138,9 +137,9 @@ def test_nothing_is_as_large_as_the_table_or_its_slots(monkeypatch, device):
             return made[-1]
 
         monkeypatch.setattr(torch, name, recorded)
-    inputs = next(c.inputs for c in WEIGHTED_ROWS.cases(device, 32) if "duplicates" in c.label)
+    inputs = next(c.inputs for c in weighted_rows.cases(device, 32) if "duplicates" in c.label)
     made.clear()
-    WEIGHTED_ROWS.triton(*inputs)
+    weighted_rows.triton(*inputs)
     assert sum(t.numel() for t in made) == inputs[0].shape[0] * 64
     grad_inputs = next(iter(WEIGHTED_ROWS_GRAD.cases(device, 32))).inputs
     made.clear()
