@@ -33,6 +33,7 @@ from arbcli.config.presets import PRESETS, preset
 from arbcli.config.short_forms import compressed, dense, graph, hnet
 from arbcli.device import deterministic
 from arbcli.directions import DIRECTIONS
+from arbcli.filling import cut
 from arbcli.inspect.trace import without_memory
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.rows.weighted_rows import TouchedRows
@@ -208,6 +209,7 @@ MODELS = {
     "bounded": bounded(),
     "grouped": grouped(),
     "masked": masked(),
+    "fill": replace(dense(dim=36, layers=1, heads=2, ffn=50, ctx=11), objective="fill"),
     "ahead": replace(
         dense(dim=36, layers=1, heads=2, ffn=50, ctx=11), ahead=AheadConfig(positions=4, width=13)
     ),
@@ -326,6 +328,9 @@ class Subject:
             ids, targets = hide(
                 ids[:, 1:], VOCABULARY, seed=2, step=0, numbers=numbers, of=self.batch
             )
+            return ids.to(self.device), targets.to(self.device)
+        if self.config.fills:
+            ids, targets = cut(ids, VOCABULARY, seed=2, step=1, numbers=range(self.batch))
             return ids.to(self.device), targets.to(self.device)
         ids = ids.to(self.device)
         return ids[:, :-1], ids[:, 1:]

@@ -112,8 +112,10 @@ def test_frozen_norms_are_trits_and_scales_only():
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("tiny", 3.34), ("small", 10.8), ("base", 85.3), ("1b", 1234)]
-)
+    ("name", "millions"),
+    [("tiny", 3.34), ("small", 10.8), ("base", 85.3), ("1b", 1234), ("hnet-tiny", 2.99),
+     ("hnet-small", 10.98), ("hnet-base", 85.5), ("hnet-every", 84.9), ("hnet-two-stage", 93.4)],
+)  # fmt: skip
 def test_presets_have_their_size(name, millions):
     assert predict(preset(name)).trained_weights / 1e6 == pytest.approx(millions, rel=2e-3)
 
