@@ -82,6 +82,8 @@ class Answered:
 
     def __init__(self, spec, case) -> None:
         self.spec, self.case = spec, case
+        self.dtypes: tuple = ()
+        """Of the results of the first backend that was asked."""
 
     @cached_property
     def wanted(self) -> tuple:
@@ -103,6 +105,9 @@ def assert_reference_is_met(spec, backend, chosen) -> None:
     for each in chosen:
         with use_backend(backend):
             got = as_tuple(implementation(*copies(each.case.inputs)))
+        dtypes = tuple(result.dtype for result in got)
+        each.dtypes = each.dtypes or dtypes
+        assert dtypes == each.dtypes, each.case.label
         for result, expected, other in zip(got, each.wanted, each.peers, strict=True):
             found = compare(spec, each.case.label, result, expected, other)
             assert found.passed, found
