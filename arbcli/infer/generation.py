@@ -30,6 +30,7 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.model.cache import Cache
 from arbcli.model.language_model import LanguageModel, Phase
 
 WARM_UP_STEPS = 3
@@ -179,10 +180,7 @@ class Decoder:
         if self.length:
             ids = torch.cat([self._byte[0].to(ids.dtype), ids])
         with use_backend(self.backend):
-            for start in range(0, len(ids) - 1, self.cache.window):
-                stop = min(start + self.cache.window, len(ids) - 1)
-                self.model(ids[None, start:stop].long(), self.cache)
-                progress(stop, len(ids) - 1)
+            read_symbols(self.model, ids[:-1], self.cache, progress)
         self._byte.copy_(ids[-1])  # the next step reads it
         self.length += len(prompt)
 
@@ -344,6 +342,33 @@ class Decoder:
     def _fetch(self, begin: int) -> Callable[[], Sequence[int]]:
         """Copy the text from `begin` on to the host; the function returned waits for it."""
         return copied_to_host(self._text[begin : self.length])
+
+
+def read_symbols(
+    model: LanguageModel,
+    ids: Tensor,
+    cache: Cache,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> None:
+    """Let a model read symbols, in chunks of the window.
+
+    Symbols that nothing after the last one depends on are counted only. The others are in the
+    chunks that they would be in otherwise, so no bit of what follows is another.
+
+    Args:
+        model: that reads.
+        ids: (N,) integers.
+        cache: of a text, to which they are added.
+        progress: is told after each chunk how many were read, and of how many.
+    """
+    skipped, reach = 0, model.config.reach
+    if reach is not None and not cache.is_marked:
+        skipped = max(0, (len(ids) - cache.window - reach) // cache.window * cache.window)
+        cache.main.clock.count(skipped)
+    for start in range(skipped, len(ids), cache.window):
+        stop = min(start + cache.window, len(ids))
+        model(ids[None, start:stop].long(), cache)
+        progress(stop, len(ids))
 
 
 def symbols_on(device: torch.device, symbols: Sequence[int], dtype: torch.dtype) -> Tensor:
