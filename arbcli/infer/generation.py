@@ -98,6 +98,7 @@ class Decoder:
         stream: which of the random streams of the seed.
         ahead: bytes that a step makes at most: a head of the model proposes all but the first, and
             the model checks them. It changes no bit of the text.
+        prompt: bytes that are read first, at least: a long one takes less memory if it is known.
 
     Raises:
         ArbError: bytes are to be proposed, and the model has no head for it or cannot check them.
@@ -115,6 +116,7 @@ class Decoder:
         capture: bool | None = None,
         stream: int = 0,
         ahead: int = 1,
+        prompt: int = 1,
     ) -> None:
         if positions > LONGEST_TEXT:
             raise ArbError(
@@ -122,7 +124,11 @@ class Decoder:
                 hint=f"use `--length` for {LONGEST_TEXT:,} together at most",
             )
         self.model, self.sampling = model, sampling or Sampling()
-        self.cache = model.new_cache(positions)
+        reach = model.config.reach
+        # as many as are counted whatever the window, or fewer
+        first = 0 if reach is None else max(0, prompt - 1 - reach - 2 * model.config.ctx)
+        self.cache = model.new_cache(positions, first)
+        self._prompt = prompt
         device = self.device = self.cache.position.device
         self.backend = backend or default_backend(device)
         self.length = 0
@@ -169,10 +175,12 @@ class Decoder:
 
         Raises:
             ArbError: there is none.
-            ValueError: the text cannot have so many.
+            ValueError: the text cannot have so many, or a longer prompt was expected.
         """
         if not prompt:
             raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
+        if not self.length and len(prompt) < self._prompt:
+            raise ValueError(f"a prompt of {self._prompt} bytes was expected, got {len(prompt)}")
         if self.length + len(prompt) > len(self._text):
             raise ValueError(f"no room for {len(prompt)} bytes after {self.length}")
         ids = symbols_on(self.device, prompt, self._text.dtype)
@@ -361,12 +369,12 @@ def read_symbols(
         cache: of a text, to which they are added.
         progress: is told after each chunk how many were read, and of how many.
     """
-    skipped, reach = 0, model.config.reach
+    skipped, reach, window = 0, model.config.reach, cache.window
     if reach is not None and not cache.is_marked:
-        skipped = max(0, (len(ids) - cache.window - reach) // cache.window * cache.window)
+        skipped = max(0, (len(ids) - window - reach) // window * window)
         cache.main.clock.count(skipped)
-    for start in range(skipped, len(ids), cache.window):
-        stop = min(start + cache.window, len(ids))
+    for start in range(skipped, len(ids), window):
+        stop = min(start + window, len(ids))
         model(ids[None, start:stop].long(), cache)
         progress(stop, len(ids))
 
@@ -444,7 +452,9 @@ def generate(
         symbols = symbols_of(model, prompt)
         with model.keeping(kv):
             room_for = len(symbols) + length
-            decoder = Decoder(model, room_for, sampling, backend=backend, ahead=ahead)
+            decoder = Decoder(
+                model, room_for, sampling, backend=backend, ahead=ahead, prompt=len(symbols)
+            )
         decoder.read(symbols)
         yield from bytes_of(model, symbols, _until(decoder.stream(length), ends))
 
@@ -531,7 +541,9 @@ def continue_text(
         symbols = symbols_of(model, prompt)
         with model.keeping(kv):
             room_for = len(symbols) + length
-            decoder = Decoder(model, room_for, sampling, backend=backend, ahead=ahead)
+            decoder = Decoder(
+                model, room_for, sampling, backend=backend, ahead=ahead, prompt=len(symbols)
+            )
             kept_in = model.kept_in
         decoder.read(symbols, on_prompt)
         if decoder.device.type == "cuda":

@@ -524,14 +524,16 @@ class LanguageModel(nn.Module):
         plain = all(stage.dim % 8 == 0 and stage.adds_plainly for stage in stages)
         return fits and plain and self.plain_norms and self.fits_bytes
 
-    def new_cache(self, positions: int) -> Cache:
+    def new_cache(self, positions: int, first: int = 0) -> Cache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it.
+
+        Those before `first` will be counted and not read.
 
         Raises:
             ArbError: the model makes no text from left to right.
         """
         self._check_causal()
-        return Cache(self, positions)
+        return Cache(self, positions, first=first)
 
     def new_several_cache(
         self, texts: int, positions: int, device: torch.device | None = None
