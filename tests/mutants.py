@@ -15,6 +15,7 @@ import builtins
 import importlib
 import importlib.machinery
 import json
+import mmap
 import os
 import random
 import shutil
@@ -169,7 +170,8 @@ class Recorder:
         self.places: list[str] = []
         self.written = 0
         self.rows = (folder / "map.jsonl").open("w")
-        builtins._executed = self.executed = bytearray(200_000)
+        # shared with the processes that a test forks
+        builtins._executed = self.executed = mmap.mmap(-1, 200_000)
         sys.pycache_prefix = str(folder / "pycache")
         sys.dont_write_bytecode = True
         self.plain = importlib.machinery.SourceFileLoader.source_to_code
