@@ -39,19 +39,6 @@ def matrix(device, rows=20, in_features=328, group_size=32) -> Packed:
     return random_packed(rows, in_features, group_size, generator, spread=8).to(device)
 
 
-@pytest.mark.parametrize("in_features", [8, 160, 328])
-@pytest.mark.parametrize("group_size", [32, 96])
-def test_coded_weights_are_the_packed_ones(group_size, in_features, device):
-    packed = matrix(device, in_features=in_features, group_size=group_size)
-    expected = decode_digits_reference(packed).double()
-    weight = prepack(packed)
-    for k in {0, in_features // 2, in_features - 1}:
-        x = torch.zeros(1, in_features, device=device)
-        x[0, k] = 1
-        column = prepacked_reference(x, *weight, None, None, torch.float32)
-        assert torch.equal(column[0], expected[:, k])
-
-
 def digits_of_many_scales(device, rows=22, in_features=328) -> Packed:
     """Draw weights of all digits whose exponents differ from row to row and group to group."""
     packed = random_digits(rows, in_features, 32, torch.Generator().manual_seed(2))
