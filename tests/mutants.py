@@ -12,6 +12,7 @@ no difference to anyone: that is for the reader to judge.
 
 import ast
 import builtins
+import gc
 import importlib
 import importlib.machinery
 import json
@@ -23,14 +24,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-FIRST_SECONDS, WIDE_SECONDS = 8.0, 40.0
-"""Sums of the times of tests, as the map has them, that are tried at first, and if these pass."""
-MOST_TESTS = 400
+WIDE_SECONDS, MOST_TESTS = 15.0, 200
+"""The most tests that are run of a change, and the sum of their times as the map has them."""
 OPTIONS = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "-m", "not slow"]
 FLIPPED: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -132,14 +134,15 @@ def mutants_of(source: str, kernels: bool = False) -> list[Mutant]:
     found: list[Mutant] = []
     data = source.encode()
 
-    def visit(node: ast.AST, function: str) -> None:
+    def visit(node: ast.AST, function: str, around: str) -> None:
         if isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom):
             return
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             if _is_kernel(node) and not kernels:
                 return
-            if isinstance(node, ast.FunctionDef):
-                function = f"{function}.{node.name}".lstrip(".")
+            around = f"{around}.{node.name}".lstrip(".")
+            if isinstance(node, ast.FunctionDef) and not function:
+                function = around  # the code of those inside is part of its own
         for old, text in changes_of(node):
             begin = starts[old.lineno - 1] + old.col_offset
             end = starts[old.end_lineno - 1] + old.end_col_offset
@@ -153,9 +156,9 @@ def mutants_of(source: str, kernels: bool = False) -> list[Mutant]:
                 continue
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    visit(child, function)
+                    visit(child, function, around)
 
-    visit(ast.parse(source), "")
+    visit(ast.parse(source), "", "")
     return found
 
 
@@ -278,107 +281,159 @@ class Map:
                 name, line = places[number]
                 self.tests.setdefault(name, {}).setdefault(line, []).append(test)
 
-    def of(self, name: str, line: int, inside: bool) -> list[str]:
-        """List tests that run a line; any line of the file for one outside of functions."""
+    def of(self, name: str, line: int) -> list[str]:
+        """List tests that run a line of a function."""
         known = self.tests.get(name, {})
-        if inside:
-            before = [number for number in known if number <= line]
-            tests = set(known[max(before)]) if before else set()
-        else:
-            tests = {test for found in known.values() for test in found}
+        before = max((number for number in known if number <= line), default=None)
         stem = Path(name).stem.lstrip("_")
 
         def order(test: str) -> tuple[bool, int]:
             return stem not in test.split("::")[0], self.breadth[test]
 
-        return sorted(tests, key=order)
+        return sorted(set(known[before]), key=order) if before else []
 
-    def within(self, tests: list[str], seconds: float) -> list[str]:
+    def within(self, tests: list, seconds: float) -> list:
+        """Take the first tests, or their items, that take so many seconds together."""
         chosen, total = [], 0.0
         for test in tests:
-            if total + self.seconds[test] <= seconds and len(chosen) < MOST_TESTS:
+            own = self.seconds[getattr(test, "nodeid", test)]
+            if total + own <= seconds and len(chosen) < MOST_TESTS:
                 chosen.append(test)
-                total += self.seconds[test]
+                total += own
         return chosen
 
 
-def passes(tests: list[str], seconds: float) -> bool:
-    """Run tests in a fork of this process; what takes too long fails."""
-    pid = os.fork()
-    if not pid:
-        os.setsid()
-        null = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):
-            os.dup2(null, descriptor)
-        code = 99
+def code_of(code: CodeType, names: Sequence[str]) -> CodeType:
+    """Find the code of a function of a module by the names of the classes around it, and its own.
+
+    Raises:
+        StopIteration: there is none.
+    """
+    for name in names:
+        found = (c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
+        code = next(found)
+    return code
+
+
+class Trier:
+    """A plugin of pytest that tries mutants instead of running tests, each in a fork.
+
+    Args:
+        folder: of the map.
+        mutants: by module.
+    """
+
+    def __init__(
+        self, known: Map, package: Path, folder: Path, chosen: dict[str, list[Mutant]]
+    ) -> None:
+        self.known, self.package, self.chosen = known, package, chosen
+        self.rows = (folder / "mutants.jsonl").open("a")
+        self.counts: Counter[str] = Counter()
+        self.forked = False
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if self.forked and report.failed:
+            os._exit(1)
+
+    def pytest_runtestloop(self, session) -> bool:
+        gc.unfreeze()
+        functions: dict[tuple[str, str], list[FunctionType]] = {}
+        for one in gc.get_objects():
+            if isinstance(one, FunctionType):
+                key = one.__code__.co_filename, one.__code__.co_qualname
+                functions.setdefault(key, []).append(one)
+        gc.freeze()
+        items = {item.nodeid: item for item in session.items}
+        for name, mutants in self.chosen.items():
+            path = self.package / name
+            source = path.read_bytes()
+            for mutant in mutants:
+                outcome = self._try(name, mutant, source, functions, items)
+                self.counts[outcome] += 1
+                self.rows.write(
+                    json.dumps({"module": name, "outcome": outcome} | mutant._asdict()) + "\n"
+                )
+                self.rows.flush()
+                if outcome in ("survived", "not executed"):
+                    before, after = (
+                        " ".join(t.split())[:90] for t in (mutant.before, mutant.after)
+                    )
+                    where = f"{name}:{mutant.line} {mutant.function}"
+                    sys.__stdout__.write(f"{outcome}: {where}: `{before}` -> `{after}`\n")
+                    sys.__stdout__.flush()
+        sys.__stdout__.write(f"{dict(self.counts)}\n")
+        return True
+
+    def _try(self, name, mutant, source, functions, items) -> str:
+        first, last = mutant.place
+        path = str(self.package / name)
         try:
-            import pytest
+            changed = compile(source[:first] + mutant.after.encode() + source[last:], path, "exec")
+            names = mutant.function.split(".")
+            new = code_of(changed, names)
+        except (SyntaxError, StopIteration):
+            return "not planted"
+        held = functions.get((path, mutant.function), [])
+        if not held or all(one.__code__ == new for one in held):
+            return "not planted"
+        tests = [items[test] for test in self.known.of(name, mutant.line) if test in items]
+        if not tests:
+            return "not executed"
+        tests = self.known.within(tests, WIDE_SECONDS)
+        seconds = sum(self.known.seconds[test.nodeid] for test in tests)
+        return "survived" if self._passes(tests, held, new, seconds) else "seen"
 
-            code = int(pytest.main([*OPTIONS, *tests]))
-        finally:
-            os._exit(code)
-    until = time.monotonic() + 4 * seconds + 40
-    while time.monotonic() < until:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status) == 0
-        time.sleep(0.05)
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return False
+    def _passes(self, tests, held, new, seconds) -> bool:
+        """Run tests in a fork; what takes too long fails."""
+        pid = os.fork()
+        if not pid:
+            try:
+                os.setsid()
+                null = os.open(os.devnull, os.O_RDWR)
+                for descriptor in (0, 1, 2):
+                    os.dup2(null, descriptor)
+                self.forked = True
+                for one in held:
+                    one.__code__ = new
+                for item, following in zip(tests, [*tests[1:], None], strict=True):
+                    item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        until = time.monotonic() + 10 * seconds + 60
+        while time.monotonic() < until:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status) == 0
+            time.sleep(0.01)
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return False
 
 
-def try_mutants(folder: Path, each: int, seed: int, names: list[str]) -> None:
+def try_mutants(folder: Path, each: int, seed: int, names: list[str]) -> int:
     """Try changes of modules, and print what no test sees."""
-    known = Map(folder / "map.jsonl")
-    tree = copy_tree(folder)
+    known, tree = Map(folder / "map.jsonl"), folder / "tree"
     begin(tree)
-    package = tree / "arbcli"
-    counts = {"seen": 0, "survived": 0, "not executed": 0}
-    rows = (folder / "mutants.jsonl").open("a")
+    package, chosen = tree / "arbcli", {}
+    files: dict[str, None] = {}
     for name in names:
         place = package / name
-        paths = sorted(place.rglob("*.py")) if place.is_dir() else [place]
-        for path in paths:
-            _try_module(path, str(path.relative_to(package)), each, seed, known, counts, rows)
-    sys.stdout.write(f"{counts}\n")
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            name, draw = str(path.relative_to(package)), random.Random(f"{seed} {path.name}")
+            functions: dict[str, list[Mutant]] = {}
+            for mutant in mutants_of(path.read_text()):
+                if mutant.function:
+                    functions.setdefault(mutant.function, []).append(mutant)
+            drawn = [draw.sample(found, min(each, len(found))) for found in functions.values()]
+            chosen[name] = [mutant for mutants in drawn for mutant in mutants]
+            for mutant in chosen[name]:
+                tests = known.within(known.of(name, mutant.line), WIDE_SECONDS)
+                files |= dict.fromkeys(test.split("::")[0] for test in tests)
+    import pytest
 
-
-def _try_module(path, name, each, seed, known, counts, rows) -> None:
-    source, about = path.read_text(), path.stat()
-    functions: dict[str, list[Mutant]] = {}
-    for mutant in mutants_of(source):
-        functions.setdefault(mutant.function, []).append(mutant)
-    draw = random.Random(f"{seed} {name}")
-    chosen = [m for found in functions.values() for m in draw.sample(found, min(each, len(found)))]
-    for number, mutant in enumerate(chosen):
-        first, last = mutant.place
-        data = source.encode()
-        changed = data[:first] + mutant.after.encode() + data[last:]
-        try:
-            compile(changed, name, "exec")
-        except SyntaxError:
-            continue
-        tests = known.of(name, mutant.line, bool(mutant.function))
-        path.write_bytes(changed)
-        os.utime(path, (about.st_mtime + 10 + number,) * 2)
-        outcome = "not executed"
-        if tests:
-            quick = known.within(tests, FIRST_SECONDS)
-            wide = [test for test in known.within(tests, WIDE_SECONDS) if test not in quick]
-            survived = not quick or passes(quick, FIRST_SECONDS)
-            survived = survived and (not wide or passes(wide, WIDE_SECONDS))
-            outcome = "survived" if survived else "seen"
-        path.write_bytes(data)
-        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-        counts[outcome] += 1
-        rows.write(json.dumps({"module": name, "outcome": outcome, **mutant._asdict()}) + "\n")
-        rows.flush()
-        if outcome != "seen":
-            before, after = (" ".join(text.split()) for text in (mutant.before, mutant.after))
-            where = f"{name}:{mutant.line} {mutant.function}"
-            sys.stdout.write(f"{outcome}: {where}: `{before[:100]}` -> `{after[:100]}`\n")
-            sys.stdout.flush()
+    there = [file for file in files if (tree / file).exists()]
+    return int(pytest.main([*OPTIONS, *there], [Trier(known, package, folder, chosen)]))
 
 
 if __name__ == "__main__":
@@ -386,4 +441,4 @@ if __name__ == "__main__":
     Path(place).mkdir(parents=True, exist_ok=True)
     if what == "map":
         sys.exit(make_map(Path(place).resolve(), rest))
-    try_mutants(Path(place).resolve(), int(rest[0]), int(rest[1]), rest[2:])
+    sys.exit(try_mutants(Path(place).resolve(), int(rest[0]), int(rest[1]), rest[2:]))
