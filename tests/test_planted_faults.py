@@ -50,7 +50,7 @@ from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.model.stack import Block
 from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
-from arbcli.verify.kernels import KERNELS, copies, find_kernels
+from arbcli.verify.kernels import KERNELS, copies, find_kernels, peers_of
 from arbcli.verify.parity import RAGGED, Subject
 from arbcli.verify.sample import is_long
 from arbcli.verify.strength import PLANTED
@@ -639,6 +639,9 @@ FAULTS = [
     module("normaliser", "hidden bytes of all windows count alike", "model.language_model",
         rewrite("h * (t / h.sum(dim=1, keepdim=True))", "h * (h.numel() / h.sum())"),
         "masked: end to end"),
+    # the model that fills holes from left to right
+    module("normaliser", "bytes of windows without marks count for less", "model.language_model",
+        rewrite("total / l.sum().clamp(min=1)", "total / l.numel()"), "fill: end to end"),
     # the model of chunks
     module("causality", "window of attention sees later bytes", "model.parts",
         rewrite("(k <= q) if c else (k < q + w)", "k < q + w"), "hnet: causality"),
@@ -741,6 +744,7 @@ MODELS: dict[str, Callable[[str], list]] = {
     "hnet:": partial(of_model, "hnet"), "mamba:": partial(of_model, "hnet mamba"),
     "mixed:": partial(of_model, "mixed"), "grouped:": partial(of_model, "grouped"),
     "ahead:": partial(of_model, "ahead"), "masked:": partial(of_model, "masked"),
+    "fill:": partial(of_model, "fill"),
     "update": of_update, "rotary": lambda _: list(parity._rotary(CPU)),
 }  # fmt: skip
 """Checks of models by the first word of their name."""
@@ -752,9 +756,7 @@ def kernel_failures(name: str, group_size: int) -> list:
     with poisoned():
         for case in spec.cases(CPU, group_size):
             wanted = as_tuple(spec.reference(*copies(case.inputs)))
-            peers = (
-                as_tuple(case.peer(*copies(case.inputs))) if case.peer else (None,) * len(wanted)
-            )
+            peers = peers_of(spec, case, len(wanted))
             for backend, run in (("interpreter", spec.triton), ("torch", spec.torch)):
                 if backend == "interpreter" and is_long(name, case.label):
                     continue  # what `arb verify-kernels` leaves out must not be needed

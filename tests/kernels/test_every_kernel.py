@@ -25,7 +25,7 @@ from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.verify import kernels as verify
 from arbcli.verify.compare import as_tuple, poisoned
 from arbcli.verify.fuzz import _form
-from arbcli.verify.kernels import KERNELS, Checks, compare, copies
+from arbcli.verify.kernels import KERNELS, Checks, compare, copies, peers_of
 from arbcli.verify.sample import LONG_CASES, OF_VALUES, is_long
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
@@ -88,8 +88,7 @@ class Answered:
 
     @cached_property
     def peers(self) -> tuple:
-        peer, inputs = self.case.peer, copies(self.case.inputs)
-        return as_tuple(peer(*inputs)) if peer else (None,) * len(self.wanted)
+        return peers_of(self.spec, self.case, len(self.wanted))
 
 
 @lru_cache(maxsize=1)  # parameters of a kernel and scale type follow one another
