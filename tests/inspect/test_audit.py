@@ -83,27 +83,6 @@ def test_live_tensors_names_the_largest_at_the_peak():
     assert tensors.peak == 4 * (len(state) + sum(map(len, kept)))
 
 
-SHAPES = [
-    {"rule": "moment", "ctx": 64, "batch": 4},
-    {"rule": "moment", "compute": "fp32", "dim": 192, "ffn": 256},
-    {"rule": "nibble", "sub_norms": False, "layers": 2, "ffn": 200, "batch": 8},
-    {"rule": "carry", "dim": 256, "ffn": 704, "scale_type": "T4"},
-    {"rule": "votes", "dim": 128, "ffn": 100},
-    {"compute": "fp8", "ctx": 64, "batch": 16},
-]
-
-
-@pytest.mark.parametrize(
-    "shape",
-    mostly_slow(SHAPES, lambda shape: shape is SHAPES[0]),  # test_peak.py has others
-    ids=lambda shape: "-".join(map(str, shape.values())),
-)
-def test_audit_measures_the_predicted_peak(shape):
-    report = audit(config_of(**shape))
-    assert report.passed
-    assert report.peak_error == 0
-
-
 @pytest.mark.parametrize(
     ("tied", "rule"), mostly_slow([(False, "moment"), (True, "nibble")], lambda tied, _: tied)
 )
@@ -115,37 +94,6 @@ def test_audit_of_many_symbols_measures_the_predicted_peak(tied, rule):
     assert report.passed
     assert report.peak_error == 0
     assert least_bytes(config) <= report.predicted_peak.peak_bytes <= 4 * least_bytes(config)
-
-
-GRAPHS = {
-    "small": {},
-    "fp32": {"compute": "fp32", "memgram": True},
-    "arb-tiny": None,
-    "nibble": {"rule": "nibble", "ctx": 64, "batch": 8},
-    "carry without attention": {"rule": "carry", "ctx": 64, "attention": False},
-    "votes without experts": {"rule": "votes", "moe": False, "graph": False},
-    "recompute": {"recompute": True, "ctx": 64, "batch": 8, "layers": 4, "expert_ffn": 96},
-    "experts": {"ctx": 64, "batch": 8, "expert_dim": 96, "expert_ffn": 128, "head_ffn": 32},
-    "one iteration": {"ctx": 64, "max_moe_iters": 1, "expert_ffn": 512, "batch": 8},
-    "codes": {"ctx": 64, "batch": 16, "codes": (64, 64), "code_dim": 128},
-    "knowledge": {"ctx": 64, "knowledge": (128, 64), "knowledge_dim": 128, "moe": False},
-    "only blocks": {
-        "codebook": False, "knowledge_codebook": False, "moe": False, "graph": False,
-        "router": False, "sequencer": False, "ctx": 64,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.slow  # test_peak.py measures one
-@pytest.mark.parametrize("name", GRAPHS)
-def test_audit_of_a_graph_measures_the_predicted_peak(name, small_graph):
-    given = GRAPHS[name]
-    shape = {"preset": "arb-tiny", "batch": 2, "ctx": 64} if given is None else small_graph | given
-    report = audit(new_config(**{"device": "cpu", "steps": 2, "compute": "bf16"} | shape))
-    assert report.passed
-    assert report.measured.state_bytes == report.predicted.total.state_bytes
-    # inverses of a stack take 1.1 % less than is predicted of them
-    assert abs(report.peak_error) <= (0.02 if report.backend == "native" else 0)
 
 
 def test_audit_measures_every_stage():

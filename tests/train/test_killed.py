@@ -294,6 +294,16 @@ def test_record_without_the_evaluation_of_its_step_is_written_again(config, tmp_
     assert contents(run) == expected
 
 
+def test_last_checkpoint_is_kept_as_the_best_where_a_kill_came_before(config, tmp_path):
+    run = tmp_path / "run"
+    start_run(config(keep_best=True, eval_every=STEPS), run, Observer())
+    expected = contents(run)
+    assert len(expected[0]) == 2
+    (run / f"best-{STEPS:06d}.safetensors").unlink()
+    resume_run(run, Observer())
+    assert contents(run) == expected
+
+
 def test_run_without_records_goes_on_with_those_from_its_checkpoint_on(config, whole, tmp_path):
     options, run = config(), tmp_path / "run"
     killed_before_record(options, run, 6)

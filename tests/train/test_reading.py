@@ -441,6 +441,19 @@ def test_report_has_the_entropy_of_the_held_out_text(options, tmp_path):
     assert report.bits_per_byte == pytest.approx(report.val_loss / 0.693147, rel=1e-5)
 
 
+@pytest.mark.parametrize(("minutes", "steps"), [(0.5, 57), (1, 117), (0.02, 1)])
+def test_minutes_are_as_many_steps_as_they_have_room_for(minutes, steps, options, monkeypatch):
+    """Half a second a step; the three that time it come off, and evaluations take nothing here."""
+    clock = Clock()
+    monkeypatch.setattr(runs, "time", clock)
+    clock.take(monkeypatch, Trainer, "train_step", 0.5)
+    clock.take(monkeypatch, Trainer, "evaluate", 0)
+    monkeypatch.setattr(runs, "TIMED_STEPS", 2)
+    config = new_config(**options | {"steps": 10**6})
+    texts = open_texts(config.data, config.val, seed=0, context=config.model.ctx)
+    assert runs._fit_to_minutes(config, texts, minutes, Group(), None).steps == steps
+
+
 def test_sample_of_a_run_is_asked_for_with_its_seed(options, tmp_path, monkeypatch):
     calls = spy(monkeypatch, runs, "generate")
     config = new_config(**options | {"steps": 1, "seed": 5, "backend": "torch"})
