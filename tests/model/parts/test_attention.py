@@ -250,9 +250,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_shape_or_angle_that_cannot_be_is_refused(message, monkeypatch):
-    with pytest.raises(ArbError) as caught:
+    def make():
         monkeypatch.setitem(SHAPES, "refused", REFUSED[message]())
         model_config("refused")
+
+    with pytest.raises(ArbError) as caught:
+        make()
     assert str(caught.value).startswith(message)
     assert caught.value.hint
 
