@@ -313,6 +313,18 @@ FAULTS = [
         rewrite("r * (g - x * m)", "r * g"),
     ),
     kernel(
+        "missing term", "gains of a norm left out", "gained_rms_norm",
+        rewrite("x * r * w", "x * r"), place=launched,
+    ),
+    kernel(
+        "missing term", "added rows not added before gains", "add_gained_rms_norm",
+        rewrite("x += load_rows(a, ...)", "x += 0 * load_rows(a, ...)"),
+    ),
+    kernel(
+        "partial sum", "gradient of gains of the last tile alone", "gained_rms_norm_backward",
+        rewrite("g += tl.sum(a, axis=0)", "g = tl.sum(a, axis=0)"), place=launched,
+    ),
+    kernel(
         "missing term", "gradient next to the norm not added", "rms_norm_backward",
         rewrite("v += load_rows(a, ...)", "v += 0 * load_rows(a, ...)"),
     ),
@@ -1098,8 +1110,8 @@ FAULTS = [
         rewrite("f * (k + (1 - k) / r.factor)", "f * (k + (1 - k))"), "grouped: output",
     ),
     module(
-        "gradient", "gradient of gains averaged over positions", "model.layers.gained_norm",
-        rewrite("p.sum(dim=0)", "p.mean(dim=0)"), "grouped: gradient",
+        "gradient", "gradient of gains multiplied by the gains", "model.layers.gained_norm",
+        rewrite("s.collect(None, g)", "s.collect(None, g * self._gains()[0])"), "grouped: gradient",
     ),
     # the head beyond the next byte
     module(
