@@ -436,6 +436,16 @@ def keep(benchmark: str, row: dict[str, Any], given: argparse.Namespace) -> None
     results.save(benchmark, [row], command=command, folder=given.out)
 
 
+def print_begun(rules: Iterable[str], folder: Path, given: argparse.Namespace) -> None:
+    """Print the losses of the float model, and of what was imported of it."""
+    for kind in rules:
+        row = {"part": "begun", "kind": kind, "lr": 0.0, "seed": 0, "steps": 0, "seconds": 0.0}
+        found = score(imported(folder, kind), given.texts, given.device)
+        print(json.dumps(row | found), flush=True)
+    twin = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
+    print("float", both_losses(twin.to(given.device).loss, given.texts, given.device), flush=True)
+
+
 def main() -> None:
     """Train the float model, tune it in every way, and write the rows."""
     parser = options("tuning", "Compare ways of tuning.")
@@ -451,14 +461,9 @@ def main() -> None:
         return
     rules = [kind for kind in RULES if kind in (given.kinds or RULES)]
     with prepared_folder(given, rules) as folder:
-        for kind in rules:
-            row = {"part": "begun", "kind": kind, "lr": 0.0, "seed": 0, "steps": 0, "seconds": 0.0}
-            found = score(imported(folder, kind), given.texts, given.device)
-            print(json.dumps(row | found), flush=True)
-        twin = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
-        twin = twin.to(given.device)
-        print("float", both_losses(twin.loss, given.texts, given.device), flush=True)
         parts = given.parts or PARTS
+        if {*parts} != {"speed"}:
+            print_begun(rules, folder, given)
         if "speed" in parts:
             words = [sys.executable, "-m", "benchmarks.tuning", str(given.texts)]
             words += ["--device", given.device, "--folder", str(folder), "--measure"]
