@@ -11,16 +11,11 @@ from arbcli import environment
 from arbcli.environment import set_environment, trains_twin
 
 LINES = {
-    "train --ctx 64": False,
-    "train --weights ternary": False,
-    "train --weights float": True,
-    "train --ctx 64 --weights ste --optimizer muon": True,
-    "train --weights=float --ctx 64": True,
-    "train --weights float --weights ternary": False,
-    "train --weights": False,
-    "generate --prompt float": False,
-    "": False,
-}
+    "train --ctx 64": False, "train --weights ternary": False, "train --weights float": True,
+    "train --ctx 64 --weights ste --optimizer muon": True, "train --weights=float --ctx 64": True,
+    "train --weights float --weights ternary": False, "train --weights": False,
+    "generate --prompt float": False, "": False,
+}  # fmt: skip
 
 
 @pytest.fixture

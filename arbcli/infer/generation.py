@@ -174,7 +174,8 @@ class Decoder:
             raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
         if self.length + len(prompt) > len(self._text):
             raise ValueError(f"no room for {len(prompt)} bytes after {self.length}")
-        ids = symbols_on(self.device, prompt, self._text.dtype)
+        marked = self.model.config.symbols > VOCABULARY  # of marks the text has the low bits
+        ids = symbols_on(self.device, prompt, torch.int32 if marked else self._text.dtype)
         self._text[self.length : self.length + len(ids)] = ids
         if self.length:
             ids = torch.cat([self._byte[0].to(ids.dtype), ids])
@@ -350,7 +351,7 @@ def symbols_on(device: torch.device, symbols: Sequence[int], dtype: torch.dtype)
     """Copy bytes, where the dtype is uint8, or tokens, in int32, to a device: (N,)."""
     if dtype == torch.uint8:
         return torch.frombuffer(bytearray(symbols), dtype=dtype).to(device)
-    return torch.tensor(symbols, dtype=dtype, device="cpu").to(device)
+    return torch.tensor([*symbols], dtype=dtype, device="cpu").to(device)
 
 
 def copied_to_host(made: Tensor) -> Callable[[], Sequence[int]]:

@@ -166,7 +166,8 @@ class LanguageModel(nn.Module):
         Args:
             ids: (B, T) int64.
             targets: (B, T) int64. With `documents` those that are negative count for nothing, and
-                the mean is over the others. Of a masked model ids and targets are those of `hide`.
+                the mean is over the others. Those of a model that fills holes are of `hide` or
+                `cut`.
             documents: (B, T) int64, numbers of the documents of each window, which know nothing of
                 each other; None is windows of one text.
             teacher: a model of the same symbols, whose predictions are learnt besides.
@@ -185,6 +186,8 @@ class LanguageModel(nn.Module):
         of_text = self._text_loss if documents is None else self._learnt_loss
         if self.config.is_masked:
             of_text = self._masked_loss
+        elif self.config.fills:
+            of_text = self._learnt_loss
         losses = {"text": of_text(flow, targets)}
         for name in ("ponder", "indexer"):
             if found := flow.losses.get(name):

@@ -227,7 +227,7 @@ def time_kernels(
         else:
             progress(f"timing  {name}")
             for timing in spec.timings(stopwatch.device, group_size):
-                run = timing.run or spec.triton
+                run = timing.run or spec.launch[0]
                 timings.append(_time(name, run, timing, stopwatch, roofline))
     return TimingReport(roofline, tuple(timings), not_timed)
 

@@ -206,44 +206,29 @@ ERRORS = {
     "unknown device": (["--device", "tpu"], "no device is named `tpu`"),
     "triton without a GPU": (["--device", "cpu", "--backend", "triton"], "needs a CUDA device"),
     "lr out of range": (["--lr", "-1"], "`--lr` is -1.0"),
-    "part of another preset": (
-        ["--no-attention"],
-        "`--attention` is `none`",
-    ),
-    "graph without codes": (
-        ["--preset", "arb-tiny", "--graph", "--no-codebook"],
-        "the graph joins codes",
-    ),
-    "resume with other parts": (
-        ["--resume", "auto", "--no-moe"],
-        "`--moe/--no-moe` cannot be given",
-    ),
+    "part of another preset": (["--no-attention"], "`--attention` is `none`"),
+    "graph without codes": (["--preset", "arb-tiny", "--graph", "--no-codebook"],
+        "the graph joins codes"),
+    "resume with other parts": (["--resume", "auto", "--no-moe"],
+        "`--moe/--no-moe` cannot be given"),
     "resume of nothing": (["--resume", "nowhere"], "there is no run at `nowhere`"),
     "no run to resume": (["--resume", "auto"], "there is no run in `runs` that has saved"),
     "resume with other settings": (["--resume", "auto", "--lr", "1"], "cannot be given"),
     "init from nothing": (["--init-from", "nowhere"], "there is no run at `nowhere`"),
     "init with a shape": (["--init-from", "x", "--dim", "8"], "`--dim` cannot be given"),
-    "init with other chunks": (
-        ["--init-from", "x", "--chunk-length", "8"],
-        "`--chunk-length` cannot be given",
-    ),
+    "init with other chunks": (["--init-from", "x", "--chunk-length", "8"],
+        "`--chunk-length` cannot be given"),
     "unknown schedule": (["--schedule", "step"], "`--schedule` is `step`"),
     "final rate above the first": (["--lr", "0.5", "--final-lr", "1"], "`--final-lr` is 1.0"),
-    "constant with another end": (
-        ["--schedule", "constant", "--final-lr", "0.1"],
-        "a constant learning rate",
-    ),
+    "constant with another end": (["--schedule", "constant", "--final-lr", "0.1"],
+        "a constant learning rate"),
     "best of a twin": (["--weights", "float", "--keep-best"], "a float twin keeps no checkpoint"),
-    "best of a run without evaluations": (
-        ["--eval-every", "0", "--keep-best"],
-        "no checkpoint is the best of a run that is never evaluated",
-    ),
+    "best of a run without evaluations": (["--eval-every", "0", "--keep-best"],
+        "no checkpoint is the best of a run that is never evaluated"),
     "more steps than a checkpoint tells of": (["--log-every", "1001"], "`--log-every` is 1,001"),
     "unsaved resume": (["--no-save", "--resume", "auto"], "so `--resume` cannot be given with it"),
-    "unsaved best": (
-        ["--no-save", "--keep-best", "--keep", "1"],
-        "so `--keep`, `--keep-best` cannot be given with it",
-    ),
+    "unsaved best": (["--no-save", "--keep-best", "--keep", "1"],
+        "so `--keep`, `--keep-best` cannot be given with it"),
     "unsaved checkpoints": (["--no-save", "--save-every", "1"], "so `--save-every` cannot be"),
     "unsaved directory": (["--no-save", "--out", "x"], "so `--out` cannot be given with it"),
     "unsaved trace": (["--no-save", "--profile"], "so `--profile` cannot be given with it"),
@@ -260,7 +245,7 @@ ERRORS = {
     "two lengths": (["--minutes", "1", "--steps", "9"], "both say how long"),
     "minutes that never end": (["--data", "{text}", "--minutes", "inf"], "`--minutes` is inf"),
     "out that is a file": (["--data", "{text}", "--out", "{text}"], "is a file"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -62,15 +62,10 @@ CONFIG = {
 """What Transformers is told of a model of three blocks with a context of 48 bytes."""
 KIND = {
     False: {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-    True: {
-        "architectures": ["ArbForCausalLM"],
-        "model_type": "arb_byte_lm",
-        "auto_map": {
-            "AutoConfig": "modeling_arb.ArbConfig",
-            "AutoModelForCausalLM": "modeling_arb.ArbForCausalLM",
-        },
-    },
-}
+    True: {"architectures": ["ArbForCausalLM"], "model_type": "arb_byte_lm",
+        "auto_map": {"AutoConfig": "modeling_arb.ArbConfig",
+        "AutoModelForCausalLM": "modeling_arb.ArbForCausalLM", }, },
+}  # fmt: skip
 """And of which kind it is, without and with sub-norms."""
 
 

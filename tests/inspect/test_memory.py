@@ -112,8 +112,10 @@ def test_frozen_norms_are_trits_and_scales_only():
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("tiny", 3.34), ("small", 10.8), ("base", 85.3), ("1b", 1234)]
-)
+    ("name", "millions"),
+    [("tiny", 3.34), ("small", 10.8), ("base", 85.3), ("1b", 1234), ("hnet-tiny", 2.99),
+     ("hnet-small", 10.98), ("hnet-base", 85.5), ("hnet-every", 84.9), ("hnet-two-stage", 93.4)],
+)  # fmt: skip
 def test_presets_have_their_size(name, millions):
     assert predict(preset(name)).trained_weights / 1e6 == pytest.approx(millions, rel=2e-3)
 
@@ -163,17 +165,12 @@ class Slotted:
 
 
 CONTAINERS = {
-    "itself": lambda x: x,
-    "list": lambda x: [1, x],
-    "tuple": lambda x: (None, x),
-    "dictionary": lambda x: {"_kept": x},
-    "set": lambda x: {x},
-    "frozen set": lambda x: frozenset([x]),
-    "queue": lambda x: deque([x], maxlen=2),
-    "object": lambda x: SimpleNamespace(_kept=x),
-    "slots": Slotted,
+    "itself": lambda x: x, "list": lambda x: [1, x], "tuple": lambda x: (None, x),
+    "dictionary": lambda x: {"_kept": x}, "set": lambda x: {x},
+    "frozen set": lambda x: frozenset([x]), "queue": lambda x: deque([x], maxlen=2),
+    "object": lambda x: SimpleNamespace(_kept=x), "slots": Slotted,
     "nested": lambda x: [{"_a": (SimpleNamespace(__b=[Slotted(x)]),)}],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["cache", "_cache", "__cache", "_parameters_of", "training_"])

@@ -25,7 +25,7 @@ from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.verify import kernels as verify
 from arbcli.verify.compare import as_tuple, poisoned
 from arbcli.verify.fuzz import _form
-from arbcli.verify.kernels import KERNELS, Checks, compare, copies
+from arbcli.verify.kernels import KERNELS, Checks, compare, copies, peers_of
 from arbcli.verify.sample import LONG_CASES, OF_VALUES, is_long
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
@@ -88,8 +88,7 @@ class Answered:
 
     @cached_property
     def peers(self) -> tuple:
-        peer, inputs = self.case.peer, copies(self.case.inputs)
-        return as_tuple(peer(*inputs)) if peer else (None,) * len(self.wanted)
+        return peers_of(self.spec, self.case, len(self.wanted))
 
 
 @lru_cache(maxsize=1)  # parameters of a kernel and scale type follow one another
@@ -326,47 +325,20 @@ def test_row_that_is_too_wide_for_registers_is_walked(name, device):
 
 
 ROWS_APART = {
-    "quantise_rows": (0,),
-    "round_nvfp4": (0,),
-    "rms_norm": (0, 1),
-    "add_rms_norm": (0, 1, 2),
-    "rms_norm_backward": (0, 1, 2, 4),
-    "gained_rms_norm": (0,),
-    "add_gained_rms_norm": (0, 1),
-    "gained_rms_norm_backward": (0, 1, 4),
-    "gated_rms_norm": (0, 1),
-    "gated_rms_norm_backward": (0, 1),
-    "rms_norm_e4m3": (0, 1),
-    "gated_rms_norm_e4m3": (0, 1),
-    "rotary_norm_backward": (0, 1, 2),
-    "rotary_heads_backward": (0, 1, 2),
-    "causal_attention_backward": (0, 1, 2, 3, 4),
-    "compress_blocks": (0,),
-    "compress_blocks_backward": (2,),
-    "choose_entries": (0, 2),
-    "compressed_attention": (0, 1, 2),
-    "compressed_attention_backward": (3, 4, 5),
-    "cross_entropy": (0,),
-    "cross_entropy_backward": (0,),
-    "add_symbols": (2,),
-    "grade_symbols": (0,),
-    "stream_weights": (0,),
-    "stream_weights_backward": (3,),
-    "gradient_statistics": (0, 1),
-    "unit_gain": (0,),
-    "unit_rows": (0,),
-    "step_scales": (0, 1, 2),
-    "blend_moment": (0, 1),
-    "step_by_moment": (0, 1, 2),
-    "step_by_direction": (0, 1, 2),
-    "decode_weight": (0,),
-    "decode_digits": (0,),
-    "quantise_gradient": (0, 3),
-    "last_bits": (0, 1),
-    "take_last_bits": (0, 1, 2),
-    "grouped_matmul": (0, 1),
-    "grouped_grad_w": (0, 1),
-}
+    "quantise_rows": (0,), "round_nvfp4": (0,), "rms_norm": (0, 1), "add_rms_norm": (0, 1, 2),
+    "rms_norm_backward": (0, 1, 2, 4), "gated_rms_norm": (0, 1), "gated_rms_norm_backward": (0, 1),
+    "gained_rms_norm": (0,), "add_gained_rms_norm": (0, 1), "gained_rms_norm_backward": (0, 1, 4),
+    "rms_norm_e4m3": (0, 1), "gated_rms_norm_e4m3": (0, 1), "rotary_norm_backward": (0, 1, 2),
+    "rotary_heads_backward": (0, 1, 2), "causal_attention_backward": (0, 1, 2, 3, 4),
+    "compress_blocks": (0,), "compress_blocks_backward": (2,), "choose_entries": (0, 2),
+    "compressed_attention": (0, 1, 2), "compressed_attention_backward": (3, 4, 5),
+    "cross_entropy": (0,), "cross_entropy_backward": (0,), "add_symbols": (2,),
+    "grade_symbols": (0,), "stream_weights": (0,), "stream_weights_backward": (3,),
+    "gradient_statistics": (0, 1), "unit_gain": (0,), "unit_rows": (0,), "step_scales": (0, 1, 2),
+    "blend_moment": (0, 1), "step_by_moment": (0, 1, 2), "step_by_direction": (0, 1, 2),
+    "decode_weight": (0,), "decode_digits": (0,), "quantise_gradient": (0, 3), "last_bits": (0, 1),
+    "take_last_bits": (0, 1, 2), "grouped_matmul": (0, 1), "grouped_grad_w": (0, 1),
+}  # fmt: skip
 """Of kernels that take columns side by side as a case of its own, the inputs of which that is."""
 
 

@@ -544,16 +544,11 @@ def test_facts_of_a_run_are_those_of_its_texts_and_of_this_program(options, monk
         "val_bytes": 100,
     }
     assert facts == {
-        "config": train_config_dict(config),
-        "digests": field_digests(config),
-        "number": 1,
+        "config": train_config_dict(config), "digests": field_digests(config), "number": 1,
         "threads": torch.get_num_threads(),
-        "versions": {
-            "arb": arbcli.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        },
-    }
+        "versions": {"arb": arbcli.__version__, "python": platform.python_version(),
+            "torch": torch.__version__, },
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

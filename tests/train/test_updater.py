@@ -440,18 +440,12 @@ def test_composed_steps_in_bf16_lose_no_more_than_single_ones(
 @pytest.mark.parametrize(
     ("shape", "wide"),
     [
-        ((6144, 2048), True),
-        ((2048, 2048), False),
-        ((11264, 2048), True),
-        ((2048, 5632), True),
-        ((2048, 4095), False),
-        ((256, 2048), False),
-        ((768, 2048), False),
-        ((2304, 768), False),
+        ((6144, 2048), True), ((2048, 2048), False), ((11264, 2048), True), ((2048, 5632), True),
+        ((2048, 4095), False), ((256, 2048), False), ((768, 2048), False), ((2304, 768), False),
         ((8, 768, 2048), True),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_steps_are_composed_for_large_wide_matrices(shape, wide, monkeypatch):
     grams = count_grams(monkeypatch)
     newton_schulz(torch.empty(shape, device="meta"), torch.bfloat16)

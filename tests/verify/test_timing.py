@@ -176,15 +176,10 @@ def test_kernel_is_timed_on_inputs_like_its_cases(spec):
 @pytest.mark.parametrize(
     "name",
     [
-        "ternary_matmul",
-        "ternary_matmul_grad_x",
-        "rms_norm",
-        "embedding_rows",
-        "embedding_grad",
-        "weighted_rows",
-        "gather_rows",
+        "ternary_matmul", "ternary_matmul_grad_x", "rms_norm", "embedding_rows", "embedding_grad",
+        "weighted_rows", "gather_rows",
     ],
-)
+)  # fmt: skip
 def test_peer_does_the_same_work(name):
     (spec,) = verify.find_kernels([name])
     with FakeTensorMode(allow_non_fake_inputs=True):

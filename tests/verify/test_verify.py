@@ -211,7 +211,7 @@ def test_kernels_are_found_by_name():
 
 
 def close(relative: float, peer_slack: float = 0.0):
-    return replace(rms_norm, gate=Gate(exact=False, relative=relative, peer_slack=peer_slack))
+    return replace(rms_norm, gate=Gate(relative=relative, peer_slack=peer_slack))
 
 
 @pytest.mark.parametrize(("error", "passed"), [(1.05e-3, True), (1.15e-3, False)])

@@ -590,7 +590,6 @@ _RING = Array("H, W, D", BF16, dense=True)
 attend_parts = Operation(
     "attend_parts", _attend_parts_triton, _attend_parts_torch, attend_parts_reference, _cases,
     Gate(
-        exact=False,
         relative=2.5e-3,
         reason="parts are rounded to bf16 once; where query and key are rounded otherwise than in"
         " float64, in the last bit, weights differ by less",

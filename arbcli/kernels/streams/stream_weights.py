@@ -318,10 +318,9 @@ def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing
 
 
 _GATE = Gate(
-    exact=False,
     relative=1e-4,
     reason="where sums are 1 but for a rounding, float32 cannot tell which rows are above",
-)
+)  # fmt: skip
 
 _ROUNDS = Number((1, 3, 7))
 

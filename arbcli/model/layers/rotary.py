@@ -190,7 +190,7 @@ class _RotaryNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return rotary_norm_backward(list(grads), *ctx.saved_tensors), None, None
+        return rotary_norm_backward(*grads, *ctx.saved_tensors), None, None
 
 
 class _RotaryNormOfCopy(Function):
@@ -208,7 +208,7 @@ class _RotaryNormOfCopy(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _r: Tensor) -> tuple[Tensor | None, ...]:
-        return rotary_norm_backward(list(_parts(grad)), *ctx.saved_tensors), None, None
+        return rotary_norm_backward(*_parts(grad), *ctx.saved_tensors), None, None
 
 
 _rotary_norm_of_copy = operator(_RotaryNormOfCopy)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
-from arbcli.kernels.codec.decode_weight import DECODE_WEIGHT, decode_weight_triton
+from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.codec.scales import scales_torch
@@ -42,9 +42,9 @@ def test_every_scale_is_the_same_in_the_kernel(device):
     exponent, fraction = (digits.to(device) for digits in every_v())
     trits = torch.ones(128, 128 * 4, dtype=torch.int8, device=device)
     inputs = (Packed(pack_trits(trits), exponent, fraction, 128 * 4, 4),)
-    expected = DECODE_WEIGHT.reference(*copies(inputs))
-    assert torch.equal(DECODE_WEIGHT.triton(*copies(inputs)), expected)
-    assert torch.equal(DECODE_WEIGHT.torch(*copies(inputs)), expected)
+    expected = decode_weight.reference(*copies(inputs))
+    assert torch.equal(decode_weight.triton(*copies(inputs)), expected)
+    assert torch.equal(decode_weight.torch(*copies(inputs)), expected)
     assert math.isclose(float(expected[-1, -1]), 2 ** (31 + 127 / 128), rel_tol=0.004)
 
 

@@ -3,14 +3,10 @@
 import pytest
 import torch
 
-from arbcli.kernels.codec import decode_e4m3
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
-from arbcli.verify.kernels import use_backend
-
-KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
 
 
 def matrix(outputs: int, inputs: int, device: torch.device | str = "cpu") -> Packed:
@@ -45,17 +41,3 @@ def test_row_that_is_not_finite_gives_nan(device):
     x[3, 5] = torch.inf
     finite = product(x, packed).isfinite().all(dim=1)
     assert finite.tolist() == [row != 3 for row in range(70)]
-
-
-@pytest.mark.parametrize("place", [0, 4097, -1])
-def test_largest_exponent_is_found_wherever_it_is(place, device, monkeypatch):
-    monkeypatch.setattr(decode_e4m3, "PART", 64)
-    monkeypatch.setattr(decode_e4m3, "MOST_PARTS", 4)
-    packed = random_packed(37, 700, 6, torch.Generator().manual_seed(0), spread=4).to(device)
-    packed.exponent.view(-1)[place] = 31
-    with use_backend(KERNELS):
-        parts = decode_e4m3.largest_exponents(packed)
-        _, scale = decode_e4m3.decode_e4m3(packed)
-    assert len(parts) == 4
-    assert parts.max() == 31
-    assert set(scale.flatten().tolist()) == {2.0**24}

@@ -39,28 +39,6 @@ def matrix(device, rows=20, in_features=328, group_size=32) -> Packed:
     return random_packed(rows, in_features, group_size, generator, spread=8).to(device)
 
 
-@pytest.mark.parametrize("in_features", [8, 160, 328])
-@pytest.mark.parametrize("group_size", [32, 96])
-def test_coded_weights_are_the_packed_ones(group_size, in_features, device):
-    packed = matrix(device, in_features=in_features, group_size=group_size)
-    expected = decode_digits_reference(packed).double()
-    weight = prepack(packed)
-    for k in {0, in_features // 2, in_features - 1}:
-        x = torch.zeros(1, in_features, device=device)
-        x[0, k] = 1
-        column = prepacked_reference(x, *weight, None, None, torch.float32)
-        assert torch.equal(column[0], expected[:, k])
-
-
-def test_a_gated_matrix_is_coded_by_halves(device):
-    packed = matrix(device, rows=22)
-    weight, halves = prepack(packed, gated=True), decode_digits_reference(packed)
-    x = torch.randn(2, 328, generator=torch.Generator().manual_seed(1)).to(device)
-    gate, up = (x.double() @ halves.double().T).chunk(2, dim=1)
-    got = prepacked_reference(x, *weight, None, None, torch.float32)
-    torch.testing.assert_close(got, gate * torch.sigmoid(gate) * up)
-
-
 def test_matrices_one_above_the_other_are_multiplied_at_once(device):
     upper, lower = matrix(device), matrix(device, rows=7)
     both = decode_digits_reference(upper.above(lower))

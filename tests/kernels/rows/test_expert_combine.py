@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
 from arbcli.kernels.rows.expert_combine import expert_combine, expert_combine_backward
 from arbcli.kernels.runtime.backend import use_backend
 
@@ -36,69 +35,6 @@ def test_backward_is_what_autograd_finds(backend, gated, device):
     for got, wanted in zip(found, (y.detach(), *(leaf.grad for leaf in leaves)), strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
-
-
-@each_backend
-def test_without_gates_it_is_the_backward_of_the_dispatch(backend, device):
-    positions = places(9, 3, device)
-    token = torch.empty(27, dtype=torch.int64, device=device)
-    token[positions] = torch.arange(9, device=device)[:, None].expand(9, 3)
-    x = draw(9, 40, device=device).double().requires_grad_()
-    grad = draw(27, 40, device=device, seed=3)
-    x[token].backward(grad.double())
-    with use_backend(backend):
-        found = expert_combine(grad, positions, None)
-    torch.testing.assert_close(found.double(), x.grad, rtol=1e-5, atol=1e-5)
-
-
-@each_backend
-def test_a_mixture_of_experts_has_the_gradients_of_plain_torch(backend, device):
-    tokens, chosen, experts, width, inner = 30, 2, 5, 24, 40
-    x, grad_y = draw(tokens, width, device=device), draw(tokens, width, device=device, seed=1)
-    up = draw(experts, inner, width, device=device, seed=2)
-    down = draw(experts, width, inner, device=device, seed=3)
-    gates, choice = draw(tokens, experts, device=device, seed=4).topk(chosen)
-
-    leaves = [leaf.double().requires_grad_() for leaf in (x, up, down, gates)]
-    rows = []
-    for m in range(tokens):
-        parts = [leaves[2][e] @ (leaves[1][e] @ leaves[0][m]).relu() for e in choice[m].tolist()]
-        rows.append(sum(gate * part for gate, part in zip(leaves[3][m], parts, strict=True)))
-    y = torch.stack(rows)
-    y.backward(grad_y.double())
-
-    order = torch.sort(choice.flatten(), stable=True).indices  # slot to pair of token and choice
-    positions = torch.empty_like(order)
-    positions[order] = torch.arange(len(order), device=device)
-    positions = positions.view(tokens, chosen)
-    counts = torch.bincount(choice.flatten(), minlength=experts)
-    bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    with use_backend(backend):
-        slots = x[order // chosen]
-        before = grouped_matmul(slots, up, bounds)
-        hidden = before.relu()
-        values = grouped_matmul(hidden, down, bounds)
-        found = expert_combine(values, positions, gates)
-        grad_values, grad_gates = expert_combine_backward(grad_y, values, positions, gates)
-        grad_down = grouped_grad_w(grad_values, hidden, bounds)
-        grad_before = grouped_matmul(grad_values, down.mT, bounds) * (before > 0)
-        grad_up = grouped_grad_w(grad_before, slots, bounds)
-        grad_x = expert_combine(grouped_matmul(grad_before, up.mT, bounds), positions, None)
-    found = (found, grad_x, grad_up, grad_down, grad_gates)
-    wanted = (y.detach(), *(leaf.grad for leaf in leaves))
-    for got, expected in zip(found, wanted, strict=True):
-        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-3)
-
-
-@each_backend
-def test_slots_of_no_token_have_no_gradient(backend, device):
-    values, grad_y = draw(12, 33, device=device), draw(3, 33, device=device)
-    positions = torch.tensor([[11, 0], [5, 2], [7, 9]], device=device)
-    with use_backend(backend):
-        grad_values, _ = expert_combine_backward(grad_y, values, positions, None)
-    owned = torch.zeros(12, dtype=torch.bool, device=device)
-    owned[positions] = True
-    assert torch.equal(grad_values.any(dim=1), owned)
 
 
 @each_backend

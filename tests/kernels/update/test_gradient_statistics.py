@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from marks import mostly_slow
 
-from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
@@ -19,37 +17,6 @@ def matrix(rows, columns, group_size, device):
     generator = torch.Generator().manual_seed(rows)
     packed = random_packed(rows, columns, group_size, generator, spread=1)
     return packed._replace(fraction=None).to(device)
-
-
-@each_backend
-@pytest.mark.parametrize("group_size", mostly_slow([4, 6, 32, 96], lambda size: size in (6, 32)))
-def test_every_element_is_counted_once(backend, group_size, device):
-    # sums of small integers, times powers of two, are exact in any order
-    for rows, columns in ((64, 128), (34, 163), (2, 640), (130, 1)):
-        generator = torch.Generator().manual_seed(rows)
-        grad = torch.randint(-3, 4, (rows, columns), generator=generator).float().to(device)
-        packed = matrix(rows, columns, group_size, device)
-        with use_backend(backend):
-            found = gradient_statistics(grad, packed, factored=True)
-            weight = decode_weight(packed, torch.float32)
-        for start in range(0, columns, group_size):
-            group = slice(start, start + group_size)
-            wanted = (grad[:, group] * weight[:, group]).sum(dim=1)
-            assert torch.equal(found.slope[:, start // group_size], wanted)
-        squares = grad.square()
-        assert torch.equal(found.rows.sum(0), squares.sum(dim=1))
-        assert torch.equal(found.columns.sum(0), squares.sum(dim=0))
-        assert found.squares.sum() == squares.sum()
-        assert found.slope_squares.sum() == found.slope.double().square().sum()
-
-
-@each_backend
-def test_rows_and_columns_are_summed_only_if_asked_for(backend, device):
-    grad, packed = torch.ones(5, 40, device=device), matrix(5, 40, 32, device)
-    with use_backend(backend):
-        found = gradient_statistics(grad, packed)
-    assert (found.rows.shape, found.columns.shape) == ((0, 5), (0, 40))
-    assert found.squares.sum() == 200
 
 
 @each_backend

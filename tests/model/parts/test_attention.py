@@ -25,24 +25,19 @@ from arbcli.verify.parity import Subject
 CTX, LENGTH, DIM, WINDOW = 12, 29, 48, 5
 LONGER = {"base": 50.0, "factor": 8.0, "original_ctx": 40}
 SHAPES = {
-    "plain": {},
-    "fewer heads of keys": {"kv_heads": 2},
+    "plain": {}, "fewer heads of keys": {"kv_heads": 2},
     "one head of keys, in a window": {"kv_heads": 1, "window": WINDOW},
     "wide heads": {"head_width": 14},
     "half of a head": {"rotary": RotaryConfig(base=500.0, share=0.5)},
     "interpolated": {"rotary": RotaryConfig(scaling="linear", factor=4.0)},
     "llama3": {"rotary": RotaryConfig(scaling="llama3", **LONGER)},
     "yarn": {"rotary": RotaryConfig(scaling="yarn", high=8.0, **LONGER)},
-    "gains": {"query_key_norm": "gain"},
-    "no norm": {"query_key_norm": "none"},
-    "biases": {"bias": True, "output_bias": True},
-    "output bias": {"output_bias": True},
-    "sinks": {"sink": True},
-    "sinks in a window": {"sink": True, "window": WINDOW},
-    "all": {
-        "kv_heads": 2, "head_width": 8, "query_key_norm": "gain", "bias": True, "output_bias": True,
-        "sink": True, "window": WINDOW, "rotary": RotaryConfig(scaling="yarn", **LONGER, share=0.5),
-    },
+    "gains": {"query_key_norm": "gain"}, "no norm": {"query_key_norm": "none"},
+    "biases": {"bias": True, "output_bias": True}, "output bias": {"output_bias": True},
+    "sinks": {"sink": True}, "sinks in a window": {"sink": True, "window": WINDOW},
+    "all": {"kv_heads": 2, "head_width": 8, "query_key_norm": "gain", "bias": True,
+        "output_bias": True, "sink": True, "window": WINDOW,
+        "rotary": RotaryConfig(scaling="yarn", **LONGER, share=0.5), },
 }  # fmt: skip
 QUICK = ("fewer heads of keys", "one head of keys, in a window", "interpolated", "yarn", "biases")
 """Of which references are computed each time; `all` has the others."""

@@ -60,18 +60,13 @@ def joined(x, shares) -> torch.Tensor:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"moe": False},
-        {"graph": False},
-        {"graph_gate": True},
+        {}, {"moe": False}, {"graph": False}, {"graph_gate": True},
         {"graph_adapters": True, "moe": False},
-        {"graph_gate": True, "graph_adapters": True, "moe_gate": "softplus"},
-        {"max_moe_iters": 1},
-        {"moe_top_k": 4},
-        {"moe_gate": "hash", "shared_expert": True, "graph": False},
+        {"graph_gate": True, "graph_adapters": True, "moe_gate": "softplus"}, {"max_moe_iters": 1},
+        {"moe_top_k": 4}, {"moe_gate": "hash", "shared_expert": True, "graph": False},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_iterations_and_gradients_equal_autograd(options):
     both = Both(**options)
     used = both if both.graph.config.edges else both.graph
