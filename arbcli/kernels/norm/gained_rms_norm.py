@@ -7,6 +7,7 @@ programs, always in the same order. y is returned again, so that only x has to b
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -139,25 +140,13 @@ def _gained_rms_norm_backward_triton(
     return grad_x, y, sums.sum(dim=0)
 
 
-def gained_norm_in_its_dtype(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Do what torch alone would do, in the dtype of `x`: what bf16 is held to."""
-    return torch_rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
-
-
-def add_gained_norm_in_its_dtype(
-    x: Tensor, added: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Do the same of a sum."""
-    return x + added, gained_norm_in_its_dtype(x + added, weight, eps)
-
-
 def gained_gradient_in_its_dtype(
     grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what torch alone would do, gradients and sum, in the dtype of `x`."""
     x, weight = (part.detach().requires_grad_() for part in (x, weight))
     with torch.enable_grad():
-        y = gained_norm_in_its_dtype(x, weight, eps)
+        y = torch_rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
         grad_x, grad_gain = torch.autograd.grad(y, (x, weight), grad_y)
     return grad_x if other_grad is None else grad_x + other_grad, y.detach(), grad_gain
 
@@ -187,21 +176,19 @@ def _inputs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor,
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for label, x, _, _, gain, eps in _inputs(device):
-        yield Case(label, (x, gain, eps), gained_norm_in_its_dtype if "bf16" in label else None)
+        yield Case(label, (x, gain, eps))
 
 
 def _add_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for label, x, added, _, gain, eps in _inputs(device):
-        peer = add_gained_norm_in_its_dtype if "bf16" in label else None
-        yield Case(label, (x, added, gain, eps), peer)
+        yield Case(label, (x, added, gain, eps))
 
 
 def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for label, x, grad_y, other, gain, eps in _inputs(device):
-        peer = gained_gradient_in_its_dtype if "bf16" in label else None
-        yield Case(f"{label} added", (grad_y, x, gain, eps, other), peer)
+        yield Case(f"{label} added", (grad_y, x, gain, eps, other))
         if "x33" in label:
-            yield Case(label, (grad_y, x, gain, eps), peer)
+            yield Case(label, (grad_y, x, gain, eps))
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -233,15 +220,17 @@ def _timed_inputs(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 _GATE = Gate(
     exact=False,
-    relative=1e-5,
-    peer_slack=0.1,
-    reason="float32 sums of up to 8197 squares, and over all rows; in bf16 one rounding",
-)
+    relative=1e-5, peer_slack=0.1, rounded=True,
+    reason="float32 sums of up to 8197 squares; in bf16 one rounding",
+)  # fmt: skip
+_BACKWARD_GATE = replace(
+    _GATE, rounded=False, reason="sums over all rows, too; in bf16 no worse than torch",
+)  # fmt: skip
 _GAIN = Array("D", FLOAT, dense=True)
 
 gained_rms_norm = Operation(
     "gained_rms_norm", rms_norm.triton, rms_norm.torch, gained_rms_norm_reference, _cases, _GATE,
-    {"x": ROWS, "weight": _GAIN, "eps": EPS}, sizes=ROW_SIZES, peer=gained_norm_in_its_dtype,
+    {"x": ROWS, "weight": _GAIN, "eps": EPS}, sizes=ROW_SIZES,
     timings=_timings, native=rms_norm.native,
 )  # fmt: skip
 """Normalise the rows of `x` and multiply them by gains.
@@ -257,7 +246,7 @@ Returns:
 add_gained_rms_norm = Operation(
     "add_gained_rms_norm", add_rms_norm.triton, add_rms_norm.torch, add_gained_rms_norm_reference,
     _add_cases, _GATE, {"x": ROWS, "added": ROWS, "weight": _GAIN, "eps": EPS}, sizes=ROW_SIZES,
-    peer=add_gained_norm_in_its_dtype, timings=_add_timings, native=add_rms_norm.native,
+    timings=_add_timings, native=add_rms_norm.native,
 )  # fmt: skip
 """Add to the rows of `x`, and normalise them as `gained_rms_norm` does.
 
@@ -269,7 +258,7 @@ Returns:
 """
 gained_rms_norm_backward = Operation(
     "gained_rms_norm_backward", _gained_rms_norm_backward_triton, _gained_rms_norm_backward_torch,
-    gained_rms_norm_backward_reference, _backward_cases, _GATE,
+    gained_rms_norm_backward_reference, _backward_cases, _BACKWARD_GATE,
     {"grad_y": ROWS, "x": ROWS, "weight": _GAIN, "eps": EPS,
      "other_grad": Array("*B, D", optional=True)},
     sizes=ROW_SIZES, peer=gained_gradient_in_its_dtype, timings=_backward_timings,
