@@ -94,7 +94,7 @@ def masked_and_next(patch: pytest.MonkeyPatch) -> None:
     """A teacher that predicts the next byte of a model that fills holes."""
     patch.setattr(teacher, "read_saved", lambda *_: SimpleNamespace(checkpoint=None))
     patch.setattr(teacher, "saved_config", lambda _: preset("tiny"))
-    config = SimpleNamespace(teacher="a", model=SimpleNamespace(is_masked=True))
+    config = SimpleNamespace(teacher="a", model=preset("tiny", objective="masked"))
     teacher.read_teacher(config)
 
 
@@ -255,7 +255,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         "`--field messages` has documents, and the model reads bytes"),
     "text of a folder": (
         lambda _: directory.held_out_text(Path()), "`.` has no text of its own"),
-    "masked student": (masked_and_next, "a masked model has no teacher, and is none"),
+    "student that fills holes": (masked_and_next, "a model that fills holes has no teacher, and is none"),
     "name of a file": (
         lambda _: run_files.step_of(Path("model.safetensors")),
         "`model.safetensors` does not name a checkpoint"),
