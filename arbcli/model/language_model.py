@@ -23,7 +23,6 @@ from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
 from arbcli.model.flow import Documents, Flow, Reading, each_text, rows_of
-from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.loss import divergence
@@ -612,8 +611,7 @@ class LanguageModel(nn.Module):
     @property
     def plain_norms(self) -> bool:
         """Whether there are norms, and the weights of all of them are known to be ones."""
-        kinds = TernaryRMSNorm | GainedRMSNorm
-        norms = [part for part in self.modules() if isinstance(part, kinds)]
+        norms = [part for part in self.modules() if isinstance(part, TernaryRMSNorm)]
         return bool(norms) and all(norm.plain for norm in norms)
 
     @property

@@ -382,6 +382,7 @@ def test_row_that_is_too_wide_for_registers_is_walked(name, device):
 ROWS_APART = {
     "quantise_rows": (0,), "round_nvfp4": (0,), "rms_norm": (0, 1), "add_rms_norm": (0, 1, 2),
     "rms_norm_backward": (0, 1, 2, 4), "gated_rms_norm": (0, 1), "gated_rms_norm_backward": (0, 1),
+    "gained_rms_norm": (0,), "add_gained_rms_norm": (0, 1), "gained_rms_norm_backward": (0, 1, 4),
     "rms_norm_e4m3": (0, 1), "gated_rms_norm_e4m3": (0, 1), "rotary_norm_backward": (0, 1, 2),
     "rotary_heads_backward": (0, 1, 2), "causal_attention_backward": (0, 1, 2, 3, 4),
     "compress_blocks": (0,), "compress_blocks_backward": (2,), "choose_entries": (0, 2),
