@@ -255,7 +255,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         "`--field messages` has documents, and the model reads bytes"),
     "text of a folder": (
         lambda _: directory.held_out_text(Path()), "`.` has no text of its own"),
-    "student that fills holes": (masked_and_next, "a model that fills holes has no teacher, and is none"),
+    "student that fills holes": (masked_and_next, "a model that fills holes has no teacher"),
     "name of a file": (
         lambda _: run_files.step_of(Path("model.safetensors")),
         "`model.safetensors` does not name a checkpoint"),
