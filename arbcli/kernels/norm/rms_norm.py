@@ -30,6 +30,8 @@ FEW_ROWS = 8
 """So many rows or fewer, as when a text is generated, are shared by more threads."""
 WHOLE_ROW = 8192
 """Columns of a row that a program can keep in registers."""
+Weight = Packed | Tensor | None
+"""One packed row of frozen weights; or gains, (D,) float32: see `gained_rms_norm`; None is ones."""
 
 
 def rms_norm_reference(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
@@ -66,7 +68,7 @@ def gradient_and_output(
         return torch.autograd.grad(y, x, grad_y)[0], y.detach()
 
 
-def _rms_norm_torch(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
+def _rms_norm_torch(x: Tensor, weight: Weight, eps: float) -> Tensor:
     width, factors = x.shape[-1], norm_weight_torch(weight)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, out = x.reshape(-1, width), y.view(-1, width)
@@ -76,14 +78,14 @@ def _rms_norm_torch(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
 
 
 def _add_rms_norm_torch(
-    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+    x: Tensor, added: Tensor, weight: Weight, eps: float
 ) -> tuple[Tensor, Tensor]:
     total = (x + added).contiguous()
     return total, _rms_norm_torch(total, weight, eps)
 
 
 def _rms_norm_backward_torch(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
+    grad_y: Tensor, x: Tensor, weight: Weight, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     width, factors = x.shape[-1], norm_weight_torch(weight)
     grad_x, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
@@ -96,26 +98,26 @@ def _rms_norm_backward_torch(
     return grad_x if other_grad is None else grad_x.add_(other_grad), y
 
 
-def _rms_norm_native(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
+def _rms_norm_native(x: Tensor, weight: Weight, eps: float) -> Tensor:
     return norm_native(x, weight, eps, gated=False)
 
 
 def _add_rms_norm_native(
-    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+    x: Tensor, added: Tensor, weight: Weight, eps: float
 ) -> tuple[Tensor, Tensor]:
     total = (x + added).contiguous()
     return total, _rms_norm_native(total, weight, eps)
 
 
 def _rms_norm_backward_native(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
+    grad_y: Tensor, x: Tensor, weight: Weight, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _, y = norm_backward_native(grad_y, x, weight, eps, gated=False, grad_x=grad_x)
     return grad_x if other_grad is None else grad_x.add_(other_grad), y
 
 
-def norm_native(x: Tensor, weight: Packed | None, eps: float | None, *, gated: bool) -> Tensor:
+def norm_native(x: Tensor, weight: Weight, eps: float | None, *, gated: bool) -> Tensor:
     """Normalise rows by the native loop; where `gated`, what silu and product make of their halves.
 
     Without an eps there is no norm.
@@ -132,7 +134,7 @@ def norm_native(x: Tensor, weight: Packed | None, eps: float | None, *, gated: b
 
 
 def norm_backward_native(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float | None, *, gated: bool,
+    grad_y: Tensor, x: Tensor, weight: Weight, eps: float | None, *, gated: bool,
     grad_x: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the gradient of `norm_native` with respect to x, and its result again.
@@ -151,9 +153,11 @@ def norm_backward_native(
     return grad_x, y
 
 
-def norm_weight_torch(weight: Packed | None) -> Tensor | None:
-    """Decode the weights of a norm to (D,) float32 by torch; None stays None."""
-    return None if weight is None else decode_digits_torch(weight, torch.float32)[0]
+def norm_weight_torch(weight: Weight) -> Tensor | None:
+    """Decode the weights of a norm to (D,) float32 by torch; None and gains stay as they are."""
+    if isinstance(weight, Packed):
+        return decode_digits_torch(weight, torch.float32)[0]
+    return weight
 
 
 def norm_gradient(
@@ -233,7 +237,7 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _store_gradient(
+def store_gradient(
     grad_x_ptr, other_grad_ptr, values, offs_m, offs_d, mask, D, stride_bm, OTHER_GRAD: tl.constexpr
 ):  # fmt: skip
     """Store a gradient, with another one added before it is rounded."""
@@ -261,7 +265,7 @@ def _rms_norm_backward_kernel(
         r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         xhat = x * r
         mean = (tl.sum(xhat * grad_xhat, axis=1) / D)[:, None]
-        _store_gradient(
+        store_gradient(
             grad_x_ptr, other_grad_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D,
             stride_bm, OTHER_GRAD,
         )  # fmt: skip
@@ -286,7 +290,7 @@ def _rms_norm_backward_kernel(
             weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
             xhat = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm) * r
             grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
-            _store_gradient(
+            store_gradient(
                 grad_x_ptr, other_grad_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D,
                 stride_bm, OTHER_GRAD,
             )  # fmt: skip
@@ -315,9 +319,11 @@ def tiling(
     return (triton.cdiv(rows, block_m),), tile
 
 
-def norm_weight(weight: Packed | None) -> Tensor | None:
-    """Decode the weights of a norm to (D,) float32 with the kernel; None stays None."""
-    return None if weight is None else decode_weight_triton(weight, torch.float32)[0]
+def norm_weight(weight: Weight) -> Tensor | None:
+    """Decode the weights of a norm to (D,) float32 with the kernel, as `norm_weight_torch` does."""
+    if isinstance(weight, Packed):
+        return decode_weight_triton(weight, torch.float32)[0]
+    return weight
 
 
 def dense_rows(x: Tensor) -> Tensor:
@@ -326,7 +332,7 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _rms_norm_triton(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
+def _rms_norm_triton(x: Tensor, weight: Weight, eps: float) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         x, width, decoded = dense_rows(x), x.shape[-1], norm_weight(weight)
@@ -339,7 +345,7 @@ def _rms_norm_triton(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
 
 
 def _add_rms_norm_triton(
-    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+    x: Tensor, added: Tensor, weight: Weight, eps: float
 ) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     grid, tile = tiling(x.numel() // max(width, 1), width)
@@ -356,7 +362,7 @@ def _add_rms_norm_triton(
 
 
 def _rms_norm_backward_triton(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
+    grad_y: Tensor, x: Tensor, weight: Weight, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     y = torch.empty_like(grad_x)
