@@ -237,7 +237,7 @@ def test_model_text_and_tokenizer_that_do_not_fit_are_refused(
     if vocabulary:
         (tmp_path / "model.toml").write_text(MODEL.format(vocabulary))
         words = ["--model", str(tmp_path / "model.toml")]
-    words += ["--tokenizer", str(tokenizer_file)] * with_tokenizer
+    words = [*words, *["--tokenizer", str(tokenizer_file)] * with_tokenizer]
     done = arb_here("train", "--data", str(text_file), "--no-save", *words)
     assert done.returncode == 2
     assert said.format(last=Tokenizer.read(str(tokenizer_file)).size - 1) in done.stderr
