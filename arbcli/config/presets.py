@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 from arbcli.config.checks import check_choice
 from arbcli.config.model import MOST_BLOCKS, ModelConfig
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
+from arbcli.config.parts.memories import BOOKS
 from arbcli.config.settings import plain_type
 from arbcli.config.short_forms import FAMILIES, STORAGE, arguments, assemble
 from arbcli.errors import ArbError
@@ -236,7 +237,9 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     raise TypeError(f"no kind of model has the fields {', '.join(values)}")
 
 
-UNIONS = {"mixer": MIXERS, "channel": CHANNELS, "beside": BESIDE}
+UNIONS = {
+    "mixer": MIXERS, "channel": CHANNELS, "beside": BESIDE, "codebook": BOOKS, "knowledge": BOOKS,
+}  # fmt: skip
 """Fields whose values say by their `kind` which configuration they are."""
 
 
