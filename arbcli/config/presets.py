@@ -297,7 +297,8 @@ def _value(kind: Any, value: Any, union: dict[str, type[PartConfig]] | None, whe
     if value is None or (value == NONE and NoneType in get_args(kind)):
         return None
     if union is not None and not isinstance(value, list | tuple):
-        name = value.get("kind") if isinstance(value, dict) else None
+        usual = "codebook" if union is BOOKS else None  # files of before say nothing
+        name = value.get("kind", usual) if isinstance(value, dict) else None
         if not isinstance(name, str) or name not in union:
             known = ", ".join(f"`{one}`" for one in union)
             raise TypeError(f"`{where}` is of the kind `{shown(name)}`, which is none of: {known}")

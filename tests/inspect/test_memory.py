@@ -73,6 +73,7 @@ def test_prediction_equals_the_state_with_every_scale_type(scale_type):
         {"knowledge_codebook": False, "router": False},
         {"moe": False},
         {"moe": False, "graph": False},
+        {"code_search": "nearest"},
         {"moe_top_k": 3, "max_moe_iters": 2, "sub_norms": False},
         {"moe_gate": "hash", "shared_expert": True, "moe_clamp": True},
     ],

@@ -92,6 +92,11 @@ def test_predicted_peak_of_a_dense_model_is_the_measured_one(name):
     assert predict_peak(config).peak_bytes == measured_peak(config)
 
 
+def test_predicted_peak_of_a_vector_quantiser_is_the_measured_one(small_graph):
+    config = config_of({"ctx": 33, "code_search": "nearest"}, small_graph)
+    assert predict_peak(config).peak_bytes == measured_peak(config)
+
+
 @pytest.mark.parametrize("name", mostly_slow(CHANGES, lambda name: name in QUICK))
 def test_predicted_peak_of_a_graph_is_the_measured_one(name, small_graph):
     sizes = {"memgram": True, "ctx": 33} | ({"expert_dim": 32} if name == "fp8" else {})

@@ -440,7 +440,7 @@ def test_resumed_run_ends_in_the_same_file(rule, fixes, text, tmp_path, device, 
         [
             ({"memgram": True}, 3), ({"rule": "nibble"}, 5),
             ({"memgram": True, "graph": False}, 1), ({"moe": False, "router": False}, 4),
-            ({"moe_gate": "hash", "shared_expert": True}, 2),
+            ({"moe_gate": "hash", "shared_expert": True}, 2), ({"code_search": "nearest"}, 3),
         ],
         lambda options, stop: stop == 3,  # all that a graph can have
     ),
@@ -459,6 +459,9 @@ def test_resumed_run_of_a_graph_ends_in_the_same_file(
     assert final(tmp_path / "stopped", 7) == final(tmp_path / "whole", 7)
     tensors = load_checkpoint(tmp_path / "whole" / "step-000007.safetensors").tensors
     moved = {"codebook.table.weight.usage", "knowledge.table.weight.usage"}
+    if options.model.main.memories.codebook.kind == "quantiser":
+        names = ("codes", "uses", "lives", "hand")
+        moved = {f"{book}.{name}" for book in ("codebook", "knowledge") for name in names}
     iterated = options.model.main.memories.iterated
     if iterated.edges:
         moved |= {f"moe_graph.edges.{part}" for part in ("source", "target", "sign", "score")}

@@ -129,7 +129,15 @@ def _nearest_codes_triton(q: Tensor, codes: Tensor) -> Tensor:
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, 1, 1), (3, 7, 33), (70, 150, 65), (17, 300, 8), (0, 3, 5), (5, 40, 1031)]
+    shapes = [
+        (1, 1, 1),
+        (3, 7, 33),
+        (70, 150, 65),
+        (17, 300, 8),
+        (0, 3, 5),
+        (5, 40, 1031),
+        (1300, 300, 3),
+    ]
     if device.type == "cuda":
         shapes += [(500, 5000, 1024), (129, 70001, 64)]
     for rows, number, width in shapes:
