@@ -50,6 +50,7 @@ KEYS = {
     "search": ("text", "ctx", "kind", "digits", "seconds", "seed"),
     "step_kernels": ("model",),
     "step_budget": ("model",),
+    "commands": ("command", "again"),
     "stage_rates": ("model", "stage", "factor", "seed", "steps"),
 }
 """Fields that name a row, by file."""

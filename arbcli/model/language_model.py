@@ -23,7 +23,6 @@ from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
 from arbcli.model.flow import Documents, Flow, Reading, each_text, rows_of
-from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.loss import divergence
@@ -533,14 +532,16 @@ class LanguageModel(nn.Module):
         plain = all(stage.dim % 8 == 0 and stage.adds_plainly for stage in stages)
         return fits and plain and self.plain_norms and self.fits_bytes
 
-    def new_cache(self, positions: int) -> Cache:
+    def new_cache(self, positions: int, first: int = 0) -> Cache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it.
+
+        Those before `first` will be counted and not read.
 
         Raises:
             ArbError: the model makes no text from left to right.
         """
         self._check_causal()
-        return Cache(self, positions)
+        return Cache(self, positions, first=first)
 
     def new_several_cache(
         self, texts: int, positions: int, device: torch.device | None = None
@@ -616,8 +617,7 @@ class LanguageModel(nn.Module):
     @property
     def plain_norms(self) -> bool:
         """Whether there are norms, and the weights of all of them are known to be ones."""
-        kinds = TernaryRMSNorm | GainedRMSNorm
-        norms = [part for part in self.modules() if isinstance(part, kinds)]
+        norms = [part for part in self.modules() if isinstance(part, TernaryRMSNorm)]
         return bool(norms) and all(norm.plain for norm in norms)
 
     @property

@@ -369,7 +369,6 @@ class Subject:
         """How closely a block must agree."""
         if self.dtype == torch.bfloat16:
             return Gate(
-                exact=False,
                 relative=0.03,
                 reason="a dozen roundings to bf16, of 2**-9 each, in a layer",
             )
@@ -378,7 +377,7 @@ class Subject:
         if has_mamba(self.config):
             # 12 of them were seen in the gradient of four rates, on a GPU
             relative, reason = 20 * relative, f"{reason}; gradients of decays are what these leave"
-        return Gate(exact=False, relative=relative, reason=reason)
+        return Gate(relative=relative, reason=reason)
 
     @property
     def gate_of_depth(self) -> Gate:
@@ -948,7 +947,7 @@ def _determinism(subject: Subject) -> Iterator[ParityResult]:
 
 def _rotary(device: torch.device) -> Iterator[ParityResult]:
     generator = torch.Generator(device).manual_seed(5)
-    bits = Gate(exact=False, relative=1e-6, reason="float32; in bf16 it would be off by 0.4 %")
+    bits = Gate(relative=1e-6, reason="float32; in bf16 it would be off by 0.4 %")
     for name, config in {"ragged": RAGGED, **FULL_SIZE}.items():
         sites = [(site.ctx, site.dim, part) for site, part in config.sited_parts()]
         widths = {(ctx, dim // part.heads) for ctx, dim, part in sites if hasattr(part, "heads")}
@@ -965,7 +964,7 @@ def _rotary(device: torch.device) -> Iterator[ParityResult]:
             yield subject.result("rotary", f"inverse {item}", back, x, bits)
             angle = rotary_angles(torch.arange(length, device=device), width)
             reason = "the angle of the last position, rounded to float32"
-            gate = Gate(exact=False, relative=length * 2.0**-23, reason=reason)
+            gate = Gate(relative=length * 2.0**-23, reason=reason)
             table, wanted = torch.cat([cos, sin]), torch.cat([angle.cos(), angle.sin()])
             yield subject.result("rotary", f"angles {item}", table, wanted, gate)
 
@@ -1029,7 +1028,7 @@ def _rounded(
 ) -> ParityResult:
     """Compare numbers that were rounded stochastically to integers, first each, then the mean."""
     error, bias = got - wanted, 5 * 0.5 / got.numel() ** 0.5
-    gate = Gate(exact=False, reason="rounding moves by less than 1; statistics are stored to 0.5 %")
+    gate = Gate(reason="rounding moves by less than 1; statistics are stored to 0.5 %")
     result = subject.result("update", item, got, wanted, gate)
     passed = bool((error.abs() <= within).all()) and abs(float(error.mean())) <= bias
     return replace(result, gate=f"each within {within}, mean within {bias:.2f}", passed=passed)
