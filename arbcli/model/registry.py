@@ -13,7 +13,7 @@ from arbcli.config.parts import (
     PartConfig,
     SequencerConfig,
 )
-from arbcli.config.parts.memories import BookConfig, CodebookConfig, QuantiserConfig
+from arbcli.config.parts.memories import BookConfig, CodebookConfig
 from arbcli.config.site import Site
 from arbcli.model.parts.attention import Attention
 from arbcli.model.parts.base import Part
@@ -41,16 +41,13 @@ BESIDE: dict[type[PartConfig], tuple[str, type[nn.Module]]] = {
     MemGramConfig: ("memgram", MemGram),
 }
 """Parts added to the embedding: the name of the tensors, and the module."""
-BOOKS: dict[type[PartConfig], type[Codebook | Quantiser]] = {
-    CodebookConfig: Codebook,
-    QuantiserConfig: Quantiser,
-}
-"""Codebooks, between two blocks."""
 
 
 def build_book(config: BookConfig, site: Site, area: str) -> Codebook | Quantiser:
     """Make a codebook, its weights not yet set."""
-    return BOOKS[type(config)](config, site, area)
+    if isinstance(config, CodebookConfig):
+        return Codebook(config, site, area)
+    return Quantiser(config, site, area)
 
 
 def build_part(config: PartConfig, site: Site) -> Part:

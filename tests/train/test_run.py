@@ -401,7 +401,7 @@ def test_resumed_run_of_quantisers_ends_in_the_same_file(
     resume_run(tmp_path / "stopped", Observer())
     assert final(tmp_path / "stopped", 7) == final(tmp_path / "whole", 7)
     tensors = load_checkpoint(tmp_path / "whole" / "step-000007.safetensors").tensors
-    for book, name in product(("codebook", "knowledge"), ("codes", "uses", "lives", "hand")):
+    for book, name in product(("codebook", "knowledge"), ("codes", "uses", "lives")):
         assert tensors[f"{book}.{name}"].any(), name
 
 
