@@ -98,7 +98,7 @@ class Quantiser(StepMemory):
         """Add up weighted codes, as `TernaryTable` does; nothing steps them by a gradient.
 
         Args:
-            ids: (M, k) int64; a negative one is no code.
+            ids: (M, k) int64; one that is negative stands for none.
             weights: (M, k) float32; differentiable.
             dtype: of the result.
 
