@@ -106,6 +106,7 @@ def test_float_twin_and_its_gradients_equal_the_reference():
     weights = {name: p for name, p in part.named_modules() if isinstance(p, FloatWeight)}
     for index, weight in enumerate(weights.values()):
         weight.initialise(0, index)
+    assert weights["mamba.taps.weight"].latent.std().item() == pytest.approx(0.5, rel=0.2)
     x, grad_y = normal(2, 17, 20, device="cpu"), normal(2, 17, 20, device="cpu", seed=1)
     leaves = {n: w.latent.detach().double().requires_grad_() for n, w in weights.items()}
     ones = {
