@@ -19,6 +19,7 @@ from typing import Any
 FOLDER = Path(__file__).parents[1] / "docs" / "results"
 KEYS = {
     "quality": ("preset", "options", "seed"),
+    "codes": ("shape", "kind", "seed", "steps"),
     "code": ("preset", "options", "seed"),
     "code_base": ("preset", "options", "seed", "steps"),
     "training_step": ("preset", "kind"),

@@ -195,7 +195,7 @@ CHOSEN = {
     "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
     "device": "cuda:1", "backend": "torch", "boundaries": "space", "outer_blocks": "mamba",
     "wire": "int8", "moe_gate": "hash", "attention": "compressed",
-    "votes_fixes": ("start", "bound"), "objective": "masked",
+    "votes_fixes": ("start", "bound"), "objective": "masked", "code_search": "nearest",
 }  # fmt: skip
 """A value of each option that is neither a number nor a switch."""
 OTHERS = {

@@ -3,6 +3,7 @@
 import gc
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 from weakref import ref
 
 import pytest
@@ -140,7 +141,11 @@ def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it
             with pytest.raises(ValueError, match="prompt of 80 bytes was expected, got 79"):
                 decoder.read(text[:79])
             decoder.read(text[:80])
-            decoder.read(text[80:])
+            progress = mock.Mock()
+            decoder.read(text[80:], progress)
+            at_once, told = decoder.cache.window, [call.args for call in progress.mock_calls]
+            every_window = [(min(stop, 70), 70) for stop in range(at_once, 70 + at_once, at_once)]
+            assert told == every_window[-len(told) :]
             number = sum(read)
             parts = [part.clone() for part in decoder.cache.main.blocks[-1].tensors()]
             found.append((number, parts, b"".join(decoder.stream(9))))

@@ -12,6 +12,7 @@ from arbcli.model.build import build_model
 MODELS = PRESETS | {
     "all parts": preset("arb-tiny", moe=True, graph=True, memgram=True),
     "streams": preset("hnet-tiny", streams=4, experts=3),
+    "quantisers": preset("arb-tiny", code_search="nearest"),
 }
 
 

@@ -109,6 +109,11 @@ def test_predicted_peak_is_the_measured_one(family, name, request):
     assert predict_peak(config).peak_bytes == measured_peak(config)
 
 
+def test_predicted_peak_of_a_vector_quantiser_is_the_measured_one(small_graph):
+    config = config_of({"ctx": 33, "code_search": "nearest"}, small_graph)
+    assert predict_peak(config).peak_bytes == measured_peak(config)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("recompute", "compute"), product((False, True), ("bf16", "fp32")))
 def test_predicted_peak_of_attention_without_kernels_is_the_measured_one(recompute, compute):

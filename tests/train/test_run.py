@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -387,6 +388,21 @@ def test_run_that_named_its_text_from_one_folder_resumes_in_another(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert resume_run(tmp_path / "run", Observer()).steps == 2
+
+
+def test_resumed_run_of_quantisers_ends_in_the_same_file(
+    text, tmp_path, device, small_graph, monkeypatch
+):
+    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    steps = {"steps": 7, "eval_every": 7, "save_every": 2, "code_search": "nearest"}
+    options = config(text, device, accum=2, seed=1, **small_graph | steps)
+    start_run(options, tmp_path / "whole", Observer())
+    assert start_run(options, tmp_path / "stopped", StopAt(3)).steps == 3
+    resume_run(tmp_path / "stopped", Observer())
+    assert final(tmp_path / "stopped", 7) == final(tmp_path / "whole", 7)
+    tensors = load_checkpoint(tmp_path / "whole" / "step-000007.safetensors").tensors
+    for book, name in product(("codebook", "knowledge"), ("codes", "uses", "lives")):
+        assert tensors[f"{book}.{name}"].any(), name
 
 
 def test_run_of_a_graph_is_loaded_as_it_was_trained(text, tmp_path, device, small_graph):
