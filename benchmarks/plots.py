@@ -52,8 +52,11 @@ LABELS = {
 
 
 def draw_loss(runs: Runs) -> Any:
-    """Draw held-out loss against the memory of the training state, every seed a point."""
-    figure, axes = pyplot.subplots(figsize=(8, 4.1))
+    """Draw held-out loss against the memory of the training state, and a long run's losses.
+
+    Every seed of `small` on the novels is a point, and every kind of `base` on code a curve.
+    """
+    figure, (axes, course) = pyplot.subplots(1, 2, figsize=(11, 4.1), width_ratios=(3, 2))
     for options, label in LABELS.items():
         rows = rows_of(runs, preset="small", options=options)
         if not rows:
@@ -74,6 +77,14 @@ def draw_loss(runs: Runs) -> Any:
     axes.set_xticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
+    for options, label in LABELS.items():
+        for row in rows_of(load("code_base"), options=options, seed=0):
+            _, colour, mark = LINES[label.removeprefix("float, ")]
+            course.plot(*zip(*row["curve"], strict=True), mark, ls="-", color=colour, label=label)
+    course.set(title="base on source code", xlabel="steps", ylabel="held-out loss, nats a byte")
+    axes.set(title="small on the novels")
+    course.grid(alpha=0.3)
+    course.legend(frameon=False)
     return figure
 
 
