@@ -39,7 +39,7 @@ COLOURS = {
 LABELS = {
     "--rule moment": "moment",
     "--rule nibble": "nibble",
-    "--rule moment --weights int8": "moment, all digits",
+    "--rule moment --weights int8 --lr 0.5": "moment, all digits",
     "--rule nibble --weights int8": "nibble, all digits",
     "--rule moment --weights anneal": "moment, faded",
     "--rule nibble --weights anneal": "nibble, faded",
@@ -61,16 +61,16 @@ def draw_loss(runs: Runs) -> Any:
         rows = rows_of(runs, preset="small", options=options)
         if not rows:
             continue
-        faded = "anneal" in options
+        below = rows[0]["kind"] != "ternary" or "anneal" in options
         losses = [row["held_out_nats"] for row in rows]
         state, colour = rows[0]["state_mib"], COLOURS[rows[0]["kind"]]
         axes.plot([state] * len(rows), losses, "o", color=colour)
         axes.annotate(
-            label, (state, min(losses) if faded else max(losses)), (0, -14 if faded else 7),
+            label, (state, min(losses) if below else max(losses)), (0, -14 if below else 7),
             textcoords="offset points", ha="center", color=colour,
         )  # fmt: skip
     axes.set(
-        xscale="log", xlim=(9, 200), ylim=(1.14, 1.345),
+        xscale="log", xlim=(9, 200), ylim=(1.13, 1.345),
         xlabel="training state in MiB: weights and what the rule or optimizer keeps",
         ylabel="held-out loss, nats a byte",
     )  # fmt: skip
