@@ -30,9 +30,8 @@ COMMON = {
     "quality": "--preset small --ctx 256 --batch 32 --steps 2000",
     "code": "--preset small --ctx 512 --batch 64 --steps 2500",
     "code_base": "--preset base --ctx 512 --batch 64 --steps 3000",
-    "code_lengths": "--preset small --dim 128 --layers 4 --heads 2 --ffn 352 --ctx 256 --batch 32",
 }
-"""Options of every run, by the file of results; those of `code_lengths` name their steps."""
+"""Options of every run, by the file of results."""
 CURVE = {"code_base": 500}
 """Steps between the losses that rows have besides the last one, by the file."""
 WEIGHTS = settings_of(ModelConfig)["digits"].setting.words

@@ -21,7 +21,6 @@ KEYS = {
     "quality": ("preset", "options", "seed"),
     "code": ("preset", "options", "seed"),
     "code_base": ("preset", "options", "seed", "steps"),
-    "code_lengths": ("preset", "options", "seed", "steps"),
     "training_step": ("preset", "kind"),
     "generation": ("preset", "prompt_bytes", "kind"),
     "several_texts": ("preset", "batch", "kind"),

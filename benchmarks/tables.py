@@ -10,9 +10,9 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from math import isfinite, log, sqrt
+from math import isfinite
 from pathlib import Path
-from statistics import linear_regression, mean, median, stdev
+from statistics import mean, median, stdev
 from textwrap import fill
 from typing import Any
 
@@ -205,57 +205,6 @@ def curves_of_code(runs: Runs) -> str:
         lines.append([f"`{row['options']}`", *cells, f"{row['state_mib']} MiB"])
     head = ["options", *(f"{step:,} steps" for step in marks), "state"]
     return markdown(head, lines) + source(runs)
-
-
-STEPS_OPTION = re.compile(r" --steps \d+")
-
-
-def lengths_of_code(runs: Runs) -> str:
-    """Loss by length of text, the distance to Muon at its best rate, and how that grows.
-
-    Distances are between runs of one seed, and the growth is the slope of a line through them over
-    the logarithm of the length. Errors are standard errors of the mean of the seeds.
-    """
-    losses: dict[str, dict[int, dict[int, float]]] = {}
-    for row in rows_of(runs):
-        of_kind = losses.setdefault(STEPS_OPTION.sub("", row["options"]), {})
-        of_kind.setdefault(row["steps"], {})[row["seed"]] = row["held_out_nats"]
-    marks = sorted({row["steps"] for row in rows_of(runs)})
-    best = {
-        steps: min(
-            (found[steps] for name, found in losses.items() if "muon" in name and steps in found),
-            key=lambda seeds: mean(seeds.values()),
-        )
-        for steps in marks
-    }
-    lines = []
-    for options, found in losses.items():
-        cells, growth = [], []
-        for steps in marks:
-            pairs = found.get(steps, {})
-            away = [
-                100 * (loss / best[steps][seed] - 1)
-                for seed, loss in pairs.items()
-                if seed in best[steps]
-            ]
-            shown = f"{mean(pairs.values()):.4f}" if pairs else ""
-            if away and pairs is not best[steps]:
-                shown += f", {_mean(away, '+.1f')} %"
-            cells.append(shown)
-        whole = [seed for seed in range(9) if all(seed in found.get(m, {}) for m in marks)]
-        for seed in whole if "muon" not in options else []:
-            gaps = [100 * (found[steps][seed] / best[steps][seed] - 1) for steps in marks]
-            lengths = [log(steps, 4) for steps in marks]
-            growth.append(linear_regression(lengths, gaps).slope)
-        lines.append([f"`{options}`", *cells, _mean(growth, "+.2f") if growth else ""])
-    head = ["options", *(f"{steps:,} steps" for steps in marks), "points for each 4 times"]
-    return markdown(head, lines) + source(runs)
-
-
-def _mean(values: Sequence[float], form: str) -> str:
-    """Write the mean of several seeds, with its standard error."""
-    error = f" ± {stdev(values) / sqrt(len(values)):{form[1:]}}" if len(values) > 1 else ""
-    return f"{mean(values):{form}}{error}"
 
 
 def quality_in_eight_bits(runs: Runs) -> str:
@@ -1005,7 +954,6 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "quality-fp8": ("quality", quality_in_eight_bits),
     "quality-code": ("code", quality_of_code),
     "curves-code": ("code_base", curves_of_code),
-    "lengths-code": ("code_lengths", lengths_of_code),
     "cpu-step": ("cpu_step", steps_on_a_cpu),
     "cpu-text": ("cpu_text", text_on_a_cpu),
     "speed": ("training_step", speed),

@@ -135,25 +135,6 @@ def test_losses_of_several_gpus_are_next_to_the_first_kind():
     ]
 
 
-def test_distance_to_the_best_rate_of_muon_is_by_seed_and_grows_by_the_length():
-    ours, muon = "--rule moment", "--weights float --optimizer muon --lr"
-    losses = {
-        (f"{muon} 1", 10): (1.0, 2.0), (f"{muon} 2", 10): (1.5, 2.0), (ours, 10): (1.02, 2.0),
-        (f"{muon} 1", 40): (3.0, 3.0), (f"{muon} 2", 40): (1.0, 1.0), (ours, 40): (1.03, 1.05),
-    }  # fmt: skip
-    rows = [
-        {"options": f"{name} --steps {steps}", "steps": steps, "seed": seed, "held_out_nats": loss}
-        for (name, steps), pair in losses.items()
-        for seed, loss in enumerate(pair)
-    ]
-    lines = tables.lengths_of_code([run(rows)]).splitlines()[2:5]
-    assert lines == [
-        f"| `{muon} 1` | 1.5000 | 3.0000, +200.0 ± 0.0 % | |",
-        f"| `{muon} 2` | 1.7500, +25.0 ± 25.0 % | 1.0000 | |",
-        "| `--rule moment` | 1.5100, +1.0 ± 1.0 % | 1.0400, +4.0 ± 1.0 % | +3.00 ± 2.00 |",
-    ]
-
-
 def test_table_says_hardware_versions_commit_and_command():
     text = tables.source([run([]), run([], "def5678", dirty=True)])
     assert "a GPU" in text
