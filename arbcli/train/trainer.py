@@ -170,9 +170,8 @@ class Trainer:
         if self.teacher:
             self._compute.losses = partial(self.model.losses, teacher=self.teacher)
         check_areas(config, self.model)
-        texts_of_kinds = {texts.train, texts.val} if config.model.composite else set()
-        self._kinds = {text: ByteKinds(text) for text in texts_of_kinds}
-        """Of the bytes of both texts, for a composite head."""
+        self._kinds: dict[Text, ByteKinds] = {}
+        """Of the bytes of texts, for a composite head."""
         self._local = self.group.local(config.accum)
         if self.optimizer and self.group.size > 1:
             capture = False
@@ -267,7 +266,7 @@ class Trainer:
             context=self.config.model.ctx,
             device=device,
         )
-        if self._kinds:
+        if self.config.model.composite:
             about = (self.texts.train, self.config.seed, self.step, micro)
             return self._with_kinds(drawn, *about)
         # every micro-batch has windows of which few symbols are hidden, and many
@@ -281,6 +280,8 @@ class Trainer:
         """Add 256 times the kinds of bytes to their targets, for a composite head."""
         ids, targets = drawn
         starts = batch_starts(text, seed, step, micro, *ids.shape)
+        if text not in self._kinds:
+            self._kinds[text] = ByteKinds(text)
         kinds = self._kinds[text].windows([start + 1 for start in starts], ids.shape[1])
         return ids, targets + VOCABULARY * kinds.to(targets.device)
 
@@ -387,7 +388,7 @@ class Trainer:
             windows = range(self.config.batch)
             for number, drawn in itertools.islice(enumerate(batches), mine.start, mine.stop):
                 given = self._posed(drawn, EVAL_SEED, number, windows, len(windows))
-                if self._kinds:
+                if self.config.model.composite:
                     given = self._with_kinds(drawn, self.texts.val, EVAL_SEED, number, 0)
                 losses.append(self.model.loss(*given))
         return float(torch.stack(group.in_order(losses)).mean())
