@@ -112,7 +112,7 @@ def test_predicted_peak_is_the_measured_one(family, name, request):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"composite": CompositeConfig()}, {"objective": "fill"}], ids=lambda one: [*one][0]
+    "changes", [{"composite": CompositeConfig()}, {"objective": "fill"}], ids=["composite", "fill"]
 )
 def test_predicted_peak_of_other_heads_and_objectives_is_the_measured_one(changes):
     plain = preset("tiny", dim=32, layers=2, heads=2, ffn=48, ctx=32)
