@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from arbcli.config.model import ModelConfig
 from arbcli.kernels.runtime.backend import default_backend
 from arbcli.train.configure import new_config
 from arbcli.train.run import Observer, start_run
@@ -229,6 +230,7 @@ def test_how_far_a_long_prompt_is_read_is_shown(generate, monkeypatch):
     module = importlib.import_module("arbcli.commands.generate")
     seconds = iter(range(0, 1000, 16))
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    monkeypatch.setattr(ModelConfig, "reach", None)  # all of it is read
     done = generate("--prompt", "word " * 16, "--length", "5")
     assert done.stderr.splitlines()[:2] == [
         "read 16 of 79 of the prompt, 1:03 left",
