@@ -78,40 +78,6 @@ def test_generate_writes_the_same_as_json_bytes_and_text(generate, monkeypatch):
     assert report["bytes_per_second"] > 0
 
 
-def test_every_option_reaches_what_it_is_for(run, arb_here, tmp_path, monkeypatch):
-    def spy(name: str) -> mock.Mock:
-        owner, _, function = name.rpartition(".")
-        watched = mock.Mock(wraps=getattr(importlib.import_module(owner), function))
-        monkeypatch.setattr(name, watched)
-        return watched
-
-    loads = spy("arbcli.infer.load.load_named_model")
-    continues = spy("arbcli.infer.generation.continue_text")
-    evaluates = spy("arbcli.infer.evaluation.evaluate")
-    path = tmp_path / "text.txt"
-    path.write_text("ternary weights")
-    place = ["--checkpoint", run, "--device", "cpu", "--backend", "torch", "--compute", "bf16"]
-    how = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.25", "--seed", "9"]
-    how += ["--kv", "int8"]
-    done = arb_here("generate", *place, *how, "--length", "4", "--prompt", "to")
-    assert done.returncode == 0, done.stderr
-    window = ["--stride", "3", "--batch", "2", "--kv", "fp8"]
-    done = arb_here("evaluate", *place, "--data", str(path), *window)
-    assert done.returncode == 0, done.stderr
-    for told in loads.call_args_list:
-        named, device, _, compute = told.args
-        assert (str(named), str(device), compute) == (run, "cpu", "bf16")
-    _, name, prompt, length, sampling = continues.call_args.args
-    assert (Path(name).name, prompt, length) == ("step-000040.safetensors", b"to", 4)
-    assert asdict(sampling) == {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}
-    about = continues.call_args.kwargs
-    assert (about["backend"], about["kv"]) == ("torch", "int8")
-    about = evaluates.call_args.kwargs
-    assert (about["stride"], about["batch"]) == (3, 2)
-    assert (about["backend"], about["kv"]) == ("torch", "fp8")
-    assert len(loads.call_args_list) == 2
-
-
 def test_every_option_reaches_the_prompt_loop(generate, monkeypatch):
     chat = mock.Mock()
     monkeypatch.setattr("arbcli.commands.generate.chat", chat)
