@@ -391,6 +391,7 @@ def test_twins_learn_too(weights, kind):
         ("hnet-small", 11),
         ("hnet-base", 85.5),
         ("hnet-every", 84.9),
+        ("hnet-long", 84.9),
         ("hnet-two-stage", 93.4),
     ],
 )
