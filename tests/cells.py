@@ -18,6 +18,7 @@ from arbcli.config.parts import (
     MLPConfig,
     PartConfig,
 )
+from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.parts.rotary import RotaryConfig
 
@@ -47,7 +48,7 @@ class Cell(NamedTuple):
     channel: str
     streams: int
     place: str
-    """`plain`, or `chunked`."""
+    """`plain`, `chunked`, or `ahead`: with a head beyond the next byte."""
 
     @property
     def block(self) -> BlockConfig:
@@ -63,8 +64,9 @@ class Cell(NamedTuple):
             last = replace(block, channel=replace(block.channel, gate="hash", shared=False))
         main = StageConfig(dim=24, streams=self.streams, blocks=(block, last))
         gains = {"norm_gain": self.mixer == "grouped"}
-        if self.place == "plain":
-            return ModelConfig(ctx=11, stages=(main,), **gains)
+        if self.place != "chunked":
+            ahead = AheadConfig(positions=4, width=14) if self.place == "ahead" else None
+            return ModelConfig(ctx=11, stages=(main,), ahead=ahead, **gains)
         outer = StageConfig(
             dim=20,
             streams=self.streams,
@@ -103,6 +105,9 @@ CELLS = [
     for cell in product((*MIXERS, "none"), (*CHANNELS, "none"), (1, 4), ("plain", "chunked"))
     if cell[:2] != ("none", "none")
 ]
+
+
+AHEAD = Cell("attention", "mlp", 1, "ahead")
 
 
 def pairs(cell: Cell) -> set:

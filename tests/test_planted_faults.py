@@ -50,7 +50,7 @@ from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.model.stack import Block
 from arbcli.verify import parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
-from arbcli.verify.kernels import KERNELS, copies, find_kernels
+from arbcli.verify.kernels import KERNELS, copies, find_kernels, peers_of
 from arbcli.verify.parity import RAGGED, Subject
 from arbcli.verify.sample import is_long
 from arbcli.verify.strength import PLANTED
@@ -169,6 +169,8 @@ FAULTS = [
         rewrite("_load_largest(a, b) - 6", "_load_largest(a, b) - 7")),
     kernel("layout", "both rows of a thread by the first one's scale", "digits_matmul",
         rewrite("a >> (16 * b)", "a >> (0 * b)")),
+    kernel("tie", "of codes at one distance the last taken", "nearest_codes",
+        rewrite("tl.where(m > b, f + a, p)", "tl.where(m >= b, f + a, p)")),
     kernel("missing term", "rows of zeros counted like others", "unit_rows",
         rewrite("tl.rsqrt(s * h)", "tl.rsqrt(s)")),
     kernel("stride", "column stride ignored", "pack_trits", ignore_stride(1), place=launched),
@@ -223,6 +225,12 @@ FAULTS = [
         rewrite("x += load_rows(a, ...)", "x += 0 * load_rows(a, ...)")),
     kernel("gradient", "gradient of the root-mean-square forgotten", "rms_norm_backward",
         rewrite("r * (g - x * m)", "r * g")),
+    kernel("missing term", "gains of a norm left out", "gained_rms_norm",
+        rewrite("x * r * w", "x * r"), place=launched),
+    kernel("missing term", "added rows not added before gains", "add_gained_rms_norm",
+        rewrite("x += load_rows(a, ...)", "x += 0 * load_rows(a, ...)")),
+    kernel("partial sum", "gradient of gains of the last tile alone", "gained_rms_norm_backward",
+        rewrite("g += tl.sum(a, axis=0)", "g = tl.sum(a, axis=0)"), place=launched),
     kernel("missing term", "gradient next to the norm not added", "rms_norm_backward",
         rewrite("v += load_rows(a, ...)", "v += 0 * load_rows(a, ...)")),
     kernel("neighbour", "programs of a merged launch take another matrix's arguments",
@@ -628,8 +636,9 @@ FAULTS = [
         "grouped: output"),
     module("missing term", "waves of a longer context not divided", "model.layers",
         rewrite("f * (k + (1 - k) / r.factor)", "f * (k + (1 - k))"), "grouped: output"),
-    module("gradient", "gradient of gains averaged over positions", "model.layers.gained_norm",
-        rewrite("p.sum(dim=0)", "p.mean(dim=0)"), "grouped: gradient"),
+    module("gradient", "gradient of gains multiplied by the gains", "model.layers.gained_norm",
+        rewrite("s.collect(None, g)", "s.collect(None, g * self._gains()[0])"),
+        "grouped: gradient"),
     # the head beyond the next byte
     module("position", "byte beyond the next one read a position late", "model.parts.ahead",
         rewrite("i[:, k:n]", "i[:, k - 1 : n - 1]"), "ahead: end to end"),
@@ -639,6 +648,13 @@ FAULTS = [
     module("normaliser", "hidden bytes of all windows count alike", "model.language_model",
         rewrite("h * (t / h.sum(dim=1, keepdim=True))", "h * (h.numel() / h.sum())"),
         "masked: end to end"),
+    # the vector quantiser
+    module("missing term", "half of a gradient goes through a quantiser", "model.parts.quantiser",
+        rewrite("rows + (z - z.detach())", "rows + 0.5 * (z - z.detach())"),
+        "nearest: whole gradient"),
+    # the model that fills holes from left to right
+    module("normaliser", "bytes of windows without marks count for less", "model.language_model",
+        rewrite("total / l.sum().clamp(min=1)", "total / l.numel()"), "fill: end to end"),
     # the model of chunks
     module("causality", "window of attention sees later bytes", "model.parts",
         rewrite("(k <= q) if c else (k < q + w)", "k < q + w"), "hnet: causality"),
@@ -741,6 +757,7 @@ MODELS: dict[str, Callable[[str], list]] = {
     "hnet:": partial(of_model, "hnet"), "mamba:": partial(of_model, "hnet mamba"),
     "mixed:": partial(of_model, "mixed"), "grouped:": partial(of_model, "grouped"),
     "ahead:": partial(of_model, "ahead"), "masked:": partial(of_model, "masked"),
+    "fill:": partial(of_model, "fill"), "nearest:": partial(of_model, "graph nearest"),
     "update": of_update, "rotary": lambda _: list(parity._rotary(CPU)),
 }  # fmt: skip
 """Checks of models by the first word of their name."""
@@ -752,9 +769,7 @@ def kernel_failures(name: str, group_size: int) -> list:
     with poisoned():
         for case in spec.cases(CPU, group_size):
             wanted = as_tuple(spec.reference(*copies(case.inputs)))
-            peers = (
-                as_tuple(case.peer(*copies(case.inputs))) if case.peer else (None,) * len(wanted)
-            )
+            peers = peers_of(spec, case, len(wanted))
             for backend, run in (("interpreter", spec.triton), ("torch", spec.torch)):
                 if backend == "interpreter" and is_long(name, case.label):
                     continue  # what `arb verify-kernels` leaves out must not be needed

@@ -77,8 +77,8 @@ def generate(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Only of a masked model: a text to complete, with an ellipsis, U+2026, for each"
-            " hole of --length bytes. [default length: 32]",
+            help="Only of a model that fills holes: a text to complete, with an ellipsis, U+2026,"
+            " for each hole of --length bytes. [default length: 32]",
         ),
     ] = None,
     steps: Annotated[
@@ -309,8 +309,8 @@ def _check_asked(
     if fills:
         check_fills(config)
     for option, is_given in of_next.items():
-        if config.is_masked and is_given:
-            raise ArbError(f"a masked model fills holes; leave `{option}` out")
+        if is_given and (config.is_masked or fills):
+            raise ArbError(f"holes are filled from both sides; leave `{option}` out")
     check_ahead(config, ahead)
 
 

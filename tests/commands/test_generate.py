@@ -135,13 +135,43 @@ def test_defaults_are_those_of_the_pages_of_help(run, generate, arb_here):
 
 @pytest.fixture(scope="module")
 def masked_run(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("masked")
+    return filling_run(tmp_path_factory, "masked")
+
+
+@pytest.fixture(scope="module")
+def fill_run(tmp_path_factory) -> str:
+    return filling_run(tmp_path_factory, "fill", ctx=24, steps=400)
+
+
+def filling_run(tmp_path_factory, objective: str, ctx: int = 16, steps: int = 100) -> str:
+    folder = tmp_path_factory.mktemp(objective)
     (folder / "text.txt").write_text("abcdefgh" * 200)
-    sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 8}
+    sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": ctx, "batch": 8}
     data = [str(folder / "text.txt")]
-    config = new_config(**sizes, objective="masked", steps=100, device="cpu", data=data)
+    config = new_config(**sizes, objective=objective, steps=steps, device="cpu", data=data)
     start_run(config, folder / "run", Observer())
     return str(folder / "run")
+
+
+def test_holes_are_filled_from_left_to_right_too(fill_run, arb_here):
+    generate = partial(arb_here, "generate", fill_run, "--device", "cpu", "--temperature", "0")
+    done = generate("--infill", "abc…fg…bcd", "--length", "2")
+    assert done.stdout == "abcdefghabcd"
+    assert "4 hidden" in done.stderr
+    assert generate("--prompt", "abcd", "--length", "4", "--bytes").stdout == "efgh"
+    for words, why in (
+        (
+            ["--infill", "a…b", "--length", "18"],
+            "20 symbols with its holes, and the model reads 19",
+        ),
+        (["--infill", "a…b", "--kv", "int8"], "leave `--kv` out"),
+        (["--steps", "3"], "`--steps` is of a masked model"),
+    ):
+        done = generate(*words)
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+        assert why in done.stderr
+    report = json.loads(arb_here("evaluate", fill_run, "--json").stdout)
+    assert report["nats_per_byte"] < 1.5  # each of eight letters alone costs 2.08
 
 
 def test_holes_are_filled_from_both_sides(masked_run, arb_here):

@@ -68,7 +68,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "scales": {"by the loss": {}, "routed": {"scale_losses": ("attention=text",)}},
     "groups": {"T32": {}, "T6": {"scale_type": "T6"}},
     "symbols": {"bytes": {}, "tied": {}, "in chunks": {}},
-    "objective": {"next": {}, "masked": {"objective": "masked"}},
+    "objective": {"next": {}, "masked": {"objective": "masked"}, "fill": {"objective": "fill"}},
     "backend": {"torch": {}, "native": {"backend": "native"}},
 }  # fmt: skip
 """By name of a setting: its values, and what each is given to a run as; first the usual one."""
@@ -98,6 +98,8 @@ REFUSED = (
     ("objective", ("masked",), "model", ("mamba",), "goes from left to right"),
     ("objective", ("masked",), "model", ("graph",), "reads what is before a position"),
     ("objective", ("masked",), "symbols", ("tied",), "no row for the symbol of a hidden byte"),
+    ("objective", ("fill",), "model", ("graph",), "knows no mark of a hole"),
+    ("objective", ("fill",), "symbols", ("tied",), "knows no mark of a hole"),
 )
 """Pairs of values that cannot be, and what is said of them."""
 QUICK_ROWS = 9

@@ -452,6 +452,7 @@ CASES = {
     "ternary_matmul_grad_x": 14, "row_matmul": 7, "prepacked_rows": 7, "digits_matmul": 6,
     "unit_rows": 10, "grouped_matmul": 30, "grouped_grad_w": 15, "expert_combine": 10,
     "expert_combine_backward": 10, "rms_norm": 12, "add_rms_norm": 12, "rms_norm_backward": 12,
+    "gained_rms_norm": 9, "add_gained_rms_norm": 9, "gained_rms_norm_backward": 11,
     "gated_rms_norm": 13, "gated_rms_norm_backward": 13, "rms_norm_e4m3": 9, "add_rms_norm_e4m3": 9,
     "gated_rms_norm_e4m3": 9, "rotary_norm": 6, "rotary_norm_backward": 6, "rotary_heads": 8,
     "rotary_heads_backward": 8, "causal_attention_backward": 4, "decode_attention": 16,

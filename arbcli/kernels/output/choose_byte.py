@@ -26,15 +26,9 @@ MAX_SYMBOLS = 256
 
 
 def choose_byte_reference(
-    byte: Tensor,
-    text: Tensor,
-    logits: Tensor,
-    position: Tensor,
-    key: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-) -> tuple[Tensor, Tensor]:
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: float,
+    top_k: int, top_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute what `choose_byte_` must leave in `byte` and `text`: Python floats, one by one."""
     if logits.dim() == 2:
         found = []

@@ -23,15 +23,9 @@ from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 
 def choose_bytes_reference(
-    byte: Tensor,
-    text: Tensor,
-    logits: Tensor,
-    position: Tensor,
-    key: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-) -> tuple[Tensor, Tensor]:
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
+    top_k: Tensor, top_p: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute what `choose_bytes_` must leave in `byte` and `text`: one text after another."""
     rows = zip(
         byte, text, logits, position, key,

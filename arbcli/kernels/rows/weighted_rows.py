@@ -433,12 +433,9 @@ def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
 
 
 def weighted_rows_grad(
-    grad_y: Tensor,
-    weights: Tensor,
-    tokens: Tensor,
-    touched: TouchedRows,
+    grad_y: Tensor, weights: Tensor, tokens: Tensor, touched: TouchedRows,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute the gradient of the rows that `weighted_rows` summed.
 
     Args:
@@ -658,7 +655,7 @@ weighted_rows = Operation(
     "weighted_rows", in_float32(_weighted_rows_triton),
     in_float32(_weighted_rows_torch), weighted_rows_reference,
     _weighted_rows_cases,
-    Gate(exact=False, relative=1e-6, reason="float32 sums of up to tens of rows"),
+    Gate(relative=1e-6, reason="float32 sums of up to tens of rows"),
     {"ids": _IDS, "weights": Array("M, S", FLOAT), "packed": _TABLE, "dtype": Number(())},
     launch=(_weighted_rows_triton, _weighted_rows_torch, _weighted_rows_torch),
     where=(_DTYPE_FITS,), draw=_draw, needs_rows=True, large_reference=_in_float64,
@@ -680,7 +677,7 @@ Returns:
 weighted_rows_grad_weights = Operation(
     "weighted_rows_grad_weights", _weighted_rows_grad_weights_triton,
     _weighted_rows_grad_weights_torch, weighted_rows_grad_weights_reference, _grad_weights_cases,
-    Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of columns"),
+    Gate(relative=1e-6, reason="float32 sums of up to thousands of columns"),
     {"grad_y": Array("M, D"), "ids": _IDS, "packed": _TABLE},
     draw=_draw_grad_weights, needs_rows=True, large_reference=_grad_weights_in_float64,
     scale_path=_scale_path, timings=_grad_weights_timings,
@@ -699,7 +696,7 @@ WEIGHTED_ROWS_GRAD = Operation(
     "weighted_rows_grad", in_float32(_weighted_rows_grad_triton),
     in_float32(_weighted_rows_grad_torch), weighted_rows_grad_reference,
     _grad_cases,
-    Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of slots"),
+    Gate(relative=1e-6, reason="float32 sums of up to thousands of slots"),
     {
         "grad_y": Array("M, D"), "weights": Array("S", FLOAT), "tokens": Array("S", INT64),
         "order": Array("S", INT64, dense=True), "bounds": Array("R", INT64, dense=True),

@@ -215,7 +215,7 @@ sign_gradient = Operation(
     "sign_gradient", _sign_gradient_triton, _sign_gradient_torch, sign_gradient_reference, _cases,
     # the square of a slope counts its error twice
     Gate(
-        exact=False, relative=4e-6,
+        relative=4e-6,
         reason="signs equal; float32 sums over a group, and products in float32 in either type",
     ),
     {

@@ -267,7 +267,7 @@ class Ring(State):
         """Whether the rings have the length of a window, however long the context."""
         self.width, self.rotary = width, rotary
         rows = table_rows(clock.positions, clock.ctx)
-        self.table = rotary_table(rows, width, clock.device, rotary=rotary)
+        self.table = rotary_table(rows, width, clock.device, rotary=rotary, first=clock.first)
         self.fuses = not clock.kept_in.mixed
         """Whether kernels of a step read what is kept."""
         self.exponents: Tensor | None = None
