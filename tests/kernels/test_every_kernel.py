@@ -20,7 +20,7 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
 from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime.arguments import Number
+from arbcli.kernels.runtime.arguments import Array, Number
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.verify import kernels as verify
@@ -136,6 +136,8 @@ def changes_of(value: object) -> list:
         return [not value]
     if isinstance(value, int):
         return [value + 1, value - 1]
+    if isinstance(value, torch.Tensor):
+        return [torch.ones_like(value)] if value.is_floating_point() and not value.dim() else []
     return [4 * value] if isinstance(value, float) else []
 
 
@@ -146,7 +148,8 @@ def test_some_case_tells_each_number_from_another(spec):
     What may be changed to is up to an operation: of a number that cannot, nothing is asked.
     """
     kinds = [*spec.arguments.items()]
-    numbers = {n for n, (name, kind) in enumerate(kinds) if isinstance(kind, Number)}
+    of_one = [kind for _, kind in kinds if isinstance(kind, Array) and not kind.sizes]
+    numbers = {n for n, (_, kind) in enumerate(kinds) if isinstance(kind, Number) or kind in of_one}
     left_out = {name for name, _ in kinds if name in NOT_OF_RESULTS or (spec.name, name) in ALIKE}
     numbers -= {n for n, (name, _) in enumerate(kinds) if name in left_out}
     untold: dict[tuple, str] = {}
