@@ -40,7 +40,7 @@ def build(name: str, device: str) -> LanguageModel:
 def prepare(
     model: LanguageModel, size: int, prompt: int, how: Sampling
 ) -> tuple[Callable[[], None], ...]:
-    """Read a prompt; return what goes back to it, what makes a step, and a check of `size` bytes."""
+    """Read a prompt; return functions that go back to its end, make a step, and make a check."""
     runs = 2 * (ROUNDS * RUNS + WARM_UP_RUNS + PROFILED)
     decoder = Decoder(model, prompt + (runs + 1) * size, how, ahead=size)
     decoder.read(b"\n" * prompt)
