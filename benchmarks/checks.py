@@ -1,15 +1,18 @@
 """Time checks of several bytes against a step of one, both captured, and the kernels of each.
 
     python -m benchmarks.checks [PRESET...] [--sizes M...] [--prompt BYTES] [--kernels] [--out DIR]
+    python -m benchmarks.checks --run RUN --text FILE [--sizes M...] [--out DIR]
 
-Weights are random. A check takes as long whatever is accepted, so its bytes are not counted here: a
-check that makes B bytes on average makes text B times the step's time over its own as fast.
+Weights of presets are random. A check takes as long whatever is accepted, so its bytes are not
+counted there: a check that makes B bytes on average makes text B times the step's time over its own
+as fast. With a run, texts of its model are timed, which continue prompts from a file.
 """
 
 import json
 import statistics
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,10 +23,13 @@ import torch
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
 from arbcli.infer.generation import Decoder, Sampling
+from arbcli.infer.load import load_model
 from arbcli.model.language_model import LanguageModel
 from benchmarks import results
 
 ROUNDS, RUNS, WARM_UP_RUNS, PROFILED = 5, 40, 8, 5
+PROMPTS, TEXT_BYTES = (0.25, 0.75), 2000
+"""Where prompts begin in a file, as shares of it, and bytes that follow each."""
 WAYS = {"greedy": Sampling(temperature=0), "sampled": Sampling(temperature=0.8)}
 
 
@@ -142,14 +148,59 @@ def print_kernels(kind: str, run: Callable[[], None]) -> None:
     sys.stdout.flush()
 
 
+def make_text(model: LanguageModel, prompt: bytes, how: Sampling, size: int) -> tuple:
+    """Continue a prompt; return the text, bytes per second, and bytes of a check."""
+    decoder = Decoder(model, len(prompt) + 2 * TEXT_BYTES, how, ahead=size)
+    decoder.read(prompt)
+    text = b"".join(decoder.stream(WARM_UP_RUNS * size))
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    text += b"".join(decoder.stream(TEXT_BYTES))
+    return text, TEXT_BYTES / (time.perf_counter() - started), decoder.bytes_per_check
+
+
+def measure_texts(run: Path, text: Path, sizes: list[int], prompt: int) -> list[dict]:
+    """Time texts of a trained model, a byte at a time and by checks."""
+    rows: list[dict] = []
+    model, whole = load_model(run, device="cuda"), text.read_bytes()
+    places = [int(share * len(whole)) for share in PROMPTS]
+    with torch.no_grad(), model.prepared_weights():
+        for way, how in (WAYS | {"top-p": Sampling(temperature=0.8, top_p=0.95)}).items():
+            alone: list[bytes] = []
+            for size in (1, *sizes):
+                made = [make_text(model, whole[at : at + prompt], how, size) for at in places]
+                texts, rates, per_check = zip(*made, strict=True)
+                alone = alone or [*texts]
+                same = all(map(bytes.startswith, texts, alone))  # a warm-up by checks is longer
+                row = {
+                    "preset": run.name,
+                    "size": size,
+                    "prompt": prompt,
+                    "way": way,
+                    "bytes_per_second": [round(rate) for rate in rates],
+                    "bytes_per_check": per_check,
+                    "same": same,
+                }
+                rows.append(row)
+                print(row, flush=True)
+    return rows
+
+
 def main() -> None:
     """Print a line for each check, and write the rows."""
     parser = results.options("checks", "Time checks of several bytes against a step of one.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", default=["base", "1b"])
     parser.add_argument("--sizes", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--prompt", type=int, default=500)
+    parser.add_argument("--run", type=Path, help="folder of a run, instead of presets")
+    parser.add_argument("--text", type=Path, help="file that prompts are taken from")
     parser.add_argument("--kernels", action="store_true", help="print the time of each kernel")
     given = parser.parse_args()
+    if given.run:
+        rows = measure_texts(given.run, given.text, given.sizes, given.prompt)
+        command = results.command_line("checks", "--run", given.run.name)
+        results.save("checks", rows, command=command, folder=given.out)
+        return
     for name in given.presets:
         preset(name)
         rows = measure(name, given.sizes, given.prompt, kernels=given.kernels)
