@@ -353,7 +353,16 @@ FAULTS = [
     ),
     kernel(
         "missing term", "bytes before one that may be taken back not seen", "attend_ahead",
-        rewrite("(m < r) & (s >= f) & (s < e)", "(m < 0) & (s >= f) & (s < e)"),
+        rewrite("(s >= f) & (s < e)", "(s >= f) & (s < f)"),
+    ),
+    kernel(
+        "position", "parts of the first of several bytes averaged for all", "attend_ahead",
+        rewrite("tl.cdiv(tl.load(position_ptr) + row + 1, span)",
+                "tl.cdiv(tl.load(position_ptr) + 1, span)"),
+    ),
+    kernel(
+        "exchange", "bytes ahead with their key for their own value", "attend_ahead",
+        rewrite("at + 4 * WIDTH * M", "at + 2 * WIDTH * M"),
     ),
     kernel(
         "too far", "one byte more kept than was accepted", "keep_accepted",
@@ -423,7 +432,7 @@ FAULTS = [
     ),
     kernel(
         "partial sum", "a slot's total without those of the others of a warp", "attend_parts",
-        rewrite("_sum_across((t,), LANES, 32, PTX)", "(t,)"),
+        rewrite("sum_across((t,), LANES, 32, PTX)", "(t,)"),
     ),
     kernel(
         "neighbour", "a program's first span looked at again", "attend_parts",

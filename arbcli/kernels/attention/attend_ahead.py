@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.attend_parts import (
+    ALIGNED,
     MOST_PARTS,
     REGISTERS,
     WARPS,
@@ -594,7 +595,7 @@ def keep_accepted_(table: Table, position: Tensor, accepted: Tensor) -> None:
         _keep_accepted_torch(table.rings, position, accepted)
 
 
-SHAPES = ((3, 2, 7, 64, 0, 16), (4, 1, 40, 128, 30, 16), (8, 1, 100, 128, 95, 16),
+SHAPES = ((3, 2, 7, 64, 0, 16), (4, 1, 99, 128, 94, 16), (8, 1, 100, 128, 95, 16),
           (2, 2, 200, 64, 450, 16), (5, 1, 5, 128, 7, 1), (3, 2, 300, 64, 598, 1))  # fmt: skip
 """(M, heads, W, d, position, most parts)."""
 LARGE = ((4, 16, 2048, 128, 2046, 16), (8, 16, 2048, 128, 5000, 16), (4, 12, 1024, 64, 100, 16))
@@ -655,7 +656,7 @@ ATTEND_AHEAD = Operation(
         **{name: Array(of, BF16, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)},
         **_PLACE, "eps": Number(()), "most": Number(()),
     },
-    where=(*_FIT, "M > 1", f"D in {WIDTHS}"),
+    where=(*_FIT, "M > 1", f"D in {WIDTHS}", ALIGNED),
     launch=(_attend_ahead_triton, _attend_ahead_torch, _attend_ahead_torch), draw=_draw_ahead,
     needs_rows=False,
 )  # fmt: skip

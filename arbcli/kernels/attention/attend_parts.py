@@ -498,6 +498,8 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     )  # fmt: skip
 
 
+ALIGNED = "keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0"
+"""Condition of loads of 16 bytes from rings."""
 _RING = Array("H, W, D", BF16, dense=True)
 
 attend_parts = Operation(
@@ -513,8 +515,7 @@ attend_parts = Operation(
         **PLACE, "position": Array("", INT32), "eps": Number(()), "most": Number(()),
     },
     where=(
-        f"D in {WIDTHS}", "W > 0",
-        "keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0",  # bytes of a load
+        f"D in {WIDTHS}", "W > 0", ALIGNED,
     ),
     compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
 )  # fmt: skip
