@@ -369,7 +369,7 @@ def test_waits_that_the_rule_does_not_see_are_all_there():
 
 
 BEFORE = {
-    "attend_ahead: _attend_ahead_kernel": "instead keys position values",
+    "attend_ahead: _attend_ahead_kernel": "cos instead keys position sin values",
     "attend_ahead: _average_parts_kernel": "position",
     "attend_ahead: _keep_accepted_kernel": "addresses sizes",
     "attend_parts: _attend_parts_kernel": "cos instead keys position sin values",

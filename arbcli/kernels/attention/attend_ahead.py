@@ -126,20 +126,30 @@ def _attend_ahead_torch(
 
 
 @triton.jit
+def _vectors_of(thread, M: tl.constexpr, WIDTH: tl.constexpr):
+    """Number the vectors of new bytes that threads have, a vector of a head some threads.
+
+    Vector v is of byte v mod M: first queries, then keys, then values.
+    """
+    LANES: tl.constexpr = WIDTH // 8
+    vectors = ()
+    for first in tl.static_range(0, 3 * M, thread.shape[0] // LANES):
+        v = tl.minimum(first + thread // LANES, 3 * M - 1)  # the last one again
+        vectors = vectors + (v,)  # noqa: RUF005
+    return vectors
+
+
+@triton.jit
 def _take_new(
-    qkv_ptr, new_ptr, cos_ptr, sin_ptr, before, head, HEADS, eps, stores, memory, thread,
+    qkv_ptr, new_ptr, angles, head, HEADS, eps, stores, memory, thread,
     M: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Rotate the queries and keys of a head, and write them and the values to shared memory.
 
-    Vector v is of byte v mod M: first queries, then keys, then values.
-
     Args:
         qkv_ptr: words of two elements, (M, 3, heads, d).
         new_ptr: likewise, (2, M, heads, d), to which keys and values are stored if `stores`.
-        cos_ptr: of the table.
-        sin_ptr: likewise.
-        before: position of the first byte.
+        angles: cosines and sines for each of `_vectors_of`.
         head: which.
         HEADS: how many there are.
         eps: of the norm.
@@ -151,18 +161,13 @@ def _take_new(
         PTX: whether PTX is understood.
     """
     HALF: tl.constexpr = WIDTH // 2
-    AT_ONCE: tl.constexpr = thread.shape[0] // (WIDTH // 8)
-    d = 8 * (thread % (WIDTH // 8))
-    vectors, words, cosines, sines = (), (), (), ()
-    for first in tl.static_range(0, 3 * M, AT_ONCE):
-        v = tl.minimum(first + thread // (WIDTH // 8), 3 * M - 1)  # the last one again
-        of_v = qkv_ptr + ((v % M * 3 + v // M) * HEADS + head) * HALF + d // 2
-        cos, sin = rotated_angles(cos_ptr, sin_ptr, before + v % M, d, HALF, PTX)
-        vectors, words = vectors + (v,), words + (load_new(of_v, PTX),)  # noqa: RUF005
-        cosines, sines = cosines + (cos,), sines + (sin,)  # noqa: RUF005
+    d, vectors, words = 8 * (thread % (WIDTH // 8)), _vectors_of(thread, M, WIDTH), ()
+    for i in tl.static_range(len(vectors)):
+        place = (vectors[i] % M * 3 + vectors[i] // M) * HEADS + head
+        words = words + (load_new(qkv_ptr + place * HALF + d // 2, PTX),)  # noqa: RUF005
     for i in tl.static_range(len(vectors)):
         v, plain, four = vectors[i], words[i], ()
-        rotated = turn(plain, cosines[i], sines[i], eps, WIDTH, PTX)
+        rotated = turn(plain, angles[i][0], angles[i][1], eps, WIDTH, PTX)
         for j in tl.static_range(4):
             four = four + (tl.where(v < 2 * M, rotated[j], plain[j]),)  # noqa: RUF005
         write_four(memory + (2 * WIDTH * v + 2 * d), four, PTX)
@@ -245,14 +250,17 @@ def _attend_ahead_kernel(
         keys, values = load_span(
             keys_of_head, values_of_head, mine, filled, W, WIDTH, STRIDE, PASSES, PTX
         )
+        vectors, angles = _vectors_of(thread, M, WIDTH), ()
+        for i in tl.static_range(len(vectors)):
+            place = before + vectors[i] % M
+            angles = angles + (rotated_angles(cos_ptr, sin_ptr, place, d, HALF, PTX),)  # noqa: RUF005
         memory = memory_of(instead_ptr, thread, BYTES, PTX)
         sums_at = memory + 6 * WIDTH * M
         wait_for_last(OVERLAP, True)
 
         stores = (part == 0) & (start == 0)
         _take_new(
-            qkv_ptr, new_ptr, cos_ptr, sin_ptr, before, head, HEADS, eps, stores, memory, thread,
-            M, WIDTH, PTX,
+            qkv_ptr, new_ptr, angles, head, HEADS, eps, stores, memory, thread, M, WIDTH, PTX
         )  # fmt: skip
         tl.debug_barrier()
         if SEVERAL:
