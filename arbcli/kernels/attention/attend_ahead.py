@@ -286,7 +286,7 @@ def _attend_ahead_kernel(
                     q = unpair_four(read_four(memory + (2 * WIDTH * row + 2 * d), PTX))
                     of_row, total = add_span(
                         sums[9 * i : 9 * i + 8], sums[9 * i + 8], keys, values, q, of_span,
-                        tl.minimum(before + row + 1, W), slot, scale, WIDTH, STRIDE, PTX,
+                        tl.minimum(before + row + 1, W), slot, scale, WIDTH, STRIDE, EACH > 1, PTX,
                     )  # fmt: skip
                     added = added + of_row + (total,)
                     if i + 1 < EACH:
@@ -318,7 +318,7 @@ def _attend_ahead_kernel(
                 )
                 of_row, total = add_span(
                     of_row, total, keys, values, q, mine, tl.minimum(before + row + 1, W), slot,
-                    scale, WIDTH, STRIDE, PTX,
+                    scale, WIDTH, STRIDE, EACH > 1, PTX,
                 )  # fmt: skip
                 to = sums_at + (OF_ROW * i + OF_ROW // WARPS * warp)
                 write_sums(to, of_row, total, d, lane, WIDTH, PTX)

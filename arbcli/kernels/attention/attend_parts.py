@@ -40,7 +40,13 @@ from arbcli.kernels.attention.decode_attention import (
     rotated_reference,
     rotated_torch,
 )
-from arbcli.kernels.codec.warp_products import HAS_PTX, round_pair, unpair, unpair_four
+from arbcli.kernels.codec.warp_products import (
+    HAS_PTX,
+    round_pair,
+    unpair,
+    unpair_again,
+    unpair_four,
+)
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import BF16, FLOAT, INT32, Array, Number, compiled_check
@@ -260,19 +266,27 @@ def load_span(
 
 
 @triton.jit
+def _unpaired(words, AGAIN: tl.constexpr, PTX: tl.constexpr):
+    return unpair_again(words, PTX) if AGAIN else unpair_four(words)
+
+
+@triton.jit
 def add_span(
     sums, total, keys, values, q, mine, seen, slot, scale,
-    WIDTH: tl.constexpr, STRIDE: tl.constexpr, PTX: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, AGAIN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add a span's weights, and its values times these; a thread has its own slots' only."""
+    """Add a span's weights, and its values times these; a thread has its own slots' only.
+
+    If `AGAIN`, other queries are multiplied with the span too.
+    """
     scores = ()
     for i in tl.static_range(len(keys)):
-        scores = scores + (products(unpair_four(keys[i]), q),)  # noqa: RUF005
+        scores = scores + (products(_unpaired(keys[i], AGAIN, PTX), q),)  # noqa: RUF005
     scores = sum_across(scores, 1, WIDTH // 8, PTX)
     for i in tl.static_range(len(keys)):
         s = mine + STRIDE * i
         weight = tl.where((s < seen) & (s != slot), tl.exp(scores[i] * scale), 0.0)
-        v, added = unpair_four(values[i]), ()
+        v, added = _unpaired(values[i], AGAIN, PTX), ()
         for j in tl.static_range(8):
             added = added + (sums[j] + weight * v[j],)  # noqa: RUF005
         sums = added
@@ -354,12 +368,24 @@ def _attend_parts_kernel(
                     WIDTH, STRIDE, PASSES, PTX,
                 )  # fmt: skip
                 sums, total = add_span(
-                    sums, total, keys, values, q, of_span, seen, slot, scale, WIDTH, STRIDE, PTX
+                    sums,
+                    total,
+                    keys,
+                    values,
+                    q,
+                    of_span,
+                    seen,
+                    slot,
+                    scale,
+                    WIDTH,
+                    STRIDE,
+                    False,
+                    PTX,
                 )
                 keys, values = next_keys, next_values
         else:
             sums, total = add_span(
-                sums, total, keys, values, q, mine, seen, slot, scale, WIDTH, STRIDE, PTX
+                sums, total, keys, values, q, mine, seen, slot, scale, WIDTH, STRIDE, False, PTX
             )
 
         write_sums(memory + OF_WARP * warp, sums, total, d, lane, WIDTH, PTX)

@@ -68,6 +68,10 @@ SHARED_BYTES = 47 << 10
 """Capacity of a program for rows of x, their sums and their squares."""
 ROWS_OF_INSTRUCTION = tl.constexpr(4)
 """Rows of x that an instruction has room for."""
+OCTETS = tl.constexpr(2)
+"""Eights of x that a thread rounds at a time; more take too many registers."""
+MOST_STEPS = 32
+"""Of a program, where a single row's has not more."""
 APART = tl.constexpr(32)
 """Bytes between rows of x in shared memory, and between their sums: threads read and write those of
 four rows at a time, which must be in different banks."""
@@ -253,7 +257,7 @@ def _take_octets(
 def _take_rows(
     x_ptr, K, x_at, tables_at, squares_at, thread,
     ROWS: tl.constexpr, NORM: tl.constexpr, WARPS: tl.constexpr, SQUARES: tl.constexpr,
-    GROUPS: tl.constexpr, OCTETS: tl.constexpr, OF_ROW: tl.constexpr, WHOLE: tl.constexpr,
+    GROUPS: tl.constexpr, OF_ROW: tl.constexpr, WHOLE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """Round rows of x to shared memory, and write the squares that each has.
@@ -298,7 +302,7 @@ def _do_rows(
     ROWS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, ABREAST: tl.constexpr, HEIGHT: tl.constexpr, PER_TILE: tl.constexpr,
     WARPS: tl.constexpr, ALONE: tl.constexpr, WIDE: tl.constexpr, OF_ROW: tl.constexpr,
-    OF_SUMS: tl.constexpr, OCTETS: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr,
+    OF_SUMS: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Multiply some rows of x from `start` on, and store what they give."""
     STEPS: tl.constexpr = HEIGHT * PER_TILE
@@ -307,7 +311,7 @@ def _do_rows(
     warp, tables_at = thread // 32, x_at + 2 * HALF * WIDE
     _take_rows(
         x_ptr + start * (K // 4), K, x_at, tables_at, squares_at, thread,
-        ROWS, NORM, WARPS, SQUARES, WIDE // 2, OCTETS, OF_ROW, WHOLE, PTX,
+        ROWS, NORM, WARPS, SQUARES, WIDE // 2, OF_ROW, WHOLE, PTX,
     )  # fmt: skip
     tl.debug_barrier()
     for turn in tl.static_range(0, STEPS, WARPS):
@@ -344,7 +348,7 @@ def _row_by_row_kernel(
     x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr, N, K, tiles, share, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, M: tl.constexpr,
     AT_ONCE: tl.constexpr, ABREAST: tl.constexpr, HEIGHT: tl.constexpr, BLOCKS: tl.constexpr,
-    WARPS: tl.constexpr, ALONE: tl.constexpr, OCTETS: tl.constexpr, WHOLE: tl.constexpr,
+    WARPS: tl.constexpr, ALONE: tl.constexpr, WHOLE: tl.constexpr,
     EARLY: tl.constexpr, BYTES: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     THREADS: tl.constexpr = 32 * WARPS
@@ -383,36 +387,42 @@ def _row_by_row_kernel(
             codes, scales, x_ptr, added_ptr, y_ptr, N, K, share, eps, first_tile,
             x_at, sums_at, squares_at, thread, tl.minimum(AT_ONCE * turn, M - AT_ONCE),
             AT_ONCE, NORM, GATED, ADD, ABREAST, HEIGHT, PER_TILE, WARPS, ALONE, WIDE, OF_ROW,
-            OF_SUMS, OCTETS, WHOLE, PTX,
+            OF_SUMS, WHOLE, PTX,
         )  # fmt: skip
 
 
 class RowsTiling(NamedTuple):
     """How the work of some rows is shared out, where `row_matmul` has a tiling of its own."""
 
+    height: int
+    """Tiles of a program."""
     at_once: int
     """Rows of x that are in shared memory at a time."""
     warps: int
     """Of a program."""
-    octets: int
-    """Eights of a row that a thread rounds at a time."""
     registers: int
     """Of a thread, at most."""
     shared_bytes: int
     """Of a program: for its rows of x, their sums and their squares."""
 
 
-def rows_tiling(rows: int, alone: of_row.Tiling, blocks: int) -> RowsTiling:
-    """Choose how many rows a program has at a time, about as many in each turn, and its warps."""
-    wide, apart = width_of(blocks, alone.abreast), APART.value
-    steps = alone.height * -(-blocks // alone.abreast)
-    each = (2 * HALF.value + TABLE.value) * wide + SUMS.value * steps + 2 * apart
+def rows_tiling(
+    rows: int, alone: of_row.Tiling, tiles: int, blocks: int, processors: int
+) -> RowsTiling:
+    """Choose what changes no bit: how many tiles and warps a program has, and rows at a time.
+
+    As each program rounds all rows, there are as few as processors where steps fit in registers.
+    """
+    of_tile = -(-blocks // alone.abreast)
+    height = max(alone.height, min(-(-tiles // processors), MOST_STEPS // of_tile))
+    height = alone.height if alone.abreast == 1 else height
+    steps, wide = height * of_tile, width_of(blocks, alone.abreast)
+    warps = max(8, min(16, triton.next_power_of_2(steps)))
+    each = (2 * HALF.value + TABLE.value) * wide + SUMS.value * steps + 2 * APART.value
     each += 4 * padded(min(alone.warps, wide // 2))
     fit = max(1, min(MOST_ROWS, SHARED_BYTES // each))
     at_once = -(-rows // -(-rows // fit))
-    warps = min(16, max(alone.warps, 8, triton.next_power_of_2(steps)))
-    registers = (64 if steps <= warps else 128) if warps == 16 else 128
-    return RowsTiling(at_once, warps, 2, registers, each * at_once)
+    return RowsTiling(height, at_once, warps, 64 if alone.abreast == 1 else 128, each * at_once)
 
 
 def _row_by_row_triton(
@@ -425,15 +435,16 @@ def _row_by_row_triton(
     to = y if added is None else added.contiguous()
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     alone = of_row.tiling_of(tiles, blocks, num_processors(x))
-    at_once, warps, octets, registers, size = rows_tiling(rows, alone, blocks)
-    grid = triton.cdiv(tiles, alone.height)
+    height, at_once, warps, registers, size = rows_tiling(
+        rows, alone, tiles, blocks, num_processors(x)
+    )
+    grid = triton.cdiv(tiles, height)
     instead = pieces if HAS_PTX else pieces.new_empty(grid * size)
     _row_by_row_kernel[(grid,)](
         x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead,
         out_features, in_features, tiles, 1 / in_features, 0.0 if eps is None else eps,
         NORM=eps is not None, GATED=gated, ADD=added is not None, M=rows, AT_ONCE=at_once,
-        ABREAST=alone.abreast, HEIGHT=alone.height, BLOCKS=blocks, WARPS=warps,
-        ALONE=alone.warps, OCTETS=octets,
+        ABREAST=alone.abreast, HEIGHT=height, BLOCKS=blocks, WARPS=warps, ALONE=alone.warps,
         WHOLE=in_features == BLOCK * width_of(blocks, alone.abreast), EARLY=early, BYTES=size,
         PTX=HAS_PTX, num_warps=warps, maxnreg=registers, **overlap_options(x),
     )  # fmt: skip
