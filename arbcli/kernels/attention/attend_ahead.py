@@ -286,7 +286,7 @@ def _attend_ahead_kernel(
                     q = unpair_four(read_four(memory + (2 * WIDTH * row + 2 * d), PTX))
                     of_row, total = add_span(
                         sums[9 * i : 9 * i + 8], sums[9 * i + 8], keys, values, q, of_span,
-                        tl.minimum(before + row + 1, W), slot, scale, WIDTH, STRIDE, EACH > 1, PTX,
+                        tl.minimum(before + row + 1, W), slot, scale, WIDTH, STRIDE, True, PTX,
                     )  # fmt: skip
                     added = added + of_row + (total,)
                     if i + 1 < EACH:
@@ -318,7 +318,7 @@ def _attend_ahead_kernel(
                 )
                 of_row, total = add_span(
                     of_row, total, keys, values, q, mine, tl.minimum(before + row + 1, W), slot,
-                    scale, WIDTH, STRIDE, EACH > 1, PTX,
+                    scale, WIDTH, STRIDE, False, PTX,
                 )  # fmt: skip
                 to = sums_at + (OF_ROW * i + OF_ROW // WARPS * warp)
                 write_sums(to, of_row, total, d, lane, WIDTH, PTX)
@@ -402,12 +402,12 @@ def _attend_ahead_triton(
 
 
 def rows_of_program(rows: int, parts: int, processors: int, *, several: bool) -> int:
-    """Choose how many bytes a program attends from: few where there are processors for more.
+    """Choose how many bytes a program attends from, as was fastest on an H100.
 
-    A processor has two programs. Sums of more than four bytes do not fit in registers where a
-    program has several spans.
+    Few where processors, which have two programs each, would be idle else; two where a program has
+    several spans, as it has sums of all of its bytes in registers meanwhile.
     """
-    programs = max(1, min(rows, 2 * processors // parts), rows // 4 if several else 1)
+    programs = min(rows, max(-(-2 * processors // parts), -(-rows // 2) if several else 1))
     return -(-rows // programs)
 
 

@@ -70,8 +70,6 @@ ROWS_OF_INSTRUCTION = tl.constexpr(4)
 """Rows of x that an instruction has room for."""
 OCTETS = tl.constexpr(2)
 """Eights of x that a thread rounds at a time; more take too many registers."""
-MOST_STEPS = 32
-"""Of a program, where a single row's has not more."""
 APART = tl.constexpr(32)
 """Bytes between rows of x in shared memory, and between their sums: threads read and write those of
 four rows at a time, which must be in different banks."""
@@ -394,8 +392,6 @@ def _row_by_row_kernel(
 class RowsTiling(NamedTuple):
     """How the work of some rows is shared out, where `row_matmul` has a tiling of its own."""
 
-    height: int
-    """Tiles of a program."""
     at_once: int
     """Rows of x that are in shared memory at a time."""
     warps: int
@@ -409,20 +405,19 @@ class RowsTiling(NamedTuple):
 def rows_tiling(
     rows: int, alone: of_row.Tiling, tiles: int, blocks: int, processors: int
 ) -> RowsTiling:
-    """Choose what changes no bit: how many tiles and warps a program has, and rows at a time.
+    """Choose what changes no bit, as was fastest for the matrices of `base` and `1b` on an H100.
 
-    As each program rounds all rows, there are as few as processors where steps fit in registers.
+    A program that has a processor for itself has a warp for each step, as far as there are; where
+    two share one, it has the warps of a row.
     """
-    of_tile = -(-blocks // alone.abreast)
-    height = max(alone.height, min(-(-tiles // processors), MOST_STEPS // of_tile))
-    height = alone.height if alone.abreast == 1 else height
-    steps, wide = height * of_tile, width_of(blocks, alone.abreast)
-    warps = max(8, min(16, triton.next_power_of_2(steps)))
+    steps, wide = alone.height * -(-blocks // alone.abreast), width_of(blocks, alone.abreast)
+    shared = tiles > processors * alone.height
+    warps = max(8, alone.warps if shared else min(16, triton.next_power_of_2(steps)))
     each = (2 * HALF.value + TABLE.value) * wide + SUMS.value * steps + 2 * APART.value
     each += 4 * padded(min(alone.warps, wide // 2))
     fit = max(1, min(MOST_ROWS, SHARED_BYTES // each))
     at_once = -(-rows // -(-rows // fit))
-    return RowsTiling(height, at_once, warps, 64 if alone.abreast == 1 else 128, each * at_once)
+    return RowsTiling(at_once, warps, 64 if alone.abreast == 1 else 128, each * at_once)
 
 
 def _row_by_row_triton(
@@ -435,18 +430,17 @@ def _row_by_row_triton(
     to = y if added is None else added.contiguous()
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     alone = of_row.tiling_of(tiles, blocks, num_processors(x))
-    height, at_once, warps, registers, size = rows_tiling(
-        rows, alone, tiles, blocks, num_processors(x)
-    )
-    grid = triton.cdiv(tiles, height)
+    at_once, warps, registers, size = rows_tiling(rows, alone, tiles, blocks, num_processors(x))
+    grid = triton.cdiv(tiles, alone.height)
     instead = pieces if HAS_PTX else pieces.new_empty(grid * size)
     _row_by_row_kernel[(grid,)](
         x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead,
         out_features, in_features, tiles, 1 / in_features, 0.0 if eps is None else eps,
         NORM=eps is not None, GATED=gated, ADD=added is not None, M=rows, AT_ONCE=at_once,
-        ABREAST=alone.abreast, HEIGHT=height, BLOCKS=blocks, WARPS=warps, ALONE=alone.warps,
-        WHOLE=in_features == BLOCK * width_of(blocks, alone.abreast), EARLY=early, BYTES=size,
-        PTX=HAS_PTX, num_warps=warps, maxnreg=registers, **overlap_options(x),
+        ABREAST=alone.abreast, HEIGHT=alone.height, BLOCKS=blocks, WARPS=warps,
+        ALONE=alone.warps, WHOLE=in_features == BLOCK * width_of(blocks, alone.abreast),
+        EARLY=early, BYTES=size, PTX=HAS_PTX, num_warps=warps, maxnreg=registers,
+        **overlap_options(x),
     )  # fmt: skip
     return y
 
