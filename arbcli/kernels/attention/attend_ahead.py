@@ -15,7 +15,7 @@ programs would have to read all parts of all bytes.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
@@ -99,9 +99,9 @@ def attend_ahead_reference(
     sin: Tensor,
     eps: float,
     most: int = MOST_PARTS,
-) -> tuple[Tensor, Tensor]:
-    """Compute what `attend_ahead` returns, and new keys and values: float64."""
-    found, stored = [], []
+) -> tuple[Tensor, ...]:
+    """Compute what `attend_ahead` returns, new keys and values, and rings as they are: float64."""
+    before, found, stored = (keys, values), [], []
     for row, of_row in enumerate(qkv):
         at = int(position) + row
         place = torch.tensor(at)
@@ -112,7 +112,7 @@ def attend_ahead_reference(
         found.append((shares * average.unflatten(1, (total.shape[1], -1))).sum(0).flatten())
         slot = at % keys.shape[1]
         stored.append(torch.stack([keys[:, slot], values[:, slot]]))
-    return torch.stack(found), torch.stack(stored, dim=1)
+    return torch.stack(found), torch.stack(stored, dim=1), *before
 
 
 def _attend_ahead_torch(
@@ -411,39 +411,6 @@ def rows_of_program(rows: int, parts: int, processors: int, *, several: bool) ->
     return -(-rows // programs)
 
 
-def attend_ahead(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    new: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    most: int = MOST_PARTS,
-) -> Tensor:
-    """Attend from several new bytes, in parts that are then averaged.
-
-    Args:
-        qkv: (M, 3, heads, d) bfloat16, contiguous, of 2 to 8 bytes, d 64 or 128.
-        keys: (heads, W, d) bfloat16, of at least M slots, as of `attend_parts`; not changed.
-        values: like `keys`.
-        new: (2, M, heads, d), set to the keys as they are to be stored, and the values.
-        position: int32 scalar tensor: how many bytes came before the first one.
-        cos: (P, d / 2) float32, contiguous.
-        sin: like `cos`.
-        eps: added to the mean square.
-        most: parts of a head at most.
-
-    Returns:
-        (M, heads * d) bfloat16, with the bits that a product makes of `attend_parts`.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return ATTEND_AHEAD(qkv, keys, values, new, position, cos, sin, eps, most)
-
-
 def attend_in_turn(
     qkv: Tensor,
     keys: Tensor,
@@ -623,20 +590,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (*parts, at, angle.cos(), angle.sin(), 1e-6, most))
 
 
-def _with_new(run: Callable) -> Callable:
-    """Wrap an implementation to return new keys and values too, and to see that rings stay."""
-
-    def with_new(
-        qkv: Tensor, keys: Tensor, values: Tensor, new: Tensor, position: Tensor, *others: Any
-    ) -> tuple[Tensor, Tensor]:
-        before = keys.clone(), values.clone()
-        found = run(qkv, keys, values, new, position, *others)
-        same = [torch.equal(*pair) for pair in zip(before, (keys, values), strict=True)]
-        if not all(same):
-            raise ValueError("a ring was changed")
-        return found, new
-
-    return with_new
+def _with_rings(inputs: tuple, found: Tensor) -> tuple[Tensor, ...]:
+    """Give new keys and values too, and rings, which stay as they are."""
+    _, keys, values, new, *_ = inputs
+    return found, new, keys, values
 
 
 def _draw_ahead(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -652,9 +609,8 @@ def _draw_ahead(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     )  # fmt: skip
 
 
-ATTEND_AHEAD = Operation(
-    "attend_ahead", _with_new(_attend_ahead_triton), _with_new(_attend_ahead_torch),
-    attend_ahead_reference, _cases,
+attend_ahead = Operation(
+    "attend_ahead", _attend_ahead_triton, _attend_ahead_torch, attend_ahead_reference, _cases,
     Gate(
         exact=False,
         relative=4e-3,
@@ -665,9 +621,27 @@ ATTEND_AHEAD = Operation(
         **_PLACE, "eps": Number(()), "most": Number(()),
     },
     where=(*_FIT, "M > 1", f"D in {WIDTHS}", ALIGNED),
-    launch=(_attend_ahead_triton, _attend_ahead_torch, _attend_ahead_torch), draw=_draw_ahead,
-    needs_rows=False,
+    compared=_with_rings, draw=_draw_ahead, needs_rows=False,
 )  # fmt: skip
+"""Attend from several new bytes, in parts that are then averaged.
+
+Args:
+    qkv: (M, 3, heads, d) bfloat16, contiguous, of 2 to 8 bytes, d 64 or 128.
+    keys: (heads, W, d) bfloat16, of at least M slots, as of `attend_parts`; not changed.
+    values: like `keys`.
+    new: (2, M, heads, d), set to the keys as they are to be stored, and the values.
+    position: int32 scalar tensor: how many bytes came before the first one.
+    cos: (P, d / 2) float32, contiguous.
+    sin: like `cos`.
+    eps: added to the mean square.
+    most: parts of a head at most.
+
+Returns:
+    (M, heads * d) bfloat16, with the bits that a product makes of `attend_parts`.
+
+Raises:
+    ValueError: a dtype or a shape does not fit.
+"""
 
 
 def _kept_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
