@@ -1,11 +1,12 @@
-"""Nats a byte of holes in a text, by a masked model that sees both sides, and by its peers.
+"""Nats a byte of holes in a text, by a model that sees both sides, and by its peers.
 
-The peers are a model of the next byte, which ignores the right side, and the masked model where all
-of that is hidden from it, too. Every window has one hole, in its middle. The masked model fills it
-in a random order, for which the bound of `arbcli.masking` is estimated by some draws; or from left
-to right, for which its loss is exact.
+The first run is of a masked model, or has `objective=fill`: that reads both sides before it fills a
+hole from left to right. The peers are a model of the next byte, which ignores the right side, and
+the first model where all of that is hidden from it, too. Every window has one hole, in its middle.
+The masked model fills it in a random order, for which the bound of `arbcli.masking` is estimated by
+some draws; or from left to right, for which its loss is exact.
 
-    python -m benchmarks.holes MASKED NEXT TEXT
+    python -m benchmarks.holes MASKED|FILL NEXT TEXT
 """
 
 import argparse
@@ -15,8 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from arbcli.config.model import VOCABULARY
 from arbcli.data import Text
 from arbcli.device import deterministic, resolve_backend
+from arbcli.filling import EXTRA, arranged
 from arbcli.infer.load import load_model
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.masking import hide
@@ -57,26 +60,43 @@ def ordered_loss(model: LanguageModel, ids: Tensor, hole: slice) -> float:
     return float(total) / (hole.stop - hole.start)
 
 
+def filled_loss(model: LanguageModel, ids: Tensor, hole: slice, *, right: bool) -> float:
+    """Average the loss of the bytes of holes after both sides, or after an empty right side."""
+    rows, size = [], hole.stop - hole.start
+    for row in ids:
+        after = row[hole.stop :] if right else row[:0]
+        rows.append(arranged(row[: hole.start], row[hole], after, model.config.vocabulary))
+    whole = torch.stack(rows)
+    losses = model.position_losses(whole[:, :-1], whole[:, 1:].clamp(max=VOCABULARY - 1))
+    return float(losses[:, -size:].mean())
+
+
 @torch.no_grad()
 def compare(
     masked: LanguageModel, following: LanguageModel, text: Text, *,
     hole: int, windows: int, batch: int, draws: int,
 ) -> dict[str, float]:  # fmt: skip
     """Average the nats a byte of `windows` holes, spread evenly over a text."""
-    context = min(masked.config.ctx, following.config.ctx)
+    in_order = not masked.config.is_masked
+    context = min(masked.config.ctx - EXTRA * in_order, following.config.ctx)
     place = slice((context - hole) // 2, (context + hole) // 2)
     apart = (len(text) - context) // windows
-    kinds = ("next", "masked", "masked without the right side", "masked from left to right")
+    first, *others = ("fill",) if in_order else ("masked", "masked from left to right")
+    kinds = ("next", first, f"{first} without the right side", *others)
     sums = dict.fromkeys(kinds, 0.0)
-    for first in range(0, windows, batch):
-        starts = [apart * number for number in range(first, min(first + batch, windows))]
+    for begin in range(0, windows, batch):
+        starts = [apart * number for number in range(begin, min(begin + batch, windows))]
         ids = text.window_batch(starts, context).to(masked.device).long()
         share = len(starts) / windows
         sums["next"] += share * next_loss(following, ids, place)
-        sums[kinds[-1]] += share * ordered_loss(masked, ids, place)
-        for name, right in (("masked", True), ("masked without the right side", False)):
-            found = masked_loss(masked, ids, place, draws, first, right=right)
+        for name, right in zip(kinds[1:3], (True, False), strict=True):
+            if in_order:
+                found = filled_loss(masked, ids, place, right=right)
+            else:
+                found = masked_loss(masked, ids, place, draws, begin, right=right)
             sums[name] += share * found
+        if not in_order:
+            sums[kinds[3]] += share * ordered_loss(masked, ids, place)
     return sums
 
 

@@ -1,11 +1,14 @@
 """Make speech, or pages of text and shapes, as bytes to train on: nothing is fetched.
 
     python -m benchmarks.media_text speech novels.txt FOLDER [--bytes N]
+    python -m benchmarks.media_text words novels.txt FOLDER --rate 4000 [--readings N]
     python -m benchmarks.media_text pages novels.txt FOLDER [--bytes N]
 
 Each sentence or clause of a text is followed by its sound, spoken by espeak-ng in one of several
-voices, in mu-law or 16 bits at 8 kHz; or by a grey page that Pillow draws it on, with shapes, in a
-font of the system. Held out are the first `--held-out` ones of the text, or of another, `--val`.
+voices, in mu-law or 16 bits; or by a grey page that Pillow draws it on, with shapes, in a font of
+the system. Held out are the first `--held-out` ones of the text, or of another, `--val`. Words are
+the commonest of the text, each read several times by voices in turn, so that a window holds a word
+next to all of its sound; `words-again.txt` has some of those trained on, in readings that are not.
 
 Writes `KIND-train.txt`, `KIND-val.txt`, and `KIND-val-others.txt`, where each sound or page follows
 the sentence of another: what that costs more is what a model hears of a text. They are those that
@@ -25,11 +28,12 @@ import json
 import os
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib import import_module
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +44,12 @@ from arbcli.media.sound import decode_samples, encode_samples, flac_bytes
 from arbcli.media.spans import SAMPLE_BYTES, PictureHeader, SoundHeader
 
 RATE = 8000
-"""Samples a second."""
+"""Samples a second, unless `--rate` says otherwise."""
+WORDS = 300
+"""Commonest words of a text."""
+WORD = re.compile(r"[a-z]{3,12}")
+NEXT_READING = 7
+"""Added to the index of a word by each reading: no two of a hundred sound the same."""
 WAV_HEADER = 44
 """Bytes before the samples that espeak-ng writes."""
 SPOKEN_RATE = 22050
@@ -63,6 +72,14 @@ def sentences(text: str, longest: int = 160) -> list[str]:
     return sorted(kept, key=lambda part: hashlib.sha256(part.encode()).digest())
 
 
+def words(text: str, most: int = WORDS) -> list[str]:
+    """List the commonest words of three to twelve letters, in an order without meaning."""
+    counts = Counter(WORD.fullmatch(part) and part for part in re.split(r"[^A-Za-z]+", text))
+    counts.pop(None, None)
+    kept = sorted(counts, key=lambda word: (-counts[word], word))[:most]
+    return sorted(kept, key=lambda word: hashlib.sha256(word.encode()).digest())
+
+
 def resampled(samples: np.ndarray, number: int) -> np.ndarray:
     """Cut off the frequencies above those that `number` int16 samples have."""
     spectrum = np.fft.rfft(samples)[: number // 2 + 1]
@@ -70,14 +87,37 @@ def resampled(samples: np.ndarray, number: int) -> np.ndarray:
     return np.clip(np.rint(found), -32768, 32767).astype(np.int16)
 
 
-def spoken(sentence: str, index: int, form: str = "mulaw") -> tuple[SoundHeader, bytes]:
-    """Speak a sentence, in the voice of its index, as a form of `SAMPLE_BYTES`."""
-    voice, speed = VOICES[index % len(VOICES)], 140 + 10 * (index % 5)
+def spoken(
+    sentence: str,
+    index: int,
+    form: str = "mulaw",
+    rate: int = RATE,
+    *,
+    voices: int = len(VOICES),
+    pitches: int = 0,
+    pause: bool = True,
+) -> tuple[SoundHeader, bytes]:
+    """Speak a sentence, in the voice of its index, as a form of `SAMPLE_BYTES`.
+
+    Args:
+        sentence: what to say.
+        index: chooses voice and speed.
+        form: of the samples.
+        rate: samples a second.
+        voices: how many of `VOICES` there are.
+        pitches: how many each has; 0 is its own alone.
+        pause: whether silence follows.
+    """
+    voice, speed = VOICES[index % voices], 140 + 10 * (index % 5)
     command = ["espeak-ng", "-v", voice, "-s", str(speed), "--stdout", "--", sentence]
+    if pitches:
+        command[1:1] = ["-p", str(30 + 4 * (index // 10 % pitches))]
+    if not pause:
+        command.insert(1, "-z")
     wave = subprocess.run(command, check=True, capture_output=True).stdout[WAV_HEADER:]
     samples = np.frombuffer(wave, dtype="<i2", count=len(wave) // 2)
-    samples = resampled(samples, len(samples) * RATE // SPOKEN_RATE)
-    header = SoundHeader(form, RATE, 1, len(samples))
+    samples = resampled(samples, len(samples) * rate // SPOKEN_RATE)
+    header = SoundHeader(form, rate, 1, len(samples))
     return header, encode_samples(samples[:, None], form)
 
 
@@ -127,7 +167,7 @@ class Record(NamedTuple):
         """Count the bytes that it takes in lossless formats."""
         if isinstance(self.header, PictureHeader):
             return coded_bytes(decode_pixels(self.body, self.header))
-        sizes = {"FLAC": flac_bytes(decode_samples(self.body, self.header), RATE)}
+        sizes = {"FLAC": flac_bytes(decode_samples(self.body, self.header), self.header.rate)}
         if self.header.form == "mulaw":
             sizes["FLAC of codes"] = flac_bytes_of_codes(self.body)
         return sizes
@@ -144,22 +184,25 @@ def flac_bytes_of_codes(codes: bytes) -> int:
 
 MAKERS: dict[str, Callable[[str, int], tuple[SoundHeader | PictureHeader, bytes]]] = {
     "speech": spoken,
+    "words": partial(spoken, voices=2, pitches=10, pause=False),
     "pages": drawn,
 }
 
 
-def records(kind: str, texts: list[str], form: str) -> Iterator[Record]:
-    """Make the records of texts, several at once, in their order."""
-    make = partial(spoken, form=form) if kind == "speech" else MAKERS[kind]
+def records(
+    kind: str, texts: list[str], form: str, rate: int = RATE, begin: int = 0
+) -> Iterator[Record]:
+    """Make the records of texts, several at once, in their order; indices count from `begin`."""
+    make = MAKERS[kind] if kind == "pages" else partial(MAKERS[kind], form=form, rate=rate)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for first in range(0, len(texts), AT_ONCE):
             some = texts[first : first + AT_ONCE]
-            for text, body in zip(some, pool.map(make, some, count(first)), strict=True):
+            for text, body in zip(some, pool.map(make, some, count(begin + first)), strict=True):
                 yield Record(text, *body)
 
 
 def write_held_out(folder: Path, kind: str, held: list[Record]) -> dict[str, Any]:
-    """Write what is held out, with its own sentences and with others; return what formats take."""
+    """Write what is held out, with its own sentences and with others'; return what formats take."""
     texts = [record.sentence for record in held]
     for name, before in (("val", texts), ("val-others", texts[1:] + texts[:1])):
         pairs = zip(held, before, strict=True)
@@ -183,17 +226,29 @@ def main() -> None:
     )
     parser.add_argument("--longest", type=int, default=160, help="characters [default: 160]")
     parser.add_argument("--form", choices=SAMPLE_BYTES, default="mulaw", help="[default: mulaw]")
+    parser.add_argument("--rate", type=int, default=RATE, help="samples a second [default: 8,000]")
+    parser.add_argument("--readings", type=int, default=32, help="of a word [default: 32]")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
+    is_word = given.kind == "words"
+    parse = words if is_word else partial(sentences, longest=given.longest)
     texts, others = (
-        sentences(path.read_text("utf-8", errors="replace"), given.longest)
+        parse(path.read_text("utf-8", errors="replace"))
         for path in (given.text, given.val or given.text)
     )
-    held = list(records(given.kind, others[: given.held_out], given.form))
+    how = (given.form, given.rate)
+    held = list(records(given.kind, others[: given.held_out], *how))
     apart = {record.sentence for record in held}
     report = write_held_out(given.folder, given.kind, held)
-    written = 0
-    made = records(given.kind, [text for text in texts if text not in apart], given.form)
+    texts = [text for text in texts if text not in apart]
+    if is_word:
+        unread = records(given.kind, texts[: given.held_out], *how, NEXT_READING * given.readings)
+        content = b"".join(record.written() for record in unread)
+        (given.folder / f"{given.kind}-again.txt").write_bytes(content)
+    written, numbers = 0, range(given.readings if is_word else 1)
+    made = chain.from_iterable(
+        records(given.kind, texts, *how, NEXT_READING * number) for number in numbers
+    )
     with (given.folder / f"{given.kind}-train.txt").open("wb") as file:
         while written < given.bytes and (record := next(made, None)) is not None:
             written += file.write(record.written())

@@ -2,7 +2,7 @@
 
     python -m benchmarks.search --text NAME --data TRAIN --val VAL [--ctx N] [--seconds S]...
                                 [--kind KIND]... [--best N] [--seed N]... [--times FILE]
-                                [--rival KIND --final-val VAL]
+                                [--rival KIND... --final-val VAL] [--out DIR]
 
 Every kind, of `KINDS` or those named, trains for the first number of seconds; the best, `--best` of
 them or a quarter, train again, anew, for the next number. Each has as many steps as fit the time of
@@ -10,8 +10,12 @@ one that was timed before; compiling and timing are not counted. `--times FILE` 
 what it lacks is timed and added, which needs a GPU without other processes, and trainings by times
 that it has may share one. With 0 seconds kinds are only timed.
 
-`--rival KIND --final-val VAL` compares the best one with another: both train for the last number of
-seconds on seeds 1 to 3, and are judged on a text that chose nothing.
+`--rival KIND --final-val VAL` compares the best one with another, of several the best of the first
+round: both train for the last number of seconds on seeds 1 to 3, and are judged on a text that
+chose nothing. The best one trains with trits as well, on seed 1.
+
+A row that is in the file of `--out` already is read, and not measured again: a search that was
+interrupted goes on where it was.
 """
 
 import argparse
@@ -43,11 +47,15 @@ from arbcli.train.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.training_step import empty, run_steps
 
-POSITIONS, TIMED = 32_768, 8
-"""Bytes of a step, and steps."""
+POSITIONS, TIMED = 32_768, 32
+"""Bytes of a step, and steps that are timed."""
 MLP, OUTER_MLP = MLPConfig(width=2048), MLPConfig(width=1408)
 EXPERTS = ExpertsConfig(experts=4, top_k=2, width=512, gate="softplus", shared=True)
 COMPRESSED = CompressedAttentionConfig(heads=12, kv_heads=1, head_width=128, ratio=4, window=128)
+SMALL_EXPERTS = ExpertsConfig(experts=4, top_k=2, width=256, gate="softplus", shared=True)
+SMALL_COMPRESSED = CompressedAttentionConfig(
+    heads=6, kv_heads=1, head_width=64, ratio=4, window=128
+)
 
 
 def chunked(
@@ -73,9 +81,24 @@ def chunked(
     return ModelConfig(ctx=4096, stages=stages)
 
 
-def small(length: int, **options: Any) -> ModelConfig:
+def small(
+    length: int,
+    *,
+    mixer: PartConfig | None = None,
+    channel: PartConfig | None = None,
+    streams: int = 1,
+    **options: Any,
+) -> ModelConfig:
     """Assemble a stage of chunks around blocks of 384."""
-    return preset("hnet-small", **({"boundaries": "every"} | options), chunk_length=(length,))
+    given = {"boundaries": "every"} | options
+    config = preset("hnet-small", **given, chunk_length=(length,))
+    *outer, inner = config.stages
+    blocks = tuple(
+        BlockConfig(mixer=mixer or block.mixer, channel=channel or block.channel)
+        for block in inner.blocks
+    )
+    inside = replace(inner, blocks=blocks, streams=streams)
+    return replace(config, stages=(*outer, inside))
 
 
 def two_stages(length: tuple[int, int]) -> ModelConfig:
@@ -114,6 +137,9 @@ KINDS: dict[str, Any] = {
     "every 16": lambda: chunked(length=16),
     "every 24": lambda: chunked(length=24),
     "every 32": lambda: chunked(length=32),
+    "every 64": lambda: chunked(length=64),
+    "every 16, experts": lambda: chunked(length=16, channel=EXPERTS),
+    "every 16, two streams": lambda: chunked(length=16, streams=2),
     "every 16, three outer blocks": lambda: chunked(length=16, outer_layers=3),
     "every 16, one outer block": lambda: chunked(length=16, outer_layers=1),
     "every 16, Mamba outside": lambda: chunked(length=16, outer=MambaConfig(heads=8)),
@@ -131,6 +157,9 @@ KINDS: dict[str, Any] = {
     "small, learned 4": lambda: small(4, boundaries="learned"),
     "small, every 4, Mamba outside": lambda: small(4, outer_blocks="mamba"),
     "small, every 8, Mamba outside": lambda: small(8, outer_blocks="mamba"),
+    "small, every 8, compressed": lambda: small(8, mixer=SMALL_COMPRESSED),
+    "small, every 8, experts": lambda: small(8, channel=SMALL_EXPERTS),
+    "small, every 8, two streams": lambda: small(8, streams=2),
 }
 """Models of about 85 million weights a byte, and small ones of 11 million."""
 
@@ -181,16 +210,26 @@ def run_round(
     seeds: Iterable[int],
     name: str,
     val: str,
+    digits: str,
 ) -> dict[str, float]:
     """Train every kind on every seed, and write each row; return losses of the last seed."""
     times = json.loads(given.times.read_text()) if given.times and given.times.exists() else {}
     text = {"data": [given.data], "val": [val]}
+    known = {
+        tuple(row[field] for field in results.KEYS["search"]): row["held_out_nats"]
+        for run in results.load("search", given.out)
+        for row in run["rows"]
+    }
     found = {}
     for seed, kind in product(seeds, kinds):
+        key = (name, given.ctx, kind, digits, seconds, seed)
+        if key in known:
+            found[kind] = known[key]
+            continue
         started = time.perf_counter()
         try:
             with deterministic():
-                row = measure(kind, given.ctx, given.digits, seconds, seed, text, times)
+                row = measure(kind, given.ctx, digits, seconds, seed, text, times)
         except ArbError as error:
             print(kind, "cannot be:", error, flush=True)
             continue
@@ -219,21 +258,27 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, action="append", help="[default: 9, 36]")
     parser.add_argument("--seed", type=int, action="append", help="[default: 0]")
     parser.add_argument("--times", type=Path, help="milliseconds of a step by kind, as JSON")
-    parser.add_argument("--rival", choices=KINDS, help="kind that the best one is compared with")
+    parser.add_argument(
+        "--rival", action="append", choices=KINDS, help="kind that the best one is compared with"
+    )
     parser.add_argument("--final-val", help="held-out text of that comparison")
     given = parser.parse_args()
     kinds = given.kind or list(KINDS)
     rounds = given.seconds or [9.0, 36.0]
     if given.rival and len(rounds) == 1:
         parser.error("--rival takes the last of --seconds, and there is but one")
+    seeds, losses = given.seed or (0,), {}
     for seconds in rounds[:-1] if given.rival else rounds:
-        found = run_round(given, kinds, seconds, given.seed or (0,), given.text, given.val)
+        found = run_round(given, kinds, seconds, seeds, given.text, given.val, given.digits)
+        losses = found | losses  # the first round is of all
         kinds = sorted(found, key=found.__getitem__)[: given.best or max(2, len(found) // 4)]
     if given.rival:
-        # the rival itself may be the best, and the second is compared with it then
-        best = min((kind for kind in found if kind != given.rival), key=found.__getitem__)
+        # a rival may be the best itself, and the second is compared with it then
+        rival = min((kind for kind in given.rival if kind in losses), key=losses.__getitem__)
+        best = min((kind for kind in found if kind != rival), key=found.__getitem__)
         name, val = f"{given.text}, other half", given.final_val or given.val
-        run_round(given, (best, given.rival), rounds[-1], (1, 2, 3), name, val)
+        run_round(given, (best, rival), rounds[-1], (1, 2, 3), name, val, given.digits)
+        run_round(given, (best,), rounds[-1], (1,), name, val, "trit")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -825,21 +826,41 @@ def ablation(runs: Runs) -> str:
     return _measured(head, lines, runs)
 
 
-def searched(runs: Runs) -> str:
+def searched(runs: Runs, text: str, ctx: int, *, small: bool = False) -> str:
     """Held-out losses of combinations of parts in equal time, by round."""
     kinds: dict[str, dict[tuple[str, float, str], list[float]]] = {}
+    runs = [
+        run | {"rows": [
+            row for row in run["rows"]
+            if row["text"].split(",")[0] == text and row["ctx"] == ctx
+            and row["kind"].startswith("small") == small
+        ]}
+        for run in runs
+    ]  # fmt: skip
+    runs = [run for run in runs if run["rows"]]
     for row in rows_of(runs):
-        place = (row["text"], row["seconds"], row["digits"])
+        half = "other half" if "," in row["text"] else "one half"
+        place = (half, row["seconds"], row["digits"])
         kinds.setdefault(row["kind"], {}).setdefault(place, []).append(row["held_out_nats"])
-    places = list(dict.fromkeys(place for found in kinds.values() for place in found))
+    # those of the half that chose come first, and trits last
+    places = sorted(
+        {place for found in kinds.values() for place in found},
+        key=lambda place: (place[0] == "other half", place[2] == "trit", place[1]),
+    )
     head = ["model"] + [
-        f"{text}, {seconds:g} s" + ("" if digits == "all" else ", `--weights ternary`")
-        for text, seconds, digits in places
+        f"{half}, {seconds:g} s" + ("" if digits == "all" else ", trits")
+        for half, seconds, digits in places
     ]
-    order = sorted(kinds, key=lambda kind: min(kinds[kind].get(places[1], [9.0])))
+
+    rounds = [place for place in places if place[0] == "one half"][::-1]
+
+    def rank(kind: str) -> list[float]:
+        """Compare by the later rounds first."""
+        return [min(kinds[kind].get(place, [9.0])) for place in rounds]
+
     lines = [
         [kind, *(", ".join(f"{x:.4f}" for x in kinds[kind].get(place, ())) for place in places)]
-        for kind in order
+        for kind in sorted(kinds, key=rank)
     ]
     return _measured(head, lines, runs)
 
@@ -937,6 +958,18 @@ def steps_by_size(runs: Runs) -> str:
     return _measured(["kind", "weights", *ways], lines, runs)
 
 
+def commands(runs: Runs) -> str:
+    """Write the seconds of the README's commands, with empty caches and again."""
+    lines = []
+    for row in rows_of(runs, again=False):
+        again = row_of(runs, command=row["command"], again=True)
+        loss = "" if row["val_loss"] is None else f"{row['val_loss']:.4f}"
+        seconds = [f"{each['seconds']:.1f}" if each else "" for each in (row, again)]
+        lines.append([f"`{row['command']}`", *seconds, loss])
+    head = ["command", "seconds, with empty caches", "again", "held-out loss"]
+    return _measured(head, lines, runs)
+
+
 def short_table(runs: Runs) -> list[str]:
     """Write the rows of any file as lines, leaving out what is long."""
     lines = []
@@ -980,7 +1013,12 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "step-kernels": ("step_kernels", step_kernels),
     "step-budget": ("step_budget", step_budget),
     "ablation": ("ablation", ablation),
-    "search": ("search", searched),
+    "search-novels-4096": ("search", partial(searched, text="novels", ctx=4096)),
+    "search-novels-16384": ("search", partial(searched, text="novels", ctx=16384)),
+    "search-code-4096": ("search", partial(searched, text="code", ctx=4096)),
+    "search-code-16384": ("search", partial(searched, text="code", ctx=16384)),
+    "search-small-1024": ("search", partial(searched, text="novels", ctx=1024, small=True)),
+    "search-small-4096": ("search", partial(searched, text="novels", ctx=4096, small=True)),
     "scaling": ("scaling", losses_by_size),
     "scaling-laws": ("scaling", laws),
     "frontier": ("frontier", frontier),
@@ -988,6 +1026,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "many-gpus-bits": ("many_gpus", bits_of_many),
     "many-gpus-speed": ("many_gpus", speed_of_many),
     "many-gpus-quality": ("many_gpus", quality_of_many),
+    "commands": ("commands", commands),
     "hnet-quality": ("hnet_quality", chunked_quality),
 }
 """By the name that a document uses: whose results, and what writes the table."""

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -84,23 +84,21 @@ class Job:
 
 
 SWEPT = {
-    "AdamW": ((3e-3, 1e-2, 1e-3, 5e-3, 3e-4, 1e-4), (3e-3, 5e-3, 1e-2)),
-    "moment": ((0.3, 0.1, 1.0, 0.5, 0.03, 0.01), (0.3,)),
-    "nibble": ((0.3, 0.1, 1.0, 0.03), (0.3,)),
-    "moment factored": ((0.3, 1.0, 0.1, 0.03), ()),
-    "Muon": ((2e-3, 5e-3, 5e-4), (2e-3,)),
-    "nibble factored": ((0.3, 0.1), ()),
+    "AdamW": (3e-3, 5e-3, 1e-2, 1e-3, 3e-4, 1e-4),
+    "moment": (0.3, 0.5, 1.0, 0.1, 0.03, 0.01),
+    "nibble": (0.3, 0.1, 1.0, 0.03),
+    "Muon": (2e-3, 5e-3, 5e-4),
+    "moment factored": (0.3, 1.0, 0.1, 0.03),
+    "nibble factored": (0.3, 0.1),
 }
-"""Rates of seed 0 by kind, and those of seeds 1 and 2; the most telling ones first."""
-
-
+"""Rates by kind: the first with each seed, the others with seed 0 after it."""
 OTHERS = {
-    "bf16 AdamW": ((3e-3, 1e-3, 1e-2), (3e-3,)),
-    "bf16 AdamW, eight bits": ((3e-3, 1e-3, 1e-2), ()),
-    "bf16 Adafactor": ((3e-3, 1e-3, 1e-2), ()),
-    "LoRA 256": ((1e-3, 3e-3, 3e-4), (1e-3,)),
-    "BAdam": ((3e-3, 1e-3, 1e-2), ()),
-    "LoRA 16": ((3e-3, 1e-2, 1e-3), ()),
+    "bf16 AdamW": (3e-3, 1e-3, 1e-2),
+    "bf16 AdamW, eight bits": (3e-3, 1e-3, 1e-2),
+    "LoRA 256": (1e-3, 3e-3, 3e-4),
+    "LoRA 16": (1e-2, 3e-2, 3e-3),
+    "bf16 Adafactor": (1e-3, 3e-4, 3e-3),
+    "BAdam": (3e-3, 1e-3, 1e-2),
 }
 """The same of other ways."""
 PARTS = ("swept", "speed", "others")
@@ -108,14 +106,14 @@ SPEEDS = (*RULES, "AdamW", "Muon", *OTHERS)
 UNTIMED_STEPS, TIMED_STEPS = 8, 40
 
 
-def jobs(seeds: Iterable[int]) -> list[Job]:
+def jobs(seeds: Sequence[int]) -> list[Job]:
     """List all runs of some of the seeds 0 to 2, of each kind the most telling ones first."""
     return [
         Job(part=part, kind=kind, lr=lr, seed=seed)
         for part, rates in (("swept", SWEPT), ("others", OTHERS))
-        for kind, (first, others) in rates.items()
-        for seed in seeds
-        for lr in (others if seed else first)
+        for kind, (first, *others) in rates.items()
+        for lr, some in [(first, seeds), *((other, [0]) for other in others if 0 in seeds)]
+        for seed in some
     ]
 
 
@@ -438,6 +436,16 @@ def keep(benchmark: str, row: dict[str, Any], given: argparse.Namespace) -> None
     results.save(benchmark, [row], command=command, folder=given.out)
 
 
+def print_begun(rules: Iterable[str], folder: Path, given: argparse.Namespace) -> None:
+    """Print the losses of the float model, and of what was imported of it."""
+    for kind in rules:
+        row = {"part": "begun", "kind": kind, "lr": 0.0, "seed": 0, "steps": 0, "seconds": 0.0}
+        found = score(imported(folder, kind), given.texts, given.device)
+        print(json.dumps(row | found), flush=True)
+    twin = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
+    print("float", both_losses(twin.to(given.device).loss, given.texts, given.device), flush=True)
+
+
 def main() -> None:
     """Train the float model, tune it in every way, and write the rows."""
     parser = options("tuning", "Compare ways of tuning.")
@@ -453,14 +461,9 @@ def main() -> None:
         return
     rules = [kind for kind in RULES if kind in (given.kinds or RULES)]
     with prepared_folder(given, rules) as folder:
-        for kind in rules:
-            row = {"part": "begun", "kind": kind, "lr": 0.0, "seed": 0, "steps": 0, "seconds": 0.0}
-            found = score(imported(folder, kind), given.texts, given.device)
-            print(json.dumps(row | found), flush=True)
-        twin = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
-        twin = twin.to(given.device)
-        print("float", both_losses(twin.loss, given.texts, given.device), flush=True)
         parts = given.parts or PARTS
+        if {*parts} != {"speed"}:
+            print_begun(rules, folder, given)
         if "speed" in parts:
             words = [sys.executable, "-m", "benchmarks.tuning", str(given.texts)]
             words += ["--device", given.device, "--folder", str(folder), "--measure"]

@@ -59,22 +59,8 @@ OPTIONS = (
     "--backend", "--config", "--model", "--tokenizer", "--minutes", "--log", "--weights",
 )  # fmt: skip
 PATTERNS = (
-    "*",
-    "**",
-    "/",
-    "[",
-    "]",
-    "[!",
-    "?",
-    "\n",
-    ":0.5",
-    ":",
-    "..",
-    "~",
-    "{a,b}",
-    "\udc80",
-    " ",
-)
+    "*", "**", "/", "[", "]", "[!", "?", "\n", ":0.5", ":", "..", "~", "{a,b}", "\udc80", " ",
+)  # fmt: skip
 """Pieces of a path with wildcards."""
 VALUE = re.compile(rb'"[^"]*"|-?\d[\d.e+-]*|true|false|null')
 VALUES = (

@@ -18,30 +18,21 @@ from arbcli.config.parts import (
     MLPConfig,
     PartConfig,
 )
+from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.parts.rotary import RotaryConfig
 
 PARTS: dict[str, PartConfig] = {
     "attention": AttentionConfig(heads=2, window=5),
-    "grouped": AttentionConfig(
-        heads=4,
-        kv_heads=2,
-        head_width=8,
-        window=6,
+    "grouped": AttentionConfig(heads=4, kv_heads=2, head_width=8, window=6,
         rotary=RotaryConfig(base=50.0, share=0.5, scaling="llama3", factor=8.0, original_ctx=40),
-        query_key_norm="gain",
-        bias=True,
-        output_bias=True,
-        sink=True,
-    ),
+        query_key_norm="gain", bias=True, output_bias=True, sink=True),
     "latent": LatentAttentionConfig(heads=2, latent=10, rotary=4),
-    "compressed": CompressedAttentionConfig(
-        heads=2, head_width=8, ratio=2, top_k=2, window=3, index_heads=2, index_width=8
-    ),
-    "mamba": MambaConfig(heads=2, states=7),
-    "mlp": MLPConfig(width=13),
+    "compressed": CompressedAttentionConfig(heads=2, head_width=8, ratio=2, top_k=2, window=3,
+        index_heads=2, index_width=8),
+    "mamba": MambaConfig(heads=2, states=7), "mlp": MLPConfig(width=13),
     "experts": ExpertsConfig(experts=4, width=7, gate="softplus", shared=True),
-}
+}  # fmt: skip
 """By kind; `grouped` is `attention` of another shape than kernels have."""
 PLAIN = ("grouped",)
 """Of these, mixers of plain operations between kernels, which a compiler differentiates itself."""
@@ -57,7 +48,7 @@ class Cell(NamedTuple):
     channel: str
     streams: int
     place: str
-    """`plain`, or `chunked`."""
+    """`plain`, `chunked`, or `ahead`: with a head beyond the next byte."""
 
     @property
     def block(self) -> BlockConfig:
@@ -73,8 +64,9 @@ class Cell(NamedTuple):
             last = replace(block, channel=replace(block.channel, gate="hash", shared=False))
         main = StageConfig(dim=24, streams=self.streams, blocks=(block, last))
         gains = {"norm_gain": self.mixer == "grouped"}
-        if self.place == "plain":
-            return ModelConfig(ctx=11, stages=(main,), **gains)
+        if self.place != "chunked":
+            ahead = AheadConfig(positions=4, width=14) if self.place == "ahead" else None
+            return ModelConfig(ctx=11, stages=(main,), ahead=ahead, **gains)
         outer = StageConfig(
             dim=20,
             streams=self.streams,
@@ -113,6 +105,9 @@ CELLS = [
     for cell in product((*MIXERS, "none"), (*CHANNELS, "none"), (1, 4), ("plain", "chunked"))
     if cell[:2] != ("none", "none")
 ]
+
+
+AHEAD = Cell("attention", "mlp", 1, "ahead")
 
 
 def pairs(cell: Cell) -> set:

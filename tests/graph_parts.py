@@ -86,7 +86,7 @@ def collect(part: torch.nn.Module) -> dict[str, list]:
     """Make every weight hand its (gradient, where) to a list of its own."""
     found: dict[str, list] = {}
     for name, tensor in part.named_modules():
-        if hasattr(tensor, "sink"):
+        if isinstance(tensor, TernaryTensor) and not tensor.frozen:
             found[name] = []
             tensor.sink = lambda _, grad, where=None, name=name: found[name].append((grad, where))
     return found

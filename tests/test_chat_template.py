@@ -18,24 +18,17 @@ HOSTILE = {
     "globals": "{{ cycler.__init__.__globals__.os.popen('touch HERE').read() }}",
     "self": "{{ self.__init__.__globals__ }}",
     "function": "{{ raise_exception.__globals__['__builtins__']['open']('HERE', 'w') }}",
-    "type": "{{ namespace.__init__.__globals__ }}",
-    "file": "{% include '/etc/passwd' %}",
-    "import": "{% import 'os' as os %}",
-    "change": "{{ messages.append(1) }}",
-    "long string": "{{ 'a' * 1000000000 }}",
-    "long list": "{{ [messages] * 1000000000 }}",
-    "power": "{{ 7 ** 99999999 }}",
-    "wide": "{{ '%9999999999d' % 3 }}",
-    "wide format": "{{ '{:9999999999}'.format(3) }}",
-    "padded": "{{ 'a'.ljust(9999999999) }}",
+    "type": "{{ namespace.__init__.__globals__ }}", "file": "{% include '/etc/passwd' %}",
+    "import": "{% import 'os' as os %}", "change": "{{ messages.append(1) }}",
+    "long string": "{{ 'a' * 1000000000 }}", "long list": "{{ [messages] * 1000000000 }}",
+    "power": "{{ 7 ** 99999999 }}", "wide": "{{ '%9999999999d' % 3 }}",
+    "wide format": "{{ '{:9999999999}'.format(3) }}", "padded": "{{ 'a'.ljust(9999999999) }}",
     "centred": "{{ 'a' | center(9999999999) }}",
     "loop": "{% for i in range(10000000) %}{% endfor %}",
     "loops": "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
-    "refusal": "{{ raise_exception('no system message') }}",
-    "syntax": "{% if %}",
-    "no tag": "{% exec 'ls' %}",
-    "nothing": "{{ nothing.there }}",
-}
+    "refusal": "{{ raise_exception('no system message') }}", "syntax": "{% if %}",
+    "no tag": "{% exec 'ls' %}", "nothing": "{{ nothing.there }}",
+}  # fmt: skip
 
 
 def test_template_writes_messages_as_transformers_does():

@@ -279,19 +279,7 @@ def test_checkpoints_ignores_other_names(tmp_path, saved):
         ("__metadata__", torch.zeros(3, dtype=torch.int8)),
         ("", torch.zeros(3, dtype=torch.int8)),
     ],
-    ids=[
-        "float",
-        "int16",
-        "bool",
-        "int8 trits",
-        "uint8",
-        "int32",
-        "int8 source",
-        "int64",
-        "illegal byte",
-        "reserved",
-        "nameless",
-    ],
+    ids=str,
 )
 def test_save_rejects_what_is_not_state(tmp_path, name, tensor):
     with pytest.raises(ValueError, match=f"`{name}`"):
@@ -381,20 +369,12 @@ def test_load_asks_to_upgrade_for_a_newer_format(saved):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": 0},
-        {"format": True},
-        {"format": "1"},
-        {"step": -1},
-        {"step": 1.0},
-        {"config": []},
-        {"counters": {"skipped": 0.5}},
-        {"counters": {"skipped": True}},
-        {"data": None},
-        {"config": {"lr": float("nan")}},
-        {"host": "here"},
+        {"format": 0}, {"format": True}, {"format": "1"}, {"step": -1}, {"step": 1.0},
+        {"config": []}, {"counters": {"skipped": 0.5}}, {"counters": {"skipped": True}},
+        {"data": None}, {"config": {"lr": float("nan")}}, {"host": "here"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_load_refuses_sealed_nonsense(saved, changes):
     header, data = unpack(saved.read_bytes())
     saved.write_bytes(pack(reseal(header, changes), data))
@@ -474,26 +454,14 @@ def test_load_names_a_tensor_of_another_dtype(saved):
 @pytest.mark.parametrize(
     "text",
     [
-        b"",
-        b"null",
-        b"[]",
-        b'"arb"',
-        b"{",
-        b"\xff\xfe{\x00}\x00",
-        b"[" * 1_000_000,
-        b'{"a":' * 200_000,
-        b'{"a":' * 400 + b"{}" + b"}" * 400,
-        b'{"a":' * 990 + b"{}" + b"}" * 990,
-        b'{"a":NaN}',
-        b'{"a":1e999}',
-        b'{"a":-Infinity}',
-        b'{"a":1,"a":1}',
-        b'{"a": 1}',
-        b'{"a":' + b"9" * 5000 + b"}",
+        b"", b"null", b"[]", b'"arb"', b"{", b"\xff\xfe{\x00}\x00", b"[" * 1_000_000,
+        b'{"a":' * 200_000, b'{"a":' * 400 + b"{}" + b"}" * 400,
+        b'{"a":' * 990 + b"{}" + b"}" * 990, b'{"a":NaN}', b'{"a":1e999}', b'{"a":-Infinity}',
+        b'{"a":1,"a":1}', b'{"a": 1}', b'{"a":' + b"9" * 5000 + b"}",
         b'{"__metadata__":{"arb":"{}"},"__metadata__":{"arb":"{}"}}',
     ],
     ids=lambda text: f"{text[:20]!r}x{len(text)}",
-)
+)  # fmt: skip
 def test_load_refuses_a_header_that_is_no_json_of_ours(tmp_path, text):
     path = tmp_path / "step-000001.safetensors"
     path.write_bytes(pack(text))

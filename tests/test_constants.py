@@ -44,35 +44,25 @@ CONSTANTS = {
     round_nvfp4: {"BLOCK": 16, "OCTAVE": 10, "SIXTH": 1 / 6, "LARGEST_SCALE": 448.0},
     ngrams: {"KEY_ORDER": 3, "KEY_BITS": 31, "HISTORY": 5},
     packed: {"OCTAVE": 128, "LOWEST_EXPONENT": -96, "HIGHEST_EXPONENT": 31},
-    quantise_rows: {"LARGEST_OCTAVE": 7},
-    random_bits: {"GOLDEN": 2654435769},
-    direction: {"UNIT": 65536},
-    blend_moment: {"DIRECTION_LIMIT": 32 * 65536},
+    quantise_rows: {"LARGEST_OCTAVE": 7}, random_bits: {"GOLDEN": 2654435769},
+    direction: {"UNIT": 65536}, blend_moment: {"DIRECTION_LIMIT": 32 * 65536},
     cast_votes: {"SCALE_THRESHOLD": 4},
     gradient_gains: {"UNSET": -128, "LOWEST": -16256, "HIGHEST": 16383, "FLOOR": 2.0**-120},
-    quantise_gradient: {
-        "NONE": -128, "NOT_FINITE": 127, "LOWEST": -100, "HIGHEST": 100, "LARGEST_OF_PLANES": 2047,
-    },
+    quantise_gradient: {"NONE": -128, "NOT_FINITE": 127, "LOWEST": -100, "HIGHEST": 100,
+        "LARGEST_OF_PLANES": 2047, },
     hadamard: {"LARGEST_BLOCK": 64},
     step_scales: {"CLIP": 3 * 65536, "LOWEST": -12288, "HIGHEST": 4095},
     step_trits: {"CLIP": 4 * 65536, "LARGEST_GAIN": 8388608},
     orthogonal: {"COEFFICIENTS": (3.4445, -4.7750, 2.0315), "STEPS": 5, "RUNS": (3, 2)},
     widths: {"REFERENCE_WIDTH": 384, "HEAD": 0.25},
     base: {"STEP_CLIP": 4, "STEP_OF_RADIX": 0.0625, "SCALE_STEP": 4, "NUM_STREAMS": 5},
-    moment: {"DECAY": 0.9},
-    updater: {"ROW_CLIP": 2},
-    float_optimizer: {
-        "BETAS": (0.9, 0.95), "WEIGHT_DECAY": 0.1, "CLIP_NORM": 1.0, "MOMENTUM": 0.95,
-        "NEWTON_SCHULZ": (3.4445, -4.7750, 2.0315), "NEWTON_SCHULZ_STEPS": 5,
-    },
-    norm: {"NORM_EPS": 1e-6},
-    table: {"SPARSE_SPREAD": 0.2, "MOST_USES": 127},
-    latent_attention: {"SHARPNESS": 2.0},
-    experts: {"BALANCE_UNIT": 0.125, "MOST_BALANCE": 127},
-    router: {"ROUTER_BIAS": 3.0},
-    edges: {"MOST": 127, "NEW_SCORE": 16, "NEW_SIGN": 64},
-    sequencer: {"ORDERS": (2, 3, 4)},
-    memgram: {"ORDER": 6, "MOST": 127},
+    moment: {"DECAY": 0.9}, updater: {"ROW_CLIP": 2},
+    float_optimizer: {"BETAS": (0.9, 0.95), "WEIGHT_DECAY": 0.1, "CLIP_NORM": 1.0,
+        "MOMENTUM": 0.95, "NEWTON_SCHULZ": (3.4445, -4.7750, 2.0315), "NEWTON_SCHULZ_STEPS": 5, },
+    norm: {"NORM_EPS": 1e-6}, table: {"SPARSE_SPREAD": 0.2, "MOST_USES": 127},
+    latent_attention: {"SHARPNESS": 2.0}, experts: {"BALANCE_UNIT": 0.125, "MOST_BALANCE": 127},
+    router: {"ROUTER_BIAS": 3.0}, edges: {"MOST": 127, "NEW_SCORE": 16, "NEW_SIGN": 64},
+    sequencer: {"ORDERS": (2, 3, 4)}, memgram: {"ORDER": 6, "MOST": 127},
     moe_graph: {"HALT_AT": 0.99, "HALT_BIAS": -1.0, "HALT_PRIOR": 0.25, "KEEP": 0.95},
 }  # fmt: skip
 
@@ -96,7 +86,7 @@ def test_rules_are_what_they_were():
 
 
 def test_weights_of_the_losses_are_what_they_were():
-    weights = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0}
+    weights = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0, "commitment": 0.25}
     assert weights == language_model.LOSS_WEIGHTS
 
 

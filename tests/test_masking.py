@@ -211,7 +211,7 @@ def test_experts_that_read_the_text_are_refused():
 
 def test_a_masked_model_keeps_no_documents_apart_and_makes_no_text_from_left_to_right():
     config = preset("tiny", dim=32, layers=1, heads=2, ffn=48, ctx=8, objective="masked")
-    with pytest.raises(ArbError, match="the masked objective"):
+    with pytest.raises(ArbError, match="`objective=masked`"):
         config.check_documents()
     with pytest.raises(ArbError, match="from left to right"):
         build_model(config, torch.float32).new_cache(5)

@@ -44,91 +44,54 @@ def of_run(name: str = "tiny", **options):
 
 
 CONFIGURATIONS = {
-    "unknown fix of votes": (
-        of_model("tiny", rule="votes", votes_fixes=("order", "none")), "`votes_fixes` is `none`",
-        "choose one of: `threshold`", ("votes_fixes",),
-    ),
-    "fix of votes twice": (
-        of_model("tiny", rule="votes", votes_fixes=("order", "order")), "names a fix twice",
-        "name it once", ("votes_fixes",),
-    ),
-    "fixes of another rule": (
-        of_model("tiny", votes_fixes=("order",)), "of the rule `votes` alone",
-        "leave them out, or use `rule=votes`", ("votes_fixes", "rule"),
-    ),
-    "digits of votes": (
-        of_model("tiny", rule="votes", digits="all"), "the rule `votes` stores no digits",
-        "`digits=all` out, or use one of: moment, nibble, carry", ("digits",),
-    ),
-    "digits of a twin": (
-        of_model("tiny", weights="ste", digits="all"), "a float twin stores no digits", "moment",
-        ("digits",),
-    ),
-    "heads": (
-        of_model("tiny", dim=36, heads=4), "4 heads do not divide a width of 36",
-        "make `dim` a multiple of 8", ("dim", "heads"),
-    ),
-    "rotary": (
-        of_model("arb-tiny", heads=128), "heads of 2 have no even part of", "larger `dim`",
-        ("dim", "heads"),
-    ),
+    "unknown fix of votes": (of_model("tiny", rule="votes", votes_fixes=("order", "none")),
+        "`votes_fixes` is `none`", "choose one of: `threshold`", ("votes_fixes",)),
+    "fix of votes twice": (of_model("tiny", rule="votes", votes_fixes=("order", "order")),
+        "names a fix twice", "name it once", ("votes_fixes",)),
+    "fixes of another rule": (of_model("tiny", votes_fixes=("order",)),
+        "of the rule `votes` alone", "leave them out, or use `rule=votes`",
+        ("votes_fixes", "rule")),
+    "digits of votes": (of_model("tiny", rule="votes", digits="all"),
+        "the rule `votes` stores no digits",
+        "`digits=all` out, or use one of: moment, nibble, carry", ("digits",)),
+    "digits of a twin": (of_model("tiny", weights="ste", digits="all"),
+        "a float twin stores no digits", "moment", ("digits",)),
+    "heads": (of_model("tiny", dim=36, heads=4), "4 heads do not divide a width of 36",
+        "make `dim` a multiple of 8", ("dim", "heads")),
+    "rotary": (of_model("arb-tiny", heads=128), "heads of 2 have no even part of", "larger `dim`",
+        ("dim", "heads")),
     "half keys": (of_model("arb-tiny", top_k=2000), "`top_k` is 2000", "half keys", ("top_k",)),
-    "second half keys": (
-        of_model("arb-tiny", codes=(64, 3)), "`top_k` is 4", "half keys", ("top_k",),
-    ),
-    "half keys of knowledge": (
-        of_model("arb-tiny", knowledge=(3, 64)), "`top_k` is 4", "half keys", ("top_k",),
-    ),
-    "experts": (
-        of_model("arb-tiny", moe_top_k=9), "`moe_top_k` is 9 of 8 experts", "use 1 to 8",
-        ("moe_top_k",),
-    ),
-    "stages": (
-        of_model("hnet-tiny", outer_dim=(32, 32)), "of 1 stages, and `outer_dim` of 2",
-        "1 to 8", ("outer_layers", "outer_dim"),
-    ),
-    "best of a twin": (
-        of_run(weights="float", keep_best=True), "a float twin keeps no checkpoint",
-        "leave `keep_best=True` out", ("keep_best",),
-    ),
-    "end of a constant rate": (
-        of_run(schedule="constant", final_lr=0.5), "has no other at the end",
-        "`final_lr` out, or choose another `schedule`", ("final_lr", "schedule"),
-    ),
-    "schedule": (
-        of_run(schedule="step"), "`schedule` is `step`",
-        "`cosine`, `linear`, `wsd`, `constant`", ("schedule",),
-    ),
-    "odd rotary": (
-        of_model("arb-tiny", rotary=5), "heads of 64 have no even part of 5", "larger `dim`",
-        ("dim", "heads"),
-    ),
-    "streams of others": (
-        of_model("arb-tiny", streams=2), "read one residual stream", "use `streams = 1`",
-        ("streams",),
-    ),
-    "streams": (
-        of_model("tiny", streams=3), "`streams` is `3`", "`1`, `2`, `4`, `8`", ("streams",),
-    ),
-    "wire of a twin": (
-        of_run(weights="float", wire="int8"), "gradients of a float twin travel as they are",
-        "leave `wire` out", ("wire",),
-    ),
-    "too many parts": (
-        of_run(wire="int16", accum=4097), "sums of 4,097 parts of int16 could wrap",
-        "use `accum` of up to 4,096", ("accum", "wire"),
-    ),
-    "fp8 of a twin": (
-        of_run(weights="ste", compute="fp8"), "multiplied in bf16", "`compute=fp8` out",
-        ("compute",),
-    ),
-    "nvfp4 of a twin": (
-        of_run(weights="float", compute="nvfp4"), "multiplied in bf16", "`compute=nvfp4` out",
-        ("compute",),
-    ),
-    "unknown wire": (
-        of_run(wire="int4"), "`wire` is `int4`", "`int12`, `int8`, `int16`", ("wire",),
-    ),
+    "second half keys": (of_model("arb-tiny", codes=(64, 3)), "`top_k` is 4", "half keys",
+        ("top_k",)),
+    "half keys of knowledge": (of_model("arb-tiny", knowledge=(3, 64)), "`top_k` is 4",
+        "half keys", ("top_k",)),
+    "experts": (of_model("arb-tiny", moe_top_k=9), "`moe_top_k` is 9 of 8 experts", "use 1 to 8",
+        ("moe_top_k",)),
+    "stages": (of_model("hnet-tiny", outer_dim=(32, 32)), "of 1 stages, and `outer_dim` of 2",
+        "1 to 8", ("outer_layers", "outer_dim")),
+    "best of a twin": (of_run(weights="float", keep_best=True), "a float twin keeps no checkpoint",
+        "leave `keep_best=True` out", ("keep_best",)),
+    "end of a constant rate": (of_run(schedule="constant", final_lr=0.5),
+        "has no other at the end", "`final_lr` out, or choose another `schedule`",
+        ("final_lr", "schedule")),
+    "schedule": (of_run(schedule="step"), "`schedule` is `step`",
+        "`cosine`, `linear`, `wsd`, `constant`", ("schedule",)),
+    "odd rotary": (of_model("arb-tiny", rotary=5), "heads of 64 have no even part of 5",
+        "larger `dim`", ("dim", "heads")),
+    "streams of others": (of_model("arb-tiny", streams=2), "read one residual stream",
+        "use `streams = 1`", ("streams",)),
+    "streams": (of_model("tiny", streams=3), "`streams` is `3`", "`1`, `2`, `4`, `8`",
+        ("streams",)),
+    "wire of a twin": (of_run(weights="float", wire="int8"),
+        "gradients of a float twin travel as they are", "leave `wire` out", ("wire",)),
+    "too many parts": (of_run(wire="int16", accum=4097), "sums of 4,097 parts of int16 could wrap",
+        "use `accum` of up to 4,096", ("accum", "wire")),
+    "fp8 of a twin": (of_run(weights="ste", compute="fp8"), "multiplied in bf16",
+        "`compute=fp8` out", ("compute",)),
+    "nvfp4 of a twin": (of_run(weights="float", compute="nvfp4"), "multiplied in bf16",
+        "`compute=nvfp4` out", ("compute",)),
+    "unknown wire": (of_run(wire="int4"), "`wire` is `int4`", "`int12`, `int8`, `int16`",
+        ("wire",)),
 }  # fmt: skip
 
 
@@ -153,27 +116,19 @@ def text(value: bytes) -> bytes:
 FILES = {
     "version": (gguf(version=2), "it is of version 2, not 3"),
     "entries": (gguf(keys=2**20 + 1), "it has 1048577 entries, which cannot be"),
-    "type": (
-        gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IQIQ", 1, 32, 99, 0)),
-        "`a.weight` is of a type that arb does not write: 99",
-    ),
-    "blocks": (
-        gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IQIQ", 1, 33, 2, 0)),
-        "`a.weight` has rows of no whole blocks",
-    ),
-    "sizes": (
-        gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IIQ", 0, 0, 0)),
-        "`a.weight` has rows of no whole blocks",
-    ),
-    "beyond": (
-        gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IQIQ", 1, 32, 0, 0)),
-        "it is truncated: `a.weight` ends beyond it",
-    ),
+    "type": (gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IQIQ", 1, 32, 99, 0)),
+        "`a.weight` is of a type that arb does not write: 99"),
+    "blocks": (gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IQIQ", 1, 33, 2, 0)),
+        "`a.weight` has rows of no whole blocks"),
+    "sizes": (gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IIQ", 0, 0, 0)),
+        "`a.weight` has rows of no whole blocks"),
+    "beyond": (gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IQIQ", 1, 32, 0, 0)),
+        "it is truncated: `a.weight` ends beyond it"),
     "value": (gguf(keys=1, rest=text(b"a") + struct.pack("<I", 77)), "the type 77, which is none"),
     "text": (gguf(keys=1, rest=struct.pack("<Q", 100)), "it is truncated in its header"),
     "no GGUF": (b"ABCD", "it does not begin with `GGUF`"),
     "short": (b"GGUF", "its header cannot be read"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -398,8 +353,3 @@ def test_queries_of_latent_attention_are_not_rounded(small_graph):
 def test_version_is_told(arb_here):
     done = arb_here("--version")
     assert (done.returncode, done.stdout) == (0, f"arb {__version__}\n")
-
-
-def test_field_is_of_a_text(arb_here):
-    done = arb_here("probe-loss", "--checkpoint", "x", "--field", "body")
-    assert "`--field` is of `--data`" in done.stderr

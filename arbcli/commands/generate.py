@@ -77,8 +77,8 @@ def generate(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Only of a masked model: a text to complete, with an ellipsis, U+2026, for each"
-            " hole of --length bytes. [default length: 32]",
+            help="Only of a model that fills holes: a text to complete, with an ellipsis, U+2026,"
+            " for each hole of --length bytes. [default length: 32]",
         ),
     ] = None,
     steps: Annotated[
@@ -187,7 +187,9 @@ def generate(
     }  # fmt: skip
     for option, is_given in of_text.items():
         if infill is not None and is_given:
-            raise ArbError(f"`--infill` has a text of its own with holes; leave `{option}` out")
+            raise ArbError(
+                "`--infill` has a text of its own with holes", hint=f"leave `{option}` out"
+            )
     alone = {
         "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
         "--out": out is not None, "--chat": chats, "--bytes": raw, "--chunks": chunks,
@@ -197,7 +199,8 @@ def generate(
     for option, is_given in alone.items():
         if prompts is not None and is_given:
             raise ArbError(
-                f"`--prompts` has prompts of its own and writes JSON lines; leave `{option}` out"
+                "`--prompts` has prompts of its own and writes JSON lines",
+                hint=f"leave `{option}` out",
             )
     checkpoint = find_run(the_one(run, checkpoint), loads=True)
     if prompt_file is not None:
@@ -309,8 +312,8 @@ def _check_asked(
     if fills:
         check_fills(config)
     for option, is_given in of_next.items():
-        if config.is_masked and is_given:
-            raise ArbError(f"a masked model fills holes; leave `{option}` out")
+        if is_given and (config.is_masked or fills):
+            raise ArbError("holes are filled from both sides", hint=f"leave `{option}` out")
     check_ahead(config, ahead)
 
 

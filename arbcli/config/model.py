@@ -25,7 +25,10 @@ from arbcli.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, W
 VOCABULARY = 256
 """Symbols of a model that reads bytes."""
 WEIGHTS = ("ternary", "float", "ste")
-OBJECTIVES = ("next", "masked")
+OBJECTIVES = ("next", "masked", "fill")
+FILL_SYMBOLS = 3
+"""Marks that a model reads which fills holes from left to right: see `arbcli.filling`."""
+LEAST_FILL_CTX = 8
 STREAMS = (1, 2, 4, 8)
 MOST_BLOCKS = 1024
 """Of a list of blocks."""
@@ -249,7 +252,8 @@ class ModelConfig:
         str,
         Setting(
             "What the model learns to predict: next is the byte after those before it, masked is"
-            " hidden bytes from those on both sides, for text with holes.",
+            " hidden bytes from those on both sides, for text with holes, and fill is the next byte"
+            " of a text or of a hole, which comes after both of its sides.",
             choices=OBJECTIVES,
         ),
     ] = "next"
@@ -316,6 +320,8 @@ class ModelConfig:
         check_choice("objective", self.objective, OBJECTIVES)
         if self.is_masked:
             self._check_masked()
+        if self.objective == "fill":
+            self._check_fill()
 
     def check_documents(self) -> None:
         """Check that windows can hold documents that know nothing of each other.
@@ -328,7 +334,7 @@ class ModelConfig:
         for name, is_there in (
             ("chunks", bool(self.outer)), ("memories", main.memories is not None),
             ("the head of later bytes", self.ahead is not None),
-            ("the masked objective", self.is_masked),
+            (f"`objective={self.objective}`", self.fills),
         ):  # fmt: skip
             if is_there:
                 found[name] = "documents begin anywhere in what it reads"
@@ -425,15 +431,42 @@ class ModelConfig:
                 fields=("objective",),
             )
 
+    def _check_fill(self) -> None:
+        """Check that nothing takes a mark for a byte, and that the length of a hole fits.
+
+        Raises:
+            ArbError: something does, or it does not.
+        """
+        found = [f"`{part.kind}`" for _, part in self.sited_parts() if part.reads_text]
+        found += [f"`{part.kind}`" for part in (*self.beside, self.ahead) if part]
+        for name in [*found, *(["`tied`"] if self.tied else [])]:
+            raise ArbError(
+                f"`objective` is `fill`, and the model has {name}, which knows no mark of a hole",
+                hint="use a preset of dense blocks, such as `base`, or `objective=next`",
+                fields=("objective",),
+            )
+        most = min(MOST, self.vocabulary**2 - 1)
+        if not LEAST_FILL_CTX <= self.ctx <= most:
+            raise ArbError(
+                f"`objective` is `fill`, and `ctx` is {self.ctx}",
+                hint=f"use a context of {LEAST_FILL_CTX} to {most:,}",
+                fields=("objective", "ctx"),
+            )
+
     @property
     def is_masked(self) -> bool:
         """Whether the model predicts hidden symbols from those on both sides."""
         return self.objective == "masked"
 
     @property
+    def fills(self) -> bool:
+        """Whether the model fills holes, by either objective."""
+        return self.objective != "next"
+
+    @property
     def symbols(self) -> int:
-        """Symbols that the model reads; the one of a hidden symbol is the last."""
-        return self.vocabulary + self.is_masked
+        """Symbols that the model reads; those that stand for no text are the last."""
+        return self.vocabulary + {"next": 0, "masked": 1, "fill": FILL_SYMBOLS}[self.objective]
 
     @property
     def main(self) -> StageConfig:
@@ -484,6 +517,20 @@ class ModelConfig:
     def capacity(self, stage: int, length: int) -> int:
         """Count the chunks that a stage may make of a window that is `length` positions long."""
         return min(length, self.slots[stage + 1])
+
+    @property
+    def reach(self) -> int | None:
+        """Positions before its own that the result at a position depends on; None is any number."""
+        main = self.main
+        if self.outer or self.beside or self.reads_text or main.memories or main.router:
+            return None
+        total, site = 0, self.site()
+        for part in (part for block in main.blocks for part in block.parts):
+            reach = part.reach(site)
+            if reach is None:
+                return None
+            total += reach
+        return total
 
     def site(self, stage: int = 0, depth: int | None = None) -> Site:
         """Describe where parts of a stage stand.

@@ -72,9 +72,9 @@ def export(
             f"the weights of `{weights.path}` are fading from all digits to the trit",
             hint="export a checkpoint of the end of the run",
         )
-    if weights.model.config.is_masked and format != "safetensors":
+    if weights.model.config.fills and format != "safetensors":
         raise ArbError(
-            f"`--to {format}` is for models that read from left to right, and this one is masked",
+            f"`--to {format}` is for models of the next byte alone, and this one fills holes",
             hint="use `--to safetensors`",
         )
     type_name = "trits" if weights.model.config.digits == "trit" else "all digits"

@@ -69,10 +69,10 @@ def check_fills(config: ModelConfig) -> None:
     """Refuse holes that a model fills none of.
 
     Raises:
-        ArbError: the model is not masked.
+        ArbError: the model was trained for none.
     """
-    if not config.is_masked:
+    if not config.fills:
         raise ArbError(
             "the model predicts the next byte, and fills no holes",
-            hint="train one with `--objective masked`, or continue a prompt: `--prompt TEXT`",
+            hint="train one with `--objective fill`, or continue a prompt: `--prompt TEXT`",
         )

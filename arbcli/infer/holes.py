@@ -1,7 +1,7 @@
-"""Texts with holes, which a masked model fills: some of the hidden symbols in every step.
+"""Texts with holes, which a model fills: one after another, or some symbols of all in every step.
 
-The window that a model reads has `ctx` positions, as in training; what is after the text stays
-hidden, and is left out.
+The second are masked models. The window that one of them reads has `ctx` positions, as in training;
+what is after the text stays hidden, and is left out.
 """
 
 import dataclasses
@@ -15,8 +15,9 @@ from torch import Tensor
 from arbcli.config.model import VOCABULARY
 from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
+from arbcli.filling import EXTRA, arranged
 from arbcli.infer.asked import check_fills
-from arbcli.infer.generation import OUT_OF_MEMORY, Sampling
+from arbcli.infer.generation import OUT_OF_MEMORY, Decoder, Sampling
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import use_backend
@@ -116,6 +117,29 @@ def filled(
     yield from bytes_of(model, [], [found])
 
 
+def fill_in_order(
+    model: LanguageModel, parts: Sequence[list[int]], length: int, sampling: Sampling, backend: str
+) -> list[int]:
+    """Fill holes from the first to the last; each follows the text up to the next hole.
+
+    Args:
+        model: one with `objective=fill`.
+        parts: symbols of the text between holes.
+        length: of each hole.
+        sampling: how symbols are chosen.
+        backend: what runs the kernels.
+    """
+    text = torch.tensor(parts[0], dtype=torch.int64)
+    for part in parts[1:]:
+        after, hole = torch.tensor(part, dtype=torch.int64), text.new_zeros(length)
+        given = arranged(text, hole, after, model.config.vocabulary)[:-length]
+        decoder = Decoder(model, len(given) + length, sampling, backend=backend)
+        decoder.read(given.tolist())
+        made = [symbol for some in decoder.stream(length) for symbol in some]
+        text = torch.cat([text, text.new_tensor(made), after])
+    return text.tolist()
+
+
 def fill_text(
     model: LanguageModel,
     checkpoint: str,
@@ -133,7 +157,7 @@ def fill_text(
         checkpoint: its name, for the report.
         parts: of the text, two or more; there is a hole between any two.
         length: bytes, or tokens, of each hole.
-        steps: forwards in which they are filled; None is one for each of them.
+        steps: forwards in which a masked model fills them; None is one for each of them.
         sampling: how they are chosen.
         backend: what runs the kernels.
 
@@ -150,15 +174,14 @@ def fill_text(
         raise ArbError(
             f"the text of `--infill` has no `{HOLE}`", hint=f'put it where a hole is: "a {HOLE} b"'
         )
-    symbols = [*symbols_of(model, parts[0])]
+    first, *others = parts
     before = 0 if model.tokenizer is None else len(model.tokenizer.beginning)
-    for part in parts[1:]:
-        symbols += [config.vocabulary] * length
-        symbols += part if model.tokenizer is None else model.tokenizer.encode(part)
-    if len(symbols) > config.ctx:
+    encode = list if model.tokenizer is None else model.tokenizer.encode
+    symbols = [[*symbols_of(model, first)], *map(encode, others)]
+    size, most = filled + sum(map(len, symbols)), config.ctx - EXTRA * (not config.is_masked)
+    if size > most:
         raise ArbError(
-            f"the text has {len(symbols):,} symbols with its holes, and the model reads"
-            f" {config.ctx:,}",
+            f"the text has {size:,} symbols with its holes, and the model reads {most:,}",
             hint="use a smaller `--length`, or a shorter text",
         )
     steps = filled if steps is None else min(steps, filled)
@@ -169,7 +192,12 @@ def fill_text(
         use_backend(backend),
         model.prepared_weights(spare_bytes(model.device)),
     ):
-        found = fill(model, symbols, steps, sampling)
+        if config.is_masked:
+            hidden = [config.vocabulary] * length
+            whole = [*symbols[0], *(one for part in symbols[1:] for one in (*hidden, *part))]
+            found = fill(model, whole, steps, sampling)
+        else:
+            found = fill_in_order(model, symbols, length, sampling, backend)
     content = b"".join(bytes_of(model, found[:before], [found[before:]]))
     report = FillReport(
         checkpoint=checkpoint,

@@ -23,7 +23,6 @@ from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
 from arbcli.model.flow import Documents, Flow, Reading, each_text, rows_of
-from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.loss import divergence
@@ -37,14 +36,17 @@ from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.codebook import Codebook
 from arbcli.model.parts.mlp import MLP
 from arbcli.model.parts.moe_graph import MoEGraph
+from arbcli.model.parts.quantiser import Quantiser
 from arbcli.model.parts.router import Router
-from arbcli.model.registry import BESIDE
+from arbcli.model.registry import BESIDE, build_book
 from arbcli.model.stack import Stack
 from arbcli.model.stage import Chunked, Stage, pass_one
 from arbcli.model.state import Track
 from arbcli.model.step_memory import StepMemory
 
-LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0}
+LOSS_WEIGHTS = {
+    "ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0, "commitment": 0.25,
+}  # fmt: skip
 """Weight of each part of the loss, that of the text being 1.
 
 The source of `ratio` has 0.03. With ten times that chunks keep to the length that was asked for.
@@ -76,8 +78,8 @@ class LanguageModel(nn.Module):
             blocks' inputs are kept for it.
     """
 
-    codebook: Codebook | None
-    knowledge: Codebook | None
+    codebook: Codebook | Quantiser | None
+    knowledge: Codebook | Quantiser | None
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class LanguageModel(nn.Module):
         self.blocks = Stack(main.blocks, site, *stream, grouped=grouped)
         books = memories.codebooks if memories else {}
         for name in ("codebook", "knowledge"):
-            setattr(self, name, Codebook(books[name], site, name) if name in books else None)
+            setattr(self, name, build_book(books[name], site, name) if name in books else None)
         self.moe_graph = None
         if memories and memories.iterated:
             width = memories.codebook.width if memories.codebook else None
@@ -167,7 +169,8 @@ class LanguageModel(nn.Module):
         Args:
             ids: (B, T) int64.
             targets: (B, T) int64. With `documents` those that are negative count for nothing, and
-                the mean is over the others. Of a masked model ids and targets are those of `hide`.
+                the mean is over the others. Those of a model that fills holes are of `hide` or
+                `cut`.
             documents: (B, T) int64, numbers of the documents of each window, which know nothing of
                 each other; None is windows of one text.
             teacher: a model of the same symbols, whose predictions are learnt besides.
@@ -176,7 +179,8 @@ class LanguageModel(nn.Module):
             Float32 scalars by name: `text`, the cross-entropy in nats a symbol, or the bound of a
             masked model; `ponder`, see
             `Iterated.ponder_cost`; `ratio`, the sum over the stages that learn where chunks begin;
-            `indexer`, the mean over the blocks with an indexer; `next_2` and so on, see `Ahead`;
+            `indexer`, the mean over the blocks with an indexer; `commitment`, over quantisers, see
+            `Found.cost`; `next_2` and so on, see `Ahead`;
             `teacher`, the mean divergence from the teacher's predictions, in nats a symbol.
         """
         seen: list[Chunked] = []
@@ -186,8 +190,10 @@ class LanguageModel(nn.Module):
         of_text = self._text_loss if documents is None else self._learnt_loss
         if self.config.is_masked:
             of_text = self._masked_loss
+        elif self.config.fills:
+            of_text = self._learnt_loss
         losses = {"text": of_text(flow, targets)}
-        for name in ("ponder", "indexer"):
+        for name in ("ponder", "indexer", "commitment"):
             if found := flow.losses.get(name):
                 losses[name] = cast(Tensor, sum(found)) / len(found) if len(found) > 1 else found[0]
         ratios = [stage.ratio for stage in seen if stage.ratio is not None]
@@ -353,13 +359,15 @@ class LanguageModel(nn.Module):
         taps += [each.y for each in found]
         for each in found:
             x = x + each.y
+        costs = [each.cost for each in found if each.cost is not None]
+        losses = {"commitment": costs} if costs else {}
         if self.moe_graph is None:
-            return x, {}
+            return x, losses
         first = found[0] if self.codebook else None
         iterated = self.moe_graph(x, self.codebook, first, reading)
         # a cost of what nobody asks for would be computed in vain
         ponder = {"ponder": [iterated.ponder_cost()]} if torch.is_grad_enabled() else {}
-        return iterated.x, ponder
+        return iterated.x, losses | ponder
 
     def _remember_each(
         self, x: Tensor, taps: list[Tensor], reading: Reading
@@ -524,14 +532,16 @@ class LanguageModel(nn.Module):
         plain = all(stage.dim % 8 == 0 and stage.adds_plainly for stage in stages)
         return fits and plain and self.plain_norms and self.fits_bytes
 
-    def new_cache(self, positions: int) -> Cache:
+    def new_cache(self, positions: int, first: int = 0) -> Cache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it.
+
+        Those before `first` will be counted and not read.
 
         Raises:
             ArbError: the model makes no text from left to right.
         """
         self._check_causal()
-        return Cache(self, positions)
+        return Cache(self, positions, first=first)
 
     def new_several_cache(
         self, texts: int, positions: int, device: torch.device | None = None
@@ -607,8 +617,7 @@ class LanguageModel(nn.Module):
     @property
     def plain_norms(self) -> bool:
         """Whether there are norms, and the weights of all of them are known to be ones."""
-        kinds = TernaryRMSNorm | GainedRMSNorm
-        norms = [part for part in self.modules() if isinstance(part, kinds)]
+        norms = [part for part in self.modules() if isinstance(part, TernaryRMSNorm)]
         return bool(norms) and all(norm.plain for norm in norms)
 
     @property

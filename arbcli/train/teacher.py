@@ -30,9 +30,9 @@ def read_teacher(
         return None
     saved = read_saved(Path(config.teacher), note, accept_weights)
     known = saved_config(saved.checkpoint)
-    if known.is_masked or config.model.is_masked:
+    if known.fills or config.model.fills:
         raise ArbError(
-            "a masked model has no teacher, and is none",
+            "a model that fills holes has no teacher, and is none",
             hint="leave `teacher` out, or train both with `objective=next`",
             fields=("teacher",),
         )

@@ -13,6 +13,7 @@ from arbcli.config.training import TrainConfig
 from arbcli.data import Texts, batch, digest, evaluation_batches
 from arbcli.device import COMPUTE, capturing, tell_compiler
 from arbcli.errors import ArbError
+from arbcli.filling import cut
 from arbcli.infer.load import check_trainable
 from arbcli.infer.tokens import DIGEST
 from arbcli.kernels.runtime.backend import use_backend
@@ -264,15 +265,18 @@ class Trainer:
         # every micro-batch has windows of which few symbols are hidden, and many
         windows = self.config.accum * self.config.batch
         numbers = range(micro, windows, self.config.accum)
-        return self._hidden(drawn, self.config.seed, self.step, numbers, windows)
+        return self._posed(drawn, self.config.seed, self.step, numbers, windows)
 
-    def _hidden(
+    def _posed(
         self, drawn: tuple[Tensor, ...], seed: int, step: int, numbers: range, of: int
     ) -> tuple[Tensor, ...]:
-        """Hide symbols from a masked model; of others a batch is left as it is."""
+        """Hide symbols, or move holes to the end; for the next byte a batch is left as it is."""
         model = self.config.model
-        if not model.is_masked:
+        if not model.fills:
             return drawn
+        if not model.is_masked:
+            ids = torch.cat([drawn[0], drawn[1][:, -1:]], dim=1)
+            return cut(ids, model.vocabulary, seed=seed, step=step, numbers=numbers)
         return hide(drawn[0], model.vocabulary, seed=seed, step=step, numbers=numbers, of=of)
 
     def _load_batches(self) -> None:
@@ -365,7 +369,7 @@ class Trainer:
             )
             windows = range(self.config.batch)
             for number, drawn in itertools.islice(enumerate(batches), mine.start, mine.stop):
-                given = self._hidden(drawn, EVAL_SEED, number, windows, len(windows))
+                given = self._posed(drawn, EVAL_SEED, number, windows, len(windows))
                 losses.append(self.model.loss(*given))
         return float(torch.stack(group.in_order(losses)).mean())
 

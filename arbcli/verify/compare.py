@@ -53,6 +53,8 @@ def compare(
     unwritten = int((_is_poison(got) & ~_is_poison(expected)).sum())
     if spec.gate.exact and got.dtype == expected.dtype and unequal == 0:
         return CaseResult(label, size, unwritten, 0, 0.0, 0.0, 1.0, True)
+    if spec.gate.rounded and got.dtype == torch.bfloat16:
+        peer = expected.to(got.dtype)
     figures = errors(got, expected)
     passed = not spec.gate.exact and figures[1] is not None and figures[1] <= spec.gate.relative
     if not spec.gate.exact and not passed and peer is not None:

@@ -190,7 +190,7 @@ def _case(name: str, prefix: str, dice: Dice, group_size: int, m: int, n: int, k
     size = _size(name, m, n, k)
     low = dice.dtype == torch.bfloat16
     label = f"{prefix}{size} bf16" if low and any(map(_is_real, inputs)) else f"{prefix}{size}"
-    return Case(label, inputs, spec.peer if low else None)
+    return Case(label, inputs)
 
 
 def _size(name: str, m: int, n: int, k: int) -> str:

@@ -482,7 +482,7 @@ def _verify(
         if not chosen:
             continue
         wanted = _expected(spec, part, case, reference)
-        peers = as_tuple(case.peer(*copies(case.inputs))) if case.peer else (None,) * len(wanted)
+        peers = peers_of(spec, case, len(wanted))
         for backend in chosen:
             labels[backend].append(case.label)
             started = time.perf_counter()
@@ -604,6 +604,12 @@ def _run_case(
         )
         for result, expected, peer in zip(got, wanted, peers, strict=True)
     ]
+
+
+def peers_of(spec: Operation, case: Case, number: int) -> tuple[Tensor | None, ...]:
+    """Compute what may excuse errors of so many results: the peer's, where an input is bf16."""
+    low = any(isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in case.inputs)
+    return as_tuple(spec.peer(*copies(case.inputs))) if low and spec.peer else (None,) * number
 
 
 def copies(inputs: tuple) -> tuple:

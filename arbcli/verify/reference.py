@@ -271,6 +271,7 @@ def masked_reference_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def reference_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Average the cross-entropy in nats a byte."""
+    """Average the cross-entropy in nats a byte over the targets that are not negative."""
+    logits, targets = logits[targets >= 0], targets[targets >= 0]
     of_target = logits.gather(-1, targets[..., None])[..., 0]
     return (torch.logsumexp(logits, dim=-1) - of_target).mean()

@@ -227,7 +227,7 @@ def time_kernels(
         else:
             progress(f"timing  {name}")
             for timing in spec.timings(stopwatch.device, group_size):
-                run = timing.run or spec.triton
+                run = timing.run or spec.launch[0]
                 timings.append(_time(name, run, timing, stopwatch, roofline))
     return TimingReport(roofline, tuple(timings), not_timed)
 
@@ -242,7 +242,9 @@ def num_bytes(value: object) -> int:
 def _time(
     kernel: str, run: Callable, timing: Timing, stopwatch: Stopwatch, roofline: Roofline
 ) -> TimingResult:
-    moved_bytes = sum(map(num_bytes, (*timing.inputs, *as_tuple(run(*timing.inputs)))))
+    found = run(*timing.inputs)
+    results = () if found is None else as_tuple(found)  # of a launch that writes to its inputs
+    moved_bytes = sum(map(num_bytes, (*timing.inputs, *results)))
     calls: list[Callable[[], object]] = [partial(run, *timing.inputs)]
     if timing.peer:
         calls.append(timing.peer)

@@ -400,19 +400,13 @@ def _shown_by_verify() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "train": _shown_by_train,
-    "train_quietly": lambda: _shown_by_train(quiet=True),
-    "evaluate": _shown_by_evaluate,
-    "probe-loss": _shown_by_probe,
-    "inspect": _shown_by_inspect,
-    "check": _shown_by_check,
-    "count-params": _shown_by_count,
-    "audit-memory": _shown_by_audit,
-    "verify-kernels": _shown_by_verify,
-    "not-verified": _not_verified,
+    "train": _shown_by_train, "train_quietly": lambda: _shown_by_train(quiet=True),
+    "evaluate": _shown_by_evaluate, "probe-loss": _shown_by_probe, "inspect": _shown_by_inspect,
+    "check": _shown_by_check, "count-params": _shown_by_count, "audit-memory": _shown_by_audit,
+    "verify-kernels": _shown_by_verify, "not-verified": _not_verified,
     "export": lambda: plain(export._table(filled(ExportReport))),
     "import": lambda: plain(import_model._tables(filled(ImportReport))),
-}
+}  # fmt: skip
 """What each command shows, by its name."""
 
 

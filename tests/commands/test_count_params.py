@@ -83,25 +83,3 @@ def test_count_params_shows_areas_kinds_and_adamw():
     for word in ("embedding", "mlp", "norms", "trits", "moment", "state", "AdamW", "MB", "MiB"):
         assert word in shown
     assert "votes" not in shown
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--preset", "huge"),
-        ("--heads", "7"),
-        ("--rule", "votes", "--optimizer", "sign"),
-        ("--no-attention", "--moe-top-k", "3"),
-        ("--preset", "arb-tiny", "--graph", "--no-codebook"),
-        ("--preset", "arb-tiny", "--moe-top-k", "99"),
-        ("--preset", "arb-tiny", "--heads", "16"),
-    ],
-    ids=["preset", "heads", "direction", "no such part", "codebook", "top-k", "rotary"],
-)
-def test_count_params_fails_in_one_line(arguments, arb_here):
-    done = arb_here("count-params", *arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    error, hint = done.stderr.splitlines()
-    assert error.startswith("error: ")
-    assert hint.startswith("hint: ")

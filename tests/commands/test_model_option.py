@@ -55,29 +55,3 @@ def test_model_of_a_file_is_counted(file, arb_here):
     ]  # fmt: skip
     shown = arb_here("count-params", "--model", str(file)).stdout
     assert "blocks 0-1" in shown
-
-
-@pytest.mark.parametrize(("words", "says"), [
-    (["count-params", "--dim", "8"], "`--dim` only applies to a preset"),
-    (["train", "--no-sub-norms", "--device", "cpu"], "`--sub-norms/--no-sub-norms` only applies"),
-    (["probe-loss", "--no-moe", "--device", "cpu"], "`--moe/--no-moe` only applies"),
-    (["audit-memory", "--experts", "3", "--device", "cpu"], "`--experts` only applies"),
-    (["count-params", "--preset", "tiny"], "`--model` and `--preset` both name a model"),
-    (["train", "--resume", "auto"], "so `--model` cannot be given to it"),
-    (["train", "--init-from", "a"], "so `--model` cannot be given to it"),
-    (["probe-loss", "--checkpoint", "a"], "so `--model` cannot be given to it"),
-])  # fmt: skip
-def test_what_does_not_go_with_a_file_is_refused_by_its_option(words, says, file, arb_here):
-    done = arb_here(*words, "--model", str(file))
-    assert done.returncode == 2
-    error, hint = done.stderr.splitlines()
-    assert says in error
-    assert hint.startswith("hint: ")
-
-
-@pytest.mark.parametrize("text", ['preset = "tiny"\n[model]\nctx = 8', "steps = 3", "steps", None])
-def test_file_without_a_whole_model_is_refused(text, file, arb_here):
-    file.unlink() if text is None else file.write_text(text)
-    done = arb_here("count-params", "--model", str(file))
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 2)
-    assert str(file) in done.stderr

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 from pathlib import Path
+from typing import Annotated
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from arbcli import config
 from arbcli.cli import app
+from arbcli.commands._help import Command
 from arbcli.commands._options import (
     fill_options,
     find_run,
@@ -22,7 +24,7 @@ from arbcli.commands._options import (
 )
 from arbcli.config.file import read_settings
 from arbcli.config.presets import preset
-from arbcli.config.settings import GROUPS
+from arbcli.config.settings import GROUPS, RUN
 from arbcli.config.short_forms import ARGUMENTS, arguments
 from arbcli.config.training import BACKENDS, SETTINGS, TrainConfig, spelled_out, train_config
 from arbcli.errors import ArbError
@@ -101,11 +103,6 @@ def test_option_of_before_is_accepted_with_a_line_that_says_the_new_one(old, now
     assert capsys.readouterr().err == ""
 
 
-def test_option_of_before_does_not_contradict_the_new_one(arb_here):
-    done = arb_here("train", "--digits", "all", "--weights", "float")
-    assert done.stderr.startswith("error: `--digits` is part of `--weights` now")
-
-
 def test_words_of_options_are_words_of_files_and_of_the_library(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text("optimizer = 'adafactor'\nreduce_dtype = 'int8'\n[model]\nweights = 'int8'\n")
@@ -141,7 +138,8 @@ def test_every_option_of_train_has_a_heading_that_pages_know():
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_page_of_help_fits_80_columns(command):
-    page = CliRunner().invoke(app, [command, "--help"] if command else ["--help"]).stdout
+    page, short = (CliRunner().invoke(app, [*command.split(), f]).stdout for f in ("--help", "-h"))
+    assert page == short
     assert max(map(len, page.splitlines())) <= 80
     assert page.isascii()
 
@@ -155,6 +153,21 @@ def test_page_of_help_has_groups_and_types_that_a_person_reads():
         assert words in page
     assert page.count("arb-tiny and arb-3b") == 1
     assert not re.search("x[<>]=|range|<|NAME|TEXT|INTEGER", page)
+
+
+def test_group_of_one_option_has_its_heading():
+    """And what has no group of its own comes first."""
+
+    def command(
+        first: bool = False, second: Annotated[bool, typer.Option(rich_help_panel=RUN)] = False
+    ):
+        """Do nothing."""
+
+    own = typer.Typer(add_completion=False, rich_markup_mode=None)
+    own.command(cls=Command)(command)
+    lines = CliRunner().invoke(own, ["--help"]).stdout.splitlines()
+    assert lines.index("Options:") < lines.index(f"{RUN}:")
+    assert "--second" in lines[lines.index(f"{RUN}:") + 1]
 
 
 def test_configurations_know_no_option():
@@ -178,7 +191,7 @@ CHOSEN = {
     "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
     "device": "cuda:1", "backend": "torch", "boundaries": "space", "outer_blocks": "mamba",
     "wire": "int8", "moe_gate": "hash", "attention": "compressed",
-    "votes_fixes": ("start", "bound"), "objective": "masked",
+    "votes_fixes": ("start", "bound"), "objective": "masked", "code_search": "nearest",
 }  # fmt: skip
 """A value of each option that is neither a number nor a switch."""
 OTHERS = {
@@ -245,12 +258,6 @@ def test_default_that_is_told_is_the_one_that_there_is(command):
         }  # fmt: skip
 
 
-def test_way_out_names_options_too_and_a_switch_without_a_value(arb_here):
-    done = arb_here("train", "--weights", "anneal", "--keep-best", "--device", "cpu")
-    (_, hint) = done.stderr.splitlines()
-    assert hint == "hint: leave `--keep-best` out, or use `--weights int8` or `--weights ternary`"
-
-
 def test_page_of_help_shows_defaults_and_only_groups_that_fit(arb_here):
     page = " ".join(arb_here("generate", "--help").stdout.split())
     for default in ("512, or the rest of a file", "0.8", "256", "1.0"):
@@ -262,13 +269,6 @@ def test_page_of_help_shows_defaults_and_only_groups_that_fit(arb_here):
         assert heading not in page
     train = arb_here("train", "--help").stdout
     assert train.index("Optimisation:") < train.index("Run:") < train.index("--seed")
-
-
-def test_rate_that_is_not_finite_is_not_blamed_on_a_file(arb_here):
-    done = arb_here("train", "--lr", "nan")
-    assert done.stderr.splitlines() == [
-        "error: `--lr` is `nan`", "hint: use a number that is finite",
-    ]  # fmt: skip
 
 
 def test_auto_says_which_run_it_is(tmp_path, capsys):

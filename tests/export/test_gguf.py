@@ -111,29 +111,17 @@ def test_every_key_says_what_it_is_to_say(saved, tmp_path):
     assert keys.pop("tokenizer.ggml.token_type") == [1] * 256
     assert keys.pop("qwen3.attention.layer_norm_rms_epsilon") == pytest.approx(1e-6)
     assert keys == {
-        "general.architecture": "qwen3",
-        "general.name": "name",
-        "general.quantization_version": 2,
-        "qwen3.context_length": 48,
-        "qwen3.embedding_length": 64,
-        "qwen3.block_count": 3,
-        "qwen3.feed_forward_length": 192,
-        "qwen3.attention.head_count": 2,
-        "qwen3.attention.head_count_kv": 2,
-        "qwen3.attention.key_length": 32,
-        "qwen3.attention.value_length": 32,
-        "qwen3.rope.freq_base": 10000.0,
-        "qwen3.vocab_size": 256,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.merges": [],
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 0,
-        "tokenizer.ggml.add_bos_token": False,
-        "tokenizer.ggml.add_eos_token": False,
-        "arb.step": 7,
+        "general.architecture": "qwen3", "general.name": "name", "general.quantization_version": 2,
+        "qwen3.context_length": 48, "qwen3.embedding_length": 64, "qwen3.block_count": 3,
+        "qwen3.feed_forward_length": 192, "qwen3.attention.head_count": 2,
+        "qwen3.attention.head_count_kv": 2, "qwen3.attention.key_length": 32,
+        "qwen3.attention.value_length": 32, "qwen3.rope.freq_base": 10000.0,
+        "qwen3.vocab_size": 256, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.merges": [], "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_eos_token": False, "arb.step": 7,
         "arb.origin": weights.checkpoint.digest,
-    }
+    }  # fmt: skip
 
 
 def test_context_is_that_of_the_shortest_window(saved, tmp_path):

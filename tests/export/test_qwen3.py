@@ -18,32 +18,21 @@ from arbcli.infer.load import load_model
 from arbcli.inspect.saved import open_saved
 
 OF_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-}
+}  # fmt: skip
 """Names of Transformers by those of llama.cpp."""
 OTHERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 KEYS = {
-    "block_count": "num_hidden_layers",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "rope.freq_base": "rope_theta",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "context_length": "sliding_window",
-    "vocab_size": "vocab_size",
-}
+    "block_count": "num_hidden_layers", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta",
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "context_length": "sliding_window", "vocab_size": "vocab_size",
+}  # fmt: skip
 
 
 def qwen3(config: dict, weights: dict[str, Tensor], ids: Tensor) -> Tensor:

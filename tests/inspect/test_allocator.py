@@ -18,15 +18,10 @@ a size, or minus how many allocations ago what is freed was made; `c` where the 
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
-        (512, 2 * MIB),
-        (MIB, 2 * MIB),
-        (MIB + 512, 20 * MIB),
-        (10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB),
-        (10 * MIB + 512, 12 * MIB),
-        (33 * MIB, 34 * MIB),
+        (512, 2 * MIB), (MIB, 2 * MIB), (MIB + 512, 20 * MIB), (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB), (10 * MIB + 512, 12 * MIB), (33 * MIB, 34 * MIB),
     ],
-)
+)  # fmt: skip
 def test_segment_bytes_follow_the_block(size, expected):
     assert segment_bytes(size) == expected
 

@@ -56,17 +56,12 @@ def run(tmp_path) -> Path:
 def report() -> dict:
     def reading(step: int) -> dict:
         return {
-            "step": step,
-            "loss": None if step == 0 else 5.0 - step,
-            "val_loss": 5.5 - step,
-            "flip_share": None if step == 0 else 0.02,
-            "residual_rms": (1.0, 1.2, 1.4 + step),
-            "mixer_rms": (0.4, 0.4),
-            "channel_rms": (0.3, 0.5),
-            "residual_most": (1.5, 1.75, 2.0 + step),
-            "stream_ranges": (),
+            "step": step, "loss": None if step == 0 else 5.0 - step, "val_loss": 5.5 - step,
+            "flip_share": None if step == 0 else 0.02, "residual_rms": (1.0, 1.2, 1.4 + step),
+            "mixer_rms": (0.4, 0.4), "channel_rms": (0.3, 0.5),
+            "residual_most": (1.5, 1.75, 2.0 + step), "stream_ranges": (),
             "logit_spread": 1.0 + step,
-        }
+        }  # fmt: skip
 
     return {
         "readings": [reading(step) for step in range(4)],

@@ -16,7 +16,6 @@ from arbcli.kernels.attention.attend_ahead import Kept, keep_accepted_, table_of
 from arbcli.kernels.attention.attend_parts import attend_parts
 from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.attention.decode_compressed import decode_compressed
-from arbcli.kernels.attention.rotary_norm import rotary_norm_backward
 from arbcli.kernels.codec.decode_e4m3 import decode_e4m3
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.dice import Dice
@@ -53,7 +52,6 @@ ADAPTED = {
         table_of([Kept(keys, values, new)]), *counts
     ),
     "digits_matmul": lambda x, *rest: digits_matmul(x, PrepackedDigits(*rest[:5]), *rest[5:]),
-    "rotary_norm_backward": lambda *inputs: rotary_norm_backward(inputs[:3], *inputs[3:]),
     "weighted_rows_grad": lambda grad_y, weights, tokens, order, bounds, *kind: (
         weighted_rows_grad(grad_y, weights, tokens, TouchedRows(order, order, bounds, order), *kind)
     ),
@@ -153,18 +151,10 @@ def letters_of(
 
 
 SEEDS = {
-    "row_matmul": 1,
-    "digits_matmul": 1,
-    "decode_attention": 1,
-    "decode_attention_8bit": 1,
-    "compress_blocks_backward": 6,
-    "choose_entries": 1,
-    "take_chunk": 1,
-    "gradient_gains": 1,
-    "unit_gain": 2,
-    "step_by_direction": 3,
-    "sum_gradients": 1,
-}
+    "row_matmul": 1, "digits_matmul": 1, "decode_attention": 1, "decode_attention_8bit": 1,
+    "compress_blocks_backward": 6, "choose_entries": 1, "take_chunk": 1, "gradient_gains": 1,
+    "unit_gain": 2, "step_by_direction": 3, "sum_gradients": 1,
+}  # fmt: skip
 """Of those draws that have every input, or several heads, where the first has not."""
 NAMES = {spec.name for spec in KERNELS} - {"merged_steps"}
 """A merged step is a list of launches that were refused one by one."""
@@ -227,83 +217,56 @@ def matrix(rows: int, columns: int) -> Packed:
 
 BOOL, HALF, INT8, INT64 = torch.bool, torch.bfloat16, torch.int8, torch.int64
 VALUES = {
-    "causal_attention_backward": (
-        dict.fromkeys(range(5), zeros(1, 2, 3, 12)) | {5: zeros(1, 2, 3)},
-        dict.fromkeys(range(5), zeros(1, 2, 3, 8)) | {5: zeros(1, 2, 3)},
-    ),
-    "expert_combine": (
-        {1: zeros(1, 17, dtype=INT64), 2: None}, {1: zeros(1, 0, dtype=INT64), 2: None},
-        {0: zeros(1, 37)},
-    ),
+    "causal_attention_backward": (dict.fromkeys(range(5), zeros(1, 2, 3, 12)) | {5: zeros(1, 2,
+        3)}, dict.fromkeys(range(5), zeros(1, 2, 3, 8)) | {5: zeros(1, 2, 3)}),
+    "expert_combine": ({1: zeros(1, 17, dtype=INT64), 2: None},
+        {1: zeros(1, 0, dtype=INT64), 2: None}, {0: zeros(1, 37)}),
     "fp8_matmul": ({0: zeros(5, 40).to(torch.float8_e4m3fn), 2: matrix(32, 40), 3: False},),
     "gradient_gains": ({6: None}, {3: zeros(0, 7)}, {4: zeros(0, 37)}),
-    "weighted_rows": ({3: torch.float16},),
-    "weighted_rows_grad": ({5: torch.float64},),
-    "append_position": (
-        {1: zeros(0, 1, 76)}, {2: zeros(0, 1, 76)}, {3: zeros(2, 0, 76), 4: zeros(76, 0)},
-    ),
+    "weighted_rows": ({3: torch.float16},), "weighted_rows_grad": ({5: torch.float64},),
+    "append_position": ({1: zeros(0, 1, 76)}, {2: zeros(0, 1, 76)},
+        {3: zeros(2, 0, 76), 4: zeros(76, 0)}),
     "append_position_8bit": ({1: zeros(3, 2, 76), 2: zeros(4, 2, 76)},),
-    "prepacked_rows": (
-        {0: zeros(0, 40, dtype=HALF), 6: None}, {0: zeros(65, 40, dtype=HALF), 6: None},
-    ),
+    "prepacked_rows": ({0: zeros(0, 40, dtype=HALF), 6: None},
+        {0: zeros(65, 40, dtype=HALF), 6: None}),
     "blend_moment": ({7: -1}, {7: 2**16 + 1}, {8: -1}, {8: 2**10}),
     "cast_trit_votes": ({1: zeros(7, 37)}, {5: zeros(7, 37)}, {5: zeros(7, 38, dtype=BOOL)}),
-    "causal_conv": ({1: zeros(37, 0)}, {1: zeros(37, 9)}),
-    "causal_conv_grad_w": ({2: 0}, {2: 9}),
-    "choose_byte": ({2: zeros(0)}, {2: zeros(257)}),
-    "choose_next": ({2: zeros(0, 40)},),
+    "causal_conv": ({1: zeros(37, 0)}, {1: zeros(37, 9)}), "causal_conv_grad_w": ({2: 0}, {2: 9}),
+    "choose_byte": ({2: zeros(0)}, {2: zeros(257)}), "choose_next": ({2: zeros(0, 40)},),
     "choose_bytes": ({2: zeros(1, 0)}, {2: zeros(1, 257)}),
     "cross_entropy": ({0: zeros(5, 0)}, {0: zeros(5, 4097)}),
     "add_symbols": ({2: zeros(5, 0)}, {2: zeros(5, 4097)}),
     "grade_symbols": ({0: zeros(5, 0)}, {0: zeros(5, 4097)}),
-    "decode_attention": (
-        {1: zeros(1, 7, 76), 2: zeros(1, 7, 76)}, {1: zeros(2, 7, 78), 2: zeros(2, 7, 78)},
-        {1: zeros(2, 0, 76), 2: zeros(2, 0, 76)}, {1: zeros(2, 76), 2: zeros(2, 76)},
-        {1: zeros(2, 7, 76, dtype=HALF), 2: zeros(2, 7, 76, dtype=HALF)},
-        {1: zeros(2, 14, 76)[:, ::2], 2: zeros(2, 14, 76)[:, ::2]},
-    ),
-    "decode_attention_8bit": (
-        {1: zeros(1, 7, 76, dtype=INT8), 2: zeros(1, 7, 76, dtype=INT8)},
-        {1: zeros(2, 7, 76), 2: zeros(2, 7, 76)},
-        {1: zeros(2, 7, 76, dtype=INT8), 2: zeros(2, 7, 76, dtype=torch.float8_e4m3fn)},
-        {1: zeros(2, 0, 76, dtype=INT8), 2: zeros(2, 0, 76, dtype=INT8),
-         9: zeros(2, 2, 0, dtype=INT8)},
-    ),
+    "decode_attention": ({1: zeros(1, 7, 76), 2: zeros(1, 7, 76)}, {1: zeros(2, 7, 78),
+        2: zeros(2, 7, 78)}, {1: zeros(2, 0, 76), 2: zeros(2, 0, 76)}, {1: zeros(2, 76),
+        2: zeros(2, 76)}, {1: zeros(2, 7, 76, dtype=HALF), 2: zeros(2, 7, 76, dtype=HALF)},
+        {1: zeros(2, 14, 76)[:, ::2], 2: zeros(2, 14, 76)[:, ::2]}),
+    "decode_attention_8bit": ({1: zeros(1, 7, 76, dtype=INT8), 2: zeros(1, 7, 76, dtype=INT8)},
+        {1: zeros(2, 7, 76), 2: zeros(2, 7, 76)}, {1: zeros(2, 7, 76, dtype=INT8),
+        2: zeros(2, 7, 76, dtype=torch.float8_e4m3fn)}, {1: zeros(2, 0, 76, dtype=INT8),
+        2: zeros(2, 0, 76, dtype=INT8), 9: zeros(2, 2, 0, dtype=INT8)}),
     "decode_compressed": ({1: zeros(28, 1, 76)}, {2: zeros(41, 1, 76)}),
-    "decode_latent": (
-        {3: zeros(7, 0)}, {3: zeros(7, 3)}, {2: zeros(0, 38), 3: zeros(0, 10), 4: zeros(0, 3)},
-    ),
-    "digits_matmul": (
-        {0: zeros(0, 40, dtype=HALF), 7: None}, {0: zeros(17, 40, dtype=HALF), 7: None},
-    ),
-    "find_chunks": ({1: 0},),
-    "gated_rms_norm": ({2: None},),
+    "decode_latent": ({3: zeros(7, 0)}, {3: zeros(7, 3)},
+        {2: zeros(0, 38), 3: zeros(0, 10), 4: zeros(0, 3)}),
+    "digits_matmul": ({0: zeros(0, 40, dtype=HALF), 7: None},
+        {0: zeros(17, 40, dtype=HALF), 7: None}),
+    "find_chunks": ({1: 0},), "gated_rms_norm": ({2: None},),
     "gradient_statistics": ({0: zeros(0, 37)},),
-    "grouped_grad_w": (
-        {0: zeros(5, 0)}, {1: zeros(5, 0)}, {2: zeros(1, dtype=INT64)},
-        {2: zeros(258, dtype=INT64)},
-    ),
-    "grouped_matmul": (
-        {1: zeros(1, 0, 37)}, {3: zeros(5, 8)}, {3: zeros(4, 7)}, {3: zeros(5, 7, dtype=HALF)},
-    ),
+    "grouped_grad_w": ({0: zeros(5, 0)}, {1: zeros(5, 0)}, {2: zeros(1, dtype=INT64)},
+        {2: zeros(258, dtype=INT64)}),
+    "grouped_matmul": ({1: zeros(1, 0, 37)}, {3: zeros(5, 8)}, {3: zeros(4, 7)},
+        {3: zeros(5, 7, dtype=HALF)}),
     "mamba_step": ({1: zeros(3, 23), 3: zeros(23, 3)}, {1: zeros(0, 23), 3: zeros(23, 0)}),
-    "mix_streams": (
-        {0: zeros(5, 5, 37), 1: zeros(5, 8, 5)}, {1: zeros(5, 5, 1), 3: zeros(5, 5)}, {2: None},
-        {3: None},
-    ),
-    "quantise_gradient": (
-        {6: 0}, {6: 2**15}, {7: 0}, {7: 3}, {7: 2},
-        {3: zeros(7, 37, dtype=INT8), 4: zeros(4, 37, dtype=INT8)},
-    ),
-    "quantise_rows": ({0: zeros(5, 0)},),
-    "rms_norm": ({0: zeros()},),
+    "mix_streams": ({0: zeros(5, 5, 37), 1: zeros(5, 8, 5)}, {1: zeros(5, 5, 1), 3: zeros(5, 5)},
+        {2: None}, {3: None}),
+    "quantise_gradient": ({6: 0}, {6: 2**15}, {7: 0}, {7: 3}, {7: 2},
+        {3: zeros(7, 37, dtype=INT8), 4: zeros(4, 37, dtype=INT8)}),
+    "quantise_rows": ({0: zeros(5, 0)},), "rms_norm": ({0: zeros()},),
     "route_position": ({0: "none"},),
     "stream_weights": ({0: zeros(5, 15), 1: zeros(15)}, {0: zeros(5, 25), 1: zeros(25)}, {2: 0}),
     "sum_choices": ({0: zeros(1, 1, 2**15, 0), 1: zeros(1, 1, 2**15, dtype=torch.int32)},),
-    "sum_gradients": (
-        {4: 0}, {4: 3}, {4: 2},
-        {0: zeros(0, 7, 37, dtype=torch.int32), 3: zeros(0, 7, dtype=INT8)},
-    ),
+    "sum_gradients": ({4: 0}, {4: 3}, {4: 2},
+        {0: zeros(0, 7, 37, dtype=torch.int32), 3: zeros(0, 7, dtype=INT8)}),
     "unit_gain": ({1: None},),
 }  # fmt: skip
 """What inputs cannot be together, by their places."""

@@ -163,12 +163,6 @@ def test_twins_take_the_same_cache(weights, device, monkeypatch):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_first_window_is_the_plain_forward(device):
-    lm, ids = model(device), text(WINDOW, device)
-    with torch.no_grad():
-        assert torch.equal(forward_in_parts(lm, ids, [WINDOW]), lm(ids))
-
-
 def test_oldest_byte_is_forgotten_when_the_ring_comes_round(device):
     lm, ids = model(device, layers=1), text(WINDOW + 4, device)
     other = ids.clone()

@@ -1,7 +1,7 @@
 """Every mixer with every channel mixer learns, goes on exactly, and reads a text in pieces."""
 
 import torch
-from cells import FEW, Cell, each_cell
+from cells import AHEAD, CELLS, FEW, Cell, each_cell
 
 from arbcli.data import open_texts
 from arbcli.device import deterministic
@@ -43,7 +43,7 @@ def state(of: Trainer) -> dict[str, torch.Tensor]:
     return {name: part.clone() for name, part in of.model.state_dict().items()}
 
 
-@each_cell(quick=[FEW[0], FEW[3]])
+@each_cell([*CELLS, AHEAD], quick=[FEW[0], FEW[3]])
 def test_cell_learns_with_all_its_weights(cell, tmp_path):
     with deterministic():
         learner = trainer(cell, tmp_path)
@@ -57,7 +57,7 @@ def test_cell_learns_with_all_its_weights(cell, tmp_path):
     assert unmoved(learner, before) == frozen
 
 
-@each_cell(quick=FEW[4:5])
+@each_cell([*CELLS, AHEAD], quick=[FEW[4], AHEAD])
 def test_cell_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(cell, tmp_path):
     with deterministic():
         whole, begun, resumed = (trainer(cell, tmp_path, windows=40) for _ in range(3))
@@ -103,7 +103,7 @@ def test_cell_reads_a_text_in_pieces_as_it_does_at_once(cell):
             torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-4)
 
 
-@each_cell(quick=FEW[-1:])
+@each_cell([*CELLS, AHEAD], quick=FEW[-1:])
 def test_predicted_peak_of_a_cell_is_the_measured_one(cell, tmp_path):
     tensors = LiveTensors(CPU)
     with deterministic(), fresh_tables(), tensors:

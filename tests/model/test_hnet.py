@@ -1,7 +1,5 @@
 """Models with chunks: boundaries, cache, causality, what it trains to and what it keeps."""
 
-import dataclasses
-import json
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -10,22 +8,18 @@ import torch
 from marks import mostly_slow
 from references import reference_logits
 from torch.nn import functional
-from twins import losses_of_steps
 
 from arbcli.config.model import ModelConfig
-from arbcli.config.presets import config_from_dict, preset
+from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.infer.chunks import chunk_depths
 from arbcli.infer.generation import Decoder, Sampling
-from arbcli.inspect.memory import measure, predict
 from arbcli.kernels.chunks.find_chunks import find_chunks
 from arbcli.kernels.chunks.smooth_chunks import smooth_chunks
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.parts.chunking import Routed, ratio_loss, share_of, spread
-from arbcli.train.step import minimised
-from arbcli.train.updater import Updater
 
 SHAPE = {
     "dim": 32, "layers": 1, "heads": 2, "ffn": 40, "ctx": 24, "outer_dim": (24,),
@@ -76,49 +70,10 @@ def text(rows: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:
     return torch.where(torch.rand(rows, length, generator=generator) < 0.25, 32, ids)
 
 
-def train(lm: LanguageModel, steps: int, ids: torch.Tensor) -> list[float]:
-    tensors = lm.weights().values()
-    updater = Updater(tensors, 0, torch.float32)
-    for tensor in tensors:
-        tensor.sink = updater
-    losses = []
-    for step in range(steps):
-        updater.begin(step, 1.0)
-        parts = lm.losses(ids[:, :-1], ids[:, 1:])
-        minimised(parts, lm.loss_weights).backward()
-        updater.finish()
-        losses.append(parts["text"].item())
-    assert updater.counters() == {"nonfinite_steps": 0, "refused": 0}
-    return losses
-
-
 @torch.no_grad()
 def read(lm: LanguageModel, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     cache = lm.new_cache(ids.shape[1])
     return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
-
-
-@each_kind
-def test_changing_a_byte_changes_no_earlier_logit(kind):
-    lm, ids = model(kind), text(3)
-    with torch.no_grad():
-        before = lm(ids)
-        for place in (0, 7, 15, 23):
-            changed = ids.clone()
-            changed[:, place] = torch.where(ids[:, place] == 32, 97, 32)  # boundaries move, too
-            moved = (lm(changed) != before).any(dim=2)
-            assert not moved[:, :place].any()
-            assert moved[:, place].all()
-
-
-@each_other_kind
-def test_text_that_is_read_in_pieces_has_the_logits_of_the_whole(kind):
-    lm, ids = model(kind), text(1, 24)
-    with torch.no_grad():
-        whole = lm(ids)
-        assert lm(ids).shape == (1, 24, 256)
-    for lengths in ([1] * 24, [3, 1, 5, 2, 5, 4, *[1] * 4]):
-        torch.testing.assert_close(read(lm, ids, lengths), whole, **CLOSE)
 
 
 @each_other_kind
@@ -127,17 +82,6 @@ def test_text_longer_than_the_context_is_read_as_by_the_reference(kind):
     wanted = reference_logits(lm, ids, endless=True)
     got = read(lm, ids, [4, *[1] * 9, 2, *[1] * 16])
     torch.testing.assert_close(got.double(), wanted, **CLOSE)
-
-
-def test_cache_that_is_reset_begins_a_new_text():
-    lm, ids = model("two stages"), text(1, 12)
-    cache = lm.new_cache(12)
-    with torch.no_grad():
-        for byte in text(1, 12, seed=5).split(1, dim=1):
-            lm(byte, cache)
-        cache.reset()
-        again = torch.cat([lm(byte, cache) for byte in ids.split(1, dim=1)], dim=1)
-        torch.testing.assert_close(again, lm(ids), **CLOSE)
 
 
 @each_other_kind
@@ -349,56 +293,6 @@ def test_ratio_loss_counts_positions_that_there_are():
     grads = [torch.autograd.grad(each, p)[0] for each in (loss, wanted)]
     torch.testing.assert_close(*grads)
     assert not grads[0][~valid].any()
-
-
-def test_recomputed_forward_gives_the_same_gradients():
-    ids, grads = text(), []
-    for recompute in (False, True):
-        lm, found = model("two stages", recompute=recompute), {}
-        for name, tensor in lm.weights().items():
-            tensor.sink = lambda _, grad, name=name, found=found: found.update({name: grad})
-        sum(lm.losses(ids, ids).values()).backward()
-        grads.append(found)
-    assert grads[0].keys() == grads[1].keys()
-    assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
-
-
-@each_other_kind
-def test_training_reduces_the_loss_and_keeps_integers_only(kind):
-    lm = model(kind, drawn=False)
-    losses = train(lm, 8, text(4, 25))
-    assert losses[-1] < 0.8 * losses[0]
-    measured = measure(lm)
-    assert measured.float_names == ()
-    assert not list(lm.parameters())
-    assert measured.state_bytes == predict(lm.config).total.state_bytes
-    assert 0 < lm.gauges()["chunk_length"] <= 24
-
-
-@pytest.mark.parametrize(("kind", "weights"), [("learned", "ste"), ("mamba", "float")])
-def test_twins_learn_too(weights, kind):
-    lm, ids = model(kind, weights=weights), text(4, 25)
-    losses = losses_of_steps(lm, ids, 3e-3, 8)
-    assert losses[-1]["text"] < 0.8 * losses[0]["text"]
-    with lm.prepared_weights(), torch.no_grad():
-        torch.testing.assert_close(read(lm, ids[:1, :24], [1] * 24), lm(ids[:1, :24]), **CLOSE)
-
-
-@pytest.mark.parametrize(
-    ("name", "millions"),
-    [
-        ("hnet-tiny", 3.0),
-        ("hnet-small", 11),
-        ("hnet-base", 85.5),
-        ("hnet-every", 84.9),
-        ("hnet-two-stage", 93.4),
-    ],
-)
-def test_presets_survive_json_and_are_predicted(name, millions):
-    chosen = preset(name)
-    again = config_from_dict(json.loads(json.dumps(dataclasses.asdict(chosen))))
-    assert again == chosen
-    assert predict(chosen).total.weights == pytest.approx(millions * 1e6, rel=0.01)
 
 
 def test_one_number_is_for_every_stage():

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from graph_parts import collect, times
+from twins import losses_of_steps
 
 from arbcli.config.presets import preset
 from arbcli.kernels.update.gradient_gains import UNSET
@@ -24,10 +26,11 @@ def build(small_graph, small_hnet, small_compressed):
         "mamba": small_hnet | {"outer_blocks": "mamba", "states": 8},
     }
 
-    def build(kind: str, **given):
+    def build(kind: str, recompute: bool = False, **given):
         given = {**options[kind], **given}
         given.pop("batch", None)
-        return build_model(preset(given.pop("preset"), **given), torch.float32)
+        config = preset(given.pop("preset"), **given)
+        return build_model(config, torch.float32, recompute=recompute)
 
     return build
 
@@ -104,3 +107,40 @@ def test_cache_that_is_reset_begins_a_new_text(kind, build):
     used.reset()
     for part in second.split([4, 1, 1], dim=1):
         assert torch.equal(model(part, used), model(part, new))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_handed_the_same_gradient_once_though_blocks_are_recomputed(kind, build):
+    ids = torch.randint(97, 123, (2, 9), generator=torch.Generator().manual_seed(0))
+    found = []
+    for recompute in (False, True):
+        model = build(kind, recompute)
+        for tensor in model.weights().values():
+            tensor.spread = 1.0  # else what is zero at the start has no gradient
+        model.initialise(0)
+        found.append(collect(model))
+        sum(model.losses(ids[:, :-1], ids[:, 1:]).values()).backward()
+    modules = dict(model.named_modules())
+    for name, handed in found[0].items():
+        assert times(handed) == modules[name].matrices, name
+        for one, other in zip(handed, found[1][name], strict=True):
+            assert torch.equal(one[0], other[0]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [("streams", "float"), ("compressed", "ste"), ("compressed", "float"), ("graph", "float"),
+     ("hnet", "ste"), ("mamba", "float")],
+)  # fmt: skip
+def test_twin_learns_and_reads_by_its_cache(kind, weights, build):
+    model = build(kind, weights=weights)
+    model.initialise(0)
+    ids = torch.randint(97, 123, (4, 17), generator=torch.Generator().manual_seed(0))
+    first, *_, last = losses_of_steps(model, ids, 3e-3, 12)
+    assert last["text"] < 0.8 * first["text"]
+    remembered = {"memgram.strength", "moe_graph.edges.score"} if kind == "graph" else ()
+    assert all(model.get_buffer(name).any() for name in remembered)
+    with model.prepared_weights(), torch.no_grad():
+        cache = model.new_cache(16)
+        found = torch.cat([model(part, cache) for part in ids[:1, :16].split(1, dim=1)], dim=1)
+        torch.testing.assert_close(found, model(ids[:1, :16]), rtol=1e-4, atol=1e-4)

@@ -31,33 +31,18 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 PLAIN = {"kv_heads": KV_HEADS, "query_key_norm": "none"}
 MODELS = {
-    "Llama": (
-        "Llama",
-        rope(500.0, **LLAMA3) | {"head_dim": WIDTH},
-        PLAIN | {"head_width": WIDTH},
-        {"base": 500.0, "scaling": "llama3", "factor": 8.0, "original_ctx": 16},
-    ),
-    "Llama of interpolated positions": (
-        "Llama",
+    "Llama": ("Llama", rope(500.0, **LLAMA3) | {"head_dim": WIDTH}, PLAIN | {"head_width": WIDTH},
+        {"base": 500.0, "scaling": "llama3", "factor": 8.0, "original_ctx": 16}),
+    "Llama of interpolated positions": ("Llama",
         rope(1e4, rope_type="linear", factor=3.0) | {"attention_bias": True},
-        PLAIN | {"bias": True, "output_bias": True},
-        {"scaling": "linear", "factor": 3.0},
-    ),
-    "Llama with YaRN": (
-        "Llama",
-        rope(100.0, **YARN),
-        PLAIN,
-        {"base": 100.0, "scaling": "yarn", "factor": 4.0, "original_ctx": 16},
-    ),
+        PLAIN | {"bias": True, "output_bias": True}, {"scaling": "linear", "factor": 3.0}),
+    "Llama with YaRN": ("Llama", rope(100.0, **YARN), PLAIN,
+        {"base": 100.0, "scaling": "yarn", "factor": 4.0, "original_ctx": 16}),
     "Qwen2": ("Qwen2", rope(1e6), PLAIN | {"bias": True}, {"base": 1e6}),
-    "Qwen3": (
-        "Qwen3",
-        rope(1e6) | {"head_dim": WIDTH},
-        {"kv_heads": KV_HEADS, "head_width": WIDTH, "query_key_norm": "gain"},
-        {"base": 1e6},
-    ),
+    "Qwen3": ("Qwen3", rope(1e6) | {"head_dim": WIDTH},
+        {"kv_heads": KV_HEADS, "head_width": WIDTH, "query_key_norm": "gain"}, {"base": 1e6}),
     "Mistral": ("Mistral", rope(1e4) | {"sliding_window": 7}, PLAIN | {"window": 7}, {}),
-}
+}  # fmt: skip
 """The name of a class, its configuration, and the fields of ours; all have the common ones."""
 
 

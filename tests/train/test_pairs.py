@@ -38,59 +38,37 @@ BASE = {
 MIDDLE = 3
 """The step that is resumed at, where fading weights have faded in part."""
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "model": {
-        "dense": {},
-        "streams": {"streams": 2},
-        "experts": {"experts": 3, "moe_gate": "softplus", "shared_expert": True, "moe_clamp": True},
-        "grouped": {"heads": 4, "key_heads": 2},
-        "compressed": {
-            "attention": "compressed", "window": 5, "ratios": (3, 6), "indexed_ratio": 3,
-            "top_k": 2, "index_heads": 2, "index_width": 8,
-        },
-        "chunks": {
-            "preset": "hnet-tiny", "outer_dim": (24, 32), "outer_layers": 1, "outer_heads": 2,
-            "outer_ffn": 40, "chunk_length": (3, 2), "window": 8,
-        },
-        "mamba": {
-            "preset": "hnet-tiny", "outer_dim": 24, "outer_layers": 1, "outer_heads": 2,
-            "outer_ffn": 40, "chunk_length": 3, "window": 8, "outer_blocks": "mamba", "states": 8,
-        },
-        "graph": {
-            "preset": "arb-tiny", "latent": 16, "rotary": 4, "ngram_rows": 200, "ngram_dim": 8,
-            "key_dim": 8, "codes": (8, 8), "code_dim": 16, "knowledge": (16, 8),
-            "knowledge_dim": 8, "knowledge_heads": 2, "experts": 4, "expert_dim": 20,
-            "expert_ffn": 24, "gate_dim": 8, "adapter_rank": 4, "edges": (32, 2), "head_ffn": 24,
-            "memory_rows": 256, "max_moe_iters": 2, "moe": True, "graph": True, "memgram": True,
-        },
-    },
-    "weights": {
-        "moment": {},
-        "nibble": {"rule": "nibble"},
-        "carry": {"rule": "carry"},
+    "model": {"dense": {}, "streams": {"streams": 2}, "experts": {"experts": 3,
+        "moe_gate": "softplus", "shared_expert": True, "moe_clamp": True}, "grouped": {"heads": 4,
+        "key_heads": 2}, "compressed": {"attention": "compressed", "window": 5, "ratios": (3, 6),
+        "indexed_ratio": 3, "top_k": 2, "index_heads": 2, "index_width": 8, },
+        "chunks": {"preset": "hnet-tiny", "outer_dim": (24, 32), "outer_layers": 1,
+        "outer_heads": 2, "outer_ffn": 40, "chunk_length": (3, 2), "window": 8, },
+        "mamba": {"preset": "hnet-tiny", "outer_dim": 24, "outer_layers": 1, "outer_heads": 2,
+        "outer_ffn": 40, "chunk_length": 3, "window": 8, "outer_blocks": "mamba", "states": 8, },
+        "graph": {"preset": "arb-tiny", "latent": 16, "rotary": 4, "ngram_rows": 200,
+        "ngram_dim": 8, "key_dim": 8, "codes": (8, 8), "code_dim": 16, "knowledge": (16, 8),
+        "knowledge_dim": 8, "knowledge_heads": 2, "experts": 4, "expert_dim": 20, "expert_ffn": 24,
+        "gate_dim": 8, "adapter_rank": 4, "edges": (32, 2), "head_ffn": 24, "memory_rows": 256,
+        "max_moe_iters": 2, "moe": True, "graph": True, "memgram": True, }, },
+    "weights": {"moment": {}, "nibble": {"rule": "nibble"}, "carry": {"rule": "carry"},
         "votes": {"rule": "votes"},
         "votes mended": {"rule": "votes", "votes_fixes": ("threshold", "order", "start", "bound")},
-        "float": {"weights": "float"},
-        "float by Muon": {"weights": "float", "optimizer": "muon"},
-        "straight-through": {"weights": "ste"},
-    },
+        "float": {"weights": "float"}, "float by Muon": {"weights": "float", "optimizer": "muon"},
+        "straight-through": {"weights": "ste"}, },
     "digits": {"trit": {}, "all": {"digits": "all"}, "fade": {"digits": "fade"}},
-    "direction": {
-        "usual": {},
-        "orthogonal": {"direction": "orthogonal"},
-        "factored": {"direction": "factored"},
-        "sign": {"direction": "sign"},
-    },
+    "direction": {"usual": {}, "orthogonal": {"direction": "orthogonal"},
+        "factored": {"direction": "factored"}, "sign": {"direction": "sign"}, },
     "micro-batches": {"1": {}, "2": {"accum": 2}, "3": {"accum": 3}},
-    "wire": {
-        "none": {}, "int8": {"wire": "int8"}, "int12": {"wire": "int12"}, "int16": {"wire": "int16"}
-    },
+    "wire": {"none": {}, "int8": {"wire": "int8"}, "int12": {"wire": "int12"},
+        "int16": {"wire": "int16"}},
     "processes": {"1": {}, "2": {}},
     "compute": {name: {"compute": name} for name in ("fp32", "bf16", "fp8", "nvfp4")},
     "kept": {"activations": {}, "inputs": {"recompute": True}},
     "scales": {"by the loss": {}, "routed": {"scale_losses": ("attention=text",)}},
     "groups": {"T32": {}, "T6": {"scale_type": "T6"}},
     "symbols": {"bytes": {}, "tied": {}, "in chunks": {}},
-    "objective": {"next": {}, "masked": {"objective": "masked"}},
+    "objective": {"next": {}, "masked": {"objective": "masked"}, "fill": {"objective": "fill"}},
     "backend": {"torch": {}, "native": {"backend": "native"}},
 }  # fmt: skip
 """By name of a setting: its values, and what each is given to a run as; first the usual one."""
@@ -120,6 +98,8 @@ REFUSED = (
     ("objective", ("masked",), "model", ("mamba",), "goes from left to right"),
     ("objective", ("masked",), "model", ("graph",), "reads what is before a position"),
     ("objective", ("masked",), "symbols", ("tied",), "no row for the symbol of a hidden byte"),
+    ("objective", ("fill",), "model", ("graph",), "knows no mark of a hole"),
+    ("objective", ("fill",), "symbols", ("tied",), "knows no mark of a hole"),
 )
 """Pairs of values that cannot be, and what is said of them."""
 QUICK_ROWS = 9

@@ -15,6 +15,8 @@ import arbcli
 import arbcli.kernels
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.names import sources_of_kernels
+from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime.operation import Case
 from arbcli.verify import kernels as verify
 from arbcli.verify import parity, variants
@@ -217,11 +219,16 @@ def test_cases_are_chosen_that_show_most_for_the_least(monkeypatch):
 
 
 def test_kernels_that_others_verify_are_not_compiled_in_every_way(monkeypatch):
-    other = next(spec for spec in reversed(KERNELS) if not spec.compared)
-    helper = {"module": other.triton.__module__}
+    helper = {"module": KERNELS[-1].triton.__module__}
     wide = helper | {"WIDE": True}
     assert chosen(monkeypatch, ("2x3", {}, helper), ("2x3", {}, wide)) == [0]
     assert chosen(monkeypatch, ("2x3", helper), ("2x3", wide)) == [0, 1]  # where all are theirs
+
+
+def test_launchers_are_known_by_the_module_that_declares_their_operation():
+    for path, names in sources_of_kernels():
+        module = ".".join(("arbcli.kernels", *path.with_suffix("").parts))
+        assert [BY_NAME[name].triton.__module__ for name in names] == [module] * len(names)
 
 
 @pytest.mark.parametrize("name", TELLING)

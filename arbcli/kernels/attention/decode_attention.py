@@ -76,17 +76,9 @@ SLOTS_OF_TEXTS, SPAN_OF_TEXTS = 64, 512
 
 @text_by_text(3, *SHARED)
 def decode_attention_reference(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    semaphores: Tensor,
-    eps: float,
-    alone: bool = False,
-    exponents: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the results of `decode_attention`, its ring and its `semaphores` in float64.
 
     Keys and values are numbers here, not codes.
@@ -410,17 +402,9 @@ def _decode_attention_triton(
 
 
 def decode_attention(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    semaphores: Tensor,
-    eps: float,
-    alone: bool = False,
-    exponents: Tensor | None = None,
-) -> Tensor:
+    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
+    semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Store the key and value of one byte in a ring, and attend to all that are in it.
 
     Of several texts all but `cos` and `sin` have a dimension for them in front, and so has the
@@ -482,12 +466,9 @@ LARGE_OF_TEXTS = ((16, 16, 2048, 128, tuple(range(0, 2400, 150))), (2, 6, 256, 6
 
 
 def _byte_of(
-    sizes: tuple,
-    position: int | tuple[int, ...],
-    device: torch.device,
-    dtype: torch.dtype,
+    sizes: tuple, position: int | tuple[int, ...], device: torch.device, dtype: torch.dtype,
     generator: torch.Generator,
-) -> tuple:
+) -> tuple:  # fmt: skip
     """Draw a byte, or one of each text, and its rings, of these sizes; the eps comes last."""
     parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
     *_, heads, width = sizes[0]
@@ -495,7 +476,7 @@ def _byte_of(
     rows = max(position) + 1 if isinstance(position, tuple) else position + 2
     angle = 7 * torch.randn(rows, width // 2, generator=generator).to(device)
     semaphores = torch.zeros(*place.shape, heads, dtype=torch.int32, device=device)
-    return (*parts, place, angle.cos(), angle.sin(), semaphores, 1e-6)
+    return (*parts, place, angle.cos(), angle.sin(), semaphores, 0.1)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -511,7 +492,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         label = f"{heads}x{window}x{width} at {position}{' bf16' * low}{' alone' * alone}"
         sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
         inputs = _byte_of(sizes, position, device, dtype, generator)
-        yield Case(label, (*inputs, alone), DECODE_ATTENTION.torch if low else None)
+        yield Case(label, (*inputs, alone))
     yield from _cases_of_texts(device)
 
 
@@ -526,7 +507,7 @@ def _cases_of_texts(device: torch.device) -> Iterator[Case]:
         sizes = ((texts, 3, heads, width), ring, ring)
         inputs = _byte_of(sizes, positions, device, dtype, generator)
         label = f"{texts} texts of {heads}x{window}x{width}{' bf16' * low}"
-        yield Case(label, inputs, DECODE_ATTENTION.torch if low else None)
+        yield Case(label, inputs)
 
 
 SMALL_8BIT = (*SHAPES[:-1], (1, 40, 512, 33))
@@ -555,7 +536,7 @@ def _cases_8bit(device: torch.device, _group_size: int) -> Iterator[Case]:
             label += " next octave" if width == 10 else ""
             label += " bf16" if dtype == torch.bfloat16 else ""
             ring, table = (qkv, keys, values, place), (angle.cos(), angle.sin())
-            inputs = (*ring, *table, semaphores, 1e-6, False, torch.stack(exponents))
+            inputs = (*ring, *table, semaphores, 0.1, False, torch.stack(exponents))
             yield Case(label, inputs)
             if position in (17, 300):  # a text that begins among others
                 begins = (torch.roll(qkv, 1, 1), keys, values, torch.zeros_like(place))
@@ -620,7 +601,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     position = dice.integers(0, 3 * n - 1, *texts, dtype=torch.int32).contiguous()
     angle = dice.reals(3 * n, half, dtype=torch.float32).contiguous()
     semaphores = torch.zeros(*texts, heads, dtype=torch.int32, device=dice.device)
-    return qkv, keys, values, position, angle.cos(), angle.sin(), semaphores, 1e-6
+    return qkv, keys, values, position, angle.cos(), angle.sin(), semaphores, 0.1
 
 
 def _draw_8bit(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -653,9 +634,7 @@ DECODE_ATTENTION = Operation(
     "decode_attention", _decode_attention_triton, _decode_attention_torch,
     decode_attention_reference, _cases,
     Gate(
-        exact=False,
-        relative=1e-5,
-        peer_slack=0.1,
+        relative=1e-5, peer_slack=0.1,
         reason="float32 sums of up to 5000 values; in bf16 no worse than torch's attention by 10 %",
     ),
     _ARGUMENTS, where=_WHERE, compared=("keys", "values", "semaphores"), draw=_draw,
@@ -665,7 +644,6 @@ DECODE_ATTENTION_8BIT = Operation(
     "decode_attention_8bit", _decode_attention_triton, _decode_attention_torch,
     decode_attention_reference, _cases_8bit,
     Gate(
-        exact=False,
         relative=3e-3,
         reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is",
     ),

@@ -142,7 +142,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 
 sum_choices = Operation(
     "sum_choices", _sum_choices_triton, _sum_choices_torch, sum_choices_reference, _cases,
-    Gate(exact=False, relative=1e-5, reason="float32 sums over groups"),
+    Gate(relative=1e-5, reason="float32 sums over groups"),
     {
         "x": Array("B, N, K, D", dense=True), "chosen": Array("B, N, K", INT32, dense=True),
         "entries": Number(()),

@@ -170,18 +170,12 @@ def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, T
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for label, x, s, owner, _ in _draw(device):
-        peer = rounded_spread if x.dtype == torch.bfloat16 else None
-        yield Case(label, (x, s, owner), peer)
+        yield Case(label, (x, s, owner))
 
 
 def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for label, *inputs in _draw(device):
         yield Case(label, tuple(inputs))
-
-
-def rounded_spread(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
-    """Round the reference of `spread_chunks`, and nothing before it."""
-    return spread_chunks_reference(x, s, owner).to(x.dtype)
 
 
 def _timed(device: torch.device) -> tuple[str, tuple[Tensor, Tensor, Tensor], Tensor]:
@@ -207,11 +201,9 @@ def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing
 
 
 _GATE = Gate(
-    exact=False,
-    relative=1e-5,
-    peer_slack=0.1,
+    relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums over a chunk or a row; in bf16 no worse than one rounding",
-)
+)  # fmt: skip
 
 _OTHERS = {
     "s": Array("B, C, D", FLOAT),
@@ -243,7 +235,7 @@ spread_chunks = Operation(
     "spread_chunks", _spread_chunks_triton, _spread_chunks_torch, spread_chunks_reference, _cases,
     _GATE, {"x": Array("B, T, D"), **_OTHERS},
     sizes={"B": (1, 3), "T": "m", "C": (1, 7, "m")}, large_reference=_in_float64,
-    peer=rounded_spread, timings=_timings,
+    timings=_timings,
 )  # fmt: skip
 """Add to every position the vector of its chunk.
 

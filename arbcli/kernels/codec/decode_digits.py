@@ -7,8 +7,8 @@ once, to bf16. Every kernel, backend and reference has the same weight.
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from arbcli.kernels.runtime.arguments import Matrix
 from arbcli.kernels.runtime.backend import uses_native
 from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
+P = ParamSpec("P")
 ROWS = 32
 """Rows of a program, each of one block."""
 
@@ -258,14 +259,27 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         yield Timing(f"8192x8192 {name}", (all_digits,), run=decode_digits_triton)
 
 
-def in_rounded_float32(decode: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def in_float32(run: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Wrap an implementation so that its `dtype` is float32."""
+
+    @wraps(run)
+    def as_float32(*inputs: P.args, **named: P.kwargs) -> Tensor:
+        named["dtype"] = torch.float32
+        return run(*inputs, **named)
+
+    return as_float32
+
+
+def in_rounded_float32(decode: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """Wrap an implementation so that it decodes to float32, rounded to bf16 for the comparison.
 
     Triton's interpreter rounds bf16 wrongly; float32 holds the same values.
     """
+    decode = in_float32(decode)
 
-    def run(*inputs: Any) -> Tensor:
-        weight = decode(*inputs, dtype=torch.float32)
+    @wraps(decode)
+    def run(*inputs: P.args, **named: P.kwargs) -> Tensor:
+        weight = decode(*inputs, **named)
         rounded = weight.to(torch.bfloat16)
         # a value that bf16 cannot hold is an error, and NaN equals nothing
         return torch.where(rounded.float() == weight, rounded, torch.nan)

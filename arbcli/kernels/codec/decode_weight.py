@@ -232,22 +232,6 @@ def decode_weights_triton(matrices: list[Packed], dtype: torch.dtype) -> list[Te
     return found
 
 
-def decode_weight(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Decode a packed matrix to its weights.
-
-    Args:
-        packed: N rows by K weights.
-        dtype: bfloat16, or float32, which holds the same bf16 values.
-
-    Returns:
-        (N, K) in `dtype`; exact, and equal to the last bit on every backend.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return DECODE_WEIGHT(packed, dtype)
-
-
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     for rows, in_features in (
@@ -274,13 +258,22 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     for rows, in_features in ((8192, 8192), (2048, 5632)):
         packed = random_packed(rows, in_features, group_size, torch.Generator(device))
-        yield Timing(f"{rows}x{in_features}", (packed,), run=decode_weight_triton)
+        yield Timing(f"{rows}x{in_features}", (packed,))
 
 
-DECODE_WEIGHT = Operation(
+decode_weight = Operation(
     "decode_weight", in_rounded_float32(decode_weight_triton),
     in_rounded_float32(decode_digits_torch), decode_digits_reference, _cases,
     arguments={"packed": Matrix(spread=127), "dtype": Number(())},
     launch=(decode_weight_triton, decode_digits, decode_digits), scale_path=in_planes,
     timings=_timings, native=in_rounded_float32(decode_digits_native),
 )  # fmt: skip
+"""Decode a packed matrix to its weights.
+
+Args:
+    packed: N rows by K weights.
+    dtype: bfloat16, or float32, which holds the same bf16 values.
+
+Returns:
+    (N, K) in `dtype`; exact, and equal to the last bit on every backend.
+"""

@@ -141,15 +141,9 @@ def _pieces(packed: Packed, gated: bool, blocks: int) -> Tensor:
 
 
 def prepacked_reference(
-    x: Tensor,
-    pieces: Tensor,
-    out_features: int,
-    in_features: int,
-    gated: bool,
-    eps: float | None,
-    added: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    x: Tensor, pieces: Tensor, out_features: int, in_features: int, gated: bool, eps: float | None,
+    added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute what `row_matmul` and `prepacked_rows` must return, in float64, a plane at a time."""
     tiles, blocks = pieces.shape[:2]
     codes = pieces[..., :CODE_BYTES].unflatten(2, (4, 8, 2, 2, 4))
@@ -168,15 +162,9 @@ def prepacked_reference(
 
 
 def prepacked_in_float64(
-    x: Tensor,
-    pieces: Tensor,
-    out_features: int,
-    in_features: int,
-    gated: bool,
-    eps: float | None,
-    added: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    x: Tensor, pieces: Tensor, out_features: int, in_features: int, gated: bool, eps: float | None,
+    added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute what `prepacked_reference` does, for large matrices."""
     weight = decode_prepacked(pieces).double().view(len(pieces), 2, 8, -1)
     return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
@@ -195,15 +183,9 @@ def decode_prepacked(pieces: Tensor) -> Tensor:
 
 
 def prepacked_torch(
-    x: Tensor,
-    pieces: Tensor,
-    out_features: int,
-    in_features: int,
-    gated: bool,
-    eps: float | None,
-    added: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    x: Tensor, pieces: Tensor, out_features: int, in_features: int, gated: bool, eps: float | None,
+    added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute what `row_matmul` and `prepacked_rows` return with torch, in float32."""
     weight = decode_prepacked(pieces)[:, :in_features]
     results = []
@@ -216,15 +198,9 @@ def prepacked_torch(
 
 
 def prepacked_native(
-    x: Tensor,
-    pieces: Tensor,
-    out_features: int,
-    in_features: int,
-    gated: bool,
-    eps: float | None,
-    added: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    x: Tensor, pieces: Tensor, out_features: int, in_features: int, gated: bool, eps: float | None,
+    added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute what `row_matmul` and `prepacked_rows` return with the native loop."""
     return multiply_native(x, pieces, None, out_features, gated, eps, added, dtype)
 
@@ -247,13 +223,11 @@ def prepacked_cases(
         x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
         added = torch.randn(m, weight.out_features, generator=generator)
         for dtype in dtypes:  # bf16 results have a coarser gate
-            low = dtype == torch.bfloat16
             label = f"{m}x{rows}x{in_features}{' gate' * gated}{' norm' * (eps is not None)}"
             yield Case(
                 f"{label}{' sum' * adds} {str(dtype).removeprefix('torch.')}",
                 (x.to(device, torch.bfloat16), weight.pieces.to(device), *weight[1:], eps,
                  added.to(device, dtype) if adds else None, dtype),
-                peer=prepacked_torch if low else None,
             )  # fmt: skip
 
 

@@ -98,15 +98,9 @@ def arrange_native(packed: Packed, pieces: Tensor, scales: Tensor | None, gated:
 
 
 def multiply_native(
-    x: Tensor,
-    pieces: Tensor,
-    scales: Tensor | None,
-    out_features: int,
-    gated: bool,
-    eps: float | None,
-    added: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    x: Tensor, pieces: Tensor, scales: Tensor | None, out_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Normalise rows, multiply, gate and add with the native loop; `scales` are those of digits.
 
     A row's bits do not depend on the others. Of trits, x is rounded to 16 bits, 32 elements with
@@ -158,13 +152,9 @@ def tiles_by(block: int) -> str:
 
 
 def tiles_reference(
-    x: Tensor,
-    weight: Tensor,
-    out_features: int,
-    gated: bool,
-    eps: float | None,
+    x: Tensor, weight: Tensor, out_features: int, gated: bool, eps: float | None,
     added: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Normalise rows, multiply, gate and add in float64, by a decoded (T, 2, 8, K) matrix."""
     x = x.double()
     if eps is not None:

@@ -26,15 +26,9 @@ MAX_SYMBOLS = 256
 
 
 def choose_byte_reference(
-    byte: Tensor,
-    text: Tensor,
-    logits: Tensor,
-    position: Tensor,
-    key: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-) -> tuple[Tensor, Tensor]:
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: float,
+    top_k: int, top_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute what `choose_byte_` must leave in `byte` and `text`: Python floats, one by one."""
     if logits.dim() == 2:
         found = []
@@ -71,7 +65,9 @@ def choose_byte_torch(
         for row, (one, of_row) in enumerate(zip(byte.view(-1), logits, strict=True)):
             place = position + row
             choose_byte_torch(one, text, of_row, place, key, temperature, top_k, top_p)
-        return
+        return None
+    if logits.shape[-1] > MAX_SYMBOLS:
+        return choose_among_many(byte, text, logits, position, key, temperature, top_k, top_p)
     logits = logits.float()
     if temperature == 0:
         choice = logits.argmax()
@@ -87,6 +83,7 @@ def choose_byte_torch(
         choice = torch.where(kept, score + _noise(key, position, index), -torch.inf).argmax()
     byte.copy_(choice)
     text.index_copy_(0, position.long()[None], choice.to(torch.uint8)[None])
+    return None
 
 
 def choose_among_many(
@@ -176,47 +173,15 @@ def _choose_byte_triton(
     top_k: int, top_p: float,
 ) -> None:  # fmt: skip
     symbols = logits.shape[-1]
+    if symbols > MAX_SYMBOLS:
+        return choose_among_many(byte, text, logits, position, key, temperature, top_k, top_p)
     _choose_byte_kernel[(byte.numel(),)](
         byte, text, logits, position, key, float(temperature), top_k, float(top_p), symbols,
         DRAWN=temperature > 0, SOME=top_k < symbols or top_p < 1,
         BLOCK_V=triton.next_power_of_2(symbols), BLOCK_J=32, num_warps=8,
         **overlap_options(logits),
     )  # fmt: skip
-
-
-def choose_byte_(
-    byte: Tensor,
-    text: Tensor,
-    logits: Tensor,
-    position: Tensor,
-    key: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-) -> None:
-    """Choose the byte, or token, at `position` of `text` by its logits, in place, or several.
-
-    Of more than 256 symbols the likeliest are found by sorting, by torch's operations everywhere.
-
-    Args:
-        byte: int64 of one element, set to the byte, for its next reader; or of M, contiguous.
-        text: (P,) uint8, or int32 of more than 256 symbols, contiguous; its element `position` is
-            set to the byte, or those from there on.
-        logits: (V,) float32 or bfloat16, contiguous; finite, or -inf. Or (M, V), V at most 256, a
-            row for each byte, whose noise is that of its own position.
-        position: int32 scalar tensor, at most P - M. It is read on the device.
-        key: int32 scalar tensor, of the random stream.
-        temperature: divides the logits; 0 takes the largest.
-        top_k: how many of the likeliest are kept, at least 1.
-        top_p: of these the fewest that have this share together are kept; above 0, 1 for all.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    CHOOSE_BYTE.check(byte, text, logits, position, key, temperature, top_k, top_p)
-    few = logits.shape[-1] <= MAX_SYMBOLS
-    run = CHOOSE_BYTE.chosen(logits) if few else choose_among_many
-    run(byte, text, logits, position, key, temperature, top_k, top_p)
+    return None
 
 
 CHOICES = ((0.0, 256, 1.0), (1.0, 256, 1.0), (0.7, 5, 1.0), (1.3, 256, 0.5), (4.0, 6, 0.3),
@@ -259,7 +224,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 TEXT_FITS = f"(text.dtype == torch.uint8) == (V <= {MAX_SYMBOLS})"
 """Condition on the dtype of a text."""
 
-CHOOSE_BYTE = Operation(
+choose_byte_ = Operation(
     "choose_byte", _choose_byte_triton, choose_byte_torch, choose_byte_reference, _cases, EXACT,
     {
         "byte": Array("*B", INT64, dense=True, values=(0, 127)),
@@ -279,6 +244,21 @@ CHOOSE_BYTE = Operation(
         "M": ("()", "(min(m, 8),)"), "B": "M or (1,)", "V": f"min(k + 1, {MAX_SYMBOLS})",
         "P": "n + 20",
     },
-    compared=("byte", "text"),
-    timings=_timings,
+    compared=("byte", "text"), timings=_timings,
 )  # fmt: skip
+"""Choose the byte, or token, at `position` of `text` by its logits, in place, or several.
+
+Of more than 256 symbols the likeliest are found by sorting, by torch's operations everywhere.
+
+Args:
+    byte: int64 of one element, set to the byte, for its next reader; or of M, contiguous.
+    text: (P,) uint8, or int32 of more than 256 symbols, contiguous; its element `position` is
+        set to the byte, or those from there on.
+    logits: (V,) float32 or bfloat16, contiguous; finite, or -inf. Or (M, V), V at most 256, a
+        row for each byte, whose noise is that of its own position.
+    position: int32 scalar tensor, at most P - M. It is read on the device.
+    key: int32 scalar tensor, of the random stream.
+    temperature: divides the logits; 0 takes the largest.
+    top_k: how many of the likeliest are kept, at least 1.
+    top_p: of these the fewest that have this share together are kept; above 0, 1 for all.
+"""

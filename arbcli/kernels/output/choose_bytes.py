@@ -12,10 +12,8 @@ from arbcli.kernels.output.choose_byte import (
     TEXT_FITS,
     choose_among_many,
     choose_byte_reference,
+    choose_byte_torch,
     choose_symbol,
-)
-from arbcli.kernels.output.choose_byte import (
-    choose_byte_torch as choose_one,
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, INT64, Array
@@ -25,15 +23,9 @@ from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 
 def choose_bytes_reference(
-    byte: Tensor,
-    text: Tensor,
-    logits: Tensor,
-    position: Tensor,
-    key: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-) -> tuple[Tensor, Tensor]:
+    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
+    top_k: Tensor, top_p: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute what `choose_bytes_` must leave in `byte` and `text`: one text after another."""
     rows = zip(
         byte, text, logits, position, key,
@@ -48,21 +40,14 @@ def _choose_bytes_torch(
     byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
     top_k: Tensor, top_p: Tensor,
 ) -> None:  # fmt: skip
-    rows = zip(
-        byte, text, logits, position, key,
-        temperature.tolist(), top_k.tolist(), top_p.tolist(), strict=True,
-    )  # fmt: skip
-    for row in rows:
-        choose_one(*row)
-
-
-def _choose_among_many(
-    byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
-    top_k: Tensor, top_p: Tensor,
-) -> None:  # fmt: skip
-    settings = temperature, top_k, top_p
-    for row in zip(byte, text, logits, position, key, *settings, strict=True):
-        choose_among_many(*row)
+    how = temperature, top_k, top_p
+    if logits.shape[1] > MAX_SYMBOLS:
+        for row in zip(byte, text, logits, position, key, *how, strict=True):
+            choose_among_many(*row)
+        return
+    numbers = (part.tolist() for part in how)
+    for one in zip(byte, text, logits, position, key, *numbers, strict=True):
+        choose_byte_torch(*one)
 
 
 @triton.jit
@@ -89,46 +74,14 @@ def _choose_bytes_triton(
     top_k: Tensor, top_p: Tensor,
 ) -> None:  # fmt: skip
     texts, symbols = logits.shape
+    if symbols > MAX_SYMBOLS:
+        return _choose_bytes_torch(byte, text, logits, position, key, temperature, top_k, top_p)
     _choose_bytes_kernel[(texts,)](
         byte, text, logits, position, key, temperature, top_k, top_p, text.shape[1], symbols,
         BLOCK_V=triton.next_power_of_2(symbols), BLOCK_J=32, num_warps=8,
         **overlap_options(logits),
     )  # fmt: skip
-
-
-def choose_bytes_(
-    byte: Tensor,
-    text: Tensor,
-    logits: Tensor,
-    position: Tensor,
-    key: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-) -> None:
-    """Choose the byte, or token, at `position` of each text by its logits, in place.
-
-    Of more than 256 symbols one text after another has torch's operations.
-
-    Args:
-        byte: (B, 1) int64, set to the bytes, for their next reader.
-        text: (B, P) uint8, or int32 of more than 256 symbols; in each row the element at its
-            position is set.
-        logits: (B, V) float32 or bfloat16; finite, or -inf.
-        position: (B,) int32 below P. It is read on the device, as are those that follow.
-        key: (B,) int32, of the random streams.
-        temperature: (B,) float32: see `choose_byte_` for this and the next ones.
-        top_k: (B,) int32.
-        top_p: (B,) float32.
-
-    All are contiguous.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    CHOOSE_BYTES.check(byte, text, logits, position, key, temperature, top_k, top_p)
-    run = CHOOSE_BYTES.chosen(logits) if logits.shape[1] <= MAX_SYMBOLS else _choose_among_many
-    run(byte, text, logits, position, key, temperature, top_k, top_p)
+    return None
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -174,7 +127,7 @@ def _picked(*values: float) -> Callable[[Dice, int], Tensor]:
     )
 
 
-CHOOSE_BYTES = Operation(
+choose_bytes_ = Operation(
     "choose_bytes", _choose_bytes_triton, _choose_bytes_torch, choose_bytes_reference, _cases,
     EXACT,
     {
@@ -191,3 +144,20 @@ CHOOSE_BYTES = Operation(
     sizes={"B": "1 + m % 5", "V": f"min(k + 1, {MAX_SYMBOLS})", "P": "n"}, needs_rows=False,
     compared=("byte", "text"), timings=_timings,
 )  # fmt: skip
+"""Choose the byte, or token, at `position` of each text by its logits, in place.
+
+Of more than 256 symbols one text after another has torch's operations.
+
+Args:
+    byte: (B, 1) int64, set to the bytes, for their next reader.
+    text: (B, P) uint8, or int32 of more than 256 symbols; in each row the element at its
+        position is set.
+    logits: (B, V) float32 or bfloat16; finite, or -inf.
+    position: (B,) int32 below P. It is read on the device, as are those that follow.
+    key: (B,) int32, of the random streams.
+    temperature: (B,) float32: see `choose_byte_` for this and the next ones.
+    top_k: (B,) int32.
+    top_p: (B,) float32.
+
+All are contiguous.
+"""

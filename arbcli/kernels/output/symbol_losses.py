@@ -145,15 +145,7 @@ def _add_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def _grade_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for label, logits, targets, row in _chunks(device):
         total = torch.logsumexp(logits.float(), dim=1) + row.abs()
-        peer = rounded_symbol_gradient if logits.dtype == torch.bfloat16 else None
-        yield Case(label, (logits, targets, total, row), peer)
-
-
-def rounded_symbol_gradient(
-    logits: Tensor, targets: Tensor, total: Tensor, scale: Tensor
-) -> Tensor:
-    """Round the reference of `grade_symbols_`, and nothing before it."""
-    return grade_symbols_reference(logits, targets, total, scale).to(logits.dtype)
+        yield Case(label, (logits, targets, total, row))
 
 
 def _add_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -173,11 +165,9 @@ def _grade_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 
 _GATE = Gate(
-    exact=False,
-    relative=1e-5,
-    peer_slack=0.1,
+    relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums of at most 4096 exponentials; in bf16 no worse than one rounding",
-)
+)  # fmt: skip
 
 _ROW = Array("M", FLOAT, dense=True)
 _CHUNK = {
@@ -217,7 +207,7 @@ Args:
 grade_symbols_ = Operation(
     "grade_symbols", _grade_symbols_triton, _grade_symbols_torch, grade_symbols_reference,
     _grade_cases, _GATE, {**_CHUNK, "total": _ROW, "scale": _ROW},
-    where=_WHERE, draw=_draw_graded, needs_rows=True, peer=rounded_symbol_gradient,
+    where=_WHERE, draw=_draw_graded, needs_rows=True,
     compared=("logits",), timings=_grade_timings,
 )  # fmt: skip
 """Turn the logits of a chunk of symbols into the gradient of scaled losses, in place.

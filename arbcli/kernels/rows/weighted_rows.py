@@ -22,6 +22,7 @@ from arbcli.kernels.codec.decode_digits import (
     add_remainder,
     decode_digits_reference,
     decode_digits_torch,
+    in_float32,
     round_weight,
     with_remainders,
 )
@@ -394,28 +395,6 @@ def _weighted_rows_grad_triton(
     return grad
 
 
-def weighted_rows(
-    ids: Tensor, weights: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
-    """Sum rows of a packed table, each with its weight.
-
-    Args:
-        ids: (M, k) int64, repeated ones too, any strides. A slot whose id is outside 0..V-1, such
-            as -1, adds nothing, whatever its weight is.
-        weights: (M, k) float32, any strides.
-        packed: the table, V rows by D weights.
-        dtype: bfloat16 or float32.
-
-    Returns:
-        (M, D) in `dtype`, y[m] = sum over j of weights[m, j] * w[ids[m, j]], added in float32 in
-        the order of j.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    return WEIGHTED_ROWS(ids, weights, packed, dtype)
-
-
 _check_ids = compiled_check("touched_rows", {"ids": Array("S", INT64), "num_rows": Number(())})
 
 
@@ -454,12 +433,9 @@ def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
 
 
 def weighted_rows_grad(
-    grad_y: Tensor,
-    weights: Tensor,
-    tokens: Tensor,
-    touched: TouchedRows,
+    grad_y: Tensor, weights: Tensor, tokens: Tensor, touched: TouchedRows,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute the gradient of the rows that `weighted_rows` summed.
 
     Args:
@@ -577,7 +553,7 @@ def _weighted_rows_timings(device: torch.device, group_size: int) -> Iterator[Ti
         half = decode_weight(packed), weights.to(torch.bfloat16)
         peer = partial(embedding_bag, ids, half[0], mode="sum", per_sample_weights=half[1])
         inputs = (ids, weights, packed)
-        yield Timing(f"{label} bf16", inputs, run=_weighted_rows_triton, peer=peer)
+        yield Timing(f"{label} bf16", inputs, peer=peer)
 
 
 def _grad_weights_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
@@ -610,7 +586,7 @@ def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
                 _add_products, grad_y, weights, of_slot, torch.searchsorted(found.rows, ids)
             )
             label = f"{tokens}x{slots} to {rows}x{dim} bf16, {kind}"
-            yield Timing(label, inputs, run=_weighted_rows_grad_triton, peer=peer)
+            yield Timing(label, inputs, peer=peer)
 
 
 def _add_products(grad_y: Tensor, weights: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
@@ -675,20 +651,33 @@ def _draw_grad(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 _IDS, _TABLE = Array("M, S", INT64), Matrix("V, D")
 _DTYPE_FITS = "dtype in (None, torch.float32, torch.bfloat16)"
 
-WEIGHTED_ROWS = Operation(
-    "weighted_rows", partial(_weighted_rows_triton, dtype=torch.float32),
-    partial(_weighted_rows_torch, dtype=torch.float32), weighted_rows_reference,
+weighted_rows = Operation(
+    "weighted_rows", in_float32(_weighted_rows_triton),
+    in_float32(_weighted_rows_torch), weighted_rows_reference,
     _weighted_rows_cases,
-    Gate(exact=False, relative=1e-6, reason="float32 sums of up to tens of rows"),
+    Gate(relative=1e-6, reason="float32 sums of up to tens of rows"),
     {"ids": _IDS, "weights": Array("M, S", FLOAT), "packed": _TABLE, "dtype": Number(())},
     launch=(_weighted_rows_triton, _weighted_rows_torch, _weighted_rows_torch),
     where=(_DTYPE_FITS,), draw=_draw, needs_rows=True, large_reference=_in_float64,
     scale_path=_scale_path, timings=_weighted_rows_timings,
 )  # fmt: skip
+"""Sum rows of a packed table, each with its weight.
+
+Args:
+    ids: (M, k) int64, repeated ones too, any strides. A slot whose id is outside 0..V-1, such
+        as -1, adds nothing, whatever its weight is.
+    weights: (M, k) float32, any strides.
+    packed: the table, V rows by D weights.
+    dtype: bfloat16 or float32.
+
+Returns:
+    (M, D) in `dtype`, y[m] = sum over j of weights[m, j] * w[ids[m, j]], added in float32 in
+    the order of j.
+"""
 weighted_rows_grad_weights = Operation(
     "weighted_rows_grad_weights", _weighted_rows_grad_weights_triton,
     _weighted_rows_grad_weights_torch, weighted_rows_grad_weights_reference, _grad_weights_cases,
-    Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of columns"),
+    Gate(relative=1e-6, reason="float32 sums of up to thousands of columns"),
     {"grad_y": Array("M, D"), "ids": _IDS, "packed": _TABLE},
     draw=_draw_grad_weights, needs_rows=True, large_reference=_grad_weights_in_float64,
     scale_path=_scale_path, timings=_grad_weights_timings,
@@ -704,10 +693,10 @@ Returns:
     (M, k) float32, the product of grad_y[m] and w[ids[m, j]]; 0 where the id is outside.
 """
 WEIGHTED_ROWS_GRAD = Operation(
-    "weighted_rows_grad", partial(_weighted_rows_grad_triton, dtype=torch.float32),
-    partial(_weighted_rows_grad_torch, dtype=torch.float32), weighted_rows_grad_reference,
+    "weighted_rows_grad", in_float32(_weighted_rows_grad_triton),
+    in_float32(_weighted_rows_grad_torch), weighted_rows_grad_reference,
     _grad_cases,
-    Gate(exact=False, relative=1e-6, reason="float32 sums of up to thousands of slots"),
+    Gate(relative=1e-6, reason="float32 sums of up to thousands of slots"),
     {
         "grad_y": Array("M, D"), "weights": Array("S", FLOAT), "tokens": Array("S", INT64),
         "order": Array("S", INT64, dense=True), "bounds": Array("R", INT64, dense=True),

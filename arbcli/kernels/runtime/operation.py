@@ -8,6 +8,7 @@ of special values, and draws of arguments that depend on one another.
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from inspect import signature
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -41,8 +42,6 @@ class Case:
     """Shapes and what is awkward about them."""
     inputs: tuple
     """Positional arguments; the runner of a case passes clones, so updates in place are safe."""
-    peer: Callable[..., Results] | None = None
-    """torch's own operation on these inputs, where the gate is "no worse than torch"."""
     chunk_elements: int | None = None
     """Elements of the parts that the torch backend works on; None is as many as it likes."""
 
@@ -62,7 +61,7 @@ class Timing:
     inputs: tuple
     """Positional arguments; every tensor of them is counted as read once."""
     run: Callable | None = None
-    """Function to time, whose results count as written once; None is the operation's `triton`."""
+    """Function to time, whose results count as written once; None is the operation's launcher."""
     peer: Callable[[], object] | None = None
     """The same work, without arguments, by torch or a library that it calls."""
     peer_name: str = "torch"
@@ -72,22 +71,49 @@ class Timing:
 
 MakeCases = Callable[[torch.device, int], Iterator[Case]]
 MakeTimings = Callable[[torch.device, int], Iterator[Timing]]
+Drawn = tuple[str, tuple, tuple]
+"""A label, the inputs of an operation, and the gradients of its results."""
+
+
+def cases_of(draw: Callable[[torch.device], Iterator[Drawn]], backward: bool = False) -> MakeCases:
+    """Make the cases of an operation, or of its backward, which takes gradients before inputs."""
+
+    def cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+        for label, inputs, grads in draw(device):
+            yield Case(label, (*grads, *inputs) if backward else inputs)
+
+    return cases
+
+
+def timings_of(
+    draw: Callable[[torch.device], Drawn], peer: Callable, backward: bool = False
+) -> MakeTimings:
+    """Time an operation, or its backward, against another implementation of torch's."""
+
+    def timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+        label, inputs, grads = draw(device)
+        inputs = (*grads, *inputs) if backward else inputs
+        yield Timing(label, inputs, peer=partial(peer, *inputs))
+
+    return timings
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
     """How close is close enough, and why."""
 
-    exact: bool
-    """Every element equal, which is the only gate for integers."""
     relative: float = 0.0
     """Largest norm of the error over norm of the reference, for real values."""
     peer_slack: float = 0.0
     """With a peer: how much larger than the peer's error ours may be, as a share."""
+    rounded: bool = False
+    """Whether a result in bf16 has a peer in the reference, rounded to that and nowhere before."""
     peer_relative: float = 2.0**-6
     """With a peer: the largest error that it excuses. The torch backend is the peer of many
     kernels, and would else be held to itself; roundings to bfloat16 are 2**-9 each."""
     reason: str = ""
+    exact: bool = False
+    """Every element equal, which is the only gate for integers."""
 
     @property
     def text(self) -> str:
@@ -137,7 +163,7 @@ class Operation(Generic[P, R]):
     large_reference: Callable | None = None
     """For large cases; None is the torch backend, for exact ones, or the reference itself."""
     peer: Callable | None = None
-    """torch's own operation, which random cases in bf16 are held to."""
+    """torch's own operation, which cases in bf16 may be no worse than."""
     torch_is_peer: bool = False
     """Whether the torch backend is."""
     needs_rows: bool | None = None
@@ -237,6 +263,7 @@ class Operation(Generic[P, R]):
     def _compared(self, run: Callable) -> Callable:
         compared, names = self.compared, [*self.arguments]
 
+        @wraps(run)
         def with_changes(*inputs: Any) -> Any:
             found = run(*inputs)
             if callable(compared):

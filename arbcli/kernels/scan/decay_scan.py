@@ -162,7 +162,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         *parts, g = draw(2, 700, 5, 64, 128)
         for reverse in (False, True):
             inputs = (*(part.bfloat16() for part in parts), g, reverse)
-            yield Case(f"2x700x5x64x128 bf16{' reverse' if reverse else ''}", inputs, scan_in_bf16)
+            yield Case(f"2x700x5x64x128 bf16{' reverse' if reverse else ''}", inputs)
 
 
 def scan_in_bf16(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool) -> Tensor:
@@ -197,7 +197,7 @@ def _draw_decays(dice: Dice, *shape: int) -> Tensor:
 decay_scan = Operation(
     "decay_scan", _decay_scan_triton, _decay_scan_torch, decay_scan_reference, _cases,
     Gate(
-        exact=False, relative=1e-5, peer_slack=1.0,
+        relative=1e-5, peer_slack=1.0,
         reason="float32 sums over the sequence; in bf16 scores and states are rounded, peers' too",
     ),
     {

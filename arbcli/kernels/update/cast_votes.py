@@ -37,13 +37,9 @@ GRADIENTS = (torch.float32, torch.bfloat16, torch.int8)
 
 
 def cast_trit_votes_reference(
-    packed: Tensor,
-    votes: Tensor,
-    grad: Tensor,
-    ok: Tensor,
-    threshold: Tensor,
+    packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor, threshold: Tensor,
     held: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute what `cast_trit_votes` returns, and leaves in `packed` and `votes`."""
     if not ok:
         return torch.zeros((), dtype=torch.int64, device=packed.device), packed, votes

@@ -68,18 +68,10 @@ def statistic_value_reference(statistic: Tensor) -> Tensor:
 
 
 def gradient_gains_reference(
-    slope: Tensor,
-    slope_squares: Tensor,
-    squares: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    row_statistic: Tensor | None,
-    column_statistic: Tensor | None,
-    row_key: Tensor,
-    column_key: Tensor,
-    refused: Tensor,
-    nonfinite: Tensor,
-) -> tuple[Tensor, ...]:
+    slope: Tensor, slope_squares: Tensor, squares: Tensor, rows: Tensor, columns: Tensor,
+    row_statistic: Tensor | None, column_statistic: Tensor | None, row_key: Tensor,
+    column_key: Tensor, refused: Tensor, nonfinite: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute what `gradient_gains` must return, in float64; it leaves its state as it ought to."""
     total = float(squares.double().sum())
     ok = int(2.0**-120 <= total <= 2.0**120)
@@ -282,14 +274,9 @@ def _gradient_gains_triton(
 
 
 def gradient_gains(
-    statistics: GradientStatistics,
-    row_statistic: Tensor | None,
-    column_statistic: Tensor | None,
-    row_key: Tensor,
-    column_key: Tensor,
-    refused: Tensor,
-    nonfinite: Tensor,
-) -> GradientGains:
+    statistics: GradientStatistics, row_statistic: Tensor | None, column_statistic: Tensor | None,
+    row_key: Tensor, column_key: Tensor, refused: Tensor, nonfinite: Tensor,
+) -> GradientGains:  # fmt: skip
     """Judge a gradient, and average its mean squares into running statistics, in place.
 
     A statistic becomes 0.99 old + 0.01 new, or new if unset. The log of that is rounded to 1/128 as
@@ -397,7 +384,6 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 GRADIENT_GAINS = Operation(
     "gradient_gains", _gradient_gains_triton, _gradient_gains_torch, _reference_with_state, _cases,
     Gate(
-        exact=False,
         relative=2 ** (1 / 128) - 1 + 1e-5,
         reason="a float log2 at a rounding boundary lands one step of 1/128, 0.54 %, to the side",
     ),

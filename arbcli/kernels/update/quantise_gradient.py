@@ -51,16 +51,9 @@ LARGEST_OF_PLANES = 2047
 
 
 def quantise_gradient_reference(
-    grad: Tensor,
-    exponent: Tensor,
-    key: Tensor,
-    sums: Tensor,
-    low: Tensor | None,
-    fitting: Tensor,
-    limit: int,
-    block: int,
-    add: bool,
-) -> tuple[Tensor, ...]:
+    grad: Tensor, exponent: Tensor, key: Tensor, sums: Tensor, low: Tensor | None, fitting: Tensor,
+    limit: int, block: int, add: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute what `quantise_gradient` leaves in `sums`, `low` and `fitting`, in float64."""
     values = mixed_reference(grad.float(), block).double() if block > 1 else grad.double()
     e = exponent.long()[:, None]

@@ -54,7 +54,12 @@ def sign_gradient_reference(grad_y: Tensor, x: Tensor, packed: Packed) -> tuple[
     return signs.to(torch.int8), slope, slope.square().sum(), grad.square().sum()
 
 
-def _sign_gradient_torch(grad_y: Tensor, x: Tensor, packed: Packed) -> tuple[Tensor, ...]:
+def _found(signs: Tensor, slope: Tensor, slope_squares: Tensor, squares: Tensor) -> SignGradient:
+    none = (squares.new_empty(0, size) for size in signs.shape)
+    return SignGradient(signs, GradientStatistics(slope, slope_squares, squares, *none))
+
+
+def _sign_gradient_torch(grad_y: Tensor, x: Tensor, packed: Packed) -> SignGradient:
     rows, columns, x = packed.out_features, x.shape[1], x.float()
     signs = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
     step = max(1, min(-(-rows // PARTS), chunk_elements(1 << 22) // columns))
@@ -65,7 +70,7 @@ def _sign_gradient_torch(grad_y: Tensor, x: Tensor, packed: Packed) -> tuple[Ten
         found.append(gradient_statistics(grad, packed.rows(some), signs=True))
         signs[some] = grad.sign_().nan_to_num_(0).to(torch.int8)
     sums = zip(*(part[:3] for part in found), strict=True)
-    return signs, *(torch.cat(parts) for parts in sums)
+    return _found(signs, *(torch.cat(parts) for parts in sums))
 
 
 @triton.jit
@@ -123,7 +128,7 @@ def _scale_path(group_size: int) -> bool:
     return group_size & (group_size - 1) == 0
 
 
-def _sign_gradient_triton(grad_y: Tensor, x: Tensor, packed: Packed) -> tuple[Tensor, ...]:
+def _sign_gradient_triton(grad_y: Tensor, x: Tensor, packed: Packed) -> SignGradient:
     (length, columns), rows = x.shape, packed.out_features
     group_size = packed.group_size
     lanes = triton.next_power_of_2(group_size)
@@ -142,23 +147,7 @@ def _sign_gradient_triton(grad_y: Tensor, x: Tensor, packed: Packed) -> tuple[Te
         *grad_y.stride(), *x.stride(), *packed.strides, **packed.constants,
         LANES=lanes, GROUPS=groups, BLOCK_M=64 if low else 16, BLOCK_N=block_n, num_warps=8,
     )  # fmt: skip
-    return signs, slope, slope_squares, squares
-
-
-def sign_gradient(grad_y: Tensor, x: Tensor, packed: Packed) -> SignGradient:
-    """Find the signs of the gradient of a matrix, and the slopes of its scales by them.
-
-    Args:
-        grad_y: (M, N) float32 or bfloat16, any strides: the gradient of x @ w.T.
-        x: (M, K) like it, any strides.
-        packed: w, N rows by K weights that are trits, not empty.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    signs, slope, slope_squares, squares = SIGN_GRADIENT(grad_y, x, packed)
-    none = squares.new_empty(0, packed.out_features), squares.new_empty(0, x.shape[1])
-    return SignGradient(signs, GradientStatistics(slope, slope_squares, squares, *none))
+    return _found(signs, slope, slope_squares, squares)
 
 
 def _draw(generator: torch.Generator, *shape: int) -> Tensor:
@@ -202,9 +191,9 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     )  # fmt: skip
 
 
-def _in_one_part(_inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _in_one_part(_inputs: tuple, found: SignGradient) -> tuple[Tensor, ...]:
     """Add parts up, in float64."""
-    signs, slope, *sums = found
+    signs, (slope, *sums, _rows, _columns) = found
     return signs, slope, *(part.double().sum() for part in sums)
 
 
@@ -222,11 +211,11 @@ def _draw_small(dice: Dice, *shape: int) -> Tensor:
     return dice.view(dice.integers(-4, 4, *shape).to(dice.dtype))
 
 
-SIGN_GRADIENT = Operation(
+sign_gradient = Operation(
     "sign_gradient", _sign_gradient_triton, _sign_gradient_torch, sign_gradient_reference, _cases,
     # the square of a slope counts its error twice
     Gate(
-        exact=False, relative=4e-6,
+        relative=4e-6,
         reason="signs equal; float32 sums over a group, and products in float32 in either type",
     ),
     {
@@ -236,3 +225,10 @@ SIGN_GRADIENT = Operation(
     where=("packed.remainder is None", "N > 0 and K > 0"), compared=_in_one_part,
     large_reference=_in_float64, scale_path=_scale_path, timings=_timings,
 )  # fmt: skip
+"""Find the signs of the gradient of a matrix, and the slopes of its scales by them.
+
+Args:
+    grad_y: (M, N) float32 or bfloat16, any strides: the gradient of x @ w.T.
+    x: (M, K) like it, any strides.
+    packed: w, N rows by K weights that are trits, not empty.
+"""

@@ -26,15 +26,9 @@ LOWEST, HIGHEST = LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE -
 
 
 def step_scales_reference(
-    exponent: Tensor,
-    fraction: Tensor,
-    slope: Tensor,
-    slope_gain: Tensor,
-    key: Tensor,
-    gain: Tensor,
-    shift: Tensor,
-    ok: Tensor,
-) -> tuple[Tensor, Tensor]:
+    exponent: Tensor, fraction: Tensor, slope: Tensor, slope_gain: Tensor, key: Tensor,
+    gain: Tensor, shift: Tensor, ok: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute what `step_scales` leaves in `exponent` and `fraction`, in int64."""
     if not ok:
         return exponent, fraction

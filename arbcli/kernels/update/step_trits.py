@@ -70,19 +70,10 @@ def moment_gain(step_size: Tensor, squares: Tensor, num_weights: int) -> int:
 
 
 def step_by_moment_reference(
-    packed: Tensor,
-    remainder: Tensor,
-    moment: Tensor | None,
-    key: Tensor,
-    turn: Tensor,
-    step_size: Tensor,
-    squares: Tensor,
-    limit: Tensor,
-    ok: Tensor,
-    flips: Tensor,
-    radix: int,
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
+    step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
     remainder_max: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute what `step_by_moment` leaves in `packed`, `remainder` and `flips`, in int64."""
     nibble = moment is None
     u = (remainder if moment is None else moment).to(torch.int64)
@@ -102,20 +93,10 @@ def step_by_moment_reference(
 
 
 def step_by_direction_reference(
-    packed: Tensor,
-    remainder: Tensor,
-    values: Tensor,
-    row_gain: Tensor | None,
-    column_gain: Tensor | None,
-    key: Tensor,
-    gain: Tensor,
-    shift: Tensor,
-    limit: Tensor,
-    ok: Tensor,
-    flips: Tensor,
-    radix: int,
-    remainder_max: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
+    column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
+    flips: Tensor, radix: int, remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute what `step_by_direction` leaves in `packed`, `remainder` and `flips`, in int64."""
     u = fixed_point_reference(values, row_gain, column_gain, 2**18)
     step = torch.div(u * gain.to(torch.int64), 2 ** int(shift), rounding_mode="floor")

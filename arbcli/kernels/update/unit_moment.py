@@ -27,10 +27,10 @@ def unit_moment_reference(moment: Tensor, squares: Tensor, out: Tensor) -> Tenso
     return (moment.double() / norm.double()).to(torch.float32).to(out.dtype)
 
 
-def _unit_moment_torch(moment: Tensor, squares: Tensor, out: Tensor) -> Tensor:
+def _unit_moment_torch(moment: Tensor, squares: Tensor, out: Tensor) -> None:
     root = squares.to(torch.float32).double().sqrt()  # that of float32 may be off by a bit
     norm = root.to(torch.float32).to(out.dtype).masked_fill(squares == 0, torch.inf)
-    return torch.div(moment.to(out.dtype), norm, out=out)
+    torch.div(moment.to(out.dtype), norm, out=out)
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _unit_moment_kernel(
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _unit_moment_triton(moment: Tensor, squares: Tensor, out: Tensor) -> Tensor:
+def _unit_moment_triton(moment: Tensor, squares: Tensor, out: Tensor) -> None:
     rows, columns = moment.shape
     if moment.numel():
         block_n, block_k = 4, 512
@@ -60,32 +60,6 @@ def _unit_moment_triton(moment: Tensor, squares: Tensor, out: Tensor) -> Tensor:
             moment, squares, out, rows, columns, *moment.stride(), *out.stride(),
             BLOCK_N=block_n, BLOCK_K=block_k,
         )  # fmt: skip
-    return out
-
-
-def unit_moment(moment: Tensor, squares: Tensor, out: Tensor) -> None:
-    """Divide a moment by its norm.
-
-    Args:
-        moment: (N, K) int8, any strides.
-        squares: int64 scalar tensor, the sum of the moment squared; 0 gives zeros.
-        out: (N, K) float32 or bfloat16, any strides; written.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    UNIT_MOMENT(moment, squares, out)
-
-
-def unit_moments(moments: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """Divide several moments, by one launch; each is given as to `unit_moment`."""
-    runs = [partial(unit_moment, *each) for each in moments]
-    first, *_ = runs[0].args
-    if uses_triton(first):
-        merge_launches(runs, first.device)
-    else:
-        for run in runs:
-            run()
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -125,10 +99,28 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return moment, moment.long().square().sum() * (not dice.chance(0.1)), dice.reals(n, k)
 
 
-UNIT_MOMENT = Operation(
+unit_moment = Operation(
     "unit_moment", _unit_moment_triton, _unit_moment_torch, unit_moment_reference, _cases,
     arguments={
         "moment": Array("N, K", INT8), "squares": Array("", INT64), "out": Array("N, K", REAL),
     },
-    draw=_draw, needs_rows=False, timings=_timings,
+    compared=("out",), draw=_draw, needs_rows=False, timings=_timings,
 )  # fmt: skip
+"""Divide a moment by its norm.
+
+Args:
+    moment: (N, K) int8, any strides.
+    squares: int64 scalar tensor, the sum of the moment squared; 0 gives zeros.
+    out: (N, K) float32 or bfloat16, any strides; written.
+"""
+
+
+def unit_moments(moments: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """Divide several moments, by one launch; each is given as to `unit_moment`."""
+    runs = [partial(unit_moment, *each) for each in moments]
+    first, *_ = runs[0].args
+    if uses_triton(first):
+        merge_launches(runs, first.device)
+    else:
+        for run in runs:
+            run()

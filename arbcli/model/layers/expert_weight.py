@@ -12,8 +12,8 @@ from arbcli.kernels.matmul.grouped_matmul import MOST_EXPERTS, grouped_grad_w, g
 from arbcli.kernels.matmul.round_nvfp4 import round_nvfp4, round_stack_nvfp4
 from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.model.initial import projection_std
-from arbcli.model.layers.compiled import Findable, operator
-from arbcli.model.layers.gained_norm import GainedRMSNorm
+from arbcli.model.layers.compiled import operator
+from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 
 WEIGHTS_AT_ONCE = 2**25
@@ -46,7 +46,7 @@ class ExpertWeight(StreamedTensor):
         )
         self.of_one = out_features
 
-    def multiply(self, x: Tensor, bounds: Tensor, before: Findable | None) -> Tensor:
+    def multiply(self, x: Tensor, bounds: Tensor, before: TernaryRMSNorm | None) -> Tensor:
         """Multiply the slots of each expert by its matrix; differentiable.
 
         Args:
@@ -57,8 +57,6 @@ class ExpertWeight(StreamedTensor):
         Returns:
             (S, N).
         """
-        if isinstance(before, GainedRMSNorm):
-            x, before = before(x), None
         return _grouped_linear(x, self, bounds, before)
 
     def product(
@@ -119,12 +117,14 @@ class _GroupedLinear(Function):
         x: Tensor,
         weight: ExpertWeight,
         bounds: Tensor,
-        before: Findable | None,
+        before: TernaryRMSNorm | None,
         anchor: Tensor,
         trained: bool,
     ) -> Tensor:
         if trained:
             weight.await_backward()
+            if before:
+                before.await_backward()
         return weight.product(before(x) if before else x, bounds)
 
     @staticmethod

@@ -1,20 +1,22 @@
 """The root-mean-square norm whose gains are trained."""
 
-from typing import Any
-
+import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from arbcli.config.site import Site
-from arbcli.kernels.norm.rms_norm import rms_norm, rms_norm_backward
-from arbcli.model.layers.compiled import operator
-from arbcli.model.layers.vector import TernaryVector
+from arbcli.kernels.matmul.quantise_rows import quantise_rows
+from arbcli.kernels.norm.gained_rms_norm import (
+    add_gained_rms_norm,
+    gained_rms_norm,
+    gained_rms_norm_backward,
+)
+from arbcli.model.layers.compiled import Findable
+from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.vector import VectorWeight
 
 
-class GainedRMSNorm(TernaryVector):
+class GainedRMSNorm(TernaryRMSNorm):
     """Divide by the root-mean-square, then multiply by a packed vector, which begins as ones.
-
-    Unlike a `TernaryRMSNorm` it is differentiated by itself, and so what it gives is saved.
 
     Args:
         dim: D.
@@ -22,34 +24,55 @@ class GainedRMSNorm(TernaryVector):
     """
 
     plain = False
+    weight: VectorWeight  # type: ignore[assignment]
 
     def __init__(self, dim: int, site: Site) -> None:
-        super().__init__([1.0] * dim, site, area="norms")
+        Findable.__init__(self)
+        self.weight = VectorWeight([1.0] * dim, site, area="norms")
         self.eps = site.norm_eps
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Normalise the last dimension of (..., D); differentiable."""
-        return _gained_norm(x, super().forward(), self.eps)
+    @property
+    def found_by(self) -> Tensor:
+        """Digits of the scales: the vector itself is found by its trits."""
+        return self.weight.exponent
 
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of (..., D); not differentiable."""
+        return gained_rms_norm(x, *self._gains())
 
-class _GainedNorm(Function):
-    """Gains times the normalised input, rounded twice in bf16."""
+    @torch.no_grad()
+    def of_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + added, and that normalised; not differentiable."""
+        return add_gained_rms_norm(x, added, *self._gains())
 
-    @staticmethod
-    def forward(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, None, eps).mul_(gain)
+    @torch.no_grad()
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise (M, D), and round rows to e4m3: numbers and scales; not differentiable."""
+        return quantise_rows(self(x))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        *saved, ctx.eps = inputs
-        ctx.save_for_backward(*saved)
+    @torch.no_grad()
+    def rounded_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x + added, (M, D), and what `rounded` makes of that; not differentiable."""
+        total, y = self.of_sum(x, added)
+        return total, *quantise_rows(y)
 
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, gain = ctx.saved_tensors
-        grad_x, normal = rms_norm_backward(grad_y * gain.to(grad_y.dtype), x, None, ctx.eps)
-        product = (grad_y.float() * normal).flatten(0, -2)
-        return grad_x, product.sum(dim=0), None
+    trained = True
 
+    def await_backward(self) -> None:
+        """Expect the backward of one use more."""
+        self.weight.await_backward()
 
-_gained_norm = operator(_GainedNorm)
+    def backward(
+        self, grad_y: Tensor, x: Tensor, other_grad: Tensor | None = None, overwrite: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of x, plus another one that it has, and the result again.
+
+        That of the gains is handed on.
+        """
+        grad_x, y, grad = gained_rms_norm_backward(grad_y, x, *self._gains(), other_grad)
+        self.weight.collect(None, grad)
+        return grad_x, y
+
+    def _gains(self) -> tuple[Tensor, float]:
+        return self.weight.weight(torch.float32).flatten(), self.eps

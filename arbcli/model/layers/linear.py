@@ -37,7 +37,6 @@ from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_native, uses_tri
 from arbcli.kernels.update.sign_gradient import sign_gradient
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import anchor, operator
-from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 from arbcli.model.widths import inner_lr_factor
@@ -183,7 +182,7 @@ class LinearWeight(StreamedTensor):
             overwrite: whether the gradient of a gate may take the place of x.
         """
         grad_x, source = None, x
-        if wanted:
+        if wanted or (before and before.trained):
             grad_x = self.propagate(grad_y)
             if before:
                 grad_x, source = before.backward(grad_x, x, other_grad, overwrite)
@@ -236,6 +235,8 @@ class _Linear(Function):
     ) -> Tensor:
         if trained:
             weight.await_backward()
+            if before:
+                before.await_backward()
         return weight.multiply(x, before)
 
     @staticmethod
@@ -325,7 +326,7 @@ class TernaryLinear(nn.Module):
     def forward(
         self,
         x: Tensor,
-        before: TernaryRMSNorm | GainedRMSNorm | None = None,
+        before: TernaryRMSNorm | None = None,
         added: Tensor | None = None,
         *,
         consumes: bool = False,
@@ -335,15 +336,11 @@ class TernaryLinear(nn.Module):
         Args:
             x: activations.
             before: is applied to x first, and differentiated with the product, so that only x
-                itself is saved; one with gains that are trained, by itself.
+                itself is saved.
             added: to x before that; then the sum is returned, too.
             consumes: whether nobody else needs x, so that the gradient that a gate before the
                 product passes on may take its place.
         """
-        if isinstance(before, GainedRMSNorm):
-            x = x if added is None else x + added
-            y = self(before(x))
-            return y if added is None else (y, x)
         compiled = torch.compiler.is_compiling()
         if compiled and added is not None:
             x = x + added
@@ -352,7 +349,10 @@ class TernaryLinear(nn.Module):
         if added is None:
             y = _linear(rows, self.weight, before, consumes and not compiled)
         else:
-            self.weight.note_use()
+            if torch.is_grad_enabled():
+                self.weight.await_backward()
+                if before:
+                    before.await_backward()
             parts = rows, added.reshape(rows.shape), anchor(x)
             y, total = _LinearOfSum.apply(*parts, self.weight, before)
             return y.view(*x.shape[:-1], -1), total.view(x.shape)

@@ -104,6 +104,12 @@ class TernaryRMSNorm(Findable):
         """Return x + added, (M, D), and what `rounded` makes of that; not differentiable."""
         return add_rms_norm_e4m3(x, added, *self._norm())
 
+    trained = False
+    """Whether a backward is needed for weights, too."""
+
+    def await_backward(self) -> None:
+        """Do nothing: a use whose backward will come counts where weights are trained."""
+
     def backward(
         self, grad_y: Tensor, x: Tensor, other_grad: Tensor | None = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:

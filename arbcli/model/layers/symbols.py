@@ -19,7 +19,6 @@ from arbcli.kernels.rows.table_rows import scatter_rows_
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
 from arbcli.model.initial import head_std
 from arbcli.model.layers.compiled import anchor
-from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.loss import add_divergence_, grade_divergence_
 from arbcli.model.layers.norm import TernaryRMSNorm
@@ -250,10 +249,10 @@ class _Losses(Function):
         targets: Tensor | Predictions,
         _anchor: Tensor,
         weight: SymbolWeight,
-        before: TernaryRMSNorm | None,
+        before: TernaryRMSNorm,
     ) -> Tensor:
         ctx.weight, ctx.before, ctx.theirs = weight, before, None
-        normal = before(x) if before else x
+        normal = before(x)
         if isinstance(targets, Predictions):
             losses, total = weight.diverge(normal, targets)
             ctx.theirs = targets
@@ -267,10 +266,8 @@ class _Losses(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, total, *own = ctx.saved_tensors
         before, targets = ctx.before, ctx.theirs or own[0]
-        scored = Scored(before(x) if before else x, targets, total)
-        grad_x = ctx.weight.pass_back_losses(scored, grad.contiguous())
-        if before:
-            grad_x, _ = before.backward(grad_x, x)
+        scored = Scored(before(x), targets, total)
+        grad_x, _ = before.backward(ctx.weight.pass_back_losses(scored, grad.contiguous()), x)
         return grad_x, None, None, None, None
 
 
@@ -287,7 +284,7 @@ class SymbolHead(TernaryLinear):
         self,
         x: Tensor,
         targets: Tensor | Predictions,
-        before: TernaryRMSNorm | GainedRMSNorm,
+        before: TernaryRMSNorm,
     ) -> Tensor:
         """Compute the cross-entropy of each position, in nats, or its divergence from a teacher.
 
@@ -299,16 +296,15 @@ class SymbolHead(TernaryLinear):
         Returns:
             (...) float32.
         """
-        gained = isinstance(before, GainedRMSNorm)
-        x = before(x) if gained else x
-        self.weight.note_use()
+        if torch.is_grad_enabled():
+            self.weight.await_backward()
+            before.await_backward()
         rows = x.reshape(-1, x.shape[-1])
         symbols = targets if isinstance(targets, Predictions) else targets.reshape(-1)
-        within = None if gained else before
-        return _Losses.apply(rows, symbols, anchor(x), self.weight, within).view(x.shape[:-1])
+        return _Losses.apply(rows, symbols, anchor(x), self.weight, before).view(x.shape[:-1])
 
     @torch.no_grad()
-    def predictions(self, x: Tensor, before: TernaryRMSNorm | GainedRMSNorm) -> Predictions:
+    def predictions(self, x: Tensor, before: TernaryRMSNorm) -> Predictions:
         """Make what another head's losses compare with, of the stream of a teacher, (..., D)."""
         rows = before(x.reshape(-1, x.shape[-1]))
         nowhere = torch.full((len(rows),), -1, device=x.device)

@@ -41,30 +41,6 @@ def test_only_the_bytes_in_the_window_matter(position, backend, device):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_order_of_the_slots_does_not_matter(backend, device):
-    parts = inputs(device, position=69)
-    shifted = [ring.roll(-7, dims=1).contiguous() for ring in parts[1:3]]
-    with use_backend(backend):
-        y = decode_attention(*parts, 1e-6)
-        parts = inputs(device, position=69)
-        parts[1:3] = shifted
-        parts[3] = parts[3] + 70 - 7  # writes to the slot 62 what went to 69
-        for table in parts[4:6]:
-            table[132] = table[69]
-        again = decode_attention(*parts, 1e-6)
-    torch.testing.assert_close(y, again)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_tickets_are_given_back(backend, device):
-    parts = inputs(device)
-    with use_backend(backend):
-        first = decode_attention(*parts, 1e-6)
-        assert not parts[-1].any()
-        assert torch.equal(decode_attention(*parts, 1e-6), first)
-
-
 @pytest.mark.parametrize("spec", [DECODE_ATTENTION, DECODE_ATTENTION_8BIT], ids=lambda s: s.name)
 def test_programs_that_have_several_blocks(spec, device, monkeypatch):
     """As in a ring of 16,384 slots; a program's blocks end before, at and after a slot."""

@@ -6,7 +6,6 @@ import torch
 from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.attention.eight_bits import (
     FORMATS,
-    decode_entries,
     quantise_entries,
     round_entries,
 )
@@ -95,25 +94,6 @@ def test_entry_of_almost_nothing_has_the_least_exponent(backend, stored, device)
     assert values[0, 0].float().tolist() == [2.0 if stored != torch.int8 else 1.0] * 4
 
 
-def attend_in_float64(q, k, v) -> torch.Tensor:
-    return torch.softmax(k.double() @ q.double() / q.shape[-1] ** 0.5, 0) @ v.double()
-
-
-@pytest.mark.parametrize(("name", "least"), [("fp8", 0.998), ("int8", 0.9998)])
-@pytest.mark.parametrize("width", [64, 512])
-def test_attention_over_rounded_entries_is_close_to_that_over_unrounded_ones(name, least, width):
-    """Normal values, whose mean is 0, are the hardest; cosines of eight heads together."""
-    for length in (1, 33, 600):
-        q, *kv = draw(8, 2 * length + 1, width).split((1, length, length), dim=1)
-        q, k = (torch.nn.functional.rms_norm(x, (width,)) for x in (q[:, 0], kv[0]))
-        rounded = [round_entries(x, FORMATS[name]) for x in (k, kv[1])]
-        y, z = (
-            torch.stack([attend_in_float64(*head) for head in zip(q, *parts, strict=True)])
-            for parts in ((k, kv[1]), rounded)
-        )
-        assert torch.cosine_similarity(y.flatten(), z.flatten(), 0) > least
-
-
 def inputs(device, stored, position: int) -> list:
     heads, window, width = 2, 70, 12
     rings = [quantise_entries(ring, stored) for ring in draw(2, heads, window, width)]
@@ -144,20 +124,3 @@ def test_only_the_bytes_in_the_window_matter(stored, backend, device):
             with use_backend(backend):
                 results.append(decode_attention(*parts[:-1], 1e-6, exponents=parts[-1]))
         assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
-def test_kernel_stores_the_codes_of_the_torch_backend(stored, device):
-    rings = []
-    for backend in BACKENDS:
-        parts = inputs(device, stored, 30)
-        with use_backend(backend):
-            decode_attention(*parts[:-1], 1e-6, exponents=parts[-1])
-        rings.append(
-            [
-                decode_entries(*ring, torch.float32)
-                for ring in zip(parts[1:3], parts[-1], strict=True)
-            ]
-        )
-    for one, other in zip(*rings, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=0)

@@ -1,7 +1,5 @@
 """Products of a mixture of experts: every row by its expert's matrix, whatever lies around it."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 
@@ -27,28 +25,6 @@ def integers(*shape, device, seed=0):
 
 def bounds_of(*ends, device):
     return torch.tensor(ends, device=device)
-
-
-@each_backend
-def test_both_products_are_the_gradients_of_a_mixture_in_plain_torch(backend, device):
-    ends = (0, 20, 20, 61, 75)
-    bounds = bounds_of(*ends, device=device)
-    x, w, grad_y = (
-        torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
-        for shape in ((75, 33), (4, 50, 33), (75, 50))
-    )
-    leaves = [values.double().requires_grad_() for values in (x, w)]
-    parts = [leaves[0][a:b] @ leaves[1][e].T for e, (a, b) in enumerate(pairwise(ends))]
-    y = torch.cat(parts)
-    y.backward(grad_y.double())
-    with use_backend(backend):
-        found = (
-            grouped_matmul(x, w, bounds),
-            grouped_matmul(grad_y, w.mT, bounds),
-            grouped_grad_w(grad_y, x, bounds),
-        )
-    for got, wanted in zip(found, (y.detach(), *(leaf.grad for leaf in leaves)), strict=True):
-        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
 @each_backend
@@ -83,24 +59,6 @@ def test_bits_of_a_row_apart_depend_on_no_other(backend, dtype, device):
 
 
 @each_backend
-@pytest.mark.parametrize(("first", "last"), [(0, 7), (7, 7), (40, 90), (33, 65), (90, 90)])
-def test_rows_of_no_expert_are_zero_or_left_as_they_are(backend, first, last, device):
-    x, w = integers(90, 8, device=device), integers(1, 5, 8, device=device)
-    bounds, before = bounds_of(first, last, device=device), integers(90, 5, device=device, seed=3)
-    out = before.clone()
-    with use_backend(backend):
-        zeroed = grouped_matmul(x, w, bounds)
-        grouped_matmul(x, w, bounds, out)
-    wanted = x @ w[0].T
-    assert torch.equal(zeroed[first:last], wanted[first:last])
-    assert torch.equal(out[first:last], wanted[first:last])
-    rest = torch.ones(90, dtype=torch.bool, device=device)
-    rest[first:last] = False
-    assert not zeroed[rest].any()
-    assert torch.equal(out[rest], before[rest])
-
-
-@each_backend
 def test_result_may_be_a_view(backend, device):
     x, w = integers(40, 16, device=device), integers(2, 9, 16, device=device)
     wide = torch.zeros(40, 20, device=device)
@@ -109,29 +67,6 @@ def test_result_may_be_a_view(backend, device):
         grouped_matmul(x, w, bounds, wide[:, 1::2][:, :9])
         assert torch.equal(wide[:, 1:19:2], grouped_matmul(x, w, bounds))
     assert not wide[:, ::2].any()
-
-
-@each_backend
-def test_many_experts_have_a_row_each(backend, device):
-    x, w = integers(256, 8, device=device), integers(256, 4, 8, device=device)
-    bounds = torch.arange(257, device=device)
-    with use_backend(backend):
-        y, grad = grouped_matmul(x, w, bounds), grouped_grad_w(x[:, :4], x, bounds)
-    assert torch.equal(y, torch.einsum("sk,snk->sn", x, w))
-    assert torch.equal(grad, torch.einsum("sn,sk->snk", x[:, :4], x))
-
-
-@each_backend
-def test_rows_of_others_may_hold_anything(backend, device):
-    x, w = integers(50, 16, device=device), integers(2, 8, 16, device=device)
-    grad_y, bounds = integers(50, 8, device=device), bounds_of(10, 20, 45, device=device)
-    dirty = [values.clone() for values in (x, grad_y)]
-    for values in dirty:
-        values[:10], values[45:] = torch.nan, torch.inf
-    with use_backend(backend):
-        assert torch.equal(grouped_matmul(dirty[0], w, bounds), grouped_matmul(x, w, bounds))
-        found = grouped_grad_w(*dirty[::-1], bounds)
-        assert torch.equal(found, grouped_grad_w(grad_y, x, bounds))
 
 
 def test_bounds_beyond_the_rows_harm_nothing_in_the_kernel(device):
@@ -166,32 +101,21 @@ def test_any_number_of_programs_computes_the_same(num_programs, monkeypatch, dev
 
 
 @pytest.mark.parametrize(
-    "tiling", [*module.HOPPER_TILES, *module.OTHER_TILES], ids=lambda tiling: f"{tiling[:3]}"
+    ("chooser", "tiling"),
+    [("_tiling", tiling) for tiling in (*module.HOPPER_TILES, *module.OTHER_TILES)]
+    + [("_grad_tiling", t) for t in (*module.HOPPER_GRAD_TILES, *module.OTHER_GRAD_TILES)],
+    ids=lambda value: value if isinstance(value, str) else f"{value[:3]}",
 )
-def test_every_tiling_computes_the_same(tiling, monkeypatch, device):
-    if device.type == "cuda":
-        pytest.skip("the tiles are for bf16, and float32 of their size is slow to compile")
-    x, w = integers(300, 136, device=device), integers(3, 72, 136, device=device)
-    bounds = bounds_of(2, 150, 151, 299, device=device)
-    monkeypatch.setattr(module, "_tiling", lambda *_: tiling)
-    for source, matrices in ((x, w), (x[:, :72], w.mT)):
-        wanted = grouped_matmul.reference(source, matrices, bounds)
-        assert torch.equal(grouped_matmul.triton(source, matrices, bounds).double(), wanted)
-
-
-@pytest.mark.parametrize(
-    "tiling",
-    [*module.HOPPER_GRAD_TILES, *module.OTHER_GRAD_TILES],
-    ids=lambda tiling: f"{tiling[:3]}",
-)
-def test_every_tiling_of_the_gradient_computes_the_same(tiling, monkeypatch, device):
+def test_every_tiling_computes_the_same(chooser, tiling, monkeypatch, device):
     if device.type == "cuda":
         pytest.skip("the tiles are for bf16, and float32 of their size is slow to compile")
     x, grad_y = integers(300, 136, device=device), integers(300, 72, device=device)
-    bounds = bounds_of(2, 150, 151, 299, device=device)
-    monkeypatch.setattr(module, "_grad_tiling", lambda *_: tiling)
-    wanted = grouped_grad_w.reference(grad_y, x, bounds)
-    assert torch.equal(grouped_grad_w.triton(grad_y, x, bounds).double(), wanted)
+    w, bounds = integers(3, 72, 136, device=device), bounds_of(2, 150, 151, 299, device=device)
+    monkeypatch.setattr(module, chooser, lambda *_: tiling)
+    products = [(grouped_matmul, x, w), (grouped_matmul, grad_y, w.mT)]
+    for spec, *given in products if chooser == "_tiling" else [(grouped_grad_w, grad_y, x)]:
+        wanted = spec.reference(*given, bounds)
+        assert torch.equal(spec.triton(*given, bounds).double(), wanted)
 
 
 def test_tiles_are_chosen_by_rows_an_expert():

@@ -7,8 +7,6 @@ from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.update import newton_schulz
 from arbcli.kernels.update.newton_schulz import (
-    GRAM,
-    GRAM_POLYNOMIAL,
     HOPPER,
     gram,
     gram_polynomial,
@@ -20,7 +18,7 @@ from arbcli.verify.compare import compare, poisoned
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
-each_spec = pytest.mark.parametrize("spec", [GRAM, GRAM_POLYNOMIAL], ids=lambda spec: spec.name)
+each_spec = pytest.mark.parametrize("spec", [gram, gram_polynomial], ids=lambda spec: spec.name)
 
 
 def randn(*shape, device, seed=0):
@@ -34,15 +32,23 @@ def test_kernel_results_are_exactly_symmetric(spec, device):
         assert torch.equal(result, result.mT), case.label
 
 
-@pytest.mark.parametrize("num_programs", [1, 2, 3, 7, 30, 72])
-def test_steps_are_shared_among_any_number_of_programs(num_programs, monkeypatch, device):
-    monkeypatch.setattr(newton_schulz, "num_processors", lambda _: num_programs)
-    x = randn(2, 70, 160, device=device)  # 12 tiles of 5 steps
-    found = compare(GRAM, "", GRAM.triton(x), gram_reference(x))
+@pytest.mark.parametrize(
+    ("shape", "programs"),
+    [*(((2, 70, 160), n) for n in (1, 2, 3, 7, 30, 72)), ((70, 160), None), ((2, 65, 33), None)],
+    ids=str,
+)
+def test_steps_are_shared_among_any_number_of_programs_or_not(shape, programs, monkeypatch, device):
+    """The first shape has 12 tiles of 5 steps."""
+    if programs:
+        monkeypatch.setattr(newton_schulz, "num_processors", lambda _: programs)
+    else:
+        monkeypatch.setattr(newton_schulz, "MANY", 0)
+    x = randn(*shape, device=device)
+    found = compare(gram, "", gram.triton(x), gram_reference(x))
     assert found.passed, found
     a = gram_reference(x / 160).float()
     expected = gram_polynomial_reference(a, *COEFFICIENTS)
-    found = compare(GRAM_POLYNOMIAL, "", GRAM_POLYNOMIAL.triton(a, *COEFFICIENTS), expected)
+    found = compare(gram_polynomial, "", gram_polynomial.triton(a, *COEFFICIENTS), expected)
     assert found.passed, found
 
 
@@ -53,7 +59,7 @@ def test_no_part_is_ready_at_first(device):
         ready.append(args[kernel.arg_names.index("ready_ptr")])
 
     with poisoned(), replaced_launches(record):
-        GRAM.triton(torch.ones(70, 160, device=device))
+        gram.triton(torch.ones(70, 160, device=device))
     assert len(ready) == 1
     assert not ready[0].any()
 
@@ -62,35 +68,19 @@ def test_no_part_is_ready_at_first(device):
 def test_every_tile_of_the_triangle_is_computed(tiles, device):
     rows = tiles * newton_schulz.OTHER_TILES.block
     x = torch.arange(rows, device=device).remainder(29).float()[:, None] - 7
-    assert torch.equal(GRAM.triton(x), x * x.T)
-
-
-def test_gram_reads_every_row_and_column(device):
-    x = torch.zeros(67, 101, device=device)
-    x[66, 100], x[0, 0] = 3, 2
-    expected = torch.zeros(67, 67, device=device)
-    expected[66, 66], expected[0, 0] = 9, 4
-    assert torch.equal(GRAM.triton(x), expected)
-    mixed = GRAM_POLYNOMIAL.triton(expected, 1.0, 2.0, 3.0)
-    assert torch.equal(mixed.diagonal().unique(), torch.tensor([1.0, 57.0, 262.0], device=device))
+    assert torch.equal(gram.triton(x), x * x.T)
 
 
 @pytest.mark.parametrize(
     ("shape", "gram_pays", "polynomial_pays"),
     [
-        ((384, 2048), False, True),
-        ((768, 768), True, True),
-        ((768, 4096), True, True),
-        ((768, 11264), False, True),
-        ((8, 768, 4096), False, False),
-        ((1024, 4096), False, False),
-        ((2048, 2048), False, True),
-        ((2048, 5632), True, True),
-        ((4, 2048, 2048), True, True),
+        ((384, 2048), False, True), ((768, 768), True, True), ((768, 4096), True, True),
+        ((768, 11264), False, True), ((8, 768, 4096), False, False), ((1024, 4096), False, False),
+        ((2048, 2048), False, True), ((2048, 5632), True, True), ((4, 2048, 2048), True, True),
         ((8192, 8192), True, True),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_kernel_takes_what_it_was_faster_on(shape, gram_pays, polynomial_pays):
     def pays(dtype=torch.bfloat16, capability=HOPPER, backend="interpreter"):
         x = torch.empty(shape, dtype=dtype, device="meta")
@@ -118,28 +108,16 @@ def test_tiles_are_chosen_by_shape(shape, tiling, shared, monkeypatch):
         assert newton_schulz._choose(x, False) == (tiling, shared)
 
 
-@pytest.mark.parametrize("shape", [(70, 160), (2, 65, 33)], ids=str)
-def test_tiles_need_not_be_shared(shape, monkeypatch, device):
-    monkeypatch.setattr(newton_schulz, "MANY", 0)
-    x = randn(*shape, device=device)
-    found = compare(GRAM, "", GRAM.triton(x), gram_reference(x))
-    assert found.passed, found
-    a = gram_reference(x / 160).float()
-    expected = gram_polynomial_reference(a, *COEFFICIENTS)
-    found = compare(GRAM_POLYNOMIAL, "", GRAM_POLYNOMIAL.triton(a, *COEFFICIENTS), expected)
-    assert found.passed, found
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [384, 768, 1024, 2048])
 def test_public_products_in_bf16_are_as_close_as_the_library(rows, device):
     x = randn(rows, 5120, device=device).bfloat16() / 72
     a = gram(x)
-    found = compare(GRAM, "gram", a, gram_reference(x), x @ x.T)
+    found = compare(gram, "gram", a, gram_reference(x), x @ x.T)
     assert found.passed, found
     p = gram_polynomial(a, *COEFFICIENTS)
     expected = gram_polynomial_reference(a, *COEFFICIENTS)
-    found = compare(GRAM_POLYNOMIAL, "", p, expected, GRAM_POLYNOMIAL.torch(a, *COEFFICIENTS))
+    found = compare(gram_polynomial, "", p, expected, gram_polynomial.torch(a, *COEFFICIENTS))
     assert found.passed, found
 
 

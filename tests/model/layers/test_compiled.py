@@ -23,8 +23,9 @@ SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 8}
 class Trained:
     """A model whose weights step, packed, or have gradients, floats."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.model = build_model(config, torch.float32)
+    def __init__(self, config: ModelConfig, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
+        self.model = build_model(config, torch.float32).to(self.device)
         self.model.initialise(0)
         self.updater = None
         if config.weights == "ternary":
@@ -48,7 +49,8 @@ class Trained:
     def step(self, step: int) -> list[torch.Tensor]:
         """Step once: losses."""
         generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(256, (2, 2, self.model.config.ctx), generator=generator)
+        shape = 2, 2, self.model.config.ctx
+        ids = torch.randint(256, shape, generator=generator).to(self.device)
         if self.updater:
             self.updater.begin(step, 0.1)
         losses = self.model.losses(*ids)
@@ -102,9 +104,9 @@ def every_cell() -> list:
 
 
 @pytest.mark.parametrize(("cell", "weights"), every_cell())
-def test_blocks_of_a_kind_and_width_are_compiled_once_with_the_same_bits(cell, weights):
+def test_blocks_of_a_kind_and_width_are_compiled_once_with_the_same_bits(cell, weights, device):
     config = deep(cell, weights)
-    plain, compiled = Trained(config), Trained(config)
+    plain, compiled = Trained(config, device), Trained(config, device)
     before, counter = compiled.changed(), compiled.compile()
     # between kernels a compiler differentiates plain operations, and adds their gradients up in an
     # order of its own, so that the integers of the first step may round otherwise

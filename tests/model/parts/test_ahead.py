@@ -1,27 +1,17 @@
 """The head beyond the next byte: its equations, its losses, and that it leaves others alone."""
 
-import tomllib
 from dataclasses import replace
 
 import pytest
 import torch
-from twins import losses_of_steps
 
 from arbcli.config.model import ModelConfig
-from arbcli.config.model_file import model_from_toml, model_lines
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.short_forms import dense
-from arbcli.data import open_texts
-from arbcli.device import deterministic
 from arbcli.errors import ArbError
 from arbcli.inspect.memory import predict_parts
-from arbcli.inspect.peak import predict_peak
-from arbcli.inspect.trace import LiveTensors
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers.rotary import fresh_tables
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
 from arbcli.verify import parity
 from arbcli.verify.parity import Subject
 
@@ -58,14 +48,6 @@ def test_losses_and_every_gradient_agree_with_the_reference(positions):
     assert compared >= {name for name in trained if name.startswith("ahead.")}
 
 
-@pytest.mark.parametrize("weights", ["float", "ste"])
-def test_twins_have_it_and_learn(weights):
-    lm, ids = model(config(weights=weights)), text()
-    found = losses_of_steps(lm, ids, 1e-2, 30)
-    for name, loss in found[0].items():
-        assert found[-1][name] < 0.6 * loss, name
-
-
 def test_its_losses_together_count_by_their_weight():
     lm = model(config())
     assert sum(lm.loss_weights[name] for name in AHEAD.losses) == pytest.approx(0.3)
@@ -87,41 +69,6 @@ def test_other_weights_begin_as_without_it_and_give_the_same_logits():
     assert torch.equal(plain(text()), more(text()))
 
 
-def trainer(folder, **changes) -> Trainer:
-    path = folder / "text.txt"
-    path.write_bytes(b"ternary weights learn to read. " * 9)
-    settings = new_config(
-        preset=config(**changes), data=[str(path)], val=[str(path)], device="cpu",
-        compute="fp32", batch=4, steps=9, backend="torch", lr=1.0,
-    )  # fmt: skip
-    return Trainer(settings, open_texts(settings.data, settings.val, seed=0, context=11))
-
-
-def test_run_goes_on_exactly(tmp_path):
-    with deterministic():
-        whole, begun, resumed = (trainer(tmp_path) for _ in range(3))
-        for _ in range(6):
-            whole.train_step()
-        for _ in range(3):
-            begun.train_step()
-        resumed.restore(begun.checkpoint("text"))
-        for _ in range(3):
-            resumed.train_step()
-    for name, part in whole.model.state_dict().items():
-        assert torch.equal(part, resumed.model.state_dict()[name]), name
-
-
-@pytest.mark.slow
-def test_predicted_peak_is_the_measured_one(tmp_path):
-    tensors = LiveTensors(CPU)
-    with deterministic(), fresh_tables(), tensors:
-        learner = trainer(tmp_path)
-        tensors.settle()
-        for _ in range(2):
-            learner.train_step()
-    assert predict_peak(learner.config).peak_bytes == tensors.peak
-
-
 def test_it_is_counted_by_itself():
     of = config()
     parts = {part.path: part for part in predict_parts(of).parts}
@@ -131,11 +78,6 @@ def test_it_is_counted_by_itself():
     assert of.products() - config(ahead=None).products() == 11 * 3 * (
         dim * dim + 256 * dim + 3 * dim * width
     )
-
-
-def test_file_of_a_model_has_it():
-    lines = "\n".join(model_lines(config()))
-    assert model_from_toml(tomllib.loads(lines)["model"], "model.toml") == config()
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,10 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.errors import ArbError
-from arbcli.inspect.memory import measure, predict
-from arbcli.kernels.streams import mix_streams as mixing
 from arbcli.kernels.streams.stream_weights import stream_weights
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.stack import Block
-from arbcli.train.float_optimizer import FloatOptimizer
-from arbcli.train.updater import Updater
 
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 9}
 IDS = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -122,91 +116,3 @@ def test_cached_logits_equal_those_of_the_whole_text(lengths):
         found = torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
         # loops of a CPU round to 16 bits what a step multiplies
         torch.testing.assert_close(found, lm(ids), rtol=1e-3, atol=1e-3)
-
-
-def gradients(lm: LanguageModel) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, tensor in lm.weights().items():
-        tensor.sink = lambda _, grad, name=name: found.update({name: grad})
-    lm.loss(IDS[:, :-1], IDS[:, 1:]).backward()
-    return found
-
-
-def test_recomputed_forward_gives_the_same_gradients():
-    first, second = (gradients(stirred(build_and_draw(recompute))) for recompute in (False, True))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert all(grad.any() for name, grad in first.items() if "_streams" in name)
-
-
-def build_and_draw(recompute: bool) -> LanguageModel:
-    lm = build_model(preset("tiny", **SHAPE, streams=2), torch.float32, recompute=recompute)
-    lm.initialise(0)
-    return lm
-
-
-def test_training_moves_what_mixes():
-    lm = model(streams=4)
-    updater = Updater(lm.weights().values(), 0, torch.float32)
-    for tensor in updater.tensors:
-        tensor.sink = updater
-    losses = []
-    for step in range(12):
-        updater.begin(step, lr=0.3)
-        loss = lm.loss(IDS[:, :-1], IDS[:, 1:])
-        loss.backward()
-        updater.finish()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
-    for block in lm.blocks:
-        for connection in (block.attention_streams, block.mlp_streams):
-            assert connection.projection.weight.weight(torch.float32).any()
-            assert (connection.bias().abs() != 2).any()
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_twin_learns(optimizer):
-    lm = model(streams=2, weights="float")
-    stepper = FloatOptimizer(lm, optimizer)
-    losses = []
-    for step in range(8):
-        stepper.set_step(step, 3e-3)
-        loss = lm.loss(IDS[:, :-1], IDS[:, 1:])
-        loss.backward()
-        stepper.finish()
-        losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
-    assert (lm.blocks[0].mlp_streams.bias().detach().abs() != 2).any()
-
-
-def test_state_is_predicted_and_of_integers():
-    config = preset("tiny", **SHAPE, streams=4)
-    found = measure(build_model(config)).bytes_by_area
-    assert found == {
-        area: {kind: size for kind, size in part.bytes_by_kind.items() if size}
-        for area, part in predict(config).areas.items()
-    }
-    assert sum(found["streams"].values()) > 0
-    assert not list(model(streams=4).parameters())
-    layers = [part for part in model(streams=4).modules() if isinstance(part, TernaryLinear)]
-    assert sum(layer.weight.area == "streams" for layer in layers) == 4
-
-
-@pytest.mark.parametrize(("name", "streams"), [("tiny", 3), ("tiny", 0), ("arb-tiny", 2)])
-def test_streams_that_cannot_be_are_refused(name, streams):
-    with pytest.raises(ArbError, match=r"`streams` is|read one residual stream") as caught:
-        preset(name, streams=streams)
-    assert caught.value.fields == ("streams",)
-
-
-def test_arguments_that_do_not_fit_are_refused():
-    x, w = torch.zeros(3, 4, 5), torch.zeros(3, 4, 4)
-    for wrong in ((x[:, :3], w), (x, w[:2]), (x.double(), w), (x, w, x[:, 0]),
-                  (x, w, x[:, 0, :2], w[:, :, 0]), (x, w, x[:, 0], w[:, :2, 0])):  # fmt: skip
-        with pytest.raises(ValueError, match=r"need|belong"):
-            mixing.mix_streams(*wrong)
-    for raw, bias, rounds in ((torch.zeros(2, 23), torch.zeros(23), 1),
-                              (torch.zeros(2, 24), torch.zeros(8), 1),
-                              (torch.zeros(2, 24), torch.zeros(24), 0)):  # fmt: skip
-        with pytest.raises(ValueError, match=r"need|not those"):
-            stream_weights(raw, bias, rounds)

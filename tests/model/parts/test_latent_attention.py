@@ -105,21 +105,6 @@ def test_cache_equals_the_whole_text_in_windows(name):
     check(part, normal(1, LENGTH, DIM), PARTS[name], new_track(part))
 
 
-def test_first_window_is_the_plain_forward():
-    part, x = Normalised(), normal(1, WINDOW, DIM)
-    with torch.no_grad():
-        torch.testing.assert_close(in_parts(part, x, [WINDOW], new_track(part)), part(x), **CLOSE)
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_cache_that_is_set_to_the_beginning_starts_anew(name):
-    part = Normalised()
-    track = new_track(part)
-    in_parts(part, normal(1, LENGTH, DIM, seed=5) * 10, [1] * LENGTH, track)
-    track.position.zero_()
-    check(part, normal(1, LENGTH, DIM), PARTS[name], track)
-
-
 def test_short_text_has_a_short_ring():
     part = Normalised()
     track = new_track(part, 5)
@@ -137,14 +122,6 @@ def test_cache_gives_the_bytes_before():
     cache.position.zero_()
     with cache.reading(ids[:, :2]) as seen:
         assert seen.tolist() == [[-1] * 5 + ids[0, :2].tolist()]
-
-
-@pytest.mark.parametrize(("positions", "length"), [(LENGTH, WINDOW + 1), (5, 6)])
-def test_too_many_bytes_at_once_are_refused(positions, length):
-    message = f"no room for {length} bytes at 0 of {positions}"
-    track = new_track(Normalised(), positions)
-    with pytest.raises(ValueError, match=message), track.clock.reading(length):
-        pass
 
 
 @pytest.mark.parametrize("kv", ["fp8", "int8"])

@@ -1,9 +1,13 @@
 """Runs on several GPUs give the bits of one, captured or not; the command ends, and goes on."""
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +25,8 @@ STEPS = EAGER_STEPS + 3
 SIZES = [pytest.param(size, marks=on_gpus(size)) for size in (2, 4)]
 TIMEOUT = 600
 """Seconds; a command that hangs shall not hang all."""
+ENDED_WITHIN = 30
+"""Seconds from the end of one process to that of all."""
 
 
 @pytest.fixture
@@ -94,3 +100,52 @@ def test_command_ends_and_its_run_goes_on_with_another_number(size, device, text
     arb("--resume", forth, "--gpus", size)
     last = "step-000012.safetensors"
     assert len({(run / last).read_bytes() for run in (one, many, back, forth)}) == 1
+
+
+def children(pid: int) -> list[int]:
+    """List the processes that a launcher has started, by rank."""
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize(
+    ("size", "device"),
+    [
+        pytest.param(2, "cpu", marks=pytest.mark.slow),
+        *(pytest.param(size, "cuda", marks=on_gpus(size)) for size in (2, 4)),
+    ],
+)
+@pytest.mark.parametrize("killed", [1, 0, "launcher"])
+def test_command_ends_when_one_process_is_killed(killed, size, device, text, tmp_path):
+    """The others are waiting for its messages, in a captured step on a GPU."""
+    shape = [str(word) for name, value in SHAPE.items() for word in (f"--{name}", value)]
+    about = [*shape, "--data", str(text), "--steps", "1000000", "--log-every", "1", "--no-save"]
+    about += ["--device", device, "--gpus", str(size), "--json"]
+    log = tmp_path / "log"
+    with log.open("w") as said:
+        command = [sys.executable, "-m", "arbcli", "train", *about]
+        launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True)
+    try:
+        for line in launcher.stdout:
+            if json.loads(line).get("step", 0) > EAGER_STEPS + 20:
+                break
+        started = children(launcher.pid)
+        assert len(started) == size, log.read_text()
+        began = time.monotonic()
+        os.kill(launcher.pid if killed == "launcher" else started[killed], signal.SIGKILL)
+        launcher.stdout.read()  # until the last process that could write has ended
+        code = launcher.wait(TIMEOUT)
+    finally:
+        launcher.kill()
+    while any(Path(f"/proc/{pid}").exists() for pid in started):
+        assert time.monotonic() - began < ENDED_WITHIN
+        time.sleep(0.05)
+    seconds = time.monotonic() - began
+    sys.stdout.write(f"ended {seconds:.1f} s after process {killed} of {size} on {device}\n")
+    sys.stdout.write(log.read_text())
+    assert seconds < ENDED_WITHIN
+    if killed == "launcher":
+        assert code == -signal.SIGKILL
+    else:
+        assert code == 128 + signal.SIGKILL
+        assert f"process {killed} was ended by SIGKILL" in log.read_text()

@@ -1,15 +1,16 @@
-"""Weighted sums of rows of a packed table and their gradients: every slot counts, and once."""
+"""Rows of tables and slots of experts: what the cases of their specs do not say."""
 
 import pytest
 import torch
 from torch.nn.functional import embedding_bag
 
-from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import pack_trits_reference
+from arbcli.kernels.rows.expert_combine import expert_combine, expert_combine_backward
+from arbcli.kernels.rows.table_rows import scatter_rows_
+from arbcli.kernels.rows.ternary_embedding import embedding_rows
 from arbcli.kernels.rows.weighted_rows import (
-    WEIGHTED_ROWS,
     WEIGHTED_ROWS_GRAD,
     touched_rows,
     weighted_rows,
@@ -56,16 +57,6 @@ def test_weighted_rows_by_hand(backend, device):
 
 
 @each_backend
-def test_gradient_of_the_weights_by_hand(backend, device):
-    ids = torch.tensor([[0, 1, -1], [2, 7, 0]], device=device)
-    grad_y = torch.tensor([[1.0, 10.0, 100.0], [2.0, 3.0, 5.0]], device=device)
-    with use_backend(backend):
-        grad = weighted_rows_grad_weights(grad_y, ids, small_table(device))
-    wanted = torch.tensor([[-99.0, 22.0, 0.0], [8.0, 0.0, -3.0]], device=device)
-    assert torch.equal(grad, wanted)
-
-
-@each_backend
 def test_gradient_of_the_rows_by_hand(backend, device):
     touched = touched_rows(torch.tensor([7, 2, -1, 7], device=device), 9)
     grad_y = torch.tensor([[1.0, 2.0], [10.0, 20.0]], device=device)
@@ -78,16 +69,6 @@ def test_gradient_of_the_rows_by_hand(backend, device):
 
 
 @each_backend
-def test_weights_that_are_not_finite_reach_their_own_token_only(backend, device):
-    ids = torch.tensor([[0, 1], [1, 2]], device=device)
-    weights = torch.tensor([[torch.nan, 1.0], [1.0, 1.0]], device=device)
-    with use_backend(backend):
-        y = weighted_rows(ids, weights, small_table(device), dtype=torch.float32)
-    assert y[0].isnan().all()
-    assert y[1].isfinite().all()
-
-
-@each_backend
 def test_rows_are_added_in_the_order_of_the_slots(backend, device):
     # 2**24 + 1 is not a float32, so the order shows
     ids = torch.zeros(1, 4, dtype=torch.int64, device=device)
@@ -95,55 +76,6 @@ def test_rows_are_added_in_the_order_of_the_slots(backend, device):
     with use_backend(backend):
         y = weighted_rows(ids, weights, small_table(device), dtype=torch.float32)
     assert y.tolist() == [[1.0, 0.0, -1.0]]
-
-
-@pytest.mark.parametrize("group_size", SCALE_TYPES.values(), ids=SCALE_TYPES)
-@pytest.mark.parametrize("dim", [5, 331])
-@each_backend
-def test_one_slot_of_weight_one_is_its_row_exactly(backend, dim, group_size, device):
-    packed = table(7, dim, device, group_size, spread=127)
-    ids = torch.tensor([[6], [0], [3]], device=device)
-    with use_backend(backend):
-        y = weighted_rows(ids, torch.ones(3, 1, device=device), packed, dtype=torch.float32)
-    assert torch.equal(y.double(), decoded(packed)[ids[:, 0]])
-
-
-@each_backend
-def test_bf16_is_the_rounded_sum(backend, device):
-    if backend == "interpreter":
-        pytest.skip("the interpreter rounds bf16 wrongly")
-    packed = table(7, 70, device)
-    ids = torch.tensor([[6, 6, 2], [1, -1, 0]], device=device)
-    inputs = (ids, drawn(2, 3, device=device), packed)
-    with use_backend(backend):
-        y, exact = weighted_rows(*inputs), weighted_rows(*inputs, dtype=torch.float32)
-    assert y.dtype == torch.bfloat16
-    assert torch.equal(y, exact.to(torch.bfloat16))
-
-
-def test_torch_backend_decodes_a_few_tokens_at_a_time(monkeypatch, device):
-    ids = torch.randint(-1, 6, (23, 3), generator=torch.Generator().manual_seed(0)).to(device)
-    packed, weights = table(5, 40, device), drawn(23, 3, device=device)
-    grad_y = drawn(23, 40, device=device, seed=1)
-    with use_backend("torch"):
-        whole = weighted_rows(ids, weights, packed, dtype=torch.float32)
-        whole_grad = weighted_rows_grad_weights(grad_y, ids, packed)
-        monkeypatch.setattr("arbcli.kernels.rows.weighted_rows.CHUNK_ELEMENTS", 5 * 3 * 40)
-        parts = weighted_rows(ids, weights, packed, dtype=torch.float32)
-        parts_grad = weighted_rows_grad_weights(grad_y, ids, packed)
-    assert torch.equal(parts, whole)
-    assert torch.equal(parts_grad, whole_grad)
-
-
-def test_touched_rows_by_hand(device):
-    ids = torch.tensor([4, -1, 2, 4, 9, 2, 4, 6], device=device)
-    touched = touched_rows(ids, 6)
-    assert touched.rows.tolist() == [2, 4, 6, 6, 6, 6]
-    assert touched.order.tolist() == [2, 5, 0, 3, 6, 1, 4, 7]
-    assert touched.bounds.tolist() == [0, 2, 5, 5, 5, 5, 5]
-    assert int(touched.count) == 2
-    assert {t.dtype for t in touched} == {torch.int64}
-    assert touched.count.dim() == 0
 
 
 @pytest.mark.parametrize(
@@ -198,39 +130,6 @@ def test_gradients_equal_those_of_autograd(backend, seed, device):
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-@each_backend
-def test_gradient_of_the_rows_counts_every_slot_once(backend, device):
-    # sums of small integers are exact in any order
-    for size in (1, 8, 9, 128, 129, 300):
-        generator = torch.Generator().manual_seed(size)
-        ids = torch.full((size,), 2)
-        ids[torch.rand(size, generator=generator) < 0.05] = 5
-        ids = ids.to(device)
-        weights = torch.randint(-9, 10, (size,), generator=generator).float().to(device)
-        tokens = torch.randint(0, 4, (size,), generator=generator).to(device)
-        grad_y = torch.randint(-9, 10, (4, 33), generator=generator).float().to(device)
-        touched = touched_rows(ids, 7)
-        with use_backend(backend):
-            grad = weighted_rows_grad(grad_y, weights, tokens, touched)
-        products = weights[:, None] * grad_y[tokens]
-        for r, v in enumerate(touched.rows.tolist()):
-            assert torch.equal(grad[r], products[ids == v].sum(dim=0)), (size, v)
-
-
-@each_backend
-def test_gradient_of_the_rows_has_the_type_that_is_asked_for(backend, device):
-    touched = touched_rows(torch.tensor([1, 1, 0], device=device), 3)
-    grad_y = torch.ones(1, 4, device=device)
-    slots = (torch.ones(3, device=device), torch.zeros(3, dtype=torch.int64, device=device))
-    with use_backend(backend):
-        assert weighted_rows_grad(grad_y, *slots, touched).dtype == torch.float32
-        if backend != "interpreter":  # it rounds bf16 wrongly
-            half = grad_y.to(torch.bfloat16)
-            grad = weighted_rows_grad(half, *slots, touched)
-            assert (grad.dtype, grad[1, 0].item()) == (torch.bfloat16, 2.0)
-            assert weighted_rows_grad(half, *slots, touched, torch.float32).dtype == torch.float32
-
-
 def test_nothing_is_as_large_as_the_table_or_its_slots(monkeypatch, device):
     made = []
     for name in ("empty", "zeros"):
@@ -241,9 +140,9 @@ def test_nothing_is_as_large_as_the_table_or_its_slots(monkeypatch, device):
             return made[-1]
 
         monkeypatch.setattr(torch, name, recorded)
-    inputs = next(c.inputs for c in WEIGHTED_ROWS.cases(device, 32) if "duplicates" in c.label)
+    inputs = next(c.inputs for c in weighted_rows.cases(device, 32) if "duplicates" in c.label)
     made.clear()
-    WEIGHTED_ROWS.triton(*inputs)
+    weighted_rows.triton(*inputs)
     assert sum(t.numel() for t in made) == inputs[0].shape[0] * 64
     grad_inputs = next(iter(WEIGHTED_ROWS_GRAD.cases(device, 32))).inputs
     made.clear()
@@ -271,3 +170,89 @@ def test_a_step_is_captured_without_waiting_for_the_host(device):
     graph.replay()
     for got, expected in zip(found, wanted, strict=True):
         assert torch.equal(got, expected)
+
+
+def table_of(rows, dim, device, group_size=32):
+    generator = torch.Generator().manual_seed(0)
+    return random_packed(rows, dim, group_size, generator).to(device)
+
+
+@pytest.mark.parametrize("ids", [[1, 5, -1, 0], [1, 5, -1, 0, 1 << 40, 4, 2, -5, 3]])
+def test_embedding_rows_of_ids_outside_the_table_are_nan_in_the_kernel(ids, device):
+    """Few rows are decoded as they are read, of many ids the whole table is, before."""
+    ids = torch.tensor(ids, device=device)
+    with use_backend(KERNEL_BACKEND):
+        rows = embedding_rows(ids, table_of(5, 33, device), torch.float32)
+    outside = (ids < 0) | (ids >= 5)
+    assert torch.equal(rows.isnan().all(dim=1), outside)
+    assert not rows[~outside].isnan().any()
+
+
+def test_embedding_rows_of_ids_outside_the_table_are_an_error_on_a_cpu():
+    with use_backend("torch"), pytest.raises(IndexError):
+        embedding_rows(torch.tensor([5]), table_of(5, 33, "cpu"))
+
+
+def draw(*shape, device, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def places(tokens, slots, device):
+    order = torch.randperm(tokens * slots, generator=torch.Generator().manual_seed(7))
+    return order.view(tokens, slots).to(device)
+
+
+@each_backend
+@pytest.mark.parametrize("gated", [True, False])
+def test_backward_is_what_autograd_finds(backend, gated, device):
+    values, positions = draw(27, 70, device=device), places(9, 3, device)
+    gates, grad_y = draw(9, 3, device=device, seed=1), draw(9, 70, device=device, seed=2)
+    gates = gates if gated else torch.ones_like(gates)
+    leaves = [leaf.double().requires_grad_() for leaf in (values, gates)]
+    y = (leaves[0][positions] * leaves[1][..., None]).sum(dim=1)
+    y.backward(grad_y.double())
+    inputs = values, positions, gates if gated else None
+    with use_backend(backend):
+        found = expert_combine(*inputs), *expert_combine_backward(grad_y, *inputs)
+    for got, wanted in zip(found, (y.detach(), *(leaf.grad for leaf in leaves)), strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@each_backend
+def test_sums_are_taken_in_the_order_of_the_slots(backend, device):
+    values = torch.tensor([[1e30], [1.0], [-1e30], [3.0]], device=device)
+    with use_backend(backend):
+        for order in ([0, 1, 2, 3], [0, 2, 1, 3], [1, 0, 3, 2]):
+            total = 0.0
+            for slot in order:
+                total = total + values[slot]
+            found = expert_combine(values, torch.tensor([order], device=device), None)
+            assert torch.equal(found[0], total)
+
+
+def test_positions_outside_are_nan_in_the_kernel(device):
+    values, gates = draw(8, 40, device=device), draw(4, 2, device=device)
+    positions = torch.tensor([[0, 1], [2, 8], [-1, 3], [4, 1 << 40]], device=device)
+    with use_backend(KERNEL_BACKEND):
+        y = expert_combine(values, positions, gates)
+        grad_values, _ = expert_combine_backward(y[:1].expand(4, 40), values, positions, gates)
+    assert torch.equal(y.isnan().all(dim=1), torch.tensor([False, True, True, True]).to(device))
+    assert not y[0].isnan().any()
+    assert grad_values[:5].isfinite().all()
+
+
+def test_positions_outside_are_an_error_on_a_cpu():
+    with use_backend("torch"), pytest.raises(IndexError):
+        expert_combine(torch.zeros(2, 3), torch.tensor([[0, 2]]), None)
+
+
+@each_backend
+def test_neighbours_of_a_strided_buffer_are_left(backend, device):
+    whole = torch.zeros(6, 9, dtype=torch.int8, device=device)
+    values = torch.ones(2, 3, dtype=torch.int8, device=device)
+    with use_backend(backend):
+        scatter_rows_(whole[1::2, 2:5], torch.tensor([2, 0], device=device), values)
+    wanted = torch.zeros_like(whole)
+    wanted[1, 2:5] = wanted[5, 2:5] = 1
+    assert torch.equal(whole, wanted)

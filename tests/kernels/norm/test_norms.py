@@ -1,32 +1,29 @@
-"""The norm and its gradient against float64: real kernels, interpreted where there is no GPU."""
+"""Norms and their gradients: what the cases of their specs do not say."""
 
 from functools import partial
 
 import pytest
 import torch
 from marks import mostly_slow
-from torch.nn.functional import rms_norm as torch_rms_norm
 
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import pack_trits_reference
+from arbcli.kernels.matmul.quantise_rows import quantise_rows
 from arbcli.kernels.norm import rms_norm as module
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
-from arbcli.kernels.norm.norm_e4m3 import gated_rms_norm_e4m3, rms_norm_e4m3
+from arbcli.kernels.norm.norm_e4m3 import add_rms_norm_e4m3, gated_rms_norm_e4m3, rms_norm_e4m3
 from arbcli.kernels.norm.rms_norm import (
+    WHOLE_ROW,
     add_rms_norm,
     rms_norm,
     rms_norm_backward,
-    rms_norm_reference,
     tiling,
 )
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.compare import as_tuple
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 
-each_spec = pytest.mark.parametrize(
-    "spec", [rms_norm, rms_norm_backward], ids=lambda spec: spec.name
-)
-each_implementation = pytest.mark.parametrize("implementation", ["triton", "torch"])
 each_backend = pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
 
 
@@ -52,25 +49,6 @@ def randn(*shape, device, seed=1):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-@pytest.mark.parametrize(
-    "width", mostly_slow([1024, 1025, 8192, 8229], lambda width: width != 8192)
-)
-@each_backend
-def test_rms_norm_walks_wide_rows_to_their_end(backend, width, device):
-    # one element has all of the mean square, so to miss it would change every other
-    x = torch.zeros(2, width, device=device)
-    x[:, -1] = 3.0
-    with use_backend(backend):
-        y = rms_norm(x, ones(width, device), 1.0)
-        grad_x, again = rms_norm_backward(torch.ones_like(x), x, ones(width, device), 1.0)
-    r = (9 / width + 1) ** -0.5
-    torch.testing.assert_close(y, x * r)
-    torch.testing.assert_close(again, y)
-    expected = torch.full_like(x, r)
-    expected[:, -1] -= r**3 * 9 / width
-    torch.testing.assert_close(grad_x, expected)
-
-
 @each_backend
 def test_rms_norm_takes_whole_octaves(backend, device):
     weight = norm_weight(165, device)
@@ -90,17 +68,6 @@ def test_rms_norm_gradient_takes_an_expanded_grad_y(backend, device):
         expanded = rms_norm_backward(one.expand(3, 40), x, weight, 1e-6)
         whole = rms_norm_backward(torch.ones_like(x), x, weight, 1e-6)
     assert torch.equal(expanded[0], whole[0])
-
-
-@pytest.mark.parametrize("rows", [3, 9])
-@each_backend
-def test_sum_is_stored_and_normalised(backend, rows, device):
-    weight = norm_weight(165, device)
-    x, added = randn(2, rows, 165, device=device)
-    with use_backend(backend):
-        total, y = add_rms_norm(x, added.T.contiguous().T, weight, 1e-6)
-        assert torch.equal(total, x + added)
-        assert torch.equal(y, rms_norm(x + added, weight, 1e-6))
 
 
 # what can differ is how a compiler fuses products, so wide rows are for a GPU
@@ -124,23 +91,6 @@ def test_no_weights_give_the_bits_of_ones(backend, width, device):
                 assert torch.equal(got, expected)
 
 
-def test_rms_norm_of_bf16_rounds_once_on_the_torch_backend():
-    weight = norm_weight(1311, "cpu")
-    x = randn(9, 1311, device="cpu").to(torch.bfloat16)
-    with use_backend("torch"):
-        y = rms_norm(x, weight, 1e-6)
-    reference = rms_norm_reference(x, weight, 1e-6)
-    assert y.dtype == torch.bfloat16
-    # a float32 value next to a rounding boundary may land on the other side of it
-    assert (y == reference.to(torch.bfloat16)).float().mean() > 0.999
-
-
-def test_rms_norm_equals_that_of_torch_for_unit_weights(device):
-    x = randn(7, 33, device=device)
-    y = rms_norm.triton(x, ones(33, device), 1e-6)
-    torch.testing.assert_close(y, torch_rms_norm(x, (33,), eps=1e-6))
-
-
 def test_wide_rows_have_the_gradient_of_narrow_ones(device, monkeypatch):
     """Rows that do not fit into registers are read in blocks, twice."""
     x, grad_y = (randn(5, 2100, device=device, seed=seed) for seed in (1, 2))
@@ -151,3 +101,31 @@ def test_wide_rows_have_the_gradient_of_narrow_ones(device, monkeypatch):
             found.append(rms_norm_backward(grad_y, x, weight, 1e-6))
     for one, other in zip(*found, strict=True):
         assert relative_error(other, one.double()) < 1e-6
+
+
+KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
+
+
+@pytest.mark.parametrize("backend", [KERNELS, "torch"])
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    mostly_slow(
+        [(5, 33), (9, 160), (70, 256), (1, WHOLE_ROW + 1)], lambda rows, width: width <= WHOLE_ROW
+    ),
+)
+def test_bits_are_those_of_norm_and_rounding(rows, width, backend, device):
+    generator = torch.Generator().manual_seed(0)
+    weight = random_packed(1, width, 32, generator, spread=2).to(device)
+    x = torch.randn(rows, 2 * width, generator=generator).to(device)
+    kind = "torch" if backend == "torch" else "triton"
+    for run, spec, *sources in (
+        (rms_norm_e4m3, rms_norm, x[:, :width]),
+        (add_rms_norm_e4m3, add_rms_norm, x[:, :width], x[:, width:]),
+        (gated_rms_norm_e4m3, gated_rms_norm, x),
+    ):
+        with use_backend(backend):
+            *total, q, scale = run(*sources, weight, 1e-6)
+            *expected, y = as_tuple(getattr(spec, kind)(*sources, weight, 1e-6))
+            expected += getattr(quantise_rows, kind)(y)
+        for part, other in zip((*total, q.float(), scale), expected, strict=True):
+            assert torch.equal(part, other)

@@ -1,10 +1,12 @@
-"""What a gradient is divided by: judged, averaged step by step, and by counting random words."""
+"""One pass over a gradient, and what it is divided by: judged, and averaged step by step."""
 
 import math
 
 import pytest
 import torch
 
+from arbcli.kernels.codec.packed import random_packed
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.update.gradient_gains import (
     UNSET,
@@ -14,7 +16,7 @@ from arbcli.kernels.update.gradient_gains import (
     statistic_value,
     statistic_value_reference,
 )
-from arbcli.kernels.update.gradient_statistics import GradientStatistics
+from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 STEP = 2 ** (1 / 128)
@@ -82,39 +84,6 @@ def test_what_has_no_gradient_has_the_least_statistic(backend, device):
 
 
 @each_backend
-@pytest.mark.parametrize(
-    ("total", "refused", "nonfinite"),
-    [
-        (2.0**-120, 0, 0),
-        (2.0**120, 0, 0),
-        (0.0, 1, 0),
-        (2.0**-121, 1, 0),
-        (2.0**121, 1, 1),
-        (math.inf, 1, 1),
-        (math.nan, 1, 1),
-    ],
-)
-def test_gradient_is_judged_by_the_sum_of_its_squares(backend, total, refused, nonfinite, device):
-    found, *_, counted, flag = inputs_of(None, torch.ones(3, device=device))
-    keys = torch.zeros(2, dtype=torch.int32, device=device)
-    found = found._replace(squares=torch.full((1,), total, device=device))
-    with use_backend(backend):
-        gains = gradient_gains(found, None, None, *keys, counted, flag)
-    assert (int(gains.ok), int(counted), int(flag)) == (1 - refused, refused, nonfinite)
-    assert (len(gains.rows), len(gains.columns)) == (0, 0)
-    expected = [0.0] if refused else [2**16 * math.sqrt(3 / total)]
-    assert gains.unit.tolist() == pytest.approx(expected)
-
-
-@each_backend
-def test_slope_of_zero_has_a_gain_of_zero(backend, device):
-    found, *rest = inputs_of(None, torch.ones(3, device=device))
-    found = found._replace(slope_squares=torch.zeros_like(found.slope_squares))
-    with use_backend(backend):
-        assert float(gradient_gains(found, None, *rest[1:]).slope) == 0
-
-
-@each_backend
 def test_statistic_is_rounded_as_the_reference_nearly_everywhere(backend, device):
     generator = torch.Generator().manual_seed(3)
     length = 2000
@@ -152,27 +121,6 @@ def test_averaged_digits_keep_an_exact_power_of_two():
 
 
 @each_backend
-def test_statistics_do_not_change_unless_ok(backend, device):
-    before = digits((-128, 3), (5, 127), (-127, 0), (0, 64), device=device)
-    statistic = before.clone()
-    value = torch.tensor([1.0, math.nan, math.inf, 3.0], device=device)
-    with use_backend(backend):
-        assert int(average(statistic, value, ok=0).ok) == 0
-    assert torch.equal(statistic, before)
-
-
-@each_backend
-def test_statistic_takes_the_first_value_whole(backend, device):
-    statistic = torch.full((5, 2), UNSET, dtype=torch.int8, device=device)
-    value = torch.tensor([1e-30, 1.0, 0.1, 1e30, 7.0], device=device)
-    with use_backend(backend):
-        average(statistic, value)
-    running = statistic_value(statistic)
-    torch.testing.assert_close(running, value, rtol=STEP - 1, atol=0)
-    assert torch.equal(statistic[1], digits((0, 0), device=device)[0])
-
-
-@each_backend
 def test_statistic_saturates_at_both_ends(backend, device):
     statistic = digits((127, 127), (127, 127), (-127, 0), (-128, 0), (-127, 0), device=device)
     value = torch.tensor([3e38, math.inf, 0.0, 0.0, 1e-44], device=device)
@@ -188,18 +136,6 @@ def test_statistic_saturates_at_both_ends(backend, device):
     assert gains.columns.isfinite().all()
 
 
-@each_backend
-def test_statistics_draw_other_bits_for_another_key(backend, device):
-    value = torch.full((200,), 0.3, device=device)
-    results = []
-    for key in (1, 2):
-        statistic = torch.full((200, 2), UNSET, dtype=torch.int8, device=device)
-        with use_backend(backend):
-            average(statistic, value, key=key)
-        results.append(statistic)
-    assert not torch.equal(*results)
-
-
 def test_statistic_value_decodes_every_pair_of_digits(device):
     pairs = torch.cartesian_prod(torch.arange(-127, 128), torch.arange(128)).to(device)
     value = statistic_value(pairs.to(torch.int8))
@@ -209,3 +145,37 @@ def test_statistic_value_decodes_every_pair_of_digits(device):
     assert (value[~normal] < 2.0**-125).all()
     unset = torch.full((128, 2), UNSET, dtype=torch.int8, device=device)
     assert not statistic_value(unset).any()
+
+
+def matrix(rows, columns, group_size, device):
+    generator = torch.Generator().manual_seed(rows)
+    packed = random_packed(rows, columns, group_size, generator, spread=1)
+    return packed._replace(fraction=None).to(device)
+
+
+@each_backend
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_one_bad_element_shows_in_the_sum(backend, bad, device):
+    grad, packed = torch.ones(70, 140, device=device), matrix(70, 140, 32, device)
+    grad[69, 139] = bad
+    with use_backend(backend):
+        assert not gradient_statistics(grad, packed).squares.sum().isfinite()
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_not())
+def test_columns_are_the_same_by_any_number_of_threads():
+    """No part of their sums is two threads'; 16 rows lie beyond the last whole part.
+
+    Rows are so many that all threads have begun when the first ends.
+    """
+    grad = torch.randint(-3, 4, (4048, 200), generator=torch.Generator().manual_seed(0)).float()
+    packed, before, found = matrix(4048, 200, 32, "cpu"), torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            with use_backend("native"):
+                found.append(gradient_statistics(grad, packed, factored=True).columns)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+    assert torch.equal(found[0].sum(dim=0), grad.square().sum(dim=0))

@@ -1,0 +1,275 @@
+"""Root-mean-square normalise rows with gains that are trained: y = x * rsqrt(mean(x**2) + eps) * g.
+
+The forward is the kernel of `rms_norm`, given gains for weights. Backward, with
+r = rsqrt(mean(x**2) + eps) and xhat = x * r: grad_x is that of `rms_norm`, and grad_g the sum of
+gy * xhat over all rows. A program of the kernel adds up those of its rows, and torch those of the
+programs, always in the same order. y is returned again, so that only x has to be saved.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm as torch_rms_norm
+
+from arbcli.kernels.norm.rms_norm import (
+    EPS,
+    ROW_SIZES,
+    ROWS,
+    TIMED_EPS,
+    WHOLE_ROW,
+    add_rms_norm,
+    dense_rows,
+    load_rows,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_reference,
+    store_gradient,
+    store_rows,
+    tiling,
+)
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import FLOAT, Array
+from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+
+LEAST_TILES = 4
+"""Tiles of rows whose gradients of gains a program adds up, or more."""
+MOST_PROGRAMS = 1024
+"""That share rows out: enough for a GPU, and few sums for torch to add up."""
+
+
+def gained_rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute what `gained_rms_norm` must return, in float64."""
+    return rms_norm_reference(x, None, eps) * weight.to(torch.float64)
+
+
+def add_gained_rms_norm_reference(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Compute what `add_gained_rms_norm` must return: the rounded sum, then float64."""
+    total = x + added
+    return total, gained_rms_norm_reference(total, weight, eps)
+
+
+def gained_rms_norm_backward_reference(
+    grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, other_grad: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what `gained_rms_norm_backward` must return: autograd through the reference."""
+    x, weight = (part.detach().double().requires_grad_() for part in (x, weight))
+    with torch.enable_grad():
+        y = gained_rms_norm_reference(x, weight, eps)
+        grad_x, grad_gain = torch.autograd.grad(y, (x, weight), grad_y.double())
+    return grad_x if other_grad is None else grad_x + other_grad.double(), y.detach(), grad_gain
+
+
+def _gained_rms_norm_backward_torch(
+    grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, other_grad: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x, y = rms_norm_backward.torch(grad_y, x, weight, eps, other_grad)
+    return grad_x, y, _gradient_of_gain(grad_y, x, eps)
+
+
+def _gradient_of_gain(grad_y: Tensor, x: Tensor, eps: float) -> Tensor:
+    """Sum gy * xhat over rows, a few rows at a time; (D,) float32."""
+    width = x.shape[-1]
+    x, grad_y = x.reshape(-1, width), grad_y.reshape(-1, width)
+    total = torch.zeros(width, dtype=torch.float32, device=x.device)
+    for rows in row_chunks(x):
+        xhat = torch_rms_norm(x[rows].to(torch.float32), (width,), None, eps)
+        total += xhat.mul_(grad_y[rows]).sum(dim=0)
+    return total
+
+
+def _gained_rms_norm_backward_native(
+    grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, other_grad: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x, y = rms_norm_backward.run("native")(grad_y, x, weight, eps, other_grad)
+    return grad_x, y, _gradient_of_gain(grad_y, x, eps)
+
+
+@triton.jit
+def _gained_rms_norm_backward_kernel(
+    grad_y_ptr, x_ptr, gain_ptr, other_grad_ptr, grad_x_ptr, y_ptr, sums_ptr,
+    M, D, eps, tiles,
+    stride_ym, stride_xm, stride_bm,
+    OTHER_GRAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    gain = tl.load(gain_ptr + offs_d, mask=offs_d < D, other=0)
+    of_gain = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    for tile in range(tiles):
+        offs_m = ((program * tiles + tile) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+        mask = (offs_m < M) & (offs_d < D)[None, :]
+        x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
+        grad_y = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
+        r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        xhat = x * r
+        of_gain += tl.sum(grad_y * xhat, axis=0)
+        grad_xhat = grad_y * gain[None, :]
+        mean = (tl.sum(xhat * grad_xhat, axis=1) / D)[:, None]
+        store_gradient(
+            grad_x_ptr, other_grad_ptr, r * (grad_xhat - xhat * mean), offs_m, offs_d, mask, D,
+            stride_bm, OTHER_GRAD,
+        )  # fmt: skip
+        store_rows(y_ptr, xhat * gain[None, :], offs_m, offs_d, mask, D)
+    tl.store(sums_ptr + program * D + offs_d, of_gain, mask=offs_d < D)
+
+
+def _gained_rms_norm_backward_triton(
+    grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, other_grad: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = x.shape[-1]
+    if not x.numel() or width > WHOLE_ROW:
+        grad_x, y = rms_norm_backward.triton(grad_y, x, weight, eps, other_grad)
+        return grad_x, y, _gradient_of_gain(grad_y, x, eps)
+    grad_x, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    x, grad_y = dense_rows(x), dense_rows(grad_y)
+    others = x if other_grad is None else dense_rows(other_grad)
+    _, tile = tiling(len(x), width)
+    del tile["WHOLE"]
+    tiles = max(LEAST_TILES, triton.cdiv(len(x), tile["BLOCK_M"] * MOST_PROGRAMS))
+    programs = triton.cdiv(len(x), tile["BLOCK_M"] * tiles)
+    sums = weight.new_empty(programs, width)
+    _gained_rms_norm_backward_kernel[(programs,)](
+        grad_y, x, weight, others, grad_x, y, sums, len(x), width, eps, tiles,
+        grad_y.stride(0), x.stride(0), others.stride(0), OTHER_GRAD=other_grad is not None, **tile,
+    )  # fmt: skip
+    return grad_x, y, sums.sum(dim=0)
+
+
+def gained_gradient_in_its_dtype(
+    grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, other_grad: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what torch alone would do, gradients and sum, in the dtype of `x`."""
+    x, weight = (part.detach().requires_grad_() for part in (x, weight))
+    with torch.enable_grad():
+        y = torch_rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
+        grad_x, grad_gain = torch.autograd.grad(y, (x, weight), grad_y)
+    return grad_x if other_grad is None else grad_x + other_grad, y.detach(), grad_gain
+
+
+SHAPES = ((5, 1), (7, 33), (3, 123), (2, 3, 165), (261, 5), (37, 130), (0, 40), (1, WHOLE_ROW + 5))
+
+
+def _inputs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor, float]]:
+    """Draw (label, x, two like it, gain, eps)."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(shape, torch.float32) for shape in SHAPES]
+    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+        low = ((5, 33), (4096, 768), (9000, 384), (1025, 5632))
+        shapes += [(shape, torch.bfloat16) for shape in low]
+    for shape, dtype in shapes:
+        label = "x".join(map(str, shape)) + (" bf16" if dtype == torch.bfloat16 else "")
+        x, grad, other = (torch.randn(shape, generator=generator) for _ in range(3))
+        gain = torch.randn(shape[-1], generator=generator).to(device)
+        # with a small eps the gradient of a narrow norm cancels to nothing
+        eps = 0.1 if shape[-1] == 1 or shape[-1] > WHOLE_ROW else 1e-6
+        x, grad, other = (part.to(device, dtype) for part in (3 * x, grad, other))
+        yield label, x, grad, other, gain, eps
+        if shape == (7, 33):  # rows and elements that lie apart
+            x, grad, other = (part.T.contiguous().T for part in (x, grad, other))
+            yield f"{label} transposed", x, grad, other, gain, eps
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, x, _, _, gain, eps in _inputs(device):
+        yield Case(label, (x, gain, eps))
+
+
+def _add_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, x, added, _, gain, eps in _inputs(device):
+        yield Case(label, (x, added, gain, eps))
+
+
+def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, x, grad_y, other, gain, eps in _inputs(device):
+        yield Case(f"{label} added", (grad_y, x, gain, eps, other))
+        if "x33" in label:
+            yield Case(label, (grad_y, x, gain, eps))
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    x, _, gain = _timed_inputs(device)
+    yield Timing("16384x2048 bf16", (x, gain, TIMED_EPS))
+
+
+def _add_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    x, added, gain = _timed_inputs(device)
+    yield Timing("16384x2048 bf16", (x, added, gain, TIMED_EPS))
+
+
+def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    x, grad_y, gain = _timed_inputs(device)
+    low = gain.to(x.dtype)
+    _, r = torch.ops.aten._fused_rms_norm(x, low.shape, low, TIMED_EPS)
+    inputs = (grad_y, x, low.shape, r, low, [True, True])
+
+    def peer() -> object:
+        return torch.ops.aten._fused_rms_norm_backward(*inputs)
+
+    yield Timing("16384x2048 bf16", (grad_y, x, gain, TIMED_EPS, x), peer=peer)
+
+
+def _timed_inputs(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    x, other = torch.randn(2, 16384, 2048, device=device, dtype=torch.bfloat16)
+    return x, other, torch.randn(2048, device=device)
+
+
+_GATE = Gate(
+    exact=False,
+    relative=1e-5, peer_slack=0.1, rounded=True,
+    reason="float32 sums of up to 8197 squares; in bf16 one rounding",
+)  # fmt: skip
+_BACKWARD_GATE = replace(
+    _GATE, rounded=False, reason="sums over all rows, too; in bf16 no worse than torch",
+)  # fmt: skip
+_GAIN = Array("D", FLOAT, dense=True)
+
+gained_rms_norm = Operation(
+    "gained_rms_norm", rms_norm.triton, rms_norm.torch, gained_rms_norm_reference, _cases, _GATE,
+    {"x": ROWS, "weight": _GAIN, "eps": EPS}, sizes=ROW_SIZES,
+    timings=_timings, native=rms_norm.native,
+)  # fmt: skip
+"""Normalise the rows of `x` and multiply them by gains.
+
+Args:
+    x: (..., D) float32 or bfloat16, any strides.
+    weight: gains, (D,) float32, contiguous.
+    eps: added to the mean square.
+
+Returns:
+    (..., D) in the dtype of `x`, contiguous; computed in float32 and rounded once.
+"""
+add_gained_rms_norm = Operation(
+    "add_gained_rms_norm", add_rms_norm.triton, add_rms_norm.torch, add_gained_rms_norm_reference,
+    _add_cases, _GATE, {"x": ROWS, "added": ROWS, "weight": _GAIN, "eps": EPS}, sizes=ROW_SIZES,
+    timings=_add_timings, native=add_rms_norm.native,
+)  # fmt: skip
+"""Add to the rows of `x`, and normalise them as `gained_rms_norm` does.
+
+`added` has the shape and dtype of `x`, and any strides; the rest is what `gained_rms_norm` is
+given.
+
+Returns:
+    x + added, rounded, and the norm of that; both like the result of `gained_rms_norm`.
+"""
+gained_rms_norm_backward = Operation(
+    "gained_rms_norm_backward", _gained_rms_norm_backward_triton, _gained_rms_norm_backward_torch,
+    gained_rms_norm_backward_reference, _backward_cases, _BACKWARD_GATE,
+    {"grad_y": ROWS, "x": ROWS, "weight": _GAIN, "eps": EPS,
+     "other_grad": Array("*B, D", optional=True)},
+    sizes=ROW_SIZES, peer=gained_gradient_in_its_dtype, timings=_backward_timings,
+    native=_gained_rms_norm_backward_native,
+)  # fmt: skip
+"""Compute the gradients of `gained_rms_norm`, and its result again.
+
+`grad_y` has the shape and dtype of `x`, and any strides, and so has `other_grad`, the gradient
+of `x` by another path: it is added before rounding. The rest is what `gained_rms_norm` was given.
+
+Returns:
+    grad_x and y, each like the result of `gained_rms_norm`, and (D,) float32, the gradient of the
+    gains.
+"""

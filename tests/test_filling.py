@@ -1,0 +1,152 @@
+"""Holes that come after both of their sides: windows, losses, and the models that fill them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from arbcli.config.parts.ahead import AheadConfig
+from arbcli.config.presets import preset
+from arbcli.data import open_texts
+from arbcli.errors import ArbError
+from arbcli.filling import EXTRA, arranged, cut
+from arbcli.infer.generation import Sampling
+from arbcli.infer.holes import fill_in_order
+from arbcli.model.build import build_model
+from arbcli.model.language_model import LanguageModel
+from arbcli.train.configure import new_config
+from arbcli.train.trainer import Trainer
+from arbcli.verify.reference import Reference
+from arbcli.verify.update_reference import reference_weight
+from benchmarks.holes import filled_loss
+
+SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48}
+SUFFIX, PREFIX, MIDDLE = 256, 257, 258
+
+
+def made(ctx: int = 16, **given) -> LanguageModel:
+    lm = build_model(preset("tiny", **SIZES, ctx=ctx, objective="fill", **given), torch.float32)
+    lm.initialise(0)
+    return lm
+
+
+def apart(row: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Take a window apart to what is before, in and after its hole."""
+    places = [row.index(mark) for mark in (SUFFIX, PREFIX, MIDDLE)]
+    assert places[0] == 0
+    after, before, hole = row[3 : places[1]], row[places[1] + 1 : places[2]], row[places[2] + 1 :]
+    assert row[1] * 256 + row[2] == len(hole)
+    return before, hole, after
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 4), (0, 1, 0), (5, 300, 0)])
+def test_a_hole_comes_after_both_sides(sizes):
+    parts = torch.arange(sum(sizes)).remainder(251).split(sizes)
+    row = arranged(parts[0], parts[1], parts[2], 256)
+    assert len(row) == sum(sizes) + EXTRA
+    assert apart(row.tolist()) == tuple(part.tolist() for part in parts)
+
+
+def test_every_other_window_has_a_hole_anywhere_and_of_any_length():
+    count, size = 2000, 60
+    ids = torch.arange(size + EXTRA).repeat(count, 1)
+    given, targets = cut(ids, 256, seed=3, step=4, numbers=range(count))
+    assert torch.equal(given[0::2], ids[0::2, :-1])
+    assert torch.equal(targets[0::2], ids[0::2, 1:])
+    lengths, begins = [], []
+    for row, learnt in zip(given[1::2].tolist(), targets[1::2].tolist(), strict=True):
+        whole = [*row, learnt[-1]]
+        before, hole, after = apart(whole)
+        assert [*before, *hole, *after] == [*range(size)]
+        wanted = [one if one < 256 and index > 2 else -1 for index, one in enumerate(whole)]
+        assert learnt == wanted[1:]
+        lengths.append(len(hole))
+        begins.append(len(before) / max(1, size - len(hole)))
+    # a length up to n has a share of ln(n + 1) / ln(61); four standard errors are 0.063
+    for most in (1, 7, 59):
+        share = sum(length <= most for length in lengths) / len(lengths)
+        assert abs(share - math.log(most + 1) / math.log(size + 1)) < 0.063
+    assert (min(lengths), max(lengths)) == (1, size)
+    assert abs(sum(begins) / len(begins) - 0.5) < 0.05
+
+
+def test_a_window_is_cut_alike_whoever_draws_it():
+    ids = torch.arange(30).repeat(8, 1)
+    whole = cut(ids, 256, seed=3, step=1, numbers=range(8))
+    for number in range(8):
+        part = cut(ids[:1], 256, seed=3, step=1, numbers=[number])
+        assert all(torch.equal(one[0], of[number]) for one, of in zip(part, whole, strict=True))
+    for other in ({"seed": 4, "step": 1}, {"seed": 3, "step": 2}):
+        assert not torch.equal(cut(ids, 256, **other, numbers=range(8))[0], whole[0])
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
+def test_twins_learn_text_alone(weights):
+    lm = made(weights=weights)
+    ids, targets = cut(torch.arange(68).view(4, 17), 256, seed=0, step=0, numbers=range(4))
+    assert int((targets < 0).sum()) == 2 * (EXTRA - 1)
+    with torch.no_grad():
+        logs = lm(ids).double().log_softmax(dim=-1)
+    wanted = -logs[targets >= 0].gather(1, targets[targets >= 0][:, None]).mean()
+    assert float(lm.loss(ids, targets).detach()) == pytest.approx(float(wanted), rel=1e-5)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_holes_of_a_benchmark_cost_what_float64_says(right):
+    lm, hole = made(), slice(4, 7)
+    ids = torch.randint(256, (3, 11), generator=torch.Generator().manual_seed(1))
+    reference = Reference({n: reference_weight(w) for n, w in lm.weights().items()}, lm.config)
+    rows = [
+        [SUFFIX, 0, 3, *(row[7:] if right else []), PREFIX, *row[:4], MIDDLE, *row[4:7]]
+        for row in ids.tolist()
+    ]
+    logs = reference(torch.tensor(rows)[:, :-1])[0].log_softmax(dim=-1)[:, -3:]
+    wanted = -logs.gather(2, ids[:, hole, None]).mean()
+    with torch.no_grad():
+        assert filled_loss(lm, ids, hole, right=right) == pytest.approx(float(wanted), rel=1e-4)
+
+
+def test_holes_are_filled_one_after_another():
+    lm, parts = made(ctx=24), [[1, 2, 3], [4, 5], [6]]
+    text, length = list(parts[0]), 2
+    for part in parts[1:]:
+        given = [SUFFIX, 0, length, *part, PREFIX, *text, MIDDLE]
+        for _ in range(length):
+            with torch.no_grad():
+                given.append(int(lm(torch.tensor([given]))[0, -1].argmax()))
+        text += [*given[-length:], *part]
+    greedy = Sampling(temperature=0)
+    assert fill_in_order(lm, parts, length, greedy, "torch") == text
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"ahead": AheadConfig(positions=2, width=8)}, "`ahead`, which knows no mark"),
+        ({"tied": True}, "`tied`, which knows no mark"),
+        ({"ctx": 7}, "`ctx` is 7"),
+        ({"vocabulary": 5, "ctx": 25}, "`ctx` is 25"),
+    ],
+)
+def test_what_takes_a_mark_for_a_byte_is_refused(change, why):
+    with pytest.raises(ArbError, match=why) as refusal:
+        replace(preset("tiny", objective="fill"), **change)
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(ArbError, match="`experts`, which knows no mark"):
+        preset("tiny", objective="fill", experts=3, moe_gate="hash")
+
+
+def test_a_step_has_windows_of_both_kinds(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(32, 112)) * 9)
+    config = new_config(
+        **SIZES, ctx=16, batch=2, accum=2, steps=3, objective="fill", device="cpu", backend="torch"
+    )
+    trainer = Trainer(config, open_texts((str(path),), (), seed=0, context=16))
+    given = torch.cat([trainer.fetch(micro, "cpu")[0] for micro in range(2)])
+    assert int((given == MIDDLE).sum()) == 2
+    losses = []
+    trainer.model.loss = lambda ids, targets: losses.append(targets) or torch.zeros(())
+    trainer.evaluate(num_batches=3)
+    assert [int((targets < 0).sum()) for targets in losses] == [EXTRA - 1] * 3
