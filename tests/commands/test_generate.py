@@ -124,7 +124,7 @@ def test_holes_are_filled_from_left_to_right_too(fill_run, arb_here):
     generate = partial(arb_here, "generate", fill_run, "--device", "cpu", "--temperature", "0")
     done = generate("--infill", "abc…fg…bcd", "--length", "2")
     assert done.stdout == "abcdefghabcd"
-    assert "4 hidden" in done.stderr
+    assert "4 symbols filled" in done.stderr
     assert generate("--prompt", "abcd", "--length", "4", "--bytes").stdout == "efgh"
     for words, why in (
         (
@@ -145,7 +145,7 @@ def test_holes_are_filled_from_both_sides(masked_run, arb_here):
     generate = partial(arb_here, "generate", masked_run, "--device", "cpu", "--temperature", "0")
     done = generate("--infill", "abc…fg…bcd", "--length", "2")
     assert done.stdout == "abcdefghabcd"
-    assert "4 hidden, filled in 4 steps" in done.stderr
+    assert "4 symbols filled in 4 steps" in done.stderr
     report = json.loads(generate("--infill", "abc…fgh", "--length", "2", "--json").stdout)
     told = {key: report[key] for key in ("text", "length", "steps", "temperature", "top_k")}
     assert told == {"text": "abcdefgh", "length": 2, "steps": 2, "temperature": 0, "top_k": 256}
