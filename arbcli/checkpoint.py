@@ -9,8 +9,9 @@ a safetensors file:
     data     the tensors, row-major, in order of name, with nothing between
 
 The last part of a tensor's name tells its dtype: `trits` is packed trits, uint8 with no byte above
-242; `source` and `target` are int32, little-endian, at whatever offset they come to lie; all others
-are int8: an `exponent` is within -96..31, a `fraction`, `score`, `strength` or `usage` not below 0.
+242; `source`, `target` and `hand` are int32, little-endian, at whatever offset they come to lie;
+all others are int8: an `exponent` is within -96..31, a `fraction`, `score`, `strength`, `usage`,
+`uses` or `lives` not below 0.
 
 `arb` is canonical JSON too: `format`, `step`, `config`, `counters`, `data`, `digests` (the SHA-256
 of each tensor) and `digest` (the SHA-256 of all that). Canonical is what Python's `json` writes
@@ -74,12 +75,12 @@ IN_HAND = 2**30
 THREADS = min(16, os.cpu_count() or 1)
 
 _CODES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32"}
-_DTYPES = {"trits": torch.uint8, "source": torch.int32, "target": torch.int32}
+_DTYPES = {"trits": torch.uint8, "source": torch.int32, "target": torch.int32, "hand": torch.int32}
 """By the last part of a name; any other is int8."""
 _RANGES = {
     "exponent": (LOWEST_EXPONENT, HIGHEST_EXPONENT),
     "fraction": (0, OCTAVE - 1),
-    **dict.fromkeys(("score", "strength", "usage"), (0, 127)),
+    **dict.fromkeys(("score", "strength", "usage", "uses", "lives"), (0, 127)),
 }
 """Least and most, by the last part of a name; any other may have all values of its dtype."""
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -55,8 +55,8 @@ def cut(
         numbers: of the windows, B of them.
 
     Returns:
-        The model's inputs and targets, (B, T) int64, contiguous: marks and lengths are no targets,
-        and have -1.
+        The model's inputs and targets, (B, T) int64, contiguous: marks and lengths have
+        -1, and count for nothing.
     """
     size, rows = ids.shape[1] - EXTRA, []
     for row, number in zip(ids, numbers, strict=True):

@@ -19,6 +19,7 @@ from typing import Any
 FOLDER = Path(__file__).parents[1] / "docs" / "results"
 KEYS = {
     "quality": ("preset", "options", "seed"),
+    "codes": ("shape", "kind", "seed", "steps"),
     "code": ("preset", "options", "seed"),
     "code_base": ("preset", "options", "seed", "steps"),
     "training_step": ("preset", "kind"),
@@ -49,6 +50,7 @@ KEYS = {
     "search": ("text", "ctx", "kind", "digits", "seconds", "seed"),
     "step_kernels": ("model",),
     "step_budget": ("model",),
+    "commands": ("command", "again"),
     "stage_rates": ("model", "stage", "factor", "seed", "steps"),
 }
 """Fields that name a row, by file."""

@@ -956,6 +956,18 @@ def steps_by_size(runs: Runs) -> str:
     return _measured(["kind", "weights", *ways], lines, runs)
 
 
+def commands(runs: Runs) -> str:
+    """Write the seconds of the README's commands, with empty caches and again."""
+    lines = []
+    for row in rows_of(runs, again=False):
+        again = row_of(runs, command=row["command"], again=True)
+        loss = "" if row["val_loss"] is None else f"{row['val_loss']:.4f}"
+        seconds = [f"{each['seconds']:.1f}" if each else "" for each in (row, again)]
+        lines.append([f"`{row['command']}`", *seconds, loss])
+    head = ["command", "seconds, with empty caches", "again", "held-out loss"]
+    return _measured(head, lines, runs)
+
+
 def short_table(runs: Runs) -> list[str]:
     """Write the rows of any file as lines, leaving out what is long."""
     lines = []
@@ -1012,6 +1024,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "many-gpus-bits": ("many_gpus", bits_of_many),
     "many-gpus-speed": ("many_gpus", speed_of_many),
     "many-gpus-quality": ("many_gpus", quality_of_many),
+    "commands": ("commands", commands),
     "hnet-quality": ("hnet_quality", chunked_quality),
 }
 """By the name that a document uses: whose results, and what writes the table."""

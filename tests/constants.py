@@ -1,5 +1,8 @@
 """Every number and name that the package outside of its kernels has written down, in one list.
 
+And what goes nowhere: parameters that no caller in the package gives, and those that a function
+does not read. Where a value is not handed on any more, one of these is new.
+
 `python tests/constants.py` writes the list to `constants.txt`; `test_constants.py` compares. What
 differs from it was changed on purpose, and then it is read here once more; or it was not.
 """
@@ -15,6 +18,7 @@ from arbcli.config.presets import PRESETS
 PACKAGE = Path(arbcli.__file__).parent
 WRITTEN = Path(__file__).with_name("constants.txt")
 BOUNDS = ("min", "max", "least", "most")
+MOST_ARGUMENTS = 99
 LONGEST = 60
 """Letters of a string: what is longer is said to people."""
 PARTS = (
@@ -32,7 +36,7 @@ def constants() -> str:
             tree = ast.parse(path.read_text(encoding="utf-8"))
             lines += [f"{place}: {line}" for line in _found(tree.body, "")]
     lines += [f"{name}: {dataclasses.asdict(shape)}" for name, shape in PRESETS.items()]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_leading_nowhere()]) + "\n"
 
 
 def _found(body: list[ast.stmt], owner: str) -> Iterator[str]:
@@ -60,6 +64,73 @@ def _defaults(function: ast.FunctionDef, owner: str) -> Iterator[str]:
         bounds = _bounds(argument)
         if value is not None and (_is_constant(value) or bounds):
             yield f"{owner}{function.name}({argument.arg}={ast.unparse(value)}{bounds})"
+
+
+class _Given:
+    """What callers give to the functions of a name: keywords, and arguments by place."""
+
+    def __init__(self) -> None:
+        self.keywords: set[str | None] = set()
+        self.places = 0
+
+    def add(self, arguments: list[ast.expr], keywords: list[ast.keyword]) -> None:
+        self.keywords |= {each.arg for each in keywords}  # None is any of them
+        spread = any(isinstance(each, ast.Starred) for each in arguments)
+        self.places = max(self.places, MOST_ARGUMENTS if spread else len(arguments))
+
+    def has(self, parameter: str, place: int) -> bool:
+        return bool({parameter, None} & self.keywords) or self.places > place
+
+
+def _leading_nowhere() -> Iterator[str]:
+    trees = {
+        path.relative_to(PACKAGE).with_suffix("").as_posix(): ast.parse(path.read_text("utf-8"))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+    given: dict[str, _Given] = {}
+    calls = [node for tree in trees.values() for node in ast.walk(tree)]
+    for call in (node for node in calls if isinstance(node, ast.Call)):
+        name, arguments = _name_of(call.func), call.args
+        if name == "partial" and arguments:
+            name, arguments = _name_of(arguments[0]), arguments[1:]
+        given.setdefault(name, _Given()).add(arguments, call.keywords)
+    for place, tree in trees.items():
+        for owner, function in _functions(tree.body, ""):
+            name = owner if function.name == "__init__" else function.name
+            about = function.args
+            static = any("staticmethod" in ast.unparse(d) for d in function.decorator_list)
+            ordered = [*about.posonlyargs, *about.args][bool(owner) and not static :]
+            optional = [*enumerate(ordered)][len(ordered) - len(about.defaults) :]
+            pairs = zip(about.kwonlyargs, about.kw_defaults, strict=True)
+            optional += [(MOST_ARGUMENTS, each) for each, default in pairs if default is not None]
+            where = f"{place}: {f'{owner}.' * bool(owner)}{function.name}"
+            if name in given:
+                for number, each in optional:
+                    if not given[name].has(each.arg, number):
+                        yield f"{where}({each.arg}) is given by no caller"
+            read = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+            if not place.startswith("kernels/") and _computes(function):
+                for each in (*ordered, *about.kwonlyargs):
+                    if each.arg not in read and not each.arg.startswith("_"):
+                        yield f"{where}({each.arg}) is not read"
+
+
+def _functions(body: list[ast.stmt], owner: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from _functions(node.body, node.name)
+        elif isinstance(node, ast.FunctionDef):
+            yield owner, node
+
+
+def _computes(function: ast.FunctionDef) -> bool:
+    """Tell whether a function is more than a default of a class: a constant, nothing, an error."""
+    return any(isinstance(node, ast.Call | ast.Name) for s in function.body for node in ast.walk(s)
+               if not isinstance(s, ast.Raise))  # fmt: skip
+
+
+def _name_of(function: ast.expr) -> str:
+    return getattr(function, "id", getattr(function, "attr", ""))
 
 
 def _bounds(value: ast.AST) -> str:

@@ -1,5 +1,6 @@
 """Float64 references of the models of the tests."""
 
+import torch
 from torch import Tensor
 
 from arbcli.model.language_model import LanguageModel
@@ -18,3 +19,28 @@ def reference_logits(
         weights = {next(n for n in (k, f"{k}.weight") if n in names): w for k, w in weights.items()}
     buffers = dict(lm.named_buffers())
     return reference_model(weights, lm.config, ids, memories=buffers, **options)[0]
+
+
+def decoded(model: LanguageModel) -> dict[str, Tensor]:
+    """Decode all weights as float64 matrices, by their names."""
+    return {name: part.weight(torch.float32).double() for name, part in model.weights().items()}
+
+
+def dense_gradients(model: LanguageModel) -> dict[str, Tensor]:
+    """Take what a backward hands on, as float64 matrices by the names of the weights."""
+    names = {id(part): name for name, part in model.weights().items()}
+    found = {
+        name: torch.zeros(part.out_features, part.in_features, dtype=torch.float64)
+        for name, part in model.weights().items()
+    }
+
+    def take(tensor, grad, where=None):
+        dense = found[names[id(tensor)]]
+        if where is None:
+            dense += grad
+        else:
+            dense[tensor.rows_of(where)] += grad.flatten(0, 1)
+
+    for part in model.weights().values():
+        part.sink = take
+    return found

@@ -86,7 +86,7 @@ def test_rules_are_what_they_were():
 
 
 def test_weights_of_the_losses_are_what_they_were():
-    weights = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0}
+    weights = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0, "commitment": 0.25}
     assert weights == language_model.LOSS_WEIGHTS
 
 

@@ -20,7 +20,6 @@ from arbcli.device import (
     deterministic,
     emulates_nvfp4,
     explained_out_of_memory,
-    free_bytes,
     multiplies_bf16,
     peak_bytes,
     peak_operations,
@@ -236,13 +235,6 @@ def test_gpu_of_apple_computes_in_float32_by_torch():
     for name in ("native", "triton"):
         with pytest.raises(ArbError, match="this run is on `mps`"):
             check_backend(name, mps)
-
-
-def test_memory_of_a_gpu_of_apple_is_what_its_driver_tells(monkeypatch):
-    monkeypatch.setattr("torch.mps.driver_allocated_memory", lambda: 7)
-    monkeypatch.setattr("torch.mps.recommended_max_memory", lambda: 100)
-    assert peak_bytes(torch.device("mps")) == 7
-    assert free_bytes(torch.device("mps")) == 93
 
 
 def test_backend_that_there_is_not_is_refused():

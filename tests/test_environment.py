@@ -1,14 +1,20 @@
-"""What is set before torch loads never makes a float twin slower, nor overrides the user."""
+"""What is set before torch loads, where processes stay, and how signals end the program."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from unittest import mock
 
 import pytest
 
-from arbcli import environment
+from arbcli import __main__, cli, environment, sockets
 from arbcli.environment import set_environment, trains_twin
+from arbcli.errors import ArbError
+from arbcli.signals import HANGUP, STOPPING, Interrupted, RaisedSignal, RememberedSignal, exit_code
 
 LINES = {
     "train --ctx 64": False, "train --weights ternary": False, "train --weights float": True,
@@ -77,3 +83,198 @@ def test_program_sets_it_by_its_command_line(weights, spins):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1] in spins
+
+
+GPUS = ("0000:18:00.0", "0000:3a:00.0", "0000:9b:00.0")
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Two sockets of two processors, three GPUs, and an affinity that nobody feels."""
+    for cpu, number in enumerate((0, 0, 1, 1)):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{number}\n")
+    for address, near in zip(GPUS, ("0-1", "0,1", "2-3"), strict=True):
+        (tmp_path / "proc/driver/nvidia/gpus" / address).mkdir(parents=True)
+        folder = tmp_path / "sys/bus/pci/devices" / address
+        folder.mkdir(parents=True)
+        (folder / "local_cpulist").write_text(f"{near}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cpus: pinned.update({thread: cpus}))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    pinned: dict[int, set[int]] = {}
+    return tmp_path, pinned
+
+
+@pytest.mark.parametrize(("process", "number"), [(0, 0), (1, 1), (2, 0)])
+def test_processes_take_sockets_in_turn(process, number, machine):
+    root, pinned = machine
+    cpus = {2 * number, 2 * number + 1}
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)
+    other.start()
+    assert sockets.pin_to_socket(process, on_cpu=True, root=root) == (number, cpus)
+    stop.set()
+    assert {os.getpid(), other.native_id} <= pinned.keys()
+    assert all(found == cpus for found in pinned.values())
+
+
+@pytest.mark.parametrize(
+    ("process", "visible", "number"),
+    [(0, "", 0), (1, "", 0), (2, "", 1), (0, "2", 1), (1, "GPU-12,GPU-34", 1), (7, "", 1)],
+)
+def test_process_takes_the_socket_of_its_gpu(process, visible, number, machine, monkeypatch):
+    root, _ = machine
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert sockets.pin_to_socket(process, on_cpu=False, root=root)[0] == number
+
+
+def test_one_socket_is_refused(machine, monkeypatch):
+    root, pinned = machine
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with pytest.raises(ArbError, match="one socket"):
+        sockets.pin_to_socket(0, on_cpu=True, root=root)
+    assert not pinned
+
+
+def test_system_that_pins_nothing_is_refused(monkeypatch):
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+    with pytest.raises(ArbError, match="pins no threads"):
+        sockets.pin_to_socket(0, on_cpu=True)
+
+
+def unheard(number: int, _frame: object) -> None:
+    pytest.fail(f"nobody listened to {signal.Signals(number).name}")
+
+
+@pytest.fixture
+def set_before() -> Iterator[Callable]:
+    """Set what a signal does before anyone listens; the tests may run where some are ignored."""
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    for number in STOPPING:
+        signal.signal(number, unheard)
+    yield signal.signal
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGHUP", 129), ("SIGINT", 130), ("SIGTERM", 143)])
+def test_exit_code_is_that_of_the_signal(name, code):
+    assert exit_code(name) == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_second_signal_finds_what_was_there_before(number, set_before):
+    came = []
+    set_before(number, lambda *_: came.append("second"))
+    with RememberedSignal() as remembered:
+        signal.raise_signal(number)
+        assert remembered.received == number
+        assert came == []
+        signal.raise_signal(number)
+        assert came == ["second"]
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_signal_is_raised_by_its_name(number, set_before):
+    with pytest.raises(Interrupted) as caught, RaisedSignal():
+        signal.raise_signal(number)
+    assert caught.value.name == signal.Signals(number).name
+    assert not isinstance(caught.value, Exception)
+    assert [signal.getsignal(each) for each in STOPPING] == [unheard] * len(STOPPING)
+
+
+@pytest.mark.parametrize("listener", [RememberedSignal, RaisedSignal])
+def test_hangup_that_is_ignored_is_not_listened_to(listener, set_before):
+    """As `nohup` has it; the others are listened to all the same."""
+    set_before(HANGUP, signal.SIG_IGN)
+    with listener():
+        assert signal.getsignal(HANGUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, unheard)
+        for _ in range(2):
+            signal.raise_signal(HANGUP)
+    assert signal.getsignal(HANGUP) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == unheard
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_other_signals_are_listened_to_though_they_were_ignored(number, set_before):
+    """A shell ignores the SIGINT of what it runs in the background, which `kill` may send."""
+    set_before(number, signal.SIG_IGN)
+    with RememberedSignal() as remembered:
+        signal.raise_signal(number)
+    assert remembered.received == number
+    assert signal.getsignal(number) == signal.SIG_IGN
+
+
+def test_hangup_that_is_ignored_stays_so_after_another_signal(set_before):
+    set_before(HANGUP, signal.SIG_IGN)
+    with RememberedSignal() as remembered:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(HANGUP)
+        assert signal.getsignal(HANGUP) == signal.SIG_IGN
+    assert remembered.received == signal.SIGTERM
+    assert signal.getsignal(HANGUP) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize("before", [unheard, signal.SIG_DFL])
+def test_hangup_that_comes_twice_has_no_effect_of_its_own(before, set_before):
+    """A terminal that is closed sends more than one."""
+    set_before(HANGUP, before)
+    with RememberedSignal() as remembered:
+        signal.raise_signal(HANGUP)
+        assert signal.getsignal(HANGUP) == signal.SIG_IGN
+        signal.raise_signal(HANGUP)
+    assert remembered.received == HANGUP
+    assert signal.getsignal(HANGUP) == before
+
+
+@pytest.mark.parametrize("ignored", STOPPING)
+def test_program_listens_from_its_start_to_what_is_not_ignored(ignored, set_before, monkeypatch):
+    """As `nohup` ignores a SIGHUP, and a shell the SIGINT of what it runs in the background."""
+    seen = {}
+    found = lambda: seen.update({n: signal.getsignal(n) for n in STOPPING})  # noqa: E731
+    monkeypatch.setattr(cli, "main", found)
+    set_before(ignored, signal.SIG_IGN)
+    __main__.main()
+    assert seen == {n: signal.SIG_IGN if n == ignored else __main__._stop for n in STOPPING}
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_program_that_is_still_loaded_is_ended_with_a_line(number, monkeypatch, capfd):
+    ended = mock.Mock(side_effect=SystemExit)  # as it does not return
+    monkeypatch.setattr(os, "_exit", ended)
+    with pytest.raises(SystemExit):
+        __main__._stop(number, None)
+    assert ended.call_args.args == (3,)
+    name = signal.Signals(number).name
+    assert capfd.readouterr() == ("", f"error: stopped by {name}, with nothing saved\n")
+
+
+LOADING = """
+import importlib.abc, os, signal, sys
+class Stop(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {name!r}:
+            signal.raise_signal({number})
+sys.meta_path.insert(0, Stop())
+sys.argv = ["arb", "count-params"]
+import runpy
+runpy.run_module("arbcli", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(signal.SIGINT, "arbcli.cli"), (signal.SIGTERM, "typer"), (signal.SIGINT, "torch")],
+)
+def test_signal_while_the_program_is_loaded_ends_it_in_a_line(number, name):
+    code = LOADING.format(name=name, number=int(number))
+    command = [sys.executable, "-c", code]
+    # as from a terminal, though the tests may run where a signal is ignored
+    heard = partial(signal.signal, number, signal.SIG_DFL)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=heard)
+    assert done.returncode == 3
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: stopped by {signal.Signals(number).name}")

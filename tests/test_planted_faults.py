@@ -169,6 +169,8 @@ FAULTS = [
         rewrite("_load_largest(a, b) - 6", "_load_largest(a, b) - 7")),
     kernel("layout", "both rows of a thread by the first one's scale", "digits_matmul",
         rewrite("a >> (16 * b)", "a >> (0 * b)")),
+    kernel("tie", "of codes at one distance the last taken", "nearest_codes",
+        rewrite("tl.where(m > b, f + a, p)", "tl.where(m >= b, f + a, p)")),
     kernel("missing term", "rows of zeros counted like others", "unit_rows",
         rewrite("tl.rsqrt(s * h)", "tl.rsqrt(s)")),
     kernel("stride", "column stride ignored", "pack_trits", ignore_stride(1), place=launched),
@@ -646,6 +648,10 @@ FAULTS = [
     module("normaliser", "hidden bytes of all windows count alike", "model.language_model",
         rewrite("h * (t / h.sum(dim=1, keepdim=True))", "h * (h.numel() / h.sum())"),
         "masked: end to end"),
+    # the vector quantiser
+    module("missing term", "half of a gradient goes through a quantiser", "model.parts.quantiser",
+        rewrite("rows + (z - z.detach())", "rows + 0.5 * (z - z.detach())"),
+        "nearest: whole gradient"),
     # the model that fills holes from left to right
     module("normaliser", "bytes of windows without marks count for less", "model.language_model",
         rewrite("total / l.sum().clamp(min=1)", "total / l.numel()"), "fill: end to end"),
@@ -751,7 +757,7 @@ MODELS: dict[str, Callable[[str], list]] = {
     "hnet:": partial(of_model, "hnet"), "mamba:": partial(of_model, "hnet mamba"),
     "mixed:": partial(of_model, "mixed"), "grouped:": partial(of_model, "grouped"),
     "ahead:": partial(of_model, "ahead"), "masked:": partial(of_model, "masked"),
-    "fill:": partial(of_model, "fill"),
+    "fill:": partial(of_model, "fill"), "nearest:": partial(of_model, "graph nearest"),
     "update": of_update, "rotary": lambda _: list(parity._rotary(CPU)),
 }  # fmt: skip
 """Checks of models by the first word of their name."""

@@ -217,34 +217,27 @@ def test_probe_measures_a_model_of_tokens(text_file, tokenizer_file, arb_here):
     assert report["acausal_logits"] == 0
 
 
-def test_model_of_tokens_without_a_tokenizer_is_refused(text_file, tmp_path, arb_here):
-    path = tmp_path / "model.toml"
-    path.write_text(
-        "[model]\nctx = 12\nvocabulary = 300\n[model.block.a]\nmixer = { kind = 'attention',"
-        " heads = 2 }\n[[model.stage]]\ndim = 16\nblocks = 'a'\n"
-    )
-    done = arb_here("train", "--model", str(path), "--data", str(text_file), "--no-save")
-    assert done.returncode == 2
-    assert "--tokenizer" in done.stderr
+MODEL = (
+    "[model]\nctx = 12\nvocabulary = {}\n[model.block.a]\nmixer = {{ kind = 'attention',"
+    " heads = 2 }}\n[[model.stage]]\ndim = 16\nblocks = 'a'\n"
+)
 
 
-def test_model_with_fewer_symbols_than_tokens_is_refused(
-    text_file, tokenizer_file, tmp_path, arb_here
+@pytest.mark.parametrize(
+    ("vocabulary", "with_tokenizer", "words", "said"),
+    [
+        (300, False, [], "--tokenizer"),
+        (200, True, [], "has tokens up to {last:,}, and the model 200 symbols"),
+        (None, True, [*SMALL, "--ctx", "200"], "201 tokens or more"),
+    ],
+)
+def test_model_text_and_tokenizer_that_do_not_fit_are_refused(
+    vocabulary, with_tokenizer, words, said, text_file, tokenizer_file, tmp_path, arb_here
 ):
-    path = tmp_path / "model.toml"
-    path.write_text(
-        "[model]\nctx = 12\nvocabulary = 200\n[model.block.a]\nmixer = { kind = 'attention',"
-        " heads = 2 }\n[[model.stage]]\ndim = 16\nblocks = 'a'\n"
-    )
-    about = ["--data", str(text_file), "--tokenizer", str(tokenizer_file), "--no-save"]
-    done = arb_here("train", "--model", str(path), *about)
+    if vocabulary:
+        (tmp_path / "model.toml").write_text(MODEL.format(vocabulary))
+        words = ["--model", str(tmp_path / "model.toml")]
+    words = [*words, *["--tokenizer", str(tokenizer_file)] * with_tokenizer]
+    done = arb_here("train", "--data", str(text_file), "--no-save", *words)
     assert done.returncode == 2
-    size = Tokenizer.read(str(tokenizer_file)).size
-    assert f"has tokens up to {size - 1:,}, and the model 200 symbols" in done.stderr
-
-
-def test_context_longer_than_the_tokens_is_refused(text_file, tokenizer_file, arb_here):
-    about = ["--data", str(text_file), "--tokenizer", str(tokenizer_file), "--no-save"]
-    done = arb_here("train", *about, *SMALL, "--ctx", "200")
-    assert done.returncode == 2
-    assert "201 tokens or more" in done.stderr
+    assert said.format(last=Tokenizer.read(str(tokenizer_file)).size - 1) in done.stderr

@@ -518,6 +518,20 @@ class ModelConfig:
         """Count the chunks that a stage may make of a window that is `length` positions long."""
         return min(length, self.slots[stage + 1])
 
+    @property
+    def reach(self) -> int | None:
+        """Positions before its own that the result at a position depends on; None is any number."""
+        main = self.main
+        if self.outer or self.beside or self.reads_text or main.memories or main.router:
+            return None
+        total, site = 0, self.site()
+        for part in (part for block in main.blocks for part in block.parts):
+            reach = part.reach(site)
+            if reach is None:
+                return None
+            total += reach
+        return total
+
     def site(self, stage: int = 0, depth: int | None = None) -> Site:
         """Describe where parts of a stage stand.
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 from arbcli.config.checks import check_choice
 from arbcli.config.model import MOST_BLOCKS, ModelConfig
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
+from arbcli.config.parts.memories import BOOKS
 from arbcli.config.settings import plain_type
 from arbcli.config.short_forms import FAMILIES, STORAGE, arguments, assemble
 from arbcli.errors import ArbError
@@ -236,7 +237,9 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     raise TypeError(f"no kind of model has the fields {', '.join(values)}")
 
 
-UNIONS = {"mixer": MIXERS, "channel": CHANNELS, "beside": BESIDE}
+UNIONS = {
+    "mixer": MIXERS, "channel": CHANNELS, "beside": BESIDE, "codebook": BOOKS, "knowledge": BOOKS,
+}  # fmt: skip
 """Fields whose values say by their `kind` which configuration they are."""
 
 
@@ -294,7 +297,8 @@ def _value(kind: Any, value: Any, union: dict[str, type[PartConfig]] | None, whe
     if value is None or (value == NONE and NoneType in get_args(kind)):
         return None
     if union is not None and not isinstance(value, list | tuple):
-        name = value.get("kind") if isinstance(value, dict) else None
+        usual = "codebook" if union is BOOKS else None  # files of before say nothing
+        name = value.get("kind", usual) if isinstance(value, dict) else None
         if not isinstance(name, str) or name not in union:
             known = ", ".join(f"`{one}`" for one in union)
             raise TypeError(f"`{where}` is of the kind `{shown(name)}`, which is none of: {known}")

@@ -37,7 +37,14 @@ from arbcli.config.parts import (
 )
 from arbcli.config.parts.chunking import BOUNDARIES, ChunkingConfig
 from arbcli.config.parts.experts import GATES
-from arbcli.config.parts.memories import CodebookConfig, IteratedConfig, MemoriesConfig
+from arbcli.config.parts.memories import (
+    CODE_SEARCHES,
+    BookConfig,
+    CodebookConfig,
+    IteratedConfig,
+    MemoriesConfig,
+    QuantiserConfig,
+)
 from arbcli.config.settings import GRAPH, HNET, PRESETS_OWN, Setting, plain_type, settings_of
 from arbcli.errors import ArbError
 
@@ -329,6 +336,15 @@ def graph(
     moe_clamp: Clamp = False,
     attention: bool = True,
     sequencer: Annotated[bool, _switch("N-grams added to the embedding.")] = True,
+    code_search: Annotated[
+        str,
+        Setting(
+            "How rows of codebooks are found: keys, several by product keys; nearest, the nearest"
+            " code of a vector quantiser.",
+            GRAPH,
+            choices=CODE_SEARCHES,
+        ),
+    ] = CODE_SEARCHES[0],
     codebook: Annotated[bool, _switch("The shared codebook, which the graph needs.")] = True,
     knowledge_codebook: Annotated[bool, _switch("The knowledge codebook.", "knowledge")] = True,
     moe: Annotated[bool, _switch("The iterated experts.")] = True,
@@ -342,8 +358,11 @@ def graph(
     **storage: Any,
 ) -> ModelConfig:
     """Assemble blocks of latent attention around codebooks and iterated experts."""
+    check_choice("code_search", code_search, CODE_SEARCHES)
 
-    def book(halves: tuple[int, int], width: int, heads: int) -> CodebookConfig:
+    def book(halves: tuple[int, int], width: int, heads: int) -> BookConfig:
+        if code_search == CODE_SEARCHES[1]:
+            return QuantiserConfig(codes=halves[0] * halves[1], width=width)
         return CodebookConfig(
             halves=halves, width=width, heads=heads, key_width=key_dim, top_k=top_k
         )

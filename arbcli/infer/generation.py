@@ -30,6 +30,7 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.model.cache import Cache
 from arbcli.model.language_model import LanguageModel, Phase
 
 WARM_UP_STEPS = 3
@@ -97,6 +98,7 @@ class Decoder:
         stream: which of the random streams of the seed.
         ahead: bytes that a step makes at most: a head of the model proposes all but the first, and
             the model checks them. It changes no bit of the text.
+        prompt: bytes that are read first, at least: a long one takes less memory if it is known.
 
     Raises:
         ArbError: bytes are to be proposed, and the model has no head for it or cannot check them.
@@ -114,6 +116,7 @@ class Decoder:
         capture: bool | None = None,
         stream: int = 0,
         ahead: int = 1,
+        prompt: int = 1,
     ) -> None:
         if positions > LONGEST_TEXT:
             raise ArbError(
@@ -121,7 +124,11 @@ class Decoder:
                 hint=f"use `--length` for {LONGEST_TEXT:,} together at most",
             )
         self.model, self.sampling = model, sampling or Sampling()
-        self.cache = model.new_cache(positions)
+        reach = model.config.reach
+        # as many as are counted whatever the window, or fewer
+        first = 0 if reach is None else max(0, prompt - 1 - reach - 2 * model.config.ctx)
+        self.cache = model.new_cache(positions, first)
+        self._prompt = prompt
         device = self.device = self.cache.position.device
         self.backend = backend or default_backend(device)
         self.length = 0
@@ -168,10 +175,12 @@ class Decoder:
 
         Raises:
             ArbError: there is none.
-            ValueError: the text cannot have so many.
+            ValueError: the text cannot have so many, or a longer prompt was expected.
         """
         if not prompt:
             raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
+        if not self.length and len(prompt) < self._prompt:
+            raise ValueError(f"a prompt of {self._prompt} bytes was expected, got {len(prompt)}")
         if self.length + len(prompt) > len(self._text):
             raise ValueError(f"no room for {len(prompt)} bytes after {self.length}")
         marked = self.model.config.symbols > VOCABULARY  # of marks the text has the low bits
@@ -180,10 +189,7 @@ class Decoder:
         if self.length:
             ids = torch.cat([self._byte[0].to(ids.dtype), ids])
         with use_backend(self.backend):
-            for start in range(0, len(ids) - 1, self.cache.window):
-                stop = min(start + self.cache.window, len(ids) - 1)
-                self.model(ids[None, start:stop].long(), self.cache)
-                progress(stop, len(ids) - 1)
+            read_symbols(self.model, ids[:-1], self.cache, progress)
         self._byte.copy_(ids[-1])  # the next step reads it
         self.length += len(prompt)
 
@@ -347,6 +353,33 @@ class Decoder:
         return copied_to_host(self._text[begin : self.length])
 
 
+def read_symbols(
+    model: LanguageModel,
+    ids: Tensor,
+    cache: Cache,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> None:
+    """Let a model read symbols, in chunks of the window.
+
+    Symbols that nothing after the last one depends on are counted only. The others are in the
+    chunks that they would be in otherwise, so no bit of what follows is another.
+
+    Args:
+        model: that reads.
+        ids: (N,) integers.
+        cache: of a text, to which they are added.
+        progress: is told after each chunk how many were read, and of how many.
+    """
+    skipped, reach, window = 0, model.config.reach, cache.window
+    if reach is not None and not cache.is_marked:
+        skipped = max(0, (len(ids) - window - reach) // window * window)
+        cache.main.clock.count(skipped)
+    for start in range(skipped, len(ids), window):
+        stop = min(start + window, len(ids))
+        model(ids[None, start:stop].long(), cache)
+        progress(stop, len(ids))
+
+
 def symbols_on(device: torch.device, symbols: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Copy bytes, where the dtype is uint8, or tokens, in int32, to a device: (N,)."""
     if dtype == torch.uint8:
@@ -420,7 +453,9 @@ def generate(
         symbols = symbols_of(model, prompt)
         with model.keeping(kv):
             room_for = len(symbols) + length
-            decoder = Decoder(model, room_for, sampling, backend=backend, ahead=ahead)
+            decoder = Decoder(
+                model, room_for, sampling, backend=backend, ahead=ahead, prompt=len(symbols)
+            )
         decoder.read(symbols)
         yield from bytes_of(model, symbols, _until(decoder.stream(length), ends))
 
@@ -507,7 +542,9 @@ def continue_text(
         symbols = symbols_of(model, prompt)
         with model.keeping(kv):
             room_for = len(symbols) + length
-            decoder = Decoder(model, room_for, sampling, backend=backend, ahead=ahead)
+            decoder = Decoder(
+                model, room_for, sampling, backend=backend, ahead=ahead, prompt=len(symbols)
+            )
             kept_in = model.kept_in
         decoder.read(symbols, on_prompt)
         if decoder.device.type == "cuda":

@@ -29,6 +29,7 @@ from arbcli.infer.generation import (
     WARM_UP_STEPS,
     Sampling,
     copied_to_host,
+    read_symbols,
     symbols_on,
 )
 from arbcli.infer.tokens import bytes_of, symbols_of
@@ -159,9 +160,7 @@ class SeveralDecoder:
         self._top_k[place] = how.top_k
         cache.reset()
         with use_backend(self.backend):
-            for start in range(0, len(ids) - 1, cache.window):
-                stop = min(start + cache.window, len(ids) - 1)
-                self.model(ids[None, start:stop].long(), cache)
+            read_symbols(self.model, ids[:-1], cache)
         self._byte[place] = ids[-1]
         self.cache.going_on[place] = 1
 

@@ -97,6 +97,7 @@ class Cache(_Markable):
         positions: bytes that the text can have.
         texts: B, how many have steps that are computed together; None is one text by itself.
         device: where it is; None is the model's.
+        first: position before which none is read: those before it are counted only.
     """
 
     def __init__(
@@ -106,10 +107,11 @@ class Cache(_Markable):
         *,
         texts: int | None = None,
         device: torch.device | None = None,
+        first: int = 0,
     ) -> None:
         device, slots = device or model.device, model.config.slots
         self.positions = positions
-        kept = KeptTexts(positions, model.compute_dtype, device, texts, model.kept)
+        kept = KeptTexts(positions, model.compute_dtype, device, texts, model.kept, first)
         self.stages = [
             stage.new_state(ctx, kept) for stage, ctx in zip(model.stages, slots, strict=False)
         ]

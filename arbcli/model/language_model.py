@@ -36,14 +36,17 @@ from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.codebook import Codebook
 from arbcli.model.parts.mlp import MLP
 from arbcli.model.parts.moe_graph import MoEGraph
+from arbcli.model.parts.quantiser import Quantiser
 from arbcli.model.parts.router import Router
-from arbcli.model.registry import BESIDE
+from arbcli.model.registry import BESIDE, build_book
 from arbcli.model.stack import Stack
 from arbcli.model.stage import Chunked, Stage, pass_one
 from arbcli.model.state import Track
 from arbcli.model.step_memory import StepMemory
 
-LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0}
+LOSS_WEIGHTS = {
+    "ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0, "commitment": 0.25,
+}  # fmt: skip
 """Weight of each part of the loss, that of the text being 1.
 
 The source of `ratio` has 0.03. With ten times that chunks keep to the length that was asked for.
@@ -75,8 +78,8 @@ class LanguageModel(nn.Module):
             blocks' inputs are kept for it.
     """
 
-    codebook: Codebook | None
-    knowledge: Codebook | None
+    codebook: Codebook | Quantiser | None
+    knowledge: Codebook | Quantiser | None
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class LanguageModel(nn.Module):
         self.blocks = Stack(main.blocks, site, *stream, grouped=grouped)
         books = memories.codebooks if memories else {}
         for name in ("codebook", "knowledge"):
-            setattr(self, name, Codebook(books[name], site, name) if name in books else None)
+            setattr(self, name, build_book(books[name], site, name) if name in books else None)
         self.moe_graph = None
         if memories and memories.iterated:
             width = memories.codebook.width if memories.codebook else None
@@ -176,7 +179,8 @@ class LanguageModel(nn.Module):
             Float32 scalars by name: `text`, the cross-entropy in nats a symbol, or the bound of a
             masked model; `ponder`, see
             `Iterated.ponder_cost`; `ratio`, the sum over the stages that learn where chunks begin;
-            `indexer`, the mean over the blocks with an indexer; `next_2` and so on, see `Ahead`;
+            `indexer`, the mean over the blocks with an indexer; `commitment`, over quantisers, see
+            `Found.cost`; `next_2` and so on, see `Ahead`;
             `teacher`, the mean divergence from the teacher's predictions, in nats a symbol.
         """
         seen: list[Chunked] = []
@@ -189,7 +193,7 @@ class LanguageModel(nn.Module):
         elif self.config.fills:
             of_text = self._learnt_loss
         losses = {"text": of_text(flow, targets)}
-        for name in ("ponder", "indexer"):
+        for name in ("ponder", "indexer", "commitment"):
             if found := flow.losses.get(name):
                 losses[name] = cast(Tensor, sum(found)) / len(found) if len(found) > 1 else found[0]
         ratios = [stage.ratio for stage in seen if stage.ratio is not None]
@@ -355,13 +359,15 @@ class LanguageModel(nn.Module):
         taps += [each.y for each in found]
         for each in found:
             x = x + each.y
+        costs = [each.cost for each in found if each.cost is not None]
+        losses = {"commitment": costs} if costs else {}
         if self.moe_graph is None:
-            return x, {}
+            return x, losses
         first = found[0] if self.codebook else None
         iterated = self.moe_graph(x, self.codebook, first, reading)
         # a cost of what nobody asks for would be computed in vain
         ponder = {"ponder": [iterated.ponder_cost()]} if torch.is_grad_enabled() else {}
-        return iterated.x, ponder
+        return iterated.x, losses | ponder
 
     def _remember_each(
         self, x: Tensor, taps: list[Tensor], reading: Reading
@@ -526,14 +532,16 @@ class LanguageModel(nn.Module):
         plain = all(stage.dim % 8 == 0 and stage.adds_plainly for stage in stages)
         return fits and plain and self.plain_norms and self.fits_bytes
 
-    def new_cache(self, positions: int) -> Cache:
+    def new_cache(self, positions: int, first: int = 0) -> Cache:
         """Make a cache for a text of at most `positions` bytes; no gradient passes through it.
+
+        Those before `first` will be counted and not read.
 
         Raises:
             ArbError: the model makes no text from left to right.
         """
         self._check_causal()
-        return Cache(self, positions)
+        return Cache(self, positions, first=first)
 
     def new_several_cache(
         self, texts: int, positions: int, device: torch.device | None = None

@@ -13,15 +13,18 @@ from arbcli.config.parts import (
     PartConfig,
     SequencerConfig,
 )
+from arbcli.config.parts.memories import BookConfig, CodebookConfig
 from arbcli.config.site import Site
 from arbcli.model.parts.attention import Attention
 from arbcli.model.parts.base import Part
+from arbcli.model.parts.codebook import Codebook
 from arbcli.model.parts.compressed_attention import CompressedAttention
 from arbcli.model.parts.experts import Experts
 from arbcli.model.parts.latent_attention import LatentAttention
 from arbcli.model.parts.mamba import Mamba
 from arbcli.model.parts.memgram import MemGram
 from arbcli.model.parts.mlp import MLP
+from arbcli.model.parts.quantiser import Quantiser
 from arbcli.model.parts.sequencer import TextSequencer
 
 PARTS: dict[type[PartConfig], type[Part]] = {
@@ -38,6 +41,13 @@ BESIDE: dict[type[PartConfig], tuple[str, type[nn.Module]]] = {
     MemGramConfig: ("memgram", MemGram),
 }
 """Parts added to the embedding: the name of the tensors, and the module."""
+
+
+def build_book(config: BookConfig, site: Site, area: str) -> Codebook | Quantiser:
+    """Make a codebook, its weights not yet set."""
+    if isinstance(config, CodebookConfig):
+        return Codebook(config, site, area)
+    return Quantiser(config, site, area)
 
 
 def build_part(config: PartConfig, site: Site) -> Part:

@@ -42,6 +42,8 @@ class KeptTexts(NamedTuple):
     dimension for it."""
     kept_in: KeptIn = KeptIn()
     """The form of keys and values."""
+    first: int = 0
+    """Position before which none is read: those before it are counted only."""
 
 
 class Clock:
@@ -54,7 +56,7 @@ class Clock:
 
     def __init__(self, ctx: int, of: KeptTexts) -> None:
         self.ctx, self.of = ctx, of
-        self.positions, self.dtype, self.device, self.texts, self.kept_in = of
+        self.positions, self.dtype, self.device, self.texts, self.kept_in, self.first = of
         self.position = self.zeros(dtype=torch.int32)
         """Positions read; a step reads it on the device, and nobody waits for it."""
         self.going_on = None if self.texts is None else self.zeros(dtype=torch.int32)

@@ -50,7 +50,14 @@ from arbcli.model.layers.rotary import rotary_table
 from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.packed import GradientSink, TernaryTensor
-from arbcli.model.parts import chunking, codebook, compressed_attention, experts, moe_graph
+from arbcli.model.parts import (
+    chunking,
+    codebook,
+    compressed_attention,
+    experts,
+    moe_graph,
+    quantiser,
+)
 from arbcli.rules import DIRECTION, RULES, WITH_DIGITS, find_rule
 from arbcli.train.updater import Updater
 from arbcli.verify.compare import errors, poisoned
@@ -197,6 +204,7 @@ MODELS = {
     "graph": graph(**GRAPH),
     "graph softplus": graph(**GRAPH, moe_gate="softplus", shared_expert=True, moe_clamp=True),
     "graph hash": graph(**GRAPH, moe_gate="hash"),
+    "graph nearest": graph(**GRAPH, code_search="nearest"),
     "hnet": hnet(**TWO_STAGES),
     "hnet words": hnet(**HNET | {"chunk_length": 8}, boundaries="space"),
     "hnet every": hnet(**TWO_STAGES, boundaries="every"),
@@ -314,7 +322,7 @@ class Subject:
             if tensor.scales[1] is not None:
                 tensor.fraction.bitwise_and_(127)
         book = self.config.main.memories and self.config.main.memories.codebook
-        fill_memories(model, prod(book.halves) if book else 1)
+        fill_memories(model, book.rows if book else 1)
         return model
 
     def bytes(self) -> tuple[Tensor, Tensor]:
@@ -639,6 +647,7 @@ def fill_memories(part: nn.Module, codes: int) -> None:
         low, high = {
             "source": (0, codes // len(buffer)), "target": (0, codes), "sign": (-127, 128),
             "score": (0, 128), "symbol": (-128, 128), "strength": (0, 128), "balance": (-3, 4),
+            "codes": (-50, 51),
         }.get(kind, (0, 0))  # fmt: skip
         if high:
             drawn = torch.randint(low, high, buffer.shape, generator=generator)
@@ -756,6 +765,7 @@ def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
 
     of_outputs = {
         experts.Gate: lambda _gate, _given, output: output[0],
+        quantiser.Quantiser: lambda _part, _given, output: output.codes.flatten(),
         moe_graph.MoEGraph: lambda _part, _given, output: (output.shares > 0).sum(dim=0) - 1,
         chunking.BoundaryRouter: lambda _router, _given, output: output.begins.flatten(),
     }

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 from pathlib import Path
+from typing import Annotated
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from arbcli import config
 from arbcli.cli import app
+from arbcli.commands._help import Command
 from arbcli.commands._options import (
     fill_options,
     find_run,
@@ -22,7 +24,7 @@ from arbcli.commands._options import (
 )
 from arbcli.config.file import read_settings
 from arbcli.config.presets import preset
-from arbcli.config.settings import GROUPS
+from arbcli.config.settings import GROUPS, RUN
 from arbcli.config.short_forms import ARGUMENTS, arguments
 from arbcli.config.training import BACKENDS, SETTINGS, TrainConfig, spelled_out, train_config
 from arbcli.errors import ArbError
@@ -157,6 +159,21 @@ def test_page_of_help_has_groups_and_types_that_a_person_reads():
     assert not re.search("x[<>]=|range|<|NAME|TEXT|INTEGER", page)
 
 
+def test_group_of_one_option_has_its_heading():
+    """And what has no group of its own comes first."""
+
+    def command(
+        first: bool = False, second: Annotated[bool, typer.Option(rich_help_panel=RUN)] = False
+    ):
+        """Do nothing."""
+
+    own = typer.Typer(add_completion=False, rich_markup_mode=None)
+    own.command(cls=Command)(command)
+    lines = CliRunner().invoke(own, ["--help"]).stdout.splitlines()
+    assert lines.index("Options:") < lines.index(f"{RUN}:")
+    assert "--second" in lines[lines.index(f"{RUN}:") + 1]
+
+
 def test_configurations_know_no_option():
     for path in Path(config.__file__).parent.glob("*.py"):
         assert path.name == "settings.py" or "--" not in path.read_text(), path
@@ -178,7 +195,7 @@ CHOSEN = {
     "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
     "device": "cuda:1", "backend": "torch", "boundaries": "space", "outer_blocks": "mamba",
     "wire": "int8", "moe_gate": "hash", "attention": "compressed",
-    "votes_fixes": ("start", "bound"), "objective": "masked",
+    "votes_fixes": ("start", "bound"), "objective": "masked", "code_search": "nearest",
 }  # fmt: skip
 """A value of each option that is neither a number nor a switch."""
 OTHERS = {

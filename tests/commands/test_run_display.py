@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from arbcli.commands._run_display import fitted
+from arbcli.commands import _run_display
+from arbcli.commands._run_display import LONG_SECONDS, RunDisplay, fitted
 from arbcli.commands._time_left import AVERAGED_SECONDS, WARM_UP_STEPS, TimeLeft
 from arbcli.train.trainer import EVAL_BATCHES
 
@@ -71,6 +72,23 @@ def test_one_slow_step_moves_an_average_little_and_warm_up_not_at_all():
     left.stepped(200, now + 5.0)
     after = left.seconds(now + 5.0) / 800
     assert 1.0 < after < 1 + 5 / AVERAGED_SECONDS + 0.02
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("seconds", "advised"), [(LONG_SECONDS, False), (LONG_SECONDS + 1, True)])
+def test_quicker_ways_are_told_of_a_long_run_alone(seconds, advised, known, monkeypatch):
+    said = []
+    monkeypatch.setattr(_run_display, "note", said.append)
+    display = RunDisplay(quiet=False, as_json=False)
+    display.tell_estimate()  # nothing has started
+    estimates = {"seconds": lambda now: seconds if known else None}
+    display._time_left = SimpleNamespace(**estimates, least_seconds=lambda now: seconds)
+    display.steps, display._advice = 2000, "a nap"
+    display.tell_estimate()
+    how = "about" if known else "more than"
+    minutes = "15:00" if seconds == LONG_SECONDS else "15:01"
+    assert said[0] == f"time    {how} {minutes} to step 2,000"
+    assert said[1:] == ["        quicker, from the start: a nap"] * advised
 
 
 def test_line_has_as_many_parts_as_fit():

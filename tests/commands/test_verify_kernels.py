@@ -228,14 +228,6 @@ def test_stop_before_anything_is_verified_is_no_error(number, code, monkeypatch)
     assert result.stderr == f"stopped by {number.name}: nothing was verified\n"
 
 
-@needs_triton
-def test_failure_is_not_remembered(wrong_kernel):
-    for _ in range(2):
-        result = arb("pack_trits", "--json")
-        assert result.exit_code == 1
-        assert json.loads(result.stdout)["remembered"] == 0
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
 @needs_triton

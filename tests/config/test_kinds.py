@@ -1,12 +1,15 @@
-"""A configuration is rebuilt from what a file holds, with or without the kind of its model."""
+"""Settings of models by presets, short forms, files and saved models: what is kept, and refused."""
 
 import dataclasses
 import json
+from dataclasses import replace
 
 import pytest
 
-from arbcli.config.parts import CompressedAttentionConfig
-from arbcli.config.presets import PRESETS, config_from_dict, preset
+from arbcli.config.initial import FREE, KEPT, check_initial, digits_after
+from arbcli.config.parts import CompressedAttentionConfig, ExpertsConfig
+from arbcli.config.presets import PRESETS, SHORT_FORMS, config_from_dict, preset
+from arbcli.config.short_forms import ARGUMENTS
 from arbcli.config.site import Site
 from arbcli.config.training import (
     COMPUTES,
@@ -17,6 +20,7 @@ from arbcli.config.training import (
 )
 from arbcli.device import COMPUTE
 from arbcli.errors import ArbError
+from arbcli.rules import STAGES
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -92,3 +96,117 @@ def test_half_of_a_compressed_head_is_turned_and_an_even_part_of_it(width, rotat
     config = CompressedAttentionConfig(heads=2, head_width=width)
     site = Site(dim=64, depth=1, ctx=130)
     assert (config.rotated(site), config.width(site)) == (rotated, width)
+
+
+WITH_BLOCKS = [name for name, short in SHORT_FORMS.items() if short.family != "graph"]
+
+
+@pytest.mark.parametrize("name", WITH_BLOCKS)
+def test_experts_stand_in_the_innermost_blocks_and_are_as_wide_as_their_mlp(name):
+    before, after = preset(name), preset(name, experts=6, top_k_experts=3)
+    assert after.outer == before.outer
+    for old, new in zip(before.main.blocks, after.main.blocks, strict=True):
+        expected = ExpertsConfig(experts=6, top_k=3, width=old.channel.width)
+        if isinstance(old.channel, ExpertsConfig):
+            expected = replace(old.channel, experts=6, top_k=3)
+        assert new.channel == expected
+    mixers = [[block.mixer for block in each.main.blocks] for each in (before, after)]
+    assert mixers[0] == mixers[1]
+    assert preset(name, experts=6).main.blocks[0].channel.top_k == 2
+
+
+def test_experts_of_a_position_have_two_names_with_a_graph():
+    assert preset("arb-3b", top_k_experts=3) == preset("arb-3b", moe_top_k=3)
+    with pytest.raises(ArbError, match="both say how many") as caught:
+        preset("arb-3b", top_k_experts=3, moe_top_k=3)
+    assert caught.value.fields == ("top_k_experts", "moe_top_k")
+
+
+@pytest.mark.parametrize(("given", "says"), [
+    ({"top_k_experts": 3}, "`top_k_experts` is of experts, and the model has none"),
+    ({"top_k_experts": 5, "experts": 4}, "`top_k_experts` is 5 of 4 experts"),
+    ({"experts": 1}, "`top_k_experts` is 2 of 1 experts"),
+    ({"experts": 0}, "`experts` is 0"),
+    ({"shared_expert": True}, "`shared_expert` is of experts, and the model has none"),
+    ({"hash_layers": 1}, "`hash_layers` is of experts, and the model has none"),
+    ({"experts": 4, "moe_gate": "soft"}, "`moe_gate` is `soft`"),
+])  # fmt: skip
+def test_experts_that_cannot_be_are_refused(given, says):
+    with pytest.raises(ArbError, match=says) as caught:
+        preset("tiny", **given)
+    assert set(caught.value.fields) <= {"experts", "top_k_experts", *given}
+    assert caught.value.hint
+
+
+def test_first_blocks_choose_experts_by_a_hash():
+    model = preset("tiny", experts=4, hash_layers=3, moe_gate="softplus", shared_expert=True)
+    assert [block.channel.gate for block in model.main.blocks] == ["hash"] * 3 + ["softplus"]
+    assert all(block.channel.shared for block in model.main.blocks)
+
+
+@pytest.mark.parametrize("name", SHORT_FORMS)
+def test_fields_that_were_saved_before_are_read_with_the_same_meaning(name):
+    family, values = SHORT_FORMS[name]
+    for saved in (dict(values), values | {"kind": family}):
+        assert config_from_dict(saved) == preset(name)
+
+
+CHANGED = {
+    "rule": ("tiny", {"rule": "carry", "direction": "orthogonal"}, "carry"),
+    "direction": ("tiny", {"direction": "sign"}, "sign"),
+    "scale_type": ("tiny", {"scale_type": "T64"}, "T64"),
+    "weights": ("tiny", {"weights": "float"}, "float"),
+    "dim": ("tiny", {"dim": 64}, 64),
+    "heads": ("tiny", {"heads": 2}, 2),
+    "width": ("tiny", {"ffn": 64}, 64),
+    "number of blocks": ("tiny", {"layers": 3}, 3),
+    "sub_norm": ("tiny", {"sub_norms": False}, False),
+    "streams": ("tiny", {"streams": 2}, 2),
+    "top_k": ("arb-long", {"top_k": 3}, 3),
+    "experts": ("arb-3b", {"experts": 7}, 7),
+    "boundaries": ("hnet-tiny", {"boundaries": "every"}, "every"),
+    "window": ("hnet-tiny", {"window": 5}, 5),
+}
+"""By the field that is named: the options of a run, and what is said of them."""
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_model_begins_with_its_own_weights(name):
+    values = json.loads(json.dumps(dataclasses.asdict(PRESETS[name])))
+    check_initial(dataclasses.replace(PRESETS[name], ctx=24), config_from_dict(values))
+
+
+@pytest.mark.parametrize("field", CHANGED)
+def test_every_setting_that_differs_is_refused_by_its_name(field):
+    name, options, value = CHANGED[field]
+    with pytest.raises(ArbError, match=f"^`{field}` is {value}, and in the saved model "):
+        check_initial(preset(name, **options), PRESETS[name])
+
+
+def test_every_option_of_a_model_is_kept_or_free():
+    assert set(ARGUMENTS) - KEPT == set(FREE)
+
+
+def test_model_of_other_stages_is_refused():
+    with pytest.raises(ArbError, match="`number of stages` is 2, and in the saved model 1"):
+        check_initial(PRESETS["hnet-tiny"], dataclasses.replace(PRESETS["tiny"], ctx=256))
+
+
+@pytest.mark.parametrize(
+    ("before", "able"),
+    [
+        ("trit", {"trit"}),
+        ("all", {"all", "fade"}),
+        *((stage, {"trit", "all", "fade"}) for stage in STAGES[1:-1]),
+    ],
+)
+def test_digits_follow_those_that_weights_were_read_as(before, able):
+    saved = dataclasses.replace(PRESETS["tiny"], digits=before)
+    assert set(digits_after(before)) == able
+    for digits in ("trit", "all", "fade"):
+        model = dataclasses.replace(saved, digits=digits)
+        if digits in able:
+            check_initial(model, saved)
+        else:
+            with pytest.raises(ArbError, match=f"`digits={digits}` reads other weights"):
+                check_initial(model, saved)

@@ -140,17 +140,13 @@ def test_export_of_all_digits_says_so(saved, tmp_path):
     assert export(checkpoint, "safetensors", out=tmp_path / "weights").type == "all digits"
 
 
-def test_graph_is_refused(saved, tmp_path, small_graph):
+def test_model_that_transformers_has_not_is_refused(saved, tmp_path, small_graph):
     drop = ("preset", "batch")
-    options = {key: value for key, value in small_graph.items() if key not in drop}
-    with pytest.raises(ArbError, match="Transformers has no model"):
-        export(saved("arb-tiny", **options), "hf", out=tmp_path / "model")
-    assert not (tmp_path / "model").exists()
-
-
-def test_streams_are_refused(saved, tmp_path):
-    with pytest.raises(ArbError, match="Transformers has no model"):
-        export(saved(streams=2), "hf", out=tmp_path / "model")
+    graph = {key: value for key, value in small_graph.items() if key not in drop}
+    for name, options in (("arb-tiny", graph), ("tiny", {"streams": 2})):
+        with pytest.raises(ArbError, match="Transformers has no model"):
+            export(saved(name, **options), "hf", out=tmp_path / "model")
+        assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.slow  # transformers takes seconds to import

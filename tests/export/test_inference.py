@@ -91,14 +91,6 @@ def test_weights_keep_what_they_were_trained_in(saved, tmp_path):
     assert loaded.compute_dtype == COMPUTE[compute]
 
 
-def test_weights_alone_are_not_trained_on(saved, tmp_path):
-    from arbcli.train.trainer import Trainer
-
-    export(saved(), "safetensors", out=tmp_path / "weights.safetensors")
-    with pytest.raises(ArbError, match="the weights alone"):
-        Trainer.take_weights(None, load_checkpoint(tmp_path / "weights.safetensors"))
-
-
 def test_file_tells_of_the_checkpoint_that_it_is_of(saved, tmp_path):
     source = load_checkpoint(saved())
     (tmp_path / "config.json").write_text(json.dumps({"config": {"compute": "fp32"}}))

@@ -156,6 +156,36 @@ def test_models_that_cannot_check_refuse_it(name, changes):
         Decoder(lm, 30, backend=KERNELS, ahead=4)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"beside": (1,)}, {"reads_text": True}, {"streams": 2}, {"memories": 1}, {"router": 1}],
+    ids=str,
+)
+def test_each_part_of_a_model_that_a_check_does_not_know_is_refused(other):
+    """Each alone: a model that has one mostly has others."""
+    plain = model(4, DTYPES[0], **SMALL).config
+    lm = LanguageModel(plain, DTYPES[0]).to("cuda" if ON_GPU else "cpu")
+    lm.initialise(0)
+
+    class Other:
+        """A configuration but for some of its fields, or of those of its main stage."""
+
+        def __init__(self, of, fields) -> None:
+            self.__dict__ |= {"of": of, **fields}
+
+        def __getattr__(self, name: str):
+            return getattr(self.of, name)
+
+    def config(**fields):
+        return Other(plain, fields | {"main": Other(plain.main, fields)})
+
+    with lm.prepared_weights(), use_backend(KERNELS):
+        lm.config = config()
+        assert lm.can_check()
+        lm.config = config(**other)
+        assert not lm.can_check()
+
+
 def test_eight_bits_of_keys_and_torch_alone_are_refused():
     lm = model(4, DTYPES[0], **SMALL)
     with lm.prepared_weights(), pytest.raises(ArbError, match="cannot be checked several at once"):

@@ -1,7 +1,9 @@
 """Text from a model: the same as from plain forwards, and chosen as it was asked for."""
 
 import gc
+from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 from weakref import ref
 
 import pytest
@@ -9,13 +11,15 @@ import torch
 from cells import Cell, wide
 from marks import mostly_slow
 
-from arbcli.config.presets import preset
+from arbcli.config.model import ModelConfig
+from arbcli.config.presets import PRESETS, preset
 from arbcli.device import spare_bytes
 from arbcli.errors import ArbError
 from arbcli.infer import generation
 from arbcli.infer.generation import Decoder, Sampling, continue_text, generate
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers import rotary
 from arbcli.verify.parity import grouped
 
 GREEDY = Sampling(temperature=0)
@@ -102,6 +106,67 @@ def test_prompt_longer_than_the_window_is_read_whole(device):
     assert b"".join(decoder.stream(10)) == continued(lm, prompt, 10, GREEDY)
 
 
+LONG = {
+    "narrow": {"window": 5, "layers": 3},
+    "key heads": {"key_heads": 1, "layers": 2},
+    "streams": {"streams": 2, "layers": 2},
+}
+
+
+@pytest.mark.parametrize("kv", [None, "int8"])
+@pytest.mark.parametrize("name", LONG)
+def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it(
+    name, kv, device, monkeypatch
+):
+    """Windows of attention reach only so far: what is before is counted, and not read."""
+    about = {"dim": 32, "heads": 2, "ffn": 40, "ctx": 8} | LONG[name]
+    window = about.pop("window", None)
+    config = preset("tiny", **about)
+    wide, *others = config.main.blocks
+    narrow = replace(wide, mixer=replace(wide.mixer, window=window))
+    config = replace(config, stages=(replace(config.main, blocks=(narrow, *others)),))
+    lm = LanguageModel(config, torch.float32).to(device)
+    lm.initialise(0)
+    text = bytes(n * n % 251 for n in range(150))
+    monkeypatch.setattr(rotary, "ROWS_AT_ONCE", 8)  # rows that are not asked for are zeros
+    read, found = [], []
+    lm.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
+    known = config.reach
+    assert known == (window or 8) - 1 + (config.layers - 1) * 7
+    for reach in (known, None):
+        monkeypatch.setattr(ModelConfig, "reach", reach)
+        read.clear()
+        with lm.prepared_weights(), lm.keeping(kv):
+            decoder = Decoder(lm, 400, Sampling(seed=2), capture=False, prompt=80)
+            with pytest.raises(ValueError, match="prompt of 80 bytes was expected, got 79"):
+                decoder.read(text[:79])
+            decoder.read(text[:80])
+            progress = mock.Mock()
+            decoder.read(text[80:], progress)
+            at_once, told = decoder.cache.window, [call.args for call in progress.mock_calls]
+            every_window = [(min(stop, 70), 70) for stop in range(at_once, 70 + at_once, at_once)]
+            assert told == every_window[-len(told) :]
+            number = sum(read)
+            parts = [part.clone() for part in decoder.cache.main.blocks[-1].tensors()]
+            found.append((number, parts, b"".join(decoder.stream(9))))
+    (few, parts, made), (every, whole, wanted) = found
+    assert every == len(text) - 1
+    assert few < 2 * (known + 2 * 8) < every
+    assert made == wanted
+    for part, expected in zip(parts, whole, strict=True):
+        assert torch.equal(part, expected)
+
+
+@pytest.mark.parametrize("name", [*PRESETS])
+def test_a_position_depends_on_no_more_than_a_model_says(name):
+    """Of models with other states than windows it is not known."""
+    config = PRESETS[name]
+    plain = name in ("tiny", "small", "base", "1b")
+    assert (config.reach is not None) == plain
+    if plain:
+        assert config.reach == config.layers * (config.ctx - 1)
+
+
 def test_text_ends_before_a_symbol_and_counts_so_many(device):
     lm = model(device)
     whole = continued(lm, b"abc", 12, GREEDY)
@@ -134,9 +199,10 @@ class Fixed:
     def __init__(self, logits: torch.Tensor) -> None:
         self.logits = logits
 
-    def new_cache(self, positions: int) -> SimpleNamespace:
+    def new_cache(self, positions: int, first: int) -> SimpleNamespace:
         position = torch.zeros((), dtype=torch.int32, device=self.logits.device)
-        return SimpleNamespace(position=position, window=16, reset=position.zero_)
+        about = {"position": position, "window": 16, "is_marked": True}
+        return SimpleNamespace(**about, reset=position.zero_)
 
     config, stages = preset("tiny"), ()
     step_phases = LanguageModel.step_phases

@@ -64,30 +64,6 @@ def test_prediction_equals_the_state_with_every_scale_type(scale_type):
         assert measured.state_bytes == predict(config).total.state_bytes
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"attention": False},
-        {"sequencer": False, "memgram": True},
-        {"codebook": False, "graph": False},
-        {"knowledge_codebook": False, "router": False},
-        {"moe": False},
-        {"moe": False, "graph": False},
-        {"moe_top_k": 3, "max_moe_iters": 2, "sub_norms": False},
-        {"moe_gate": "hash", "shared_expert": True, "moe_clamp": True},
-    ],
-    ids=lambda changes: "-".join(changes),
-)
-def test_prediction_follows_the_parts_of_a_graph(changes):
-    config = preset("arb-tiny", **{"moe": True, "graph": True} | changes)
-    assert measure(model_of(config)).bytes_by_area == predicted_bytes(config)
-
-
-def test_prediction_follows_sub_norms():
-    config = preset("tiny", sub_norms=False, **RAGGED)
-    assert measure(model_of(config)).bytes_by_area == predicted_bytes(config)
-
-
 @pytest.mark.parametrize("shape", [TINY, RAGGED], ids=["tiny", "ragged"])
 def test_weights_and_padding_are_counted_as_stored(shape):
     config = preset("tiny", **shape)

@@ -12,6 +12,7 @@ from arbcli.model.build import build_model
 MODELS = PRESETS | {
     "all parts": preset("arb-tiny", moe=True, graph=True, memgram=True),
     "streams": preset("hnet-tiny", streams=4, experts=3),
+    "quantisers": preset("arb-tiny", code_search="nearest"),
 }
 
 
@@ -83,6 +84,14 @@ def test_part_says_its_kind_shape_and_factor():
     assert factors["head"] == (model.head.weight.lr_factor,)
     assert factors["head"] != factors["embedding"] == (1.0,)
     assert factors["norm"] == ()
+
+
+def test_each_stage_says_its_own_width_and_chunks():
+    sizes = {"outer_dim": (192, 256), "chunk_length": (3, 5)}
+    parts = predict_parts(preset("hnet-two-stage", **sizes)).parts
+    assert [part.shape for part in parts if part.kind == "stage"] == [
+        "dim 192, boundaries learned, length 3", "dim 256, boundaries learned, length 5", "dim 768",
+    ]  # fmt: skip
 
 
 def test_parts_of_a_graph_are_named_with_their_values():

@@ -56,8 +56,6 @@ CHANGES = {
     "fp8": {"compute": "fp8", "dim": 64, "ffn": 96, "heads": 4},
 }
 
-QUICK = ("recompute",)
-"""Of a graph; the others are alike."""
 DENSE_ONLY = ("dim", "ffn", "heads", "sub_norms")
 
 
@@ -86,42 +84,38 @@ def test_process_that_is_imagined_gets_what_a_real_one_gets():
     assert arrived.shape == (5, 3)
 
 
-@pytest.mark.parametrize("name", mostly_slow(CHANGES, lambda name: name == "accum"))
-def test_predicted_peak_of_a_dense_model_is_the_measured_one(name):
-    config = config_of(CHANGES[name])
-    assert predict_peak(config).peak_bytes == measured_peak(config)
-
-
-@pytest.mark.parametrize("name", mostly_slow(CHANGES, lambda name: name in QUICK))
-def test_predicted_peak_of_a_graph_is_the_measured_one(name, small_graph):
-    sizes = {"memgram": True, "ctx": 33} | ({"expert_dim": 32} if name == "fp8" else {})
-    changes = {key: value for key, value in CHANGES[name].items() if key not in DENSE_ONLY}
-    config = config_of(changes | sizes, small_graph)
-    assert predict_peak(config).peak_bytes == measured_peak(config)
-
-
-@pytest.mark.parametrize("name", mostly_slow(CHANGES, lambda name: name == "recompute"))
-def test_predicted_peak_of_chunks_is_the_measured_one(name, small_hnet):
-    sizes = {"outer_dim": (32, 32)} if name == "fp8" else {}
-    changes = {key: value for key, value in CHANGES[name].items() if key not in DENSE_ONLY}
-    config = config_of(changes | sizes, small_hnet)
-    assert predict_peak(config).peak_bytes == measured_peak(config)
-
-
-@pytest.mark.parametrize("name", mostly_slow(CHANGES, lambda name: name == "recompute"))
-def test_predicted_peak_of_compressed_attention_is_the_measured_one(name, small_compressed):
-    changes = {key: value for key, value in CHANGES[name].items() if key not in DENSE_ONLY}
-    config = config_of(changes, small_compressed)
-    assert predict_peak(config).peak_bytes == measured_peak(config)
+SIZES = {
+    "dense": {}, "small_graph": {"memgram": True, "ctx": 33}, "small_hnet": {},
+    "small_compressed": {},
+}  # fmt: skip
+OF_EIGHT_BITS = {"small_graph": {"expert_dim": 32}, "small_hnet": {"outer_dim": (32, 32)}}
+"""Sizes that products in eight bits need, by the fixture of a model."""
 
 
 @pytest.mark.parametrize(
-    ("recompute", "compute"),
+    ("family", "name"),
     mostly_slow(
-        [*product((False, True), ("bf16", "fp32"))],
-        lambda *_: False,
+        product(SIZES, CHANGES),
+        lambda family, name: name == ("accum" if family == "dense" else "recompute"),
     ),
 )
+def test_predicted_peak_is_the_measured_one(family, name, request):
+    changes, base = CHANGES[name], DENSE
+    if family != "dense":
+        base = request.getfixturevalue(family)
+        changes = {key: value for key, value in changes.items() if key not in DENSE_ONLY}
+    sizes = SIZES[family] | (OF_EIGHT_BITS.get(family, {}) if name == "fp8" else {})
+    config = config_of(changes | sizes, base)
+    assert predict_peak(config).peak_bytes == measured_peak(config)
+
+
+def test_predicted_peak_of_a_vector_quantiser_is_the_measured_one(small_graph):
+    config = config_of({"ctx": 33, "code_search": "nearest"}, small_graph)
+    assert predict_peak(config).peak_bytes == measured_peak(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recompute", "compute"), product((False, True), ("bf16", "fp32")))
 def test_predicted_peak_of_attention_without_kernels_is_the_measured_one(recompute, compute):
     model = Cell("grouped", "mlp", 1, "plain").model()
     changes = {"preset": model, "recompute": recompute, "compute": compute, "batch": 3}

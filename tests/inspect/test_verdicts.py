@@ -13,7 +13,7 @@ def reading(step: int, **changes) -> Reading:
     calm = {
         "step": step, "live_bytes": 1000, "val_loss": 5.0 - step / 4, "flip_share": 0.01 * step,
         "residual_growth": 2.0, "takeoff_layer": None, "residual_rms": (1.0, 2.0, 4.0),
-        "mixer_rms": (0.5, None), "channel_rms": (0.5, 0.5),
+        "mixer_rms": (0.5, None), "channel_rms": (0.5, 0.5), "residual_most": (1.0, 2.0, 3.0),
     }  # fmt: skip
     return filled(Reading, **calm | changes)
 
@@ -81,6 +81,11 @@ CASES = {
         "residual-growth": "the residual stream grew 33 times over the blocks"
     }),
     "less growth": (report({2: {"residual_growth": 32.0, "takeoff_layer": 3}}), None),
+    "compressed": (report({0: {"logit_spread": 1.0}, 8: {"logit_spread": 0.24}}), {
+        "logits-compressed": "logits of a prediction spread by 0.24, after 1.00 at first, and the"
+        " largest stream of a byte is 3"
+    }),
+    "nearly compressed": (report({8: {"logit_spread": 0.25}}), None),
     "full": (report(tensors=(tensor("a"), full("moment", 0.51))), {
         "saturated": "in `b` 51% of each moment is at an end of its range"
     }),

@@ -10,7 +10,7 @@ from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.layout import row_bytes
 from arbcli.kernels.codec.packing import illegal_bytes, pack_trits, unpack_trits
 from arbcli.model.packed import TernaryTensor
-from arbcli.rules import DIRECTION, RULES
+from arbcli.rules import RULES
 
 TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
 
@@ -32,17 +32,6 @@ def test_state_is_uint8_and_int8(rule, shape):
 def test_state_has_a_scale_for_every_started_group(scale_type):
     state = tensor(3, 131, scale_type=scale_type)
     assert state.exponent.shape == (3, math.ceil(131 / SCALE_TYPES[scale_type]))
-
-
-@pytest.mark.parametrize(
-    ("rule", "bytes_per_weight"),
-    [("moment", 2.2), ("nibble", 1.2), ("carry", 1.2), ("votes", 1.2)],
-)
-def test_state_per_weight_is_what_the_rule_says(rule, bytes_per_weight):
-    direction = "orthogonal" if DIRECTION[rule] else None
-    state = tensor(64, 960, rule=rule, direction=direction)
-    total = sum(buffer.nbytes for buffer in state.buffers())
-    assert total == round((bytes_per_weight + 2 / 32) * 64 * 960)
 
 
 @pytest.mark.parametrize("rule", RULES)

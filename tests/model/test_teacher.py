@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from references import decoded, dense_gradients
 
 from arbcli.checkpoint import load_checkpoint
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
@@ -43,10 +44,6 @@ def model_of(vocabulary: int, dim: int, dtype: torch.dtype, seed: int, **options
     return model
 
 
-def decoded(model) -> dict[str, torch.Tensor]:
-    return {name: part.weight(torch.float32).double() for name, part in model.weights().items()}
-
-
 def batch_of(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     ids, targets = torch.randint(vocabulary, (2, 3, CTX), generator=generator)
@@ -73,16 +70,7 @@ def test_divergence_and_gradients_agree_with_those_of_the_reference(
     shares, log_theirs = theirs.softmax(-1), theirs.log_softmax(-1)
     wanted = (shares * (log_theirs - logits.log_softmax(-1))).sum(-1).mean()
     (wanted + reference_loss(logits, targets)).backward()
-    grads: dict[int, torch.Tensor] = {}
-
-    def take(tensor, grad, where=None):
-        shape = tensor.out_features, tensor.in_features
-        dense = grads.setdefault(id(tensor), torch.zeros(shape, dtype=torch.float64))
-        rows = slice(None) if where is None else tensor.rows_of(where)
-        dense[rows] += grad if where is None else grad.flatten(0, 1)
-
-    for part in student.weights().values():
-        part.sink = take
+    grads = dense_gradients(student)
     with use_backend("torch"):
         losses = student.losses(ids, targets, teacher=teacher)
         (losses["text"] + losses["teacher"]).backward()
@@ -90,7 +78,7 @@ def test_divergence_and_gradients_agree_with_those_of_the_reference(
     assert float(losses["teacher"].detach()) == pytest.approx(float(wanted), rel=close)
     for name, part in student.weights().items():
         if not part.frozen:
-            error = (grads[id(part)] - weights[name].grad).norm() / weights[name].grad.norm()
+            error = (grads[name] - weights[name].grad).norm() / weights[name].grad.norm()
             assert error < close, name
 
 
@@ -150,18 +138,6 @@ def test_teacher_that_a_model_equals_diverges_by_nothing_and_stays(taught):
     assert float(trainer.loss_parts["teacher"]) > 1e-3
     after = trainer.teacher.state_dict()
     assert all(torch.equal(part, after[name]) for name, part in before.items())
-
-
-def test_steps_differ_from_those_of_the_text_alone(taught):
-    _, settings = taught
-    losses = []
-    for config in (new_config(**settings), new_config(**settings | {"teacher": None})):
-        texts = open_texts(config.data, None, seed=0, context=16)
-        saved = read_teacher(config)
-        trainer = Trainer(config, texts, teacher=saved and saved.checkpoint)
-        losses.append([float(trainer.train_step()) for _ in range(4)])
-    assert losses[0][0] == losses[1][0]
-    assert losses[0][-1] != losses[1][-1]
 
 
 def test_run_with_a_teacher_resumes_to_the_same_bits_and_wants_that_teacher(taught, tmp_path):

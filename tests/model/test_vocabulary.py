@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from references import decoded, dense_gradients
 
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import AttentionConfig, MLPConfig
@@ -38,10 +39,6 @@ def build(vocabulary: int, dtype=torch.float32, **options):
 
 def text(vocabulary: int) -> torch.Tensor:
     return torch.randint(vocabulary, (3, CTX + 1), generator=torch.Generator().manual_seed(0))
-
-
-def decoded(model) -> dict[str, torch.Tensor]:
-    return {name: part.weight(torch.float32).double() for name, part in model.weights().items()}
 
 
 @pytest.mark.parametrize("weights", ["ternary", "float"])
@@ -79,26 +76,6 @@ def test_part_that_reads_bytes_is_refused_with_tokens(name):
         config = dataclasses.replace(config, stages=stages)
     with pytest.raises(ArbError, match="reads bytes"):
         dataclasses.replace(config, vocabulary=SMALL)
-
-
-def dense_gradients(model) -> dict[str, torch.Tensor]:
-    """Take what a backward hands on, as float64 matrices by the names of the weights."""
-    names = {id(part): name for name, part in model.weights().items()}
-    found = {
-        name: torch.zeros(part.out_features, part.in_features, dtype=torch.float64)
-        for name, part in model.weights().items()
-    }
-
-    def take(tensor, grad, where=None):
-        dense = found[names[id(tensor)]]
-        if where is None:
-            dense += grad
-        else:
-            dense[tensor.rows_of(where)] += grad.flatten(0, 1)
-
-    for part in model.weights().values():
-        part.sink = take
-    return found
 
 
 @pytest.mark.parametrize("tied", [False, True])

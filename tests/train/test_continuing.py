@@ -186,15 +186,6 @@ def test_run_whose_checkpoints_are_gone_does_not_begin_again(text, tmp_path):
     assert len(records(tmp_path / "a")) == 2
 
 
-def test_constant_rate_extended_is_the_longer_run(text, tmp_path):
-    config = {"data": [text], "schedule": "constant", "warmup": 0} | SMALL
-    start_run(new_config(**config, steps=2), tmp_path / "a", Observer())
-    resume_run(tmp_path / "a", Observer(), steps=4)
-    start_run(new_config(**config, steps=4), tmp_path / "b", Observer())
-    a, b = (tmp_path / name / "step-000004.safetensors" for name in "ab")
-    assert a.read_bytes() == b.read_bytes()
-
-
 def test_run_begins_with_saved_weights(text, tmp_path):
     start_run(new_config(**SMALL, data=[text], steps=2), tmp_path / "a", Observer())
     other = tmp_path / "other.txt"
@@ -242,22 +233,6 @@ def test_newest_and_best_are_kept(losses, text, tmp_path, monkeypatch):
     (best,) = (tmp_path / "run").glob("best-*")
     assert load_checkpoint(best).step == 1 + losses.index(min(losses))
     assert load_model(best).config.dim == 16
-
-
-def test_best_of_a_run_that_was_ended_before_it_was_kept_is_kept_then(text, tmp_path, monkeypatch):
-    class Ended(Observer):
-        def recorded(self, record):
-            if record.step == 2:
-                raise KeyError
-
-    found, run = iter([3.0, 1.0, 2.0]), tmp_path / "run"
-    monkeypatch.setattr("arbcli.train.trainer.Trainer.evaluate", lambda self: next(found))
-    options = {"steps": 3, "eval_every": 1, "save_every": 1, "keep": 1, "keep_best": True}
-    with pytest.raises(KeyError):
-        start_run(new_config(**SMALL, data=[text], **options), run, Ended())
-    assert [path.name for path in run.glob("best-*")] == ["best-000001.safetensors"]
-    resume_run(run, Observer())
-    assert [path.name for path in run.glob("best-*")] == ["best-000002.safetensors"]
 
 
 def test_best_of_a_future_that_is_given_up_is_set_aside(text, tmp_path):

@@ -189,25 +189,6 @@ def test_captured_twin_learns_as_the_eager_one_and_never_waits(optimizer, layers
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.slow
-def test_twin_of_chunks_is_compiled_block_by_block(small_hnet):
-    torch._dynamo.reset()
-    shape = {name: value for name, value in small_hnet.items() if name not in ("preset", "batch")}
-    config = preset(small_hnet["preset"], weights="float", **shape)
-    ids = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
-    found = []
-    for compiles in (False, True):
-        model = build_model(config, torch.float32)
-        model.initialise(0)
-        if compiles:
-            compile_twin(model, backend="aot_eager")
-        losses = model.losses(ids, ids)
-        sum(losses.values()).backward()
-        found.append([*losses.values(), *(parameter.grad for parameter in model.parameters())])
-    for plain, compiled in zip(*found, strict=True):
-        torch.testing.assert_close(compiled, plain)
-
-
 def test_numbers_of_given_sizes_are_not_decayed(small_hnet):
     shape = {name: value for name, value in small_hnet.items() if name not in ("preset", "batch")}
     config = preset("hnet-tiny", weights="float", outer_blocks="mamba", **shape)

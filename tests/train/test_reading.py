@@ -7,7 +7,6 @@ import platform
 import signal
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ import torch
 
 import arbcli
 from arbcli.checkpoint import load_checkpoint
-from arbcli.config.training import TrainConfig, train_config_dict
+from arbcli.config.training import train_config_dict
 from arbcli.data import open_texts
 from arbcli.model.operations import step_operations
 from arbcli.plain_text import Conversion
@@ -423,16 +422,6 @@ def test_everything_that_decides_a_run_is_compared_between_processes(options, mo
     assert after["threads"] == 77
 
 
-def test_time_of_a_save_counts_from_the_one_before(options, tmp_path, monkeypatch):
-    clock, saved = Clock(), []
-    monkeypatch.setattr(runs, "time", clock)
-    clock.take(monkeypatch, Trainer, "train_step", runs.SAVE_SECONDS / 3)
-    monkeypatch.setattr(runs, "save_checkpoint", lambda _, made, keep: saved.append(made.step))
-    short = {"steps": 10, "save_every": 99, "accum": 1, "batch": 1}
-    start_run(new_config(**options | short), tmp_path / "run", Observer())
-    assert saved == [0, 3, 6, 9, 10]
-
-
 def test_record_has_the_mean_of_all_steps_since_the_last(records, options, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "LOG_EVERY", 4)
     start_run(new_config(**options), tmp_path / "seldom", Observer())
@@ -474,25 +463,6 @@ def test_sample_of_a_run_is_asked_for_with_its_seed(options, tmp_path, monkeypat
     assert about == {"backend": "torch"}
     assert (prompt, length, sampling.seed) == (runs.PROMPT, 4, 5)
     assert report.steps == 1
-
-
-def test_every_setting_that_decides_a_run_is_held_against_its_beginning(options):
-    """What else there is says where a run reads, saves and computes, or how it keeps its memory."""
-    config = new_config(**options)
-    free = {
-        "data", "val", "field", "sound", "picture", "save_every", "eval_every", "log_every",
-        "sample_every", "keep",
-        "keep_best", "recompute", "device", "backend", "model",
-        "wire", "tokenizer",  # a checkpoint has them in its data
-        "teacher",  # a run has its digest
-    }  # fmt: skip
-    settings = {name for name in TrainConfig.__dataclass_fields__ if name not in free}
-    of_model = {f"model.{name}" for name in asdict(config.model)}
-    before = field_digests(config)
-    assert before.keys() == settings | of_model
-    other = field_digests(new_config(**options | {"accum": 3, "compute": "bf16", "dim": 64}))
-    changed = {name for name in before if before[name] != other[name]}
-    assert changed == {"accum", "compute", "model.stages"}
 
 
 def test_time_since_the_last_save_decides_when_to_save(options, tmp_path, monkeypatch):

@@ -91,19 +91,6 @@ def test_update_is_the_same_on_both_backends(rule, direction, device, monkeypatc
             assert torch.equal(states[0][name], states[1][name]), name
 
 
-@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
-def test_update_gives_the_same_bits_twice(rule, direction, device):
-    states = []
-    for _ in range(2):
-        tensor, updater, _ = build(rule, direction, device)
-        for step in range(3):
-            updater.begin(step, lr=1.0)
-            updater(tensor, gradient(device, step))
-        states.append(state(tensor))
-    for name in states[0]:
-        assert torch.equal(states[0][name], states[1][name]), name
-
-
 @pytest.mark.parametrize(("rule", "direction"), [("moment", "sign"), ("votes", None)])
 def test_every_update_makes_another_version(rule, direction, device):
     """What was decoded, or found out, of a tensor's weights is of one version of them."""
@@ -143,18 +130,6 @@ def test_bad_gradient_changes_nothing(rule, direction, bad, device):
     for name, buffer in tensor.named_buffers():
         assert torch.equal(buffer, before[name]), name
     assert updater.counters() == {"nonfinite_steps": int(bad != 0), "refused": 1}
-
-
-@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
-def test_updater_keeps_no_float_between_steps(rule, direction, device):
-    tensor, updater, _ = build(rule, direction, device)
-    updater.begin(0, lr=1.0)
-    updater(tensor, gradient(device))
-    updater.finish()
-    kept = [v for owner in (updater, tensor) for v in vars(owner).values()]
-    kept += [item for value in kept if isinstance(value, tuple | list) for item in value]
-    tensors = [value for value in kept if isinstance(value, torch.Tensor)]
-    assert not [t for t in tensors if t.is_floating_point()]
 
 
 def test_carry_steps_z_by_the_expected_amount(device):
@@ -328,14 +303,6 @@ def count_grams(monkeypatch) -> list[torch.Size]:
     shapes = []
     monkeypatch.setattr(orthogonal, "gram", lambda x: shapes.append(x.shape) or gram(x))
     return shapes
-
-
-@pytest.mark.parametrize("shape", [(16, 64), (33, 123), (200, 17)], ids=str)
-def test_newton_schulz_flattens_the_singular_values(shape, composed):
-    grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(newton_schulz(grad, torch.float32))
-    assert values.min() > 0.3
-    assert values.max() < 1.3
 
 
 @pytest.mark.parametrize(
@@ -514,19 +481,16 @@ def test_gradient_may_be_bfloat16(device):
         assert torch.equal(states[0][name], states[1][name]), name
 
 
-@pytest.mark.parametrize("factor", [1e-8, 2e-6, 1e-5, 3e-4, 0.003, 0.1, 1.0, 2.0, 8.0, 255.0])
-def test_fixed_point_gain_is_close_and_does_not_overflow(factor):
-    gain, shift = fixed_point_gain(factor)
-    assert 0 <= gain <= 2**12
-    assert 0 <= shift <= 31
-    assert gain / 2**shift == pytest.approx(factor, rel=1 / 2000 if factor > 1e-6 else 1)
-
-
-@pytest.mark.parametrize("factor", [0.3, 1.0, 1.99999, 700.37])
+@pytest.mark.parametrize(
+    "factor", [1e-8, 2e-6, 1e-5, 3e-4, 0.003, 0.1, 0.3, 1.0, 1.99999, 2.0, 8.0, 255.0, 700.37]
+)
 def test_fixed_point_gain_is_the_nearest_of_its_bits(factor):
     """Cut off, each step would be up to 1 / 2048 too short."""
     gain, shift = fixed_point_gain(factor)
-    assert abs(gain - factor * 2**shift) <= 0.5
+    assert 0 <= gain <= 2**12
+    assert 0 <= shift <= 31
+    assert abs(gain - factor * 2**shift) <= 0.5 or factor < 1e-6
+    assert gain / 2**shift == pytest.approx(factor, rel=1 / 2000 if factor > 1e-6 else 1)
 
 
 DIM = 33
@@ -767,22 +731,16 @@ SHAPES = ((17, 33), (16, 40), (17, 33))
 
 
 @pytest.mark.parametrize(
-    ("rule", "direction"),
+    ("rule", "direction", "digits"),
     mostly_slow(
-        COMBINATIONS,
-        lambda rule, direction: (rule, direction) in (("moment", "factored"), ("votes", None)),
+        [*((*each, "trit") for each in COMBINATIONS), ("moment", "orthogonal", "all")],
+        lambda *of: (
+            of in (("moment", "factored", "trit"), ("votes", None, "trit")) or of[2] == "all"
+        ),
     ),
 )
-def test_gradients_that_are_held_give_the_same_bits(rule, direction, device):
+def test_gradients_that_are_held_give_the_same_bits(rule, direction, digits, device):
     """Of every rule, `votes` too, which waits for nothing, and in two micro-batches of a step."""
-    check_held(rule, direction, "trit", device)
-
-
-def test_averaged_gradients_that_are_held_give_the_same_bits(device):
-    check_held("moment", "orthogonal", "all", device)
-
-
-def check_held(rule: str, direction: str | None, digits: str, device) -> None:
     states = []
     for held_bytes in (0, 2**20):
         with use_backend("triton" if device.type == "cuda" else "interpreter"):

@@ -62,6 +62,7 @@ def test_threshold_falls_while_votes_gather(device):
 @pytest.mark.parametrize("fixes", [(), ("order",)])
 def test_scales_vote_before_or_after_the_trits(fixes, device):
     tensor, updater = build(device, *fixes)
+    assert tensor.rule.reads_signs == (not fixes)  # the slope of new trits needs the gradient
     grad, one = gradient(device), torch.tensor(1, dtype=torch.int32)
     flips(tensor, updater, [grad] * 2)
     before = {name: part.cpu().clone() for name, part in tensor.state.items()}

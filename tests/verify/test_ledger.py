@@ -66,6 +66,17 @@ def test_page_says_what_was_found_how_and_what_was_not():
     assert "33x123" in page
     assert "- gate `equal`: integers are compared with torch.equal\n" in page
     assert "Failures" not in page
+    assert "remembered" not in page
+
+
+def test_page_says_how_much_was_remembered():
+    found = make()
+    kernels = (replace(found.kernels[0], remembered=True), *found.kernels[1:])
+    parity = (*found.parity[1:], replace(found.parity[0], remembered=True))
+    ledger = new_ledger(CPU, ["T6"], kernels, parity, (), [], 1.0)
+    assert ledger.remembered == 2
+    number = len(kernels) + len(parity)
+    assert f"- remembered: 2 of {number} results passed before" in ledger_page(ledger)
 
 
 def test_every_row_of_a_table_is_as_wide_as_its_head():

@@ -27,6 +27,8 @@ from arbcli.verify.timing import (
 )
 
 CPU = torch.device("cpu")
+NOT_TIMED = ("attend_ahead", "accept_ahead", "keep_accepted")
+"""Parts of a check of several bytes, which is timed as a whole by its benchmark."""
 ROOFLINE = Roofline(bytes_per_second=1e12, flops_per_second=1e15, launch_us=3.0)
 
 
@@ -101,6 +103,19 @@ def test_result_counts_what_must_move_and_compares_it(monkeypatch, known_rooflin
     assert found.bound == "memory"
     assert found.floor_us == pytest.approx(0.020008)
     assert found.share == pytest.approx(0.020008 / 3)
+
+
+def test_launch_that_returns_nothing_counts_its_inputs_alone(monkeypatch, known_roofline):
+    inputs = (torch.zeros(3), torch.zeros(5, dtype=torch.int8))
+    spec = replace(pack_trits, timings=lambda *_: [Timing("a", inputs, run=lambda *_: None)])
+    monkeypatch.setattr(verify, "KERNELS", (spec,))
+    (result,) = time_kernels(results("pack_trits"), FakeStopwatch([1.0]), 6).timings
+    assert result.moved_bytes == 3 * 4 + 5
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_every_kernel_says_what_it_is_timed_on(spec):
+    assert (spec.timings is None) == (spec.name in NOT_TIMED)
 
 
 def test_kernel_without_peer_has_no_ratio(monkeypatch, known_roofline):
@@ -205,5 +220,6 @@ def test_captured_call_is_replayed(device):
 def test_kernel_can_be_timed(monkeypatch, known_roofline, spec, device):
     monkeypatch.setattr(timing, "TURNS", (2, 2))
     report = time_kernels(results(spec.name), Stopwatch(device), 32)
-    assert report.not_timed == {}
+    untimed = {spec.name: "it has nothing to be timed on"} if spec.name in NOT_TIMED else {}
+    assert report.not_timed == untimed
     assert all(found.us > 0 and found.turns == 2 for found in report.timings)

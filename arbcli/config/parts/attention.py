@@ -123,6 +123,10 @@ class AttentionConfig(PartConfig):
         inner, kv = self.heads * self.width(site), self.key_heads * self.width(site)
         return 2 * site.dim * (inner + kv) + 2 * inner * seen
 
+    def reach(self, site: Site) -> int:
+        """Count the positions of the window but for its own."""
+        return min(self.window or site.ctx, site.ctx) - 1
+
     def saved_width(self, site: Site) -> int:
         """Count the input, queries, keys, values and output."""
         return site.dim + 2 * (self.heads + self.key_heads) * self.width(site)

@@ -49,6 +49,10 @@ class PartConfig:
         """
         raise NotImplementedError
 
+    def reach(self, site: Site) -> int | None:
+        """Count the positions before its own that a position depends on; None is any number."""
+        return None
+
     def saved_width(self, site: Site) -> int:
         """Count the numbers that a training step keeps of each position, at least."""
         return site.dim

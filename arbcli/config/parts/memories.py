@@ -1,11 +1,19 @@
-"""Codebooks, and experts that are iterated over a graph of codes, between two blocks of a stage."""
+"""Codebooks, and experts that are iterated over a graph of codes, between two blocks of a stage.
+
+A codebook is a table that is read by product keys, or a vector quantiser.
+"""
 
 from dataclasses import dataclass, field
 
+from arbcli.config.checks import check_at_most
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.experts import ExpertsConfig
 from arbcli.config.site import Site
 from arbcli.errors import ArbError
+
+MOST_CODES, MOST_CODE_WIDTH = 2**28, 2**15
+CODE_SEARCHES = ("keys", "nearest")
+"""How rows of codebooks are found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +31,11 @@ class CodebookConfig(PartConfig):
     """Of a half key."""
     top_k: int
     """Rows that a head reads at each position."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table."""
+        return self.halves[0] * self.halves[1]
 
     def __post_init__(self) -> None:
         """Check types and sizes, and that there are enough half keys.
@@ -42,6 +55,42 @@ class CodebookConfig(PartConfig):
         """Count the multiplications of each position; see `PartConfig.products`."""
         keys = self.heads * self.key_width * (2 * site.dim + sum(self.halves))
         return keys + self.heads * self.width * site.dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantiserConfig(PartConfig):
+    """Codes of which the nearest stands for each position."""
+
+    kind: str = field(default="quantiser", init=False)
+    codes: int
+    width: int
+    """Of a code."""
+    patience: int = 4
+    """Lives of a code, 1 to 127: a visit of the hand takes one, and being chosen gives all back."""
+
+    @property
+    def rows(self) -> int:
+        """Number of codes."""
+        return self.codes
+
+    def __post_init__(self) -> None:
+        """Check types and sizes.
+
+        Raises:
+            ArbError: a value does not fit.
+        """
+        PartConfig.__post_init__(self)
+        for name, most in (("codes", MOST_CODES), ("width", MOST_CODE_WIDTH), ("patience", 127)):
+            check_at_most(name, getattr(self, name), most)
+
+    def products(self, site: Site, positions: float) -> float:
+        """Count the multiplications of each position; see `PartConfig.products`."""
+        return self.width * (2 * site.dim + self.codes)
+
+
+BookConfig = CodebookConfig | QuantiserConfig
+BOOKS: dict[str, type[PartConfig]] = {"codebook": CodebookConfig, "quantiser": QuantiserConfig}
+"""Configurations of what holds codes, by kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +155,9 @@ class MemoriesConfig(PartConfig):
     kind: str = field(default="memories", init=False)
     place: int = 0
     """Number of blocks before them; the other blocks of the stage follow."""
-    codebook: CodebookConfig | None = None
+    codebook: BookConfig | None = None
     """Of the codes that the graph joins."""
-    knowledge: CodebookConfig | None = None
+    knowledge: BookConfig | None = None
     iterated: IteratedConfig | None = None
 
     def __post_init__(self) -> None:
@@ -126,7 +175,7 @@ class MemoriesConfig(PartConfig):
             )
 
     @property
-    def codebooks(self) -> dict[str, CodebookConfig]:
+    def codebooks(self) -> dict[str, BookConfig]:
         """The codebooks that there are, by name."""
         found = {"codebook": self.codebook, "knowledge": self.knowledge}
         return {name: book for name, book in found.items() if book}

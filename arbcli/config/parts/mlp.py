@@ -23,6 +23,10 @@ class MLPConfig(PartConfig):
         """Count the multiplications of each position; see `PartConfig.products`."""
         return 3 * site.dim * self.width
 
+    def reach(self, site: Site) -> int:
+        """Count no position before its own."""
+        return 0
+
     def saved_width(self, site: Site) -> int:
         """Count the input, the gate and the product."""
         return site.dim + 2 * self.width

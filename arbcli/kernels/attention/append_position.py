@@ -297,7 +297,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             label = f"{kv}x{width} at {position}, {m} of an entry, {slots} slots"
             label += " bf16" if dtype == torch.bfloat16 else ""
             given = tuple(part.to(device, dtype) for part in parts)
-            rest = (beta, place, angle.cos(), angle.sin(), 1e-6)
+            rest = (beta, place, angle.cos(), angle.sin(), 0.1)
             inputs = (*given, *rest)
             yield Case(label, inputs)
             if kv == 2:  # a text that begins among others
@@ -355,7 +355,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     buffers = (dice.reals(*size).contiguous() for size in (*sizes, (2, ratio, kv * 2 * half)))
     angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
     beta = dice.reals(kv * 2 * half, ratio, dtype=torch.float32).contiguous()
-    return *buffers, beta, dice.scalar(position), angle.cos(), angle.sin(), 1e-6
+    return *buffers, beta, dice.scalar(position), angle.cos(), angle.sin(), 0.1
 
 
 _ARGUMENTS: Arguments = {

@@ -327,7 +327,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         at = torch.tensor(position, dtype=torch.int32, device=device)
         parts.append(torch.zeros(2, rows, heads, width, dtype=torch.bfloat16, device=device))
         label = f"{rows} rows of {heads}x{window}x{width} at {position} in {most} or fewer"
-        yield Case(label, (*parts, at, angle.cos(), angle.sin(), 1e-6, most))
+        yield Case(label, (*parts, at, angle.cos(), angle.sin(), 0.1, most))
 
 
 def _without_gaps(run: Callable) -> Callable:
@@ -359,7 +359,7 @@ def _draw_ahead(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return (
         qkv, *(ring.clone().view(heads, slots, width) for ring in rings),
         torch.zeros(2, rows, heads, width, device=dice.device, dtype=half), dice.scalar(position),
-        angle.cos(), angle.sin(), 1e-6, dice.pick((1, 3, MOST_PARTS)),
+        angle.cos(), angle.sin(), 0.1, dice.pick((1, 3, MOST_PARTS)),
     )  # fmt: skip
 
 

@@ -545,7 +545,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         angle = 7 * torch.randn(position + 2, width // 2, generator=generator).to(device)
         at = torch.tensor(position, dtype=torch.int32, device=device)
         label = f"{heads}x{window}x{width} at {position} in {most} or fewer"
-        yield Case(label, (*parts, at, angle.cos(), angle.sin(), 1e-6, most))
+        yield Case(label, (*parts, at, angle.cos(), angle.sin(), 0.1, most))
 
 
 def _with_state(inputs: tuple, found: AttentionParts) -> tuple[Tensor, ...]:
@@ -581,7 +581,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     return (
         # a ring begins at a multiple of 16 bytes
         qkv, *(ring.clone().view(heads, n, width) for ring in rings), dice.scalar(position),
-        angle.cos(), angle.sin(), 1e-6, dice.pick((1, 3, MOST_PARTS)),
+        angle.cos(), angle.sin(), 0.1, dice.pick((1, 3, MOST_PARTS)),
     )  # fmt: skip
 
 

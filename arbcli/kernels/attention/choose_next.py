@@ -252,7 +252,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     shapes = [
         (1, 4, 5, 2, 3, 4, 0), (2, 8, 5, 2, 3, 4, 2), (2, 8, 5, 3, 3, 4, 29),
         (3, 4, 9, 4, 4, 8, 30), (4, 32, 40, 7, 4, 39, 119), (2, 6, 20, 30, 2, 99, 37),
-        (1, 4, 1, 1, 4, 3, 1),
+        (1, 4, 1, 1, 4, 3, 1), (3, 4, 9, 8, 4, 8, 43),
     ]  # fmt: skip
     dtypes = [torch.float32]
     if device.type == "cuda":  # the interpreter computes wrongly in bf16

@@ -476,7 +476,7 @@ def _byte_of(
     rows = max(position) + 1 if isinstance(position, tuple) else position + 2
     angle = 7 * torch.randn(rows, width // 2, generator=generator).to(device)
     semaphores = torch.zeros(*place.shape, heads, dtype=torch.int32, device=device)
-    return (*parts, place, angle.cos(), angle.sin(), semaphores, 1e-6)
+    return (*parts, place, angle.cos(), angle.sin(), semaphores, 0.1)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -536,7 +536,7 @@ def _cases_8bit(device: torch.device, _group_size: int) -> Iterator[Case]:
             label += " next octave" if width == 10 else ""
             label += " bf16" if dtype == torch.bfloat16 else ""
             ring, table = (qkv, keys, values, place), (angle.cos(), angle.sin())
-            inputs = (*ring, *table, semaphores, 1e-6, False, torch.stack(exponents))
+            inputs = (*ring, *table, semaphores, 0.1, False, torch.stack(exponents))
             yield Case(label, inputs)
             if position in (17, 300):  # a text that begins among others
                 begins = (torch.roll(qkv, 1, 1), keys, values, torch.zeros_like(place))
@@ -601,7 +601,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     position = dice.integers(0, 3 * n - 1, *texts, dtype=torch.int32).contiguous()
     angle = dice.reals(3 * n, half, dtype=torch.float32).contiguous()
     semaphores = torch.zeros(*texts, heads, dtype=torch.int32, device=dice.device)
-    return qkv, keys, values, position, angle.cos(), angle.sin(), semaphores, 1e-6
+    return qkv, keys, values, position, angle.cos(), angle.sin(), semaphores, 0.1
 
 
 def _draw_8bit(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:

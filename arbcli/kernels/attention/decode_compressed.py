@@ -289,7 +289,7 @@ def attention_of_byte(
     semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
     given = (part.to(device, dtype) for part in (normal(heads, width), *vectors))
     sink = normal(heads).to(device)
-    return (*given, choice, sink, place, angle.cos(), angle.sin(), semaphores, m, most, 1e-6)
+    return (*given, choice, sink, place, angle.cos(), angle.sin(), semaphores, m, most, 0.1)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:

@@ -228,7 +228,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         lengths = torch.rand(window, heads, generator=generator).to(device)
         angle = 7 * torch.randn(position + 2, rotary // 2, generator=generator).to(device)
         place = torch.tensor(position, dtype=torch.int32, device=device)
-        inputs = (*parts, lengths, place, angle.cos(), angle.sin(), 2 * width**-0.5, 1e-6)
+        inputs = (*parts, lengths, place, angle.cos(), angle.sin(), 2 * width**-0.5, 0.1)
         label = f"{heads}x{width}x{size}x{rotary} at {position} of {window}{' bf16' if low else ''}"
         yield Case(label, inputs)
         if window in (33, 64):  # a text that begins among others
@@ -269,7 +269,7 @@ def _draw_rings(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     lengths = dice.reals(n, heads, dtype=torch.float32).abs().clamp(max=2).contiguous()
     return (
         row[0], *others, lengths, dice.scalar(position), angle.cos(), angle.sin(),
-        width**-0.5, 1e-6,
+        width**-0.5, 0.1,
     )  # fmt: skip
 
 

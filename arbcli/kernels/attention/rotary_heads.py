@@ -286,7 +286,7 @@ def _inputs(
             angle.cos().to(device),
             angle.sin().to(device),
             kv,
-            None if done == "turn" else 1e-6,
+            None if done == "turn" else 0.1,
         )
 
 
@@ -338,7 +338,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     gains = None
     if dice.below(3) != 1:
         gains = dice.reals(2, 2 * half, dtype=torch.float32).contiguous()
-    eps = None if gains is None and dice.below(2) else 1e-6
+    eps = None if gains is None and dice.below(2) else 0.1
     qkv = qkv.view(batch, m, heads + 2 * kv, 2 * half)
     return qkv, gains, angle.cos(), angle.sin(), kv, eps
 

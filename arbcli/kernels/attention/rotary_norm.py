@@ -246,12 +246,12 @@ def _inputs(
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for label, _, *inputs in _inputs(device):
-        yield Case(label, (*inputs, 1e-6))
+        yield Case(label, (*inputs, 0.1))
 
 
 def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for label, generator, qkv, cos, sin in _inputs(device):
-        r = _rotary_norm_torch(qkv, cos, sin, 1e-6)
+        r = _rotary_norm_torch(qkv, cos, sin, 0.1)
         batch, length, _, heads, width = qkv.shape
         grads = [
             torch.randn(batch, length, heads, width, generator=generator).to(qkv).transpose(1, 2)
@@ -290,7 +290,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     angle = dice.reals(m, half, dtype=torch.float32)
     qkv = dice.reals(batch * m * 3 * heads, 2 * half).contiguous()
     angle = angle.contiguous()
-    return qkv.view(batch, m, 3, heads, 2 * half), angle.cos(), angle.sin(), 1e-6
+    return qkv.view(batch, m, 3, heads, 2 * half), angle.cos(), angle.sin(), 0.1
 
 
 def _draw_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:

@@ -10,7 +10,6 @@ https://arxiv.org/abs/2507.07955, eq. 4.
 """
 
 from collections.abc import Iterator
-from functools import partial
 from math import prod
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Drawn, Gate, Operation, cases_of, timings_of
 
 WIDE = 4096
 """Largest block of a row for four warps: with wider ones the compiler takes minutes, and spills."""
@@ -185,53 +184,31 @@ def _blocks(width: int) -> dict[str, int]:
     return blocks | {"num_warps": 16 if block_d > WIDE else 4}
 
 
-def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Draw (label, x, qk, gradient of the result)."""
+def _draw(device: torch.device) -> Iterator[Drawn]:
     generator = torch.Generator().manual_seed(0)
     draw = normals(generator, device)
     for batch, length, width in ((1, 1, 5), (2, 33, 7), (3, 5, 33), (1, 18, 159)):
         label = f"{batch}x{length}x{width}"
-        yield label, draw(batch, length, width), draw(batch, length, 2 * width), draw(batch, length)
+        inputs = draw(batch, length, width), draw(batch, length, 2 * width)
+        yield label, inputs, (draw(batch, length),)
     x = draw(2, 9, 40)
-    yield "2x9x40 identity", x, torch.zeros(2, 9, 80, device=device), draw(2, 9)
+    yield "2x9x40 identity", (x, torch.zeros(2, 9, 80, device=device)), (draw(2, 9),)
     same = x[:, :1].expand(-1, 9, -1)
-    yield "2x9x40 all alike", same, draw(2, 1, 80).expand(-1, 9, -1), draw(2, 9)
+    yield "2x9x40 all alike", (same, draw(2, 1, 80).expand(-1, 9, -1)), (draw(2, 9),)
     x, qk = draw(2, 9, 40), draw(2, 9, 80)
     x[:, 4:], qk[:, 4:] = 0, 0
-    yield "2x9x40 zeros at the end", x, qk, draw(2, 9)
+    yield "2x9x40 zeros at the end", (x, qk), (draw(2, 9),)
     strided = draw(10, 9, 6).permute(2, 1, 0)[::2], draw(20, 9, 3).permute(2, 1, 0)
-    yield "3x9x10 strided", *strided, draw(9, 3).T
-    yield "2x0x5 empty", draw(2, 0, 5), draw(2, 0, 10), draw(2, 0)
+    yield "3x9x10 strided", strided, (draw(9, 3).T,)
+    yield "2x0x5 empty", (draw(2, 0, 5), draw(2, 0, 10)), (draw(2, 0),)
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         x, qk = draw(3, 300, 776).bfloat16(), draw(3, 300, 1552).bfloat16()
-        yield "3x300x776 bf16", x, qk, draw(3, 300)
+        yield "3x300x776 bf16", (x, qk), (draw(3, 300),)
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, x, qk, _ in _draw(device):
-        yield Case(label, (x, qk))
-
-
-def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, x, qk, grad_p in _draw(device):
-        yield Case(label, (grad_p, x, qk))
-
-
-def _timed(device: torch.device) -> tuple[str, tuple[Tensor, Tensor]]:
+def _timed(device: torch.device) -> Drawn:
     x, qk = (torch.randn(32, 4096, n, device=device, dtype=torch.bfloat16) for n in (512, 1024))
-    return "32x4096x512 bf16", (x, qk)
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, inputs = _timed(device)
-    yield Timing(label, inputs, peer=partial(_boundary_scores_torch, *inputs))
-
-
-def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, (x, qk) = _timed(device)
-    grad_p = torch.randn(32, 4096, device=device)
-    peer = partial(_boundary_scores_backward_torch, grad_p, x, qk)
-    yield Timing(label, (grad_p, x, qk), peer=peer)
+    return "32x4096x512 bf16", (x, qk), (torch.randn(32, 4096, device=device),)
 
 
 _GATE = Gate(
@@ -261,7 +238,8 @@ def _backward_in_float64(grad_p: Tensor, x: Tensor, qk: Tensor) -> tuple[Tensor,
 
 boundary_scores = Operation(
     "boundary_scores", _boundary_scores_triton, _boundary_scores_torch, boundary_scores_reference,
-    _cases, _GATE, _ARGUMENTS, sizes=_SIZES, large_reference=_in_float64, timings=_timings,
+    cases_of(_draw), _GATE, _ARGUMENTS, sizes=_SIZES, large_reference=_in_float64,
+    timings=timings_of(_timed, _boundary_scores_torch),
 )  # fmt: skip
 """Compare every position with the one before.
 
@@ -274,9 +252,10 @@ Returns:
 """
 boundary_scores_backward = Operation(
     "boundary_scores_backward", _boundary_scores_backward_triton, _boundary_scores_backward_torch,
-    boundary_scores_backward_reference, _backward_cases, _GATE,
+    boundary_scores_backward_reference, cases_of(_draw, backward=True), _GATE,
     {"grad_p": Array("B, T", FLOAT), **_ARGUMENTS}, sizes=_SIZES,
-    large_reference=_backward_in_float64, timings=_backward_timings,
+    large_reference=_backward_in_float64,
+    timings=timings_of(_timed, _boundary_scores_backward_torch, backward=True),
 )  # fmt: skip
 """Propagate a gradient back through `boundary_scores`.
 

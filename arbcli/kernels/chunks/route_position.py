@@ -282,7 +282,7 @@ def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for dtype, width in kinds:
         drawn = []
         for router, position, before, byte in (
-            ("learned", 0, 0, 0), ("learned", 7, 0, 0), ("every", 12, 0, 0), ("every", 13, 0, 0),
+            ("learned", 0, 0, 0), ("learned", 7, 0, 0), ("every", 12, 0, 0), ("every", 15, 0, 0),
             ("space", 0, 0, 97), ("space", 3, 32, 97), ("space", 3, 32, 9), ("space", 3, 14, 97),
             ("space", 3, 9, 8), ("space", 3, 13, 14),
         ):  # fmt: skip
@@ -294,7 +294,7 @@ def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             places = (torch.tensor(at, dtype=torch.int32) for at in (position, 99))
             tensors = (part.to(device) for part in (*reals, *byte_and_ids, *places))
             low = " bf16" if dtype == torch.bfloat16 else ""
-            inputs = (router, *tensors, 4, 1e-6, None)
+            inputs = (router, *tensors, 4, 0.1, None)
             label = f"{router} {width} at {position}, {byte} after {before}{low}"
             yield Case(label, inputs)
             drawn.append(inputs)
@@ -372,7 +372,7 @@ def _draw_route(dice: Dice, _group_size: int, m: int, n: int, k: int) -> tuple:
     mean = dice.reals(k, dtype=torch.float32).contiguous()
     byte, ids = (torch.tensor([[dice.below(48)]], device=dice.device) for _ in range(2))
     places = dice.scalar(dice.pick((0, 1, m, 4 * n))), dice.scalar(7)
-    return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 1e-6, None
+    return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 0.1, None
 
 
 route_position_ = Operation(
@@ -383,7 +383,7 @@ route_position_ = Operation(
         "x": Array("*T, D", dense=True),
         "rows": Array("*T, D * (3 if router == 'learned' else 1)", dense=True), "mean": _MEAN,
         "last": Array("*T, 2 * D", dense=True), "byte": _ELEMENT, "ids": _ELEMENT,
-        "encoder": _INT, "decoder": _INT, "length": Number((2, 4, 7)), "eps": Number((1e-6,)),
+        "encoder": _INT, "decoder": _INT, "length": Number((2, 4, 7)), "eps": Number((0.1,)),
         "handle": replace(_ELEMENT, optional=True), "going_on": replace(_INT, optional=True),
     },
     where=("len(T) < 2",), compared=_routed, draw=_draw_route, torch_is_peer=True,

@@ -16,7 +16,14 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
 from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import (
+    Drawn,
+    Gate,
+    Operation,
+    Timing,
+    cases_of,
+    timings_of,
+)
 
 MOST_SLOTS = 16
 """Of a token: a program loads from all of them at once."""
@@ -150,8 +157,7 @@ def _expert_combine_backward_triton(
     return grad_values, grad_gates
 
 
-def _draw(device: torch.device) -> Iterator[tuple[str, tuple, Tensor]]:
-    """Draw (label, inputs of `expert_combine`, gradient of its result)."""
+def _draw(device: torch.device) -> Iterator[Drawn]:
     generator = torch.Generator().manual_seed(0)
     draw = normals(generator, device)
 
@@ -167,35 +173,25 @@ def _draw(device: torch.device) -> Iterator[tuple[str, tuple, Tensor]]:
         (2, MOST_SLOTS, 40),
     ):
         inputs = draw(tokens * slots, width), places(tokens, slots), draw(tokens, slots)
-        yield f"{tokens}x{slots} of {width}", inputs, draw(tokens, width)
-    yield "2x16 of 40 without gates", (*inputs[:2], None), draw(tokens, width)
-    yield "2x16 of 40 gates of zero", (*inputs[:2], inputs[2] * 0), draw(tokens, width)
+        yield f"{tokens}x{slots} of {width}", inputs, (draw(tokens, width),)
+    yield "2x16 of 40 without gates", (*inputs[:2], None), (draw(tokens, width),)
+    yield "2x16 of 40 gates of zero", (*inputs[:2], inputs[2] * 0), (draw(tokens, width),)
     inputs = draw(30, 70), places(7, 3, 9), draw(7, 3)
-    yield "7x3 of 70 spare slots", inputs, draw(7, 70)
+    yield "7x3 of 70 spare slots", inputs, (draw(7, 70),)
     inputs = draw(70, 42).T[::2], places(3, 7).T, draw(14, 3)[::2]
-    yield "7x3 of 70 strided", inputs, draw(70, 7).T
-    yield "0x3 of 7 empty", (draw(0, 7), places(0, 3), draw(0, 3)), draw(0, 7)
+    yield "7x3 of 70 strided", inputs, (draw(70, 7).T,)
+    yield "0x3 of 7 empty", (draw(0, 7), places(0, 3), draw(0, 3)), (draw(0, 7),)
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         inputs = draw(2400, 776).bfloat16(), places(300, 8), draw(300, 8)
-        yield "300x8 of 776 bf16", inputs, draw(300, 776).bfloat16()
+        yield "300x8 of 776 bf16", inputs, (draw(300, 776).bfloat16(),)
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, inputs, _ in _draw(device):
-        yield Case(label, inputs)
-
-
-def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, inputs, grad_y in _draw(device):
-        yield Case(label, (grad_y, *inputs))
-
-
-def _timed(device: torch.device) -> tuple[str, tuple, Tensor]:
+def _timed(device: torch.device) -> Drawn:
     """Draw 4096 tokens of four slots, of a width of 1280."""
     draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
     positions = torch.randperm(16384, device=device).view(4096, 4)
     inputs = draw(16384, 1280), positions, draw(4096, 4).float()
-    return "4096x4 of 1280 bf16", inputs, draw(4096, 1280)
+    return "4096x4 of 1280 bf16", inputs, (draw(4096, 1280),)
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -208,12 +204,6 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 def _gather_and_multiply(gates: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     return torch.bmm(gates, values[positions])
-
-
-def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, inputs, grad_y = _timed(device)
-    peer = partial(_expert_combine_backward_torch, grad_y, *inputs)
-    yield Timing(label, (grad_y, *inputs), peer=peer)
 
 
 _GATE = Gate(
@@ -253,7 +243,7 @@ _WHERE = (f"0 < S <= {MOST_SLOTS}", "M * S <= V")
 
 expert_combine = Operation(
     "expert_combine", _expert_combine_triton, _expert_combine_torch, expert_combine_reference,
-    _cases, _GATE, _ARGUMENTS, where=_WHERE, draw=_draw_slots, needs_rows=True,
+    cases_of(_draw), _GATE, _ARGUMENTS, where=_WHERE, draw=_draw_slots, needs_rows=True,
     large_reference=_in_float64, timings=_timings,
 )  # fmt: skip
 """Sum the slots of every token.
@@ -271,10 +261,11 @@ Returns:
 """
 expert_combine_backward = Operation(
     "expert_combine_backward", _expert_combine_backward_triton, _expert_combine_backward_torch,
-    expert_combine_backward_reference, _backward_cases, _GATE,
+    expert_combine_backward_reference, cases_of(_draw, backward=True), _GATE,
     {"grad_y": Array("M, D"), **_ARGUMENTS}, where=_WHERE, needs_rows=True,
     draw=lambda dice, g, m, n, k: (dice.reals(m, k), *_draw_slots(dice, g, m, n, k)),
-    large_reference=_backward_in_float64, timings=_backward_timings,
+    large_reference=_backward_in_float64,
+    timings=timings_of(_timed, _expert_combine_backward_torch, backward=True),
 )  # fmt: skip
 """Propagate a gradient back through `expert_combine`, in one pass.
 

@@ -8,7 +8,7 @@ of special values, and draws of arguments that depend on one another.
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -71,6 +71,31 @@ class Timing:
 
 MakeCases = Callable[[torch.device, int], Iterator[Case]]
 MakeTimings = Callable[[torch.device, int], Iterator[Timing]]
+Drawn = tuple[str, tuple, tuple]
+"""A label, the inputs of an operation, and the gradients of its results."""
+
+
+def cases_of(draw: Callable[[torch.device], Iterator[Drawn]], backward: bool = False) -> MakeCases:
+    """Make the cases of an operation, or of its backward, which takes gradients before inputs."""
+
+    def cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+        for label, inputs, grads in draw(device):
+            yield Case(label, (*grads, *inputs) if backward else inputs)
+
+    return cases
+
+
+def timings_of(
+    draw: Callable[[torch.device], Drawn], peer: Callable, backward: bool = False
+) -> MakeTimings:
+    """Time an operation, or its backward, against another implementation of torch's."""
+
+    def timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+        label, inputs, grads = draw(device)
+        inputs = (*grads, *inputs) if backward else inputs
+        yield Timing(label, inputs, peer=partial(peer, *inputs))
+
+    return timings
 
 
 @dataclass(frozen=True, slots=True)

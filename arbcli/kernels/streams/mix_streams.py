@@ -16,7 +16,14 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.inputs import TensorOptions, normals
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import (
+    Drawn,
+    Gate,
+    Operation,
+    Timing,
+    cases_of,
+    timings_of,
+)
 from arbcli.kernels.streams.stream_weights import STREAMS
 
 
@@ -173,45 +180,34 @@ def _mix_streams_backward_triton(
     return tuple(grads)
 
 
-def _draw(device: torch.device) -> Iterator[tuple[str, tuple, Tensor]]:
-    """Draw (label, inputs of `mix_streams`, gradient of its result)."""
+def _draw(device: torch.device) -> Iterator[Drawn]:
     generator = torch.Generator().manual_seed(0)
     normal = normals(generator, device)
     for length, rows, n, width in ((1, 1, 1, 1), (3, 4, 4, 33), (5, 1, 4, 7), (2, 8, 2, 600)):
         inputs: tuple[Tensor | None, ...]
         inputs = normal(length, n, width), normal(length, rows, n), None, None
         grad_y = normal(length, rows, width)
-        yield f"{length}x{n}x{width} to {rows}", inputs, grad_y
+        yield f"{length}x{n}x{width} to {rows}", inputs, (grad_y,)
         inputs = *inputs[:2], normal(length, width), normal(length, rows)
-        yield f"{length}x{n}x{width} to {rows} added", inputs, grad_y
+        yield f"{length}x{n}x{width} to {rows} added", inputs, (grad_y,)
     inputs = normal(9, 2, 6).permute(2, 1, 0)[::2], normal(2, 4, 3).permute(2, 1, 0)
     grad_y = normal(9, 4, 3).permute(2, 1, 0)
-    yield "3x2x9 to 4 strided", (*inputs, normal(9, 3).T, normal(4, 3).T), grad_y
+    yield "3x2x9 to 4 strided", (*inputs, normal(9, 3).T, normal(4, 3).T), (grad_y,)
     inputs = normal(0, 4, 7), normal(0, 4, 4), normal(0, 7), normal(0, 4)
-    yield "0x4x7 to 4 empty", inputs, normal(0, 4, 7)
+    yield "0x4x7 to 4 empty", inputs, (normal(0, 4, 7),)
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         for rows in (1, 4):
             inputs = normal(700, 4, 776).bfloat16(), normal(700, rows, 4)
             inputs = *inputs, normal(700, 776).bfloat16(), normal(700, rows)
-            yield f"700x4x776 to {rows} bf16", inputs, normal(700, rows, 776).bfloat16()
+            yield f"700x4x776 to {rows} bf16", inputs, (normal(700, rows, 776).bfloat16(),)
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, inputs, _ in _draw(device):
-        yield Case(label, inputs)
-
-
-def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, inputs, grad_y in _draw(device):
-        yield Case(label, (grad_y, *inputs))
-
-
-def _timed(device: torch.device) -> tuple[str, tuple, Tensor]:
+def _timed(device: torch.device) -> Drawn:
     """Draw 16384 positions of four streams of a width of 1024."""
     draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
     weights = draw(16384, 4, 5).float()
     inputs = draw(16384, 4, 1024), weights[..., :4], draw(16384, 1024), weights[..., 4]
-    return "16384x4x1024 to 4 bf16", inputs, draw(16384, 4, 1024)
+    return "16384x4x1024 to 4 bf16", inputs, (draw(16384, 4, 1024),)
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -220,12 +216,6 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     low = torch.cat((weights, gains[..., None]), dim=2).bfloat16()
     peer = partial(torch.bmm, low, torch.cat((x, added[:, None]), dim=1))
     yield Timing(label, inputs, peer=peer, peer_name="bmm")
-
-
-def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, inputs, grad_y = _timed(device)
-    peer = partial(_mix_streams_backward_torch, grad_y, *inputs)
-    yield Timing(label, (grad_y, *inputs), peer=peer)
 
 
 _GATE = Gate(
@@ -243,7 +233,8 @@ _WHERE = (f"S in {STREAMS}", f"R in {STREAMS}", "(added is None) == (gains is No
 _SIZES = {"S": STREAMS, "R": STREAMS}
 
 mix_streams = Operation(
-    "mix_streams", _mix_streams_triton, mix_streams_torch, mix_streams_reference, _cases, _GATE,
+    "mix_streams", _mix_streams_triton, mix_streams_torch, mix_streams_reference,
+    cases_of(_draw), _GATE,
     _ARGUMENTS, where=_WHERE, sizes=_SIZES, timings=_timings,
 )  # fmt: skip
 """Mix streams, and add to each of them a share of one more vector.
@@ -259,9 +250,9 @@ Returns:
 """
 mix_streams_backward = Operation(
     "mix_streams_backward", _mix_streams_backward_triton, _mix_streams_backward_torch,
-    mix_streams_backward_reference, _backward_cases, _GATE,
+    mix_streams_backward_reference, cases_of(_draw, backward=True), _GATE,
     {"grad_y": Array("M, R, D"), **_ARGUMENTS}, where=_WHERE, sizes=_SIZES,
-    timings=_backward_timings,
+    timings=timings_of(_timed, _mix_streams_backward_torch, backward=True),
 )  # fmt: skip
 """Propagate a gradient back through `mix_streams`, in one pass.
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Drawn, Gate, Operation, cases_of, timings_of
 
 ROUNDS = 20
 SHIFT = 2.0
@@ -265,12 +265,12 @@ def _launch(raw: Tensor, n: int) -> tuple[Tensor, tuple[int], dict[str, int]]:
     return raw, (triton.cdiv(len(raw), block),), {"N": n, "BLOCK_M": block, "num_warps": 2}
 
 
-def _draw(device: torch.device) -> Iterator[tuple[str, tuple, tuple]]:
-    """Draw (label, inputs of `stream_weights`, gradients of a, B and c); rounds take long."""
+def _draw(device: torch.device) -> Iterator[Drawn]:
+    """Draw inputs of `stream_weights`, and gradients of a, B and c; rounds take long."""
     generator = torch.Generator().manual_seed(0)
     normal = normals(generator, device)
 
-    def case(label: str, raw: Tensor, bias: Tensor | None = None, rounds: int = 5) -> tuple:
+    def case(label: str, raw: Tensor, bias: Tensor | None = None, rounds: int = 5) -> Drawn:
         length, numbers = raw.shape
         n = count_streams(numbers)
         grads = normal(length, n), normal(length, n, n), normal(length, n)
@@ -290,31 +290,10 @@ def _draw(device: torch.device) -> Iterator[tuple[str, tuple, tuple]]:
         yield case("1311 of 4 far from even", 6 * normal(1311, 24), rounds=ROUNDS)
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, inputs, _ in _draw(device):
-        yield Case(label, inputs)
-
-
-def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, inputs, grads in _draw(device):
-        yield Case(label, (*grads, *inputs))
-
-
-def _timed(device: torch.device) -> tuple[str, tuple, tuple]:
+def _timed(device: torch.device) -> Drawn:
     raw = torch.randn(16384, 24, device=device, dtype=torch.bfloat16)
     grads = (torch.randn(16384, *size, device=device) for size in ((4,), (4, 4), (4,)))
     return "16384 of 4 bf16", (raw, torch.randn(24, device=device), ROUNDS), tuple(grads)
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, inputs, _ = _timed(device)
-    yield Timing(label, inputs, peer=partial(stream_weights_torch, *inputs))
-
-
-def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, inputs, grads = _timed(device)
-    peer = partial(_stream_weights_backward_torch, *grads, *inputs)
-    yield Timing(label, (*grads, *inputs), peer=peer)
 
 
 _GATE = Gate(
@@ -327,10 +306,11 @@ _ROUNDS = Number((1, 3, 7))
 
 stream_weights = Operation(
     "stream_weights", _stream_weights_triton, stream_weights_torch, stream_weights_reference,
-    _cases, _GATE,
+    cases_of(_draw), _GATE,
     {"raw": Array("M, W"), "bias": Array("W", FLOAT, dense=True), "rounds": _ROUNDS},
     where=(f"W in {tuple(n * (n + 2) for n in STREAMS)}", "rounds > 0"),
-    sizes={"S": STREAMS, "W": "S * (S + 2)"}, timings=_timings,
+    sizes={"S": STREAMS, "W": "S * (S + 2)"}, 
+    timings=timings_of(_timed, stream_weights_torch),
 )  # fmt: skip
 """Make the weights that streams are read, kept and written by.
 
@@ -345,14 +325,14 @@ Returns:
 """
 stream_weights_backward = Operation(
     "stream_weights_backward", _stream_weights_backward_triton, _stream_weights_backward_torch,
-    stream_weights_backward_reference, _backward_cases, _GATE,
+    stream_weights_backward_reference, cases_of(_draw, backward=True), _GATE,
     {
         "grad_a": Array("M, S", FLOAT), "grad_b": Array("M, S, S", FLOAT),
         "grad_c": Array("M, S", FLOAT), "raw": Array("M, S * (S + 2)"),
         "bias": Array("S * (S + 2)", FLOAT, dense=True), "rounds": _ROUNDS,
     },
     where=(f"S in {STREAMS}", "rounds > 0"), sizes={"S": STREAMS},
-    timings=_backward_timings,
+    timings=timings_of(_timed, _stream_weights_backward_torch, backward=True),
 )  # fmt: skip
 """Propagate gradients back through `stream_weights`, through all rounds.
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -24,7 +25,7 @@ ROWS_AT_ONCE = 2**16
 
 
 def _compute_table(
-    length: int, head_dim: int, device: torch.device, rotated: int, rotary: RotaryConfig
+    length: int, head_dim: int, device: torch.device, rotated: int, rotary: RotaryConfig, first: int
 ) -> tuple[Tensor, Tensor]:
     # in float32 far positions lose digits, and a GPU of Apple has no float64
     on_mps = torch.empty(0, device=device).is_mps
@@ -44,11 +45,18 @@ def _compute_table(
 
     if length <= ROWS_AT_ONCE:
         return rows(0, length)
-    cos, sin = (torch.empty(length, head_dim // 2, device=device) for _ in range(2))
-    for start in range(0, length, ROWS_AT_ONCE):
+    cos, sin = (_zeros(length, head_dim // 2, device) for _ in range(2))
+    for start in range(first, length, ROWS_AT_ONCE):
         stop = min(start + ROWS_AT_ONCE, length)
         cos[start:stop], sin[start:stop] = rows(start, stop)
     return cos, sin
+
+
+def _zeros(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Make zeros, which take memory of a CPU only once something is written to them."""
+    if device.type == "cpu":
+        return torch.from_numpy(numpy.zeros((rows, columns), numpy.float32))
+    return torch.zeros(rows, columns, device=device)
 
 
 def rotary_rates(rotated: int, rotary: RotaryConfig, device: torch.device | str = "cpu") -> Tensor:
@@ -97,8 +105,11 @@ def rotary_table(
     device: torch.device,
     rotated: int | None = None,
     rotary: RotaryConfig = PLAIN,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Compute cos and sin of every position's angles, (length, head_dim / 2) float32 each.
+
+    Nobody asks for those of positions before `first`, which may be left out.
 
     Of a head `rotated` numbers turn, by angles as of a head of that width, and the others' angles
     are 0; None is the share of `rotary`. Both are multiplied by `rotary.stretch`.
@@ -110,7 +121,8 @@ def rotary_table(
     if torch.compiler.is_compiling():
         like = torch.empty(0, device=device)
         return _copied_table(like, length, head_dim, rotated, *_numbers(rotary), rotary.scaling)
-    return _tables(length, head_dim, device, rotated, rotary)
+    first = first if length > ROWS_AT_ONCE else 0  # so that texts share it
+    return _tables(length, head_dim, device, rotated, rotary, first)
 
 
 def _numbers(rotary: RotaryConfig) -> tuple[float, float, float, float, int]:
@@ -136,7 +148,7 @@ def _copy_table(
         base=base, scaling=scaling, factor=factor, low=low or None, high=high or None,
         original_ctx=original_ctx or None,
     )  # fmt: skip
-    cos, sin = _tables(length, head_dim, like.device, rotated, rotary)
+    cos, sin = _tables(length, head_dim, like.device, rotated, rotary, 0)
     return cos.clone(), sin.clone()  # a compiler may write over what an operator gave
 
 

@@ -287,7 +287,7 @@ class Ring(State):
         """Whether the rings have the length of a window, however long the context."""
         rows = table_rows(clock.positions, clock.ctx)
         self.width, self.rotary = width, rotary
-        self.table = rotary_table(rows, width, clock.device, rotary=rotary)
+        self.table = rotary_table(rows, width, clock.device, rotary=rotary, first=clock.first)
 
     def written(self) -> Iterator[Written]:
         """List the rings."""

@@ -28,6 +28,8 @@ class Found(NamedTuple):
     """(B, T) int64, the best row of the first head."""
     confidence: Tensor
     """(B, T) float32, its weight."""
+    cost: Tensor | None = None
+    """A scalar, the mean squared distance from the code; None of a table with keys."""
 
 
 def best_pairs(left: Tensor, right: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from arbcli.model.layers.kinds import layers_for
 from arbcli.model.parts.codebook import Codebook, Found
 from arbcli.model.parts.edges import Edges
 from arbcli.model.parts.experts import Experts
+from arbcli.model.parts.quantiser import Quantiser
 
 HALT_AT = 0.99
 """A position is done when its probabilities of halting add up to this."""
@@ -105,7 +106,7 @@ class MoEGraph(nn.Module):
     def forward(
         self,
         x: Tensor,
-        codebook: Codebook | None,
+        codebook: Codebook | Quantiser | None,
         found: Found | None,
         reading: Reading | None = None,
     ) -> Iterated:
@@ -155,7 +156,7 @@ class MoEGraph(nn.Module):
         return Iterated(result.view(batch, length, dim), torch.stack(shares))
 
     def _hop(
-        self, codes: Tensor, sure: Tensor, codebook: Codebook, dtype: torch.dtype
+        self, codes: Tensor, sure: Tensor, codebook: Codebook | Quantiser, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Find what edges carry to (M,) codes.
 

@@ -3,11 +3,17 @@
 import torch
 from torch import Tensor
 
-from arbcli.config.parts.memories import CodebookConfig, IteratedConfig, MemoriesConfig
+from arbcli.config.parts.memories import (
+    CodebookConfig,
+    IteratedConfig,
+    MemoriesConfig,
+    QuantiserConfig,
+)
 from arbcli.verify.parts.base import Reading, Weights, norm, under
 from arbcli.verify.parts.experts import experts
 
 HALT_AT, KEEP, HALT_PRIOR = 0.99, 0.95, 0.25
+UNIT = 32
 
 
 def memories(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, list[Tensor]]:
@@ -24,12 +30,16 @@ def memories(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, list[Tens
     config, before = reading.config_of(MemoriesConfig), x
     found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     for name, book in config.codebooks.items():
-        found[name] = codebook(under(w, name), before, reading.within(name, book))
+        find = quantiser if isinstance(book, QuantiserConfig) else codebook
+        found[name] = find(under(w, name), before, reading.within(name, book))
         x = x + found[name][0]
     if config.iterated:
         codes = found["codebook"][1:] if config.codebook else None  # rows and weights
         own = reading.within("moe_graph", config.iterated)
-        x, shares = iterated(under(w, "moe_graph"), x, codes, w.get("codebook.table"), own)
+        table = w.get("codebook.table")
+        if isinstance(config.codebook, QuantiserConfig):
+            table = reading.memory("codebook.codes").double() / UNIT
+        x, shares = iterated(under(w, "moe_graph"), x, codes, table, own)
         own.note("ponder", ponder_costs(shares))
     return x, [y for y, *_ in found.values()]
 
@@ -50,6 +60,23 @@ def codebook(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, Tensor, T
     weights = best.softmax(dim=-1)
     values = (weights[..., None] * w["table"][rows]).sum(dim=-2).flatten(-2)
     return norm(values, w.get("sub_norm")) @ w["output"].T, rows[..., 0, 0], weights[..., 0, 0]
+
+
+def quantiser(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the nearest code of each position; return the result, codes, and ones."""
+    taken, codes = reading.taken(), reading.memory("codes").double()
+    z = norm(norm(x, w.get("norm")) @ w["query"].T)
+    near = (z.detach() * UNIT).round().clamp(-127, 127)
+    apart = -(near[:, None] - codes).square().mean(dim=-1)
+    best, chosen = apart.max(dim=-1)
+    if taken:
+        chosen = taken[0][: len(x)].flatten()
+        best = apart.gather(-1, chosen[:, None])
+        reading.judged.judge(best, apart)
+    rows = codes[chosen] / UNIT
+    reading.note("commitment", (z - rows).square().mean(dim=-1))
+    values = z + (rows - z).detach()
+    return norm(values, w.get("sub_norm")) @ w["output"].T, chosen, torch.ones_like(z[:, 0])
 
 
 def iterated(

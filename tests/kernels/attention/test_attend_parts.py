@@ -101,13 +101,3 @@ def test_average_weighs_parts_by_their_totals():
     totals = torch.tensor([[1.0, 3.0], [3.0, 1.0], [torch.nan] * 2])
     parts = AttentionParts(values.bfloat16(), totals, torch.tensor(14), 10)
     assert torch.equal(parts.average(), torch.tensor([4.0, 2.0, 2.0, 5.0]).bfloat16())
-
-
-def test_rejects_what_does_not_fit(device):
-    given = inputs(device)
-    unaligned = given[1].new_zeros(given[1].numel() + 1)[1:].view_as(given[1])
-    with pytest.raises(ValueError, match="% 16 == 0"):
-        attend_parts(*(unaligned if i == 2 else part for i, part in enumerate(given)))
-    narrow = inputs(device, width=32)
-    with pytest.raises(ValueError, match=r"D in \(64, 128\)"):
-        attend_parts(*narrow)

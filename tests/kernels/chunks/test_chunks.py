@@ -3,46 +3,14 @@
 import pytest
 import torch
 
-from arbcli.kernels.chunks.boundary_scores import boundary_scores
 from arbcli.kernels.chunks.find_chunks import find_chunks
 from arbcli.kernels.chunks.route_position import route_position_, take_chunk_
 from arbcli.kernels.chunks.smooth_chunks import smooth_chunks, smooth_chunks_backward
-from arbcli.kernels.chunks.spread_chunks import spread_chunks, spread_chunks_backward
+from arbcli.kernels.chunks.spread_chunks import spread_chunks_backward
 from arbcli.kernels.runtime.backend import use_backend
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 each_backend = pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
-
-
-@each_backend
-def test_boundaries_by_hand_give_chunks_by_hand(backend, device):
-    marks = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 0, 0, 0, 0]], dtype=torch.bool, device=device)
-    with use_backend(backend):
-        chunks = find_chunks(marks, 3)
-    assert chunks.first.tolist() == [[0, 2, 3], [0, 1, -1]]
-    assert chunks.owner.tolist() == [[0, 0, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1]]
-    assert chunks.slot.tolist() == [[0, -1, 1, 2, -1, -1], [0, 1, -1, -1, -1, -1]]
-    assert chunks.overflow.tolist() == [1, 0]
-
-
-@each_backend
-def test_vectors_by_hand_give_means_and_positions_by_hand(backend, device):
-    z = torch.tensor([[[8.0], [4.0], [2.0]]], device=device)
-    p = torch.tensor([[1.0, 0.5, 0.25]], device=device)
-    owner = torch.tensor([[0, 0, 1, 2]], device=device)
-    with use_backend(backend):
-        s = smooth_chunks(z, p)
-        y = spread_chunks(torch.ones(1, 4, 1, device=device), s, owner)
-    assert s.flatten().tolist() == [8, 6, 5]
-    assert y.flatten().tolist() == [9, 9, 7, 6]
-
-
-@each_backend
-def test_scores_are_half_for_what_is_at_right_angles(backend, device):
-    x = torch.tensor([[[1.0, 0], [1, 0], [0, 3], [0, -3]]], device=device)
-    with use_backend(backend):
-        p = boundary_scores(x, torch.zeros(1, 4, 4, device=device))
-    torch.testing.assert_close(p, torch.tensor([[1, 0, 0.5, 1]], device=device))
 
 
 @each_backend

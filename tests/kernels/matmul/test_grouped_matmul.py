@@ -101,32 +101,21 @@ def test_any_number_of_programs_computes_the_same(num_programs, monkeypatch, dev
 
 
 @pytest.mark.parametrize(
-    "tiling", [*module.HOPPER_TILES, *module.OTHER_TILES], ids=lambda tiling: f"{tiling[:3]}"
+    ("chooser", "tiling"),
+    [("_tiling", tiling) for tiling in (*module.HOPPER_TILES, *module.OTHER_TILES)]
+    + [("_grad_tiling", t) for t in (*module.HOPPER_GRAD_TILES, *module.OTHER_GRAD_TILES)],
+    ids=lambda value: value if isinstance(value, str) else f"{value[:3]}",
 )
-def test_every_tiling_computes_the_same(tiling, monkeypatch, device):
-    if device.type == "cuda":
-        pytest.skip("the tiles are for bf16, and float32 of their size is slow to compile")
-    x, w = integers(300, 136, device=device), integers(3, 72, 136, device=device)
-    bounds = bounds_of(2, 150, 151, 299, device=device)
-    monkeypatch.setattr(module, "_tiling", lambda *_: tiling)
-    for source, matrices in ((x, w), (x[:, :72], w.mT)):
-        wanted = grouped_matmul.reference(source, matrices, bounds)
-        assert torch.equal(grouped_matmul.triton(source, matrices, bounds).double(), wanted)
-
-
-@pytest.mark.parametrize(
-    "tiling",
-    [*module.HOPPER_GRAD_TILES, *module.OTHER_GRAD_TILES],
-    ids=lambda tiling: f"{tiling[:3]}",
-)
-def test_every_tiling_of_the_gradient_computes_the_same(tiling, monkeypatch, device):
+def test_every_tiling_computes_the_same(chooser, tiling, monkeypatch, device):
     if device.type == "cuda":
         pytest.skip("the tiles are for bf16, and float32 of their size is slow to compile")
     x, grad_y = integers(300, 136, device=device), integers(300, 72, device=device)
-    bounds = bounds_of(2, 150, 151, 299, device=device)
-    monkeypatch.setattr(module, "_grad_tiling", lambda *_: tiling)
-    wanted = grouped_grad_w.reference(grad_y, x, bounds)
-    assert torch.equal(grouped_grad_w.triton(grad_y, x, bounds).double(), wanted)
+    w, bounds = integers(3, 72, 136, device=device), bounds_of(2, 150, 151, 299, device=device)
+    monkeypatch.setattr(module, chooser, lambda *_: tiling)
+    products = [(grouped_matmul, x, w), (grouped_matmul, grad_y, w.mT)]
+    for spec, *given in products if chooser == "_tiling" else [(grouped_grad_w, grad_y, x)]:
+        wanted = spec.reference(*given, bounds)
+        assert torch.equal(spec.triton(*given, bounds).double(), wanted)
 
 
 def test_tiles_are_chosen_by_rows_an_expert():

@@ -39,6 +39,43 @@ def matrix(device, rows=20, in_features=328, group_size=32) -> Packed:
     return random_packed(rows, in_features, group_size, generator, spread=8).to(device)
 
 
+def digits_of_many_scales(device, rows=22, in_features=328) -> Packed:
+    """Draw weights of all digits whose exponents differ from row to row and group to group."""
+    packed = random_digits(rows, in_features, 32, torch.Generator().manual_seed(2))
+    packed.exponent.add_(torch.arange(packed.exponent.numel()).view_as(packed.exponent) % 7)
+    return packed.map(lambda part: part.to(device))
+
+
+@pytest.mark.parametrize("digits", ["trit", "all"])
+def test_a_gated_matrix_is_coded_by_halves(digits, device):
+    packed = matrix(device, rows=22) if digits == "trit" else digits_of_many_scales(device)
+    prepacked, reference = (
+        (prepack, prepacked_reference)
+        if digits == "trit"
+        else (prepack_digits, DIGITS_MATMUL.reference)
+    )
+    weight, halves = prepacked(packed, gated=True), decode_digits_reference(packed)
+    x = torch.randn(2, 328, generator=torch.Generator().manual_seed(1)).to(device)
+    gate, up = (x.double() @ halves.double().T).chunk(2, dim=1)
+    got = reference(x, *weight, None, None, torch.float32)
+    torch.testing.assert_close(got, gate * torch.sigmoid(gate) * up)
+
+
+@pytest.mark.parametrize("digits", ["trit", "all"])
+@pytest.mark.parametrize("asked", [None, torch.float32, torch.bfloat16], ids=str)
+def test_result_has_the_type_that_is_asked_for(asked, digits, device):
+    """And by default that of the activations."""
+    multiply = prepacked_rows if digits == "trit" else digits_matmul
+    weight = (
+        prepack(matrix(device)) if digits == "trit"
+        else prepack_digits(digits_of_many_scales(device))
+    )  # fmt: skip
+    x = torch.ones(2, 328, device=device, dtype=torch.bfloat16)
+    for backend in ("torch", KERNELS):
+        with use_backend(backend):
+            assert multiply(x, weight, dtype=asked).dtype == (asked or torch.bfloat16)
+
+
 def test_matrices_one_above_the_other_are_multiplied_at_once(device):
     upper, lower = matrix(device), matrix(device, rows=7)
     both = decode_digits_reference(upper.above(lower))

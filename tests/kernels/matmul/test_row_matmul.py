@@ -165,22 +165,9 @@ def test_a_row_of_a_wider_matrix(device):
 
 
 def test_rejects_what_does_not_fit(device):
-    packed, x = matrix(device), row(device)
-    with pytest.raises(ValueError, match="N % 2 == 0, got N = 19"):
-        prepack(packed.rows(slice(19)), gated=True)
-    with pytest.raises(ValueError, match="need G % 32 == 0, got G = 6"):
-        prepack(matrix(device, group_size=6))
-    weight = prepack(packed)
-    for wrong in (x.float(), x[:, :320], x[0], x[None]):
-        with (
-            use_backend(KERNELS),
-            pytest.raises(ValueError, match=r"x.dtype == torch|x: need contig"),
-        ):
-            row_matmul(wrong, weight)
-    with pytest.raises(ValueError, match="need M == 1"):
-        row_matmul(x.repeat(2, 1), weight)
-    with pytest.raises(ValueError, match="in_features = 17928"):
-        row_matmul(row(device, 17_928), weight._replace(in_features=17_928))
-    for added in (x, x[:, :20].float(), x[0, :20]):
-        with pytest.raises(ValueError, match=r"added: need|added.dtype"):
-            row_matmul(x, weight, added=added)
+    weight, x = prepack(matrix(device)), row(device)
+    with use_backend(KERNELS):
+        with pytest.raises(ValueError, match="need M == 1"):
+            row_matmul(x.repeat(2, 1), weight)
+        with pytest.raises(ValueError, match="in_features = 17928"):
+            row_matmul(row(device, 17_928), weight._replace(in_features=17_928))

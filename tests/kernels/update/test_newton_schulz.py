@@ -32,10 +32,18 @@ def test_kernel_results_are_exactly_symmetric(spec, device):
         assert torch.equal(result, result.mT), case.label
 
 
-@pytest.mark.parametrize("num_programs", [1, 2, 3, 7, 30, 72])
-def test_steps_are_shared_among_any_number_of_programs(num_programs, monkeypatch, device):
-    monkeypatch.setattr(newton_schulz, "num_processors", lambda _: num_programs)
-    x = randn(2, 70, 160, device=device)  # 12 tiles of 5 steps
+@pytest.mark.parametrize(
+    ("shape", "programs"),
+    [*(((2, 70, 160), n) for n in (1, 2, 3, 7, 30, 72)), ((70, 160), None), ((2, 65, 33), None)],
+    ids=str,
+)
+def test_steps_are_shared_among_any_number_of_programs_or_not(shape, programs, monkeypatch, device):
+    """The first shape has 12 tiles of 5 steps."""
+    if programs:
+        monkeypatch.setattr(newton_schulz, "num_processors", lambda _: programs)
+    else:
+        monkeypatch.setattr(newton_schulz, "MANY", 0)
+    x = randn(*shape, device=device)
     found = compare(gram, "", gram.triton(x), gram_reference(x))
     assert found.passed, found
     a = gram_reference(x / 160).float()
@@ -98,18 +106,6 @@ def test_tiles_are_chosen_by_shape(shape, tiling, shared, monkeypatch):
     x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     with compile_for(HOPPER):
         assert newton_schulz._choose(x, False) == (tiling, shared)
-
-
-@pytest.mark.parametrize("shape", [(70, 160), (2, 65, 33)], ids=str)
-def test_tiles_need_not_be_shared(shape, monkeypatch, device):
-    monkeypatch.setattr(newton_schulz, "MANY", 0)
-    x = randn(*shape, device=device)
-    found = compare(gram, "", gram.triton(x), gram_reference(x))
-    assert found.passed, found
-    a = gram_reference(x / 160).float()
-    expected = gram_polynomial_reference(a, *COEFFICIENTS)
-    found = compare(gram_polynomial, "", gram_polynomial.triton(a, *COEFFICIENTS), expected)
-    assert found.passed, found
 
 
 @pytest.mark.gpu

@@ -17,8 +17,6 @@ from arbcli.model import language_model as model_module
 from arbcli.model.build import build_model
 from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.operations import forward_operations
-from arbcli.model.parts import attention as attention_module
-from arbcli.train.compiled_twin import compile_twin
 from arbcli.verify import parity
 from arbcli.verify.parity import Subject
 
@@ -195,44 +193,6 @@ def test_other_shapes_take_plain_operations(name, device):
     assert all(build(fits, device).blocks[0].attention.fits_kernels for fits in KERNELS)
 
 
-@torch.no_grad()
-def test_general_path_computes_what_kernels_do(device, monkeypatch):
-    lm, ids = build("plain", device), text(device)
-    wanted = in_parts(lm, ids, PARTS["ragged"])
-    monkeypatch.setattr(attention_module, "fits_kernels", lambda _: False)
-    other = build("plain", device)
-    assert other.state_dict().keys() == lm.state_dict().keys()
-    torch.testing.assert_close(in_parts(other, ids, PARTS["ragged"]), wanted, rtol=0, atol=1e-4)
-    torch.testing.assert_close(other(ids[:, :CTX]), lm(ids[:, :CTX]), rtol=0, atol=1e-4)
-
-
-@torch.no_grad()
-def test_vectors_begin_where_they_do_nothing(device):
-    """Biases at 0, and gains at the number with one scale that is nearest to 1."""
-    plain = build("plain", device)
-    config = model_config("plain", norm_gain=True)
-    mixer = dataclasses.replace(
-        config.main.blocks[0].mixer, bias=True, output_bias=True, query_key_norm="gain"
-    )
-    block = dataclasses.replace(config.main.blocks[0], mixer=mixer)
-    stage = dataclasses.replace(config.main, blocks=(block,) * 2)
-    with torch.device(device):
-        lm = build_model(dataclasses.replace(config, stages=(stage,)), torch.float32)
-    lm.initialise(5)
-    state, ids = plain.state_dict(), text(device)[:, :CTX]
-    own = lm.state_dict()
-    lm.load_state_dict(
-        {name: state[name] if _same(state, own, name) else own[name] for name in own}
-    )
-    values = {tensor.weight(torch.float32).unique().item() for tensor in vectors(lm)}
-    assert values == {0.0, 1 - 2**-8}
-    torch.testing.assert_close(lm(ids), plain(ids), rtol=0, atol=0.05)
-
-
-def _same(state, own, name: str) -> bool:
-    return name in state and state[name].shape == own[name].shape
-
-
 def vectors(lm) -> list[VectorWeight]:
     return [tensor for tensor in lm.weights().values() if isinstance(tensor, VectorWeight)]
 
@@ -265,59 +225,39 @@ def test_operations_are_those_of_the_matrices_and_of_what_is_seen():
     assert predict(wide).trained_weights - predict(grouped).trained_weights == 2 * keys_and_values
 
 
+def turned(**angles) -> dict:
+    return {"rotary": RotaryConfig(**angles)}
+
+
 REFUSED = {
-    "3 heads of keys do not divide 4": {"kv_heads": 3},
-    "`head_width` is 7": {"head_width": 7},
-    "`query_key_norm` is `some`": {"query_key_norm": "some"},
-    "`share` is 0.1, and 1 of 12 numbers": {"rotary": RotaryConfig(share=0.1)},
+    "3 heads of keys do not divide 4": lambda: {"kv_heads": 3},
+    "`head_width` is 7": lambda: {"head_width": 7},
+    "`query_key_norm` is `some`": lambda: {"query_key_norm": "some"},
+    "`share` is 0.1, and 1 of 12 numbers": lambda: turned(share=0.1),
+    "`base` is 0.5": lambda: turned(base=0.5),
+    "`share` is 1.5": lambda: turned(share=1.5),
+    "`scaling` is `more`": lambda: turned(scaling="more"),
+    "`factor` does not apply to the scaling `none`": lambda: turned(factor=2.0),
+    "`original_ctx` does not apply to the scaling `linear`": lambda: turned(
+        scaling="linear", factor=2.0, original_ctx=8
+    ),
+    "the scaling `yarn` needs `original_ctx`": lambda: turned(scaling="yarn", factor=2.0),
+    "`low` is 4.0, and `high` is 4.0": lambda: turned(
+        scaling="llama3", factor=2.0, original_ctx=8, low=4.0
+    ),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_shape_that_cannot_be_is_refused(message, monkeypatch):
-    monkeypatch.setitem(SHAPES, "refused", REFUSED[message])
-    with pytest.raises(ArbError) as caught:
+def test_shape_or_angle_that_cannot_be_is_refused(message, monkeypatch):
+    def make():
+        monkeypatch.setitem(SHAPES, "refused", REFUSED[message]())
         model_config("refused")
-    assert str(caught.value).startswith(message)
-    assert caught.value.hint
 
-
-OF_ANGLES = {
-    "`base` is 0.5": {"base": 0.5},
-    "`share` is 1.5": {"share": 1.5},
-    "`scaling` is `more`": {"scaling": "more"},
-    "`factor` does not apply to the scaling `none`": {"factor": 2.0},
-    "`original_ctx` does not apply to the scaling `linear`": {
-        "scaling": "linear", "factor": 2.0, "original_ctx": 8,
-    },
-    "the scaling `yarn` needs `original_ctx`": {"scaling": "yarn", "factor": 2.0},
-    "`low` is 4.0, and `high` is 4.0": {
-        "scaling": "llama3", "factor": 2.0, "original_ctx": 8, "low": 4.0,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", OF_ANGLES)
-def test_angles_that_cannot_be_are_refused(message):
     with pytest.raises(ArbError) as caught:
-        RotaryConfig(**OF_ANGLES[message])
+        make()
     assert str(caught.value).startswith(message)
     assert caught.value.hint
-
-
-@pytest.mark.slow
-def test_twin_is_compiled_as_one_graph(device):
-    torch._dynamo.reset()
-    ids, found = text(device)[:, :CTX], []
-    for compiles in (False, True):
-        lm = build("all", device, weights="float", norm_gain=True)
-        if compiles:
-            compile_twin(lm, backend="aot_eager")
-        loss = lm.losses(ids, ids)["text"]
-        loss.backward()
-        found.append([loss.detach(), *(parameter.grad for parameter in lm.parameters())])
-    for plain, compiled in zip(*found, strict=True):
-        torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from graph_parts import fill_memories
 
-from arbcli.model.parts.edges import MOST, NEW_SCORE, NEW_SIGN, Edges
+from arbcli.model.parts.edges import MOST, Edges
 
 BUCKETS, WAYS = 4, 2
 CODES = 12
@@ -106,43 +106,6 @@ def test_steps_equal_a_slow_model(seed):
     assert graph.sign.unique().numel() > 2
 
 
-def test_state_is_of_small_integers():
-    dtypes = {name: buffer.dtype for name, buffer in edges().named_buffers()}
-    assert dtypes == {
-        "source": torch.int32, "target": torch.int32, "sign": torch.int8, "score": torch.int8
-    }  # fmt: skip
-
-
-def test_steps_are_deterministic():
-    graphs = edges(), edges()
-    for graph in graphs:
-        for seed in range(20):
-            step(graph, None, 3 * seed)
-    assert state(graphs[0]) == state(graphs[1])
-
-
-def test_empty_graph_has_no_edges():
-    targets, weights = edges().find(torch.arange(CODES))
-    assert targets.eq(-1).all()
-    assert weights.eq(0).all()
-
-
-def test_first_pair_makes_an_edge():
-    graph = edges()
-    graph.note(torch.tensor([[5, 7]]))
-    graph.after_step()
-    targets, weights = graph.find(torch.tensor([5, 1]))
-    assert targets.tolist() == [[7, -1], [-1, -1]]
-    assert weights[0, 0].item() == pytest.approx(NEW_SCORE * NEW_SIGN / MOST**2)
-
-
-def test_pairs_do_not_cross_rows_of_a_batch_and_the_last_one_counts():
-    graph = edges()
-    graph.note(torch.tensor([[0, 1], [0, 3]]))  # 1 -> 0 is none
-    graph.after_step()
-    assert graph.find(torch.tensor([0, 1]))[0].tolist() == [[3, -1], [-1, -1]]
-
-
 def test_passed_edge_saturates():
     graph = edges()
     for _ in range(MOST + 20):
@@ -162,18 +125,6 @@ def test_sign_follows_the_votes_and_saturates(grad):
         weights.backward(torch.tensor([[grad, 1.0], [grad, 1.0], [-grad, 1.0]]))
         graph.after_step()
     assert graph.sign[1].tolist() == [-MOST if grad > 0 else MOST, 0]
-
-
-def test_strongest_of_a_full_bucket_stays():
-    graph = edges()
-    fill_memories(graph)
-    graph.source[1] = torch.tensor([1, 5], dtype=torch.int32)
-    graph.score[1] = torch.tensor([100, 3], dtype=torch.int8)
-    for _ in range(3):
-        graph.note(torch.tensor([[9, 2]]))
-        graph.after_step()
-    assert graph.source[1].tolist() == [1, 9]
-    assert graph.score[1].tolist() == [100, NEW_SCORE]
 
 
 def test_forgotten_step_changes_nothing():

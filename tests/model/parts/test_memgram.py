@@ -70,15 +70,6 @@ def test_steps_equal_a_dictionary(rows):
     assert len({strength for _, strength in slow.values()}) > 1
 
 
-def test_what_prevails_is_recalled():
-    memory = part(filled=False)
-    once, twice = (torch.tensor([[*b"context", byte]]) for byte in b"xy")
-    for ids in (twice, once, twice):
-        see(memory, ids)
-    entry = ngram_row(list(b"ontext"), 64)
-    assert (int(memory.symbol[entry]) + 128, int(memory.strength[entry])) == (ord("y"), 1)
-
-
 def test_strength_saturates():
     memory = part(filled=False)
     for _ in range(MOST + 10):

@@ -21,7 +21,7 @@ from torch import nn
 from arbcli.errors import ArbError
 from arbcli.model.flow import Reading
 from arbcli.model.parts.codebook import Codebook, Found
-from arbcli.model.parts.moe_graph import HALT_AT, HALT_PRIOR, Iterated, MoEGraph
+from arbcli.model.parts.moe_graph import HALT_PRIOR, Iterated, MoEGraph
 from arbcli.verify.parts.base import under
 from arbcli.verify.parts.memories import iterated
 
@@ -95,24 +95,6 @@ def test_iterations_and_gradients_equal_autograd(options):
     assert_same(used, given, run, reference)
 
 
-@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
-def test_shares_of_a_position_sum_to_one(scale):
-    both = Both(max_moe_iters=9)
-    x, confidence = inputs()
-    shares = both(x * scale, confidence).shares
-    assert shares.shape == (9, ROWS * LENGTH)
-    assert shares.min() >= 0
-    torch.testing.assert_close(shares.sum(dim=0), torch.ones(ROWS * LENGTH))
-
-
-def test_position_that_has_halted_takes_no_further_share():
-    shares = Both(max_moe_iters=9)(*inputs()).shares
-    gone = shares.cumsum(dim=0)[:-1]
-    assert shares[1:][gone > HALT_AT + 1e-4].eq(0).all()
-    lasting = (shares > 0).sum(dim=0)
-    assert lasting.unique().numel() > 1  # each for itself
-
-
 def test_halting_does_not_depend_on_other_positions():
     both = Both(graph=False)
     x = inputs()[0]
@@ -120,21 +102,6 @@ def test_halting_does_not_depend_on_other_positions():
     alone = both.graph(x[1:, 2:3], None, None)
     torch.testing.assert_close(alone.x[0, 0], whole.x[1, 2], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(alone.shares[:, 0], whole.shares[:, LENGTH + 2])
-
-
-@pytest.mark.parametrize("iterations", [1, 2, 5])
-def test_ponder_cost_is_the_divergence_from_a_geometric_distribution(iterations):
-    shares = normal(iterations, 7).softmax(dim=0).requires_grad_()
-    tail = (1 - HALT_PRIOR) ** (iterations - 1)
-    prior = [HALT_PRIOR * (1 - HALT_PRIOR) ** i for i in range(iterations - 1)] + [tail]
-    expected = sum(
-        float(share) * math.log(float(share) / p)
-        for column in shares.T
-        for share, p in zip(column.detach(), prior, strict=True)
-    )
-    cost = Iterated(torch.empty(0), shares).ponder_cost()
-    assert cost.item() == pytest.approx(expected / 7, abs=1e-5)
-    assert cost.item() >= -1e-6
 
 
 def test_ponder_cost_is_finite_where_all_halt_at_once():

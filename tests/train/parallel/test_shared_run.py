@@ -142,18 +142,6 @@ def test_gradients_are_sent_off_while_the_backward_of_the_last_micro_batch_goes_
     assert all(rows == bucket.rows for bucket, rows in sent)
 
 
-@pytest.mark.slow
-def test_weights_fade_to_the_bits_of_one_process(texts):
-    assert_the_same(texts, SMALL | {"rule": "nibble", "digits": "fade", "steps": 5}, (2,), steps=5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("outer", ["attention", "mamba"])
-def test_hnet_gives_the_bits_of_one_process(outer, texts, small_hnet):
-    given = small_hnet | {"outer_blocks": outer, "batch": 2}
-    assert_the_same(texts, given | ({"states": 16} if outer == "mamba" else {}), (2, 4))
-
-
 @pytest.mark.parametrize(("lr", "by_bits"), [(0.4375, True), (0.45, False)])
 def test_digits_are_told_by_four_bits_where_no_step_is_too_large(lr, by_bits, texts):
     given = DECIDED | SMALL | {"digits": "all", "lr": lr}

@@ -1,4 +1,4 @@
-"""Codes of four bits by hand, and products of them against those of rounded matrices."""
+"""Products in four bits: codes by hand, what they lose, and trits, which lose of scales alone."""
 
 import pytest
 import torch
@@ -9,10 +9,68 @@ from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul import scaled_nvfp4
 from arbcli.kernels.matmul.round_nvfp4 import encode_nvfp4, round_nvfp4, round_nvfp4_reference
 from arbcli.kernels.matmul.scaled_nvfp4 import nvfp4_matmul, nvfp4_product, scaled_nvfp4_matmul
+from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.layers.linear import TernaryLinear
 
 BACKENDS = ["torch", "triton" if torch.cuda.is_available() else "interpreter"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_by_hand(backend, device):
+    """The largest is 6, so g is 2**-8, s is 256, and numbers of a block are those of e2m1."""
+    row = [6, 5.1, 5, 3.6, 3.5, 2.6, 2.5, 1.8, 1.75, 1.3, 1.25, 0.8, 0.75, 0.3, 0.25, -5]
+    want = [6, 6, 4, 4, 4, 3, 2, 2, 2, 1.5, 1, 1, 1, 0.5, 0, -4]
+    with use_backend(backend):
+        y, g = round_nvfp4(torch.tensor([row], device=device))
+    assert g.item() == 2**-8
+    assert (y * g).tolist() == [want]
+
+
+def test_numbers_are_of_four_bits_and_eight():
+    x = torch.randn(64, 320, generator=torch.Generator().manual_seed(0))
+    y, g = round_nvfp4(x)
+    assert torch.equal(y.bfloat16().float(), y)
+    blocks = y.view(64, 20, 16).abs()
+    assert blocks.max() <= 6 * 448
+    for block in blocks.flatten(0, 1):
+        assert len(block.unique()) <= 8
+    assert 0.05 < (y * g - x).norm() / x.norm() < 0.12
+    assert g.log2() % 1 == 0
+
+
+def test_what_is_not_finite_gives_no_number():
+    x = torch.ones(3, 16)
+    for bad in (torch.nan, torch.inf):
+        x[1, 3] = bad
+        assert round_nvfp4(x)[1].isnan().all()
+
+
+def test_trits_keep_their_signs_and_zeros():
+    layer = TernaryLinear(32, 48, preset("tiny", scale_type="T16"), area="mlp", std=0.1)
+    layer.weight.initialise(seed=0, index=0)
+    exact = layer.weight.weight(torch.float32)
+    y, g = round_nvfp4(exact)
+    assert torch.equal(y.sign(), exact.sign())
+    assert ((y * g - exact).abs() <= exact.abs() / 16).all()  # of a scale all but three bits
+    x = torch.randn(70, 48, generator=torch.Generator().manual_seed(1))
+    q, scale = round_nvfp4(x)
+    got = nvfp4_matmul(q, scale, layer.weight.packed, False, torch.float32)
+    assert (got - x @ exact.T).norm() < 0.15 * (x @ exact.T).norm()
+
+
+def test_layer_multiplies_both_ways_in_four_bits():
+    layer = TernaryLinear(32, 48, preset("tiny"), area="mlp", std=0.1)
+    layer.weight.initialise(seed=0, index=0)
+    layer.weight.nvfp4, exact = True, layer.weight.weight(torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(FUSED_ROWS + 1, n, generator=generator) for n in (48, 32))
+    y = layer(x.requires_grad_())
+    y.backward(grad)
+    for got, wanted in ((y, x @ exact.T), (x.grad, grad @ exact)):
+        assert 0.05 < (got - wanted).norm() / wanted.norm() < 0.2
+    few = layer(x[:3])  # a few rows are as exact as ever
+    assert (few - (x @ exact.T)[:3]).norm() < 1e-5 * few.norm()
 
 
 def matrices(*shapes: tuple[int, int]) -> list[torch.Tensor]:

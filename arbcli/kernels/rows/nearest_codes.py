@@ -1,0 +1,188 @@
+"""The nearest of many codes: argmin over v of |q[m] - codes[v]|**2, the first of equal ones.
+
+Vectors and codes are int8, so products and distances are integers below 2**31, and the choice is
+exact: the same on every device. |q|**2 is the same for all codes, so the largest 2 q.c - |c|**2 is
+sought, a block of codes at a time. Nothing of the shape M x V is ever made: each program keeps the
+best of its codes, of which there is one for each share of the codes and each row at the end.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.dice import Dice
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import INT8, Array
+from arbcli.kernels.runtime.backend import num_processors
+from arbcli.kernels.runtime.operation import Case, Operation, Timing
+
+MOST_WIDTH = 2**15
+"""Of vectors: 3 * 128**2 of that is below 2**31."""
+EXACT_IN_FLOAT32 = 1024
+"""Width up to which sums of products are at most 2**24, which float32 holds."""
+CHUNK_ELEMENTS = 2**22
+"""Products that the torch backend has at a time."""
+INDEX_BITS = 32
+
+
+def nearest_codes_reference(q: Tensor, codes: Tensor) -> Tensor:
+    """Compute what `nearest_codes` must return, one vector at a time."""
+    table, found = codes.to(torch.int64), []
+    for row in q.to(torch.int64):
+        apart = ((table - row) ** 2).sum(dim=1).tolist()
+        found.append(apart.index(min(apart)))
+    return torch.tensor(found, dtype=torch.int64, device=q.device)
+
+
+def _best(scores: Tensor, places: Tensor) -> Tensor:
+    """Find the place of the largest score of each row, the lowest of those that have it: (M,).
+
+    Args:
+        scores: (M, n) int32.
+        places: (M, n) int32 or int64, below 2**31; or (n,).
+    """
+    keys = (scores.long() << INDEX_BITS) - places
+    return -keys.amax(dim=1) & ((1 << INDEX_BITS) - 1)
+
+
+def _nearest_codes_torch(q: Tensor, codes: Tensor) -> Tensor:
+    if not len(q):
+        return torch.empty(0, dtype=torch.int64, device=q.device)
+    exact = q.device.type == "cpu" and q.shape[1] <= EXACT_IN_FLOAT32
+    kind = torch.float32 if exact else torch.float64
+    vectors, scores, places = q.to(kind), [], []
+    size = max(1, CHUNK_ELEMENTS // max(len(q), q.shape[1]))
+    for first in range(0, len(codes), size):
+        some = codes[first : first + size].to(kind)
+        own = 2 * (vectors @ some.T).to(torch.int64) - some.square().sum(dim=1).to(torch.int64)
+        at = torch.arange(first, first + len(some), device=q.device)
+        places.append(_best(own, at))
+        scores.append(own.gather(1, (places[-1] - first)[:, None])[:, 0])
+    return _best(torch.stack(scores, dim=1), torch.stack(places, dim=1))
+
+
+@triton.jit
+def _norms_kernel(codes_ptr, norms_ptr, V, D, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr):
+    v = tl.program_id(0).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)
+    total = tl.zeros((BLOCK_V,), tl.int32)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        at = codes_ptr + v[:, None] * D + d[None, :]
+        c = tl.load(at, mask=(v < V)[:, None] & (d < D)[None, :], other=0).to(tl.int32)
+        total += tl.sum(c * c, axis=1)
+    tl.store(norms_ptr + v, total, mask=v < V)
+
+
+@triton.jit
+def _nearest_codes_kernel(
+    q_ptr, codes_ptr, norms_ptr, score_ptr, place_ptr,
+    M, V, D, TILES, SHARE,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    m = (tl.program_id(0) % TILES).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    part = tl.program_id(0) // TILES
+    begin = part * SHARE
+    best = tl.full((BLOCK_M,), -(2**31), tl.int32)
+    place = tl.full((BLOCK_M,), 0, tl.int32) + begin
+    for first in range(begin, tl.minimum(begin + SHARE, V), BLOCK_V):
+        v = first + tl.arange(0, BLOCK_V)
+        products = tl.zeros((BLOCK_M, BLOCK_V), tl.int32)
+        for start in range(0, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)
+            q_at = q_ptr + m[:, None] * D + d[None, :]
+            q = tl.load(q_at, mask=(m < M)[:, None] & (d < D)[None, :], other=0)
+            c_at = codes_ptr + v.to(tl.int64)[:, None] * D + d[None, :]
+            c = tl.load(c_at, mask=(v < V)[:, None] & (d < D)[None, :], other=0)
+            products = tl.dot(q, c.T, products, out_dtype=tl.int32)
+        norms = tl.load(norms_ptr + v, mask=v < V, other=0)
+        scores = tl.where((v < V)[None, :], 2 * products - norms[None, :], -(2**31))
+        mine = tl.max(scores, axis=1)
+        at = tl.argmax(scores, axis=1, tie_break_left=True)
+        place = tl.where(mine > best, first + at, place)  # of equal ones the first stays
+        best = tl.maximum(best, mine)
+    row = part.to(tl.int64) * M + m
+    tl.store(score_ptr + row, best, mask=m < M)
+    tl.store(place_ptr + row, place, mask=m < M)
+
+
+def _nearest_codes_triton(q: Tensor, codes: Tensor) -> Tensor:
+    (rows, width), number = q.shape, len(codes)
+    if not rows:
+        return torch.empty(0, dtype=torch.int64, device=q.device)
+    norms = torch.empty(number, dtype=torch.int32, device=q.device)
+    _norms_kernel[(triton.cdiv(number, 32),)](codes, norms, number, width, BLOCK_V=32, BLOCK_D=64)
+    block_m = 128 if rows > 64 else max(16, triton.next_power_of_2(rows))
+    block_v = 128 if number > 64 else max(16, triton.next_power_of_2(number))
+    tiles = triton.cdiv(rows, block_m)
+    shares = min(triton.cdiv(number, block_v), max(1, 4 * num_processors(q) // tiles))
+    share = block_v * triton.cdiv(triton.cdiv(number, shares), block_v)
+    shares = triton.cdiv(number, share)
+    scores, places = torch.empty(2, shares, rows, dtype=torch.int32, device=q.device)
+    _nearest_codes_kernel[(tiles * shares,)](
+        q, codes, norms, scores, places, rows, number, width, tiles, share,
+        BLOCK_M=block_m, BLOCK_V=block_v, BLOCK_D=64, num_warps=8 if block_m == 128 else 4,
+        num_stages=3,
+    )  # fmt: skip
+    return _best(scores.T, places.T)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [
+        (1, 1, 1),
+        (3, 7, 33),
+        (70, 150, 65),
+        (17, 300, 8),
+        (0, 3, 5),
+        (5, 40, 1031),
+        (1300, 300, 3),
+    ]
+    if device.type == "cuda":
+        shapes += [(500, 5000, 1024), (129, 70001, 64)]
+    for rows, number, width in shapes:
+        q, codes = (
+            torch.randint(-127, 128, (n, width), generator=generator, dtype=torch.int8)
+            for n in (rows, number)
+        )
+        half = number // 2
+        codes[number - half :] = codes[:half].clone()  # each nearest code is there twice
+        yield Case(f"{rows} of {number}x{width}", (q.to(device), codes.to(device)))
+    few = torch.randint(-1, 2, (40, 3), generator=generator, dtype=torch.int8).to(device)
+    yield Case("many at one distance", (few, few.flip(0).contiguous()))
+    largest = torch.tensor([[-128], [127]], dtype=torch.int8).expand(2, 2048).contiguous()
+    yield Case("largest numbers", (largest.to(device), largest.flip(0).contiguous().to(device)))
+
+
+def _draw(dice: Dice, _group_size: int, m: int, n: int, k: int) -> tuple:
+    width, most = 1 + min(k, 300), dice.pick((2, 127))
+    q, codes = (
+        dice.integers(-most, most, rows, width).contiguous() for rows in (m, 1 + min(n, 2000))
+    )
+    return q, codes
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for rows, number, width in ((4096, 131072, 1024), (4096, 5_000_000, 64)):
+        q, codes = (
+            torch.randint(-127, 128, (n, width), dtype=torch.int8, device=device)
+            for n in (rows, number)
+        )
+        yield Timing(f"{rows} of {number}x{width}", (q, codes))
+
+
+nearest_codes = Operation(
+    "nearest_codes", _nearest_codes_triton, _nearest_codes_torch, nearest_codes_reference, _cases,
+    arguments={"q": Array("M, D", INT8, dense=True), "codes": Array("V, D", INT8, dense=True)},
+    where=("V > 0", f"0 < D <= {MOST_WIDTH}", "V < 2**31"), draw=_draw, needs_rows=True,
+    timings=_timings,
+)  # fmt: skip
+"""Find the nearest code of each vector by the sum of squared differences.
+
+Args:
+    q: (M, D) int8, contiguous; D is at most 2**15.
+    codes: (V, D) int8, contiguous; V is above 0.
+
+Returns:
+    (M,) int64 in 0..V-1: of several codes at one distance the first.
+"""

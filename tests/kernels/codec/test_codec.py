@@ -1,0 +1,130 @@
+"""Packed trits and their scales: all 256 bytes, every scale, and decoding in registers."""
+
+import math
+
+import pytest
+import torch
+
+from arbcli.kernels.codec import decode_e4m3
+from arbcli.kernels.codec.decode_digits import decode_digits_reference
+from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
+from arbcli.kernels.codec.layout import LARGEST_BYTE, row_bytes
+from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.packing import illegal_bytes, pack_trits, unpack_trits
+from arbcli.kernels.codec.scales import scales_torch
+from arbcli.kernels.codec.warp_products import HAS_PTX, spread, take_digits
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.kernels import copies
+
+
+@pytest.mark.parametrize("byte", range(256))
+def test_illegal_bytes_are_those_above_242(byte):
+    packed = torch.tensor([[121, byte]], dtype=torch.uint8)
+    assert illegal_bytes(packed) == (byte > 242)
+
+
+@pytest.mark.parametrize("in_features", [1, 3, 33, 123, 161, 323])
+def test_padding_is_trit_zero(in_features):
+    ones = torch.ones(2, in_features, dtype=torch.int8)
+    digits = unpack_trits(pack_trits(ones), in_features)
+    assert digits.sum() == 2 * in_features
+    total = sum(
+        int(pack_trits(ones)[0, j]) // 3**d % 3 - 1
+        for j in range(row_bytes(in_features))
+        for d in range(5)
+    )
+    assert total == in_features
+
+
+def every_v() -> tuple[torch.Tensor, torch.Tensor]:
+    exponent = torch.arange(-96, 32, dtype=torch.int8)[:, None].expand(128, 128).contiguous()
+    fraction = torch.arange(128, dtype=torch.int8)[None, :].expand(128, 128).contiguous()
+    return exponent, fraction
+
+
+def test_every_scale_is_two_to_the_v_rounded_once():
+    exponent, fraction = every_v()
+    exact = torch.tensor([[2.0 ** (e + f / 128) for f in range(128)] for e in range(-96, 32)])
+    # float32 holds 2**(v / 128) far more finely than the margin to a bf16 rounding boundary
+    assert torch.equal(scales_torch(exponent, fraction), exact.to(torch.bfloat16).float())
+
+
+def test_a_fraction_out_of_range_is_a_power_of_two_as_well():
+    fraction = torch.arange(-128, 128, dtype=torch.int8)[None]  # a file may hold any
+    exact = torch.tensor([[2.0 ** (5 + f / 128) for f in range(-128, 128)]])
+    scales = scales_torch(torch.full_like(fraction, 5), fraction)
+    assert torch.equal(scales, exact.to(torch.bfloat16).float())
+
+
+def test_every_scale_keeps_its_distance_from_a_rounding_boundary():
+    steps = [128 * (2 ** (f / 128) - 1) % 1 for f in range(128)]
+    assert min(abs(step - 0.5) for step in steps) > 0.005
+
+
+def test_every_scale_is_the_same_in_the_kernel(device):
+    exponent, fraction = (digits.to(device) for digits in every_v())
+    trits = torch.ones(128, 128 * 4, dtype=torch.int8, device=device)
+    inputs = (Packed(pack_trits(trits), exponent, fraction, 128 * 4, 4),)
+    expected = decode_weight.reference(*copies(inputs))
+    assert torch.equal(decode_weight.triton(*copies(inputs)), expected)
+    assert torch.equal(decode_weight.torch(*copies(inputs)), expected)
+    assert math.isclose(float(expected[-1, -1]), 2 ** (31 + 127 / 128), rel_tol=0.004)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_byte_is_decoded_and_a_weight_of_zero_has_no_sign(device, dtype):
+    trits = (torch.arange(256, device=device) % 243).to(torch.uint8).view(2, 128)
+    exponent, fraction = torch.full((2, 2, 20), 7, dtype=torch.int8, device=device)
+    packed = Packed(trits, exponent, fraction, 640, 32)
+    weight = decode_weight_triton(packed, dtype)
+    expected = decode_digits_reference(packed).to(dtype)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(weight.view(bits), expected.view(bits))
+
+
+KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
+
+
+@pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 30])
+def test_largest_exponent_is_found_wherever_it_is(backend, rows, device, monkeypatch):
+    """In any part of those that programs share out, the last one of which may be short."""
+    monkeypatch.setattr(decode_e4m3, "PART", 8)
+    monkeypatch.setattr(decode_e4m3, "MOST_PARTS", 4)
+    packed = random_packed(rows, 33, 16, torch.Generator().manual_seed(0)).to(device)
+    number = packed.exponent.numel()
+    for place in sorted({0, 7, 8, 15, 16, number // 2, number - 2, number - 1}):
+        if not 0 <= place < number:
+            continue
+        packed.exponent.fill_(-40).view(-1)[place] = -7
+        with use_backend(backend):
+            assert decode_e4m3.largest_exponents(packed).amax() == -7, place
+
+
+@triton.jit
+def _trits_kernel(words_ptr, trits_ptr, COUNT: tl.constexpr, PTX: tl.constexpr):
+    offsets = tl.program_id(0) * 128 + tl.arange(0, 128)
+    mask = offsets < COUNT
+    qs = spread(tl.load(words_ptr + offsets, mask=mask, other=0), PTX)
+    for digit in tl.static_range(4, -1, -1):
+        trits, qs = take_digits(qs, digit, PTX)
+        for i in tl.static_range(2):
+            tl.store(trits_ptr + (2 * digit + i) * COUNT + offsets, trits[i], mask=mask)
+
+
+@pytest.mark.slow  # every trit of random matrices is compared elsewhere
+def test_every_pair_of_bytes_is_decoded(device):
+    byte = torch.arange(LARGEST_BYTE + 1, device=device)
+    first, second = (b.flatten() for b in torch.meshgrid(byte, byte, indexing="ij"))
+    pair = first + 256 * second
+    words = torch.cat([pair, pair << 16]).to(torch.int32)
+    decoded = torch.empty(10, len(words), dtype=torch.int32, device=device)
+    _trits_kernel[(triton.cdiv(len(words), 128),)](words, decoded, COUNT=len(words), PTX=HAS_PTX)
+    bytes_of_word = words.view(torch.uint8).view(-1, 2, 2).long()  # (words, half, 2)
+    halves = decoded.view(5, 2, -1)  # (digit, half, words) of two bf16
+    for digit in range(5):
+        trits = bytes_of_word // 3**digit % 3 - 1
+        signed = trits * (2 if digit % 2 else -2)
+        got = halves[digit].contiguous().view(torch.bfloat16).view(2, -1, 2).movedim(0, 1)
+        assert torch.equal(got.float(), signed.float())
