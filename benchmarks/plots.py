@@ -39,7 +39,7 @@ COLOURS = {
 LABELS = {
     "--rule moment": "moment",
     "--rule nibble": "nibble",
-    "--rule moment --weights int8": "moment, all digits",
+    "--rule moment --weights int8 --lr 0.5": "moment, all digits",
     "--rule nibble --weights int8": "nibble, all digits",
     "--rule moment --weights anneal": "moment, faded",
     "--rule nibble --weights anneal": "nibble, faded",
@@ -52,28 +52,39 @@ LABELS = {
 
 
 def draw_loss(runs: Runs) -> Any:
-    """Draw held-out loss against the memory of the training state, every seed a point."""
-    figure, axes = pyplot.subplots(figsize=(8, 4.1))
+    """Draw held-out loss against the memory of the training state, and a long run's losses.
+
+    Every seed of `small` on the novels is a point, and every kind of `base` on code a curve.
+    """
+    figure, (axes, course) = pyplot.subplots(1, 2, figsize=(11, 4.1), width_ratios=(3, 2))
     for options, label in LABELS.items():
         rows = rows_of(runs, preset="small", options=options)
         if not rows:
             continue
-        faded = "anneal" in options
+        below = rows[0]["kind"] != "ternary" or "anneal" in options
         losses = [row["held_out_nats"] for row in rows]
         state, colour = rows[0]["state_mib"], COLOURS[rows[0]["kind"]]
         axes.plot([state] * len(rows), losses, "o", color=colour)
         axes.annotate(
-            label, (state, min(losses) if faded else max(losses)), (0, -14 if faded else 7),
+            label, (state, min(losses) if below else max(losses)), (0, -14 if below else 7),
             textcoords="offset points", ha="center", color=colour,
         )  # fmt: skip
     axes.set(
-        xscale="log", xlim=(9, 200), ylim=(1.14, 1.345),
+        xscale="log", xlim=(9, 200), ylim=(1.13, 1.345),
         xlabel="training state in MiB: weights and what the rule or optimizer keeps",
         ylabel="held-out loss, nats a byte",
     )  # fmt: skip
     axes.set_xticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
+    for options, label in LABELS.items():
+        for row in rows_of(load("code_base"), options=options, seed=0):
+            _, colour, mark = LINES[label.removeprefix("float, ")]
+            course.plot(*zip(*row["curve"], strict=True), mark, ls="-", color=colour, label=label)
+    course.set(title="base on source code", xlabel="steps", ylabel="held-out loss, nats a byte")
+    axes.set(title="small on the novels")
+    course.grid(alpha=0.3)
+    course.legend(frameon=False)
     return figure
 
 

@@ -29,14 +29,18 @@ PARTS = (
 
 def constants() -> str:
     """List them, a line each: where it is, its name and its value as it is written."""
-    lines = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        place = path.relative_to(PACKAGE).with_suffix("").as_posix()
-        if not place.startswith("kernels/"):
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            lines += [f"{place}: {line}" for line in _found(tree.body, "")]
+    trees = {
+        path.relative_to(PACKAGE).with_suffix("").as_posix(): ast.parse(path.read_text("utf-8"))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+    lines = [
+        f"{place}: {line}"
+        for place, tree in trees.items()
+        if not place.startswith("kernels/")
+        for line in _found(tree.body, "")
+    ]
     lines += [f"{name}: {dataclasses.asdict(shape)}" for name, shape in PRESETS.items()]
-    return "\n".join([*lines, *_leading_nowhere()]) + "\n"
+    return "\n".join([*lines, *_leading_nowhere(trees)]) + "\n"
 
 
 def _found(body: list[ast.stmt], owner: str) -> Iterator[str]:
@@ -82,11 +86,7 @@ class _Given:
         return bool({parameter, None} & self.keywords) or self.places > place
 
 
-def _leading_nowhere() -> Iterator[str]:
-    trees = {
-        path.relative_to(PACKAGE).with_suffix("").as_posix(): ast.parse(path.read_text("utf-8"))
-        for path in sorted(PACKAGE.rglob("*.py"))
-    }
+def _leading_nowhere(trees: dict[str, ast.Module]) -> Iterator[str]:
     given: dict[str, _Given] = {}
     calls = [node for tree in trees.values() for node in ast.walk(tree)]
     for call in (node for node in calls if isinstance(node, ast.Call)):

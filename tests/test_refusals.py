@@ -353,8 +353,3 @@ def test_queries_of_latent_attention_are_not_rounded(small_graph):
 def test_version_is_told(arb_here):
     done = arb_here("--version")
     assert (done.returncode, done.stdout) == (0, f"arb {__version__}\n")
-
-
-def test_field_is_of_a_text(arb_here):
-    done = arb_here("probe-loss", "--checkpoint", "x", "--field", "body")
-    assert "`--field` is of `--data`" in done.stderr

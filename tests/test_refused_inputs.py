@@ -1,5 +1,6 @@
 """Every refusal of an input is met: what is given, and the line that says so."""
 
+import ast
 import json
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import arbcli
 from arbcli import chat_template, run_files, tokens
 from arbcli import chats as chatting
 from arbcli.chat_template import ChatTemplate, find_template, keep_template, template_of
@@ -275,3 +277,14 @@ def test_refusal_says_what_was_given(name, tmp_path, monkeypatch):
     assert said in str(caught.value)
     if isinstance(caught.value, ArbError):
         assert caught.value.hint
+
+
+def test_every_refusal_says_what_to_do():
+    without = []
+    for path in Path(arbcli.__file__).parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "ArbError":
+                hints = [each.value for each in call.keywords if each.arg == "hint"]
+                if not hints or getattr(hints[0], "value", "") is None:
+                    without.append(f"{path.name}:{call.lineno}")
+    assert without == []

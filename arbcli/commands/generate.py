@@ -187,7 +187,9 @@ def generate(
     }  # fmt: skip
     for option, is_given in of_text.items():
         if infill is not None and is_given:
-            raise ArbError(f"`--infill` has a text of its own with holes; leave `{option}` out")
+            raise ArbError(
+                "`--infill` has a text of its own with holes", hint=f"leave `{option}` out"
+            )
     alone = {
         "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
         "--out": out is not None, "--chat": chats, "--bytes": raw, "--chunks": chunks,
@@ -197,7 +199,8 @@ def generate(
     for option, is_given in alone.items():
         if prompts is not None and is_given:
             raise ArbError(
-                f"`--prompts` has prompts of its own and writes JSON lines; leave `{option}` out"
+                "`--prompts` has prompts of its own and writes JSON lines",
+                hint=f"leave `{option}` out",
             )
     checkpoint = find_run(the_one(run, checkpoint), loads=True)
     if prompt_file is not None:
@@ -310,7 +313,7 @@ def _check_asked(
         check_fills(config)
     for option, is_given in of_next.items():
         if is_given and (config.is_masked or fills):
-            raise ArbError(f"holes are filled from both sides; leave `{option}` out")
+            raise ArbError("holes are filled from both sides", hint=f"leave `{option}` out")
     check_ahead(config, ahead)
 
 

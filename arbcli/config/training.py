@@ -14,7 +14,7 @@ from arbcli.errors import ArbError
 from arbcli.media import pictures
 from arbcli.media.sound import FORMS as SOUND_FORMS
 from arbcli.plain_text import Conversion
-from arbcli.rules import FADED, LR, LR_OF_DIGITS
+from arbcli.rules import FADED, LR, LR_OF_DIGITS, LR_OF_FADING
 
 EVAL_EVERY = (50, 500)
 """Least and most steps between evaluations where no number is given."""
@@ -483,7 +483,8 @@ def default_lr(model: ModelConfig, optimizer: str) -> float:
     """Find the learning rate of a model for which none is given."""
     if model.weights != "ternary":
         return FLOAT_LR.get((model.weights, optimizer), 1e-3)
-    return (LR if model.digits == "trit" else LR_OF_DIGITS)[model.rule]
+    of_digits = {"trit": LR, "all": LR_OF_DIGITS}
+    return of_digits.get(model.digits, LR_OF_FADING)[model.rule]
 
 
 def train_config_from(facts: dict[str, Any]) -> TrainConfig:

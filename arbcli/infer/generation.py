@@ -171,7 +171,7 @@ class Decoder:
 
         Args:
             prompt: the symbols.
-            progress: is told after each chunk how many of them were read, and of how many.
+            progress: is told after each chunk how many were read, and of how many that are.
 
         Raises:
             ArbError: there is none.
@@ -368,7 +368,7 @@ def read_symbols(
         model: that reads.
         ids: (N,) integers.
         cache: of a text, to which they are added.
-        progress: is told after each chunk how many were read, and of how many.
+        progress: is told after each chunk how many were read, and of how many that are.
     """
     skipped, reach, window = 0, model.config.reach, cache.window
     if reach is not None and not cache.is_marked:
@@ -377,7 +377,7 @@ def read_symbols(
     for start in range(skipped, len(ids), window):
         stop = min(start + window, len(ids))
         model(ids[None, start:stop].long(), cache)
-        progress(stop, len(ids))
+        progress(stop - skipped, len(ids) - skipped)
 
 
 def symbols_on(device: torch.device, symbols: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -37,8 +37,10 @@ DIRECTION = {"moment": "orthogonal", "nibble": "orthogonal", "carry": "factored"
 """Default direction of each rule; None where the rule takes none."""
 LR = {"moment": 0.7, "nibble": 0.4, "carry": 1.0, "votes": 1.0}
 """Default learning rate of each rule, where weights are trits."""
-LR_OF_DIGITS = {"moment": 0.35, "nibble": 0.4, "carry": 0.25}
-"""The same where they are all digits, or begin so."""
+LR_OF_DIGITS = {"moment": 0.5, "nibble": 0.4, "carry": 0.25}
+"""The same where they are all digits."""
+LR_OF_FADING = LR_OF_DIGITS | {"moment": 0.35}
+"""The same where they begin so, and end as trits."""
 LR_OF_TUNING = 0.03
 """The same of a model that another program trained: as gentle as AdamW at 3e-4."""
 

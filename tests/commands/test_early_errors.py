@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from arbcli.cli import app
+from arbcli.commands._outputs import PICTURES, check_file, check_folder
 from arbcli.config.presets import preset
 from arbcli.config.training import train_config_from
 from arbcli.errors import ArbError
@@ -20,8 +23,16 @@ MISTAKES = {
     "train --dim 33": "4 heads do not divide a width of 33",
     "train --print-config --dim 33": "4 heads do not divide a width of 33",
     "train --init-from nofile": "there is no run at `nofile`",
+    "train --init-from x --dim 8": "a saved model keeps its own settings, so `--dim` cannot",
+    "train --init-from x --chunk-length 8":
+        "a saved model keeps its own settings, so `--chunk-length` cannot",
+    "train --resume auto": "there is no run in `runs` that has saved",
     "train --resume auto --out nofile": "there is no run in `nofile`",
+    "train --resume auto --no-moe":
+        "a run goes on with its own settings, so `--moe/--no-moe` cannot be given",
+    "train --resume auto --lr 1": "a run goes on with its own settings, so `--lr` cannot",
     "train --out text.txt/run": "cannot write `text.txt/run`",
+    f"train --data text.txt --out {'x' * 300}": f"cannot use `{'x' * 300}`: File name too long",
     "train --data text.txt:0.5 text.txt": "`text.txt` has no weight above 0",
     "train --data empty.txt": "there is no text in `empty.txt`",
     "evaluate run --data empty.txt": "there is no text in `empty.txt`",
@@ -32,17 +43,55 @@ MISTAKES = {
     "train --teacher nofile": "there is no run at `nofile`",
     "train --out text.txt": "`text.txt` is a file",
     "train --out run": "`run` holds a run already",
+    "train --device tpu": "no device is named `tpu`\nhint: use `cpu`, `cuda`",
     "train --backend triton": "the `triton` backend needs a CUDA device",
-    "train --lr nan --data nofile": "`--lr` is `nan`",
+    "train --preset huge": "no preset is named `huge`\nhint: choose one of",
+    "train --votes-fixes order,up": "`--votes-fixes` is `up`\nhint: choose one of",
+    "train --lr nan --data nofile": "`--lr` is `nan`\nhint: use a number that is finite",
+    "train --lr -1": "`--lr` is -1.0",
+    "train --lr 0.5 --final-lr 1": "`--final-lr` is 1.0",
+    "train --schedule constant --final-lr 0.1": "a constant learning rate",
+    "train --digits all --weights float": "`--digits` is part of `--weights` now",
+    "train --weights float --optimizer sgd": "`--optimizer` is `sgd`",
+    "train --weights float --rule nibble":
+        "float weights are trained by AdamW or Muon, so `--rule` cannot be given",
+    "train --rule votes --optimizer sign": "the rule `votes` takes no direction",
+    "train --optimizer adamw": "`--optimizer adamw` only works with float weights",
+    "train --no-attention": "`--attention` is `none`",
+    "train --preset arb-tiny --graph --no-codebook": "the graph joins codes, and without the",
+    "train --weights float --keep-best": "a float twin keeps no checkpoint",
+    "train --weights anneal --keep-best": "the best checkpoint is of before the weights have become"
+        " ternary\nhint: leave `--keep-best` out, or use `--weights int8` or `--weights ternary`\n",
+    "train --eval-every 0 --keep-best":
+        "no checkpoint is the best of a run that is never evaluated",
+    "train --no-save --keep-best --keep 1":
+        "`--no-save` leaves no run, so `--keep`, `--keep-best` cannot be given with it",
+    "train --data text.txt --plot text.txt": "`--plot` is `text.txt`",
+    "train --plot nowhere/a.svg": "cannot write `nowhere/a.svg`: there is not a folder `nowhere`",
+    "train --log paper": "no logger is named `paper`",
+    "train --log-every 1001": "`--log-every` is 1,001",
+    "train --steps 3000000000": "`--steps` is 3,000,000,000",
+    "train --accum 2000000000": "400 steps of 2,000,000,000 batches are too many to number",
+    "train --layers 1000000000": "`--layers` is 1,000,000,000",
+    "train --minutes 1 --steps 9": "`--minutes` and `--steps` both say how long",
     "train --model nofile": "cannot read `nofile`",
+    "train --model model.toml --no-sub-norms": "`--sub-norms/--no-sub-norms` only applies",
+    "train --model model.toml --resume auto":
+        "a run goes on with its own settings, so `--model` cannot be given to it",
+    "train --model model.toml --init-from a":
+        "a saved model keeps its own settings, so `--model` cannot be given to it",
     "train --config nofile": "cannot read `nofile`",
     "train --resume nofile": "there is no run at `nofile`",
     "train --gpus 2": "there is no GPU for `--gpus 2`",
     "train --gpus 2 --device cpu": "`--accum` is 1, which 2 processes",
+    "train --stepz 3": "No such option: --stepz (Possible options: --seed, --steps, --streams)\n"
+        "hint: `arb train --help` lists what there is\n",
+    "--quick": "No such option: --quick\nhint: `arb --help` lists what there is\n",
     "generate --checkpoint nofile": "there is no run at `nofile`",
     "generate --checkpoint auto": "there is no run in `runs`",
     "generate run --prompt-file nofile": "cannot read `nofile`",
     "generate run --prompts nofile": "cannot read `nofile`",
+    "generate run --top-k 0": "Invalid value for '--top-k'",
     "evaluate --checkpoint nofile": "there is no run at `nofile`",
     "evaluate run --data nofile": "nothing matches `nofile`",
     "evaluate made --stride 65": "`--stride` is 65, and a window has 64 bytes",
@@ -53,8 +102,12 @@ MISTAKES = {
     "generate made --infill …": "the model predicts the next byte, and fills no holes",
     "generate made/step-000001.safetensors --chat": "`made` has no chat template",
     "generate made --backend interpreter": "the `interpreter` backend was not asked for",
+    "export auto": "Missing option '--to'.\nhint: `arb export --help` lists what there is\n",
     "export nofile --to gguf": "there is no run at `nofile`",
+    "export made --to onnx": "`--to` is `onnx`",
+    "export made --to hf --out run": "`run` exists",
     "export run --to gguf --out text.txt": "`text.txt` exists",
+    "export made --to gguf --out text.txt/a": "cannot write `text.txt`: `text.txt` is not a folder",
     "import .": "cannot read `config.json`",
     "import run": "`run/config.json` has no `model_type`",
     "check nofile": "there is no run at `nofile`",
@@ -63,18 +116,60 @@ MISTAKES = {
     "verify-kernels --targets sm_1": "no target is named `sm_1`",
     "verify-kernels --compare nofile": "cannot read `nofile`",
     "verify-kernels nokernel": "no kernel is named `nokernel`",
+    "verify-kernels --tscale-type T5": "`--tscale-type` is `T5`",
+    "verify-kernels --tscale-type T4 --all-tscale-types":
+        "`--tscale-type` and `--all-tscale-types` exclude each other",
+    "verify-kernels --backend numpy": "`--backend` is `numpy`",
     "audit-memory --budget much": "`--budget` is `much`",
+    "audit-memory --budget 6GiB --what-if": "`--budget` and `--what-if` are two questions",
+    "audit-memory --ctx 999999999": "`--ctx` is 999,999,999",
     "audit-memory --dim 33": "4 heads do not divide a width of 33",
+    "audit-memory --snapshot text.txt": "`--snapshot` is `text.txt`",
+    "audit-memory --snapshot nowhere/a.pickle": "cannot write `nowhere/a.pickle`",
+    "audit-memory --model model.toml --experts 3": "`--experts` only applies to a preset",
     "count-params --dim 33": "4 heads do not divide a width of 33",
     "count-params --preset huge": "no preset is named `huge`",
+    "count-params --preset arb-tiny --moe-top-k 99": "`--moe-top-k` is 99 of 8 experts",
+    "count-params --preset arb-tiny --heads 16": "heads of 16 have no even part of 32 to turn",
+    "count-params --model model.toml --dim 8": "`--dim` only applies to a preset",
+    "count-params --model model.toml --preset tiny": "`--model` and `--preset` both name a model",
+    "count-params --model preset.toml": "`preset.toml` has no whole model",
+    "count-params --model steps.toml": "`steps.toml` has no whole model",
+    "count-params --model text.txt": "`text.txt` is not TOML",
     "probe-loss --dim 33": "4 heads do not divide a width of 33",
+    "probe-loss --steps 0": "Invalid value for '--steps'",
+    "probe-loss --ctx 0": "`--ctx` is 0",
     "probe-loss --checkpoint nofile": "there is no run at `nofile`",
+    "probe-loss --checkpoint made --rule votes --tscale-type T8 --no-knowledge":
+        "a saved model keeps its own settings, so `--tscale-type`, `--rule`, `--knowledge/--no-kno",
+    "probe-loss --checkpoint made --field body": "`--field` is of `--data`",
+    "probe-loss --checkpoint made --model model.toml":
+        "a saved model keeps its own settings, so `--model` cannot be given to it",
+    "probe-loss --model model.toml --no-moe": "`--moe/--no-moe` only applies to a preset",
     "probe-loss --data nofile": "nothing matches `nofile`",
     "probe-loss --plot a.gif": "`--plot` is `a.gif`",
 } | {
     f"{command} --device cuda": "there is no CUDA device for `cuda`"
     for command in ("train", "generate", "audit-memory", "probe-loss", "verify-kernels")
-}
+} | {
+    f"train --no-save {words}": f"`--no-save` leaves no run, so `{words.split()[0]}` cannot be"
+    for words in ("--resume auto", "--save-every 1", "--out x", "--profile", "--plot a.svg")
+} | {
+    f"train --{option} {value}": f"`--{option}` is `{value}`\nhint: choose one of: "
+    for option, value in {
+        "backend": "cuda", "boundaries": "none", "compute": "fp4", "optimizer": "up",
+        "rule": "[bold]", "schedule": "step", "tscale-type": "T5", "weights": "half",
+    }.items()
+}  # fmt: skip
+MODEL = """
+[model]
+ctx = 16
+[model.block.near]
+channel = { kind = "mlp", width = 8 }
+[[model.stage]]
+dim = 32
+blocks = "near"
+"""
 
 
 def header_of(config):
@@ -89,11 +184,15 @@ def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
     (tmp_path / "made").mkdir()
     header = header_of(preset("tiny"))
     (tmp_path / "made" / "step-000001.safetensors").write_bytes(header)
-    (tmp_path / "text.txt").write_bytes(b"ternary weights")
-    (tmp_path / "empty.txt").touch()
+    for name, content in (
+        ("text.txt", "ternary weights"), ("empty.txt", ""), ("model.toml", MODEL),
+        ("preset.toml", 'preset = "tiny"\n[model]\nctx = 8'), ("steps.toml", "steps = 3"),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(content)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
     (tmp_path / "run" / "step-000001.safetensors").write_bytes(b"")
+    there = {*tmp_path.rglob("*")}
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from arbcli import cli; from arbcli.commands import _options\n"
@@ -108,10 +207,12 @@ def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["2"] * len(MISTAKES)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    for error, (words, said) in zip(errors, MISTAKES.items(), strict=True):
-        assert error.startswith(f"error: {said}"), words
-    assert "Traceback" not in done.stderr
+    lines = done.stderr.splitlines(keepends=True)
+    said = ["".join(pair) for pair in zip(lines[::2], lines[1::2], strict=True)]
+    for two_lines, (words, message) in zip(said, MISTAKES.items(), strict=True):
+        assert two_lines.startswith(f"error: {message}"), words
+        assert "\nhint: " in two_lines, words
+    assert {*tmp_path.rglob("*")} == there
 
 
 @pytest.mark.parametrize(
@@ -140,3 +241,36 @@ def test_plain_text_is_told_from_a_damaged_model(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"ternary weights learn to read")
     result = CliRunner().invoke(app, ["inspect", str(tmp_path / "a.txt")])
     assert str(result.exception) == f"`{tmp_path / 'a.txt'}` is not a saved model"
+
+
+def test_good_places_pass(tmp_path):
+    for name in ("new.png", "new.PDF", "new.svg"):
+        check_file(tmp_path / name, "--plot", PICTURES)
+    check_folder(tmp_path, "--ledger")
+    check_folder(tmp_path / "new" / "below", "--ledger")
+    check_folder(Path("relative"), "--ledger")
+
+
+def test_bad_places_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "text.txt").touch()
+    for name in ("text.txt", "none", "folder.png", "nowhere/a.png"):
+        with pytest.raises(ArbError):
+            check_file(tmp_path / name, "--plot", PICTURES)
+    for name in ("text.txt", "text.txt/below"):
+        with pytest.raises(ArbError, match="is not a folder"):
+            check_folder(tmp_path / name, "--ledger")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ArbError, match="Permission denied"):
+        check_file(tmp_path / "a.png", "--plot", PICTURES)
+    with pytest.raises(ArbError, match="Permission denied"):
+        check_folder(tmp_path, "--ledger")
+
+
+def test_file_that_is_there_is_asked_itself_and_else_its_folder(tmp_path, monkeypatch):
+    asked, path = [], tmp_path / "a.png"
+    monkeypatch.setattr(os, "access", lambda *place: asked.append(place) or True)
+    check_file(path, "--plot", PICTURES)
+    path.touch()
+    check_file(path, "--plot", PICTURES)
+    assert asked == [(tmp_path, os.W_OK), (path, os.W_OK)]

@@ -50,14 +50,6 @@ def test_probe_loss_prints_only_one_object_as_json(arb_here):
     assert done.stderr == ""
 
 
-def test_probe_loss_exits_with_2_and_no_traceback_if_it_cannot_run(arb_here):
-    done = arb_here("probe-loss", "--checkpoint", "/no/such/run", "--json")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
-
-
 def test_probe_loss_draws_a_saved_model_and_leaves_it_as_it_is(tmp_path):
     pytest.importorskip("matplotlib")
     names = ("dim", "layers", "heads", "ffn", "ctx")
@@ -74,13 +66,6 @@ def test_probe_loss_draws_a_saved_model_and_leaves_it_as_it_is(tmp_path):
     assert (tmp_path / "probe.png").stat().st_size > 10_000
 
 
-def test_probe_loss_refuses_to_reshape_a_saved_model(tmp_path):
-    changes = ["--rule", "votes", "--tscale-type", "T8", "--no-knowledge"]
-    result = invoke("--checkpoint", str(tmp_path), *changes)
-    assert isinstance(result.exception, ArbError)
-    assert "`--tscale-type`, `--rule`, `--knowledge/--no-knowledge`" in str(result.exception)
-
-
 def test_probe_loss_asks_for_matplotlib_before_it_computes(monkeypatch):
     def never(**_):
         raise AssertionError("it computed")
@@ -90,12 +75,3 @@ def test_probe_loss_asks_for_matplotlib_before_it_computes(monkeypatch):
     result = invoke("--plot", "probe.png")
     assert isinstance(result.exception, ArbError)
     assert "matplotlib" in str(result.exception)
-
-
-@pytest.mark.parametrize("args", [["--steps", "0"], ["--lr", "x"]])
-def test_probe_loss_rejects_what_is_no_number_of_it(args):
-    assert invoke(*args).exit_code == 2
-
-
-def test_number_out_of_the_bounds_of_a_setting_is_refused():
-    assert str(invoke("--ctx", "0").exception) == "`ctx` is 0"

@@ -99,10 +99,12 @@ def test_every_scale_type_is_checked_when_asked_for():
     assert not any("another one was asked for" in item for item in found["not_verified"])
 
 
-def test_one_scale_type_is_checked_by_default_and_the_rest_is_listed():
+def test_one_scale_type_is_checked_by_default_and_the_rest_and_speed_are_listed():
     found = json.loads(arb("rms_norm", "--backend", "torch", "--json").stdout)
     assert found["scale_types"] == ["T32"]
     assert any(item.startswith("scale types T4, ") for item in found["not_verified"])
+    assert found["timing"] is None
+    assert "speed: `--time` was not given" in found["not_verified"]
 
 
 def test_ledger_is_written_and_compared(tmp_path):
@@ -129,12 +131,6 @@ def test_targets_are_compiled_with_the_checks():
     assert found["device"].startswith("cpu") or torch.cuda.is_available()
 
 
-def test_speed_is_listed_as_unknown_unless_timed():
-    found = json.loads(arb("step_scales", "--backend", "torch", "--json").stdout)
-    assert found["timing"] is None
-    assert "speed: `--time` was not given" in found["not_verified"]
-
-
 def test_timing_without_gpu_is_refused_before_anything_is_verified(monkeypatch):
     monkeypatch.setattr(verify, "KERNELS", ())
     result = arb("--time", "--device", "cpu")
@@ -159,24 +155,6 @@ def test_kernel_that_fails_is_not_timed(wrong_kernel):
     timing = json.loads(result.stdout)["timing"]
     assert timing["not_timed"] == {"pack_trits": "it did not pass"}
     assert timing["timings"] == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nonsense"], "no kernel is named `nonsense`"),
-        (["--tscale-type", "T5"], "`scale_type` is `T5`"),
-        (["--tscale-type", "T4", "--all-tscale-types"], "exclude each other"),
-        (["--targets", "sm_1"], "no target is named `sm_1`"),
-        (["--backend", "numpy"], "`backend` is `numpy`"),
-        (["pack_trits", "--backend", "torch", "--compare", "/nowhere.json"], "cannot read"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_mistakes_are_explained(arguments, message):
-    result = arb(*arguments)
-    assert message in str(result.exception)
-    assert result.exception.hint
 
 
 @pytest.mark.slow

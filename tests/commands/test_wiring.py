@@ -238,15 +238,19 @@ def test_settings_are_printed_next_to_those_of_their_preset(arb_here, monkeypatc
 
 def test_evaluation_is_told_how_to_go_through_a_text(asked, monkeypatch, tmp_path):
     monkeypatch.setattr(evaluate, "find_run", Path)
-    monkeypatch.setattr(load, "load_named_model", lambda *_: ("model", "its name"))
+    loaded = mock.Mock(return_value=("model", "its name"))
+    monkeypatch.setattr(load, "load_named_model", loaded)
     text = tmp_path / "text.jsonl"
     text.write_bytes(b'{"text": "not this", "body": "read this"}')
     words = ["--checkpoint", "some/run", "--data", str(text), "--stride", "7", "--batch", "3"]
-    words += ["--kv", "int8", "--device", "cpu", "--field", "body"]
+    words += ["--kv", "int8", "--device", "cpu", "--field", "body", "--backend", "torch"]
+    words += ["--compute", "bf16"]
     call = asked("arbcli.infer.evaluation.evaluate", "evaluate", *words)
     assert call.args[:2] == ("model", "its name")
-    given = {name: call.kwargs[name] for name in ("stride", "batch", "kv")}
-    assert given == {"stride": 7, "batch": 3, "kv": "int8"}
+    given = {name: call.kwargs[name] for name in ("stride", "batch", "kv", "backend")}
+    assert given == {"stride": 7, "batch": 3, "kv": "int8", "backend": "torch"}
+    named, device, _, compute = loaded.call_args.args
+    assert (str(named), str(device), compute) == ("some/run", "cpu", "bf16")
     assert call.args[2].read(0, len(call.args[2])) == b"read this\n"
 
 
@@ -266,15 +270,18 @@ def test_several_prompts_are_continued_as_was_asked(asked, monkeypatch, tmp_path
 
 def test_prompt_is_continued_as_was_asked(asked, monkeypatch):
     model = SimpleNamespace(config=SimpleNamespace(is_masked=False, ahead="a head"))
-    monkeypatch.setattr(load, "load_named_model", lambda *_: (model, "its name"))
+    loaded = mock.Mock(return_value=(model, "its name"))
+    monkeypatch.setattr(load, "load_named_model", loaded)
     words = ["--checkpoint", "x", "--prompt", "a", "--device", "cpu", "--backend", "torch"]
     words += ["--length", "9", "--ahead", "3", "--kv", "int8", "--temperature", "0.5"]
-    words += ["--top-k", "5", "--top-p", "0.7", "--seed", "4"]
+    words += ["--top-k", "5", "--top-p", "0.7", "--seed", "4", "--compute", "bf16"]
     call = asked("arbcli.infer.generation.continue_text", "generate", *words)
     assert call.args[:4] == (model, "its name", b"a", 9)
     assert asdict(call.args[4]) == {"temperature": 0.5, "top_k": 5, "top_p": 0.7, "seed": 4}
     given = {name: call.kwargs[name] for name in ("ahead", "kv", "backend")}
     assert given == {"ahead": 3, "kv": "int8", "backend": "torch"}
+    named, device, _, compute = loaded.call_args.args
+    assert (str(named), str(device), compute) == ("x", "cpu", "bf16")
 
 
 def test_prompt_is_taken_byte_for_byte(asked, monkeypatch):

@@ -122,7 +122,7 @@ def test_evaluations_are_a_quarter_of_a_run_apart_within_bounds(steps, interval)
 
 @pytest.mark.parametrize(
     ("rule", "rates"),
-    [("moment", (0.7, 0.35, 0.35)), ("nibble", (0.4, 0.4, 0.4)), ("carry", (1.0, 0.25)),
+    [("moment", (0.7, 0.5, 0.35)), ("nibble", (0.4, 0.4, 0.4)), ("carry", (1.0, 0.25)),
      ("votes", (1.0,))],
 )  # fmt: skip
 def test_rule_has_a_learning_rate_for_what_weights_are_made_of(rule, rates):

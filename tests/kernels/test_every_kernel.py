@@ -5,6 +5,7 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
 from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime.arguments import Number
+from arbcli.kernels.runtime.arguments import Array, Number
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.verify import kernels as verify
@@ -136,6 +137,8 @@ def changes_of(value: object) -> list:
         return [not value]
     if isinstance(value, int):
         return [value + 1, value - 1]
+    if isinstance(value, torch.Tensor):
+        return [torch.ones_like(value)] if value.is_floating_point() and not value.dim() else []
     return [4 * value] if isinstance(value, float) else []
 
 
@@ -146,7 +149,8 @@ def test_some_case_tells_each_number_from_another(spec):
     What may be changed to is up to an operation: of a number that cannot, nothing is asked.
     """
     kinds = [*spec.arguments.items()]
-    numbers = {n for n, (name, kind) in enumerate(kinds) if isinstance(kind, Number)}
+    of_one = [kind for _, kind in kinds if isinstance(kind, Array) and not kind.sizes]
+    numbers = {n for n, (_, kind) in enumerate(kinds) if isinstance(kind, Number) or kind in of_one}
     left_out = {name for name, _ in kinds if name in NOT_OF_RESULTS or (spec.name, name) in ALIKE}
     numbers -= {n for n, (name, _) in enumerate(kinds) if name in left_out}
     untold: dict[tuple, str] = {}
@@ -397,13 +401,14 @@ ROWS_APART = {
 """Of kernels that take columns side by side as a case of its own, the inputs of which that is."""
 
 
-def apart(value):
-    """Lay rows out in a wider matrix, of what is not a number or of ones."""
+def apart(value, more=3):
+    """Lay rows out in a wider matrix, of what is not a number or of ones; each part in its own."""
     if isinstance(value, Packed):
-        return value.map(apart)
-    wide = torch.full((*value.shape[:-1], value.shape[-1] + 3), 1, dtype=value.dtype)
+        numbers = count(more)
+        return value.map(lambda part: apart(part, next(numbers)))
+    wide = torch.full((*value.shape[:-1], value.shape[-1] + more), 1, dtype=value.dtype)
     wide = wide.fill_(torch.nan) if value.is_floating_point() else wide
-    return wide.to(value.device)[..., :-3].copy_(value)
+    return wide.to(value.device)[..., :-more].copy_(value)
 
 
 def by_columns(value):
@@ -434,7 +439,7 @@ def test_rows_whose_columns_lie_side_by_side_may_lie_apart(name, device):
     inputs = inputs_to_lay_out(spec, device)
     wanted = as_tuple(spec.reference(*copies(inputs)))
     assert all(part.numel() for part in wanted)
-    laid_out = [apart(x) if i in ROWS_APART[name] else x for i, x in enumerate(inputs)]
+    laid_out = [apart(x, 3 + i) if i in ROWS_APART[name] else x for i, x in enumerate(inputs)]
     native_too = ["native"] if spec.native and device.type == "cpu" and native.available() else []
     for backend in (*BACKENDS, *native_too):
         check_laid_out(spec, backend, laid_out, wanted)
@@ -475,13 +480,17 @@ ANYWHERE = [
 ]
 
 
-def anywhere(value):
-    """Lay elements out at a step of two or three in every dimension; the last one ends memory."""
+def anywhere(value, number=0):
+    """Lay elements out at a step of two to four in every dimension; the last one ends memory.
+
+    Inputs of other numbers, and parts of a matrix, have other steps: a stride is its own.
+    """
     if isinstance(value, Packed):
-        return value.map(anywhere)
+        numbers = count(number)
+        return value.map(lambda part: anywhere(part, next(numbers)))
     if not isinstance(value, torch.Tensor):
         return value
-    steps = [2 + dim % 2 for dim in range(value.dim())]
+    steps = [2 + (dim + number) % 3 for dim in range(value.dim())]
     sizes = [step * size for step, size in zip(steps, value.shape, strict=True)]
     wide = torch.ones(sizes, dtype=value.dtype, device=value.device)
     wide = wide.fill_(torch.nan) if value.is_floating_point() else wide
@@ -522,7 +531,7 @@ def test_elements_of_every_input_may_lie_anywhere(spec, scale_type, digits, devi
     if digits:
         inputs = [all_digits(x, device) for x in inputs]
     dense = places_that_are_dense(spec, inputs)
-    laid_out = [x if place in dense else anywhere(x) for place, x in enumerate(inputs)]
+    laid_out = [x if place in dense else anywhere(x, place) for place, x in enumerate(inputs)]
     wanted = as_tuple(spec.reference(*copies(inputs)))
     check_laid_out(spec, BACKENDS[1], laid_out, wanted)
 

@@ -5,6 +5,15 @@ scale is one power of two for the matrix, which moves its largest octave to 2**7
 group's own scale, or each weight of all digits, is rounded to the three mantissa bits of e4m3, an
 error of at most 6 %, in the same way forward and backward. A step changes the exact digits, not
 these.
+
+A thread decodes four trits of each plane, those that are neighbours in q, to one int32:
+
+    as it is      bytes j .. j + 3 of row n       to q[n, k .. k + 3], k the column of byte j
+    transposed    byte j of rows n .. n + 3       to q[k, n .. n + 3]
+
+Why so: a trit times a number of e4m3 is that number, its negative or 0. So three integer operations
+on an int32 multiply four weights, none becomes a float, and one store writes all four. Only short
+blocks, and groups that planes do not lie within, are stored a byte at a time.
 """
 
 from collections.abc import Iterator
