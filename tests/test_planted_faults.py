@@ -653,6 +653,10 @@ FAULTS = [
     module("normaliser", "hidden bytes of all windows count alike", "model.language_model",
         rewrite("h * (t / h.sum(dim=1, keepdim=True))", "h * (h.numel() / h.sum())"),
         "masked: end to end"),
+    # the composite head
+    module("normaliser", "heads averaged over bytes of all kinds", "model.parts.composite",
+        rewrite("total / own.sum().clamp(min=1)", "total / own.numel()"),
+        "composite: end to end"),
     # the vector quantiser
     module("missing term", "half of a gradient goes through a quantiser", "model.parts.quantiser",
         rewrite("rows + (z - z.detach())", "rows + 0.5 * (z - z.detach())"),
@@ -763,6 +767,7 @@ MODELS: dict[str, Callable[[str], list]] = {
     "mixed:": partial(of_model, "mixed"), "grouped:": partial(of_model, "grouped"),
     "ahead:": partial(of_model, "ahead"), "masked:": partial(of_model, "masked"),
     "fill:": partial(of_model, "fill"), "nearest:": partial(of_model, "graph nearest"),
+    "composite:": partial(of_model, "composite"),
     "update": of_update, "rotary": lambda _: list(parity._rotary(CPU)),
 }  # fmt: skip
 """Checks of models by the first word of their name."""
