@@ -110,7 +110,7 @@ def test_cached_logits_equal_those_of_the_whole_text(name, in_windows):
 
 
 def test_steps_without_kernels_of_a_row_give_the_same_logits(in_windows):
-    """The widths of the model are no multiples of eight."""
+    """Widths of the model that are not multiples of eight."""
     lm, ids, expected = in_windows
     with lm.prepared_weights():
         got = read(lm, ids, [1] * LENGTH, lm.new_cache(LENGTH))
