@@ -1,4 +1,4 @@
-"""Widths of heads and layers, and numbers of norms, that are no usual ones."""
+"""Widths of heads and layers that few models have, and the terms that keep norms from zero."""
 
 import dataclasses
 
