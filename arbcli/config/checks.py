@@ -91,7 +91,7 @@ def check_sizes(config: Any) -> None:
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.type is float:  # a whole number, which is no size
+        if field.type is float:  # a number there may be whole, and 0
             continue
         for size in value if isinstance(value, tuple) else (value,):
             if type(size) is int:
