@@ -3,10 +3,12 @@
     python -m benchmarks.stage_rates TRAIN VAL [MODEL...] [--seeds N...] [--steps N] [--out DIR]
 
 The rate of all weights of a stage is multiplied by each of `FACTORS`, those of other stages,
-embedding and head stay. MODEL is one of `MODELS`: of one outer stage, and of two; those that are
+embedding and head stay; and last those of all weights are, as rates that are better for all of
+them would be taken for those of a stage. MODEL is one of `MODELS`: of one outer stage, and of two; those that are
 called tiny train on a CPU, too.
 """
 
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -57,7 +59,7 @@ def build(
     def with_factor(model: LanguageModel, seed: int) -> None:
         initialise(model, seed)
         for name, tensor in model.packed_tensors().items():
-            tensor.lr_factor *= factor if stage_of(name) == stage else 1
+            tensor.lr_factor *= factor if stage in ("all", stage_of(name)) else 1
 
     with mock.patch.object(LanguageModel, "initialise", with_factor):
         return Trainer(config, texts, capture=config.device == "cuda")
@@ -79,7 +81,7 @@ def main() -> None:
             options = MODELS[model]
             depth = len(new_config(**options).model.outer)
             stages = [*(f"outer {index}" for index in range(depth)), "main"]
-            runs = [("all", 1.0), *((stage, factor) for stage in stages for factor in FACTORS)]
+            runs = [("all", 1.0), *product([*stages, "all"], FACTORS)]
             for stage, factor in runs:
                 empty()
                 with deterministic():
