@@ -4,8 +4,8 @@
 
 The rate of all weights of a stage is multiplied by each of `FACTORS`, those of other stages,
 embedding and head stay; and last those of all weights are, as rates that are better for all of
-them would be taken for those of a stage. MODEL is one of `MODELS`: of one outer stage, and of two; those that are
-called tiny train on a CPU, too.
+them would be taken for those of a stage. MODEL is one of `MODELS`: of one outer stage, and of two;
+those that are called tiny train on a CPU, too.
 """
 
 from itertools import product
