@@ -95,7 +95,8 @@ def main() -> None:
                     loss = round(trainer.evaluate(64), 4)
                 row = {
                     "model": model, "stage": stage, "factor": factor, "seed": seed,
-                    "steps": given.steps, "lr": trainer.config.lr, "weights": trainer.num_weights, "held_out_nats": loss,
+                    "steps": given.steps, "lr": trainer.config.lr, "weights": trainer.num_weights,
+                    "held_out_nats": loss,
                 }  # fmt: skip
                 print(row, flush=True)
                 results.save("stage_rates", [row], command=command, folder=given.out)
