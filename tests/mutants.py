@@ -2,12 +2,16 @@
 
     python tests/mutants.py map FOLDER [arguments of pytest]
     python tests/mutants.py try FOLDER EACH SEED MODULE...
+    python tests/mutants.py cases EACH [KERNEL...]
 
 `map` runs tests in a copy of this tree and notes which statements of `arbcli` each of them runs.
 `try` draws EACH changes of every function in MODULE (`train/run.py`, or a folder of such), and of
 the lines outside of functions, and runs the tests of the changed statement: those of the module's
 own test file first, then those that run least. It prints what none of them sees. Some changes make
 no difference to anyone: that is for the reader to judge.
+
+`cases` draws EACH changes of the reference of every kernel, and prints those that no case tells
+from the reference: a kernel with the same mistake would pass.
 """
 
 import ast
@@ -15,6 +19,7 @@ import builtins
 import gc
 import importlib
 import importlib.machinery
+import inspect
 import json
 import mmap
 import os
@@ -27,7 +32,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 WIDE_SECONDS, MOST_TESTS = 15.0, 200
@@ -430,7 +435,63 @@ def try_mutants(folder: Path, each: int, seed: int, names: list[str]) -> int:
     return int(pytest.main([*OPTIONS, *there], [Trier(known, package, folder, chosen)]))
 
 
+def untold_changes(spec: Any, each: int) -> Iterator[Mutant]:
+    """List drawn changes of the reference of a kernel that none of its cases tells from it."""
+    import torch
+
+    from arbcli.verify.compare import as_tuple, compare
+    from arbcli.verify.kernels import copies
+
+    def told(case: Any, wanted: tuple) -> bool:
+        try:
+            found = as_tuple(spec.reference(*copies(case.inputs)))
+        except Exception:  # of any kind: it is not the reference's
+            return True
+        pairs = [pair for pair in zip(found, wanted, strict=False) if None not in pair]
+        return len(found) != len(wanted) or any(
+            not compare(spec, case.label, one, other).passed for one, other in pairs
+        )
+
+    reference = inspect.unwrap(spec.reference)
+    path, module = Path(reference.__code__.co_filename), sys.modules[reference.__module__]
+    helpers = [n for n in reference.__code__.co_names if "reference" in n or "float64" in n]
+    functions = {reference.__name__: reference}
+    functions |= {n: inspect.unwrap(vars(module)[n]) for n in helpers if n in vars(module)}
+    source = path.read_bytes()
+    own = [m for m in mutants_of(source.decode()) if m.function in functions]
+    sizes = (6, 32) if spec.uses_scales else (6,)
+    cases = [case for size in sizes for case in spec.cases(torch.device("cpu"), size)]
+    wanted = [as_tuple(spec.reference(*copies(case.inputs))) for case in cases]
+    for mutant in random.Random(spec.name).sample(own, min(each, len(own))):
+        first, last = mutant.place
+        held = functions[mutant.function]
+        try:
+            changed = compile(source[:first] + mutant.after.encode() + source[last:], path, "exec")
+            code, held.__code__ = held.__code__, code_of(changed, [mutant.function])
+        except (SyntaxError, StopIteration, ValueError):
+            continue
+        try:
+            if held.__code__ != code and not any(map(told, cases, wanted)):
+                yield mutant
+        finally:
+            held.__code__ = code
+
+
+def try_cases(each: int, names: list[str]) -> None:
+    """Print the changes of references that no case tells, of the named kernels or of all."""
+    begin(ROOT)
+    from arbcli.verify.kernels import KERNELS
+
+    for spec in KERNELS:
+        for mutant in untold_changes(spec, each) if not names or spec.name in names else ():
+            before, after = (" ".join(text.split())[:90] for text in (mutant.before, mutant.after))
+            sys.stdout.write(f"{spec.name}: line {mutant.line}: `{before}` -> `{after}`\n")
+            sys.stdout.flush()
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "cases":
+        sys.exit(try_cases(int(sys.argv[2]), sys.argv[3:]))
     what, place, *rest = sys.argv[1:]
     Path(place).mkdir(parents=True, exist_ok=True)
     if what == "map":

@@ -12,9 +12,11 @@ from unittest import mock
 import pytest
 
 from arbcli import __main__, cli, environment, sockets
+from arbcli.commands import train
 from arbcli.environment import set_environment, trains_twin
 from arbcli.errors import ArbError
 from arbcli.signals import HANGUP, STOPPING, Interrupted, RaisedSignal, RememberedSignal, exit_code
+from arbcli.train.parallel.launch import Place
 
 LINES = {
     "train --ctx 64": False, "train --weights ternary": False, "train --weights float": True,
@@ -278,3 +280,16 @@ def test_signal_while_the_program_is_loaded_ends_it_in_a_line(number, name):
     assert done.returncode == 3
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: stopped by {signal.Signals(number).name}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("device", [None, "cpu", "cuda"])
+def test_command_pins_the_place_that_a_process_has(rank, device, monkeypatch):
+    pinned, said = mock.Mock(return_value=(3, {4, 5})), mock.Mock()
+    monkeypatch.setattr(train, "pin_to_socket", pinned)
+    monkeypatch.setattr(train, "this_process", lambda: Place(rank, 2, rank + 7))
+    monkeypatch.setattr(train, "note", said)
+    train._pin(device)
+    assert pinned.mock_calls == [mock.call(rank + 7, on_cpu=device == "cpu")]
+    line = "threads stay on socket 3, on 2 processors"
+    assert said.mock_calls == [mock.call(line)] * (rank == 0)

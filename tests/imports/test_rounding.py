@@ -1,9 +1,14 @@
 """Weights are rounded as the equations say, and weights of our own grid are read as they are."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 
 from arbcli.config.presets import preset
+from arbcli.imports import run
+from arbcli.imports.dense import Part
 from arbcli.imports.rounding import Grid, put, round_reference, round_vector, round_weights
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.model.language_model import LanguageModel
@@ -108,3 +113,32 @@ def test_digits_are_those_that_a_step_leaves(rule):
     z = trits * tensor.rule.radix + below
     assert torch.equal(trits, z.sign() * (z.abs() > half))
     assert {half, half + 1} <= set(z.abs().unique().tolist())
+
+
+def test_report_counts_weights_far_from_the_others():
+    """Of a part of some rows, that is read in pieces; sizes are in root-mean-squares."""
+    weight = torch.ones(8, 64)
+    weight[1, 3], weight[6, 60], weight[7, 1] = 300.0, -299.0, 20.0
+    lm = LanguageModel(preset("tiny", dim=64, layers=1, heads=2, ffn=64, digits="all"))
+    tensor = lm.head.weight
+    part = Part("ours", "theirs", slice(16, 24), (8, 64))
+    read = []
+
+    def pieces(name, rows):
+        read.append(rows)
+        return weight[rows]
+
+    told = mock.Mock()
+    folder = SimpleNamespace(path="a", read=pieces)
+    found = run._take_part(folder, tensor, part, False, told)
+    size = float(weight.square().mean().sqrt())
+    assert told.mock_calls == [mock.call("theirs")]
+    assert (found.report.name, found.report.shape) == ("theirs", (8, 64))
+    assert found.report.outliers == 2
+    assert found.report.largest == pytest.approx(300 / size)
+    assert found.squares == pytest.approx(float(weight.square().sum()))
+    decoded_rows = tensor.weight(torch.float32)[16:24]
+    assert found.error == pytest.approx(float((decoded_rows - weight).square().sum()), rel=1e-3)
+    assert found.report.relative_error == pytest.approx((found.error / found.squares) ** 0.5)
+    weight.fill_(1.0)
+    assert run._take_part(folder, tensor, part, False, told).report.outliers == 0

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from cells import FEW, each_cell, wide
+from graph_parts import graph_config
 
 from arbcli.commands._options import KEPT_IN
 from arbcli.config.presets import preset
@@ -152,6 +153,21 @@ def test_text_of_every_cell_is_the_same_among_any_others_on_a_gpu(cell, kv):
     alone = [b"".join(generate(lm, each.prompt, 6, each.sampling, kv=kv)) for each in sharp]
     # roundings of bf16 decide a few
     assert sum(a[:1] == b[:1] for a, b in zip(made(sharp, 12), alone, strict=True)) >= 8
+
+
+def test_texts_of_a_graph_know_nothing_of_each_other(device):
+    """Its memories, n-grams and router read each text by itself."""
+    with torch.device(device):
+        lm = LanguageModel(graph_config(memgram=True), torch.float32)
+    lm.initialise(0)
+    first, second = b"it was", b"a b"
+    with lm.prepared_weights():
+        found = logits_of(lm, (first, second, b" "))
+        others = logits_of(lm, (b"q", first, b"words", second))
+        assert torch.equal(found[:, :2], others[:, [1, 3]])
+        for index, prompt in enumerate((first, second)):
+            alone = logits_of(lm, (prompt,))
+            torch.testing.assert_close(found[:, index : index + 1], alone, rtol=1e-3, atol=2e-3)
 
 
 def test_tokens_are_made_among_others(device):

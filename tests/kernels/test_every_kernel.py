@@ -5,6 +5,7 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -400,13 +401,14 @@ ROWS_APART = {
 """Of kernels that take columns side by side as a case of its own, the inputs of which that is."""
 
 
-def apart(value):
-    """Lay rows out in a wider matrix, of what is not a number or of ones."""
+def apart(value, more=3):
+    """Lay rows out in a wider matrix, of what is not a number or of ones; each part in its own."""
     if isinstance(value, Packed):
-        return value.map(apart)
-    wide = torch.full((*value.shape[:-1], value.shape[-1] + 3), 1, dtype=value.dtype)
+        numbers = count(more)
+        return value.map(lambda part: apart(part, next(numbers)))
+    wide = torch.full((*value.shape[:-1], value.shape[-1] + more), 1, dtype=value.dtype)
     wide = wide.fill_(torch.nan) if value.is_floating_point() else wide
-    return wide.to(value.device)[..., :-3].copy_(value)
+    return wide.to(value.device)[..., :-more].copy_(value)
 
 
 def by_columns(value):
@@ -437,7 +439,7 @@ def test_rows_whose_columns_lie_side_by_side_may_lie_apart(name, device):
     inputs = inputs_to_lay_out(spec, device)
     wanted = as_tuple(spec.reference(*copies(inputs)))
     assert all(part.numel() for part in wanted)
-    laid_out = [apart(x) if i in ROWS_APART[name] else x for i, x in enumerate(inputs)]
+    laid_out = [apart(x, 3 + i) if i in ROWS_APART[name] else x for i, x in enumerate(inputs)]
     native_too = ["native"] if spec.native and device.type == "cpu" and native.available() else []
     for backend in (*BACKENDS, *native_too):
         check_laid_out(spec, backend, laid_out, wanted)
@@ -478,13 +480,17 @@ ANYWHERE = [
 ]
 
 
-def anywhere(value):
-    """Lay elements out at a step of two or three in every dimension; the last one ends memory."""
+def anywhere(value, number=0):
+    """Lay elements out at a step of two to four in every dimension; the last one ends memory.
+
+    Inputs of other numbers, and parts of a matrix, have other steps: a stride is its own.
+    """
     if isinstance(value, Packed):
-        return value.map(anywhere)
+        numbers = count(number)
+        return value.map(lambda part: anywhere(part, next(numbers)))
     if not isinstance(value, torch.Tensor):
         return value
-    steps = [2 + dim % 2 for dim in range(value.dim())]
+    steps = [2 + (dim + number) % 3 for dim in range(value.dim())]
     sizes = [step * size for step, size in zip(steps, value.shape, strict=True)]
     wide = torch.ones(sizes, dtype=value.dtype, device=value.device)
     wide = wide.fill_(torch.nan) if value.is_floating_point() else wide
@@ -525,7 +531,7 @@ def test_elements_of_every_input_may_lie_anywhere(spec, scale_type, digits, devi
     if digits:
         inputs = [all_digits(x, device) for x in inputs]
     dense = places_that_are_dense(spec, inputs)
-    laid_out = [x if place in dense else anywhere(x) for place, x in enumerate(inputs)]
+    laid_out = [x if place in dense else anywhere(x, place) for place, x in enumerate(inputs)]
     wanted = as_tuple(spec.reference(*copies(inputs)))
     check_laid_out(spec, BACKENDS[1], laid_out, wanted)
 

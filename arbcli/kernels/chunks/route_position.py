@@ -284,7 +284,8 @@ def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         for router, position, before, byte in (
             ("learned", 0, 0, 0), ("learned", 7, 0, 0), ("every", 12, 0, 0), ("every", 15, 0, 0),
             ("space", 0, 0, 97), ("space", 3, 32, 97), ("space", 3, 32, 9), ("space", 3, 14, 97),
-            ("space", 3, 9, 8), ("space", 3, 13, 14),
+            ("space", 3, 9, 8), ("space", 3, 13, 14), ("space", 3, 10, 97), ("space", 3, 11, 97),
+            ("space", 3, 12, 97),
         ):  # fmt: skip
             x, rows, mean, last = _draw(generator, width, 3 if router == "learned" else 1)
             if router == "learned" and width > 1:  # alike enough for either answer

@@ -211,6 +211,9 @@ def _trit_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("2x1311 held", (*inputs, *usual, held))
     saturated = torch.full_like(inputs[1], 127)
     yield Case("2x1311 saturated", (packed, saturated, -inputs[2].abs(), *usual))
+    kept = (usual[0], _scalar(200, device))  # what is counted on may be seen
+    yield Case("2x1311 saturated and kept", (packed, saturated, -inputs[2].abs(), *kept))
+    yield Case("2x1311 saturated below and kept", (packed, -saturated, inputs[2].abs(), *kept))
     packed = pack_trits_reference(random_trits(6, 165, generator)).to(device)
     votes = torch.randint(-2, 3, (6, 330), generator=generator, dtype=torch.int8).to(device)
     grad = torch.randn(165, 3, generator=generator).to(device)

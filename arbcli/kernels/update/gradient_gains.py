@@ -335,6 +335,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for total in (0.0, 2.0**-121, 2.0**121, math.inf, math.nan):
         wrong = (*found[:2], torch.full_like(found[2], total), *found[3:])
         yield Case(f"130x64 refused {total:g}", (*wrong, *unset, *control()))
+    for total in (2.0**-120, 2.0**120):
+        just = (*found[:2], torch.full_like(found[2], total), *found[3:])
+        yield Case(f"130x64 just {total:g}", (*just, *unset, *control()))
     wide = digits(195, -9, 9).T.contiguous().T
     yield Case("65x64 strided", (*sums(65, 64, (3, 3)), wide[::3], unset[1], *control()))
 

@@ -41,7 +41,6 @@ from arbcli.config.site import Site
 from arbcli.kernels.attention.attend_ahead import Kept, attend_ahead, attend_in_turn
 from arbcli.kernels.attention.attend_parts import (
     AttentionParts,
-    PartsOfRows,
     attend_parts,
     fits_parts,
 )
@@ -194,9 +193,7 @@ class Attention(CachedAttention):
             y = state.attend_one(qkv).view(len(x), 1, -1)
         return self._projected(y, x, whole=whole)
 
-    def _projected(
-        self, y: Tensor | AttentionParts | PartsOfRows, x: Tensor, *, whole: bool
-    ) -> Tensor:
+    def _projected(self, y: Tensor | AttentionParts, x: Tensor, *, whole: bool) -> Tensor:
         normalise, early = self.sub_norm is not None, self.output_bias is None
         added = x if whole else None
         return self._biased(self.output.fused(y, normalise=normalise, added=added, early=early))
@@ -370,20 +367,20 @@ class Ring(State):
             qkv[0, 0], self.keys.codes, self.values.codes, self.clock.position, cos, sin, NORM_EPS
         )
 
-    def attend_ahead(self, qkv: Tensor, *, in_parts: bool) -> Tensor | PartsOfRows:
+    def attend_ahead(self, qkv: Tensor, *, in_parts: bool) -> Tensor:
         """Attend from several new positions, which are not stored before some are accepted.
 
         Args:
             qkv: (1, M, 3, heads, d) as the projection gave it.
-            in_parts: whether parts may be left.
+            in_parts: whether parts are left where a single position is read.
 
         Returns:
-            (1, M, heads * d), or its parts.
+            (1, M, heads * d).
         """
         new, position, (cos, sin) = self.new_of(qkv.shape[1]), self.clock.position, self.table
         rings = qkv[0], self.keys.codes, self.values.codes, new
         if in_parts and self.leaves_parts(qkv):
-            return attend_ahead(*rings, position, cos, sin, NORM_EPS)
+            return attend_ahead(*rings, position, cos, sin, NORM_EPS)[None]
         y = attend_in_turn(*rings, position, cos, sin, self.semaphores, NORM_EPS, self.short)
         return y.flatten(1)[None]
 
