@@ -80,13 +80,6 @@ def test_count_params_takes_the_options_of_parts():
     assert run("--preset", "arb-tiny", *options).exit_code == 0
 
 
-def test_count_params_shows_areas_kinds_and_adamw():
-    shown = run("--preset", "tiny").stdout
-    for word in ("embedding", "mlp", "norms", "trits", "moment", "state", "AdamW", "MB", "MiB"):
-        assert word in shown
-    assert "votes" not in shown
-
-
 TOML = """steps = 7
 [model]
 ctx = 16
