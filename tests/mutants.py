@@ -26,6 +26,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -37,6 +38,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 WIDE_SECONDS, MOST_TESTS = 15.0, 200
 """The most tests that are run of a change, and the sum of their times as the map has them."""
+ENDLESS_SECONDS = 5
+"""Of processor time, after which a changed reference is taken to have no end."""
 OPTIONS = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "-m", "not slow"]
 FLIPPED: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -452,6 +455,10 @@ def untold_changes(spec: Any, each: int) -> Iterator[Mutant]:
             not compare(spec, case.label, one, other).passed for one, other in pairs
         )
 
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGVTALRM, stop)
     reference = inspect.unwrap(spec.reference)
     path, module = Path(reference.__code__.co_filename), sys.modules[reference.__module__]
     helpers = [n for n in reference.__code__.co_names if "reference" in n or "float64" in n]
@@ -471,9 +478,11 @@ def untold_changes(spec: Any, each: int) -> Iterator[Mutant]:
         except (SyntaxError, StopIteration, ValueError):
             continue
         try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, ENDLESS_SECONDS)
             if held.__code__ != code and not any(map(told, cases, wanted)):
                 yield mutant
         finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             held.__code__ = code
 
 

@@ -589,6 +589,16 @@ ROUNDED_ELSEWHERE = {
     "decode_compressed", "encode_nvfp4", "sign_gradient", "sum_choices",
 }  # fmt: skip
 """Kernels that round on the way, or not at all: their own tests have them in bfloat16."""
+OF_BFLOAT16 = {"gradient_gains": (), "rms_norm": (0,), "cast_trit_votes": (2,), "pack_trits": ()}
+"""Places of inputs that may be bfloat16, of some kernels."""
+
+
+@pytest.mark.parametrize("name", OF_BFLOAT16)
+def test_places_of_bfloat16_are_those_of_values(name):
+    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    assert spec.bfloat16 == OF_BFLOAT16[name]
+
+
 IN_BFLOAT16 = [s.name for s in KERNELS if s.bfloat16 and s.name not in ROUNDED_ELSEWHERE]
 SEVERAL_ROUNDINGS = {
     "causal_attention_backward",
