@@ -267,15 +267,22 @@ def batch(
         ArbError: a file has vanished or become shorter.
         ValueError: the text is too short.
     """
-    if not text.windows(context + 1):
-        raise ValueError(f"a text of {len(text)} bytes has no window of {context} + 1 bytes")
-    # not torch.Generator: on the CPU it keeps 32 bits of its seed, too few for long runs
-    key = f"arb batch {seed} {step} {micro}".encode()
-    starts = text.starts(key, batch_size, context + 1)
+    starts = batch_starts(text, seed, step, micro, batch_size, context)
     if text.packs:
         return tuple(part.to(device) for part in text.packed_batch(starts))
     windows = text.window_batch(starts, context + 1).to(device).long()  # (B, T + 1) int64
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def batch_starts(
+    text: Text, seed: int, step: int, micro: int, batch_size: int, context: int
+) -> list[int]:
+    """Draw where the windows of a micro-batch begin: see `batch`."""
+    if not text.windows(context + 1):
+        raise ValueError(f"a text of {len(text)} bytes has no window of {context} + 1 bytes")
+    # not torch.Generator: on the CPU it keeps 32 bits of its seed, too few for long runs
+    key = f"arb batch {seed} {step} {micro}".encode()
+    return text.starts(key, batch_size, context + 1)
 
 
 def evaluation_batches(

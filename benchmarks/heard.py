@@ -48,7 +48,7 @@ def costs(model: LanguageModel, content: bytes, others: int) -> list[list[float]
     found, size = [], model.config.ctx + 1
     every = records(content)
     for index, (_, sound, samples) in enumerate(every):
-        nearby = (every[index - turn] for turn in range(NEARBY, 0, -1))
+        nearby = (every[(index - turn) % len(every)] for turn in range(NEARBY, 0, -1))
         before = b"\n".join(text + sound for text, sound, _ in nearby)
         texts = [every[(index + turn) % len(every)][0] for turn in range(others + 1)]
         windows = [(before + b"\n" + text + sound)[-size:] for text in texts]

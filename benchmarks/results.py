@@ -25,6 +25,7 @@ KEYS = {
     "training_step": ("preset", "kind"),
     "generation": ("preset", "prompt_bytes", "kind"),
     "several_texts": ("preset", "batch", "kind"),
+    "checks": ("preset", "size", "prompt", "way"),
     "kv_cache": ("preset", "ctx", "kv"),
     "products": ("size", "rows", "what"),
     "arb_3b": ("kind", "batch", "recompute"),

@@ -3,7 +3,8 @@
     python -m benchmarks.stage_rates TRAIN VAL [MODEL...] [--seeds N...] [--steps N] [--out DIR]
 
 The rate of all weights of a stage is multiplied by each of `FACTORS`, those of other stages,
-embedding and head stay. MODEL is one of `MODELS`: of one outer stage, and of two.
+embedding and head stay. MODEL is one of `MODELS`: of one outer stage, and of two; those that are
+called tiny train on a CPU, too.
 """
 
 from typing import Any
@@ -18,11 +19,21 @@ from benchmarks import results
 from benchmarks.training_step import empty
 
 READ: dict[str, Any] = {"preset": "hnet-small", "ctx": 1024, "batch": 8}
+TINY: dict[str, Any] = {
+    "preset": "hnet-tiny", "ctx": 256, "batch": 4, "dim": 128, "layers": 2, "heads": 2, "ffn": 352,
+    "outer_dim": (96,), "outer_layers": (1,), "outer_heads": (2,), "outer_ffn": (256,),
+    "compute": "fp32",
+}  # fmt: skip
 MODELS = {
     "one outer stage": READ,
     "two outer stages": READ | {
         "outer_dim": (192, 256), "outer_layers": (1, 1), "outer_heads": (3, 4),
         "outer_ffn": (512, 704), "chunk_length": (3, 3),
+    },
+    "tiny, one outer stage": TINY,
+    "tiny, two outer stages": TINY | {
+        "outer_dim": (64, 96), "outer_layers": (1, 1), "outer_heads": (2, 2),
+        "outer_ffn": (176, 256), "chunk_length": (3, 3),
     },
 }  # fmt: skip
 """Options by name."""
@@ -49,7 +60,7 @@ def build(
             tensor.lr_factor *= factor if stage_of(name) == stage else 1
 
     with mock.patch.object(LanguageModel, "initialise", with_factor):
-        return Trainer(config, texts, capture=True)
+        return Trainer(config, texts, capture=config.device == "cuda")
 
 
 def main() -> None:

@@ -21,10 +21,9 @@ from pathlib import Path
 import torch
 from folders import plain_folder
 from graph_parts import graph_config
-from killing import write_tokenizer
+from killing import run_arb, write_tokenizer
 from safetensors.torch import load_file, save_file
 
-from arbcli import cli
 from arbcli.config.model_file import model_lines
 from arbcli.train.configure import new_config
 from arbcli.train.run import Observer, start_run
@@ -316,14 +315,7 @@ def call(words: list[str], log: Path) -> tuple[int, float, int]:
             os.dup2(target, descriptor)
         resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
         signal.alarm(180)  # ends what waits for ever
-        torch.set_num_threads(1)  # else the first threads race to make torch's pool after a fork
-        sys.argv = ["arb", *words]
-        try:
-            cli.main()
-        except SystemExit as stopped:
-            os._exit(stopped.code or 0)
-        finally:
-            os._exit(99)
+        run_arb(words)
     _, status, used = os.wait4(pid, 0)
     return os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, used.ru_maxrss << 10
 

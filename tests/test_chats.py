@@ -21,6 +21,8 @@ from arbcli.run_files import COMPANIONS
 from arbcli.tokens import Tokenizer
 from tests.test_chat_template import CHATML
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 SPECIAL = {"bos_token": "", "eos_token": "<|im_end|>"}
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}"
@@ -52,11 +54,6 @@ def folder(tmp_path_factory):
     (path / "chat_template.jinja").write_text(CHATML)
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     return path
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture

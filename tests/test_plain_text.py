@@ -22,8 +22,7 @@ TEXT = ("naïve ternary weights\n" * 100).encode()
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def cache(own_cache) -> Path:
     return texts_folder()
 
 

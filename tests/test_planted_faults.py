@@ -252,7 +252,12 @@ FAULTS = [
     kernel("neighbour", "rows of a text exchanged in pairs", "row_by_row",
         rewrite("tl.minimum(r // 2, ROWS - 1)", "tl.minimum(r // 2 ^ 1, ROWS - 1)")),
     kernel("missing term", "bytes before one that may be taken back not seen", "attend_ahead",
-        rewrite("(m < r) & (s >= f) & (s < e)", "(m < 0) & (s >= f) & (s < e)")),
+        rewrite("(s >= f) & (s < e)", "(s >= f) & (s < f)")),
+    kernel("position", "parts of the first of several bytes averaged for all", "attend_ahead",
+        rewrite("tl.cdiv(tl.load(position_ptr) + row + 1, span)",
+        "tl.cdiv(tl.load(position_ptr) + 1, span)")),
+    kernel("exchange", "bytes ahead with their key for their own value", "attend_ahead",
+        rewrite("at + 4 * WIDTH * M", "at + 2 * WIDTH * M")),
     kernel("too far", "one byte more kept than was accepted", "keep_accepted",
         rewrite("r < tl.load(accepted_ptr)", "r <= tl.load(accepted_ptr)")),
     kernel("position", "bytes of a check chosen by the numbers of the first", "choose_byte",
@@ -288,7 +293,7 @@ FAULTS = [
         rewrite("tl.where((s < e) & (s != n), tl.exp(a), 0.0)",
         "tl.where(s != n, tl.exp(a), 0.0)")),
     kernel("partial sum", "a slot's total without those of the others of a warp", "attend_parts",
-        rewrite("_sum_across((t,), LANES, 32, PTX)", "(t,)")),
+        rewrite("sum_across((t,), LANES, 32, PTX)", "(t,)")),
     kernel("neighbour", "a program's first span looked at again", "attend_parts",
         rewrite("m + (s - f)", "m + 0 * (s - f)")),
     kernel("missing term", "scales of keys in eight bits forgotten", "decode_attention_8bit",
@@ -648,6 +653,10 @@ FAULTS = [
     module("normaliser", "hidden bytes of all windows count alike", "model.language_model",
         rewrite("h * (t / h.sum(dim=1, keepdim=True))", "h * (h.numel() / h.sum())"),
         "masked: end to end"),
+    # the composite head
+    module("normaliser", "heads averaged over bytes of all kinds", "model.parts.composite",
+        rewrite("total / own.sum().clamp(min=1)", "total / own.numel()"),
+        "composite: end to end"),
     # the vector quantiser
     module("missing term", "half of a gradient goes through a quantiser", "model.parts.quantiser",
         rewrite("rows + (z - z.detach())", "rows + 0.5 * (z - z.detach())"),
@@ -758,6 +767,7 @@ MODELS: dict[str, Callable[[str], list]] = {
     "mixed:": partial(of_model, "mixed"), "grouped:": partial(of_model, "grouped"),
     "ahead:": partial(of_model, "ahead"), "masked:": partial(of_model, "masked"),
     "fill:": partial(of_model, "fill"), "nearest:": partial(of_model, "graph nearest"),
+    "composite:": partial(of_model, "composite"),
     "update": of_update, "rotary": lambda _: list(parity._rotary(CPU)),
 }  # fmt: skip
 """Checks of models by the first word of their name."""

@@ -14,6 +14,8 @@ from arbcli.errors import ArbError
 from arbcli.infer.tokens import bytes_of
 from arbcli.tokens import Tokenizer, tokenised
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 WORDS = ["ternary", "weights", "learn", "to", "read", "größer", "Straße", "as", "tokens", "do"]
 SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "12"]
 SMALL += ["--batch", "2", "--steps", "3", "--device", "cpu", "--compute", "fp32"]
@@ -39,11 +41,6 @@ def tokenizer_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     trained.save(str(path))
     return path
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture

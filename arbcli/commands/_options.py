@@ -383,7 +383,7 @@ BY_HAND = {
             " attention: arb-long; with experts and four residual streams: arb-deep-small or"
             " arb-deep. N-grams, codebooks, experts and a graph: arb-tiny or arb-3b. Chunks that"
             " the model finds: hnet-tiny, hnet-small, hnet-base or hnet-two-stage; chunks of 16"
-            " bytes: hnet-every. [default: tiny]",
+            " bytes: hnet-every, of 32: hnet-long. [default: tiny]",
             callback=_check_preset,
             rich_help_panel=MODEL,
         ),

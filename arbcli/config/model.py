@@ -14,6 +14,7 @@ from arbcli.config.checks import check_at_least, check_at_most, check_choice, ch
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.parts.chunking import ChunkingConfig
+from arbcli.config.parts.composite import CompositeConfig
 from arbcli.config.parts.memories import MemoriesConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.settings import PRESETS_OWN, Setting
@@ -177,6 +178,8 @@ class ModelConfig:
     """A gated MLP before the linear head; None is the linear head alone."""
     ahead: AheadConfig | None = None
     """A second head, which predicts bytes beyond the next one; None is none."""
+    composite: CompositeConfig | None = None
+    """Heads for text, sounds and pictures in the place of the linear head; None is none."""
     scale_type: Annotated[
         str,
         Setting(
@@ -322,6 +325,8 @@ class ModelConfig:
             self._check_masked()
         if self.objective == "fill":
             self._check_fill()
+        if self.composite:
+            self._check_composite()
 
     def check_documents(self) -> None:
         """Check that windows can hold documents that know nothing of each other.
@@ -430,6 +435,25 @@ class ModelConfig:
                 hint="use a preset of dense blocks, such as `base`, or `objective=next`",
                 fields=("objective",),
             )
+
+    def _check_composite(self) -> None:
+        """Check that there is one kind of head, of bytes, each the next one.
+
+        Raises:
+            ArbError: there is not.
+        """
+        for name, is_there in (
+            ("ahead", self.ahead is not None),
+            ("tied", self.tied),
+            ("vocabulary", self.vocabulary != VOCABULARY),
+            ("objective", self.fills),
+        ):
+            if is_there:
+                raise ArbError(
+                    f"the model has a composite head, and another `{name}`",
+                    hint=f"leave `{name}` or `composite` out",
+                    fields=(name,),
+                )
 
     def _check_fill(self) -> None:
         """Check that nothing takes a mark for a byte, and that the length of a hole fits.
@@ -569,7 +593,7 @@ class ModelConfig:
             yield from ((site, part) for part in block.parts)
         if self.main.memories:
             yield self.site(-1), self.main.memories
-        for part in (self.head, self.ahead):
+        for part in (self.head, self.ahead, self.composite):
             if part:
                 yield self.site(), part
 
@@ -587,9 +611,12 @@ class ModelConfig:
         found = sum(of(index) for index in range(len(self.stages)))
         site = self.site()
         ends = [
-            part.products(site, self.ctx) for part in (*self.beside, self.head, self.ahead) if part
+            part.products(site, self.ctx)
+            for part in (*self.beside, self.head, self.ahead, self.composite)
+            if part
         ]
-        return found + self.ctx * (sum(ends) + self.vocabulary * site.dim)
+        plain = 0 if self.composite else self.vocabulary * site.dim
+        return found + self.ctx * (sum(ends) + plain)
 
     def _stage_products(self, index: int, lengths: tuple[float, ...]) -> float:
         stage, positions = self.stages[index], lengths[index]

@@ -72,6 +72,11 @@ def export(
             f"the weights of `{weights.path}` are fading from all digits to the trit",
             hint="export a checkpoint of the end of the run",
         )
+    if weights.model.config.composite and format != "safetensors":
+        raise ArbError(
+            f"`--to {format}` has no composite head, and this model has one",
+            hint="use `--to safetensors`",
+        )
     if weights.model.config.fills and format != "safetensors":
         raise ArbError(
             f"`--to {format}` is for models of the next byte alone, and this one fills holes",

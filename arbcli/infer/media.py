@@ -63,7 +63,7 @@ class MediaLosses:
     """
 
     def __init__(self, text: Text, device: torch.device) -> None:
-        self.text, self.parts = text, list(_parts_of(text))
+        self.text, self.parts = text, list(parts_of(text))
         edges = [edge for part in self.parts for edge in (part.start, part.stop)]
         self._edges = torch.tensor(edges, dtype=torch.int64, device=device)
         # of the text before the first part, of that part, of the text after it, and so on
@@ -133,7 +133,7 @@ class MediaLosses:
         )
 
 
-def _parts_of(text: Text) -> Iterator[Part]:
+def parts_of(text: Text) -> Iterator[Part]:
     """Find the sounds in a text, and the pictures that are wholly in it."""
     begin = 0
     for path, start, stop in text.pieces:

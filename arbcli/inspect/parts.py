@@ -87,7 +87,7 @@ def _configs(config: ModelConfig) -> dict[str, Any]:
     found: dict[str, Any] = {part.kind: part for part in config.beside}
     if memories := config.main.memories:
         found |= memories.codebooks | {"moe_graph": memories.iterated}
-    return found | {"byte_mlp": config.head, "ahead": config.ahead}
+    return found | {"byte_mlp": config.head, "ahead": config.ahead, "head": config.composite}
 
 
 def _blocks(path: str, stack: "Module", configs: Iterable[Any]) -> Iterator[PartReport]:

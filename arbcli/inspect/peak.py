@@ -315,6 +315,8 @@ class _Taken(NamedTuple):
 class _AnyText:
     """Text of which only the shape is asked."""
 
+    pieces = ()
+
     def __init__(self, config: TrainConfig) -> None:
         self.packs, self.context = has_documents(config.field), config.model.ctx
 

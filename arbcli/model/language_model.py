@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.errors import ArbError
 from arbcli.kernels.attention.eight_bits import KeptIn
 from arbcli.kernels.matmul.swizzled import fits_prepacked
@@ -34,6 +34,7 @@ from arbcli.model.packed import StateModule, TernaryTensor
 from arbcli.model.parts.ahead import Ahead
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.codebook import Codebook
+from arbcli.model.parts.composite import CompositeHead
 from arbcli.model.parts.mlp import MLP
 from arbcli.model.parts.moe_graph import MoEGraph
 from arbcli.model.parts.quantiser import Quantiser
@@ -120,7 +121,10 @@ class LanguageModel(nn.Module):
             self.byte_norm = stream_norm(outermost)
             self.byte_mlp = MLP(config.head, outermost, area="head")
         self.norm = stream_norm(outermost)
-        self.head = symbol_head(config, self.embedding)
+        if config.composite:
+            self.head: Any = CompositeHead(outermost)
+        else:
+            self.head = symbol_head(config, self.embedding)
         self.ahead = Ahead(config.ahead, outermost) if config.ahead else None
         self._counts: Tensor | None = None
 
@@ -170,7 +174,7 @@ class LanguageModel(nn.Module):
             ids: (B, T) int64.
             targets: (B, T) int64. With `documents` those that are negative count for nothing, and
                 the mean is over the others. Those of a model that fills holes are of `hide` or
-                `cut`.
+                `cut`. With a composite head 256 is added to bytes of sounds, and 512 to pictures'.
             documents: (B, T) int64, numbers of the documents of each window, which know nothing of
                 each other; None is windows of one text.
             teacher: a model of the same symbols, whose predictions are learnt besides.
@@ -180,7 +184,8 @@ class LanguageModel(nn.Module):
             masked model; `ponder`, see
             `Iterated.ponder_cost`; `ratio`, the sum over the stages that learn where chunks begin;
             `indexer`, the mean over the blocks with an indexer; `commitment`, over quantisers, see
-            `Found.cost`; `next_2` and so on, see `Ahead`;
+            `Found.cost`; `of_text`, `of_sound` and `of_picture`, see `CompositeHead`; `next_2` and
+            so on, see `Ahead`;
             `teacher`, the mean divergence from the teacher's predictions, in nats a symbol.
         """
         seen: list[Chunked] = []
@@ -192,7 +197,10 @@ class LanguageModel(nn.Module):
             of_text = self._masked_loss
         elif self.config.fills:
             of_text = self._learnt_loss
-        losses = {"text": of_text(flow, targets)}
+        if self.config.composite:
+            losses = self._composite_losses(flow, targets)
+        else:
+            losses = {"text": of_text(flow, targets)}
         for name in ("ponder", "indexer", "commitment"):
             if found := flow.losses.get(name):
                 losses[name] = cast(Tensor, sum(found)) / len(found) if len(found) > 1 else found[0]
@@ -209,9 +217,18 @@ class LanguageModel(nn.Module):
     def loss_weights(self) -> dict[str, float]:
         """Weight of each part of the loss, that of the text being 1."""
         ahead = self.config.ahead
+        if self.config.composite:
+            return LOSS_WEIGHTS | self.config.composite.loss_weights
         if ahead is None:
             return LOSS_WEIGHTS
         return LOSS_WEIGHTS | dict.fromkeys(ahead.losses, ahead.weight / len(ahead.losses))
+
+    def _composite_losses(self, flow: Flow, targets: Tensor) -> dict[str, Tensor]:
+        """Compute the loss of the next byte, and that of each head over the bytes of its kind."""
+        kinds, targets = targets // VOCABULARY, targets % VOCABULARY
+        logits, each = self.head(self._before_head(flow), self.norm)
+        of_text = self.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return {"text": of_text} | self.head.losses(each, targets, kinds)
 
     def _text_loss(self, flow: Flow, targets: Tensor) -> Tensor:
         if self.scores_in_chunks:
@@ -389,6 +406,8 @@ class LanguageModel(nn.Module):
 
     def _logits(self, flow: Flow) -> Tensor:
         """Compute logits of what the stages give."""
+        if self.config.composite:
+            return self.head(self._before_head(flow), self.norm).logits
         if self.config.head:
             return self.head(self._before_head(flow), self.norm)
         if flow.added is None:
@@ -397,6 +416,8 @@ class LanguageModel(nn.Module):
 
     def _fused_logits(self, x: Tensor) -> Tensor:
         """Do the same of one position of each text, by kernels for that."""
+        if self.config.composite:
+            return each_text(lambda row: self._logits(Flow(row)), x)
         if self.config.head:
             if self.byte_mlp.steps_fused:
                 x = self.byte_mlp.step(x)
@@ -430,6 +451,7 @@ class LanguageModel(nn.Module):
         """
         main, config = self.config.main, self.config
         others = self.stages or config.beside or config.reads_text or main.memories or main.router
+        others = others or config.composite
         if others or main.streams > 1 or self.kept.stored is not None:
             return False
         parts = [branch.part for block in self.blocks for branch in block.branches]

@@ -223,23 +223,37 @@ class Rows:
         heads: G.
         width: d.
         rotated: elements of a vector that RoPE rotates; they keep their dtype if `mixed`.
+        heads_first: whether vectors are (G, n, d), here and where they are put and read.
+        exponents: memory for these, (n, G) or (G, n) int8; None makes it.
     """
 
-    def __init__(self, clock: Clock, slots: int, heads: int, width: int, rotated: int = 0) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        slots: int,
+        heads: int,
+        width: int,
+        rotated: int = 0,
+        *,
+        heads_first: bool = False,
+        exponents: Tensor | None = None,
+    ) -> None:
         self.dtype, self.unrounded = clock.dtype, rotated if clock.kept_in.mixed else 0
-        stored = clock.kept_in.stored
+        stored, self.dim = clock.kept_in.stored, int(heads_first)
+        """`dim` is the dimension of slots, of one text."""
         eight = stored is not None and self.unrounded < width
+        shape = (heads, slots) if heads_first else (slots, heads)
         others = width - self.unrounded if eight else width
-        self.codes = clock.zeros(slots, heads, others, dtype=stored if eight else None)
-        self.exponents = clock.zeros(slots, heads, dtype=torch.int8) if eight else None
-        self.rotated = (
-            clock.zeros(slots, heads, self.unrounded) if eight and self.unrounded else None
-        )
+        self.codes = clock.zeros(*shape, others, dtype=stored if eight else None)
+        if eight and exponents is None:
+            exponents = clock.zeros(*shape, dtype=torch.int8)
+        self.exponents = exponents
+        self.rotated = clock.zeros(*shape, self.unrounded) if eight and self.unrounded else None
         """(n, G, rotated), what stays next to the codes."""
 
     def __len__(self) -> int:
         """Count the slots."""
-        return self.codes.shape[-3]
+        return self.codes.shape[self.dim - 3]
 
     def __getitem__(self, text: int) -> "Rows":
         """Take those of one of several texts, in the same tensors."""
@@ -255,30 +269,34 @@ class Rows:
         def slot(position: Tensor) -> Tensor:
             return number(position) % len(self)
 
-        for part, dim in ((self.codes, -3), (self.exponents, -2), (self.rotated, -3)):
+        for part, last in ((self.codes, -3), (self.exponents, -2), (self.rotated, -3)):
             if part is not None:
-                yield Written(part, slot, dim)
+                yield Written(part, slot, last + self.dim)
 
-    def put(self, slots: Tensor, rows: Tensor) -> None:
-        """Store (n, G, d) in slots, (n,) int64."""
+    def put(self, slots: Tensor, rows: Tensor) -> Tensor:
+        """Store (n, G, d) in slots, (n,) int64; return them as they are read back."""
+        rotated = None
         if self.rotated is not None:
             rotated, rows = part_rotated(rows, self.unrounded)
-            self.rotated.index_copy_(0, slots, rotated)
+            self.rotated.index_copy_(self.dim, slots, rotated)
         if self.exponents is None:
-            self.codes.index_copy_(0, slots, rows)
-            return
+            self.codes.index_copy_(self.dim, slots, rows)
+            return rows
         codes, exponents = quantise_entries(rows, self.codes.dtype)
         # torch copies no e4m3 by index
-        self.codes.view(torch.int8).index_copy_(0, slots, codes.view(torch.int8))
-        self.exponents.index_copy_(0, slots, exponents)
+        self.codes.view(torch.int8).index_copy_(self.dim, slots, codes.view(torch.int8))
+        self.exponents.index_copy_(self.dim, slots, exponents)
+        others = decode_entries(codes, exponents, rows.dtype)
+        return others if rotated is None else join_rotated(rotated, others)
 
-    def get(self, slots: Tensor) -> Tensor:
-        """Read slots, (n,) int64: (n, G, d)."""
+    def get(self, slots: Tensor | None = None) -> Tensor:
+        """Read slots, (n,) int64: (n, G, d); None is all, which may be the memory itself."""
+        some: Any = ... if slots is None else (slice(None),) * self.dim + (slots,)
         if self.exponents is None:
-            return self.codes[slots]
-        codes = self.codes.view(torch.int8)[slots].view(self.codes.dtype)
-        others = decode_entries(codes, self.exponents[slots], self.dtype)
-        return others if self.rotated is None else join_rotated(self.rotated[slots], others)
+            return self.codes[some]
+        codes = self.codes.view(torch.int8)[some].view(self.codes.dtype)
+        others = decode_entries(codes, self.exponents[some], self.dtype)
+        return others if self.rotated is None else join_rotated(self.rotated[some], others)
 
     def rounded(self, rows: Tensor) -> Tensor:
         """Round (..., d) as they are read back once stored."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from arbcli.checkpoint import Checkpoint, check_layout, tensor_digest
+from arbcli.config.model import VOCABULARY
 from arbcli.config.training import TrainConfig
-from arbcli.data import Texts, batch, digest, evaluation_batches
+from arbcli.data import Text, Texts, batch, batch_starts, digest, evaluation_batches
 from arbcli.device import COMPUTE, capturing, tell_compiler
 from arbcli.errors import ArbError
 from arbcli.filling import cut
@@ -23,6 +24,7 @@ from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.rules import stage_rule
+from arbcli.train.byte_kinds import ByteKinds
 from arbcli.train.compiled_twin import compile_twin, side_stream
 from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.parallel.group import Group
@@ -168,6 +170,8 @@ class Trainer:
         if self.teacher:
             self._compute.losses = partial(self.model.losses, teacher=self.teacher)
         check_areas(config, self.model)
+        self._kinds: dict[Text, ByteKinds] = {}
+        """Of the bytes of texts, for a composite head."""
         self._local = self.group.local(config.accum)
         if self.optimizer and self.group.size > 1:
             capture = False
@@ -262,10 +266,24 @@ class Trainer:
             context=self.config.model.ctx,
             device=device,
         )
+        if self.config.model.composite:
+            about = (self.texts.train, self.config.seed, self.step, micro)
+            return self._with_kinds(drawn, *about)
         # every micro-batch has windows of which few symbols are hidden, and many
         windows = self.config.accum * self.config.batch
         numbers = range(micro, windows, self.config.accum)
         return self._posed(drawn, self.config.seed, self.step, numbers, windows)
+
+    def _with_kinds(
+        self, drawn: tuple[Tensor, ...], text: Text, seed: int, step: int, micro: int
+    ) -> tuple[Tensor, Tensor]:
+        """Add 256 times the kinds of bytes to their targets, for a composite head."""
+        ids, targets = drawn
+        starts = batch_starts(text, seed, step, micro, *ids.shape)
+        if text not in self._kinds:
+            self._kinds[text] = ByteKinds(text)
+        kinds = self._kinds[text].windows([start + 1 for start in starts], ids.shape[1])
+        return ids, targets + VOCABULARY * kinds.to(targets.device)
 
     def _posed(
         self, drawn: tuple[Tensor, ...], seed: int, step: int, numbers: range, of: int
@@ -370,6 +388,8 @@ class Trainer:
             windows = range(self.config.batch)
             for number, drawn in itertools.islice(enumerate(batches), mine.start, mine.stop):
                 given = self._posed(drawn, EVAL_SEED, number, windows, len(windows))
+                if self.config.model.composite:
+                    given = self._with_kinds(drawn, self.texts.val, EVAL_SEED, number, 0)
                 losses.append(self.model.loss(*given))
         return float(torch.stack(group.in_order(losses)).mean())
 

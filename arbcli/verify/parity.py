@@ -28,6 +28,7 @@ from arbcli.config.parts import (
 )
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.parts.chunking import ChunkingConfig
+from arbcli.config.parts.composite import KINDS, CompositeConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.config.presets import PRESETS, preset
 from arbcli.config.short_forms import compressed, dense, graph, hnet
@@ -218,6 +219,9 @@ MODELS = {
     "grouped": grouped(),
     "masked": masked(),
     "fill": replace(dense(dim=36, layers=1, heads=2, ffn=50, ctx=11), objective="fill"),
+    "composite": replace(
+        dense(dim=36, layers=1, heads=2, ffn=50, ctx=11), composite=CompositeConfig()
+    ),
     "ahead": replace(
         dense(dim=36, layers=1, heads=2, ffn=50, ctx=11), ahead=AheadConfig(positions=4, width=13)
     ),
@@ -341,7 +345,11 @@ class Subject:
             ids, targets = cut(ids, VOCABULARY, seed=2, step=1, numbers=range(self.batch))
             return ids.to(self.device), targets.to(self.device)
         ids = ids.to(self.device)
-        return ids[:, :-1], ids[:, 1:]
+        targets = ids[:, 1:]
+        if self.config.composite:
+            kinds = torch.randint(len(KINDS), targets.shape, generator=generator)
+            targets = targets + VOCABULARY * kinds.to(self.device)
+        return ids[:, :-1], targets
 
     def result(
         self, check: str, item: str, got: Tensor, wanted: Tensor, gate: Gate
@@ -827,7 +835,9 @@ def _end_to_end(
     with torch.set_grad_enabled(whole):
         logits, losses = reference(ids)
         of_text = masked_reference_loss if subject.config.is_masked else reference_loss
-        losses = {"text": of_text(logits, targets)} | losses
+        losses = losses | reference.kind_losses(targets)
+        bytes_alone = targets % VOCABULARY if subject.config.composite else targets
+        losses = {"text": of_text(logits, bytes_alone)} | losses
     of_losses = replace(gate, relative=0.05) if subject.dtype == torch.bfloat16 else gate
     pairs = {
         "scores of choices": choices.scores,
@@ -901,7 +911,8 @@ def _blocks(
         reference.terms = {}
         for row in rows:
             reference.ahead(x[row], row)
-        besides = sum(reference.losses().values())
+        of_kinds = reference.kind_losses(subject.bytes()[1])
+        besides = sum([*reference.losses().values(), *of_kinds.values()])
         own = within("byte_mlp.", "head.", "ahead.") | {"input of head": (source, _gradient(y))}
         yield from compare("head", got, _gradient(got), wanted, own, besides)
 

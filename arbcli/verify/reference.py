@@ -14,6 +14,7 @@ from torch import Tensor
 
 from arbcli.config.model import BlockConfig, Blocks, ModelConfig
 from arbcli.config.parts import PartConfig
+from arbcli.config.parts.composite import BYTES, KINDS
 from arbcli.verify.parts.ahead import ahead
 from arbcli.verify.parts.attention import attention
 from arbcli.verify.parts.base import Choices, Reading, Weights, norm, under
@@ -105,6 +106,8 @@ class Reference:
         self.config, self.endless = config, endless
         self.memories, self.choices = memories or {}, choices
         self.terms: dict[str, dict[str, list[Tensor]]] = {}
+        self.each: dict[int, Tensor] = {}
+        """Of a composite head, logarithms of what each head predicts in a text, by its row."""
         """Terms of the losses, which are their averages, by loss and by part."""
         self.places: dict[tuple[int, int], list[int]] = {}
         """The bytes that positions stand for, by stage and text."""
@@ -169,7 +172,27 @@ class Reference:
             reading = self._reading("", 0, row).within("byte_mlp", self.config.head)
             x = x + mlp(under(w, "byte_mlp"), x, norm(x, w.get("byte_norm")), reading)
         x = norm(x, w.get("norm"), self.config.norm_eps)
+        if self.config.composite:
+            self.each[row] = (x @ w["head.heads"].T).view(len(x), len(KINDS), -1).log_softmax(-1)
+            shares = (x @ w["head.gate"].T).log_softmax(-1)
+            return torch.logsumexp(self.each[row] + shares[..., None], dim=1)
         return x @ w["embedding" if self.config.tied else "head"].T
+
+    def kind_losses(self, targets: Tensor) -> dict[str, Tensor]:
+        """Average what each head of a composite one makes of the bytes of its kind.
+
+        Args:
+            targets: (B, T), with 256 added for each number of a kind.
+        """
+        if not self.config.composite:
+            return {}
+        each = torch.stack([self.each[row] for row in range(len(targets))])
+        losses = {}
+        for number, name in enumerate(KINDS):
+            own = targets // BYTES == number
+            logs = each[:, :, number][own]
+            losses[f"of_{name}"] = -_mean(logs.gather(1, targets[own][:, None] % BYTES))
+        return losses
 
     def ahead(self, x: Tensor, row: int) -> None:
         """Note the losses of the bytes beyond the next one of one text, if they are predicted."""

@@ -1,7 +1,7 @@
 """What commands show of their reports, as plain text, of reports in which no two values are equal.
 
 `python tests/commands/pages.py` writes it to the folder of this name, where it is read before it is
-committed; `test_pages.py` compares. A figure in the wrong place, or in another unit, changes it.
+committed; `test_options.py` compares. A figure in the wrong place, or in another unit, changes it.
 """
 
 import contextlib

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import settings_page
 import typer.main
+from pages import FOLDER, PAGES, page
 from typer.testing import CliRunner
 
 from arbcli import config
@@ -296,3 +297,13 @@ def test_no_option_is_named_by_its_metavar():
             for info in getattr(parameter.annotation, "__metadata__", ()):
                 same = (info.metavar or "").replace("_", "-").lower() == name.replace("_", "-")
                 assert isinstance(info.default, str) or not same, (command.callback, name)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_shows_every_figure_of_its_report(name):
+    """`python tests/commands/pages.py` writes them again, to be read before they are committed."""
+    assert page(name) == (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def test_every_page_has_its_text():
+    assert {path.stem for path in FOLDER.glob("*.txt")} == set(PAGES)

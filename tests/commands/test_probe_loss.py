@@ -19,23 +19,15 @@ def invoke(*args: str):
     return CliRunner().invoke(app, ["probe-loss", *args])
 
 
-def test_probe_loss_shows_a_person_what_it_measured(arb_here):
-    done = arb_here("probe-loss", *SMALL)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for words in ("backend ", "growth", "block 1", "1.mlp.gate_up", "off 0", "v from",
-                  "order-0 entropy", "uniform 5.5452", "16-31", "first NaN or Inf  none",
-                  "0 predictions moved", "MiB state", "verdict           ok: "):  # fmt: skip
-        assert words in done.stdout
-    assert done.stderr == ""
-
-
 def test_probe_loss_shows_a_graph_without_attention():
     shape = ["--dim", "64", "--layers", "2", "--heads", "2", "--ffn", "96", "--ctx", "32"]
     args = ["--preset", "arb-tiny", *shape, "--batch", "4", "--device", "cpu", "--steps", "3"]
     result = invoke(*args, "--moe", "--attention", "none", "--max-moe-iters", "2")
     assert result.exit_code == 0, result.stdout
-    for words in ("moe_graph.experts.down", "knowledge.table", "block 1", "0 predictions moved"):
+    for words in ("moe_graph.experts.down", "knowledge.table", "block 1", "0 predictions moved",
+                  "first NaN or Inf  none", "verdict           ok: "):  # fmt: skip
         assert words in result.stdout
+    assert result.stderr == ""
     assert "adapters.2" not in result.stdout
     assert "attention.up" not in result.stdout
 

@@ -286,7 +286,7 @@ def test_keys_and_values_are_kept_as_is_asked(lm, kv, monkeypatch):
     for index, each in enumerate(asked):
         alone = b"".join(generate(lm, each.prompt, each.length, each.sampling, kv=kv))
         assert alone[:3] == found[index][:3]
-    assert made[0].cache.main.blocks[0].keys.element_size() == 1
+    assert made[0].cache.main.blocks[0].keys.codes.element_size() == 1
     assert lm.kept == KeptIn()
 
 

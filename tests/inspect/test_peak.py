@@ -1,5 +1,6 @@
 """A step that is run without memory takes what a real one takes: to the byte on a CPU."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from arbcli.config.parts.composite import CompositeConfig
 from arbcli.config.presets import preset
 from arbcli.config.training import TrainConfig, train_config
 from arbcli.data import open_texts
@@ -106,6 +108,15 @@ def test_predicted_peak_is_the_measured_one(family, name, request):
         changes = {key: value for key, value in changes.items() if key not in DENSE_ONLY}
     sizes = SIZES[family] | (OF_EIGHT_BITS.get(family, {}) if name == "fp8" else {})
     config = config_of(changes | sizes, base)
+    assert predict_peak(config).peak_bytes == measured_peak(config)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"composite": CompositeConfig()}, {"objective": "fill"}], ids=["composite", "fill"]
+)
+def test_predicted_peak_of_other_heads_and_objectives_is_the_measured_one(changes):
+    plain = preset("tiny", dim=32, layers=2, heads=2, ffn=48, ctx=32)
+    config = config_of({"preset": dataclasses.replace(plain, **changes)}, {})
     assert predict_peak(config).peak_bytes == measured_peak(config)
 
 

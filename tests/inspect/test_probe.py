@@ -192,6 +192,7 @@ def test_report_reads_the_model_before_and_after_every_step(sound):
     assert sound.readings[0].loss is None
     first, last = sound.readings[0], sound.readings[-1]
     assert first.val_loss > sound.uniform_loss > last.val_loss
+    assert 0.9 < first.logit_spread < 1.1
     assert len(last.residual_rms) == SMALL["layers"] + 1
     assert last.residual_growth == pytest.approx(last.residual_rms[-1] / last.residual_rms[0])
     assert 0 < last.prediction_entropy < sound.uniform_loss
@@ -320,13 +321,34 @@ def test_acausal_attention_is_named(shift, text, monkeypatch):
     assert report.acausal_layers[0] == 0 < report.acausal_layers[1]
 
 
-def test_blown_up_residual_stream_is_named_with_its_layer(text):
+def saturate(weight) -> None:
+    weight.exponent.fill_(-96)
+    weight.fraction.fill_(0)
+
+
+PLANTED = {
+    "blown-up stream": (
+        lambda model: model.blocks[1].mlp.output.weight.exponent.add_(9),
+        "residual-growth", "taking off in block 1"),
+    "compressed logits": (
+        lambda model: model.head.weight.exponent.sub_(4), "logits-compressed", "spread by 0.06"),
+    "branch that adds nothing": (
+        lambda model: model.blocks[0].mlp.output.weight.exponent.sub_(20),
+        "dead", "channel mixer of `blocks.0`"),
+    "saturated scales": (
+        lambda model: saturate(model.blocks[1].attention.output.weight),
+        "saturated", "`blocks.1.attention.output.weight` 100% of each scale"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_fault_of_weights_is_named_with_its_place(name, text):
+    plant, verdict, place = PLANTED[name]
     trainer = trainer_of(text, **TIMID)
-    trainer.model.blocks[1].mlp.output.weight.exponent += 9
+    plant(trainer.model)
     report = examine(trainer, 2)
-    assert "residual-growth" in names(report)
-    assert report.readings[-1].takeoff_layer == 1
-    assert "taking off in block 1" in evidence(report, "residual-growth")
+    assert place in evidence(report, verdict)
+    assert report.readings[-1].takeoff_layer == (1 if verdict == "residual-growth" else None)
 
 
 def test_growth_is_told_for_bytes_and_layers(text, monkeypatch):
@@ -348,15 +370,6 @@ def test_growth_is_told_for_bytes_and_layers(text, monkeypatch):
     *near, grown, last = reading.growth_by_position  # from 0, 1, 2, 4, 8 and 16 on
     assert (*near, last) == (*sound.growth_by_position[:4], sound.growth_by_position[5])
     assert 5 < grown / sound.growth_by_position[4] < 8  # one of eight bytes, 40 times
-
-
-def test_compressed_logits_are_named(text):
-    trainer = trainer_of(text, **TIMID)
-    assert 0.9 < examine(trainer, 1).readings[0].logit_spread < 1.1
-    trainer.model.head.weight.exponent -= 4
-    report = examine(trainer, 1)
-    assert "logits-compressed" in names(report)
-    assert "spread by 0.06" in evidence(report, "logits-compressed")
 
 
 def test_nan_is_traced_to_the_module_that_makes_it(text, monkeypatch):
@@ -440,22 +453,6 @@ def test_tensor_that_is_never_updated_is_dead(text, monkeypatch):
     monkeypatch.setattr(Updater, "__call__", skipping)
     report = examine(trainer, 2)
     assert evidence(report, "dead") == "no digit of `head.weight` changed"
-
-
-def test_branch_that_adds_nothing_is_dead(text):
-    trainer = trainer_of(text, **TIMID)
-    trainer.model.blocks[0].mlp.output.weight.exponent -= 20
-    assert "channel mixer of `blocks.0`" in evidence(examine(trainer, 1), "dead")
-
-
-def test_saturated_scales_are_named(text):
-    trainer = trainer_of(text, **TIMID)
-    weight = trainer.model.blocks[1].attention.output.weight
-    weight.exponent.fill_(-96)
-    weight.fraction.fill_(0)
-    report = examine(trainer, 1)
-    assert "`blocks.1.attention.output.weight`" in evidence(report, "saturated")
-    assert "scale" in evidence(report, "saturated")
 
 
 @pytest.mark.parametrize("rule", mostly_slow(["moment", "nibble"], lambda r: r == "nibble"))

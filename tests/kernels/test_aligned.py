@@ -16,6 +16,7 @@ from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 
 WIDE = {
+    "attend_ahead": ("qkv", "cos", "sin"),
     "attend_parts": ("qkv", "cos", "sin"),
     "causal_attention_backward": ("grad_y", "q", "k", "v", "y"),
     "digits_matmul": ("x",),
@@ -25,7 +26,7 @@ WIDE = {
     "row_by_row": ("x",),
     "row_matmul": ("x",),
 }
-"""By kernel: arguments that may begin anywhere and are loaded so; `attend_parts` refuses others."""
+"""By kernel: arguments that may begin anywhere and are loaded so; attention refuses other rings."""
 
 HELPERS = {"descriptors", "threads"}
 OWN = {"few_rows", "newton_schulz"}

@@ -11,7 +11,6 @@ from arbcli.kernels.matmul.few_rows import few_rows
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.compare import as_tuple, compare
 from arbcli.verify.kernels import KERNELS, copies, find_kernels
-from arbcli.verify.workers import Workers
 
 pytest.importorskip("triton")
 from ptx import emulated
@@ -30,13 +29,6 @@ def param(*values, quick: bool):
 
 def ids(values: tuple) -> str:
     return "-".join(map(str, values))
-
-
-@pytest.fixture(scope="module")
-def compiling():
-    """A process in which kernels are for a GPU."""
-    with Workers(1, interpret=False) as workers:
-        yield lambda function, *job: workers.map(function, [job])[0]
 
 
 def failures(name: str) -> list[str]:

@@ -341,6 +341,7 @@ def test_a_barrier_that_is_missing_is_found(before, after, found):
 WAITS = ("tl.debug_barrier", "wait_for_warp", "wait_for_copies", "commit")
 BARRIER, WARP = "tl.debug_barrier()", "wait_for_warp(thread)"
 COUNTED = {
+    "attend_ahead: _attend_ahead_kernel": {BARRIER: 2},
     "attend_parts: _attend_parts_kernel": {BARRIER: 1},
     "decode_weight: _store_staged": {WARP: 2},
     "prepacked_rows: _prepacked_rows_kernel": {
@@ -349,7 +350,8 @@ COUNTED = {
     },
     "prepacked_rows: _write_units": {WARP: 1},
     "route_position: _route_position_kernel": {BARRIER: 2},
-    "row_by_row: _do_rows": {BARRIER: 3},
+    "row_by_row: _do_rows": {BARRIER: 2},
+    "row_by_row: _row_by_row_kernel": {BARRIER: 1},
     "row_matmul: _row_matmul_kernel": {BARRIER: 2},
 }  # fmt: skip
 """Waits that the rule does not see: most are between what threads write to shared memory and what
@@ -367,6 +369,8 @@ def test_waits_that_the_rule_does_not_see_are_all_there():
 
 
 BEFORE = {
+    "attend_ahead: _attend_ahead_kernel": "cos instead keys position sin values",
+    "attend_ahead: _average_parts_kernel": "position",
     "attend_ahead: _keep_accepted_kernel": "addresses sizes",
     "attend_parts: _attend_parts_kernel": "cos instead keys position sin values",
     "decode_attention: load_rotated": "cos sin",
@@ -375,7 +379,7 @@ BEFORE = {
     "route_position: _take_chunk_kernel": "begins mean p residual",
     "digits_matmul: _digits_matmul_kernel": "pieces scales",
     "prepacked_rows: _prepacked_rows_kernel": "instead pieces",
-    "row_by_row: _row_by_row_kernel": "instead pieces position",
+    "row_by_row: _row_by_row_kernel": "instead pieces",
     "row_matmul: _row_matmul_kernel": "instead pieces position",
     "choose_bytes: _choose_bytes_kernel": "temperature top_k top_p",
     "mamba_step: _mamba_step_kernel": "bias position rate ring skip state taps",
@@ -432,7 +436,8 @@ SECOND = {
     "triton.cdiv(chunks, tile['CHUNKS'])", "triton.cdiv(len(x), 8 * octets)",
     "triton.cdiv(num_bytes, PLANE)", "triton.cdiv(number, blocks)", "triton.cdiv(number, tile)",
     "triton.cdiv(out_features, 32)", "triton.cdiv(outputs, tile[1])",
-    "triton.cdiv(packed.in_features, 256)", "triton.cdiv(width, 256)", "triton.cdiv(width, 32)",
+    "triton.cdiv(packed.in_features, 256)", "triton.cdiv(rows, each)",
+    "triton.cdiv(width, 256)", "triton.cdiv(width, 32)",
     "triton.cdiv(width, block)", "triton.cdiv(width, block_d)",
     "triton.cdiv(x.shape[1], BLOCK * blocks)",
 }  # fmt: skip

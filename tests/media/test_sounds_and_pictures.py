@@ -5,6 +5,7 @@ import shutil
 import struct
 import zlib
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -18,7 +19,7 @@ from arbcli.infer.media import MediaLosses
 from arbcli.media import pictures, sound
 from arbcli.media.spans import HEADER, LONGEST_HEADER, PictureHeader, SoundHeader, find_spans
 from arbcli.plain_text import Conversion, plain_file
-from benchmarks import media_text
+from benchmarks import heard, media_text
 
 soundfile = pytest.importorskip("soundfile", reason="needs the extra `media`")
 Image = pytest.importorskip("PIL.Image", reason="needs the extra `media`")
@@ -337,6 +338,45 @@ def test_what_is_held_out_by_a_benchmark_is_in_no_training_text(tmp_path, monkey
     assert b"Nobody" in val
     assert b"worst" in train
     assert b"best" not in train
+
+
+def test_words_of_a_benchmark_are_the_commonest():
+    text = "The the an Aardvark, house House; house o'clock " + "x" * 13
+    assert sorted(media_text.words(text)) == ["clock", "house", "the"]
+    assert media_text.words(text, 1) == ["house"]
+
+
+@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="needs espeak-ng")
+def test_readings_of_a_word_differ(tmp_path):
+    readings = [
+        next(media_text.records("words", ["house"], "mulaw", 4000, media_text.NEXT_READING * turn))
+        for turn in range(5)
+    ]
+    assert len({one.body for one in readings}) == 5
+    assert all(one.header.rate == 4000 for one in readings)
+
+
+def test_sounds_are_cheaper_after_a_text_that_is_of_use():
+    """A model that copies the text into the sound is what this looks like."""
+
+    def position_losses(ids, targets):
+        content = [bytes(row.tolist()) for row in ids]
+        own = [row.rindex(b"\n", 0, row.rindex(b"\xffsound")) - 1 for row in content]
+        letters = targets.new_tensor([row[place] for row, place in zip(content, own, strict=True)])
+        return (targets != letters[:, None]).float()
+
+    header = SoundHeader("mulaw", 4000, 1, 6).encode()
+    records = [f"{letter}{letter}\n".encode() + header + letter.encode() * 6 for letter in "abcdef"]
+    content = b"\n".join(records) + b"\n"
+    model = SimpleNamespace(
+        config=SimpleNamespace(ctx=60), device="cpu", position_losses=position_losses
+    )
+    found = heard.costs(model, content, 3)
+    assert found == [[0, 6, 6, 6]] * 6
+    told = heard.told(found, 36)
+    assert told["bits_per_sample"] == 0
+    assert told["after_others"] == pytest.approx(1 / math.log(2))
+    assert (told["own_is_likeliest"], told["by_chance"], told["standard_error"]) == (1, 0.25, 0)
 
 
 def test_sounds_are_resampled_without_what_is_too_high():

@@ -126,7 +126,7 @@ def one_position(lm, x, position: int) -> torch.Tensor:
     cache.position.fill_(position)
     generator = torch.Generator().manual_seed(1)
     block = cache.main.blocks[0]
-    for ring in (block.keys, block.values):
+    for ring in (block.keys.codes, block.values.codes):
         ring.copy_(torch.randn(ring.shape, generator=generator))
     with use_backend(KERNELS), torch.no_grad():
         return lm.blocks[0].attention.step(x, block)
@@ -174,8 +174,8 @@ def test_oldest_byte_is_forgotten_when_the_ring_comes_round(device):
 
 def test_ring_is_no_longer_than_the_text(device):
     lm = model(device)
-    assert lm.new_cache(5).main.blocks[0].keys.shape == (2, 5, 16)
-    assert lm.new_cache(5000).main.blocks[0].keys.shape == (2, WINDOW, 16)
+    assert lm.new_cache(5).main.blocks[0].keys.codes.shape == (2, 5, 16)
+    assert lm.new_cache(5000).main.blocks[0].keys.codes.shape == (2, WINDOW, 16)
 
 
 def test_too_many_bytes_at_once_are_refused(device):
@@ -263,9 +263,7 @@ def test_eight_bits_are_half_the_bytes(device):
         with lm.keeping(kv):
             cache = lm.new_cache(100)
             assert lm.kept_in == kv
-        parts = [block.keys for block in cache.main.blocks] + [
-            block.values for block in cache.main.blocks
-        ]
+        parts = [rows.codes for block in cache.main.blocks for rows in (block.keys, block.values)]
         parts += [block.exponents for block in cache.main.blocks if block.exponents is not None]
         assert cache.nbytes == sum(part.nbytes for part in parts)
         sizes[kv] = cache.nbytes
@@ -295,6 +293,6 @@ def test_window_is_no_longer_than_context_or_text(window, positions, expected):
 
     plain = ring()
     assert plain.window == plain.clock.window == expected
-    assert plain.keys.shape == (2, expected, 16)
+    assert plain.keys.codes.shape == (2, expected, 16)
     assert sum(t.nbytes for t in plain.tensors()) == 2 * 2 * expected * 16 * 4
     assert sum(t.nbytes for t in ring(torch.int8).tensors()) == 2 * 2 * expected * (16 + 1)

@@ -109,6 +109,15 @@ def test_cached_logits_equal_those_of_the_whole_text(name, in_windows):
     torch.testing.assert_close(read(lm, ids, CHUNKS[name], cache).double(), expected, **CLOSE)
 
 
+def test_steps_without_kernels_of_a_row_give_the_same_logits(in_windows):
+    """Widths of the model that are not multiples of eight."""
+    lm, ids, expected = in_windows
+    with lm.prepared_weights():
+        got = read(lm, ids, [1] * LENGTH, lm.new_cache(LENGTH))
+    # products of steps take activations of 16 bits
+    torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("options", LEFT_OUT[:-2], ids=str)
 def test_cache_serves_what_is_left_of_the_parts(options):
     lm, ids = model(**options), text(1, 8)

@@ -140,6 +140,8 @@ def test_twin_learns_and_reads_by_its_cache(kind, weights, build):
     assert last["text"] < 0.8 * first["text"]
     remembered = {"memgram.strength", "moe_graph.edges.score"} if kind == "graph" else ()
     assert all(model.get_buffer(name).any() for name in remembered)
+    if kind == "graph":
+        assert model.gauges().keys() == {"edges", "fullest_expert"}
     with model.prepared_weights(), torch.no_grad():
         cache = model.new_cache(16)
         found = torch.cat([model(part, cache) for part in ids[:1, :16].split(1, dim=1)], dim=1)

@@ -1,10 +1,19 @@
+"""Widths of heads and layers that few models have, and the terms that keep norms from zero."""
+
+import dataclasses
+
 import pytest
 import torch
 
+from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
+from arbcli.config.parts import AttentionConfig, MLPConfig
 from arbcli.config.presets import preset
+from arbcli.errors import ArbError
 from arbcli.model.build import build_model
 from arbcli.model.packed import TernaryTensor
 from arbcli.train.updater import Updater
+from arbcli.verify.reference import reference_model
+from arbcli.verify.update_reference import reference_weight
 
 
 def factors(**given) -> dict[str, float]:
@@ -59,3 +68,41 @@ def tensor_steps():
         return [tensor.remainder for tensor in tensors]
 
     return step
+
+
+def config_of(mixer: dict | None = None, stage: dict | None = None, **fields) -> ModelConfig:
+    about = {"heads": 2, "query_key_norm": "gain", "sub_norm": False} | (mixer or {})
+    block = BlockConfig(mixer=AttentionConfig(**about), channel=MLPConfig(width=48, sub_norm=False))
+    stages = (StageConfig(dim=32, blocks=(block,) * 2, **(stage or {})),)
+    about = {"norm_gain": True, "norm_eps": 0.01, "digits": "all", "direction": "factored"}
+    return ModelConfig(ctx=12, stages=stages, **about | fields)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_every_norm_adds_it(eps):
+    """Of a stream so small that it counts, before parts, of heads and before the head."""
+    model = build_model(config_of(norm_eps=eps), torch.float32)
+    model.initialise(0)
+    model.embedding.weight.exponent.sub_(4)
+    ids = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
+    weights = {name: reference_weight(tensor) for name, tensor in model.weights().items()}
+    wanted, _ = reference_model(weights, model.config, ids)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).double(), wanted, rtol=0, atol=1e-5)
+        cache = model.new_cache(12)
+        found = torch.cat([model(part, cache) for part in ids[:1].split(1, dim=1)], dim=1)
+        torch.testing.assert_close(found.double(), wanted[:1], rtol=0, atol=1e-5)
+    other = dataclasses.replace(model.config, norm_eps=1e-4)
+    assert (reference_model(weights, other, ids)[0] - wanted).abs().max() > 1e-2
+    model.loss(ids, ids).backward()
+
+
+@pytest.mark.parametrize("change", [
+    {"norm_gain": False}, {"norm_eps": 0.0}, {"norm_eps": 0.02}, {"norm_eps": -1e-5},
+    {"mixer": {"query_key_norm": "unit"}}, {"mixer": {"sub_norm": True}},
+    {"stage": {"streams": 2}}, {"stage": {"router": True}},
+    {"head": MLPConfig(width=8, sub_norm=False)},
+])  # fmt: skip
+def test_norms_whose_kernels_know_one_number_are_refused(change):
+    with pytest.raises(ArbError, match="`norm_eps` is"):
+        config_of(**change)

@@ -58,11 +58,14 @@ def test_scales_of_an_area_move_by_the_losses_that_are_named(text, small_graph):
     assert "moe_graph.inward.weight.fraction" in differ
 
 
-@pytest.mark.parametrize("losses", ["text+ponder", "ponder+text+ponder"])
-def test_scales_that_all_losses_move_take_the_steps_of_before(losses, text, small_graph):
+@pytest.mark.parametrize(
+    ("losses", "rule"),
+    [("text+ponder", "moment"), ("ponder+text+ponder", "moment"), ("text+ponder", "votes")],
+)
+def test_scales_that_all_losses_move_take_the_steps_of_before(losses, rule, text, small_graph):
     routes = [f"moe_graph={losses}", f"codebook={losses}", f"mlp={losses}"]
-    plain = after_steps(text, small_graph)
-    routed = after_steps(text, small_graph, scale_losses=routes)
+    plain = after_steps(text, small_graph, rule=rule)
+    routed = after_steps(text, small_graph, rule=rule, scale_losses=routes)
     assert all(torch.equal(plain[name], routed[name]) for name in plain)
 
 

@@ -12,7 +12,6 @@ from arbcli.verify import compile_ahead
 from arbcli.verify.compile_ahead import TARGETS, compile_kernels, find_excess, find_targets
 from arbcli.verify.kernels import find_kernels
 from arbcli.verify.variants import Launch, variant_of
-from arbcli.verify.workers import Workers
 
 
 @pytest.mark.slow
@@ -40,13 +39,6 @@ def variants_of(name: str) -> list[tuple[dict, dict]]:
     with compile_for(TARGETS["sm_90"].capability, TARGETS["sm_90"].processors):
         found = compile_ahead._variants(spec, 32)
     return [(variant.signature, variant.constants) for variant in found]
-
-
-@pytest.fixture(scope="module")
-def compiling():
-    """A process in which kernels are for a GPU."""
-    with Workers(1, interpret=False) as workers:
-        yield lambda function, *job: workers.map(function, [job])[0]
 
 
 @pytest.mark.slow

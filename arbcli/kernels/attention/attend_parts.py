@@ -40,7 +40,13 @@ from arbcli.kernels.attention.decode_attention import (
     rotated_reference,
     rotated_torch,
 )
-from arbcli.kernels.codec.warp_products import HAS_PTX, round_pair, unpair, unpair_four
+from arbcli.kernels.codec.warp_products import (
+    HAS_PTX,
+    round_pair,
+    unpair,
+    unpair_again,
+    unpair_four,
+)
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import BF16, FLOAT, INT32, Array, Number, compiled_check
@@ -108,24 +114,6 @@ class AttentionParts(NamedTuple):
         for part, share in zip(values, totals, strict=True):
             total, sums = total + share, sums + part * share
         return (sums * (1 / total)).to(torch.bfloat16).flatten()
-
-
-class PartsOfRows(NamedTuple):
-    """Attention of several positions of a text, each in parts: see `AttentionParts`."""
-
-    values: Tensor
-    """(M, S, heads * d) bfloat16."""
-    totals: Tensor
-    """(M, S, heads) float32."""
-    position: Tensor
-    """int32 scalar tensor: how many bytes came before the first of them."""
-    span: int
-    """Slots of a span."""
-
-    def of(self, row: int) -> AttentionParts:
-        """Take those of one position."""
-        place = self.position + row
-        return AttentionParts(self.values[row], self.totals[row], place, self.span)
 
 
 class Sharing(NamedTuple):
@@ -202,7 +190,7 @@ def _attend_parts_torch(
 
 
 @triton.jit
-def _sum_across(values, FROM: tl.constexpr, TO: tl.constexpr, PTX: tl.constexpr):
+def sum_across(values, FROM: tl.constexpr, TO: tl.constexpr, PTX: tl.constexpr):
     """Add up each of a tuple over the threads whose numbers differ in bits from FROM to below TO.
 
     All of them have the same sum, to the last bit.
@@ -230,7 +218,7 @@ def _angles(pointer, PTX: tl.constexpr):
 
 
 @triton.jit
-def _turn(words, cos, sin, eps, WIDTH: tl.constexpr, PTX: tl.constexpr):
+def turn(words, cos, sin, eps, WIDTH: tl.constexpr, PTX: tl.constexpr):
     """Turn and normalise a head's vector, of which a thread has eight elements: four words.
 
     `sin` has the sign of each half.
@@ -240,7 +228,7 @@ def _turn(words, cos, sin, eps, WIDTH: tl.constexpr, PTX: tl.constexpr):
     square = x[0] * x[0]
     for i in tl.static_range(1, 8):
         square += x[i] * x[i]
-    squares = _sum_across((square,), 1, LANES, PTX)
+    squares = sum_across((square,), 1, LANES, PTX)
     r = tl.rsqrt(squares[0] / WIDTH + eps)
     for i in tl.static_range(4):
         partner = partner + unpair(across(words[i], LANES // 2, PTX))
@@ -253,7 +241,7 @@ def _turn(words, cos, sin, eps, WIDTH: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _products(k, q):
+def products(k, q):
     """Sum the products of a thread's eight elements."""
     score, more = k[0] * q[0], k[1] * q[1]
     for i in tl.static_range(2, 8, 2):
@@ -263,7 +251,7 @@ def _products(k, q):
 
 
 @triton.jit
-def _load_span(
+def load_span(
     keys_ptr, values_ptr, mine, seen, slot,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, PASSES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -278,19 +266,27 @@ def _load_span(
 
 
 @triton.jit
-def _add_span(
+def _unpaired(words, AGAIN: tl.constexpr, PTX: tl.constexpr):
+    return unpair_again(words, PTX) if AGAIN else unpair_four(words)
+
+
+@triton.jit
+def add_span(
     sums, total, keys, values, q, mine, seen, slot, scale,
-    WIDTH: tl.constexpr, STRIDE: tl.constexpr, PTX: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, AGAIN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add a span's weights, and its values times these; a thread has its own slots' only."""
+    """Add a span's weights, and its values times these; a thread has its own slots' only.
+
+    If `AGAIN`, other queries are multiplied with the span too.
+    """
     scores = ()
     for i in tl.static_range(len(keys)):
-        scores = scores + (_products(unpair_four(keys[i]), q),)  # noqa: RUF005
-    scores = _sum_across(scores, 1, WIDTH // 8, PTX)
+        scores = scores + (products(_unpaired(keys[i], AGAIN, PTX), q),)  # noqa: RUF005
+    scores = sum_across(scores, 1, WIDTH // 8, PTX)
     for i in tl.static_range(len(keys)):
         s = mine + STRIDE * i
         weight = tl.where((s < seen) & (s != slot), tl.exp(scores[i] * scale), 0.0)
-        v, added = unpair_four(values[i]), ()
+        v, added = _unpaired(values[i], AGAIN, PTX), ()
         for j in tl.static_range(8):
             added = added + (sums[j] + weight * v[j],)  # noqa: RUF005
         sums = added
@@ -299,7 +295,7 @@ def _add_span(
 
 
 @triton.jit
-def _rotated_angles(cos_ptr, sin_ptr, position, d, HALF: tl.constexpr, PTX: tl.constexpr):
+def rotated_angles(cos_ptr, sin_ptr, position, d, HALF: tl.constexpr, PTX: tl.constexpr):
     """Load the angles of a position for a thread's eight elements; sines with a half's sign."""
     angle = position.to(tl.int64) * HALF + d % HALF
     cos, sin = _angles(cos_ptr + angle, PTX), ()
@@ -310,56 +306,10 @@ def _rotated_angles(cos_ptr, sin_ptr, position, d, HALF: tl.constexpr, PTX: tl.c
 
 
 @triton.jit
-def _put_before(
-    keys, values, of_k, cos_ptr, sin_ptr, position, row, mine, first, W, HEADS, eps, d,
-    M: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Put the keys and values of the rows before `row` where they will be stored in a span.
-
-    Args:
-        keys: a thread's of the span, as loaded.
-        values: likewise.
-        of_k: where the key of the first row is, for a thread's elements.
-        cos_ptr: of the table.
-        sin_ptr: likewise.
-        position: that of the first row.
-        row: whose span it is.
-        mine: a thread's first slot of the span.
-        first: the span's first slot.
-        W: slots of the ring.
-        HEADS: of the ring.
-        eps: of the norm of keys.
-        d: a thread's first element.
-        M: rows.
-        WIDTH: of a head.
-        STRIDE: slots from a thread's to its next one.
-        PTX: whether PTX is understood.
-    """
-    HALF: tl.constexpr = WIDTH // 2
-    for m in tl.static_range(M - 1):
-        slot = (position + m) % W
-        if (m < row) & (slot >= first) & (slot < first + STRIDE * len(keys)):
-            k_words = load_new(of_k + 3 * HEADS * HALF * m, PTX)
-            v_words = load_new(of_k + HEADS * HALF * (3 * m + 1), PTX)
-            cos, sin = _rotated_angles(cos_ptr, sin_ptr, position + m, d, HALF, PTX)
-            k_words = _turn(k_words, cos, sin, eps, WIDTH, PTX)
-            new_keys, new_values = (), ()
-            for i in tl.static_range(len(keys)):
-                here, of_key, of_value = mine + STRIDE * i == slot, (), ()
-                for j in tl.static_range(4):
-                    of_key = of_key + (tl.where(here, k_words[j], keys[i][j]),)  # noqa: RUF005
-                    of_value = of_value + (tl.where(here, v_words[j], values[i][j]),)  # noqa: RUF005
-                new_keys = new_keys + (of_key,)  # noqa: RUF005
-                new_values = new_values + (of_value,)  # noqa: RUF005
-            keys, values = new_keys, new_values
-    return keys, values
-
-
-@triton.jit
 def _attend_parts_kernel(
     qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, averages_ptr, totals_ptr,
-    new_ptr, instead_ptr, W, HEADS, scale, eps,
-    M: tl.constexpr, WIDTH: tl.constexpr, PASSES: tl.constexpr, SEVERAL: tl.constexpr,
+    instead_ptr, W, HEADS, scale, eps,
+    WIDTH: tl.constexpr, PASSES: tl.constexpr, SEVERAL: tl.constexpr,
     WARPS: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = WIDTH // 2
@@ -370,10 +320,7 @@ def _attend_parts_kernel(
     warp, lane = thread // 32, thread % 32
     d = 8 * (lane % LANES)
     head, part = tl.program_id(0), tl.program_id(1)
-    before, row = tl.load(position_ptr), 0
-    if M > 1:
-        row = tl.program_id(2)
-    position = before + row
+    position = tl.load(position_ptr)
     slot, seen = position % W, tl.minimum(position + 1, W)
     SPAN: tl.constexpr = STRIDE * PASSES
     first = part * SPAN
@@ -381,39 +328,34 @@ def _attend_parts_kernel(
         mine = first + thread // LANES
         at = head.to(tl.int64) * W * HALF + d // 2  # words here, of two elements
         keys_of_head, values_of_head = keys_ptr + at, values_ptr + at
-        keys, values = _load_span(
+        keys, values = load_span(
             keys_of_head, values_of_head, mine, seen, slot, WIDTH, STRIDE, PASSES, PTX
         )
-        cos, sin = _rotated_angles(cos_ptr, sin_ptr, position, d, HALF, PTX)
+        cos, sin = rotated_angles(cos_ptr, sin_ptr, position, d, HALF, PTX)
         memory = memory_of(instead_ptr, thread, OF_WARP * WARPS, PTX)
         adds_new = slot // SPAN % tl.num_programs(1) == part
         wait_for_last(OVERLAP, True)
 
-        of_first = qkv_ptr + head * HALF + d // 2
-        of_q = of_first + 3 * HEADS * HALF * row
+        of_q = qkv_ptr + head * HALF + d // 2
         q_words = load_new(of_q, PTX)
         k_words = load_new(of_q + HEADS * HALF, PTX)
         v_words = load_new(of_q + 2 * HEADS * HALF, PTX)
-        q = unpair_four(_turn(q_words, cos, sin, eps, WIDTH, PTX))
+        q = unpair_four(turn(q_words, cos, sin, eps, WIDTH, PTX))
         total = tl.zeros(thread.shape, tl.float32)
         sums = (total,) * 8
         # the slot of this byte, which is not loaded
         if PTX:
             adds_new &= warp_number() == 0
         if adds_new:
-            k_words = _turn(k_words, cos, sin, eps, WIDTH, PTX)
-            scores = _sum_across((_products(unpair_four(k_words), q),), 1, LANES, PTX)
+            k_words = turn(k_words, cos, sin, eps, WIDTH, PTX)
+            scores = sum_across((products(unpair_four(k_words), q),), 1, LANES, PTX)
             stores = thread < LANES
             total = tl.where(stores, tl.exp(scores[0] * scale), 0.0)
             v, added = unpair_four(v_words), ()
             for i in tl.static_range(8):
                 added = added + (total * v[i],)  # noqa: RUF005
             sums = added
-            if M == 1:
-                to_key, to_value = keys_of_head + slot * HALF, values_of_head + slot * HALF
-            else:  # it is not said yet whether the row stays
-                to_key = new_ptr + (row * HEADS + head) * HALF + d // 2
-                to_value = to_key + M * HEADS * HALF
+            to_key, to_value = keys_of_head + slot * HALF, values_of_head + slot * HALF
             for i in tl.static_range(4):
                 tl.store(to_key + i, k_words[i], mask=stores)
                 tl.store(to_value + i, v_words[i], mask=stores)
@@ -421,95 +363,92 @@ def _attend_parts_kernel(
             apart = SPAN * tl.num_programs(1)
             for start in range(first, seen, apart):
                 of_span = mine + (start - first)
-                next_keys, next_values = _load_span(
+                next_keys, next_values = load_span(
                     keys_of_head, values_of_head, of_span + apart, seen, slot,
                     WIDTH, STRIDE, PASSES, PTX,
                 )  # fmt: skip
-                if M > 1:
-                    keys, values = _put_before(
-                        keys, values, of_first + HEADS * HALF, cos_ptr, sin_ptr, before, row,
-                        of_span, start, W, HEADS, eps, d, M, WIDTH, STRIDE, PTX,
-                    )  # fmt: skip
-                sums, total = _add_span(
-                    sums, total, keys, values, q, of_span, seen, slot, scale, WIDTH, STRIDE, PTX
+                sums, total = add_span(
+                    sums,
+                    total,
+                    keys,
+                    values,
+                    q,
+                    of_span,
+                    seen,
+                    slot,
+                    scale,
+                    WIDTH,
+                    STRIDE,
+                    False,
+                    PTX,
                 )
                 keys, values = next_keys, next_values
         else:
-            if M > 1:
-                keys, values = _put_before(
-                    keys, values, of_first + HEADS * HALF, cos_ptr, sin_ptr, before, row,
-                    mine, first, W, HEADS, eps, d, M, WIDTH, STRIDE, PTX,
-                )  # fmt: skip
-            sums, total = _add_span(
-                sums, total, keys, values, q, mine, seen, slot, scale, WIDTH, STRIDE, PTX
+            sums, total = add_span(
+                sums, total, keys, values, q, mine, seen, slot, scale, WIDTH, STRIDE, False, PTX
             )
 
-        sums, totals = _sum_across(sums, LANES, 32, PTX), _sum_across((total,), LANES, 32, PTX)
-        upper, four = lane // LANES % 2 == 1, ()  # threads that have the same write a half each
-        for i in tl.static_range(4):
-            word = tl.where(upper, sums[4 + i], sums[i]).to(tl.int32, bitcast=True)
-            four = four + (word,)  # noqa: RUF005
-        of_warp = memory + OF_WARP * warp
-        write_four(of_warp + 4 * d + tl.where(upper, 16, 0), four, PTX)
-        write_where(of_warp + 4 * WIDTH, totals[0], lane == 0, PTX)
+        write_sums(memory + OF_WARP * warp, sums, total, d, lane, WIDTH, PTX)
         tl.debug_barrier()
         has_element = True
         if PTX:
             has_element = 32 * warp_number() < WIDTH
         if has_element:
-            of_d = thread % WIDTH
-            found, whole = tl.zeros(thread.shape, tl.float32), tl.zeros(thread.shape, tl.float32)
-            for w in tl.static_range(WARPS):
-                found += read_float(memory + (OF_WARP * w + 4 * of_d), PTX)
-                whole += read_float(memory + (OF_WARP * w + 4 * WIDTH), PTX)
-            place, average = (row * tl.num_programs(1) + part) * HEADS + head, found / whole
-            rounded = round_pair(average, average, PTX).to(tl.int16)
-            tl.store(averages_ptr + place * WIDTH + of_d, rounded, mask=thread < WIDTH)
-            tl.store(totals_ptr + place + 0 * thread, whole, mask=thread == 0)
+            store_part(
+                memory, averages_ptr, totals_ptr, part * HEADS + head, thread % WIDTH,
+                thread < WIDTH, WIDTH, WARPS, PTX,
+            )  # fmt: skip
+
+
+@triton.jit
+def write_sums(at, sums, total, d, lane, WIDTH: tl.constexpr, PTX: tl.constexpr):
+    """Write the sums of a warp, and its total, to shared memory: 4 * WIDTH + 16 bytes."""
+    LANES: tl.constexpr = WIDTH // 8
+    sums, totals = sum_across(sums, LANES, 32, PTX), sum_across((total,), LANES, 32, PTX)
+    upper, four = lane // LANES % 2 == 1, ()  # threads that have the same write a half each
+    for i in tl.static_range(4):
+        word = tl.where(upper, sums[4 + i], sums[i]).to(tl.int32, bitcast=True)
+        four = four + (word,)  # noqa: RUF005
+    write_four(at + 4 * d + tl.where(upper, 16, 0), four, PTX)
+    write_where(at + 4 * WIDTH, totals[0], lane == 0, PTX)
+
+
+@triton.jit
+def store_part(
+    memory, averages_ptr, totals_ptr, place, of_d, some,
+    WIDTH: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Add up what the warps have written, and store the average and the total."""
+    OF_WARP: tl.constexpr = 4 * WIDTH + 16
+    found, whole = tl.zeros(of_d.shape, tl.float32), tl.zeros(of_d.shape, tl.float32)
+    for w in tl.static_range(WARPS):
+        found += read_float(memory + (OF_WARP * w + 4 * of_d), PTX)
+        whole += read_float(memory + (OF_WARP * w + 4 * WIDTH), PTX)
+    average = found / whole
+    rounded = round_pair(average, average, PTX).to(tl.int16)
+    tl.store(averages_ptr + place * WIDTH + of_d, rounded, mask=some)
+    tl.store(totals_ptr + place + 0 * of_d, whole, mask=some & (of_d == 0))
 
 
 def _attend_parts_triton(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
     eps: float, most: int = MOST_PARTS,
 ) -> AttentionParts:  # fmt: skip
-    parts = attend_rows_triton(qkv[None], keys, values, position, cos, sin, eps, None, most)
-    return AttentionParts(parts.values[0], parts.totals[0], position, parts.span)
-
-
-def attend_rows_triton(
-    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    eps: float, new: Tensor | None, most: int = MOST_PARTS,
-) -> PartsOfRows:  # fmt: skip
-    """Attend to a ring from one position, which is stored there, or from several, which are not.
-
-    Args:
-        qkv: (M, 3, heads, d).
-        keys: of the ring, as the following ones see `attend_parts`.
-        values: likewise.
-        position: of the first row.
-        cos: of the table.
-        sin: likewise.
-        eps: of the norm.
-        new: (2, M, heads, d), to which keys and values of several positions are written; None is
-            one position.
-        most: parts.
-    """
-    rows, (heads, window, width) = len(qkv), keys.shape
+    heads, window, width = keys.shape
     parts, passes, span = sharing(window, width, most)
-    averages = torch.empty(rows, parts, heads * width, dtype=qkv.dtype, device=qkv.device)
-    totals = torch.empty(rows, parts, heads, dtype=torch.float32, device=qkv.device)
+    averages = torch.empty(parts, heads * width, dtype=qkv.dtype, device=qkv.device)
+    totals = torch.empty(parts, heads, dtype=torch.float32, device=qkv.device)
     aligned = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (qkv, cos, sin))
     qkv, cos, sin = (x.view(torch.int32) for x in aligned)
     size = heads * parts * WARPS * (4 * width + 16)
     instead = totals if HAS_PTX else torch.empty(size, dtype=torch.uint8, device=qkv.device)
-    _attend_parts_kernel[(heads, parts) if rows == 1 else (heads, parts, rows)](
+    _attend_parts_kernel[(heads, parts)](
         qkv, keys.view(torch.int32), values.view(torch.int32), position, cos, sin,
-        averages.view(torch.int16), totals, totals if new is None else new.view(torch.int32),
-        instead, window, heads, width**-0.5, eps,
-        M=rows, WIDTH=width, PASSES=passes, SEVERAL=window > parts * span, WARPS=WARPS,
+        averages.view(torch.int16), totals, instead, window, heads, width**-0.5, eps,
+        WIDTH=width, PASSES=passes, SEVERAL=window > parts * span, WARPS=WARPS,
         PTX=HAS_PTX, num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
     )  # fmt: skip
-    return PartsOfRows(averages, totals, position, span)
+    return AttentionParts(averages, totals, position, span)
 
 
 def fits_parts(qkv: Tensor) -> bool:
@@ -585,6 +524,8 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     )  # fmt: skip
 
 
+ALIGNED = "keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0"
+"""Condition of loads of 16 bytes from rings."""
 _RING = Array("H, W, D", BF16, dense=True)
 
 attend_parts = Operation(
@@ -599,8 +540,7 @@ attend_parts = Operation(
         **PLACE, "position": Array("", INT32), "eps": Number(()), "most": Number(()),
     },
     where=(
-        f"D in {WIDTHS}", "W > 0",
-        "keys.data_ptr() % 16 == 0 and values.data_ptr() % 16 == 0",  # bytes of a load
+        f"D in {WIDTHS}", "W > 0", ALIGNED,
     ),
     compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
 )  # fmt: skip

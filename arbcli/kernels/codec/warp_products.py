@@ -39,6 +39,12 @@ mad.lo.s32 $1, $2, -3, $0;
 _FROM_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;")
 _SHIFT_PAIR = tl.constexpr("shf.r.wrap.b32 $0, $1, $2, $3;")
 _ROUND_PAIR = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+_UNPAIR = tl.constexpr(
+    "\n".join(
+        f"shl.b32 ${2 * i}, ${8 + i}, 16; and.b32 ${2 * i + 1}, ${8 + i}, 0xFFFF0000;"
+        for i in range(4)
+    )
+)
 _MULTIPLY_PAIRS = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
 _MULTIPLY = tl.constexpr("""
 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
@@ -128,6 +134,21 @@ def unpair_four(words):
     for i in tl.static_range(4):
         eight = eight + unpair(words[i])
     return eight
+
+
+@triton.jit
+def unpair_again(words, PTX: tl.constexpr):
+    """Split four pairs of bf16 as `unpair_four` does, but never keep the result for another use.
+
+    Eight registers hold what four words are, so a loop over words that stay has fewer this way.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _UNPAIR, "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,r,r,r",
+            [words[0], words[1], words[2], words[3]],
+            dtype=(tl.float32,) * 8, is_pure=False, pack=1,
+        )  # fmt: skip
+    return unpair_four(words)
 
 
 @triton.jit

@@ -7,17 +7,17 @@ sums of integers, which are exact in any order, are formed otherwise.
 
 Work. Weights are loaded once for all rows. The matrix instruction multiplies a block of 16 rows of
 w by four rows of x, two columns each: thread 4 r + c has j = c of each block, and the results of
-rows r and r + 8 of w and row c of x. As many rows of x as fit in shared memory, four at most, are
-rounded and multiplied at a time.
+rows r and r + 8 of w and row c of x. As many rows of x as fit in shared memory are rounded at a
+time, by all warps together: what a warp of `row_matmul` has of a row, with its squares, is a task
+here. So there may be more warps, and each sum is formed as it is there.
 """
 
 from functools import partial
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.attend_parts import PartsOfRows
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_byte_products, unpair
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul import row_matmul as of_row
@@ -41,7 +41,8 @@ from arbcli.kernels.matmul.row_matmul import (
     TABLE,
     finish,
     mask_of,
-    take_x,
+    round_x,
+    sum_of_squares,
     width_of,
 )
 from arbcli.kernels.matmul.swizzled import MOST_ROWS, few_rows_fit
@@ -56,151 +57,261 @@ from arbcli.kernels.runtime.shared_memory import (
     write,
     write_where,
 )
-from arbcli.kernels.runtime.threads import across, load_constant, warp_number
+from arbcli.kernels.runtime.threads import (
+    across,
+    load_constant,
+    load_new,
+    load_where,
+    warp_number,
+)
 
 SHARED_BYTES = 47 << 10
 """Capacity of a program for rows of x, their sums and their squares."""
-ROWS_AT_ONCE = 4
+ROWS_OF_INSTRUCTION = tl.constexpr(4)
 """Rows of x that an instruction has room for."""
-REGISTERS, MORE_REGISTERS = 128, 224
-"""Of a thread, at most; where a thread has several eights of a row of x, more."""
+OCTETS = tl.constexpr(2)
+"""Eights of x that a thread rounds at a time; more take too many registers."""
+APART = tl.constexpr(32)
+"""Bytes between rows of x in shared memory, and between their sums: threads read and write those of
+four rows at a time, which must be in different banks."""
 
 
-def _rows_of(x: Tensor | PartsOfRows) -> Tensor:
-    if isinstance(x, PartsOfRows):
-        return torch.stack([x.of(row).average() for row in range(len(x.values))])
-    return x
+@triton.constexpr_function
+def _plane_ptx(plane):
+    mask, scale = 0x03030303 << 2 * plane, "and.b32 {}, {}, 0xFFFF0000;\n"
+    if plane % 2 == 0:
+        scale = "shl.b32 {}, {}, 16;\n"
+    masked = "".join(f"and.b32 ${i}, ${i + 6}, {mask:#x};\n" for i in range(4))
+    return masked + scale.format("$4", "$10") + scale.format("$5", "$11")
 
 
 def _row_by_row_torch(
-    x: Tensor | PartsOfRows, pieces: Tensor, out_features: int, in_features: int, gated: bool,
+    x: Tensor, pieces: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    return prepacked_torch(_rows_of(x), pieces, out_features, in_features, gated, eps, added, dtype)
+    return prepacked_torch(x, pieces, out_features, in_features, gated, eps, added, dtype)
 
 
 def _row_by_row_native(
-    x: Tensor | PartsOfRows, pieces: Tensor, out_features: int, in_features: int, gated: bool,
+    x: Tensor, pieces: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    return prepacked_native(
-        _rows_of(x), pieces, out_features, in_features, gated, eps, added, dtype
-    )
+    return prepacked_native(x, pieces, out_features, in_features, gated, eps, added, dtype)
 
 
 @triton.jit
-def _multiply_block(codes, scales, x_at, tables_at, some, thread, PTX: tl.constexpr):
-    """Multiply 16 rows of a block by four rows of x: what rows r and r + 8 give with row c.
+def _plane_of(codes, scales, plane: tl.constexpr, PTX: tl.constexpr):
+    """Take the codes of a plane, masked, and the scales of rows r and r + 8.
+
+    It is done again for other rows of x: the compiler is kept from having it in registers.
+    """
+    first, second = scales[plane // 2], scales[2 + plane // 2]
+    if PTX:
+        CODE: tl.constexpr = _plane_ptx(plane)
+        a, b, c, d, upper, lower = tl.inline_asm_elementwise(
+            CODE, "=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r",
+            [codes[0], codes[1], codes[2], codes[3], first, second],
+            dtype=(tl.int32,) * 6, is_pure=False, pack=1,
+        )  # fmt: skip
+        masked = a, b, c, d
+        upper, lower = upper.to(tl.float32, bitcast=True), lower.to(tl.float32, bitcast=True)
+    else:
+        mask = mask_of(plane)
+        masked = codes[0] & mask, codes[1] & mask, codes[2] & mask, codes[3] & mask
+        upper, lower = unpair(first)[plane % 2], unpair(second)[plane % 2]
+    return masked, upper, lower
+
+
+@triton.jit
+def _read_rows(x_at, tables_at, r, c, ROWS: tl.constexpr, OF_ROW: tl.constexpr, PTX: tl.constexpr):
+    """Read a block of up to four rows of x, and of its table what a thread has the results of."""
+    at = x_at + (OF_ROW * tl.minimum(r // 2, ROWS - 1) + HALF * (r % 2) + 32 * c)
+    if ROWS == ROWS_OF_INSTRUCTION:
+        x = read_four(at, PTX) + read_four(at + 16, PTX)
+    else:
+        nothing = (tl.zeros_like(r),) * 4
+        x = read_four_where(at, r // 2 < ROWS, nothing, PTX)
+        x = x + read_four_where(at + 16, r // 2 < ROWS, nothing, PTX)
+    of_tables = tables_at + OF_ROW * tl.minimum(c, ROWS - 1)
+    return x, read_four(of_tables, PTX), read_four(of_tables + 16, PTX)
+
+
+@triton.jit
+def _multiply_block(
+    codes, scales, x_at, tables_at, r, c,
+    ROWS: tl.constexpr, OF_ROW: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Multiply 16 rows of a block by rows of x.
 
     Args:
         codes: four words of a thread.
         scales: of rows r and r + 8, four words.
-        x_at: where the block is in shared memory, of the row of x that a thread supplies.
-        tables_at: where its table is, of row c.
-        some: whether there is the row of x that a thread supplies.
-        thread: the numbers of the threads.
+        x_at: where the block is in shared memory, of the first row of x.
+        tables_at: where its table is, of the first row of x.
+        r: of the threads.
+        c: likewise.
+        ROWS: of x.
+        OF_ROW: bytes from a row of x to the next one.
         PTX: whether PTX is understood.
+
+    Returns:
+        For each four rows of x, row r with row c of these, and row r + 8.
     """
-    nothing = tl.zeros_like(thread)
-    x = read_four_where(x_at, some, (nothing,) * 4, PTX)
-    x = x + read_four_where(x_at + 16, some, (nothing,) * 4, PTX)
-    totals, units = read_four(tables_at, PTX), read_four(tables_at + 16, PTX)
-    upper, lower = tl.zeros(thread.shape, tl.float32), tl.zeros(thread.shape, tl.float32)
+    nothing, zero = tl.zeros_like(r), tl.zeros(r.shape, tl.float32)
+    of_rows, sums = (), ()
+    for first in tl.static_range(0, ROWS, ROWS_OF_INSTRUCTION):
+        some = _read_rows(
+            x_at + OF_ROW * first, tables_at + OF_ROW * first, r, c,
+            min(ROWS_OF_INSTRUCTION, ROWS - first), OF_ROW, PTX,
+        )  # fmt: skip
+        of_rows, sums = of_rows + (some,), sums + (zero, zero)  # noqa: RUF005
     for i in tl.static_range(4):
-        mask = mask_of(i)
-        masked = (codes[0] & mask, codes[1] & mask, codes[2] & mask, codes[3] & mask)
-        four = add_byte_products((nothing,) * 4, masked, (x[2 * i], x[2 * i + 1]), PTX)
-        unit = units[i].to(tl.float32, bitcast=True)
-        of_upper = (four[0] << 8) + (four[1] - totals[i])
-        of_lower = (four[2] << 8) + (four[3] - totals[i])
-        upper += of_upper.to(tl.float32) * (unpair(scales[i // 2])[i % 2] * unit)
-        lower += of_lower.to(tl.float32) * (unpair(scales[2 + i // 2])[i % 2] * unit)
-    return upper, lower
+        masked, of_upper, of_lower = _plane_of(codes, scales, i, PTX)
+        added = ()
+        for k in tl.static_range(len(of_rows)):
+            x, totals, units = of_rows[k]
+            four = add_byte_products((nothing,) * 4, masked, (x[2 * i], x[2 * i + 1]), PTX)
+            unit = units[i].to(tl.float32, bitcast=True)
+            upper = ((four[0] << 8) + (four[1] - totals[i])).to(tl.float32)
+            lower = ((four[2] << 8) + (four[3] - totals[i])).to(tl.float32)
+            added = added + (  # noqa: RUF005
+                sums[2 * k] + upper * (of_upper * unit), sums[2 * k + 1] + lower * (of_lower * unit)
+            )  # fmt: skip
+        sums = added
+    return sums
 
 
 @triton.jit
 def _do_step(
     codes, scales, step, sums_at, x_at, tables_at, thread,
-    ROWS: tl.constexpr, STEPS: tl.constexpr, PER_TILE: tl.constexpr, ABREAST: tl.constexpr,
-    OF_ROW: tl.constexpr, PTX: tl.constexpr,
+    ROWS: tl.constexpr, PER_TILE: tl.constexpr, ABREAST: tl.constexpr,
+    OF_ROW: tl.constexpr, OF_SUMS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Do a warp's step for some rows of x, and write its sums."""
     r, c = thread // 4 % 8, thread % 4
-    first = step % PER_TILE * ABREAST
-    supplied, some = tl.minimum(r // 2, ROWS - 1), r // 2 < ROWS
-    own = tl.minimum(c, ROWS - 1)
-    of_x = x_at + (OF_ROW * supplied + HALF * (r % 2) + 32 * c)
-    of_tables = tables_at + OF_ROW * own
-    uppers, lowers = (), ()
+    block, found = step % PER_TILE * ABREAST, ()
     for b in tl.static_range(ABREAST):
-        upper, lower = _multiply_block(
-            codes[b], scales[b], of_x + 2 * HALF * (first + b), of_tables + TABLE * (first + b),
-            some, thread, PTX,
+        of_block = _multiply_block(
+            codes[b], scales[b], x_at + 2 * HALF * (block + b), tables_at + TABLE * (block + b),
+            r, c, ROWS, OF_ROW, PTX,
         )  # fmt: skip
-        uppers = uppers + (upper,)  # noqa: RUF005
-        lowers = lowers + (lower,)  # noqa: RUF005
+        if b % 2 == 1:
+            of_block = _sum_each(found[b // 2], of_block)
+            found = found[: b // 2] + (of_block,)  # noqa: RUF005
+        else:
+            found = found + (of_block,)  # noqa: RUF005
+    sums = found[0]
     if ABREAST == 4:
-        upper = (uppers[0] + uppers[1]) + (uppers[2] + uppers[3])
-        lower = (lowers[0] + lowers[1]) + (lowers[2] + lowers[3])
-    else:
-        upper, lower = uppers[0], lowers[0]
-    at = sums_at + (SUMS * (STEPS * own + step) + 4 * r)
-    write_where(at, upper, c < ROWS, PTX)
-    write_where(at + 32, lower, c < ROWS, PTX)
+        sums = _sum_each(found[0], found[1])
+    for k in tl.static_range(len(sums)):
+        row = ROWS_OF_INSTRUCTION * (k // 2) + c
+        write_where(
+            sums_at + (OF_SUMS * row + SUMS * step + 4 * r + 32 * (k % 2)), sums[k], row < ROWS, PTX
+        )
 
 
 @triton.jit
-def _take_row(
-    x_ptr, totals_ptr, parts, K, x_at, tables_at, squares_at, thread,
-    NORM: tl.constexpr, WARPS: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr, PTX: tl.constexpr,
+def _sum_each(a, b):
+    sums = ()
+    for i in tl.static_range(len(a)):
+        sums = sums + (a[i] + b[i],)  # noqa: RUF005
+    return sums
+
+
+@triton.jit
+def _task_of(number, warp, ROWS: tl.constexpr, WARPS: tl.constexpr, SQUARES: tl.constexpr):
+    """Find the row of a warp's task, and its first group; beyond the last task it is that again."""
+    task = tl.minimum(warp + WARPS * number, ROWS * SQUARES - 1)
+    return task // SQUARES, task % SQUARES
+
+
+@triton.jit
+def _take_octets(
+    x_ptr, K, x_at, tables_at, thread, first: tl.constexpr, SOME: tl.constexpr,
+    ROWS: tl.constexpr, WARPS: tl.constexpr, SQUARES: tl.constexpr, GROUPS: tl.constexpr,
+    OF_ROW: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Round a row of x to shared memory, and write the squares of each warp."""
-    THREADS: tl.constexpr = 32 * WARPS
-    TURNS: tl.constexpr = UNITS // THREADS
-    squares = tl.zeros(thread.shape, tl.float32)
-    if TURNS > 0:
-        squares += take_x(
-            x_ptr, totals_ptr, parts, 0, K, x_at, tables_at, thread,
-            TURNS, UNITS, WIDTH, WHOLE, PTX,
+    """Round some eights of each thread to shared memory, from the `first` on: their squares."""
+    TURNS: tl.constexpr = (GROUPS + SQUARES - 1) // SQUARES
+    octets, some, units, to, tables = (), (), (), (), ()
+    for k in tl.static_range(first, first + SOME):
+        row, group = _task_of(k // TURNS, thread // 32, ROWS, WARPS, SQUARES)
+        group += SQUARES * (k % TURNS)
+        u = 32 * tl.minimum(group, GROUPS - 1) + thread % 32
+        of_x = x_ptr + (row * (K // 4) + 2 * u)
+        octet = load_new(of_x, PTX) if WHOLE else load_where(of_x, 8 * u < K, False, PTX)
+        octets, some, units = octets + (octet,), some + (group < GROUPS,), units + (u,)  # noqa: RUF005
+        to, tables = to + (x_at + OF_ROW * row,), tables + (tables_at + OF_ROW * row,)  # noqa: RUF005
+    round_x(octets, units, to, tables, PTX)
+    squares = ()
+    for k in tl.static_range(SOME):
+        of_octet = sum_of_squares(octets[k])
+        if GROUPS % SQUARES > 0:
+            of_octet = tl.where(some[k], of_octet, 0.0)
+        squares = squares + (of_octet,)  # noqa: RUF005
+    return squares
+
+
+@triton.jit
+def _take_rows(
+    x_ptr, K, x_at, tables_at, squares_at, thread,
+    ROWS: tl.constexpr, NORM: tl.constexpr, WARPS: tl.constexpr, SQUARES: tl.constexpr,
+    GROUPS: tl.constexpr, OF_ROW: tl.constexpr, WHOLE: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Round rows of x to shared memory, and write the squares that each has.
+
+    A task of a warp is what a warp of `row_matmul` has of a row, with its squares: groups of 32
+    eights, `SQUARES` groups apart.
+    """
+    TURNS: tl.constexpr = (GROUPS + SQUARES - 1) // SQUARES
+    TASKS: tl.constexpr = (ROWS * SQUARES + WARPS - 1) // WARPS
+    of_octets, squares = (), ()
+    for first in tl.static_range(0, TASKS * TURNS, OCTETS):
+        of_octets = of_octets + _take_octets(
+            x_ptr, K, x_at, tables_at, thread, first, min(OCTETS, TASKS * TURNS - first),
+            ROWS, WARPS, SQUARES, GROUPS, OF_ROW, WHOLE, PTX,
         )  # fmt: skip
-    if TURNS * THREADS < UNITS:
-        some = warp_number() * 32 + TURNS * THREADS < UNITS if PTX else True
-        if some:
-            squares += take_x(
-                x_ptr, totals_ptr, parts, TURNS * THREADS, K, x_at, tables_at, thread,
-                1, UNITS, WIDTH, WHOLE, PTX,
-            )  # fmt: skip
     if NORM:
+        for task in tl.static_range(TASKS):
+            of_task = tl.zeros(thread.shape, tl.float32)
+            for turn in tl.static_range(TURNS):
+                of_task += of_octets[TURNS * task + turn]
+            squares = squares + (of_task,)  # noqa: RUF005
         for turn in tl.static_range(5):
-            squares += across(squares, 1 << turn, PTX)
-        write(squares_at + 4 * (thread // 32), squares, PTX)
+            others = ()
+            for task in tl.static_range(TASKS):
+                others = others + (across(squares[task], 1 << turn, PTX),)  # noqa: RUF005
+            squares = _sum_each(squares, others)
+        for task in tl.static_range(TASKS):
+            row, group = _task_of(task, thread // 32, ROWS, WARPS, SQUARES)
+            write(squares_at + 4 * (padded(SQUARES) * row + group), squares[task], PTX)
+
+
+@triton.constexpr_function
+def padded(count):
+    """Count the words of a row's squares in shared memory, which are read by four."""
+    return -(-count // 4) * 4
 
 
 @triton.jit
 def _do_rows(
-    codes, scales, x_ptr, added_ptr, y_ptr, totals_ptr, position, N, K, share, eps, most, span,
-    of_parts, of_totals, first_tile, x_at, sums_at, squares_at, thread, start: tl.constexpr,
-    ROWS: tl.constexpr, MORE: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    codes, scales, x_ptr, added_ptr, y_ptr, N, K, share, eps, first_tile,
+    x_at, sums_at, squares_at, thread, start,
+    ROWS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, ABREAST: tl.constexpr, HEIGHT: tl.constexpr, PER_TILE: tl.constexpr,
-    WARPS: tl.constexpr, WIDE: tl.constexpr, OF_ROW: tl.constexpr, WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr, PTX: tl.constexpr,
+    WARPS: tl.constexpr, ALONE: tl.constexpr, WIDE: tl.constexpr, OF_ROW: tl.constexpr,
+    OF_SUMS: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Multiply some rows of x from `start` on, and store what they give."""
     STEPS: tl.constexpr = HEIGHT * PER_TILE
     UNITS: tl.constexpr = ROWS * HEIGHT
-    warp, zero = thread // 32, tl.zeros(thread.shape, tl.float32)
-    for own in tl.static_range(ROWS):
-        parts, x_of_row, totals_of_row = 1, x_ptr + (start + own) * (K // 4), totals_ptr
-        if WIDTH > 0:
-            parts = tl.minimum(tl.cdiv(position + (start + own + 1), span), most)
-            x_of_row = x_ptr + (start + own) * of_parts
-            totals_of_row = totals_ptr + (start + own) * of_totals
-        _take_row(
-            x_of_row, totals_of_row, parts, K, x_at + OF_ROW * own,
-            x_at + (OF_ROW * own + 2 * HALF * WIDE), squares_at + 4 * WARPS * own, thread,
-            NORM, WARPS, 16 * WIDE, WIDTH, WHOLE, PTX,
-        )  # fmt: skip
+    SQUARES: tl.constexpr = min(ALONE, WIDE // 2)
+    warp, tables_at = thread // 32, x_at + 2 * HALF * WIDE
+    _take_rows(
+        x_ptr + start * (K // 4), K, x_at, tables_at, squares_at, thread,
+        ROWS, NORM, WARPS, SQUARES, WIDE // 2, OF_ROW, WHOLE, PTX,
+    )  # fmt: skip
     tl.debug_barrier()
     for turn in tl.static_range(0, STEPS, WARPS):
         some = True
@@ -209,8 +320,8 @@ def _do_rows(
         if some:
             _do_step(
                 codes[turn // WARPS], scales[turn // WARPS],
-                tl.minimum(warp + turn, STEPS - 1), sums_at, x_at, x_at + 2 * HALF * WIDE,
-                thread, ROWS, STEPS, PER_TILE, ABREAST, OF_ROW, PTX,
+                tl.minimum(warp + turn, STEPS - 1), sums_at, x_at, tables_at, thread,
+                ROWS, PER_TILE, ABREAST, OF_ROW, OF_SUMS, PTX,
             )  # fmt: skip
     tl.debug_barrier()
     for first in tl.static_range(0, UNITS, 2 * WARPS):  # sixteen threads store a tile of a row
@@ -220,27 +331,24 @@ def _do_rows(
             row_of_x, of_tile, row = unit // HEIGHT, unit % HEIGHT, thread % 16
             n = (first_tile + of_tile) * (8 if GATED else 16) + (row % 8 if GATED else row)
             stored = (first + thread // 16 < UNITS) & (n < N) & (row < (8 if GATED else 16))
-            to, added = (start + row_of_x) * N + n, zero
+            to, added = (start + row_of_x) * N + n, tl.zeros(thread.shape, tl.float32)
             if ADD:
                 of_row = tl.load(added_ptr + to, mask=stored, other=0, cache_modifier=".cg")
                 added = of_row.to(tl.float32)
-            at = sums_at + (SUMS * (STEPS * row_of_x + PER_TILE * of_tile) + 4 * row)
-            squares = squares_at + 4 * WARPS * row_of_x
-            y = finish(at, squares, share, eps, added, NORM, GATED, PER_TILE, WARPS, PTX)
+            at = sums_at + (OF_SUMS * row_of_x + SUMS * PER_TILE * of_tile + 4 * row)
+            squares = squares_at + 4 * padded(SQUARES) * row_of_x
+            y = finish(at, squares, share, eps, added, NORM, GATED, PER_TILE, SQUARES, PTX)
             tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=stored)
-    if MORE:
-        tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["N", "K", "tiles", "most", "span", "of_parts", "of_totals"])
+@triton.jit(do_not_specialize=["N", "K", "tiles"])
 @no_type_check
 def _row_by_row_kernel(
-    x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr, totals_ptr, position_ptr,
-    N, K, tiles, share, eps, most, span, of_parts, of_totals,
+    x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr, N, K, tiles, share, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, M: tl.constexpr,
     AT_ONCE: tl.constexpr, ABREAST: tl.constexpr, HEIGHT: tl.constexpr, BLOCKS: tl.constexpr,
-    WARPS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
-    BYTES: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
+    WARPS: tl.constexpr, ALONE: tl.constexpr, WHOLE: tl.constexpr,
+    EARLY: tl.constexpr, BYTES: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     THREADS: tl.constexpr = 32 * WARPS
     thread = tl.arange(0, THREADS)
@@ -248,7 +356,8 @@ def _row_by_row_kernel(
     PER_TILE: tl.constexpr = (BLOCKS + ABREAST - 1) // ABREAST
     STEPS: tl.constexpr = HEIGHT * PER_TILE
     WIDE: tl.constexpr = width_of(BLOCKS, ABREAST)
-    OF_ROW: tl.constexpr = (2 * HALF + TABLE) * WIDE
+    OF_ROW: tl.constexpr = (2 * HALF + TABLE) * WIDE + APART
+    OF_SUMS: tl.constexpr = SUMS * STEPS + APART
     first_tile = tl.program_id(0) * HEIGHT
 
     # all that a warp multiplies, as in `row_matmul` but for the parts of a block that lanes have
@@ -267,62 +376,78 @@ def _row_by_row_kernel(
 
     x_at = memory_of(instead_ptr, thread, BYTES, PTX)
     sums_at = x_at + OF_ROW * AT_ONCE
-    squares_at = sums_at + SUMS * STEPS * AT_ONCE
-    position = 0
-    if WIDTH > 0:
-        position = tl.load(position_ptr)
+    squares_at = sums_at + OF_SUMS * AT_ONCE
     wait_for_last(OVERLAP, EARLY)
 
-    for start in tl.static_range(0, M, AT_ONCE):
+    for turn in tl.range(0, (M + AT_ONCE - 1) // AT_ONCE, disable_licm=True):
+        if turn > 0:
+            tl.debug_barrier()
         _do_rows(
-            codes, scales, x_ptr, added_ptr, y_ptr, totals_ptr, position, N, K, share, eps, most,
-            span, of_parts, of_totals, first_tile, x_at, sums_at, squares_at, thread, start,
-            min(AT_ONCE, M - start), start + AT_ONCE < M, NORM, GATED, ADD, ABREAST, HEIGHT,
-            PER_TILE, WARPS, WIDE, OF_ROW, WIDTH, WHOLE, PTX,
+            codes, scales, x_ptr, added_ptr, y_ptr, N, K, share, eps, first_tile,
+            x_at, sums_at, squares_at, thread, tl.minimum(AT_ONCE * turn, M - AT_ONCE),
+            AT_ONCE, NORM, GATED, ADD, ABREAST, HEIGHT, PER_TILE, WARPS, ALONE, WIDE, OF_ROW,
+            OF_SUMS, WHOLE, PTX,
         )  # fmt: skip
 
 
-def _rows_at_once(rows: int, tiling: of_row.Tiling, blocks: int) -> int:
-    """Choose how many rows a program has at a time, about as many in each turn."""
-    fit = max(1, min(ROWS_AT_ONCE, SHARED_BYTES // tiling.shared_bytes(blocks)))
-    return -(-rows // -(-rows // fit))
+class RowsTiling(NamedTuple):
+    """How the work of some rows is shared out, where `row_matmul` has a tiling of its own."""
+
+    at_once: int
+    """Rows of x that are in shared memory at a time."""
+    warps: int
+    """Of a program."""
+    registers: int
+    """Of a thread, at most."""
+    shared_bytes: int
+    """Of a program: for its rows of x, their sums and their squares."""
+
+
+def rows_tiling(
+    rows: int, alone: of_row.Tiling, tiles: int, blocks: int, processors: int
+) -> RowsTiling:
+    """Choose what changes no bit, as was fastest for the matrices of `base` and `1b` on an H100.
+
+    A program that has a processor for itself has a warp for each step, as far as there are; where
+    two share one, it has the warps of a row.
+    """
+    steps, wide = alone.height * -(-blocks // alone.abreast), width_of(blocks, alone.abreast)
+    shared = tiles > processors * alone.height
+    warps = max(8, alone.warps if shared else min(16, triton.next_power_of_2(steps)))
+    each = (2 * HALF.value + TABLE.value) * wide + SUMS.value * steps + 2 * APART.value
+    each += 4 * padded(min(alone.warps, wide // 2))
+    fit = max(1, min(MOST_ROWS, SHARED_BYTES // each))
+    at_once = -(-rows // -(-rows // fit))
+    return RowsTiling(at_once, warps, 64 if alone.abreast == 1 else 128, each * at_once)
 
 
 def _row_by_row_triton(
-    x: Tensor | PartsOfRows, pieces: Tensor, out_features: int, in_features: int, gated: bool,
+    x: Tensor, pieces: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype | None, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    rows = len(x.values) if isinstance(x, PartsOfRows) else len(x)
+    rows = len(x)
     y = torch.empty(rows, out_features, dtype=dtype, device=pieces.device)
     tiles, blocks = pieces.shape[:2]
     to = y if added is None else added.contiguous()
-    totals, position, most, span, width = to, to, 1, 1, 0
-    apart = 0, 0
-    if isinstance(x, PartsOfRows):
-        _, most, heads = x.totals.shape
-        totals, position, span, width = x.totals, x.position, x.span, in_features // heads
-        apart = most * in_features // 4, most * heads
-        x = x.values
     x = x if x.data_ptr() % 16 == 0 else x.clone()
-    tiling = of_row.tiling_of(tiles, blocks, num_processors(x))
-    at_once = _rows_at_once(rows, tiling, blocks)
-    size, grid = at_once * tiling.shared_bytes(blocks), triton.cdiv(tiles, tiling.height)
+    alone = of_row.tiling_of(tiles, blocks, num_processors(x))
+    at_once, warps, registers, size = rows_tiling(rows, alone, tiles, blocks, num_processors(x))
+    grid = triton.cdiv(tiles, alone.height)
     instead = pieces if HAS_PTX else pieces.new_empty(grid * size)
     _row_by_row_kernel[(grid,)](
-        x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead, totals, position,
+        x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead,
         out_features, in_features, tiles, 1 / in_features, 0.0 if eps is None else eps,
-        most, span, *apart,
         NORM=eps is not None, GATED=gated, ADD=added is not None, M=rows, AT_ONCE=at_once,
-        ABREAST=tiling.abreast, HEIGHT=tiling.height, BLOCKS=blocks, WARPS=tiling.warps,
-        WIDTH=width, WHOLE=in_features == BLOCK * width_of(blocks, tiling.abreast), EARLY=early,
-        BYTES=size, PTX=HAS_PTX, num_warps=tiling.warps,
-        maxnreg=REGISTERS if blocks <= 2 * tiling.warps else MORE_REGISTERS, **overlap_options(x),
+        ABREAST=alone.abreast, HEIGHT=alone.height, BLOCKS=blocks, WARPS=warps,
+        ALONE=alone.warps, WHOLE=in_features == BLOCK * width_of(blocks, alone.abreast),
+        EARLY=early, BYTES=size, PTX=HAS_PTX, num_warps=warps, maxnreg=registers,
+        **overlap_options(x),
     )  # fmt: skip
     return y
 
 
 def row_by_row(
-    x: Tensor | PartsOfRows,
+    x: Tensor,
     weight: Prepacked,
     eps: float | None = None,
     added: Tensor | None = None,
@@ -332,9 +457,8 @@ def row_by_row(
     """Normalise rows, multiply them by a prepacked matrix, gate the result and add to it.
 
     Args:
-        x: (M, K) bfloat16, contiguous, 1 to 8 rows, K a multiple of 8 and at most `MOST_COLUMNS`;
-            or parts of attention of as many positions, whose averages they are. On a CPU float32
-            too.
+        x: (M, K) bfloat16, contiguous, 1 to 8 rows, K a multiple of 8 and at most `MOST_COLUMNS`.
+            On a CPU float32 too.
         weight: the matrix, and whether the result is gated.
         eps: added to the mean square; None leaves the norm out.
         added: like the result; None leaves the sum out.
@@ -347,10 +471,9 @@ def row_by_row(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    rows = x.values[:, 0].contiguous() if isinstance(x, PartsOfRows) else x
-    inputs = *weight, eps, added, dtype or rows.dtype
-    ROW_BY_ROW.check(rows, *inputs)
-    return ROW_BY_ROW.chosen(rows)(x, *inputs, early)
+    inputs = *weight, eps, added, dtype or x.dtype
+    ROW_BY_ROW.check(x, *inputs)
+    return ROW_BY_ROW.chosen(x)(x, *inputs, early)
 
 
 SHAPES = (

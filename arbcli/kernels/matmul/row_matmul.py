@@ -211,13 +211,14 @@ def _largest_of_four(values, PTX: tl.constexpr):
 
 
 @triton.jit
-def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
+def round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
     """Round eights of x to shared memory, of which four neighbouring threads have a plane.
 
     Args:
         octets: some times eight elements of each thread, as four int32.
         units: which eights of x they are.
-        x_at: where x begins in shared memory: bytes of plane i and of j at 32 j + 8 i.
+        x_at: for each, where its x begins in shared memory: bytes of plane i and of j at
+            32 j + 8 i.
         tables_at: where the tables of its blocks begin: sums of planes, then their units.
         PTX: whether PTX is understood.
     """
@@ -238,7 +239,7 @@ def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
         upper = _sum_bytes(high_1, _sum_bytes(high_0, zero, PTX), PTX)
         total = _sum_bytes(low_1, _sum_bytes(low_0, upper << 8, PTX), PTX)
         totals = totals + (total,)  # noqa: RUF005
-        at = x_at + (2 * HALF * (u // 16) + 32 * (u % 4) + 8 * (u // 4 % 4))
+        at = x_at[t] + (2 * HALF * (u // 16) + 32 * (u % 4) + 8 * (u // 4 % 4))
         write_two(at, high_0, high_1, PTX)
         write_two(at + HALF, low_0, low_1, PTX)
     totals = _over_four(totals, PTX)
@@ -246,7 +247,7 @@ def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
         u = units[t]
         plane = u // 4 % 4
         unit = tl.where(exponents[t] < 0, 0x7FC00000, (exponents[t] - 13 - 2 * plane) << 23)
-        to, first = tables_at + (TABLE * (u // 16) + 4 * plane), u % 4 == 0
+        to, first = tables_at[t] + (TABLE * (u // 16) + 4 * plane), u % 4 == 0
         write_where(to, totals[t] << (2 * plane), first, PTX)
         write_where(to + 16, unit, first, PTX)
 
@@ -296,7 +297,8 @@ def _load_x(
 
 
 @triton.jit
-def _sum_of_squares(four):
+def sum_of_squares(four):
+    """Sum the squares of eight elements, four int32."""
     x = unpair_four(four)
     even, odd = x[0] * x[0], x[1] * x[1]
     for i in tl.static_range(2, 8, 2):
@@ -306,7 +308,7 @@ def _sum_of_squares(four):
 
 
 @triton.jit
-def take_x(
+def _take_x(
     x_ptr, totals_ptr, parts, first, K, x_at, tables_at, thread,
     TURNS: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
     PTX: tl.constexpr,
@@ -320,9 +322,9 @@ def take_x(
             u = u % UNITS
         octets = octets + (_load_x(x_ptr, totals_ptr, parts, u, K, WIDTH, WHOLE, PTX),)  # noqa: RUF005
         units = units + (u,)  # noqa: RUF005
-    _round_x(octets, units, x_at, tables_at, PTX)
+    round_x(octets, units, (x_at,) * TURNS, (tables_at,) * TURNS, PTX)
     for t in tl.static_range(TURNS):
-        of_octet = _sum_of_squares(octets[t])
+        of_octet = sum_of_squares(octets[t])
         if not PTX:
             of_octet = tl.where(thread + (first + THREADS * t) < UNITS, of_octet, 0.0)
         squares += of_octet
@@ -401,10 +403,13 @@ def width_of(blocks, abreast):
 @triton.jit
 def finish(
     sums_at, squares_at, share, eps, added,
-    NORM: tl.constexpr, GATED: tl.constexpr, PER_TILE: tl.constexpr, WARPS: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, PER_TILE: tl.constexpr, SQUARES: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add up a row's sums of steps, normalise and gate that, and add to it."""
+    """Add up a row's sums of steps, normalise and gate that, and add to it.
+
+    `SQUARES` sums of squares are at `squares_at`.
+    """
     y, odd = tl.zeros(added.shape, tl.float32), tl.zeros(added.shape, tl.float32)
     for k in tl.static_range(0, PER_TILE, 2):
         y += read_float(sums_at + SUMS * k, PTX)
@@ -413,9 +418,9 @@ def finish(
     y += odd
     if NORM:
         total = tl.zeros(added.shape, tl.float32)
-        for first in tl.static_range(0, WARPS, 4):
+        for first in tl.static_range(0, SQUARES, 4):
             four = read_four(squares_at + 4 * first, PTX)
-            for i in tl.static_range(4):
+            for i in tl.static_range(min(4, SQUARES - first)):
                 total += four[i].to(tl.float32, bitcast=True)
         y *= tl.rsqrt(total * share + eps)
     if GATED:
@@ -476,14 +481,14 @@ def _row_matmul_kernel(
     TURNS: tl.constexpr = UNITS // THREADS
     squares = zero
     if TURNS > 0:
-        squares += take_x(
+        squares += _take_x(
             x_ptr, totals_ptr, parts, 0, K, x_at, tables_at, thread,
             TURNS, UNITS, WIDTH, WHOLE, PTX,
         )  # fmt: skip
     if TURNS * THREADS < UNITS:
         some = warp_number() * 32 + TURNS * THREADS < UNITS if PTX else True
         if some:
-            squares += take_x(
+            squares += _take_x(
                 x_ptr, totals_ptr, parts, TURNS * THREADS, K, x_at, tables_at, thread,
                 1, UNITS, WIDTH, WHOLE, PTX,
             )  # fmt: skip

@@ -201,10 +201,13 @@ def _embedding_rows_triton(
         )  # fmt: skip
     elif y.numel():
         rows, num_bytes = packed.trits.shape
-        _embedding_rows_kernel[byte_tiles(len(ids), num_bytes)](
+        # a step of a text has few, and takes as long as their loads
+        tile = triton.next_power_of_2(len(ids)) if len(ids) <= 8 else 32
+        _embedding_rows_kernel[byte_tiles(len(ids), num_bytes, tile)](
             ids, *packed.all_pointers, y, len(ids), rows, packed.in_features, num_bytes,
             ids.stride(0), *packed.all_strides, *packed.worths,
-            **packed.all_constants, BLOCK_M=32, BLOCK_B=PLANE, **overlap_options(ids),
+            **packed.all_constants, BLOCK_M=tile, BLOCK_B=PLANE, num_warps=min(tile, 4),
+            **overlap_options(ids),
         )  # fmt: skip
     return y
 

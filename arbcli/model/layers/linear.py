@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from arbcli.config.site import Site
-from arbcli.kernels.attention.attend_parts import AttentionParts, PartsOfRows
+from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_e4m3 import largest_exponents
 from arbcli.kernels.codec.decode_weight import decode_weights_triton
 from arbcli.kernels.codec.packed import Packed
@@ -367,7 +367,7 @@ class TernaryLinear(nn.Module):
     @torch.no_grad()
     def fused(
         self,
-        x: Tensor | AttentionParts | PartsOfRows,
+        x: Tensor | AttentionParts,
         *,
         normalise: bool,
         gated: bool = False,
@@ -405,10 +405,6 @@ class TernaryLinear(nn.Module):
             if not isinstance(weight, Prepacked):
                 raise ValueError("parts of attention need weights of trits")
             return row_matmul(x, weight, eps, added, early=early).view(1, 1, -1)
-        if isinstance(x, PartsOfRows):
-            if not isinstance(weight, Prepacked):
-                raise ValueError("parts of attention need weights of trits")
-            return row_by_row(x, weight, eps, added, early=early)[None]
         rows, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
         if isinstance(weight, PrepackedDigits):
             # of more rows a GPU may share out work otherwise; a loop does the same for each row

@@ -41,12 +41,10 @@ from arbcli.config.site import Site
 from arbcli.kernels.attention.attend_ahead import Kept, attend_ahead, attend_in_turn
 from arbcli.kernels.attention.attend_parts import (
     AttentionParts,
-    PartsOfRows,
     attend_parts,
     fits_parts,
 )
 from arbcli.kernels.attention.decode_attention import decode_attention
-from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.model.flow import Documents, Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
@@ -195,9 +193,7 @@ class Attention(CachedAttention):
             y = state.attend_one(qkv).view(len(x), 1, -1)
         return self._projected(y, x, whole=whole)
 
-    def _projected(
-        self, y: Tensor | AttentionParts | PartsOfRows, x: Tensor, *, whole: bool
-    ) -> Tensor:
+    def _projected(self, y: Tensor | AttentionParts, x: Tensor, *, whole: bool) -> Tensor:
         normalise, early = self.sub_norm is not None, self.output_bias is None
         added = x if whole else None
         return self._biased(self.output.fused(y, normalise=normalise, added=added, early=early))
@@ -212,17 +208,11 @@ class Attention(CachedAttention):
 
     def new_state(self, clock: Clock) -> "Ring":
         """Make rings for keys and values."""
-        if clock.kept_in.mixed:
-            return MixedRing(clock, self)
-        return Ring(clock, self.kv_heads, self.width, self.window, self.rotary)
+        return Ring(clock, self.kv_heads, self.width, self.window, self.rotary, self.rotated)
 
     def linears(self) -> tuple[nn.Module, ...]:
         """List the projections."""
         return self.qkv, self.output
-
-
-Entries = list[tuple[Tensor, Tensor] | tuple[Tensor]]
-"""Entries of keys and of values as they are stored: codes and exponents, or rows alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +234,8 @@ class Ring(State):
     The position p is in slot p mod W and stays until p + W comes; W is the window, or less for a
     text that is shorter. Keys were rotated by angles that only ever grow with p, and only
     differences of angles matter, so nothing is moved when the ring comes round. In eight bits keys
-    and values are codes, and `exponents`, (2, heads, W) int8, are those of both.
+    and values are codes, and `exponents`, (2, heads, W) int8, are those of both. If numbers of keys
+    that are rotated keep their dtype, plain operations read them.
 
     Args:
         clock: of the list of blocks.
@@ -252,6 +243,7 @@ class Ring(State):
         width: d.
         window: positions that each one attends to; None is `ctx` of them.
         rotary: the angles of positions.
+        rotated: numbers of a key that are.
     """
 
     by_text: ClassVar[tuple[str, ...]] = ("keys", "values", "exponents", "semaphores")
@@ -263,40 +255,35 @@ class Ring(State):
         width: int,
         window: int | None,
         rotary: RotaryConfig = PLAIN,
+        rotated: int = 0,
     ) -> None:
-        self._begin(clock, width, window, rotary)
-        ring = (heads, self.window, width)
-        stored = clock.kept_in.stored
-        self.keys, self.values = clock.zeros(*ring, dtype=stored), clock.zeros(*ring, dtype=stored)
-        self.exponents: Tensor | None = None
-        if clock.kept_in.stored:
-            self.exponents = clock.zeros(2, heads, self.window, dtype=torch.int8)
-        self.semaphores = clock.kept(
-            ("semaphores", heads), lambda: clock.zeros(heads, dtype=torch.int32)
-        )
-
-    fuses = True
-    """Whether kernels of a step read what is kept."""
-    _new: Tensor | None = None
-
-    def _begin(self, clock: Clock, width: int, window: int | None, rotary: RotaryConfig) -> None:
-        State.__init__(self, clock)
+        super().__init__(clock)
         self.window = min(window or clock.ctx, clock.ctx, clock.positions)
         clock.limit(self.window)
         self.short = window is not None
         """Whether the rings have the length of a window, however long the context."""
-        rows = table_rows(clock.positions, clock.ctx)
         self.width, self.rotary = width, rotary
+        rows = table_rows(clock.positions, clock.ctx)
         self.table = rotary_table(rows, width, clock.device, rotary=rotary, first=clock.first)
+        self.fuses = not clock.kept_in.mixed
+        """Whether kernels of a step read what is kept."""
+        self.exponents: Tensor | None = None
+        if self.fuses and clock.kept_in.stored:
+            self.exponents = clock.zeros(2, heads, self.window, dtype=torch.int8)
+        of_keys, of_values = (None, None) if self.exponents is None else self.exponents.unbind(-3)
+        ring = clock, self.window, heads, width
+        self.keys = Rows(*ring, rotated, heads_first=True, exponents=of_keys)
+        self.values = Rows(*ring, heads_first=True, exponents=of_values)
+        self.semaphores = clock.kept(
+            ("semaphores", heads), lambda: clock.zeros(heads, dtype=torch.int32)
+        )
+
+    _new: Tensor | None = None
 
     def written(self) -> Iterator[Written]:
         """List the rings."""
-        yield from (Written(ring, self._slot) for ring in (self.keys, self.values))
-        if self.exponents is not None:
-            yield Written(self.exponents, self._slot, -1)
-
-    def _slot(self, position: Tensor) -> Tensor:
-        return position % self.window
+        for rows in (self.keys, self.values):
+            yield from rows.written(lambda position: position)
 
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
@@ -337,49 +324,18 @@ class Ring(State):
         Returns:
             (1, H, T, d).
         """
-        here = self.here
-        (new_keys, new_values), entries = self._entries(k[0], v[0])
-        if self.clock.length == 1:
-            self._store(entries)
-            keys, values = self._read(q.dtype)
-            return attend_to(q, keys, values, here.mask, sink)
+        here, before = self.here, None
         if here.before is not None:
-            keys, values = self._read(q.dtype, here.before)
-            new_keys = torch.cat((keys, new_keys), dim=1)
-            new_values = torch.cat((values, new_values), dim=1)
-        y = attend_to(q, new_keys, new_values, here.mask, sink)
-        self._store(entries)
-        return y
-
-    def _entries(self, keys: Tensor, values: Tensor) -> tuple[tuple[Tensor, Tensor], Entries]:
-        """Make what is read of new keys and values, (heads, T, d), and what is stored of that."""
-        if self.exponents is None:
-            return (keys, values), [(keys,), (values,)]
-        stored = self.keys.dtype
-        of_keys, of_values = quantise_entries(keys, stored), quantise_entries(values, stored)
-        read = decode_entries(*of_keys, keys.dtype), decode_entries(*of_values, values.dtype)
-        return read, [of_keys, of_values]
-
-    def _read(self, dtype: torch.dtype, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Read keys and values of some slots, (heads, n, d) each; None is all."""
-        some = slice(None) if slots is None else slots
-        if self.exponents is None:
-            return self.keys[:, some], self.values[:, some]
-        keys, values = (
-            decode_entries(ring.view(torch.int8)[:, some].view(ring.dtype), of_ring[:, some], dtype)
-            for ring, of_ring in zip((self.keys, self.values), self.exponents, strict=True)
-        )
-        return keys, values
-
-    def _store(self, entries: Entries) -> None:
-        """Put the keys and the values of the new positions in the rings."""
-        for index, (ring, entry) in enumerate(zip((self.keys, self.values), entries, strict=True)):
-            if self.exponents is None:
-                ring.index_copy_(1, self.here.slots, entry[0])
-                continue
-            codes, exponents = entry[0], entry[-1]  # torch copies no e4m3 by index
-            ring.view(torch.int8).index_copy_(1, self.here.slots, codes.view(torch.int8))
-            self.exponents[index].index_copy_(1, self.here.slots, exponents)
+            before = [rows.get(here.before) for rows in (self.keys, self.values)]
+        keys, values = self.keys.put(here.slots, k[0]), self.values.put(here.slots, v[0])
+        if self.clock.length == 1:
+            keys, values = self.keys.get(), self.values.get()
+        elif before is not None:
+            keys, values = (
+                torch.cat((before[0], keys), dim=1),
+                torch.cat((before[1], values), dim=1),
+            )
+        return attend_to(q, keys, values, here.mask, sink)
 
     def attend_one(self, qkv: Tensor) -> Tensor:
         """Store one new position of each text, and attend to the last W.
@@ -394,7 +350,7 @@ class Ring(State):
         """
         clock, (cos, sin) = self.clock, self.table
         y = decode_attention(
-            qkv.view(*clock.position.shape, *qkv.shape[2:]), self.keys, self.values,
+            qkv.view(*clock.position.shape, *qkv.shape[2:]), self.keys.codes, self.values.codes,
             clock.position, cos, sin, self.semaphores, NORM_EPS, self.short, self.exponents,
         )  # fmt: skip
         return y.view(-1, *y.shape[-2:])[:, :, None]
@@ -408,29 +364,29 @@ class Ring(State):
         """Do as `attend_one` of one text, but leave the parts to the kernel that reads them."""
         cos, sin = self.table
         return attend_parts(
-            qkv[0, 0], self.keys, self.values, self.clock.position, cos, sin, NORM_EPS
+            qkv[0, 0], self.keys.codes, self.values.codes, self.clock.position, cos, sin, NORM_EPS
         )
 
-    def attend_ahead(self, qkv: Tensor, *, in_parts: bool) -> Tensor | PartsOfRows:
+    def attend_ahead(self, qkv: Tensor, *, in_parts: bool) -> Tensor:
         """Attend from several new positions, which are not stored before some are accepted.
 
         Args:
             qkv: (1, M, 3, heads, d) as the projection gave it.
-            in_parts: whether parts may be left.
+            in_parts: whether parts are left where a single position is read.
 
         Returns:
-            (1, M, heads * d), or its parts.
+            (1, M, heads * d).
         """
         new, position, (cos, sin) = self.new_of(qkv.shape[1]), self.clock.position, self.table
-        rings = qkv[0], self.keys, self.values, new
+        rings = qkv[0], self.keys.codes, self.values.codes, new
         if in_parts and self.leaves_parts(qkv):
-            return attend_ahead(*rings, position, cos, sin, NORM_EPS)
+            return attend_ahead(*rings, position, cos, sin, NORM_EPS)[None]
         y = attend_in_turn(*rings, position, cos, sin, self.semaphores, NORM_EPS, self.short)
         return y.flatten(1)[None]
 
     def new_of(self, positions: int) -> Tensor:
         """Return the memory of keys and values that are not stored yet, (2, M, heads, d)."""
-        heads, _, width = self.keys.shape
+        heads, _, width = self.keys.codes.shape
         if self._new is None or self._new.shape[1] != positions:
             shape = 2, positions, heads, width
             self._new = torch.zeros(shape, dtype=self.clock.dtype, device=self.clock.device)
@@ -438,42 +394,4 @@ class Ring(State):
 
     def kept(self, positions: int) -> Iterator[Kept]:
         """Name the rings, and the memory of what may be stored in them."""
-        yield Kept(self.keys, self.values, self.new_of(positions))
-
-
-class MixedRing(Ring):
-    """Rings of values and of keys in eight bits, but for the numbers of keys that are rotated.
-
-    They are read by plain operations. Of heads that are rotated whole, keys stay as they are.
-
-    Args:
-        clock: of the list of blocks.
-        layer: the attention.
-    """
-
-    by_text = ("key_rows", "value_rows")
-    fuses = False
-
-    def __init__(self, clock: Clock, layer: Attention) -> None:
-        self._begin(clock, layer.width, layer.window, layer.rotary)
-        shape = (self.window, layer.kv_heads, layer.width)
-        self.key_rows, self.value_rows = Rows(clock, *shape, layer.rotated), Rows(clock, *shape)
-
-    def written(self) -> Iterator[Written]:
-        """List the rings."""
-        for rows in (self.key_rows, self.value_rows):
-            yield from rows.written(lambda position: position)
-
-    def _entries(self, keys: Tensor, values: Tensor) -> tuple[tuple[Tensor, Tensor], Entries]:
-        read = self.key_rows.rounded(keys), self.value_rows.rounded(values)
-        return read, [(keys,), (values,)]
-
-    def _read(self, dtype: torch.dtype, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if slots is None:
-            slots = torch.arange(self.window, device=self.clock.device)
-        rows = self.key_rows.get(slots), self.value_rows.get(slots)
-        return rows[0].transpose(0, 1), rows[1].transpose(0, 1)
-
-    def _store(self, entries: Entries) -> None:
-        for rows, entry in zip((self.key_rows, self.value_rows), entries, strict=True):
-            rows.put(self.here.slots, entry[0].transpose(0, 1))
+        yield Kept(self.keys.codes, self.values.codes, self.new_of(positions))

@@ -19,7 +19,6 @@ from torch.nn import functional
 from arbcli.config.parts.latent_attention import LatentAttentionConfig
 from arbcli.config.site import Site
 from arbcli.kernels.attention.decode_latent import decode_latent
-from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import output_std
@@ -28,7 +27,7 @@ from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, table_rows
 from arbcli.model.mark import Written
 from arbcli.model.parts.base import CachedAttention
-from arbcli.model.state import Clock, State
+from arbcli.model.state import Clock, Rows, State
 
 SHARPNESS = 2.0
 """Factor of the scores: only a part of a normalised key tells its position, and with 1 no
@@ -143,15 +142,15 @@ class LatentRing(State):
     """A ring of latent vectors, (1, W, latent), and of the rotated part of their keys.
 
     The position p is in slot p mod W and stays until p + W comes. In eight bits latent vectors are
-    codes, `exponents`, (1, W) int8, are theirs, and the rotated part stays as it is. `lengths`,
-    (W, heads) float32, has what normalises each key.
+    codes with exponents, and the rotated part stays as it is. `lengths`, (W, heads) float32, has
+    what normalises each key.
 
     Args:
         clock: of the list of blocks.
         layer: the attention.
     """
 
-    by_text = ("latent", "rotated", "lengths", "exponents")
+    by_text = ("latent", "rotated", "lengths")
 
     def __init__(self, clock: Clock, layer: LatentAttention) -> None:
         super().__init__(clock)
@@ -160,24 +159,20 @@ class LatentRing(State):
         self.table = rotary_table(
             table_rows(clock.positions, clock.ctx), layer.rotary, clock.device
         )
-        self.latent = clock.zeros(1, self.window, layer.latent, dtype=clock.kept_in.stored)
+        self.latent = Rows(clock, self.window, 1, layer.latent, heads_first=True)
         self.rotated = clock.zeros(1, self.window, 1, layer.rotary)
         self.lengths = clock.zeros(self.window, layer.heads, dtype=torch.float32)
-        self.exponents: Tensor | None = None
-        if clock.kept_in.stored:
-            self.exponents = clock.zeros(1, self.window, dtype=torch.int8)
 
     def written(self) -> Iterator[Written]:
         """List the rings."""
-        rings = ((self.latent, -2), (self.rotated, -3), (self.lengths, -2), (self.exponents, -1))
-        for ring, dim in rings:
-            if ring is not None:
-                yield Written(ring, lambda position: position % self.window, dim)
+        yield from self.latent.written(lambda position: position)
+        for ring, dim in ((self.rotated, -3), (self.lengths, -2)):
+            yield Written(ring, lambda position: position % self.window, dim)
 
     @property
     def fuses(self) -> bool:
         """Whether `attend_one` reads what is kept."""
-        return self.exponents is None
+        return self.latent.exponents is None
 
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
@@ -216,7 +211,7 @@ class LatentRing(State):
     def attend_one(self, rows: Tensor, up: Tensor, scale: float) -> Tensor:
         """Store a new position of each text, and attend to the last W: see `decode_latent`."""
         position = self.clock.position
-        rings = self.latent.squeeze(-3), self.rotated.squeeze((-4, -2)), self.lengths
+        rings = self.latent.codes.squeeze(-3), self.rotated.squeeze((-4, -2)), self.lengths
         rows = rows.view(*position.shape, -1)
         return decode_latent(rows, up, *rings, position, *self.table, scale, NORM_EPS)
 
@@ -227,17 +222,9 @@ class LatentRing(State):
             Latent vectors and rotated parts, (1, W + T, ...) each, and the (T, W + T) bool mask of
             which each new position attends to.
         """
-        slots, before = self.clock.places % self.window, self.latent
-        if self.exponents is None:
-            after = torch.cat((before, latent), dim=1)
-            self.latent.index_copy_(1, slots, latent)
-        else:
-            codes, exponents = quantise_entries(latent, before.dtype)
-            before = decode_entries(before, self.exponents, latent.dtype)
-            after = torch.cat((before, decode_entries(codes, exponents, latent.dtype)), dim=1)
-            # torch copies no e4m3 by index
-            self.latent.view(torch.int8).index_copy_(1, slots, codes.view(torch.int8))
-            self.exponents.index_copy_(1, slots, exponents)
+        slots = self.clock.places % self.window
+        before = self.latent.get().clone()
+        after = torch.cat((before, self.latent.put(slots, latent)), dim=1)
         found = after, torch.cat((self.rotated, rotated), dim=1)
         self.rotated.index_copy_(1, slots, rotated)
         return *found, self.mask

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from arbcli.kernels.attention import attend_ahead as of_several
 from arbcli.kernels.attention.attend_ahead import (
     Kept,
     attend_ahead,
@@ -12,6 +13,9 @@ from arbcli.kernels.attention.attend_ahead import (
 )
 from arbcli.kernels.attention.attend_parts import attend_parts
 from arbcli.kernels.attention.decode_attention import decode_attention
+from arbcli.kernels.codec.packed import random_packed
+from arbcli.kernels.matmul.prepacked import prepack
+from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.runtime.backend import use_backend
 
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
@@ -28,21 +32,53 @@ def drawn(rows, window, position, device, dtype=torch.bfloat16):
     return *parts, new, at, angle.cos(), angle.sin()
 
 
-@pytest.mark.parametrize("backend", [KERNELS, "torch"])
-@pytest.mark.parametrize(("rows", "window", "position"), [(3, 20, 5), (4, 8, 30), (2, 240, 191)])
-def test_each_byte_has_the_bits_that_it_has_alone(rows, window, position, backend, device):
+@pytest.mark.parametrize(
+    ("backend", "each"), [(KERNELS, 1), (KERNELS, 3), (KERNELS, None), ("torch", None)]
+)
+@pytest.mark.parametrize(
+    ("rows", "window", "position", "most"),
+    [
+        (3, 20, 5, 16),
+        pytest.param(4, 8, 30, 16, marks=pytest.mark.slow),
+        (4, 240, 191, 16),
+        pytest.param(5, 300, 596, 1, marks=pytest.mark.slow),
+        pytest.param(8, 300, 252, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_each_byte_has_the_bits_that_it_has_alone(
+    rows, window, position, most, backend, each, monkeypatch, device
+):
+    """A product makes the average of a single byte, so products are compared."""
     qkv, keys, values, new, at, *table = drawn(rows, window, position, device)
-    before = keys.clone(), values.clone()
+    before, others = (keys.clone(), values.clone()), (*table, 1e-6, most)
+    weight = prepack(random_packed(40, 128, 32, torch.Generator()).to(device), gated=False)
+    if each is not None:
+        monkeypatch.setattr(of_several, "rows_of_program", lambda *_, **__: min(each, rows))
     with use_backend(backend):
-        found = attend_ahead(qkv, keys, values, new, at, *table, 1e-6)
+        found = attend_ahead(qkv, keys, values, new, at, *others)
         assert torch.equal(keys, before[0])
         assert torch.equal(values, before[1])
         for row in range(rows):
-            alone, own = attend_parts(qkv[row], *before, at + row, *table, 1e-6), found.of(row)
-            assert torch.equal(own.average(), alone.average())
+            alone = attend_parts(qkv[row], *before, at + row, *others)
+            assert torch.equal(row_matmul(found[row : row + 1], weight), row_matmul(alone, weight))
     slots = (position + torch.arange(rows, device=device)) % window
     for ring, stored in zip(before, new, strict=True):
         assert torch.equal(ring[:, slots].transpose(0, 1), stored)
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "several", "each"),
+    [
+        (4, 72, False, 1),
+        (8, 72, False, 2),
+        (4, 256, False, 2),
+        (8, 256, False, 4),
+        (8, 256, True, 2),
+        (3, 999, True, 2),
+    ],
+)
+def test_a_program_has_few_bytes_where_processors_are_idle(rows, parts, several, each):
+    assert of_several.rows_of_program(rows, parts, 132, several=several) == each
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])

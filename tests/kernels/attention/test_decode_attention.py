@@ -1,4 +1,4 @@
-"""One query against a ring: what the cases of the spec do not say."""
+"""One query against a ring, in floats and in eight bits: what the cases of the spec do not say."""
 
 import pytest
 import torch
@@ -9,6 +9,9 @@ from arbcli.kernels.attention.decode_attention import (
     DECODE_ATTENTION_8BIT,
     decode_attention,
 )
+from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries, round_entries
+from arbcli.kernels.dice import Dice
+from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.compare import as_tuple, compare
 from arbcli.verify.kernels import copies
@@ -16,29 +19,115 @@ from arbcli.verify.kernels import copies
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
 
 
-def inputs(device, heads=2, window=70, width=12, position=30) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
-    parts = [torch.randn(size, generator=generator).to(device) for size in sizes]
-    angle = torch.randn(300, width // 2, generator=generator).to(device)
-    position = torch.tensor(position, dtype=torch.int32, device=device)
-    semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
-    return [*parts, position, angle.cos(), angle.sin(), semaphores]
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
+def test_every_code_is_read_back_exactly(stored):
+    """In bfloat16 too; and what was read back has the same codes again."""
+    codes = torch.arange(256, dtype=torch.uint8).view(stored).float()
+    codes = codes[codes.isfinite() & (codes.abs() < (256 if stored != torch.int8 else 128))]
+    for exponent in (-119, -1, 0, 100):
+        x = codes * 2.0**exponent
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(round_entries(x.to(dtype), stored).float(), x)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs no interpreter")
+def test_kernel_keeps_a_number_just_below_a_power_of_two_within_a_byte():
+    """It rounds to 128, and no random case has any."""
+    spec = BY_NAME["append_position_8bit"]
+    drawn = spec.drawn(Dice(0, torch.device("cpu"), torch.float32), 32, 5, 7, 37)
+    of_name = dict(zip(spec.arguments, drawn, strict=False))  # the last are a pair
+    assert of_name["recent"].dtype == torch.int8
+    for name, value in (("new", 1), ("cos", 1), ("sin", 0)):
+        of_name[name] = torch.full_like(of_name[name], value)
+    of_name["eps"] = 1 / 0.998**2 - 1
+    given = *of_name.values(), *drawn[len(of_name) :]
+    wanted = spec.reference(*copies(given))
+    with use_backend("interpreter"):
+        got = spec.run("interpreter")(*copies(given))
+    assert any((part == 127 / 128).any() for part in wanted)
+    for one, other in zip(got, wanted, strict=True):
+        assert compare(spec, "edge", one, other).passed
+
+
+@pytest.mark.parametrize(("name", "bound"), [("fp8", 2**-4), ("int8", 2**-7)])
+def test_error_is_within_half_a_step(name, bound):
+    """e4m3 is off by a share of each number, integers by a share of the largest."""
+    x = draw(50, 64) * torch.exp2(torch.arange(50.0) - 25)[:, None]
+    error = (round_entries(x, FORMATS[name]) - x).abs()
+    largest = x.abs().amax(-1, keepdim=True)
+    floor = largest * 2**-16 if name == "fp8" else largest
+    assert (error <= bound * (torch.maximum(x.abs(), floor) if name == "fp8" else floor)).all()
+
+
+@pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan], ids=str)
+def test_what_is_not_finite_stays_so(bad, stored):
+    x = draw(3, 8)
+    x[1, 2] = bad
+    found = round_entries(x, stored).isfinite()
+    assert found[[0, 2]].all()
+    assert not found[1].any()
+
+
+@pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
+def test_zeros_are_zeros(stored):
+    assert not round_entries(torch.zeros(2, 4), stored).any()
+
+
+@pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_entry_of_almost_nothing_has_the_least_exponent(backend, stored, device):
+    """Scales end there: a row that is smaller has smaller codes."""
+    qkv = torch.ones(3, 1, 4, device=device)
+    qkv[2] *= 2.0**-125
+    keys, values = torch.zeros(2, 1, 2, 4, device=device).to(stored)
+    exponents = torch.zeros(2, 1, 2, dtype=torch.int8, device=device)
+    angle = torch.zeros(2, 2, device=device)
+    numbers = (torch.zeros(n, dtype=torch.int32, device=device) for n in ((), (1,)))
+    position, semaphores = numbers
+    about = position, angle.cos(), angle.sin(), semaphores, 1e-6
+    with use_backend(backend):
+        decode_attention(qkv, keys, values, *about, exponents=exponents)
+    assert exponents[1, 0].tolist() == [-120, 0]
+    assert values[0, 0].float().tolist() == [2.0 if stored != torch.int8 else 1.0] * 4
+
+
+def inputs(device, stored=None, position=30, window=70) -> list:
+    """Draw the arguments up to the semaphores, and the exponents of both rings, if any."""
+    heads, width = 2, 12
+    keys, values = rings = draw(2, heads, window, width)
+    exponents = None
+    if stored:
+        (keys, values), exponents = zip(*(quantise_entries(r, stored) for r in rings), strict=True)
+        exponents = torch.stack(exponents).to(device)
+    angle = draw(300, width // 2)
+    parts = [
+        draw(3, heads, width), keys, values, torch.tensor(position, dtype=torch.int32),
+        angle.cos(), angle.sin(), torch.zeros(heads, dtype=torch.int32),
+    ]  # fmt: skip
+    return [*(part.to(device) for part in parts), exponents]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("position", [5, 69, 70, 200])
-def test_only_the_bytes_in_the_window_matter(position, backend, device):
+@pytest.mark.parametrize("stored", [None, *FORMATS.values()], ids=["float", *FORMATS])
+def test_only_the_bytes_in_the_window_matter(stored, backend, device):
     """Slots that are not written yet, and the one that is overwritten, may hold anything."""
-    results = []
-    for rubbish in (0.0, 1e6):
-        parts = inputs(device, position=position)
-        for ring in parts[1:3]:
-            ring[:, position % 70] = rubbish
-            ring[:, position + 1 :] = rubbish
-        with use_backend(backend):
-            results.append(decode_attention(*parts, 1e-6))
-    assert torch.equal(*results)
+    for position in (5, 69, 70, 200):
+        results = []
+        for rubbish in (0, 99):
+            *parts, exponents = inputs(device, stored, position)
+            rings = parts[1:3] if stored is None else (*parts[1:3], exponents.movedim(0, -1))
+            for ring in rings:
+                slots = ring if stored is None else ring.view(torch.int8)
+                slots[:, position % 70] = rubbish
+                slots[:, position + 1 :] = rubbish
+            with use_backend(backend):
+                results.append(decode_attention(*parts, 1e-6, exponents=exponents))
+        assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("spec", [DECODE_ATTENTION, DECODE_ATTENTION_8BIT], ids=lambda s: s.name)
@@ -47,10 +136,10 @@ def test_programs_that_have_several_blocks(spec, device, monkeypatch):
     monkeypatch.setattr(module, "PROGRAMS", 4)
     monkeypatch.setattr(module, "SLOTS", 8)
     for case in spec.cases(torch.device("cpu"), 32):
-        inputs = [part.to(device) if torch.is_tensor(part) else part for part in case.inputs]
-        wanted = as_tuple(spec.reference(*copies(inputs)))
+        given = [part.to(device) if torch.is_tensor(part) else part for part in case.inputs]
+        wanted = as_tuple(spec.reference(*copies(given)))
         with use_backend(BACKENDS[1]):
-            got = as_tuple(spec.triton(*copies(inputs)))
+            got = as_tuple(spec.triton(*copies(given)))
         for result, expected in zip(got, wanted, strict=True):
             assert compare(spec, case.label, result, expected).passed, case.label
 
@@ -58,7 +147,7 @@ def test_programs_that_have_several_blocks(spec, device, monkeypatch):
 def test_tiles_of_a_text_do_not_depend_on_how_many_there_are(device, monkeypatch):
     """With few programs a head has fewer of them the more heads there are."""
     monkeypatch.setattr(module, "PROGRAMS", 8)
-    qkv, keys, values, _, cos, sin, semaphores = inputs(device, window=200)
+    qkv, keys, values, _, cos, sin, semaphores, _ = inputs(device, window=200)
     found = []
     for texts in (2, 7):
         several = [

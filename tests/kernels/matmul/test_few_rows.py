@@ -1,4 +1,4 @@
-"""The product for few rows of x: every plan, and inf."""
+"""Products of few rows and in eight bits."""
 
 import math
 
@@ -7,9 +7,12 @@ import torch
 from marks import mostly_slow
 
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
-from arbcli.kernels.codec.packed import random_packed
+from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.matmul import few_rows as module
 from arbcli.kernels.matmul.few_rows import few_rows, fits_few_rows
+from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
+from arbcli.kernels.matmul.quantise_rows import E4M3, quantise_rows, round_e4m3_reference
 
 
 @pytest.mark.parametrize(
@@ -70,3 +73,70 @@ def test_digits_are_read_by_words_where_they_begin_at_multiples_of_4(stride, sta
     digits = torch.zeros(64, dtype=torch.int8)[start:].as_strided((3, 5), (stride, 1))
     assert module._in_words(digits) == (stride % 4 == 0 and start % 4 == 0)
     assert not module._in_words(torch.zeros(8, 8, dtype=torch.int8).T)
+
+
+def matrix(outputs: int, inputs: int, device: torch.device | str = "cpu") -> Packed:
+    generator = torch.Generator().manual_seed(0)
+    return random_packed(outputs, inputs, 32, generator, spread=2).to(device)
+
+
+def product(x: torch.Tensor, packed: Packed, **options) -> torch.Tensor:
+    return fp8_matmul(*quantise_rows(x), packed, dtype=x.dtype, **options)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_product_is_near_the_exact_one(transposed, device):
+    packed = matrix(96, 160, device)
+    weight = decode_weight(packed, torch.float32)
+    x = torch.randn(80, 96 if transposed else 160).to(device)
+    exact = x @ (weight if transposed else weight.T)
+    y = product(x, packed, transposed=transposed)
+    assert 0.01 < float((y - exact).norm() / exact.norm()) < 0.06
+
+
+def test_numbers_that_eight_bits_hold_are_multiplied_exactly(device):
+    packed = matrix(32, 64, device)._replace(fraction=None)
+    x = torch.randint(-8, 9, (70, 64)).float().to(device)
+    weight = decode_weight(packed, torch.float32)
+    assert torch.equal(product(x, packed), x @ weight.T)
+
+
+def test_row_that_is_not_finite_gives_nan(device):
+    packed = matrix(32, 64, device)
+    x = torch.ones(70, 64, device=device)
+    x[3, 5] = torch.inf
+    finite = product(x, packed).isfinite().all(dim=1)
+    assert finite.tolist() == [row != 3 for row in range(70)]
+
+
+@pytest.mark.parametrize(
+    "run", [quantise_rows.triton, quantise_rows.torch], ids=["triton", "torch"]
+)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize(("width", "place"), [(40, 7), (2100, 7), (2100, 1500), (2100, 2099)])
+def test_row_that_is_not_finite_stays_so_and_leaves_others_alone(
+    run, value, width, place, device, monkeypatch
+):
+    """Rows that are read in turns, of 1024 here, keep what any of the turns has seen."""
+    monkeypatch.setattr("arbcli.kernels.matmul.quantise_rows.WHOLE_ROW", 64)
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(device)
+    whole = run(x)
+    x[1, place] = value
+    q, scale = run(x)
+    assert scale.isfinite().flatten().tolist() == [True, False, True]
+    for got, expected in zip((q, scale), whole, strict=True):
+        assert torch.equal(got[::2], expected[::2])
+
+
+def test_reference_rounds_as_the_format_says():
+    every = torch.arange(127, dtype=torch.uint8).view(E4M3).float()  # 0 to 448
+    assert torch.equal(round_e4m3_reference(every[:-1].double()), every[:-1])
+    middle = (every[1:-1].double() + every[:-2].double()) / 2
+    even = every[:-1].view(-1, 2)[:, 0]  # the last bit of each is 0
+    assert torch.equal(round_e4m3_reference(middle), even.repeat_interleave(2)[1:])
+
+
+def test_largest_of_a_row_uses_the_range():
+    q, scale = quantise_rows(torch.tensor([[3.0, -5.0], [2.0**-9, 0.0], [0.0, 0.0]]))
+    assert q.float().tolist() == [[96.0, -160.0], [128.0, 0.0], [0.0, 0.0]]
+    assert scale[:2].flatten().tolist() == [2.0**-5, 2.0**-16]

@@ -6,7 +6,7 @@ import torch
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul import row_matmul as of_row
 from arbcli.kernels.matmul.prepacked import prepack
-from arbcli.kernels.matmul.row_by_row import PartsOfRows, row_by_row
+from arbcli.kernels.matmul.row_by_row import row_by_row
 from arbcli.kernels.matmul.row_matmul import Tiling, row_matmul
 from arbcli.kernels.runtime.backend import use_backend
 
@@ -35,9 +35,8 @@ def check_bits(backend, x, weight, eps, added):
     with use_backend(backend):
         got = row_by_row(x, weight, eps, added)
         for row in range(len(got)):
-            own = x.of(row) if isinstance(x, PartsOfRows) else x[row : row + 1]
             of_row = None if added is None else added[row : row + 1]
-            assert torch.equal(got[row], row_matmul(own, weight, eps, of_row)[0])
+            assert torch.equal(got[row], row_matmul(x[row : row + 1], weight, eps, of_row)[0])
 
 
 @pytest.mark.parametrize("rows", [2, slow(5), slow(8)])
@@ -57,16 +56,6 @@ def test_bits_are_the_same_however_work_is_shared_out(shape, tiling, monkeypatch
     weight, x = matrix(*shape, device), draw(5, shape[1], device=device)
     monkeypatch.setattr(of_row, "tiling_of", lambda *_: Tiling(*tiling))
     check_bits(KERNELS, x, weight, 1e-6, None)
-
-
-@pytest.mark.parametrize("backend", [KERNELS, "torch"])
-@pytest.mark.parametrize("position", [slow(0), 93, slow(250)])
-def test_parts_of_attention_are_averaged_as_those_of_a_row(backend, position, device):
-    generator = torch.Generator().manual_seed(2)
-    values = torch.randn(3, 5, 128, generator=generator).bfloat16().to(device)
-    totals = (torch.rand(3, 5, 2, generator=generator) + 0.1).to(device)
-    at = torch.tensor(position, dtype=torch.int32, device=device)
-    check_bits(backend, PartsOfRows(values, totals, at, 96), matrix(20, 128, device), 1e-6, None)
 
 
 def test_rejects_what_does_not_fit(device):

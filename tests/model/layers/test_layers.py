@@ -262,9 +262,9 @@ def test_norm_of_a_twin_is_rounded_once():
 
 def test_rotary_table_of_a_long_text_is_made_in_parts(monkeypatch):
     """All at once, that of 5 million positions took 900 MB of float64."""
-    whole = rotary._compute_table(1000, 8, torch.device("cpu"), 6, PLAIN)
+    whole = rotary._compute_table(1000, 8, torch.device("cpu"), 6, PLAIN, 0)
     monkeypatch.setattr(rotary, "ROWS_AT_ONCE", 300)
     for one, other in zip(
-        whole, rotary._compute_table(1000, 8, torch.device("cpu"), 6, PLAIN), strict=True
+        whole, rotary._compute_table(1000, 8, torch.device("cpu"), 6, PLAIN, 0), strict=True
     ):
         assert torch.equal(one, other)

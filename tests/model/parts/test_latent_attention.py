@@ -108,7 +108,7 @@ def test_cache_equals_the_whole_text_in_windows(name):
 def test_short_text_has_a_short_ring():
     part = Normalised()
     track = new_track(part, 5)
-    assert track.blocks[0].latent.shape == (1, 5, CONFIG.latent)
+    assert track.blocks[0].latent.codes.shape == (1, 5, CONFIG.latent)
     assert new_track(part, 5000).blocks[0].rotated.shape == (1, WINDOW, 1, CONFIG.rotary)
     check(part, normal(1, 5, DIM), [2, 1, 2], track)
 

@@ -1,17 +1,24 @@
-"""How processes part: what NCCL would wait for goes first, and nobody waits for those that hang."""
+"""How processes part, and which ones are refused before anything is written."""
 
+import dataclasses
 import os
 from contextlib import nullcontext
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from processes import environment
+from processes import environment, in_processes
 
+from arbcli.errors import ArbError
+from arbcli.infer.load import read_saved
+from arbcli.train import run as runs
+from arbcli.train.configure import new_config
 from arbcli.train.parallel import group as group_module
 from arbcli.train.parallel.group import joined
+from arbcli.train.run import Observer, resume_run, start_run
 
 
 @pytest.fixture
@@ -73,3 +80,96 @@ def test_end_that_hangs_does_not_hide_the_error(order, monkeypatch):
     with pytest.raises(RuntimeError, match="first"), joined(torch.device("cpu"), "train"):
         raise RuntimeError("first")
     never.set()
+
+
+ABOUT = {
+    "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "accum": 2, "steps": 2,
+    "wire": "int12", "device": "cpu", "compute": "fp32",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    text = folder / "text.txt"
+    text.write_bytes(b"ternary weights learn to read. " * 100)
+    start_run(new_config(**ABOUT, data=(str(text),)), folder / "run", Observer())
+    return folder / "run"
+
+
+@pytest.fixture
+def config(run):
+    return new_config(**ABOUT, data=(str(run.with_name("text.txt")),))
+
+
+def resumed_with_other_steps(rank, run, config):
+    resume_run(run, Observer(), steps=5 + rank)
+
+
+def resumed_and_started(rank, run, config):
+    if rank:
+        resume_run(run, Observer())
+    else:
+        start_run(config, run.with_name("other"), Observer())
+
+
+def started_for_other_minutes(rank, run, config):
+    start_run(config, run.with_name("other"), Observer(), minutes=1 + rank)
+
+
+def started_with_other_weights(rank, run, config):
+    initial = read_saved(run, print) if rank else None
+    start_run(config, run.with_name("other"), Observer(), initial=initial)
+
+
+def started_with_another_rate(rank, run, config):
+    start_run(dataclasses.replace(config, lr=0.1 + rank), run.with_name("other"), Observer())
+
+
+def refusal(rank, ask, run, config):
+    """Return what a process is told; one that is not refused stops before it trains."""
+    trains = mock.patch.object(runs, "_build", side_effect=ArbError("it trains"))
+    with trains, pytest.raises(ArbError) as found:
+        ask(rank, run, config)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (resumed_with_other_steps, "setting than process 0: `steps`"),
+        (resumed_and_started, "command than process 0: `train --resume`, and not `train`"),
+        (started_for_other_minutes, "setting than process 0: `minutes`"),
+        (started_with_other_weights, "setting than process 0: `init_from`"),
+        (started_with_another_rate, "setting than process 0: `lr`"),
+    ],
+)
+def test_processes_that_were_asked_for_different_things_are_refused(ask, message, run, config):
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    told = in_processes(2, refusal, ask, run, config, join=False)
+    assert told == [f"process 1 has another {message}"] * 2
+    assert {path: path.read_bytes() for path in run.iterdir()} == before
+    assert not run.with_name("other").exists()
+
+
+def trains_while_one_changes_the_text(rank, config, out):
+    """Each process returns what it is told, whichever of them saw that something is wrong."""
+
+    def stepped(step):
+        if rank == 0 and step == 1:
+            text = Path(config.data[0])
+            text.write_bytes(text.read_bytes()[::-1])
+
+    observer = Observer()
+    observer.stepped = stepped
+    with pytest.raises(ArbError) as found:
+        start_run(config, out, observer)
+    return str(found.value)
+
+
+def test_all_processes_are_told_that_the_text_was_changed(run, config, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(run.with_name("text.txt").read_bytes())
+    config = dataclasses.replace(config, data=(str(text),), save_every=1)
+    told = in_processes(2, trains_while_one_changes_the_text, config, tmp_path / "run", join=False)
+    assert told == ["the text was changed while the run read it"] * 2

@@ -1,0 +1,212 @@
+"""Time checks of several bytes against a step of one, both captured, and the kernels of each.
+
+    python -m benchmarks.checks [PRESET...] [--sizes M...] [--prompt BYTES] [--kernels] [--out DIR]
+    python -m benchmarks.checks --run RUN --text FILE [--sizes M...] [--out DIR]
+
+Weights of presets are random. A check takes as long whatever is accepted, so its bytes are not
+counted there: a check that makes B bytes on average makes text B times the step's time over its own
+as fast. With a run, texts of its model are timed, which continue prompts from a file.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from arbcli.config.parts.ahead import AheadConfig
+from arbcli.config.presets import preset
+from arbcli.infer.generation import Decoder, Sampling
+from arbcli.infer.load import load_model
+from arbcli.model.language_model import LanguageModel
+from benchmarks import results
+
+ROUNDS, RUNS, WARM_UP_RUNS, PROFILED = 5, 40, 8, 5
+PROMPTS, TEXT_BYTES = (0.25, 0.75), 2000
+"""Where prompts begin in a file, as shares of it, and bytes that follow each."""
+WAYS = {"greedy": Sampling(temperature=0), "sampled": Sampling(temperature=0.8)}
+
+
+def build(name: str, device: str) -> LanguageModel:
+    """Make a model of random weights, with a head beyond the next byte."""
+    config = preset(name)
+    config = replace(config, ahead=AheadConfig(positions=AheadConfig.MOST, width=config.main.dim))
+    with torch.device(device):
+        model = LanguageModel(config)
+    model.initialise(0)
+    return model
+
+
+def prepare(
+    model: LanguageModel, size: int, prompt: int, how: Sampling
+) -> tuple[Callable[[], None], ...]:
+    """Read a prompt; return functions that go back to its end, make a step, and make a check."""
+    runs = 2 * (ROUNDS * RUNS + WARM_UP_RUNS + PROFILED)
+    decoder = Decoder(model, prompt + (runs + 1) * size, how, ahead=size)
+    decoder.read(b"\n" * prompt)
+    if decoder.checks is not None:
+        decoder.checks.begin(decoder._byte)
+    position = decoder.cache.position.clone()
+
+    def begin() -> None:
+        decoder.cache.position.copy_(position)
+
+    return begin, decoder._step, decoder._run_check
+
+
+def microseconds(back: Callable[[], None], run: Callable[[], None], runs: int) -> float:
+    """Time some runs after the prompt."""
+    back()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(runs):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return 1000 * begin.elapsed_time(end) / runs
+
+
+def kernels_of(run: Callable[[], None]) -> dict[str, tuple[float, float]]:
+    """Find the launches of each kernel in a run, and by how many us it moves the end of the run.
+
+    A kernel may begin while the one before it still runs; what counts is from its end back to the
+    end of the last one, or to its own beginning if that is later.
+    """
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(PROFILED):
+            run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    found = [event for event in events if event.get("cat") == "kernel"]
+    found.sort(key=lambda event: event["ts"] + event["dur"])
+    moved: dict[str, tuple[float, float]] = defaultdict(lambda: (0, 0))
+    last = 0.0
+    for event in found:
+        end, args = event["ts"] + event["dur"], event["args"]
+        grid, block = ("x".join(map(str, args[key])) for key in ("grid", "block"))
+        registers = args.get("registers per thread", "?")
+        label = f"{event['name'][:40]} {grid} of {block}, {registers} registers"
+        count, total = moved[label]
+        moved[label] = count + 1 / PROFILED, total + (end - max(event["ts"], last)) / PROFILED
+        last = max(last, end)
+    return moved
+
+
+def measure(name: str, sizes: list[int], prompt: int, *, kernels: bool) -> list[dict]:
+    """Time a preset's steps and checks in turns."""
+    rows: list[dict] = []
+    model = build(name, "cuda")
+    with torch.no_grad(), model.prepared_weights():
+        for size in sizes:
+            for way, how in WAYS.items():
+                back, step, check = prepare(model, size, prompt, how)
+                for run in (step, check):
+                    microseconds(back, run, WARM_UP_RUNS)
+                rounds = [
+                    [microseconds(back, run, RUNS) for run in (step, check)] for _ in range(ROUNDS)
+                ]
+                times = [statistics.median(part) for part in zip(*rounds, strict=True)]
+                rows.append(
+                    {
+                        "preset": name,
+                        "size": size,
+                        "prompt": prompt,
+                        "way": way,
+                        "step_us": round(times[0], 1),
+                        "check_us": round(times[1], 1),
+                    }
+                )
+                print(
+                    f"{name:5} after {prompt} bytes, {way}: a step {times[0]:,.1f} us, a check of"
+                    f" {size} {times[1]:,.1f} us: {times[1] / times[0]:.2f} steps",
+                    flush=True,
+                )
+                if kernels and way == "sampled":
+                    for kind, run in (("step", step), (f"check of {size}", check)):
+                        back()
+                        print_kernels(kind, run)
+    return rows
+
+
+def print_kernels(kind: str, run: Callable[[], None]) -> None:
+    """Print the time of each kernel, the longest first."""
+    found = kernels_of(run)
+    whole = sum(total for _, total in found.values())
+    print(f"  {kind}: {whole:,.1f} us while profiled")
+    for label, (count, total) in sorted(found.items(), key=lambda pair: -pair[1][1]):
+        print(f"    {total:8.1f} us  {count:4.0f} x {total / count:6.2f} us  {label}")
+    sys.stdout.flush()
+
+
+def make_text(model: LanguageModel, prompt: bytes, how: Sampling, size: int) -> tuple:
+    """Continue a prompt; return the text, bytes per second, and bytes of a check."""
+    decoder = Decoder(model, len(prompt) + 2 * TEXT_BYTES, how, ahead=size)
+    decoder.read(prompt)
+    text = b"".join(decoder.stream(WARM_UP_RUNS * size))
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    text += b"".join(decoder.stream(TEXT_BYTES))
+    return text, TEXT_BYTES / (time.perf_counter() - started), decoder.bytes_per_check
+
+
+def measure_texts(run: Path, text: Path, sizes: list[int], prompt: int) -> list[dict]:
+    """Time texts of a trained model, a byte at a time and by checks."""
+    rows: list[dict] = []
+    model, whole = load_model(run, device="cuda"), text.read_bytes()
+    places = [int(share * len(whole)) for share in PROMPTS]
+    with torch.no_grad(), model.prepared_weights():
+        for way, how in (WAYS | {"top-p": Sampling(temperature=0.8, top_p=0.95)}).items():
+            alone: list[bytes] = []
+            for size in (1, *sizes):
+                made = [make_text(model, whole[at : at + prompt], how, size) for at in places]
+                texts, rates, per_check = zip(*made, strict=True)
+                alone = alone or [*texts]
+                same = all(map(bytes.startswith, texts, alone))  # a warm-up by checks is longer
+                row = {
+                    "preset": run.name,
+                    "size": size,
+                    "prompt": prompt,
+                    "way": way,
+                    "bytes_per_second": [round(rate) for rate in rates],
+                    "bytes_per_check": per_check,
+                    "same": same,
+                }
+                rows.append(row)
+                print(row, flush=True)
+    return rows
+
+
+def main() -> None:
+    """Print a line for each check, and write the rows."""
+    parser = results.options("checks", "Time checks of several bytes against a step of one.")
+    parser.add_argument("presets", nargs="*", metavar="PRESET", default=["base", "1b"])
+    parser.add_argument("--sizes", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--prompt", type=int, default=500)
+    parser.add_argument("--run", type=Path, help="folder of a run, instead of presets")
+    parser.add_argument("--text", type=Path, help="file that prompts are taken from")
+    parser.add_argument("--kernels", action="store_true", help="print the time of each kernel")
+    given = parser.parse_args()
+    if given.run:
+        rows = measure_texts(given.run, given.text, given.sizes, given.prompt)
+        command = results.command_line("checks", "--run", given.run.name)
+        results.save("checks", rows, command=command, folder=given.out)
+        return
+    for name in given.presets:
+        preset(name)
+        rows = measure(name, given.sizes, given.prompt, kernels=given.kernels)
+        command = results.command_line("checks", name)
+        results.save("checks", rows, command=command, folder=given.out)
+
+
+if __name__ == "__main__":
+    main()
