@@ -92,6 +92,20 @@ MISTAKES = {
     "generate run --prompt-file nofile": "cannot read `nofile`",
     "generate run --prompts nofile": "cannot read `nofile`",
     "generate run --top-k 0": "Invalid value for '--top-k'",
+    "generate run --length 16777217": "Invalid value for '--length': Input should be less than or",
+    "generate made --kv fp4": "`--kv` is `fp4`",
+    "generate made --device cpu --backend triton": "the `triton` backend needs a CUDA device",
+    "generate made --bytes --json": "`--bytes` and `--json` are two outputs",
+    "generate made --chunks --bytes": "`--chunks` marks text, and `--bytes` has none",
+    "generate made --batch 2": "`--batch` is for several prompts",
+    "generate masked --infill a…b --prompt c": "`--infill` has a text of its own with holes\n"
+        "hint: leave `--prompt` out\n",
+    "generate masked --prompt a --kv int8": "holes are filled from both sides\n"
+        "hint: leave `--kv` out\n",
+    "generate fill --infill a…b --kv int8": "`--infill` has a text of its own with holes\n"
+        "hint: leave `--kv` out\n",
+    "generate fill --steps 3": "`--steps` is of a masked model",
+    "evaluate made --field said": "`--field` is of `--data`",
     "evaluate --checkpoint nofile": "there is no run at `nofile`",
     "evaluate run --data nofile": "nothing matches `nofile`",
     "evaluate made --stride 65": "`--stride` is 65, and a window has 64 bytes",
@@ -152,6 +166,14 @@ MISTAKES = {
     f"{command} --device cuda": "there is no CUDA device for `cuda`"
     for command in ("train", "generate", "audit-memory", "probe-loss", "verify-kernels")
 } | {
+    f"{command} auto{words}": "there is no run in `runs`"
+    for command, words in (("evaluate", ""), ("probe-loss", ""), ("export", " --to gguf"),
+                           ("inspect", ""), ("check", ""))
+} | {
+    f"generate made --prompts text.txt {words}":
+        f"`--prompts` has prompts of its own and writes JSON lines\nhint: leave `{words.split()[0]}"
+    for words in ("--prompt a", "--bytes", "--chunks", "--json")
+} | {
     f"train --no-save {words}": f"`--no-save` leaves no run, so `{words.split()[0]}` cannot be"
     for words in ("--resume auto", "--save-every 1", "--out x", "--profile", "--plot a.svg")
 } | {
@@ -181,9 +203,10 @@ def header_of(config):
 
 def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    (tmp_path / "made").mkdir()
-    header = header_of(preset("tiny"))
-    (tmp_path / "made" / "step-000001.safetensors").write_bytes(header)
+    for name, objective in (("made", "next"), ("masked", "masked"), ("fill", "fill")):
+        (tmp_path / name).mkdir()
+        header = header_of(preset("tiny", objective=objective))
+        (tmp_path / name / "step-000001.safetensors").write_bytes(header)
     for name, content in (
         ("text.txt", "ternary weights"), ("empty.txt", ""), ("model.toml", MODEL),
         ("preset.toml", 'preset = "tiny"\n[model]\nctx = 8'), ("steps.toml", "steps = 3"),
