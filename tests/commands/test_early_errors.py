@@ -28,9 +28,6 @@ MISTAKES = {
         "a saved model keeps its own settings, so `--chunk-length` cannot",
     "train --resume auto": "there is no run in `runs` that has saved",
     "train --resume auto --out nofile": "there is no run in `nofile`",
-    "train --resume auto --no-moe":
-        "a run goes on with its own settings, so `--moe/--no-moe` cannot be given",
-    "train --resume auto --lr 1": "a run goes on with its own settings, so `--lr` cannot",
     "train --out text.txt/run": "cannot write `text.txt/run`",
     f"train --data text.txt --out {'x' * 300}": f"cannot use `{'x' * 300}`: File name too long",
     "train --data text.txt:0.5 text.txt": "`text.txt` has no weight above 0",
@@ -76,14 +73,14 @@ MISTAKES = {
     "train --minutes 1 --steps 9": "`--minutes` and `--steps` both say how long",
     "train --model nofile": "cannot read `nofile`",
     "train --model model.toml --no-sub-norms": "`--sub-norms/--no-sub-norms` only applies",
-    "train --model model.toml --resume auto":
-        "a run goes on with its own settings, so `--model` cannot be given to it",
     "train --model model.toml --init-from a":
         "a saved model keeps its own settings, so `--model` cannot be given to it",
     "train --config nofile": "cannot read `nofile`",
     "train --resume nofile": "there is no run at `nofile`",
     "train --gpus 2": "there is no GPU for `--gpus 2`",
     "train --gpus 2 --device cpu": "`--accum` is 1, which 2 processes",
+    "train --gpus 3 --accum 4 --device cpu":
+        "`--accum` is 4, which 3 processes cannot share evenly",
     "train --stepz 3": "No such option: --stepz (Possible options: --seed, --steps, --streams)\n"
         "hint: `arb train --help` lists what there is\n",
     "--quick": "No such option: --quick\nhint: `arb --help` lists what there is\n",
@@ -138,6 +135,8 @@ MISTAKES = {
     "audit-memory --budget 6GiB --what-if": "`--budget` and `--what-if` are two questions",
     "audit-memory --ctx 999999999": "`--ctx` is 999,999,999",
     "audit-memory --dim 33": "4 heads do not divide a width of 33",
+    "audit-memory --ranks 2 --what-if": "`--what-if` is of one process",
+    "audit-memory --ranks 2 --snapshot a.pickle": "`--snapshot` is of one process",
     "audit-memory --snapshot text.txt": "`--snapshot` is `text.txt`",
     "audit-memory --snapshot nowhere/a.pickle": "cannot write `nowhere/a.pickle`",
     "audit-memory --model model.toml --experts 3": "`--experts` only applies to a preset",
@@ -173,6 +172,12 @@ MISTAKES = {
     f"generate made --prompts text.txt {words}":
         f"`--prompts` has prompts of its own and writes JSON lines\nhint: leave `{words.split()[0]}"
     for words in ("--prompt a", "--bytes", "--chunks", "--json")
+} | {
+    f"train --resume auto {words}":
+        f"a run goes on with its own settings, so `{option or words.split()[0]}` cannot be given"
+    for words, option in (
+        ("--config a.toml", ""), ("--minutes 3", ""), ("--init-from y", ""), ("--batch 2", ""),
+        ("--lr 1", ""), ("--model model.toml", ""), ("--no-moe", "--moe/--no-moe"))
 } | {
     f"train --no-save {words}": f"`--no-save` leaves no run, so `{words.split()[0]}` cannot be"
     for words in ("--resume auto", "--save-every 1", "--out x", "--profile", "--plot a.svg")
