@@ -236,14 +236,13 @@ def main() -> None:
     if given.one:
         print(json.dumps(measure(CASES[given.one], given.ctx)))
         return
-    for first in range(0, len(given.only), given.at_once):
-        names = given.only[first : first + given.at_once]
-        words = [sys.executable, "-m", "benchmarks.large_tuning", "--ctx", str(given.ctx), "--one"]
-        for name, row in zip(names, measured([*words, name] for name in names), strict=True):
-            print(f"{name}: failed" if row is None else json.dumps(row), flush=True)
-            if row is not None:
-                command = results.command_line("large_tuning", "--only", name)
-                results.save("large_tuning", [row], command=command, folder=given.out)
+    words = [sys.executable, "-m", "benchmarks.large_tuning", "--ctx", str(given.ctx), "--one"]
+    rows = measured(([*words, name] for name in given.only), given.at_once)
+    for name, row in zip(given.only, rows, strict=True):
+        print(f"{name}: failed" if row is None else json.dumps(row), flush=True)
+        if row is not None:
+            command = results.command_line("large_tuning", "--only", name)
+            results.save("large_tuning", [row], command=command, folder=given.out)
 
 
 if __name__ == "__main__":

@@ -501,19 +501,23 @@ def _gib(size: float | None) -> str:
 
 
 def tuning(runs: Runs) -> str:
-    """List each way of tuning at its best rate: losses, bytes and speed."""
+    """List each way of tuning at its best rate, the best way first: losses, bytes and speed."""
     tuned = [row for row in rows_of(runs) if row["part"] != "speed"]
+    by_way: dict[tuple[str, float], list[Row]] = {}
+    for row in tuned:
+        by_way.setdefault((row["kind"], row["lr"]), []).append(row)
+    best: dict[str, float] = {}
+    for kind, lr in sorted(by_way, key=lambda way: mean(row["new"] for row in by_way[way])):
+        best.setdefault(kind, lr)
     lines = []
-    for kind in dict.fromkeys(row["kind"] for row in tuned):
-        first = [row for row in tuned if (row["kind"], row["seed"]) == (kind, 0)]
-        best = min(first, key=lambda row: row["new"])
+    for kind, lr in best.items():
         speed = row_of(runs, part="speed", kind=kind)
         lines.append(
             [
                 kind,
-                f"{best['lr']:g}",
-                *_seeds(tuned, kind=kind, lr=best["lr"]),
-                f"{best['state_bytes'] / 1e6:.1f}",
+                f"{lr:g}",
+                *_seeds(tuned, kind=kind, lr=lr),
+                f"{by_way[kind, lr][0]['state_bytes'] / 1e6:.1f}",
                 f"{speed['peak_bytes'] / 1e9:.2f}" if speed else "",
                 _number(speed["bytes_per_second"]) if speed else "",
             ]

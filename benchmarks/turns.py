@@ -14,15 +14,24 @@ def wait_turn() -> None:
     input()
 
 
-def measured(commands: Iterable[Sequence[str]]) -> Iterator[dict[str, Any] | None]:
-    """Start commands at once, let each measure when it is its turn, and read its row.
+def measured(
+    commands: Iterable[Sequence[str]], at_once: int = 2
+) -> Iterator[dict[str, Any] | None]:
+    """Start some commands at once, let each measure when it is its turn, and read its row.
 
     Args:
         commands: each calls `wait_turn`, and then prints a JSON object.
+        at_once: so many prepare, and the next ones after all of them have measured.
 
     Yields:
         The object of each, in their order; None if it failed.
     """
+    commands = [*commands]
+    for first in range(0, len(commands), at_once):
+        yield from _measured(commands[first : first + at_once])
+
+
+def _measured(commands: Sequence[Sequence[str]]) -> Iterator[dict[str, Any] | None]:
     started = [
         subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for words in commands

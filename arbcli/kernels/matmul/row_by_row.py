@@ -7,8 +7,9 @@ sums of integers, which are exact in any order, are formed otherwise.
 
 Work. Weights are loaded once for all rows. The matrix instruction multiplies a block of 16 rows of
 w by four rows of x, two columns each: thread 4 r + c has j = c of each block, and the results of
-rows r and r + 8 of w and row c of x. As many rows of x as fit in shared memory, four at most, are
-rounded and multiplied at a time.
+rows r and r + 8 of w and row c of x. As many rows of x as fit in shared memory are rounded at a
+time, by all warps together: what a warp of `row_matmul` has of a row, with its squares, is a task
+here. So there may be more warps, and each sum is formed as it is there.
 """
 
 from functools import partial

@@ -31,7 +31,6 @@ from arbcli.kernels.norm.rms_norm import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
-from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 LEAST_TILES = 4
@@ -68,25 +67,21 @@ def _gained_rms_norm_backward_torch(
     grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_x, y = rms_norm_backward.torch(grad_y, x, weight, eps, other_grad)
-    return grad_x, y, _gradient_of_gain(grad_y, x, eps)
+    _, xhat = rms_norm_backward.torch(grad_y, x.to(torch.float32), None, eps)
+    return grad_x, y, _gradient_of_gain(grad_y, xhat)
 
 
-def _gradient_of_gain(grad_y: Tensor, x: Tensor, eps: float) -> Tensor:
-    """Sum gy * xhat over rows, a few rows at a time; (D,) float32."""
-    width = x.shape[-1]
-    x, grad_y = x.reshape(-1, width), grad_y.reshape(-1, width)
-    total = torch.zeros(width, dtype=torch.float32, device=x.device)
-    for rows in row_chunks(x):
-        xhat = torch_rms_norm(x[rows].to(torch.float32), (width,), None, eps)
-        total += xhat.mul_(grad_y[rows]).sum(dim=0)
-    return total
+def _gradient_of_gain(grad_y: Tensor, xhat: Tensor) -> Tensor:
+    """Sum gy * xhat over rows, xhat float32; (D,) float32."""
+    return (grad_y * xhat).flatten(0, -2).sum(dim=0)
 
 
 def _gained_rms_norm_backward_native(
     grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_x, y = rms_norm_backward.run("native")(grad_y, x, weight, eps, other_grad)
-    return grad_x, y, _gradient_of_gain(grad_y, x, eps)
+    xhat = rms_norm.run("native")(x.to(torch.float32), None, eps)
+    return grad_x, y, _gradient_of_gain(grad_y, xhat)
 
 
 @triton.jit
@@ -124,7 +119,7 @@ def _gained_rms_norm_backward_triton(
     width = x.shape[-1]
     if not x.numel() or width > WHOLE_ROW:
         grad_x, y = rms_norm_backward.triton(grad_y, x, weight, eps, other_grad)
-        return grad_x, y, _gradient_of_gain(grad_y, x, eps)
+        return grad_x, y, _gradient_of_gain(grad_y, rms_norm.triton(x.float(), None, eps))
     grad_x, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     x, grad_y = dense_rows(x), dense_rows(grad_y)
     others = x if other_grad is None else dense_rows(other_grad)
