@@ -159,6 +159,28 @@ def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it
         assert torch.equal(part, expected)
 
 
+@torch.no_grad()
+def test_steps_of_three_stages_around_another_are_those_of_whole_reads(device):
+    """Each hands what it found to the one around it."""
+    outer = {"outer_dim": (16, 16, 16), "outer_layers": (1,) * 3, "outer_heads": (2,) * 3}
+    outer |= {"outer_ffn": (16,) * 3, "chunk_length": (2,) * 3, "window": 8, "ctx": 24}
+    lm = LanguageModel(
+        preset("hnet-tiny", dim=16, layers=1, heads=2, ffn=16, boundaries="every", **outer),
+        torch.float32,
+    ).to(device)
+    lm.initialise(0)
+    with lm.prepared_weights():
+        decoder = Decoder(lm, 40, GREEDY, capture=False)
+        decoder.read(b"it was")
+        made = b"".join(decoder.stream(20))
+        cache, text = lm.new_cache(40), b"it was"
+        for start in range(len(text) + len(made) - 1):
+            ids = torch.tensor([[(text + made)[start]]], device=device)
+            logits = lm(ids, cache)[0, -1]
+            if start >= len(text) - 1:
+                assert int(logits.argmax()) == (text + made)[start + 1], start
+
+
 @pytest.mark.parametrize("name", [*PRESETS])
 def test_a_position_depends_on_no_more_than_a_model_says(name):
     """Of models with other states than windows it is not known."""
