@@ -52,7 +52,7 @@ KEYS = {
     "step_kernels": ("model",),
     "step_budget": ("model",),
     "commands": ("command", "again"),
-    "stage_rates": ("model", "stage", "factor", "seed", "steps"),
+    "stage_rates": ("model", "stage", "factor", "seed", "steps", "lr"),
 }
 """Fields that name a row, by file."""
 RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")

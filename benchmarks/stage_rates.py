@@ -1,12 +1,15 @@
 """Train chunked models whose stages have learning rates of their own, one stage at a time.
 
-    python -m benchmarks.stage_rates TRAIN VAL [MODEL...] [--seeds N...] [--steps N] [--out DIR]
+    python -m benchmarks.stage_rates TRAIN VAL [MODEL...] [--seeds N...] [--steps N] [--lr X]
+                                    [--out DIR]
 
 The rate of all weights of a stage is multiplied by each of `FACTORS`, those of other stages,
-embedding and head stay. MODEL is one of `MODELS`: of one outer stage, and of two; those that are
-called tiny train on a CPU, too.
+embedding and head stay; and last those of all weights are, as rates that are better for all of
+them would be taken for those of a stage. MODEL is one of `MODELS`: of one outer stage, and of two;
+those that are called tiny train on a CPU, too.
 """
 
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -57,7 +60,7 @@ def build(
     def with_factor(model: LanguageModel, seed: int) -> None:
         initialise(model, seed)
         for name, tensor in model.packed_tensors().items():
-            tensor.lr_factor *= factor if stage_of(name) == stage else 1
+            tensor.lr_factor *= factor if stage in ("all", stage_of(name)) else 1
 
     with mock.patch.object(LanguageModel, "initialise", with_factor):
         return Trainer(config, texts, capture=config.device == "cuda")
@@ -71,25 +74,29 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--lr", type=float, help="of all weights [default: the rule's]")
     given = parser.parse_intermixed_args()
-    paths = given.train, given.val
+    paths, rate = (given.train, given.val), {} if given.lr is None else {"lr": given.lr}
     command = results.command_line("stage_rates", "TRAIN", "VAL", "--steps", str(given.steps))
     for seed in given.seeds:
         for model in given.models or MODELS:
             options = MODELS[model]
             depth = len(new_config(**options).model.outer)
             stages = [*(f"outer {index}" for index in range(depth)), "main"]
-            runs = [("all", 1.0), *((stage, factor) for stage in stages for factor in FACTORS)]
+            runs = [("all", 1.0), *product([*stages, "all"], FACTORS)]
             for stage, factor in runs:
                 empty()
                 with deterministic():
-                    trainer = build(options, paths, stage, factor, seed=seed, steps=given.steps)
+                    trainer = build(
+                        options, paths, stage, factor, seed=seed, steps=given.steps, **rate
+                    )
                     for _ in range(given.steps):
                         trainer.train_step()
                     loss = round(trainer.evaluate(64), 4)
                 row = {
                     "model": model, "stage": stage, "factor": factor, "seed": seed,
-                    "steps": given.steps, "weights": trainer.num_weights, "held_out_nats": loss,
+                    "steps": given.steps, "lr": trainer.config.lr, "weights": trainer.num_weights,
+                    "held_out_nats": loss,
                 }  # fmt: skip
                 print(row, flush=True)
                 results.save("stage_rates", [row], command=command, folder=given.out)

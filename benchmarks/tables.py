@@ -869,6 +869,23 @@ def searched(runs: Runs, text: str, ctx: int, *, small: bool = False) -> str:
     return _measured(head, lines, runs)
 
 
+def stage_rates(runs: Runs) -> str:
+    """Held-out losses by the factor of a stage's learning rate."""
+    found: dict[tuple[str, float, str], dict[float, list[float]]] = {}
+    for row in rows_of(runs):
+        place = found.setdefault((row["model"], row["lr"], row["stage"]), {})
+        place.setdefault(row["factor"], []).append(row["held_out_nats"])
+    factors = sorted({factor for losses in found.values() for factor in losses})
+    lines = []
+    for (model, lr, stage), losses in found.items():
+        all_losses = losses | {1.0: found[model, lr, "all"][1.0]}
+        cells = (all_losses.get(factor, []) for factor in factors)
+        losses_of = [", ".join(f"{x:.4f}" for x in cell) for cell in cells]
+        lines.append([model, f"{lr:g}", stage, *losses_of])
+    head = ["model", "`--lr`", "faster or slower", *(f"{factor:g}" for factor in factors)]
+    return _measured(head, lines, runs)
+
+
 def _only(runs: Runs, **fields: Any) -> Runs:
     found = [run | {"rows": rows_of([run], **fields)} for run in runs]
     return [run for run in found if run["rows"]]
@@ -1017,6 +1034,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "step-kernels": ("step_kernels", step_kernels),
     "step-budget": ("step_budget", step_budget),
     "ablation": ("ablation", ablation),
+    "stage-rates": ("stage_rates", stage_rates),
     "search-novels-4096": ("search", partial(searched, text="novels", ctx=4096)),
     "search-novels-16384": ("search", partial(searched, text="novels", ctx=16384)),
     "search-code-4096": ("search", partial(searched, text="code", ctx=4096)),
