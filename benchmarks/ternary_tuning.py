@@ -62,8 +62,8 @@ WAYS = (
     Way(kind="nibble", lr=0.3, taught=True),
     Way(kind="moment", lr=0.3),
     Way(kind="nibble", lr=0.3),
-    Way(kind="muon", lr=1e-3),
     Way(kind="muon", lr=1e-2),
+    Way(kind="muon", lr=1e-3),
     Way(kind="moment", lr=0.1, taught=True),
 )
 RULES = ("moment", "nibble")
