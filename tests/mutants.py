@@ -26,10 +26,11 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -37,6 +38,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 WIDE_SECONDS, MOST_TESTS = 15.0, 200
 """The most tests that are run of a change, and the sum of their times as the map has them."""
+ENDLESS_SECONDS = 5
+"""Of processor time, after which a changed reference is taken to have no end."""
 OPTIONS = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "-m", "not slow"]
 FLIPPED: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -123,6 +126,12 @@ def changes_of(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             yield node, "pass"
         case _ if isinstance(node, DROPPED):
             yield node, "pass"
+
+
+def decides(mutant: Mutant) -> bool:
+    """Tell whether a change turns a condition around."""
+    before, after = mutant.before, mutant.after
+    return after.startswith(("not (", "(not (")) or (" else " in before and " else " in after)
 
 
 def _is_kernel(node: ast.AST) -> bool:
@@ -435,7 +444,9 @@ def try_mutants(folder: Path, each: int, seed: int, names: list[str]) -> int:
     return int(pytest.main([*OPTIONS, *there], [Trier(known, package, folder, chosen)]))
 
 
-def untold_changes(spec: Any, each: int) -> Iterator[Mutant]:
+def untold_changes(
+    spec: Any, each: int, counts: Callable[[Mutant], bool] = lambda _: True
+) -> Iterator[Mutant]:
     """List drawn changes of the reference of a kernel that none of its cases tells from it."""
     import torch
 
@@ -452,13 +463,18 @@ def untold_changes(spec: Any, each: int) -> Iterator[Mutant]:
             not compare(spec, case.label, one, other).passed for one, other in pairs
         )
 
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGVTALRM, stop)
     reference = inspect.unwrap(spec.reference)
     path, module = Path(reference.__code__.co_filename), sys.modules[reference.__module__]
     helpers = [n for n in reference.__code__.co_names if "reference" in n or "float64" in n]
     functions = {reference.__name__: reference}
     functions |= {n: inspect.unwrap(vars(module)[n]) for n in helpers if n in vars(module)}
     source = path.read_bytes()
-    own = [m for m in mutants_of(source.decode()) if m.function in functions]
+    every = filter(counts, mutants_of(source.decode()))
+    own = [mutant for mutant in every if mutant.function in functions]
     sizes = (6, 32) if spec.uses_scales else (6,)
     cases = [case for size in sizes for case in spec.cases(torch.device("cpu"), size)]
     wanted = [as_tuple(spec.reference(*copies(case.inputs))) for case in cases]
@@ -471,9 +487,11 @@ def untold_changes(spec: Any, each: int) -> Iterator[Mutant]:
         except (SyntaxError, StopIteration, ValueError):
             continue
         try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, ENDLESS_SECONDS)
             if held.__code__ != code and not any(map(told, cases, wanted)):
                 yield mutant
         finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             held.__code__ = code
 
 

@@ -16,8 +16,15 @@ from arbcli.commands._options import fill_options, repeat_options
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml, model_lines, to_toml
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS
+from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.parts.chunking import ChunkingConfig
-from arbcli.config.parts.memories import CodebookConfig, IteratedConfig, MemoriesConfig
+from arbcli.config.parts.composite import CompositeConfig
+from arbcli.config.parts.memories import (
+    CodebookConfig,
+    IteratedConfig,
+    MemoriesConfig,
+    QuantiserConfig,
+)
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.kernels.registry import KERNELS
 from arbcli.model.build import build_model
@@ -27,7 +34,8 @@ PAGE = (ROOT / "docs" / "models.md").read_text()
 EXAMPLES = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 OTHERS = {
     "chunking": ChunkingConfig, "memories": MemoriesConfig, "codebook": CodebookConfig,
-    "iterated": IteratedConfig, "rotary": RotaryConfig,
+    "iterated": IteratedConfig, "rotary": RotaryConfig, "quantiser": QuantiserConfig,
+    "ahead": AheadConfig, "composite": CompositeConfig,
 }  # fmt: skip
 VALUES = {"model": ModelConfig, "stage": StageConfig, "block": BlockConfig}
 
@@ -65,7 +73,7 @@ def test_example_of_a_model_builds_and_is_written_back(example):
 
 
 def test_page_has_examples():
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
 
 
 def test_readme_is_short():

@@ -90,6 +90,8 @@ CONFIGURATIONS = {
         "`compute=fp8` out", ("compute",)),
     "nvfp4 of a twin": (of_run(weights="float", compute="nvfp4"), "multiplied in bf16",
         "`compute=nvfp4` out", ("compute",)),
+    "higher rate at the end": (of_run(lr=0.5, final_lr=0.75), "`final_lr` is 0.75",
+        "use 0 to 0.5, the learning rate", ("final_lr",)),
     "unknown wire": (of_run(wire="int4"), "`wire` is `int4`", "`int12`, `int8`, `int16`",
         ("wire",)),
 }  # fmt: skip

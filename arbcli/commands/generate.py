@@ -164,8 +164,8 @@ def generate(
     """Continue a prompt: `arb generate runs/001-256x4-moment --prompt "import "`.
 
     The text that follows the prompt goes to stdout as it is made. Without a prompt, on a terminal,
-    it asks for one again and again. A masked model fills holes, after a prompt or in the middle of
-    --infill, and the whole text goes to stdout.
+    it asks for one again and again. A model that fills holes completes the text of --infill, a
+    masked one a prompt too, and the whole text goes to stdout.
     """
     if raw and as_json:
         raise ArbError("`--bytes` and `--json` are two outputs", hint="choose one")
@@ -364,7 +364,7 @@ def _write_filled(
             text.write(content)
     note("")
     note(
-        f"{report.length:,} hidden, filled in {report.steps:,} steps and {report.seconds:.2f} s on"
+        f"{report.length:,} symbols filled in {report.steps:,} steps and {report.seconds:.2f} s on"
         f" {report.device}, backend {report.backend}"
     )
 

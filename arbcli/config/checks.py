@@ -91,6 +91,8 @@ def check_sizes(config: Any) -> None:
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        if field.type is float:  # a number there may be whole, and 0
+            continue
         for size in value if isinstance(value, tuple) else (value,):
             if type(size) is int:
                 check_at_least(field.name, size, LEAST_OF.get(field.name, 1))

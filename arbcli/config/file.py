@@ -124,6 +124,11 @@ def _unknown(
         return ArbError(
             f"`{name}` in `{path}` is a setting of the model", hint="write it below `[model]`"
         )
+    if where and name in {*(field.name for field in dataclasses.fields(ModelConfig)), "block"}:
+        return ArbError(
+            f"`{path}` has `{where}{name}`, which is of a model with stages",
+            hint="write the stages as `[[model.stage]]`; `arb train --print-config` prints them",
+        )
     names = ", ".join(f"`{setting}`" for setting in known)
     return ArbError(f"`{path}` has no setting `{where}{name}`", hint=f"choose one of: {names}")
 

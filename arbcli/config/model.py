@@ -450,7 +450,7 @@ class ModelConfig:
         ):
             if is_there:
                 raise ArbError(
-                    f"the model has a composite head, and another `{name}`",
+                    f"a composite head does not combine with `{name}`",
                     hint=f"leave `{name}` or `composite` out",
                     fields=(name,),
                 )

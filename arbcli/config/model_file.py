@@ -77,7 +77,7 @@ def model_from_toml(values: dict[str, Any], where: str) -> ModelConfig:
         return from_fields(ModelConfig, fields, "model")
     except TypeError as error:
         raise ArbError(
-            f"`{where}`: {error}", hint="see docs/commands.md for the fields of a model"
+            f"`{where}`: {error}", hint="see docs/models.md for the fields of a model"
         ) from None
 
 

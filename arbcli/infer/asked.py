@@ -47,7 +47,7 @@ def check_steps(config: ModelConfig, steps: int | None) -> None:
 def _check_masked(config: ModelConfig, option: str, *, given: bool) -> None:
     if given and not config.is_masked:
         raise ArbError(
-            f"`{option}` is of a masked model, and this one predicts the next byte",
+            f"`{option}` is of a masked model, and this one reads from left to right",
             hint=f"leave `{option}` out",
         )
 

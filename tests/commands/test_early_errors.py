@@ -28,9 +28,6 @@ MISTAKES = {
         "a saved model keeps its own settings, so `--chunk-length` cannot",
     "train --resume auto": "there is no run in `runs` that has saved",
     "train --resume auto --out nofile": "there is no run in `nofile`",
-    "train --resume auto --no-moe":
-        "a run goes on with its own settings, so `--moe/--no-moe` cannot be given",
-    "train --resume auto --lr 1": "a run goes on with its own settings, so `--lr` cannot",
     "train --out text.txt/run": "cannot write `text.txt/run`",
     f"train --data text.txt --out {'x' * 300}": f"cannot use `{'x' * 300}`: File name too long",
     "train --data text.txt:0.5 text.txt": "`text.txt` has no weight above 0",
@@ -76,14 +73,14 @@ MISTAKES = {
     "train --minutes 1 --steps 9": "`--minutes` and `--steps` both say how long",
     "train --model nofile": "cannot read `nofile`",
     "train --model model.toml --no-sub-norms": "`--sub-norms/--no-sub-norms` only applies",
-    "train --model model.toml --resume auto":
-        "a run goes on with its own settings, so `--model` cannot be given to it",
     "train --model model.toml --init-from a":
         "a saved model keeps its own settings, so `--model` cannot be given to it",
     "train --config nofile": "cannot read `nofile`",
     "train --resume nofile": "there is no run at `nofile`",
     "train --gpus 2": "there is no GPU for `--gpus 2`",
     "train --gpus 2 --device cpu": "`--accum` is 1, which 2 processes",
+    "train --gpus 3 --accum 4 --device cpu":
+        "`--accum` is 4, which 3 processes cannot share evenly",
     "train --stepz 3": "No such option: --stepz (Possible options: --seed, --steps, --streams)\n"
         "hint: `arb train --help` lists what there is\n",
     "--quick": "No such option: --quick\nhint: `arb --help` lists what there is\n",
@@ -92,6 +89,20 @@ MISTAKES = {
     "generate run --prompt-file nofile": "cannot read `nofile`",
     "generate run --prompts nofile": "cannot read `nofile`",
     "generate run --top-k 0": "Invalid value for '--top-k'",
+    "generate run --length 16777217": "Invalid value for '--length': Input should be less than or",
+    "generate made --kv fp4": "`--kv` is `fp4`",
+    "generate made --device cpu --backend triton": "the `triton` backend needs a CUDA device",
+    "generate made --bytes --json": "`--bytes` and `--json` are two outputs",
+    "generate made --chunks --bytes": "`--chunks` marks text, and `--bytes` has none",
+    "generate made --batch 2": "`--batch` is for several prompts",
+    "generate masked --infill a…b --prompt c": "`--infill` has a text of its own with holes\n"
+        "hint: leave `--prompt` out\n",
+    "generate masked --prompt a --kv int8": "holes are filled from both sides\n"
+        "hint: leave `--kv` out\n",
+    "generate fill --infill a…b --kv int8": "`--infill` has a text of its own with holes\n"
+        "hint: leave `--kv` out\n",
+    "generate fill --steps 3": "`--steps` is of a masked model",
+    "evaluate made --field said": "`--field` is of `--data`",
     "evaluate --checkpoint nofile": "there is no run at `nofile`",
     "evaluate run --data nofile": "nothing matches `nofile`",
     "evaluate made --stride 65": "`--stride` is 65, and a window has 64 bytes",
@@ -124,6 +135,8 @@ MISTAKES = {
     "audit-memory --budget 6GiB --what-if": "`--budget` and `--what-if` are two questions",
     "audit-memory --ctx 999999999": "`--ctx` is 999,999,999",
     "audit-memory --dim 33": "4 heads do not divide a width of 33",
+    "audit-memory --ranks 2 --what-if": "`--what-if` is of one process",
+    "audit-memory --ranks 2 --snapshot a.pickle": "`--snapshot` is of one process",
     "audit-memory --snapshot text.txt": "`--snapshot` is `text.txt`",
     "audit-memory --snapshot nowhere/a.pickle": "cannot write `nowhere/a.pickle`",
     "audit-memory --model model.toml --experts 3": "`--experts` only applies to a preset",
@@ -151,6 +164,20 @@ MISTAKES = {
 } | {
     f"{command} --device cuda": "there is no CUDA device for `cuda`"
     for command in ("train", "generate", "audit-memory", "probe-loss", "verify-kernels")
+} | {
+    f"{command} auto{words}": "there is no run in `runs`"
+    for command, words in (("evaluate", ""), ("probe-loss", ""), ("export", " --to gguf"),
+                           ("inspect", ""), ("check", ""))
+} | {
+    f"generate made --prompts text.txt {words}":
+        f"`--prompts` has prompts of its own and writes JSON lines\nhint: leave `{words.split()[0]}"
+    for words in ("--prompt a", "--bytes", "--chunks", "--json")
+} | {
+    f"train --resume auto {words}":
+        f"a run goes on with its own settings, so `{option or words.split()[0]}` cannot be given"
+    for words, option in (
+        ("--config a.toml", ""), ("--minutes 3", ""), ("--init-from y", ""), ("--batch 2", ""),
+        ("--lr 1", ""), ("--model model.toml", ""), ("--no-moe", "--moe/--no-moe"))
 } | {
     f"train --no-save {words}": f"`--no-save` leaves no run, so `{words.split()[0]}` cannot be"
     for words in ("--resume auto", "--save-every 1", "--out x", "--profile", "--plot a.svg")
@@ -181,9 +208,10 @@ def header_of(config):
 
 def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    (tmp_path / "made").mkdir()
-    header = header_of(preset("tiny"))
-    (tmp_path / "made" / "step-000001.safetensors").write_bytes(header)
+    for name, objective in (("made", "next"), ("masked", "masked"), ("fill", "fill")):
+        (tmp_path / name).mkdir()
+        header = header_of(preset("tiny", objective=objective))
+        (tmp_path / name / "step-000001.safetensors").write_bytes(header)
     for name, content in (
         ("text.txt", "ternary weights"), ("empty.txt", ""), ("model.toml", MODEL),
         ("preset.toml", 'preset = "tiny"\n[model]\nctx = 8'), ("steps.toml", "steps = 3"),

@@ -302,15 +302,6 @@ def test_prompt_is_taken_byte_for_byte(asked, monkeypatch):
     assert [each.prompt for each in call.args[1]] == [b"a", b"b"]
 
 
-@pytest.mark.parametrize(
-    "option", [("--config", "a.toml"), ("--minutes", "3"), ("--init-from", "y"), ("--batch", "2")]
-)
-def test_run_that_goes_on_is_given_nothing_else(option, arb_here):
-    done = arb_here("train", "--resume", "x", *option)
-    assert done.returncode == 2
-    assert f"so `{option[0]}` cannot be given to it" in done.stderr
-
-
 def test_snapshot_may_end_in_either_of_its_suffixes(asked, tmp_path):
     words = ["audit-memory", *SIZES, "--device", "cpu", "--snapshot"]
     for name in ("a.pickle", "a.pkl"):

@@ -1,6 +1,7 @@
 """A model is written as TOML and read back equal, and a file that is wrong is refused by path."""
 
 import dataclasses
+import json
 import random
 import re
 import textwrap
@@ -21,7 +22,7 @@ from arbcli.config.parts.compressed_attention import POOLINGS
 from arbcli.config.parts.experts import GATES
 from arbcli.config.parts.memories import MemoriesConfig
 from arbcli.config.parts.rotary import SCALINGS
-from arbcli.config.presets import PRESETS
+from arbcli.config.presets import PRESETS, from_fields
 from arbcli.errors import ArbError
 from arbcli.rules import DIRECTION, RULES, VOTES_FIXES
 
@@ -136,6 +137,13 @@ def test_random_values_of_every_part_are_read_back_equal(kind):
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_is_read_back_equal(name):
     assert read_back(PRESETS[name]) == PRESETS[name]
+
+
+def test_fields_that_are_read_stay_as_they_were():
+    values = json.loads(json.dumps(dataclasses.asdict(PRESETS["arb-long"])))
+    before = json.dumps(values)
+    assert from_fields(ModelConfig, values, "model") == PRESETS["arb-long"]
+    assert json.dumps(values) == before
 
 
 GOOD = """[model]

@@ -17,7 +17,10 @@ from arbcli.device import spare_bytes
 from arbcli.errors import ArbError
 from arbcli.infer import generation
 from arbcli.infer.generation import Decoder, Sampling, continue_text, generate
+from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
+from arbcli.model.flow import Flow
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import rotary
 from arbcli.verify.parity import grouped
@@ -159,6 +162,28 @@ def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it
         assert torch.equal(part, expected)
 
 
+@torch.no_grad()
+def test_steps_of_three_stages_around_another_are_those_of_whole_reads(device):
+    """Each hands what it found to the one around it."""
+    outer = {"outer_dim": (16, 16, 16), "outer_layers": (1,) * 3, "outer_heads": (2,) * 3}
+    outer |= {"outer_ffn": (16,) * 3, "chunk_length": (2,) * 3, "window": 8, "ctx": 24}
+    lm = LanguageModel(
+        preset("hnet-tiny", dim=16, layers=1, heads=2, ffn=16, boundaries="every", **outer),
+        torch.float32,
+    ).to(device)
+    lm.initialise(0)
+    with lm.prepared_weights():
+        decoder = Decoder(lm, 40, GREEDY, capture=False)
+        decoder.read(b"it was")
+        made = b"".join(decoder.stream(20))
+        cache, text = lm.new_cache(40), b"it was"
+        for start in range(len(text) + len(made) - 1):
+            ids = torch.tensor([[(text + made)[start]]], device=device)
+            logits = lm(ids, cache)[0, -1]
+            if start >= len(text) - 1:
+                assert int(logits.argmax()) == (text + made)[start + 1], start
+
+
 @pytest.mark.parametrize("name", [*PRESETS])
 def test_a_position_depends_on_no_more_than_a_model_says(name):
     """Of models with other states than windows it is not known."""
@@ -250,6 +275,21 @@ def test_bytes_of_a_text_are_drawn_from_the_softmax_that_was_asked_for(how, devi
     statistic = ((found - expected) ** 2 / expected).sum().item()
     freedom = len(expected) - 1
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not native.available(), reason="there is no C compiler")
+def test_fused_head_normalises_the_stream():
+    """Greedy text would not tell: the likeliest byte stays whatever the size."""
+    lm = LanguageModel(preset("tiny", dim=64, layers=1, heads=2, ffn=64), torch.bfloat16)
+    lm.initialise(0)
+    x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with lm.prepared_weights(), use_backend("native"):
+        assert lm._fuses(x)
+        small, large = (lm._fused_logits(size * x).float() for size in (1, 8))
+        torch.testing.assert_close(small, lm._logits(Flow(x)).float(), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(large, small, rtol=0.02, atol=0.02)
+    assert small.std() > 0.1
 
 
 def test_no_more_bytes_than_the_text_has_room_for(device):

@@ -103,6 +103,11 @@ def test_rules_take_their_bytes_per_weight():
         assert size + 2 / 32 <= mlp.bytes_per_weight < size + 2 / 32 + 0.002
 
 
+@pytest.mark.parametrize("weights", ["float", "ste"])
+def test_twin_is_counted_as_what_it_is_compared_with(weights):
+    assert predict(preset("tiny", weights=weights)).total == predict(preset("tiny")).total
+
+
 def test_adamw_takes_sixteen_bytes_a_weight():
     report = predict(preset("tiny"))
     assert report.adamw_bytes == 16 * report.trained_weights

@@ -13,7 +13,14 @@ from torch.nn import functional
 
 from arbcli.config.training import train_config_from
 from arbcli.data import entropy, evaluation_batches, open_texts
-from arbcli.inspect.probe import _histogram, _ranges_of_blocks, examine, open_saved, probe
+from arbcli.inspect.probe import (
+    _histogram,
+    _ranges_of_blocks,
+    _Watch,
+    examine,
+    open_saved,
+    probe,
+)
 from arbcli.inspect.verdicts import ProbeReport
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.model.layers.streamed import StreamedTensor
@@ -385,6 +392,15 @@ def test_infinity_made_between_modules_is_traced_to_the_one_around_it(text, monk
     )
     report = examine(trainer_of(text), 1)
     assert report.first_nonfinite == "output of `blocks.0.attention` by step 0"
+
+
+def test_each_of_several_results_of_a_module_is_watched():
+    watch = object.__new__(_Watch)
+    watch._seen = []
+    watch._note("a part", (torch.ones(2), [torch.full((3,), -5.0)], torch.ones(2).long()))
+    assert [(what, float(largest)) for what, largest in watch._seen] == [
+        ("a part", 1.0), ("a part", 5.0),
+    ]  # fmt: skip
 
 
 def test_nan_of_a_gradient_is_traced_to_its_weight(text, monkeypatch):

@@ -107,16 +107,3 @@ def test_process_that_does_not_fit_or_fails_is_enough(monkeypatch):
         reports = [SimpleNamespace(measured=one) for one in found]
         monkeypatch.setattr(ranks, "RanksReport", lambda **fields: fields)
         assert ranks._report(config, reports, None)["passed"] == second
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--what-if"], "`--what-if` is of one process"),
-        (["--snapshot", "a.pickle"], "`--snapshot` is of one process"),
-    ],
-)
-def test_what_is_of_one_process_is_refused(words, message, arb_here):
-    result = arb_here("audit-memory", "--ranks", "2", *words)
-    assert result.returncode == 2
-    assert message in result.stderr

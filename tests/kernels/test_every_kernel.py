@@ -13,6 +13,7 @@ import pytest
 import torch
 from interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
 from marks import mostly_slow
+from mutants import decides, untold_changes
 
 import arbcli.kernels
 from arbcli.config.site import SCALE_TYPES
@@ -128,8 +129,8 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
 
 NOT_OF_RESULTS = {"alone", "apart", "overwrite", "in_features", "out_features", "transposed"}
 """Numbers that choose tiles and layouts, or that follow from the shapes."""
-ALIKE = {("last_bits", "nibble"), ("choose_byte", "top_k")}
-"""Of which another gives the same: bits of a product of 16, and 0 is not allowed."""
+ALIKE = {("last_bits", "nibble"), ("choose_byte", "top_k"), ("attend_ahead", "most")}
+"""Of which another gives the same: bits of a product of 16, what 0 is not allowed of, averages."""
 
 
 def changes_of(value: object) -> list:
@@ -176,6 +177,18 @@ def test_some_case_tells_each_number_from_another(spec):
             else:
                 told.add((place, kind))
     assert not [about for key, about in untold.items() if key not in told]
+
+
+DECIDED_ALIKE = {"choose_next", "decode_weight", "last_bits"}
+"""Kernels of which one condition gives the same: numbers are exact in e4m3, or have no low half."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_each_condition_of_a_reference_is_decided_by_a_case(spec):
+    """Else a kernel that has it the other way round would pass."""
+    untold = [*untold_changes(spec, 1000, decides)]
+    assert len(untold) == (spec.name in DECIDED_ALIKE), untold
 
 
 WITH_LARGE = [spec for spec in KERNELS if spec.large_reference]
@@ -589,6 +602,16 @@ ROUNDED_ELSEWHERE = {
     "decode_compressed", "encode_nvfp4", "sign_gradient", "sum_choices",
 }  # fmt: skip
 """Kernels that round on the way, or not at all: their own tests have them in bfloat16."""
+OF_BFLOAT16 = {"gradient_gains": (), "rms_norm": (0,), "cast_trit_votes": (2,), "pack_trits": ()}
+"""Places of inputs that may be bfloat16, of some kernels."""
+
+
+@pytest.mark.parametrize("name", OF_BFLOAT16)
+def test_places_of_bfloat16_are_those_of_values(name):
+    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    assert spec.bfloat16 == OF_BFLOAT16[name]
+
+
 IN_BFLOAT16 = [s.name for s in KERNELS if s.bfloat16 and s.name not in ROUNDED_ELSEWHERE]
 SEVERAL_ROUNDINGS = {
     "causal_attention_backward",

@@ -130,10 +130,10 @@ def test_a_step_and_an_evaluation_know_the_kinds(tmp_path):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"ahead": AheadConfig(positions=2, width=8)}, "another `ahead`"),
-        ({"tied": True}, "another `tied`"),
-        ({"vocabulary": 300}, "another `vocabulary`"),
-        ({"objective": "fill"}, "another `objective`"),
+        ({"ahead": AheadConfig(positions=2, width=8)}, "combine with `ahead`"),
+        ({"tied": True}, "combine with `tied`"),
+        ({"vocabulary": 300}, "combine with `vocabulary`"),
+        ({"objective": "fill"}, "combine with `objective`"),
     ],
 )
 def test_other_heads_are_refused(change, why):
@@ -142,3 +142,4 @@ def test_other_heads_are_refused(change, why):
     assert "\n" not in str(refusal.value)
     with pytest.raises(ArbError, match="`sound` is 11"):
         CompositeConfig(sound=11.0)
+    assert CompositeConfig(text=0).loss_weights["of_text"] == 0

@@ -82,7 +82,9 @@ def test_extended_run_takes_its_own_older_checkpoints(text, tmp_path):
         resume_run(run, Observer(), steps=4)
     assert check_run(run).resumes_at == 2
     assert check_run(run).passed
-    assert resume_run(run / "step-000001.safetensors", Observer()).steps == 4
+    with mock.patch("arbcli.train.run.seconds_until", return_value=50.0) as asked:
+        assert resume_run(run / "step-000001.safetensors", Observer()).steps == 4
+    assert asked.mock_calls == [mock.call(run, 1)]  # the run's, whatever was named
 
 
 def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_path):

@@ -196,6 +196,15 @@ def test_first_step_is_told_with_the_loss_before_it(text, tmp_path, device):
     assert resume_run(run, Observer()).first_step is None
 
 
+def test_first_step_tells_which_kernels_were_compiled_and_which_loaded(
+    text, tmp_path, device, monkeypatch
+):
+    counted = SimpleNamespace(compiled=3, loaded=5, seconds=1.5)
+    monkeypatch.setattr("arbcli.train.run.counted_compiling", lambda: nullcontext(counted))
+    first = start_run(config(text, device), tmp_path / "run", StopAt(1)).first_step
+    assert (first.kernels_compiled, first.kernels_loaded, first.compile_seconds) == (3, 5, 1.5)
+
+
 def test_run_goes_on_with_the_threads_that_it_began_with(text, tmp_path, device, monkeypatch):
     monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
     monkeypatch.setattr("arbcli.train.trainer.Trainer.evaluate", lambda self: 1.0)

@@ -402,3 +402,16 @@ def test_of_real_matrices_one_of_each_order_of_magnitude_runs(monkeypatch):
     assert chosen(monkeypatch, *offers) == [0, 1, 3]
     offers.append(("real 1x1", {"warps": 8}))
     assert chosen(monkeypatch, *offers)[-1] == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "multiple"),
+    [(32, True), (8, False), (True, False), (1.0, False),
+     (torch.zeros(99), True), (torch.zeros(99)[4:], True), (torch.zeros(99)[2:], False),
+     (torch.zeros(99, dtype=torch.bfloat16)[8:], True),
+     (torch.zeros(99, dtype=torch.bfloat16)[4:], False),
+     (torch.zeros(99, dtype=torch.int8)[16:], True),
+     (torch.zeros(99, dtype=torch.int8)[8:], False)],
+)  # fmt: skip
+def test_address_is_a_multiple_by_its_bytes(value, multiple):
+    assert variants._is_multiple(value) == multiple

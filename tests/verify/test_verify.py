@@ -2,8 +2,11 @@
 
 import math
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.operation import Gate
 from arbcli.verify import kernels as verify
+from arbcli.verify import run as verification
 from arbcli.verify.compare import as_tuple, compare, errors, worst
 from arbcli.verify.fuzz import fuzz_cases, real_cases, real_reference
 from arbcli.verify.kernels import KERNELS, Checks, copies, find_kernels, verify_kernels
@@ -25,6 +29,7 @@ from arbcli.verify.workers import Workers
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 T6 = {"T6": 6}
+CPU = torch.device("cpu")
 SLOWEST = {"stream_weights_backward", "find_chunks", "boundary_scores_backward"}
 """Whose slow references take seconds on large cases."""
 
@@ -343,3 +348,41 @@ def test_result_of_another_shape_fails_whole():
     result = compare(spec, "case", torch.zeros(2, 3), torch.zeros(3, 2))
     assert (result.passed, result.unequal, result.unwritten, result.elements) == (False, 6, 6, 6)
     assert result.error == "shape (2, 3), not (3, 2)"
+
+
+@pytest.mark.parametrize(
+    ("given", "sampled"),
+    [
+        ({}, True),
+        ({"exhaustive": True}, False),
+        ({"backend": "torch"}, False),
+        ({"fuzz": 3}, False),
+    ],
+    ids=str,
+)
+def test_parts_are_told_what_was_asked_for(given, sampled, monkeypatch):
+    """Where one is told otherwise, a sample passes for all, or what was remembered for new."""
+    asked = {}
+
+    def noted(name):
+        def part(*inputs, **named):
+            asked[name] = (*inputs, *named.items())
+            return lambda: SimpleNamespace(kernels=(), __iter__=iter) if name == "kernels" else ()
+
+        return part
+
+    monkeypatch.setattr(verification, "begin_kernels", noted("kernels"))
+    monkeypatch.setattr(verification, "begin_parity", noted("parity"))
+    monkeypatch.setattr(verification, "Memory", lambda *_, fresh, show: ("memory", fresh))
+    monkeypatch.setattr(verification, "Workers", lambda number: nullcontext(mock.Mock()))
+    request = verification.VerifyRequest(scale_type="T6", seed=4, device="cpu", fresh=True, **given)
+    verification.verify(request)
+    names, scale_types, device, backends, checks, *_, memory = asked["kernels"]
+    assert (names, scale_types, device, memory) == ((), T6, CPU, ("memory", True))
+    assert (checks.fuzz, checks.seed, checks.sampled) == (given.get("fuzz", 0), 4, sampled)
+    assert backends == (("torch",) if "backend" in given else verification._backends(CPU))
+    assert ("parity" in asked) == (not given.get("fuzz"))
+    if "parity" in asked:
+        assert asked["parity"][:3] == (CPU, backends, T6)
+        assert ("sampled", sampled) in asked["parity"]
+        assert ("memory", True) in asked["parity"]

@@ -1790,3 +1790,62 @@ EXPORT void gram_inverses(const float *x, int64_t n_stride, int64_t m_stride, fl
     share_rows(add_inverses, &about, triangle(blocks), 1, threads);
     free(space);
 }
+
+/* ---- the nearest of many codes --------------------------------------------------------------- */
+
+#define CODES 16 /* whose products with a vector are taken one after another */
+
+struct nearest {
+    const uint8_t *q;    /* of each number, 128 more */
+    const int8_t *codes;
+    int32_t *best;       /* for each share and vector: the largest 2 q.c - |c|^2 */
+    int64_t *places;     /* of it, the first */
+    int64_t rows, width;
+};
+
+/* Processors multiply bytes without a sign by those with one. */
+static int32_t byte_products(const uint8_t *x, const int8_t *y, int64_t width) {
+    int32_t sum = 0;
+    for (int64_t k = 0; k < width; k++) sum += (int32_t)x[k] * (int32_t)y[k];
+    return sum;
+}
+
+static void nearest_of_share(const void *given, int64_t first, int64_t last, int64_t share) {
+    const struct nearest *about = given;
+    int64_t rows = about->rows, width = about->width;
+    int32_t *best = about->best + share * rows, own[CODES];
+    int64_t *places = about->places + share * rows;
+    for (int64_t m = 0; m < rows; m++) best[m] = INT32_MIN, places[m] = first;
+    for (int64_t begin = first; begin < last; begin += CODES) {
+        int64_t number = last - begin < CODES ? last - begin : CODES;
+        const int8_t *codes = about->codes + begin * width;
+        for (int64_t i = 0; i < number; i++) { /* what 2 (q + 128).c has more than the score */
+            int32_t sum = 0, squares = 0;
+            for (int64_t k = 0; k < width; k++) {
+                sum += codes[i * width + k];
+                squares += (int32_t)codes[i * width + k] * (int32_t)codes[i * width + k];
+            }
+            own[i] = 256 * sum + squares;
+        }
+        for (int64_t m = 0; m < rows; m++) {
+            const uint8_t *q = about->q + m * width;
+            for (int64_t i = 0; i < number; i++) {
+                int32_t score = 2 * byte_products(q, codes + i * width, width) - own[i];
+                if (score > best[m]) best[m] = score, places[m] = begin + i;
+            }
+        }
+    }
+}
+
+/* q: (rows, width), codes: (number, width), rows without gaps; best and places: (threads, rows),
+ * the first of which is the result. */
+EXPORT void nearest_codes(const uint8_t *q, const int8_t *codes, int32_t *best, int64_t *places,
+                          int64_t rows, int64_t number, int64_t width, int64_t threads) {
+    struct nearest about = {q, codes, best, places, rows, width};
+    for (int64_t i = 0; i < threads * rows; i++) best[i] = INT32_MIN;
+    share_rows(nearest_of_share, &about, number, CODES, threads);
+    for (int64_t t = 1; t < threads; t++)
+        for (int64_t m = 0; m < rows; m++)
+            if (best[t * rows + m] > best[m])
+                best[m] = best[t * rows + m], places[m] = places[t * rows + m];
+}

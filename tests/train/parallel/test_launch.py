@@ -218,9 +218,3 @@ def test_signal_during_the_start_ends_what_was_started(monkeypatch):
     with pytest.raises(Interrupted):
         launch(script("wait()"), 2)
     assert started[0].returncode == -signal.SIGKILL
-
-
-def test_batch_that_cannot_be_shared_is_refused_before_any_process_starts(arb_here):
-    result = arb_here("train", "--gpus", "3", "--accum", "4", "--device", "cpu")
-    assert result.returncode == 2
-    assert "`--accum` is 4, which 3 processes cannot share evenly" in result.stderr

@@ -64,7 +64,10 @@ def test_processes_of_one_program_meet(size, place):
 def test_process_of_another_program_is_refused_by_all(name, place, monkeypatch):
     same = program("train")
     monkeypatch.setattr(rendezvous, "program", lambda command: same | {name: command})
+    monkeypatch.setattr(rendezvous, "READ_SECONDS", 30)  # only until all have read it
+    began = time.monotonic()
     told = outcomes({0: "a", 1: "a", 2: "b"}, 3)
+    assert time.monotonic() - began < 30
     expected = f"process 2 has another {name} than process 0: `b`, and not `a`; start all of them"
     assert len(told) == 3
     assert all(text.startswith(expected) for text in told)
