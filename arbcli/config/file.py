@@ -127,7 +127,7 @@ def _unknown(
     if where and name in {*(field.name for field in dataclasses.fields(ModelConfig)), "block"}:
         return ArbError(
             f"`{path}` has `{where}{name}`, which is of a model with stages",
-            hint="write the stages as `[[model.stage]]`; `arb train --print-config` prints them",
+            hint="write the stages as `[[model.stage]]`, as docs/models.md has them",
         )
     names = ", ".join(f"`{setting}`" for setting in known)
     return ArbError(f"`{path}` has no setting `{where}{name}`", hint=f"choose one of: {names}")
