@@ -149,6 +149,7 @@ def test_a_step_has_windows_of_both_kinds(tmp_path):
     )
     trainer = Trainer(config, open_texts((str(path),), (), seed=0, context=16))
     given = torch.cat([trainer.fetch(micro, "cpu")[0] for micro in range(2)])
+    assert given.shape == (4, 16)
     assert int((given == MIDDLE).sum()) == 2
     losses = []
     trainer.model.loss = lambda ids, targets: losses.append(targets) or torch.zeros(())
