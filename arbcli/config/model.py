@@ -401,7 +401,7 @@ class ModelConfig:
                 f"`norm_eps` is {self.norm_eps}, and a norm without gains has {NORM_EPS}",
                 hint="use `norm_gain`, attention and MLPs without `sub_norm`, and `query_key_norm`"
                 " of `gain` or `none`",
-                fields=("norm_eps", "norm_gain", "sub_norm", "query_key_norm"),
+                fields=("norm_eps",),
             )
 
     def _check_tokens(self) -> None:
