@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts import AttentionConfig, LatentAttentionConfig, MLPConfig
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
 from arbcli.data import Text, open_texts
@@ -161,16 +161,20 @@ def test_greedy_text_takes_what_is_surest_first():
     assert at_once == [int(logits[0].argmax()), 1, int(logits[2].argmax())]
 
 
-def test_a_position_sees_a_window_on_both_sides():
+@pytest.mark.parametrize(
+    ("mixer", "reach"), [(None, 5), (LatentAttentionConfig(heads=2, latent=16, rotary=4), 11)]
+)
+def test_a_position_sees_a_window_on_both_sides(mixer, reach):
     config = masked()
     near = config.main.blocks[1]
+    near = replace(near, mixer=mixer or near.mixer)
     stage = replace(config.main, blocks=(near,))
     lm = build_model(replace(config, stages=(stage,)), torch.float32)
     lm.initialise(0)
     ids = torch.arange(11)[None]
     with torch.no_grad():
         moved = (lm(ids) != lm(ids.index_fill(1, torch.tensor([5]), 99)))[0].any(dim=1)
-    assert moved.tolist() == [abs(place - 5) < 5 for place in range(11)]
+    assert moved.tolist() == [abs(place - 5) < reach for place in range(11)]
 
 
 @pytest.mark.parametrize("weights", ["ternary", "float", "ste"])

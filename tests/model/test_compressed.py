@@ -1,5 +1,7 @@
 """Models of compressed attention: entries, choices, cache, causality, what is learned."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from marks import mostly_slow
@@ -54,7 +56,7 @@ def in_parts(lm, ids, lengths) -> torch.Tensor:
 PARTS = {
     "bytes": [1] * CTX,
     "all at once": [CTX],
-    "ragged": [5, 1, 7, 1, 1, 9],
+    "ragged": [5, 1, 6, 1, 2, 9],
     "a prompt of two entries": [10, *[1] * 14],
 }
 
@@ -207,6 +209,20 @@ def test_indexer_of_eight_bits_chooses_by_rounded_numbers(small_compressed):
     found = indexer.choose(q, w, keys, 1, 99, in_eight_bits=True)
     assert torch.equal(found, choose_entries(q, w, rounded[1], 1, 99, 2))
     assert lm(text(1)).isfinite().all()
+
+
+def test_indexer_reads_what_gains_of_a_norm_make(small_compressed):
+    given = {key: value for key, value in small_compressed.items() if key != "batch"}
+    lm = build_model(replace(preset(given.pop("preset"), **given), norm_gain=True), torch.float32)
+    lm.initialise(0)
+    (block, *_) = (block for block in lm.blocks if block.attention.indexer)
+    indexer, norm = block.attention.indexer, block.attention_norm
+    norm.weight.exponent += (torch.arange(norm.weight.exponent.numel()) % 3)[:, None]
+    x = torch.randn(1, 3, lm.config.main.dim, generator=torch.Generator().manual_seed(0))
+    angles = torch.ones(3, indexer.width // 2), torch.zeros(3, indexer.width // 2)
+    wanted = indexer.queries(norm(x), None, angles)
+    assert all(map(torch.equal, indexer.queries(x, norm, angles), wanted))
+    assert not torch.allclose(indexer.queries(x, None, angles)[1], wanted[1])
 
 
 def test_eight_bits_take_half_of_the_cache():
