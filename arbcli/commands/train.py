@@ -107,7 +107,8 @@ def train(
         int | None,
         typer.Option(
             min=1,
-            help="Processes to start here, one for each GPU. --accum must be a multiple.",
+            help="Processes to start here, one for each GPU. --accum must be a multiple."
+            " [default: 1]",
             rich_help_panel=RUN,
         ),
     ] = None,

@@ -197,6 +197,7 @@ def test_probe_is_told_of_what(asked, monkeypatch):
 
 
 def test_comparison_has_the_named_models_in_their_order(asked, monkeypatch):
+    monkeypatch.setattr("arbcli.commands.inspect.check_saved", mock.Mock())
     monkeypatch.setattr("arbcli.inspect.saved.open_saved", lambda path, note: path)
     call = asked("arbcli.inspect.saved.compare", "inspect", "one", "--diff", "two")
     assert call.args == (Path("one"), Path("two"))
