@@ -25,11 +25,12 @@ SIZES = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx",
 
 @pytest.fixture(autouse=True)
 def saved(tmp_path, monkeypatch):
-    """Go where there is what commands are told to load, as far as names tell."""
+    """Go where there is what commands are told to load, as far as names and beginnings tell."""
     monkeypatch.chdir(tmp_path)
     Path("some/run").mkdir(parents=True)
     for name in ("some/run/step-000001.safetensors", "x", "one", "two", "model"):
-        Path(name).touch()
+        Path(name).write_text("8 bytes {")
+    Path("config.json").touch()
 
 
 @pytest.fixture
@@ -47,6 +48,7 @@ def asked(arb_here, monkeypatch):
 
 
 def test_resume_is_told_where_and_how_to_go_on(asked, monkeypatch):
+    Path("some/run/config.json").touch()
     words = ["--device", "cpu", "--backend", "torch", "--steps", "9", "--profile", "5"]
     call = asked("arbcli.train.run.resume_run", "train", "--resume", "some/run", *words)
     assert call.args[0] == Path("some/run")
@@ -197,7 +199,6 @@ def test_probe_is_told_of_what(asked, monkeypatch):
 
 
 def test_comparison_has_the_named_models_in_their_order(asked, monkeypatch):
-    monkeypatch.setattr("arbcli.commands.inspect.check_saved", mock.Mock())
     monkeypatch.setattr("arbcli.inspect.saved.open_saved", lambda path, note: path)
     call = asked("arbcli.inspect.saved.compare", "inspect", "one", "--diff", "two")
     assert call.args == (Path("one"), Path("two"))
