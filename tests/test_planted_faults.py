@@ -698,7 +698,8 @@ FAULTS = [
     module("neighbour", "experts of chunks hashed by the first bytes", "model.flow",
         rewrite("self.grams.gather(1, i)", "self.grams[:, : i.shape[1]]"), "mixed: end to end"),
     module("normaliser", "groups of empty slots teach the indexer", "model.parts",
-        rewrite("v.sum().clamp(min=1)", "v.numel()"), "mixed: end to end", slow=True),
+        rewrite("a.sum() / v.sum().clamp(min=1)", "a.sum() / v.numel()"), "mixed: end to end",
+        slow=True),
     # documents of a window
     Fault("neighbour", "documents see each other",
         edit(method(Documents, "of"), rewrite("(a == b) & c", "((a == a) & c)")), "documents"),

@@ -339,7 +339,6 @@ class ModelConfig:
         for name, is_there in (
             ("chunks", bool(self.outer)), ("memories", main.memories is not None),
             ("the head of later bytes", self.ahead is not None),
-            ("the composite head", self.composite is not None),
             (f"`objective={self.objective}`", self.fills),
         ):  # fmt: skip
             if is_there:
