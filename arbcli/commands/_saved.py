@@ -29,7 +29,7 @@ def saved_config(path: Path) -> ModelConfig | None:
 
 
 def check_saved(path: Path) -> None:
-    """Refuse what is no saved model by the names in a folder, or by how a file begins.
+    """Refuse a folder without a saved model, and a file that does not begin like one.
 
     Raises:
         ArbError: it is neither a run nor a checkpoint nor an export.
