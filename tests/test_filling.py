@@ -69,6 +69,10 @@ def test_every_other_window_has_a_hole_anywhere_and_of_any_length():
         assert abs(share - math.log(most + 1) / math.log(size + 1)) < 0.063
     assert (min(lengths), max(lengths)) == (1, size)
     assert abs(sum(begins) / len(begins) - 0.5) < 0.05
+    # a hole of one symbol of two is either of them; four standard errors are 0.127
+    given, _ = cut(ids[:800, : 2 + EXTRA], 256, seed=3, step=4, numbers=range(800))
+    lone = given[1::2][given[1::2, 2] == 1]
+    assert abs(float((lone[:, 4] == PREFIX).float().mean()) - 0.5) < 0.127
 
 
 def test_a_window_is_cut_alike_whoever_draws_it():
@@ -145,6 +149,7 @@ def test_a_step_has_windows_of_both_kinds(tmp_path):
     )
     trainer = Trainer(config, open_texts((str(path),), (), seed=0, context=16))
     given = torch.cat([trainer.fetch(micro, "cpu")[0] for micro in range(2)])
+    assert given.shape == (4, 16)
     assert int((given == MIDDLE).sum()) == 2
     losses = []
     trainer.model.loss = lambda ids, targets: losses.append(targets) or torch.zeros(())

@@ -1,22 +1,26 @@
 """What is refused somewhere, and what is said then: each names what it is about, and its value."""
 
+import ast
 import errno
 import json
 import os
+import re
 import struct
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
+import arbcli
 from arbcli import __version__
 from arbcli import checkpoint as checkpoints
 from arbcli.checkpoint import keep_best, load_checkpoint, save_checkpoint
 from arbcli.config.presets import preset
-from arbcli.config.training import train_config
+from arbcli.config.training import SETTINGS, train_config
 from arbcli.device import check_compute, free_bytes, peak_bytes, resolve_device, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.export import hugging_face
@@ -105,6 +109,28 @@ def test_configuration_is_refused_with_its_values_and_a_way_out(name):
     assert message in str(caught.value)
     assert hint in caught.value.hint
     assert caught.value.fields == fields
+
+
+def test_every_refusal_has_a_hint_and_lists_the_settings_that_it_names():
+    """A command line shows those that are listed as its options."""
+    found, named = set(), 0
+    for path in Path(arbcli.__file__).parent.rglob("*.py"):
+        text = path.read_text()
+        calls = ast.walk(ast.parse(text)) if "ArbError(" in text else ()
+        for call in calls:
+            if not isinstance(call, ast.Call) or ast.unparse(call.func) != "ArbError":
+                continue
+            given = {keyword.arg: keyword.value for keyword in call.keywords}
+            said = ast.unparse(call.args[0]) + ast.unparse(given["hint"])
+            names = {*re.findall(r"`(\w+)(?:=\w+)?`", said)} & SETTINGS.keys()
+            parts = [*ast.walk(given.get("fields", ast.Tuple([])))]
+            if not any(isinstance(part, ast.Name) for part in parts):
+                listed = {part.value for part in parts if isinstance(part, ast.Constant)}
+                found |= {f"{path.name}: {name}" for name in names - listed}
+                named += len(names)
+    # an argument of the library, and keys of a model's file
+    assert found == {"__init__.py: batch", "model.py: router", "model_file.py: dim"}
+    assert named > 30
 
 
 def gguf(version: int = 3, tensors: int = 0, keys: int = 0, rest: bytes = b"") -> bytes:

@@ -268,7 +268,7 @@ class TrainConfig:
             raise ArbError(
                 "a float twin learns from the text alone",
                 hint="leave `teacher` out, or use `weights=ternary`",
-                fields=("teacher",),
+                fields=("teacher", "weights"),
             )
         if self.wire is not None:
             if self.model.weights != "ternary":

@@ -34,7 +34,7 @@ def read_teacher(
         raise ArbError(
             "a model that fills holes has no teacher, and is none",
             hint="leave `teacher` out, or train both with `objective=next`",
-            fields=("teacher",),
+            fields=("teacher", "objective"),
         )
     symbols = known.vocabulary
     if symbols != config.model.vocabulary:

@@ -36,7 +36,7 @@ def test_losses_are_of_the_mixture_and_of_each_head(weights):
     lm.initialise(0)
     generator = torch.Generator().manual_seed(0)
     ids, targets = torch.randint(256, (2, 3, 8), generator=generator)
-    kinds = torch.tensor([0, 2, 2, 0, 1, 1, 1, 0]).repeat(3, 1)
+    kinds = torch.tensor([0, 2, 2, 0] * 5 + [0, 2, 1, 0]).view(3, 8)
     losses = lm.losses(ids, targets + 256 * kinds)
     with torch.no_grad():
         x = lm._through(0, *lm._embed(ids, 8)[:1], ids, [], lm._embed(ids, 8)[1]).whole()
@@ -142,6 +142,9 @@ def test_other_heads_are_refused(change, why):
     assert "\n" not in str(refusal.value)
     with pytest.raises(ArbError, match="`composite`, it would pass"):
         config().check_documents()
-    with pytest.raises(ArbError, match="`sound` is 11"):
+    with pytest.raises(ArbError, match="`sound` is 11") as refusal:
         CompositeConfig(sound=11.0)
-    assert CompositeConfig(text=0).loss_weights["of_text"] == 0
+    assert refusal.value.fields == ("sound",)
+    with pytest.raises(ArbError, match="picture"):
+        CompositeConfig(picture=True)
+    assert CompositeConfig(text=0, sound=10).loss_weights["of_sound"] == 10

@@ -1,5 +1,7 @@
 """Operations are counted by a configuration as torch counts those of its model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -7,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts import chunking
+from arbcli.config.parts.composite import CompositeConfig
 from arbcli.config.presets import PRESETS, preset
 from arbcli.model.build import build_model
 from arbcli.model.operations import forward_operations, step_operations
@@ -37,8 +40,9 @@ def counted(config: ModelConfig, *, backward: bool = False) -> FlopCounterMode:
     return counter
 
 
-def test_operations_of_a_step_are_those_of_the_float_twin():
-    config = preset("tiny", **DENSE, weights="float")
+@pytest.mark.parametrize("head", [None, CompositeConfig()], ids=["linear", "composite"])
+def test_operations_of_a_step_are_those_of_the_float_twin(head):
+    config = replace(preset("tiny", **DENSE, weights="float"), composite=head)
     assert counted(config).get_total_flops() == forward_operations(config)
     assert counted(config, backward=True).get_total_flops() == step_operations(config)
 
@@ -48,6 +52,15 @@ def test_operations_of_a_graph_are_those_that_torch_counts(parts, small_graph):
     options = {name: value for name, value in small_graph.items() if name not in ("batch",)}
     config = preset(options.pop("preset"), **options | parts)
     assert counted(config).get_total_flops() == forward_operations(config)
+
+
+def test_operations_of_a_quantiser_are_its_projections_and_the_distances(small_graph):
+    """Distances, of each position from each code, are products of integers; torch counts none."""
+    options = {name: value for name, value in small_graph.items() if name not in ("batch",)}
+    config = preset(options.pop("preset"), **options | {"code_search": "nearest"})
+    books = config.main.memories.codebooks.values()
+    distances = sum(2 * config.ctx * book.codes * book.width for book in books)
+    assert counted(config).get_total_flops() + distances == forward_operations(config)
 
 
 @pytest.mark.parametrize("parts", HNET, ids=str)

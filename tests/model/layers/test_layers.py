@@ -13,6 +13,7 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import linear as linear_module
 from arbcli.model.layers import rotary
 from arbcli.model.layers.embedding import TernaryEmbedding
+from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.rotary import rotary_table
@@ -62,9 +63,18 @@ def gate_of_all_sizes() -> TernaryGate:
     return gate
 
 
+def gained_norm_of_all_sizes() -> GainedRMSNorm:
+    norm = GainedRMSNorm(48, preset("tiny").site())
+    norm.weight.values = tuple(0.1 * (number - 20) for number in range(48))
+    norm.weight.initialise(0, 0)
+    return norm
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("needed", [True, False])
-@pytest.mark.parametrize("before", [None, norm_of_all_sizes, gate_of_all_sizes])
+@pytest.mark.parametrize(
+    "before", [None, norm_of_all_sizes, gate_of_all_sizes, gained_norm_of_all_sizes]
+)
 def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(before, needed, fp8):
     layer, before = linear(32, 48), before and before()
     layer.weight.fp8 = fp8
@@ -83,11 +93,26 @@ def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(before, need
         normal = torch.nn.functional.silu(normal[:, :48]) * normal[:, 48:]
     if before:
         normal = torch.nn.functional.rms_norm(normal, (48,), eps=1e-6)
-        normal = normal * before.weight.weight(torch.float64)
+        normal = normal * before.weight.weight(torch.float64).view(1, -1)
     wanted = normal @ layer.weight.weight(torch.float64).T
     assert (y - wanted).norm() < (0.05 if fp8 else 1e-5) * wanted.norm()
     (grad,) = grads["weight"]
     torch.testing.assert_close(grad.double(), grad_y.double().T @ normal, rtol=1e-5, atol=1e-5)
+
+
+def test_gains_of_a_norm_have_one_gradient_of_all_products():
+    norm, layers, handed = gained_norm_of_all_sizes(), (linear(32, 48), linear(24, 48)), []
+    norm.weight.sink = lambda _, grad: handed.append(grad.flatten())
+    for layer in layers:
+        collect(layer)
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    sum(layer(x, norm).square().sum() for layer in layers).backward()
+    gains = norm.weight.weight(torch.float64).flatten().requires_grad_()
+    normal = torch.nn.functional.rms_norm(x.detach().double(), (48,), eps=1e-6) * gains
+    wanted = ((normal @ layer.weight.weight(torch.float64).T).square().sum() for layer in layers)
+    sum(wanted).backward()
+    assert len(handed) == 1
+    torch.testing.assert_close(handed[0].double(), gains.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_largest_exponent_of_a_forward_serves_its_backward_alone(monkeypatch):
