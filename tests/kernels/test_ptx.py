@@ -20,7 +20,7 @@ LEFT_OUT = {
     "nearest_codes", "grouped_matmul", "grouped_grad_w",
     "merged_steps", "keep_accepted",
 }  # fmt: skip
-"""Three are for the copy engine and one is for products of warp groups, which are not executed here;
+"""Three are for the copy engine and one for products of warp groups, which nothing here executes;
 the grouped ones pass in 35 s; the last two find addresses in a table, and addresses are others."""
 QUICK = {"attend_parts"}
 """It has PTX of its own and shares memory among threads; plain Triton is in the tests below."""
