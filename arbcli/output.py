@@ -191,13 +191,22 @@ def is_terminal() -> bool:
     return sys.stdin.isatty() and _stdout.isatty()
 
 
-def drop_typed() -> None:
-    """Forget what a person typed before there was a prompt."""
-    with contextlib.suppress(ImportError):  # Windows has no termios
+@contextlib.contextmanager
+def typing_dropped() -> Iterator[None]:
+    """Neither show nor keep what a person types before there is a prompt."""
+    try:
         import termios
-
-        if sys.stdin.isatty():
-            termios.tcflush(sys.stdin, termios.TCIFLUSH)
+    except ImportError:  # Windows has none
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    hidden = [*before]
+    hidden[3] &= ~termios.ECHO  # of the local modes
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, hidden)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSAFLUSH, before)
 
 
 def read_line(mark: str) -> str | None:

@@ -53,6 +53,18 @@ def without_checkpoint(directory: Path) -> ArbError:
     )
 
 
+def directory_of(path: Path) -> Path:
+    """Find the directory of a run by itself, or by a checkpoint in it.
+
+    Raises:
+        ArbError: there is no run.
+    """
+    run = path if path.is_dir() else path.parent
+    if not path.exists() or not (run / CONFIG).exists():
+        raise ArbError(f"there is no run at `{path}`", hint="name a run directory or a checkpoint")
+    return run
+
+
 def latest_run(root: Path = RUNS) -> Path:
     """Find the run that was started last, of those with a checkpoint.
 

@@ -41,7 +41,10 @@ OPERATORS = {
 
 
 def parse(ptx: str, shared_bytes: int) -> tuple:
-    """Find parameters, bytes of shared memory by name, instructions, and where labels are."""
+    """Find parameters, bytes of shared memory by name, instructions, and where labels are.
+
+    A thread's local memory is found by name alone: it has `LOCAL_BYTES`.
+    """
     ptx = re.sub(r"//[^\n]*|\.(file|loc|pragma)\b[^\n]*", "", ptx)
     shared = re.findall(r"\.shared\s+\.align\s+\d+\s+\.b8\s+(\w+)\[(\d*)\]", ptx)
     entry = ptx.partition(".entry")[2].partition(".section")[0]
@@ -79,6 +82,10 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("u2")
 
 
+LOCAL, LOCAL_BYTES, PARAMETERS = 1 << 30, 4096, 1 << 31
+"""Addresses of a thread's own memory and of parameters, which no other space has."""
+
+
 class Program:
     """A program of a launch; registers are arrays of uint64, or of bool, one element a thread."""
 
@@ -92,6 +99,9 @@ class Program:
         self.registers: dict[str, np.ndarray] = {}
         self.shared = np.random.default_rng(0).integers(0, 256, 1 << 18, np.uint8)
         self.symbols = {name: 4096 + 65536 * i for i, name in enumerate(shared)}
+        self.symbols |= {"__local_depot0": LOCAL}
+        self.symbols |= {name: PARAMETERS + i for i, name in enumerate(self.parameters)}
+        self.local = np.full((threads, LOCAL_BYTES), 255, "u1")
         self.ranges = [(self.symbols[name], self.symbols[name] + shared[name]) for name in shared]
         self.copies, self.commits = [], []
 
@@ -187,6 +197,9 @@ class Program:
             self.write(target, value)
         else:
             self.write(target, self.read(source, kind))
+
+    def _cvta(self, name, how, operands):
+        self.write(operands[0], self.read(operands[1]))  # a space has addresses of its own
 
     def _cvt(self, name, how, operands):
         to, of = how[-2:]
@@ -359,7 +372,7 @@ class Program:
         a, b = (self.read(part, "b32").view("i1").reshape(-1, 4) for part in operands[1:3])
         self.write(operands[0], (a.astype("i4") * b).sum(1, "i4") + self.read(operands[3], "s32"))
 
-    def _multiply_bytes(self, operands):
+    def _multiply_bytes(self, operands, of_first):
         lane = np.arange(self.threads) % 32
         warp, g, c = np.arange(self.threads) // 32, lane // 4, lane % 4
         target, *parts = map(names, operands)
@@ -367,7 +380,7 @@ class Program:
         sums = np.zeros((self.threads // 32, 16, 8), "i4")
         for byte in range(4):
             for i, part in enumerate(parts[0]):
-                value = self.read(part, "b32").view("u1").reshape(-1, 4)[:, byte]
+                value = self.read(part, "b32").view(of_first).reshape(-1, 4)[:, byte]
                 a[warp, g + 8 * (i % 2), 4 * c + 16 * (i // 2) + byte] = value
             for i, part in enumerate(parts[1]):
                 value = self.read(part, "b32").view("i1").reshape(-1, 4)[:, byte]
@@ -380,22 +393,31 @@ class Program:
 
     def _mma(self, name, how, operands):
         if "m16n8k32" in how:
-            assert how[-4:] == ["s32", "u8", "s8", "s32"]
-            self._multiply_bytes(operands)
+            assert how[-4] == how[-1] == "s32"
+            assert how[-2] == "s8"
+            self._multiply_bytes(operands, {"u8": "u1", "s8": "i1"}[how[-3]])
             return
-        assert "m16n8k16" in how
+        single = "m16n8k8" in how
+        assert how[-4:] == ["f32", "tf32", "tf32", "f32"] if single else "m16n8k16" in how
         lane = np.arange(self.threads) % 32
         warp, g, c = np.arange(self.threads) // 32, lane // 4, lane % 4
         target, *parts = map(names, operands)
-        a, b = (np.zeros((self.threads // 32, 16, width)) for width in (16, 8))
-        sums = np.zeros_like(b)
-        for half in range(2):
+        inner = 8 if single else 16
+        a, b = (np.zeros((self.threads // 32, *size)) for size in ((16, inner), (inner, 8)))
+        sums = np.zeros((self.threads // 32, 16, 8))
+        for half in range(1 if single else 2):
+
+            def numbers(part: str, half: int = half) -> np.ndarray:
+                bits = self.read(part, "b32")
+                if single:  # 13 bits of a float32 are not looked at
+                    return (bits & 0xFFFFE000).astype("u4").view("f4")
+                return from_bf16(bits >> 16 * half & 0xFFFF)
+
+            step = 1 if single else 2
             for i, part in enumerate(parts[0]):
-                value = from_bf16(self.read(part, "b32") >> 16 * half & 0xFFFF)
-                a[warp, g + 8 * (i % 2), 2 * c + 8 * (i // 2) + half] = value
+                a[warp, g + 8 * (i % 2), step * c + inner // 2 * (i // 2) + half] = numbers(part)
             for i, part in enumerate(parts[1]):
-                value = from_bf16(self.read(part, "b32") >> 16 * half & 0xFFFF)
-                b[warp, 2 * c + 8 * i + half, g] = value
+                b[warp, step * c + inner // 2 * i + half, g] = numbers(part)
         for i, part in enumerate(parts[2]):
             sums[warp, g + 8 * (i // 2), 2 * c + i % 2] = self.read(part, "f32")
         sums = (sums + a @ b).astype("f4")
@@ -443,14 +465,18 @@ class Program:
             if any(space.startswith("shared") for space in how):
                 assert address % min(size, 16) == 0
                 yield thread, self.shared[address : address + size]
+            elif LOCAL <= address < LOCAL + LOCAL_BYTES:
+                yield thread, self.local[thread, address - LOCAL : address - LOCAL + size]
             else:
                 yield thread, self._global(address, size)
 
     def _ld(self, name, how, operands):
         target, source = operands
         if how[0] == "param":
-            value = self.parameters[source.strip("[]")]
-            self.write(target, np.full(self.threads, value, "u8"))
+            values = np.array([*self.parameters.values()], "u8")
+            self.write(
+                target, values[np.clip(self._addresses(source) - PARAMETERS, 0, len(values) - 1)]
+            )
             return
         dtype = TYPES[how[-1]]
         loaded = np.zeros((self.threads, len(names(target)) * dtype.itemsize), "u1")

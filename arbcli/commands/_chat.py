@@ -6,7 +6,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from arbcli.output import TextWriter, drop_typed, note, read_line
+from arbcli.output import TextWriter, note, read_line
 from arbcli.signals import Interrupted, RaisedSignal
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ def chat(
     with suppress(ImportError):  # Windows has none
         import readline  # noqa: F401  # lines are edited, and found again by the arrows
     note(WELCOME_TO_CHAT if conversation else WELCOME)
-    drop_typed()
     while True:
         try:
             with RaisedSignal():

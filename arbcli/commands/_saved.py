@@ -1,4 +1,4 @@
-"""Read the configuration of a saved model without importing torch."""
+"""Look at a saved model without importing torch, which takes seconds."""
 
 from pathlib import Path
 
@@ -26,3 +26,22 @@ def saved_config(path: Path) -> ModelConfig | None:
         return config_from_dict(parse_json(header["__metadata__"]["arb"].encode())["config"])
     except (ArbError, ValueError, TypeError, LookupError, AttributeError):
         return None
+
+
+def check_saved(path: Path) -> None:
+    """Refuse a folder without a saved model, and a file that does not begin like one.
+
+    Raises:
+        ArbError: it is neither a run nor a checkpoint nor an export.
+    """
+    if path.is_dir():
+        if not any(path.glob("*.safetensors*")):
+            raise run_files.without_checkpoint(path)
+        return
+    with open_regular(path) as file:
+        head = file.read(9)
+    # after the length of a header, which all of safetensors have
+    if not head.startswith(b"GGUF") and head[8:] != b"{":
+        raise ArbError(
+            f"`{path}` is not a saved model", hint="name a run, a checkpoint or an export"
+        )

@@ -56,7 +56,9 @@ def audit_memory(
     ] = False,
     ranks: Annotated[
         int | None,
-        typer.Option(min=2, help="Processes that share the run; with --budget not started."),
+        typer.Option(
+            min=2, help="Processes that share the run; with --budget not started. [default: 1]"
+        ),
     ] = None,
     snapshot: Annotated[
         Path | None, typer.Option(help="Write torch's own memory snapshot; CUDA only.")

@@ -8,6 +8,7 @@ from rich.console import Group
 
 from arbcli.commands._options import Checkpoint, Json, Run, find_run, the_one
 from arbcli.output import LiveLine, emit, table
+from arbcli.run_files import directory_of
 
 if TYPE_CHECKING:
     from arbcli.train.check import CheckReport
@@ -37,6 +38,7 @@ def show_check(
         steps: that the resume would give to the run; None are its own.
     """
     run = find_run(run, root)
+    directory_of(run)  # refuses what is none, before torch is imported
     with LiveLine() as line:
         line.show_wait("reading")
         from arbcli.train.check import check_run  # torch takes seconds to import

@@ -15,6 +15,7 @@ from arbcli.commands._options import (
     Field,
     Json,
     KeptIn,
+    Quiet,
     Run,
     find_run,
     the_one,
@@ -62,7 +63,7 @@ def evaluate(
     kv: KeptIn = None,
     device: Device = None,
     backend: Backend = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Measure bits per byte over all of a text: `arb evaluate RUN --data book.txt`.

@@ -36,6 +36,7 @@ from arbcli.output import (
     emit_json,
     is_terminal,
     note,
+    typing_dropped,
     write_bytes,
     write_chunks,
 )
@@ -214,7 +215,10 @@ def generate(
         if chats:
             template_of(checkpoint if checkpoint.is_dir() else checkpoint.parent)
     lines = _lines(prompts) if prompts else []
-    with LiveLine() as line:
+    texts = prompt, prompt_file, infill, prompts
+    asks = all(text is None for text in texts) and not (raw or as_json or chunks or out)
+    asks = asks and is_terminal()
+    with LiveLine() as line, typing_dropped() if asks else nullcontext():
         line.show_wait("loading")
         from arbcli.device import resolve_backend, resolve_device
         from arbcli.infer import generation  # torch takes seconds, so not for `arb --help`
@@ -239,9 +243,8 @@ def generate(
         return
     _check_asked(model.config, *asked)
     fills = infill is not None or model.config.is_masked
-    asks = prompt is None and prompt_file is None and not fills
     conversation = Conversation(model, Path(name)) if chats and not fills else None
-    if asks and not (raw or as_json or chunks or out) and is_terminal():
+    if asks and not fills:
         chat(model, length or LENGTH, sampling, backend, kv, conversation)
         return
     if prompt_file is not None:

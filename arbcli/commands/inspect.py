@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 
 from arbcli.commands._options import NAMED, Checkpoint, Json, find_run, the_one
 from arbcli.commands._parts_table import parts_table
+from arbcli.commands._saved import check_saved
 from arbcli.output import bytes_text, emit, note, table
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def inspect(
 ) -> None:
     """Show what a saved model is: `arb inspect RUN`. Digests are checked, if it has any."""
     file, other = find_run(the_one(file, checkpoint)), diff and find_run(diff)
+    for path in filter(None, (file, other)):
+        check_saved(path)
     from arbcli.inspect import saved  # torch takes seconds to import, so not for `arb --help`
 
     first = saved.open_saved(file, note)

@@ -107,7 +107,8 @@ def train(
         int | None,
         typer.Option(
             min=1,
-            help="Processes to start here, one for each GPU. --accum must be a multiple.",
+            help="Processes to start here, one for each GPU. --accum must be a multiple."
+            " [default: 1]",
             rich_help_panel=RUN,
         ),
     ] = None,
@@ -197,6 +198,7 @@ def train(
     else:
         latest = resume == "auto"
         run = run_files.latest_run(out or run_files.RUNS) if latest else find_run(Path(resume))
+        run_files.directory_of(run)  # refuses what is none, before torch is imported
     machine = given_options(device=device, backend=backend)
     if print_config:
         _show_settings(given | machine, as_json=as_json)

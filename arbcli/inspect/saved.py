@@ -245,13 +245,9 @@ def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
         saved.kind, saved.run = "run", _run_facts(path, note)
         return saved
     with open_regular(path) as file:
-        head = file.read(9)
-    if head.startswith(MAGIC):
+        head = file.read(len(MAGIC))
+    if head == MAGIC:
         return Plain(path, "gguf", GGUFFile(path))
-    if head[8:] != b"{":  # after the length of a header, which all of safetensors have
-        raise ArbError(
-            f"`{path}` is not a saved model", hint="name a run, a checkpoint or an export"
-        )
     return Packed(*read_saved(path, note))
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from arbcli.checkpoint import Accept, Checkpoint, DamagedError, load_checkpoint
 from arbcli.config.training import TrainConfig
 from arbcli.errors import ArbError
-from arbcli.run_files import CONFIG, best_checkpoints, checkpoints, step_of
-from arbcli.train.directory import open_texts_again, read_facts, run_config, run_of
+from arbcli.run_files import CONFIG, best_checkpoints, checkpoints, directory_of, step_of
+from arbcli.train.directory import open_texts_again, read_facts, run_config
 from arbcli.train.recent import FIELD
 from arbcli.train.record import METRICS, read_all_records
 from arbcli.train.run import (
@@ -70,9 +70,7 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
     Raises:
         ArbError: there is no run.
     """
-    run = run_of(path)
-    if not (run / CONFIG).exists():
-        raise ArbError(f"there is no run at `{path}`", hint="name a run directory or a checkpoint")
+    run = directory_of(path)
     findings: list[Finding] = []
     facts: dict[str, Any] = {}
     config, stops = None, None

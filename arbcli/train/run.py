@@ -56,6 +56,7 @@ from arbcli.run_files import (
     check_free,
     checkpoint_path,
     checkpoints,
+    directory_of,
     step_of,
 )
 from arbcli.signals import RememberedSignal
@@ -293,9 +294,7 @@ def resume_run(
     Raises:
         ArbError: there is nothing to continue, or the text has changed.
     """
-    if not path.exists():
-        raise ArbError(f"there is no run at `{path}`", hint="name a run directory or a checkpoint")
-    run = path if path.is_dir() else path.parent
+    run = directory_of(path)
     facts = read_facts(run)
     config = run_config(run, facts)
     place = own_device(resolve_device(device or config.device))

@@ -94,29 +94,23 @@ def test_terminal_without_a_prompt_is_asked(saved):
     )
     os.close(theirs)
     seen = b""
-    for awaited, answer in ((b"> ", b"abc\n"), (b"> ", b"\x04")):
+    for awaited, answer in ((b"loading", b"early\n"), (b"> ", b"abc\n"), (b"> ", b"\x04")):
         while awaited not in seen:
             seen += os.read(ours, 4096)
-        seen = seen.split(awaited, 1)[1]
+        before, seen = seen.split(awaited, 1)
+        assert b"early" not in before
         os.write(ours, answer)
     assert process.wait() == 0
 
 
-def test_what_was_typed_ahead_is_dropped(monkeypatch):
+def test_what_was_typed_ahead_is_neither_shown_nor_kept(monkeypatch):
     ours, theirs = pty.openpty()
-    os.write(ours, b"early\n")
     with os.fdopen(theirs, "r") as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        select.select([theirs], [], [])  # it has come
-        output.drop_typed()
+        with output.typing_dropped():
+            os.write(ours, b"early\n")
+            select.select([theirs], [], [])  # it has come
         os.write(ours, b"late\n")
         assert stdin.readline() == "late\n"
+        assert os.read(ours, 99) == b"late\r\n"
     os.close(ours)
-
-
-def test_nothing_is_dropped_of_a_file(tmp_path, monkeypatch):
-    (tmp_path / "lines").write_text("a\n")
-    with (tmp_path / "lines").open() as stdin:
-        monkeypatch.setattr("sys.stdin", stdin)
-        output.drop_typed()
-        assert stdin.readline() == "a\n"

@@ -25,11 +25,12 @@ SIZES = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx",
 
 @pytest.fixture(autouse=True)
 def saved(tmp_path, monkeypatch):
-    """Go where there is what commands are told to load, as far as names tell."""
+    """Go where there is what commands are told to load, as far as names and beginnings tell."""
     monkeypatch.chdir(tmp_path)
     Path("some/run").mkdir(parents=True)
     for name in ("some/run/step-000001.safetensors", "x", "one", "two", "model"):
-        Path(name).touch()
+        Path(name).write_text("8 bytes {")
+    Path("config.json").touch()
 
 
 @pytest.fixture
@@ -47,6 +48,7 @@ def asked(arb_here, monkeypatch):
 
 
 def test_resume_is_told_where_and_how_to_go_on(asked, monkeypatch):
+    Path("some/run/config.json").touch()
     words = ["--device", "cpu", "--backend", "torch", "--steps", "9", "--profile", "5"]
     call = asked("arbcli.train.run.resume_run", "train", "--resume", "some/run", *words)
     assert call.args[0] == Path("some/run")
