@@ -89,6 +89,9 @@ def test_in_turn_has_the_same_bits_too(backend):
     with use_backend(backend):
         y = attend_in_turn(qkv, keys, values, new, at, *table, semaphores, 1e-6)
         assert torch.equal(keys, before[0])
+        assert torch.equal(values, before[1])
+        with pytest.raises(ValueError, match="new"):
+            attend_in_turn(qkv, keys, values, new[:, 1:], at, *table, semaphores, 1e-6)
         for row in range(3):
             alone = decode_attention(qkv[row], *before, at + row, *table, semaphores, 1e-6)
             assert torch.equal(y[row], alone)
