@@ -1,4 +1,4 @@
-"""Windows with a hole, for models that read from left to right: what is in the hole comes last.
+"""Windows with a hole, for models that read from left to right: the text of the hole comes last.
 
     [suffix] LENGTH, text after the hole, [prefix] text before the hole, [middle] text of the hole
 
@@ -27,9 +27,9 @@ def arranged(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Te
     """Put the parts of a text, (N,) int64 each, in the order in which a model reads them.
 
     Args:
-        before: of the hole.
-        hole: what is in it.
-        after: of the hole.
+        before: text before the hole.
+        hole: text of the hole.
+        after: text after the hole.
         vocabulary: V; the hole has fewer than V * V symbols.
 
     Returns:
@@ -51,7 +51,7 @@ def cut(
             left out.
         vocabulary: V.
         seed: any integer.
-        step: number of the draw; what is every other window changes with it.
+        step: number of the draw; odd steps move holes in the other half of the windows.
         numbers: of the windows, B of them.
 
     Returns:

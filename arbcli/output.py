@@ -193,7 +193,7 @@ def is_terminal() -> bool:
 
 @contextlib.contextmanager
 def typing_dropped() -> Iterator[None]:
-    """Neither show nor keep what a person types before there is a prompt."""
+    """Hide and discard keys that are pressed within the block, such as before a prompt is shown."""
     try:
         import termios
     except ImportError:  # Windows has none

@@ -53,13 +53,18 @@ def without_checkpoint(directory: Path) -> ArbError:
     )
 
 
+def run_of(path: Path) -> Path:
+    """Return the directory of a checkpoint, or a directory itself, whether it has a run or not."""
+    return path if path.is_dir() else path.parent
+
+
 def directory_of(path: Path) -> Path:
-    """Find the directory of a run by itself, or by a checkpoint in it.
+    """Return the directory of a run, given the directory or a checkpoint in it.
 
     Raises:
-        ArbError: there is no run.
+        ArbError: the directory has no run.
     """
-    run = path if path.is_dir() else path.parent
+    run = run_of(path)
     if not path.exists() or not (run / CONFIG).exists():
         raise ArbError(f"there is no run at `{path}`", hint="name a run directory or a checkpoint")
     return run

@@ -32,7 +32,7 @@ COMMANDS = {
 def main() -> None:
     """Print a line for each command, and write the rows."""
     parser = results.options("commands", "Time the commands of the README.")
-    parser.add_argument("--device", help="by default what a command chooses")
+    parser.add_argument("--device", help="[default: the choice of each command]")
     given = parser.parse_args()
     out = given.out.resolve()
     device = ["--device", given.device] if given.device else []

@@ -202,7 +202,7 @@ def records(
 
 
 def write_held_out(folder: Path, kind: str, held: list[Record]) -> dict[str, Any]:
-    """Write what is held out, with its own sentences and with others'; return what formats take."""
+    """Write the held-out part, with its own sentences and with others'; return sizes by format."""
     texts = [record.sentence for record in held]
     for name, before in (("val", texts), ("val-others", texts[1:] + texts[:1])):
         pairs = zip(held, before, strict=True)
@@ -214,7 +214,7 @@ def write_held_out(folder: Path, kind: str, held: list[Record]) -> dict[str, Any
 
 
 def main() -> None:
-    """Write the texts, and print what other formats take of what is held out."""
+    """Write the texts, and print the sizes of the held-out part in other formats."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=MAKERS)
     parser.add_argument("text", type=Path)

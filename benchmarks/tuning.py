@@ -437,7 +437,7 @@ def keep(benchmark: str, row: dict[str, Any], given: argparse.Namespace) -> None
 
 
 def print_begun(rules: Iterable[str], folder: Path, given: argparse.Namespace) -> None:
-    """Print the losses of the float model, and of what was imported of it."""
+    """Print the losses of the float model and of its import."""
     for kind in rules:
         row = {"part": "begun", "kind": kind, "lr": 0.0, "seed": 0, "steps": 0, "seconds": 0.0}
         found = score(imported(folder, kind), given.texts, given.device)

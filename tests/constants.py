@@ -71,7 +71,7 @@ def _defaults(function: ast.FunctionDef, owner: str) -> Iterator[str]:
 
 
 class _Given:
-    """What callers give to the functions of a name: keywords, and arguments by place."""
+    """Arguments of all calls of a function of that name: keywords, and the most by position."""
 
     def __init__(self) -> None:
         self.keywords: set[str | None] = set()

@@ -66,7 +66,7 @@ class Mutant(NamedTuple):
 
 
 def changes_of(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Make the changes of one node: what is replaced, and by which text."""
+    """Return the changes of one node: pairs of a node to replace and its new text."""
 
     def changed(**fields: object) -> str:
         return ast.unparse(type(node)(**{**dict(ast.iter_fields(node)), **fields}))

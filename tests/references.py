@@ -27,7 +27,7 @@ def decoded(model: LanguageModel) -> dict[str, Tensor]:
 
 
 def dense_gradients(model: LanguageModel) -> dict[str, Tensor]:
-    """Take what a backward hands on, as float64 matrices by the names of the weights."""
+    """Collect the gradients that a backward hands on, as float64 matrices by names of weights."""
     names = {id(part): name for name, part in model.weights().items()}
     found = {
         name: torch.zeros(part.out_features, part.in_features, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What is set before torch loads, where processes stay, and how signals end the program."""
+"""Settings before torch loads, sockets of processes, and the end of a program by a signal."""
 
 import os
 import signal
@@ -152,7 +152,7 @@ def unheard(number: int, _frame: object) -> None:
 
 @pytest.fixture
 def set_before() -> Iterator[Callable]:
-    """Set what a signal does before anyone listens; the tests may run where some are ignored."""
+    """Yield a setter of handlers, and restore all afterwards; a test may begin with one ignored."""
     before = {number: signal.getsignal(number) for number in STOPPING}
     for number in STOPPING:
         signal.signal(number, unheard)

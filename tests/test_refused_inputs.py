@@ -1,4 +1,4 @@
-"""Every refusal of an input is met: what is given, and the line that says so."""
+"""Every refusal of an input is met: the input, and the line of the error."""
 
 import ast
 import json

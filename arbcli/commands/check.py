@@ -38,7 +38,7 @@ def show_check(
         steps: that the resume would give to the run; None are its own.
     """
     run = find_run(run, root)
-    directory_of(run)  # refuses what is none, before torch is imported
+    directory_of(run)  # refuses another path before torch is imported
     with LiveLine() as line:
         line.show_wait("reading")
         from arbcli.train.check import check_run  # torch takes seconds to import

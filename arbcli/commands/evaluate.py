@@ -25,6 +25,7 @@ from arbcli.data import check_named, open_text
 from arbcli.errors import ArbError
 from arbcli.infer.asked import check_draws, check_stride
 from arbcli.output import PIPE_SECONDS, LiveLine, emit, note, table
+from arbcli.run_files import run_of
 
 if TYPE_CHECKING:
     from arbcli.infer.evaluation import EvaluateReport
@@ -82,7 +83,7 @@ def evaluate(
         from arbcli.device import resolve_backend, resolve_device
         from arbcli.infer import evaluation  # torch takes seconds, so not for `arb --help`
         from arbcli.infer.load import load_named_model
-        from arbcli.train.directory import held_out_text, run_conversion, run_of
+        from arbcli.train.directory import held_out_text, run_conversion
 
         if data:
             text = open_text(data, run_conversion(checkpoint, field))

@@ -198,7 +198,7 @@ def train(
     else:
         latest = resume == "auto"
         run = run_files.latest_run(out or run_files.RUNS) if latest else find_run(Path(resume))
-        run_files.directory_of(run)  # refuses what is none, before torch is imported
+        run_files.directory_of(run)  # refuses another path before torch is imported
     machine = given_options(device=device, backend=backend)
     if print_config:
         _show_settings(given | machine, as_json=as_json)

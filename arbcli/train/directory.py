@@ -27,7 +27,7 @@ from arbcli.errors import ArbError
 from arbcli.infer.tokens import check_digest, check_vocabulary
 from arbcli.plain_text import PLAIN, Conversion
 from arbcli.reading import read_json
-from arbcli.run_files import CONFIG, RUNS
+from arbcli.run_files import CONFIG, RUNS, run_of
 from arbcli.tokens import FILE, Tokenizer, tokenised
 from arbcli.train.schedule import fade_stage
 from arbcli.train.trainer import text_digest
@@ -292,11 +292,6 @@ def run_config(run: Path, facts: dict[str, Any]) -> TrainConfig:
     path = run / FILE
     check_digest(Tokenizer.read(path), facts["text"].get("tokenizer"), path)
     return dataclasses.replace(config, tokenizer=str(path))
-
-
-def run_of(path: Path) -> Path:
-    """Find the run of a checkpoint; a directory is the run itself."""
-    return path if path.is_dir() else path.parent
 
 
 def run_conversion(path: Path, field: str | None = None) -> Conversion:

@@ -267,8 +267,7 @@ class Trainer:
             device=device,
         )
         if self.config.model.composite:
-            about = (self.texts.train, self.config.seed, self.step, micro)
-            return self._with_kinds(drawn, *about)
+            return self._with_kinds(drawn, self.texts.train, self.config.seed, self.step, micro)
         # every micro-batch has windows of which few symbols are hidden, and many
         windows = self.config.accum * self.config.batch
         numbers = range(micro, windows, self.config.accum)

@@ -269,7 +269,7 @@ ERRORS = {
         "generate {fill} --infill a…b --length 18",
         "20 symbols with its holes, and the model reads 19"),
 }  # fmt: skip
-"""What a model or a text shows; `test_early_errors` has what options show."""
+"""Errors that depend on a model or a text; `test_early_errors` has those of options alone."""
 
 
 @pytest.mark.parametrize("name", ERRORS)

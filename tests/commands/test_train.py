@@ -193,7 +193,7 @@ ERRORS = {
     "width of terabytes": (["--dim", "1000000"], "are free"),
     "minutes that never end": (["--minutes", "inf"], "`--minutes` is inf"),
 }
-"""What the text or the machine shows; `test_early_errors` has what options show."""
+"""Errors that depend on the text or the machine; `test_early_errors` has those of options alone."""
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -144,7 +144,7 @@ USES: dict[str, tuple[Callable, bool]] = {
     ),
     "chunk_depths": (lambda model, _: chunk_depths(model, b"abcdefghij", "torch"), True),
 }  # fmt: skip
-"""What uses a model, and whether it is in deterministic mode."""
+"""Functions that use a model, and whether each is in deterministic mode."""
 
 
 @pytest.mark.parametrize("name", USES)
@@ -179,7 +179,7 @@ HINTS = {
     "generate": (USES["generate"][0], OUT_OF_MEMORY),
     "generate_several": (of_several, OUT_OF_MEMORY),
 }
-"""What uses a model, and what to do where there is no memory for it."""
+"""Functions that use a model, and the hint of each where memory is too small."""
 
 
 @pytest.mark.parametrize("name", HINTS)

@@ -361,7 +361,7 @@ def test_each_matrix_has_one_gradient_which_dies(trainer, micro):
 
 @pytest.mark.parametrize("trainer", [{"rule": "votes", "batch": 5}], indirect=True)
 def test_rule_of_signs_forms_no_float_gradient(trainer):
-    """What decodes trits is there, and nothing else of the shape of a weight of the blocks."""
+    """Decoding allocates one weight, and nothing else has the shape of a weight of the blocks."""
     layers = [f"blocks.{block}.{name}" for block in range(2) for name in MATRICES]
     weights = {name: trainer.model.get_submodule(name).weight for name in layers}
     trits = {name: weight.trits.clone() for name, weight in weights.items()}

@@ -92,7 +92,7 @@ def test_room_is_that_of_the_device_of_the_run(monkeypatch):
 
 MIB = 2**20
 RECORDED = Path(__file__).parent / "recorded_tiny.txt"
-"""What torch 2.11 allocated on an H200 from the start of `tiny`, batch 16, to its captured step:
+"""Allocations of torch 2.11 on an H200 from the start of `tiny`, batch 16, to its captured step:
 a size, or minus how many allocations ago what is freed was made; `c` where the capture begins."""
 
 
