@@ -46,6 +46,7 @@ KEYS = {
     "digits": ("rule", "rows", "what"),
     "frontier": ("kind", "shape", "way"),
     "scaling": ("kind", "shape", "steps", "seed"),
+    "scaling_others": ("kind", "shape", "steps", "seed"),
     "streams": ("part", "variant", "seed", "steps"),
     "deep": ("part", "variant"),
     "search": ("text", "ctx", "kind", "digits", "seconds", "seed"),
