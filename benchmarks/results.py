@@ -208,6 +208,16 @@ def find_versions() -> dict[str, str | None]:
     return found
 
 
+class Options(argparse.ArgumentParser):
+    """Options of a benchmark, which ends before it measures if rows could not name a commit."""
+
+    def parse_known_args(self, *given: Any, **named: Any) -> Any:
+        """Find the commit after the options are read, so that `--help` needs none."""
+        found = super().parse_known_args(*given, **named)
+        find_commit()
+        return found
+
+
 def options(name: str, what: str) -> argparse.ArgumentParser:
     """Begin the options of a benchmark with those that all have.
 
@@ -215,7 +225,7 @@ def options(name: str, what: str) -> argparse.ArgumentParser:
         name: of the module in `benchmarks`.
         what: it does, in a sentence.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=what)
+    parser = Options(prog=f"python -m benchmarks.{name}", description=what)
     parser.add_argument(
         "--out", type=Path, default=FOLDER, metavar="DIR", help="folder of the JSON file"
     )

@@ -1075,7 +1075,6 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "scaling": ("scaling", losses_by_size),
     "scaling-laws": ("scaling", laws),
     "frontier": ("frontier", frontier),
-    "frontier-long": ("frontier", long_frontier),
     "frontier-steps": ("frontier", steps_by_size),
     "many-gpus-bits": ("many_gpus", bits_of_many),
     "many-gpus-speed": ("many_gpus", speed_of_many),
