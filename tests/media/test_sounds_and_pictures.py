@@ -432,8 +432,8 @@ def test_words_of_a_benchmark_are_the_commonest():
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="needs espeak-ng")
 def test_readings_of_a_word_differ(tmp_path):
     readings = [
-        next(media_text.records("words", ["house"], "mulaw", 4000, 2, media_text.NEXT_READING * turn))
-        for turn in range(5)
+        next(media_text.records("words", ["house"], "mulaw", 4000, 2, index))
+        for index in range(0, 5 * media_text.NEXT_READING, media_text.NEXT_READING)
     ]
     assert len({one.body for one in readings}) == 5
     assert all(one.header.rate == 4000 for one in readings)
