@@ -47,7 +47,7 @@ class BoundedFile:
         self._allowed += more
 
     def read(self, size: int = -1) -> bytes:
-        """Read `size` bytes, or all that there are, and fewer at the end or where no more may be."""
+        """Read `size` bytes or all that there are; fewer at the end, or where no more may be."""
         there = max(0, self._size - self._file.tell())
         wanted = there if size < 0 else min(size, there)
         if wanted > self._left:
