@@ -23,7 +23,8 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, INT64, Array
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.timed import OF_MATRIX, Timed
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference, random_words
@@ -348,18 +349,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("65x64 strided", (*sums(65, 64, (3, 3)), wide[::3], unset[1], *control()))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    (rows, columns), parts = MATRIX, (16, 88)
-    sums = (torch.ones(size, device=device) for size in ((parts[0], rows), (parts[1], columns)))
-    squares = torch.ones(parts[0] * parts[1], device=device)
-    statistics = (torch.zeros(n, 2, dtype=torch.int8, device=device) for n in MATRIX)
-    keys = torch.ones(2, dtype=torch.int32, device=device)
-    counters = torch.zeros(2, dtype=torch.int64, device=device)
-    slope = torch.empty(rows, columns // 32, device="meta")
-    inputs = (slope, squares.double(), squares, *sums, *statistics, *keys, *counters)
-    yield Timing("11264x2048", inputs, run=_gradient_gains_triton)
-
-
 def _with_state(inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Give counters and decoded statistics, too."""
     if int(found[0]) == 0:  # nobody reads these then
@@ -411,5 +400,8 @@ GRADIENT_GAINS = Operation(
         "(row_statistic is None) == (column_statistic is None)",
         "row_statistic is None or (R > 0 and C > 0)",
     ),
-    compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
+    compared=_with_state, draw=_draw, needs_rows=False,
+    timed=[Timed("11264x2048", **OF_MATRIX, G=64, P=16 * 88, R=16, C=88,
+                 slope_squares=1, squares=1, rows=1, columns=1, row_statistic=0,
+                 column_statistic=0, refused=0, nonfinite=0)],
 )  # fmt: skip
