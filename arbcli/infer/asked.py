@@ -1,6 +1,6 @@
 """Check options against the configuration of a model, without importing torch."""
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.errors import ArbError
 
 
@@ -53,15 +53,15 @@ def _check_masked(config: ModelConfig, option: str, *, given: bool) -> None:
 
 
 def check_ahead(config: ModelConfig, ahead: int) -> None:
-    """Refuse to propose bytes without a head for it.
+    """Refuse to check several tokens at once.
 
     Raises:
-        ArbError: there is none, and more than one byte of a step is asked for.
+        ArbError: more than one byte of a step is asked for, and the model makes tokens.
     """
-    if ahead > 1 and config.ahead is None:
+    if ahead > 1 and config.vocabulary > VOCABULARY:
         raise ArbError(
-            "the model has no head that proposes bytes, which `--ahead` is for",
-            hint="leave `--ahead` out, or train a model with `ahead`",
+            "bytes are checked several at once, and the model makes tokens",
+            hint="leave `--ahead` out",
         )
 
 

@@ -447,11 +447,11 @@ class LanguageModel(nn.Module):
         """Tell whether there is a `check`, inside of `prepared_weights`.
 
         It needs fused steps, a single stage and stream of blocks whose parts `steps_ahead`, nothing
-        that reads the text besides, and keys and values as they are.
+        that reads the text besides, no holes, and keys and values as they are.
         """
         main, config = self.config.main, self.config
         others = self.stages or config.beside or config.reads_text or main.memories or main.router
-        others = others or config.composite
+        others = others or config.composite or config.fills
         if others or main.streams > 1 or self.kept.stored is not None:
             return False
         parts = [branch.part for block in self.blocks for branch in block.branches]

@@ -107,7 +107,6 @@ MISTAKES = {
     "evaluate run --data nofile": "nothing matches `nofile`",
     "evaluate made --stride 65": "`--stride` is 65, and a window has 64 bytes",
     "evaluate made --draws 3": "`--draws` is of a masked model",
-    "generate made --ahead 2": "the model has no head that proposes bytes",
     "generate made --chat": "`made` has no chat template",
     "generate made --steps 9": "`--steps` is of a masked model",
     "generate made --infill …": "the model predicts the next byte, and fills no holes",
