@@ -140,15 +140,15 @@ def choose_symbol(
         if some:
             rank = tl.zeros((BLOCK_V,), dtype=tl.int32)
             before = tl.zeros((BLOCK_V,), dtype=tl.float32)
-            for start in range(0, V, BLOCK_J):
-                rival = start + tl.arange(0, BLOCK_J)[None, :]
+            for start in range(0, V, BLOCK_J):  # a thread has all rivals of a symbol
+                rival = start + tl.arange(0, BLOCK_J)[:, None]
                 other = tl.load(logits_ptr + rival, mask=rival < V, other=float("-inf"))
                 other = other.to(tl.float32) + tl.where(rival == favoured, bonus, 0.0)
                 other = (other - peak) / temperature
-                tied = (other == score[:, None]) & (rival < symbol[:, None])
-                likelier = (other > score[:, None]) | tied  # [BLOCK_V, BLOCK_J]
-                rank += tl.sum(likelier.to(tl.int32), axis=1)
-                before += tl.sum(tl.where(likelier, tl.exp(other), 0), axis=1)
+                tied = (other == score[None, :]) & (rival < symbol[None, :])
+                likelier = (other > score[None, :]) | tied  # [BLOCK_J, BLOCK_V]
+                rank += tl.sum(likelier.to(tl.int32), axis=0)
+                before += tl.sum(tl.where(likelier, tl.exp(other), 0), axis=0)
             kept &= rank < top_k
             total = tl.sum(tl.where(kept, tl.exp(score), 0))
             kept &= before < tl.where(top_p < 1, top_p, 2.0) * total  # 1 keeps all

@@ -62,7 +62,7 @@ def _repeat_ahead_kernel(
     position = tl.load(position_ptr)
     back = 1 + tl.arange(0, SPAN)
     length, same = tl.zeros((SPAN,), tl.int32), back <= position
-    for i in tl.static_range(MOST):
+    for i in tl.range(0, MOST):
         at = position - back - i
         same &= at >= 0
         byte = tl.load(text_ptr + at, mask=same, other=0)
@@ -79,7 +79,7 @@ def _repeat_ahead_kernel(
 def _repeat_ahead_triton(repeated: Tensor, equal: Tensor, text: Tensor, position: Tensor) -> None:
     _repeat_ahead_kernel[(1,)](
         repeated, equal, text, position, len(repeated),
-        MOST=MOST_EQUAL, SPAN=SPAN, num_warps=8, **overlap_options(text),
+        MOST=MOST_EQUAL, SPAN=SPAN, num_warps=16, **overlap_options(text),
     )  # fmt: skip
 
 
