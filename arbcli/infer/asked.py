@@ -74,5 +74,5 @@ def check_fills(config: ModelConfig) -> None:
     if not config.fills:
         raise ArbError(
             "the model predicts the next byte, and fills no holes",
-            hint="train one with `--objective fill`, or continue a prompt: `--prompt TEXT`",
+            hint="train one: `arb train --objective fill`; or continue a prompt: `--prompt TEXT`",
         )
