@@ -22,7 +22,7 @@ from arbcli.kernels.attention.eight_bits import KeptIn
 from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
-from arbcli.model.flow import Documents, Flow, Reading, each_text, rows_of
+from arbcli.model.flow import Documents, Flow, Losses, Reading, each_text, merge, rows_of
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.loss import divergence
@@ -358,11 +358,11 @@ class LanguageModel(nn.Module):
         if memories is None:
             flow = run(x, slice(None))
         else:
-            x = run(x, slice(0, memories.place)).whole()
+            before = run(x, slice(0, memories.place))
             remember = self._remember_each if track and track.each else self._remember
-            x, losses = remember(x, taps, reading)
+            x, losses = remember(before.whole(), taps, reading)
             flow = run(x, slice(memories.place, None))
-            flow = flow._replace(losses=flow.losses | losses)
+            flow = flow._replace(losses=merge(before.losses, losses, flow.losses))
         if self.router:
             route = self._route_each if track and track.each else self.router
             flow = Flow(route([flow.whole(), *taps]), None, flow.losses)
@@ -370,7 +370,7 @@ class LanguageModel(nn.Module):
 
     def _remember(
         self, x: Tensor, taps: list[Tensor], reading: Reading
-    ) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    ) -> tuple[Tensor, Losses]:
         """Add what codebooks find for the stream, and iterate; `taps` gets what each found."""
         found = [book(x) for book in (self.codebook, self.knowledge) if book]
         taps += [each.y for each in found]
@@ -388,7 +388,7 @@ class LanguageModel(nn.Module):
 
     def _remember_each(
         self, x: Tensor, taps: list[Tensor], reading: Reading
-    ) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    ) -> tuple[Tensor, Losses]:
         """Do the same for a position of each of several texts, one after another."""
         found = []
         for text, row in enumerate(rows_of(x)):

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from arbcli.config.model import BlockConfig, Blocks
 from arbcli.config.site import Site
-from arbcli.model.flow import Flow, Reading, each_text, rows_of
+from arbcli.model.flow import Flow, Losses, Reading, each_text, merge, rows_of
 from arbcli.model.layers.kinds import stream_norm
 from arbcli.model.layers.linear import TernaryLinear, decode_in_groups
 from arbcli.model.layers.norm import NORM_EPS
@@ -92,12 +92,11 @@ class Block(nn.Module):
             whole: whether to add what the last part makes, too; else it is left to the next norm,
                 which adds it at no cost.
         """
-        losses: dict[str, list[Tensor]] = {}
+        losses: list[Losses] = []
 
         def apply(branch: Branch, x: Tensor, added: Tensor | None = None) -> Flow:
             flow = branch.part(x, branch.norm, added, reading, state)
-            for name, parts in flow.losses.items():
-                losses.setdefault(name, []).extend(parts)
+            losses.append(flow.losses)
             if self.contribution == 1:
                 return flow
             return flow._replace(added=self.contribution * flow.added)
@@ -109,7 +108,7 @@ class Block(nn.Module):
                 x = branch.connection(x, lambda h, branch=branch: apply(branch, h).added)
         if (whole or self.bound is not None) and added is not None:
             x, added = x + added, None
-        return Flow(x if self.bound is None else bounded(x, self.bound), added, losses)
+        return Flow(x if self.bound is None else bounded(x, self.bound), added, merge(*losses))
 
     def step(self, x: Tensor, state: State | None, reading: Reading | None = None) -> Tensor:
         """Add to positions of a text, or one of several: by kernels where parts have any."""
@@ -238,7 +237,7 @@ class Stack(nn.ModuleList):
             ):  # for strides of its own it would be compiled once more
                 x = x.contiguous()
         added: Tensor | None = None
-        losses: dict[str, list[Tensor]] = {}
+        losses: list[Losses] = []
         states = track.blocks[some] if track else None
         for index, block in enumerate([*self][some]):
             if recompute and torch.is_grad_enabled():
@@ -249,11 +248,10 @@ class Stack(nn.ModuleList):
                 state = states[index] if states else None
                 flow = block(x, added, reading, state, whole=whole)
             x, added = flow.x, flow.added
-            for name, parts in flow.losses.items():
-                losses.setdefault(name, []).extend(parts)
+            losses.append(flow.losses)
         if self.streams > 1:
             x = average_streams(x)
-        return Flow(x, added, losses)
+        return Flow(x, added, merge(*losses))
 
     def step(
         self, x: Tensor, track: Track, reading: Reading | None = None, some: slice = slice(None)

@@ -18,7 +18,7 @@ from arbcli.kernels.chunks.route_position import route_position_, take_chunk_
 from arbcli.kernels.chunks.smooth_chunks import smooth_chunks
 from arbcli.kernels.chunks.spread_chunks import spread_chunks
 from arbcli.kernels.runtime.conditions import has_conditions
-from arbcli.model.flow import Flow, Reading, each_text, project
+from arbcli.model.flow import Flow, Reading, each_text, merge, project
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.mark import Written
@@ -114,7 +114,7 @@ class Stage(nn.Module):
         z, _ = project(self.outward, within.x, self.outward_norm, within.added)
         x = spread(z, routed.p, self.residual(x), chunks)
         after = self.decoder(x, reading, recompute=recompute)
-        return after._replace(losses=_together(before.losses, within.losses, after.losses))
+        return after._replace(losses=merge(before.losses, within.losses, after.losses))
 
     def _route(self, x: Tensor, ids: Tensor) -> Routed:
         if self.router:
@@ -225,14 +225,6 @@ def pass_one(stack: Stack, x: Tensor, track: Track, reading: Reading, *, fused: 
         if fused:
             return stack.step(x, track, reading)
         return stack(x, reading, track).whole()
-
-
-def _together(*losses: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-    found: dict[str, list[Tensor]] = {}
-    for parts in losses:
-        for name, values in parts.items():
-            found.setdefault(name, []).extend(values)
-    return found
 
 
 class StageState(State):
