@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from arbcli.config.model import BlockConfig, Blocks
+from arbcli.config.model import BlockConfig, Blocks, StageConfig
 from arbcli.config.site import Site
 from arbcli.model.flow import Flow, Losses, Reading, each_text, merge, rows_of
 from arbcli.model.layers.kinds import stream_norm
@@ -41,24 +41,14 @@ class Block(nn.Module):
 
     Args:
         config: of the block.
+        stage: that it belongs to.
         site: where it stands.
-        streams: number of residual streams.
         first: number of its first branch in the list of blocks; branches read streams in turns.
-        contribution: a factor of what a branch adds.
-        bound: the largest root-mean-square of a stream after the block; None is any.
     """
 
-    def __init__(
-        self,
-        config: BlockConfig,
-        site: Site,
-        streams: int = 1,
-        first: int = 0,
-        contribution: float = 1.0,
-        bound: float | None = None,
-    ) -> None:
+    def __init__(self, config: BlockConfig, stage: StageConfig, site: Site, first: int = 0) -> None:
         super().__init__()
-        self.contribution, self.bound = contribution, bound
+        streams, self.contribution, self.bound = stage.streams, stage.contribution, stage.bound
         parts = [build_part(part, site) for part in config.parts]
         norms, connections = [], []
         for part in parts:
@@ -166,10 +156,8 @@ class Stack(nn.ModuleList):
 
     Args:
         blocks: configurations.
+        stage: that they belong to.
         site: where they stand.
-        streams: number of residual streams.
-        contribution: a factor of what a branch of a block adds.
-        bound: the largest root-mean-square of a stream after a block; None is any.
         grouped: whether small matrices are decoded several at a time, if the blocks are equal.
     """
 
@@ -180,19 +168,17 @@ class Stack(nn.ModuleList):
     def __init__(
         self,
         blocks: Blocks,
+        stage: StageConfig,
         site: Site,
-        streams: int = 1,
-        contribution: float = 1.0,
-        bound: float | None = None,
         *,
         grouped: bool = False,
     ) -> None:
         first, made = 0, []
         for config in blocks:
-            made.append(Block(config, site, streams, first, contribution, bound))
+            made.append(Block(config, stage, site, first))
             first += len(config.parts)
         super().__init__(made)
-        self.streams, self.float_twin = streams, site.weights != "ternary"
+        self.streams, self.float_twin = stage.streams, site.weights != "ternary"
         linears = [block.linears() for block in self]
         if grouped and not self.float_twin and len(set(blocks)) == 1 and all(linears):
             decode_in_groups(
@@ -232,10 +218,8 @@ class Stack(nn.ModuleList):
             return Flow(torch.cat([flow.whole() for flow in rows]))
         if self.streams > 1:
             x = spread_streams(x, self.streams)
-            if is_compiled(
-                next(iter(self))
-            ):  # for strides of its own it would be compiled once more
-                x = x.contiguous()
+            if is_compiled(next(iter(self))):
+                x = x.contiguous()  # for strides of its own a block would be compiled once more
         added: Tensor | None = None
         losses: list[Losses] = []
         states = track.blocks[some] if track else None

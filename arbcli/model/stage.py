@@ -63,14 +63,13 @@ class Stage(nn.Module):
         site = config.site(index, len(own.before))
         inner = config.site(index + 1)
         parts = layers_for(site)
-        stream = (own.streams, own.contribution, own.bound)
-        self.encoder = Stack(own.before, site, *stream)
+        self.encoder = Stack(own.before, own, site)
         self.router = BoundaryRouter(site) if self.chunking.boundaries == "learned" else None
         self.inward = parts.linear(inner.dim, site.dim, site, area="chunking")
         self.outward_norm = parts.norm(inner.dim, inner)
         self.outward = parts.linear(site.dim, inner.dim, site, area="chunking")
         self.residual = parts.linear(site.dim, site.dim, site, spread=0.0, area="chunking")
-        self.decoder = Stack(own.after, config.site(index, len(own.after)), *stream)
+        self.decoder = Stack(own.after, own, config.site(index, len(own.after)))
 
     def forward(
         self,
