@@ -454,10 +454,7 @@ _FIT = (f"1 <= M <= {MOST_AHEAD}", "M <= W", "D % 2 == 0")
 _PLACE: Arguments = {**PLACE, "position": Array("", INT32)}
 _check_turn = compiled_check(
     "attend_in_turn",
-    {
-        **{name: Array(of, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)},
-        **_PLACE,
-    },
+    {**{name: Array(of, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)}, **_PLACE},
     _FIT,
 )
 

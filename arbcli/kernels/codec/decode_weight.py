@@ -43,8 +43,9 @@ from arbcli.kernels.codec.warp_products import (
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Matrix, Number
 from arbcli.kernels.runtime.merged import merge_launches
-from arbcli.kernels.runtime.operation import Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.kernels.runtime.shared_memory import allocate, read_four, wait_for_warp, write_four
+from arbcli.kernels.timed import Timed
 
 ABREAST, COLUMN_ROWS = 4, 16
 """Of the eight blocks a warp decodes at once, those of one row; rows of a program by columns."""
@@ -255,18 +256,15 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield Case("3x165 zeros", (packed._replace(trits=zeros),))
 
 
-def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    for rows, in_features in ((8192, 8192), (2048, 5632)):
-        packed = random_packed(rows, in_features, group_size, torch.Generator(device))
-        yield Timing(f"{rows}x{in_features}", (packed,))
-
-
 decode_weight = Operation(
     "decode_weight", in_rounded_float32(decode_weight_triton),
     in_rounded_float32(decode_digits_torch), decode_digits_reference, _cases,
     arguments={"packed": Matrix(spread=127), "dtype": Number(())},
     launch=(decode_weight_triton, decode_digits, decode_digits), scale_path=in_planes,
-    timings=_timings, native=in_rounded_float32(decode_digits_native),
+    timed=[
+        Timed(f"{n}x{k}", N=n, K=k, dtype=torch.bfloat16) for n, k in ((8192, 8192), (2048, 5632))
+    ],
+    native=in_rounded_float32(decode_digits_native),
 )  # fmt: skip
 """Decode a packed matrix to its weights.
 

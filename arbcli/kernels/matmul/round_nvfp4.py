@@ -28,7 +28,8 @@ from arbcli.kernels.matmul.quantise_rows import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.inputs import normals, placed
-from arbcli.kernels.runtime.operation import Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.timed import Timed
 
 BLOCK = 16
 """Columns of a scale."""
@@ -240,14 +241,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield case("1311x776 bf16", normal(1311, 776).bfloat16())
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    x = torch.randn(16384, 2048, device=device, dtype=torch.bfloat16)
-    yield Timing("16384x2048 bf16", (x,))
-
-
+_TIMED = [Timed("16384x2048 bf16", M=16384, D=2048)]
 round_nvfp4 = Operation(
     "round_nvfp4", _round_nvfp4_triton, _round_nvfp4_torch, round_nvfp4_reference, _cases,
-    arguments={"x": ACTIVATIONS}, torch_is_peer=True, timings=_timings,
+    arguments={"x": ACTIVATIONS}, torch_is_peer=True, timed=_TIMED,
 )  # fmt: skip
 """Round a matrix to numbers of four bits, their scales multiplied in.
 
@@ -260,7 +257,7 @@ Returns:
 """
 encode_nvfp4 = Operation(
     "encode_nvfp4", _encode_nvfp4_triton, _encode_nvfp4_torch, encode_nvfp4_reference, _cases,
-    arguments={"x": ACTIVATIONS}, torch_is_peer=True, timings=_timings,
+    arguments={"x": ACTIVATIONS}, torch_is_peer=True, timed=_TIMED,
 )  # fmt: skip
 """Turn a matrix into codes of four bits with their scales.
 

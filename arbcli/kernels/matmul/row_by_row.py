@@ -57,13 +57,7 @@ from arbcli.kernels.runtime.shared_memory import (
     write,
     write_where,
 )
-from arbcli.kernels.runtime.threads import (
-    across,
-    load_constant,
-    load_new,
-    load_where,
-    warp_number,
-)
+from arbcli.kernels.runtime.threads import across, load_constant, load_new, load_where, warp_number
 
 SHARED_BYTES = 47 << 10
 """Capacity of a program for rows of x, their sums and their squares."""

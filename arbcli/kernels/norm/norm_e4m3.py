@@ -170,8 +170,7 @@ def _timings_of(spec: Operation, run: Callable) -> MakeTimings:
     """Time what a norm is timed on, against the norm and the rounding apart."""
 
     def timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-        assert spec.timings is not None
-        for timing in spec.timings(device, group_size):
+        for timing in spec.draw_timings(device, group_size):
             peer = partial(_norm_then_round, spec.triton, *timing.inputs)
             yield Timing(timing.label, timing.inputs, run=run, peer=peer, peer_name="apart")
 

@@ -9,7 +9,6 @@ Source: E. J. Gumbel, "Statistical Theory of Extreme Values and Some Practical A
 
 import math
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +16,9 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT32, INT64, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import EXACT, Case, Operation, Timing
+from arbcli.kernels.runtime.operation import EXACT, Case, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.timed import Timed
 from arbcli.kernels.update.random_bits import mix_reference, random_bits, random_words
 
 MAX_SYMBOLS = 256
@@ -211,16 +211,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(f"{kind}, {choice}", (*tensors, position, key, *choice))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    byte = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    text = torch.zeros(9, dtype=torch.uint8, device=device)
-    logits = torch.randn(256, device=device)
-    position, key = torch.zeros(2, dtype=torch.int32, device=device).unbind()
-    inputs = (byte, text, logits, position, key, 0.8, 40, 0.95)
-    peer = partial(choose_byte_torch, *inputs)
-    yield Timing("256 logits", inputs, peer=peer, peer_name="torch, step by step")
-
-
 TEXT_FITS = f"(text.dtype == torch.uint8) == (V <= {MAX_SYMBOLS})"
 """Condition on the dtype of a text."""
 
@@ -244,7 +234,9 @@ choose_byte_ = Operation(
         "M": ("()", "(min(m, 8),)"), "B": "M or (1,)", "V": f"min(k + 1, {MAX_SYMBOLS})",
         "P": "n + 20",
     },
-    compared=("byte", "text"), timings=_timings,
+    compared=("byte", "text"),
+    timed=[Timed("256 logits", choose_byte_torch, "torch, step by step", B=(1, 1), P=9, M=(), V=256,
+                 logits=torch.float32, position=0, key=0, temperature=0.8, top_k=40, top_p=0.95)],
 )  # fmt: skip
 """Choose the byte, or token, at `position` of `text` by its logits, in place, or several.
 

@@ -14,11 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import (
-    digits_reference,
-    digits_torch,
-    scales_reference,
-)
+from arbcli.kernels.codec.decode_digits import digits_reference, digits_torch, scales_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.codec.scales import load_scale
