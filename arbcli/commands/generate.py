@@ -26,7 +26,7 @@ from arbcli.commands._options import (
 )
 from arbcli.commands._saved import saved_config
 from arbcli.errors import ArbError
-from arbcli.infer.asked import check_ahead, check_fills, check_steps
+from arbcli.infer.asked import check_ahead, check_fills, check_of_masked
 from arbcli.media.continuing import kind_of, prompt_and_length, write_first
 from arbcli.output import (
     PIPE_SECONDS,
@@ -312,7 +312,7 @@ def _check_asked(
     Raises:
         ArbError: it does not.
     """
-    check_steps(config, steps)
+    check_of_masked(config, "--steps", steps)
     if fills:
         check_fills(config)
     for option, is_given in of_next.items():

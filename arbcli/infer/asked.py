@@ -26,26 +26,18 @@ def check_stride(config: ModelConfig, stride: int | None) -> int:
     return stride
 
 
-def check_draws(config: ModelConfig, draws: int | None) -> None:
-    """Refuse draws of hidden symbols where none are hidden.
+def check_of_masked(config: ModelConfig, option: str, value: int | None) -> None:
+    """Refuse an option of masked models, such as draws of hidden symbols, where none are hidden.
+
+    Args:
+        config: of the model.
+        option: as it is written.
+        value: that was given; None is none.
 
     Raises:
         ArbError: the model is not masked.
     """
-    _check_masked(config, "--draws", given=draws is not None)
-
-
-def check_steps(config: ModelConfig, steps: int | None) -> None:
-    """Refuse steps in which holes are filled where there are none.
-
-    Raises:
-        ArbError: the model is not masked.
-    """
-    _check_masked(config, "--steps", given=steps is not None)
-
-
-def _check_masked(config: ModelConfig, option: str, *, given: bool) -> None:
-    if given and not config.is_masked:
+    if value is not None and not config.is_masked:
         raise ArbError(
             f"`{option}` is of a masked model, and this one reads from left to right",
             hint=f"leave `{option}` out",
@@ -74,5 +66,5 @@ def check_fills(config: ModelConfig) -> None:
     if not config.fills:
         raise ArbError(
             "the model predicts the next byte, and fills no holes",
-            hint="train one with `--objective fill`, or continue a prompt: `--prompt TEXT`",
+            hint="train one: `arb train --objective fill`; or continue a prompt: `--prompt TEXT`",
         )
