@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from arbcli.config.model import VOCABULARY
 from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.filling import EXTRA, in_layout
 from arbcli.infer.asked import check_fills
-from arbcli.infer.generation import OUT_OF_MEMORY, Decoder, Sampling
+from arbcli.infer.generation import OUT_OF_MEMORY, Decoder, Sampling, text_dtype
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import use_backend
@@ -92,8 +91,8 @@ def _choose(
 ) -> Tensor:
     """Choose a symbol for each row of logits, (N, V), by the random numbers of its place: (N,)."""
     number, symbols = logits.shape
-    dtype = torch.uint8 if symbols <= VOCABULARY else torch.int32
     chosen = torch.zeros(number, 1, dtype=torch.int64, device=logits.device)
+    dtype = text_dtype(symbols)
     texts = torch.zeros(number, positions, dtype=dtype, device=logits.device)  # written, not read
     how = (
         torch.full((number,), value, dtype=dtype, device=logits.device)
