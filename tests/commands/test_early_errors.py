@@ -109,7 +109,6 @@ MISTAKES = {
     "evaluate run --data nofile": "nothing matches `nofile`",
     "evaluate made --stride 65": "`--stride` is 65, and a window has 64 bytes",
     "evaluate made --draws 3": "`--draws` is of a masked model",
-    "generate made --ahead 2": "the model has no head that proposes bytes",
     "generate made --chat": "`made` has no chat template",
     "generate made --steps 9": "`--steps` is of a masked model",
     "generate made --infill …": "the model predicts the next byte, and fills no holes",
@@ -277,7 +276,7 @@ def test_saved_model_is_named_by_an_argument_or_an_option(command):
             assert str(result.exception) == said
 
 
-def test_model_of_a_run_that_is_no_object_is_told_in_words():
+def test_model_of_a_run_that_is_not_an_object_is_told_in_words():
     with pytest.raises(ArbError, match=r"a model is `\[1\]`, and not values by name"):
         train_config_from({"config": {"model": [1]}})
 
