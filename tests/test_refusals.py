@@ -160,7 +160,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_file_that_is_no_gguf_of_ours_is_refused(name, tmp_path):
+def test_file_that_is_not_a_gguf_of_ours_is_refused(name, tmp_path):
     content, why = FILES[name]
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(ArbError) as caught:

@@ -1,6 +1,6 @@
 """Check options against the configuration of a model, without importing torch."""
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.errors import ArbError
 
 
@@ -45,15 +45,15 @@ def check_of_masked(config: ModelConfig, option: str, value: int | None) -> None
 
 
 def check_ahead(config: ModelConfig, ahead: int) -> None:
-    """Refuse to propose bytes without a head for it.
+    """Refuse to check several tokens at once.
 
     Raises:
-        ArbError: there is none, and more than one byte of a step is asked for.
+        ArbError: more than one byte of a step is asked for, and the model makes tokens.
     """
-    if ahead > 1 and config.ahead is None:
+    if ahead > 1 and config.vocabulary > VOCABULARY:
         raise ArbError(
-            "the model has no head that proposes bytes, which `--ahead` is for",
-            hint="leave `--ahead` out, or train a model with `ahead`",
+            "bytes are checked several at once, and the model makes tokens",
+            hint="leave `--ahead` out",
         )
 
 
@@ -66,5 +66,5 @@ def check_fills(config: ModelConfig) -> None:
     if not config.fills:
         raise ArbError(
             "the model predicts the next byte, and fills no holes",
-            hint="train one with `--objective fill`, or continue a prompt: `--prompt TEXT`",
+            hint="train one: `arb train --objective fill`; or continue a prompt: `--prompt TEXT`",
         )

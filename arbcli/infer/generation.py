@@ -96,12 +96,13 @@ class Decoder:
         capture: whether a step is replayed as one CUDA graph, or on a CPU as one list of loops,
             which gives the same bits; None is wherever it can be.
         stream: which of the random streams of the seed.
-        ahead: bytes that a step makes at most: a head of the model proposes all but the first, and
-            the model checks them. It changes no bit of the text.
+        ahead: bytes that a step makes at most: all but the first are proposed, by a head of the
+            model if it has one and where the text repeats itself, and the model checks them. It
+            changes no bit of the text.
         prompt: bytes that are read first, at least: a long one takes less memory if it is known.
 
     Raises:
-        ArbError: bytes are to be proposed, and the model has no head for it or cannot check them.
+        ArbError: several bytes are to be checked, and the model cannot.
         ArbError: the text is longer than `LONGEST_TEXT`.
     """
 

@@ -433,10 +433,10 @@ class LanguageModel(nn.Module):
         """Tell whether there is a `check`, inside of `prepared_weights`.
 
         It needs fused steps, a single stage and stream of blocks whose parts `steps_ahead`, nothing
-        that reads the text besides, and keys and values as they are.
+        that reads the text besides, no holes, and keys and values as they are.
         """
         main, config = self.config.main, self.config
-        others = config.outer, config.beside, config.reads_text, config.composite
+        others = config.outer, config.beside, config.reads_text, config.composite, config.fills
         if any((*others, main.memories, main.router)) or main.streams > 1 or self.kept.stored:
             return False
         parts = [branch.part for block in self.blocks for branch in block.branches]

@@ -271,7 +271,7 @@ def test_several_prompts_are_continued_as_was_asked(asked, monkeypatch, tmp_path
 
 
 def test_prompt_is_continued_as_was_asked(asked, monkeypatch):
-    model = SimpleNamespace(config=SimpleNamespace(is_masked=False, ahead="a head"))
+    model = SimpleNamespace(config=SimpleNamespace(is_masked=False, vocabulary=256))
     loaded = mock.Mock(return_value=(model, "its name"))
     monkeypatch.setattr(load, "load_named_model", loaded)
     words = ["--checkpoint", "x", "--prompt", "a", "--device", "cpu", "--backend", "torch"]
