@@ -231,7 +231,7 @@ class Fixed:
         about = {"position": position, "window": 16, "is_marked": True}
         return SimpleNamespace(**about, reset=position.zero_)
 
-    config, stages = preset("tiny"), ()
+    config, stages, kept_in = preset("tiny"), (), "fp32"
     step_phases = LanguageModel.step_phases
 
     def __call__(self, ids: torch.Tensor, cache: SimpleNamespace) -> torch.Tensor:

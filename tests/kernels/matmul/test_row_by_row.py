@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from arbcli.kernels.codec.packed import random_packed
+from arbcli.kernels.matmul import row_by_row as of_rows
 from arbcli.kernels.matmul import row_matmul as of_row
 from arbcli.kernels.matmul.prepacked import prepack
 from arbcli.kernels.matmul.row_by_row import row_by_row
@@ -65,3 +66,11 @@ def test_rejects_what_does_not_fit(device):
             row_by_row(x, weight)
         with pytest.raises(ValueError, match="in_features = 17928"):
             row_by_row(draw(1, 17_928, device=device), weight._replace(in_features=17_928))
+
+
+@pytest.mark.parametrize(("rows", "programs"), [(5, 2), slow(8, 3), slow(4, 4), slow(3, 1)])
+def test_bits_are_the_same_however_rows_are_shared_out(rows, programs, monkeypatch, device):
+    """Programs have as many rows each; of five by two, both have the middle one."""
+    weight, x = matrix(50, 328, device), draw(rows, 328, device=device)
+    monkeypatch.setattr(of_rows, "programs_of_tiles", lambda *_: programs)
+    check_bits(KERNELS, x, weight, 1e-6, draw(rows, 50, device=device))

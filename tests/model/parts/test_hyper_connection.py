@@ -1,5 +1,7 @@
 """Hyper-connections: one stream is the plain block, and several are mixed without gain or loss."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,7 +34,8 @@ def stirred(lm: LanguageModel) -> LanguageModel:
 def test_one_stream_without_mixing_is_the_plain_block_bit_by_bit(dtype, monkeypatch):
     config = preset("tiny", **SHAPE)
     block = config.main.blocks[0]
-    plain, streams = Block(block, config.site()), Block(block, config.site(), streams=2)
+    stages = config.main, replace(config.main, streams=2)
+    plain, streams = (Block(block, stage, config.site()) for stage in stages)
     for tensor in streams.modules():
         if hasattr(tensor, "initialise"):
             tensor.initialise(0, 0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arbcli.config.model import BlockConfig
+from arbcli.config.model import BlockConfig, StageConfig
 from arbcli.config.parts import MambaConfig
 from arbcli.config.site import Site
 from arbcli.kernels.runtime.backend import use_backend
@@ -27,7 +27,7 @@ KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
 
 
 def mamba_block(site=SITE) -> Block:
-    return Block(BlockConfig(mixer=CONFIG), site)
+    return Block(BlockConfig(mixer=CONFIG), StageConfig(dim=site.dim), site)
 
 
 def reference(x, weights):
