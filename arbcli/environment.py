@@ -66,7 +66,7 @@ def others_running(looks: int = LOOKS) -> int:
 
 
 def threads_beside_others(threads: int, processors: int) -> int:
-    """Choose how many threads of a run compute beside other programs.
+    """Choose how many threads of a run compute next to other programs.
 
     Threads share work evenly. One that takes turns with another program holds up all others, so
     busy processors are left to it. Where that would leave less than half of them, it gains nothing.
