@@ -65,7 +65,7 @@ def others_running(looks: int = LOOKS) -> int:
     return fewest
 
 
-def threads_beside_others(threads: int, processors: int) -> int:
+def free_threads(threads: int, processors: int) -> int:
     """Choose how many threads of a run compute next to other programs.
 
     Threads share work evenly. One that takes turns with another program holds up all others, so

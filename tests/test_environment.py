@@ -14,7 +14,7 @@ import torch
 
 from arbcli import __main__, cli, environment, sockets
 from arbcli.commands import train
-from arbcli.environment import set_environment, threads_beside_others, trains_twin
+from arbcli.environment import set_environment, free_threads, trains_twin
 from arbcli.errors import ArbError
 from arbcli.signals import HANGUP, STOPPING, Interrupted, RaisedSignal, RememberedSignal, exit_code
 from arbcli.train.parallel.launch import Place
@@ -75,9 +75,9 @@ def test_busy_processors_are_left_to_others_unless_most_are(
     file = mock.Mock(read_text=lambda: COUNTS.format(running))
     monkeypatch.setattr(environment, "COUNTS", file)
     monkeypatch.setattr(environment, "LOOK_SECONDS", 0)
-    assert threads_beside_others(threads, processors) == chosen
+    assert free_threads(threads, processors) == chosen
     empty["OMP_NUM_THREADS"] = str(threads)
-    assert threads_beside_others(threads, processors) == threads
+    assert free_threads(threads, processors) == threads
 
 
 def test_program_that_runs_now_and_then_keeps_no_processor(empty, monkeypatch):
@@ -85,7 +85,7 @@ def test_program_that_runs_now_and_then_keeps_no_processor(empty, monkeypatch):
     file = mock.Mock(read_text=lambda: COUNTS.format(next(counts)))
     monkeypatch.setattr(environment, "COUNTS", file)
     monkeypatch.setattr(environment, "LOOK_SECONDS", 0)
-    assert threads_beside_others(2, 2) == 2
+    assert free_threads(2, 2) == 2
     assert next(counts, None) is None
 
 
@@ -93,12 +93,12 @@ def test_program_that_runs_now_and_then_keeps_no_processor(empty, monkeypatch):
     ("device", "gpu", "chosen"),
     [(None, False, 3), ("cpu", True, 3), (None, True, 7), ("cuda", True, 7)],
 )
-def test_run_on_a_cpu_says_how_many_threads_it_has_beside_others(device, gpu, chosen, monkeypatch):
+def test_run_on_a_cpu_says_how_many_threads_it_has(device, gpu, chosen, monkeypatch):
     now, said = [7], mock.Mock()
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[-1])
     monkeypatch.setattr(torch, "set_num_threads", now.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(train, "threads_beside_others", lambda threads, processors: 3)
+    monkeypatch.setattr(train, "free_threads", lambda threads, processors: 3)
     train._leave_busy_processors(device, said)
     assert now[-1] == chosen
     line = "other programs are running: computing with 3 of 7 threads"

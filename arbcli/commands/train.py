@@ -29,7 +29,7 @@ from arbcli.config.file import read_settings, settings_text
 from arbcli.config.initial import KEPT
 from arbcli.config.settings import OPTIMISATION, OUTPUT, RUN
 from arbcli.config.training import RUN_SETTINGS, train_config_dict
-from arbcli.environment import may_have_gpu, threads_beside_others
+from arbcli.environment import may_have_gpu, free_threads
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.output import LiveLine, emit_json, note, write_bytes
@@ -279,7 +279,7 @@ def _leave_busy_processors(device: str | None, display: RunDisplay) -> None:
     if device != "cpu" and torch.cuda.is_available():
         return
     usual = torch.get_num_threads()
-    threads = threads_beside_others(usual, os.cpu_count() or 1)
+    threads = free_threads(usual, os.cpu_count() or 1)
     if threads < usual:
         torch.set_num_threads(threads)
         display.noted(f"other programs are running: computing with {threads} of {usual} threads")
