@@ -14,7 +14,7 @@ import torch
 
 from arbcli import __main__, cli, environment, sockets
 from arbcli.commands import train
-from arbcli.environment import set_environment, free_threads, trains_twin
+from arbcli.environment import free_threads, set_environment, trains_twin
 from arbcli.errors import ArbError
 from arbcli.signals import HANGUP, STOPPING, Interrupted, RaisedSignal, RememberedSignal, exit_code
 from arbcli.train.parallel.launch import Place

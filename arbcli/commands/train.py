@@ -29,7 +29,7 @@ from arbcli.config.file import read_settings, settings_text
 from arbcli.config.initial import KEPT
 from arbcli.config.settings import OPTIMISATION, OUTPUT, RUN
 from arbcli.config.training import RUN_SETTINGS, train_config_dict
-from arbcli.environment import may_have_gpu, free_threads
+from arbcli.environment import free_threads, may_have_gpu
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.output import LiveLine, emit_json, note, write_bytes
