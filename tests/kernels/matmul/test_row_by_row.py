@@ -56,12 +56,3 @@ def test_bits_are_the_same_however_work_is_shared_out(shape, tiling, monkeypatch
     weight, x = matrix(*shape, device), draw(5, shape[1], device=device)
     monkeypatch.setattr(of_row, "tiling_of", lambda *_: Tiling(*tiling))
     check_bits(KERNELS, x, weight, 1e-6, None)
-
-
-def test_rejects_what_does_not_fit(device):
-    weight, x = matrix(20, 328, device), draw(9, 328, device=device)
-    with use_backend(KERNELS):
-        with pytest.raises(ValueError, match="need M > 0 and"):
-            row_by_row(x, weight)
-        with pytest.raises(ValueError, match="in_features = 17928"):
-            row_by_row(draw(1, 17_928, device=device), weight._replace(in_features=17_928))

@@ -46,14 +46,6 @@ def test_a_matrix_is_coded_some_rows_at_a_time(gated, monkeypatch, device):
     assert torch.equal(prepack(packed, gated).pieces, whole.pieces)
 
 
-def test_a_gated_matrix_is_coded_by_halves(device):
-    packed = matrix(device, rows=22)
-    weight, halves, x = prepack(packed, gated=True), decode_digits_reference(packed), row(device)
-    gate, up = (x.double() @ halves.double().T).chunk(2, dim=1)
-    got = prepacked_reference(x, *weight, None, None, torch.float32)
-    torch.testing.assert_close(got, gate * torch.sigmoid(gate) * up)
-
-
 def test_elements_that_15_bits_hold_are_multiplied_exactly(device):
     """As long as float32 holds the sums: of integers, with one power of two a row."""
     packed, x = matrix(device), (row(device) * 8).round()
@@ -162,12 +154,3 @@ def test_a_row_of_a_wider_matrix(device):
     with use_backend(KERNELS):
         one, alone = (row_matmul(x, weight) for x in (wide[1:, :328], wide[1:, :328].clone()))
     assert torch.equal(one, alone)
-
-
-def test_rejects_what_does_not_fit(device):
-    weight, x = prepack(matrix(device)), row(device)
-    with use_backend(KERNELS):
-        with pytest.raises(ValueError, match="need M == 1"):
-            row_matmul(x.repeat(2, 1), weight)
-        with pytest.raises(ValueError, match="in_features = 17928"):
-            row_matmul(row(device, 17_928), weight._replace(in_features=17_928))
