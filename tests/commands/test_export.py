@@ -35,25 +35,6 @@ def test_auto_is_the_run_that_was_started_last(run, tmp_path, arb_here, monkeypa
     ]
 
 
-def test_export_writes_what_is_named_for_the_run(run, tmp_path, arb_here, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, place in (("gguf", "run.gguf"), ("hf", "run-hf"), ("safetensors", "run-weights")):
-        done = arb_here("export", run, "--to", name, "--json")
-        assert done.returncode == 0, done.stderr
-        report = json.loads(done.stdout)
-        assert report["path"].startswith(place)
-        assert (report["format"], report["step"]) == (name, 2)
-        assert report["bytes"] > 0
-    shown = arb_here("export", run, "--to", "gguf", "--out", "other.gguf", "--type", "f32")
-    assert "F32" in shown.stdout
-    args = ["--device", "cpu", "--length", "5", "--temperature", "0"]
-    texts = {
-        arb_here("generate", "--checkpoint", place, *args).stdout
-        for place in (run, "run-weights.safetensors")
-    }
-    assert len(texts) == 1
-
-
 def test_type_that_a_format_has_not_is_refused_in_two_lines(run, arb_here):
     done = arb_here("export", run, "--to", "hf", "--type", "q4_0")
     assert (done.returncode, done.stdout) == (2, "")

@@ -7,7 +7,6 @@ import pytest
 from arbcli.commands import _run_display
 from arbcli.commands._run_display import LONG_SECONDS, RunDisplay, fitted
 from arbcli.commands._time_left import AVERAGED_SECONDS, WARM_UP_STEPS, TimeLeft
-from arbcli.train.trainer import EVAL_BATCHES
 
 
 def time_left(steps=100, interval=40, accum=1, step=0) -> TimeLeft:
@@ -26,25 +25,6 @@ def test_run_without_evaluations_has_its_steps_to_come():
         left.stepped(step, 2.0 * step)
     assert left.seconds(20.0) == pytest.approx(90 * 2.0)
     assert left.seconds(21.0) == pytest.approx(90 * 2.0 - 1.0)
-
-
-def test_estimate_has_the_steps_and_the_evaluations_to_come():
-    left = time_left()
-    now = 0.0
-    for step in range(1, 40):
-        now += 2.0
-        left.stepped(step, now)
-    of_evaluation = EVAL_BATCHES / 3 * 2.0  # until one was seen
-    assert left.seconds(now) == pytest.approx(61 * 2.0 + 3 * of_evaluation)
-    assert left.seconds(now + 1.5) == pytest.approx(left.seconds(now) - 1.5)
-    assert left.seconds(now + 99) == pytest.approx(left.seconds(now) - 2.0)
-    left.stepped(40, now + 2)
-    assert left.seconds(now + 2 + 5) == pytest.approx(60 * 2.0 + 3 * of_evaluation - 5)
-    left.evaluated(now + 2 + 7)
-    left.resumed(now + 2 + 9)  # a sample of two seconds
-    assert left.seconds(now + 2 + 9) == pytest.approx(60 * 2.0 + 2 * 7)
-    left.stepped(41, now + 2 + 9 + 2)
-    assert left.seconds(now + 2 + 9 + 2) == pytest.approx(59 * 2.0 + 2 * 7)
 
 
 def test_end_is_evaluated_once():

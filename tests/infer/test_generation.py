@@ -162,28 +162,6 @@ def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it
         assert torch.equal(part, expected)
 
 
-@torch.no_grad()
-def test_steps_of_three_stages_around_another_are_those_of_whole_reads(device):
-    """Each hands what it found to the one around it."""
-    outer = {"outer_dim": (16, 16, 16), "outer_layers": (1,) * 3, "outer_heads": (2,) * 3}
-    outer |= {"outer_ffn": (16,) * 3, "chunk_length": (2,) * 3, "window": 8, "ctx": 24}
-    lm = LanguageModel(
-        preset("hnet-tiny", dim=16, layers=1, heads=2, ffn=16, boundaries="every", **outer),
-        torch.float32,
-    ).to(device)
-    lm.initialise(0)
-    with lm.prepared_weights():
-        decoder = Decoder(lm, 40, GREEDY, capture=False)
-        decoder.read(b"it was")
-        made = b"".join(decoder.stream(20))
-        cache, text = lm.new_cache(40), b"it was"
-        for start in range(len(text) + len(made) - 1):
-            ids = torch.tensor([[(text + made)[start]]], device=device)
-            logits = lm(ids, cache)[0, -1]
-            if start >= len(text) - 1:
-                assert int(logits.argmax()) == (text + made)[start + 1], start
-
-
 @pytest.mark.parametrize("name", [*PRESETS])
 def test_a_position_depends_on_no_more_than_a_model_says(name):
     """Of models with other states than windows it is not known."""
@@ -218,63 +196,6 @@ def test_seed_decides_the_text(device):
     texts = [continued(lm, b"ab", 40, Sampling(seed=seed)) for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     assert len(texts[0]) == 40
-
-
-class Fixed:
-    """Stands for a model whose next byte follows one distribution, whatever came before."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
-
-    def new_cache(self, positions: int, first: int) -> SimpleNamespace:
-        position = torch.zeros((), dtype=torch.int32, device=self.logits.device)
-        about = {"position": position, "window": 16, "is_marked": True}
-        return SimpleNamespace(**about, reset=position.zero_)
-
-    config, stages = preset("tiny"), ()
-    step_phases = LanguageModel.step_phases
-
-    def __call__(self, ids: torch.Tensor, cache: SimpleNamespace) -> torch.Tensor:
-        cache.position += ids.shape[1]
-        return self.logits.expand(*ids.shape, 256)
-
-
-def kept_share(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
-    """Compute the distribution of the next byte: soften, then cut by rank, then by share."""
-    share = torch.softmax(logits.double() / how.temperature, 0)
-    order = share.argsort(descending=True)[: how.top_k]
-    before = (share[order] / share[order].sum()).cumsum(0).roll(1)
-    before[0] = 0
-    order = order[before < how.top_p] if how.top_p < 1 else order
-    kept = torch.zeros_like(share)
-    kept[order] = share[order]
-    return kept / kept.sum()
-
-
-@pytest.mark.parametrize(
-    "how",
-    [{"temperature": 0.5}, {"temperature": 1.5, "top_k": 6}, {"temperature": 1.5, "top_p": 0.7},
-     {"temperature": 2.0, "top_k": 9, "top_p": 0.8}],
-    ids=str,
-)  # fmt: skip
-def test_bytes_of_a_text_are_drawn_from_the_softmax_that_was_asked_for(how, device):
-    """Pearson's statistic of 400 bytes, within five of its standard errors, and nothing else."""
-    logits = 3 * torch.randn(256, generator=torch.Generator().manual_seed(5))
-    sampling = Sampling(seed=1, **how)
-    decoder = Decoder(Fixed(logits.to(device)), 401, sampling)
-    decoder.read(b"a")
-    text = b"".join(decoder.stream(400))
-    share = kept_share(logits, sampling)
-    counts = torch.tensor(list(text)).bincount(minlength=256)
-    assert not counts[share == 0].any()
-    often = share > 5 / 400
-    expected = torch.cat([share[often], share[~often].sum()[None]]) * 400
-    found = torch.cat([counts[often], counts[~often].sum()[None]])
-    expected, found = expected[expected > 0], found[expected > 0]
-    assert len(expected) > 2
-    statistic = ((found - expected) ** 2 / expected).sum().item()
-    freedom = len(expected) - 1
-    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Several texts at once: each is what it is alone, whatever the others are."""
 
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,7 +17,6 @@ from arbcli.infer import several
 from arbcli.infer.generation import Decoder, Sampling, continue_text, generate
 from arbcli.infer.prompts import read_prompts
 from arbcli.infer.several import Request, SeveralDecoder, cache_bytes, generate_several
-from arbcli.kernels.attention.eight_bits import KeptIn
 from arbcli.model import language_model as model_module
 from arbcli.model.language_model import LanguageModel
 
@@ -268,50 +267,6 @@ def test_text_with_the_stream_of_a_single_one_is_that_one(lm):
     assert (found.batch, found.length) == (1, 20)
     if lm.device.type == "cpu":  # kernels of a GPU add up in another order
         assert report[0].text == done.text
-
-
-@pytest.mark.parametrize("kv", ["fp8", "int8"])
-def test_keys_and_values_are_kept_as_is_asked(lm, kv, monkeypatch):
-    made, new = [], several.SeveralDecoder
-
-    def decoder(*arguments, **options):
-        made.append(new(*arguments, **options))
-        return made[-1]
-
-    monkeypatch.setattr(several, "SeveralDecoder", decoder)
-    asked = [request(each.prompt, each.length, temperature=0.0) for each in REQUESTS[:3]]
-    found = dict(generate_several(lm, asked, kv=kv))
-    together = dict(generate_several(lm, asked[::-1], 2, kv=kv))
-    assert [found[index] for index in range(3)] == [together[2 - index] for index in range(3)]
-    for index, each in enumerate(asked):
-        alone = b"".join(generate(lm, each.prompt, each.length, each.sampling, kv=kv))
-        assert alone[:3] == found[index][:3]
-    assert made[0].cache.main.blocks[0].keys.codes.element_size() == 1
-    assert lm.kept == KeptIn()
-
-
-def test_texts_are_told_in_the_order_of_their_prompts(lm, monkeypatch):
-    """Though the fourth is done first."""
-    clock, told = SimpleNamespace(now=5.0), []
-    clock.perf_counter = lambda: clock.now
-
-    def tell(text) -> None:
-        told.append(text)
-        clock.now += 0.5
-
-    monkeypatch.setattr(several, "time", clock)
-    backend = "torch" if lm.device.type == "cpu" else "triton"
-    done = several.continue_several(lm, REQUESTS, 4, backend=backend, on_text=tell)
-    assert [text.index for text in told] == list(range(6))
-    for text, each, made in zip(told, REQUESTS, texts(lm, REQUESTS, 4), strict=True):
-        assert text.text == made.decode(errors="replace")
-        assert (text.prompt.encode(), text.length) == (each.prompt, each.length)
-        how = Sampling(**{name: getattr(text, name) for name in asdict(each.sampling)})
-        assert how == each.sampling
-    assert (done.texts, done.length, done.batch) == (6, 55, 4)
-    assert (done.seconds, done.device, done.backend) == (3.0, str(lm.device), backend)
-    few = several.continue_several(lm, REQUESTS[:2], backend=backend)
-    assert (few.texts, few.length, few.batch) == (2, 13, 2)
 
 
 @pytest.mark.parametrize(("prompt", "length"), [(b"", 1), (b"a", 0), (b"a", 2**24)])

@@ -1,7 +1,6 @@
 """The tree of a model names every part, and what its parts take adds up to what it takes."""
 
 import pytest
-import torch
 from cells import QUICK
 
 from arbcli.config.presets import PRESETS, preset
@@ -64,26 +63,6 @@ def test_blocks_that_take_turns_are_as_many_parts():
     for numbers in ([1, 2, 1, 2, 1, 1], [1, 2, 3, 1, 2, 3, 4]):
         found = {number: numbers[part.start] for part in _equal(numbers) for number in part}
         assert [found[index] for index in range(len(numbers))] == numbers
-
-
-def test_part_says_its_kind_shape_and_factor():
-    report = predict_parts(preset("hnet-tiny", sub_norms=False, experts=5, streams=2))
-    found = {part.path: (part.kind, part.shape, part.depth) for part in report.parts}
-    assert found["embedding"] == ("embedding", "256 x 128", 0)
-    assert found["stages.0"] == ("stage", "dim 128, boundaries learned, length 4", 0)
-    assert found["stages.0.decoder.0.attention"] == (
-        "attention", "heads 4, window 32, no sub norm", 2,
-    )  # fmt: skip
-    assert found["stages.0.inward"] == ("inward", "256 x 128", 1)
-    assert found["blocks"] == ("stage", "dim 256, streams 2", 0)
-    assert found["blocks.0-2.experts"] == ("experts", "experts 5, width 704", 2)
-    assert found["norm"][0] == "norm"
-    factors = {part.path: part.lr_factors for part in report.parts}
-    with torch.device("meta"):
-        model = build_model(report.config)
-    assert factors["head"] == (model.head.weight.lr_factor,)
-    assert factors["head"] != factors["embedding"] == (1.0,)
-    assert factors["norm"] == ()
 
 
 def test_each_stage_says_its_own_width_and_chunks():

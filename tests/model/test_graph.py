@@ -14,7 +14,6 @@ from graph_parts import (
     text,
 )
 from references import reference_logits
-from torch.nn.functional import cross_entropy
 
 from arbcli.config.presets import preset
 from arbcli.config.settings import plain_type
@@ -27,7 +26,6 @@ from arbcli.model.packed import TernaryTensor
 from arbcli.rules import LR
 from arbcli.train.step import minimised
 from arbcli.train.updater import Updater
-from arbcli.verify.reference import reference_model
 
 PARTS = {
     "attention": "blocks.0.attention", "sequencer": "sequencer", "codebook": "codebook",
@@ -157,31 +155,6 @@ def test_step_over_one_byte_is_taken():
     train(lm, 2, text(3, 2))
 
 
-def test_memories_change_after_the_step_and_not_before():
-    lm, ids = model(), text(3, 9)
-    names = ("edges.", "balance", "memgram.symbol", "memgram.strength")
-
-    def memories():
-        return {
-            name: buffer.clone()
-            for name, buffer in lm.named_buffers()
-            if any(each in name for each in names)
-        }
-
-    before = memories()
-    assert len(before) == 7
-    lm.loss(ids, ids).backward()
-    assert all(torch.equal(buffer, before[name]) for name, buffer in memories().items())
-    lm.forget_uses()
-    lm.after_step()
-    assert all(torch.equal(buffer, before[name]) for name, buffer in memories().items())
-    lm.loss(ids, ids).backward()
-    lm.after_step()
-    changed = {name for name, buffer in memories().items() if not torch.equal(buffer, before[name])}
-    assert {"moe_graph.edges.score", "moe_graph.edges.sign", "memgram.strength"} <= changed
-    assert "moe_graph.experts.gate.balance" in changed
-
-
 def test_gauges_are_shares():
     lm = model()
     train(lm, 1)
@@ -196,32 +169,6 @@ def test_gauges_are_shares():
     assert gauges == {name: pytest.approx(part.double().mean()) for name, part in shares.items()}
     assert 0 < min(gauges.values()) < 1
     assert model(**dict.fromkeys(PARTS, False)).gauges() == {}
-
-
-@pytest.mark.parametrize(
-    ("weights", "search"), [("float", "keys"), ("ste", "keys"), ("float", "nearest")]
-)
-def test_twin_agrees_with_the_reference_in_losses_and_every_gradient(weights, search):
-    options = {"graph_gate": True, "graph_adapters": True, "code_search": search}
-    lm, ids = model(weights=weights, **options), text(2, 9)
-    own = {
-        name: part.weight(torch.float32).detach().double().requires_grad_()
-        for name, part in lm.weights().items()
-    }
-    losses = lm.losses(ids[:, :-1], ids[:, 1:])
-    minimised(losses, lm.loss_weights).backward()
-    memories = dict(lm.named_buffers())
-    logits, others = reference_model(own, lm.config, ids[:, :-1], memories=memories)
-    of_text = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    wanted = {"text": of_text} | others
-    minimised(wanted, lm.loss_weights).backward()
-    expected = {"text", "ponder"} | ({"commitment"} if search == "nearest" else set())
-    assert losses.keys() == wanted.keys() == expected
-    for name, loss in losses.items():
-        torch.testing.assert_close(loss.double(), wanted[name], **CLOSE)
-    for name, part in lm.weights().items():
-        assert own[name].grad.any(), name
-        torch.testing.assert_close(part.latent.grad.double(), own[name].grad, **CLOSE, msg=name)
 
 
 def test_router_with_even_scores_prefers_the_stream_of_the_blocks():

@@ -1,8 +1,5 @@
 """Models with chunks: boundaries, cache, causality, what it trains to and what it keeps."""
 
-from itertools import pairwise
-from types import SimpleNamespace
-
 import pytest
 import torch
 from marks import mostly_slow
@@ -208,26 +205,6 @@ def test_too_many_chunks_join_the_last_and_are_counted():
     assert [part.sum().item() for part in lm.boundaries(ids)] == [3]
 
 
-@pytest.mark.parametrize("kind", ["learned", "two stages", "space"])
-def test_gauges_count_the_chunks_of_the_last_step(kind):
-    lm, ids = model(kind), text(3, seed=4)
-    lm.losses(ids, ids)
-    found = lm.gauges()
-    chunks = [int(part.sum()) for part in lm.boundaries(ids)]
-    lengths = [before / after for before, after in pairwise([ids.numel(), *chunks])]
-    names = ["chunk_length", "chunk_length_2"][: len(chunks)]
-    assert found == dict(zip(names, lengths, strict=True)) | {"joined": found["joined"]}
-    with torch.no_grad():  # nobody trains on held-out text
-        lm.losses(text(2, seed=5), text(2))
-    assert lm.gauges() == found
-    counts = lm._counts
-    lm.losses(text(2, seed=5), text(2))
-    assert lm.gauges() != found
-    # of several processes the last has the last micro-batch
-    lm.join(SimpleNamespace(in_order=lambda own: [*own, counts]))
-    assert lm.gauges() == found
-
-
 @pytest.mark.parametrize(("window", "positions", "expected"), [
     (5, 40, 5), (50, 40, 12), (50, 7, 7), (12, 12, 12), (13, 13, 12),
 ])  # fmt: skip
@@ -235,24 +212,6 @@ def test_as_much_is_read_at_once_as_every_part_has_room_for(window, positions, e
     """Bytes in a window, and as many chunks as the main network has slots for: 12 of 24 bytes."""
     cache = model(window=window).new_cache(positions)
     assert cache.window == expected
-
-
-@pytest.mark.parametrize("kind", ["learned", "two stages"])
-def test_bytes_of_a_cache_are_those_of_all_rings(kind):
-    lm = model(kind)
-    cache = lm.new_cache(11)
-    stages = lm.config.stages
-    shapes = [(stages[-1].dim, stages[-1].blocks, cache.main)]
-    for own, stage in zip(stages, cache.stages, strict=False):
-        shapes += [(own.dim, own.before, part) for part in (stage.encoder, stage.decoder)]
-    windows = [track.blocks[0].window for *_, track in shapes]
-    sizes = [
-        2 * len(blocks) * window * dim * 4  # in float32
-        for (dim, blocks, _), window in zip(shapes, windows, strict=True)
-    ]
-    assert [track.nbytes for *_, track in shapes] == sizes
-    assert cache.nbytes == sum(sizes)
-    assert set(windows[1:]) == {5}
 
 
 def test_ratio_loss_is_one_where_chunks_have_the_wanted_length():

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import arbcli
-from arbcli.checkpoint import load_checkpoint
 from arbcli.config.training import train_config_dict
 from arbcli.data import open_texts
 from arbcli.model.operations import step_operations
@@ -572,29 +571,3 @@ def test_digest_of_a_run_is_of_both_texts(options, tmp_path):
         texts = open_texts(list(map(str, data)), list(map(str, val)), seed=0, context=16)
         digests.add(training.text_digest(texts))
     assert len(digests) == 3
-
-
-def test_counters_go_on_through_a_resume(options, tmp_path, monkeypatch):
-    """One step without a finite gradient is counted once before, and still after."""
-    monkeypatch.setattr(runs, "LOG_EVERY", 1)
-    step_of = Trainer.train_step
-
-    def poisoned(self, *args):
-        if self.step == 1:
-            losses = self.model.losses
-            self.model.losses = lambda *pair: {k: v * math.nan for k, v in losses(*pair).items()}
-            loss = step_of(self, *args)
-            del self.model.losses
-            return loss
-        return step_of(self, *args)
-
-    monkeypatch.setattr(Trainer, "train_step", poisoned)
-    run = tmp_path / "run"
-    start_run(new_config(**options | {"save_every": 3}), run, Observer())
-    checkpoint = load_checkpoint(run / "step-000003.safetensors")
-    assert checkpoint.counters["nonfinite_steps"] == 1
-    assert checkpoint.counters["refused"] > 1
-    resume_run(run / "step-000003.safetensors", Observer())
-    assert load_checkpoint(run / "step-000006.safetensors").counters == checkpoint.counters
-    records = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-    assert [record["nonfinite_steps"] for record in records] == [0, 1, 1, 1, 1, 1]

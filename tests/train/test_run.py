@@ -122,25 +122,6 @@ def test_records_come_as_often_as_asked_for(options, steps, text, tmp_path, devi
     assert (report.val_loss is None) == (report.bits_per_byte is None) == (not evaluated)
 
 
-def test_long_interval_of_records_survives_a_stop(text, tmp_path, device):
-    """Its record averages more steps than a checkpoint holds by default."""
-    run, notes = tmp_path / "run", []
-    options = {"batch": 1, "log_every": 12, "eval_every": 0, "save_every": 11, "steps": 13}
-    start_run(config(text, device, **options), run, Observer())
-    before = told(run)
-    assert [record["step"] for record in before] == [12, 13]
-    each, losses = Observer(), []
-    each.recorded = lambda record: losses.append(record.loss)
-    start_run(config(text, device, **options | {"log_every": 1}), None, each, save=False)
-    assert before[0]["loss"] == pytest.approx(sum(losses[:12]) / 12, rel=1e-12)
-    resume_run(run / "step-000011.safetensors", Observer())
-    assert told(run) == before
-    observer = Observer()
-    observer.noted = notes.append
-    assert resume_run(run, observer).val_loss is None
-    assert notes[0].startswith("the run is finished: all 13 steps are done; `--resume")
-
-
 @pytest.mark.parametrize("weights", ["ternary", "float"])
 def test_unsaved_run_is_the_same_run_and_leaves_nothing(
     weights, text, tmp_path, device, monkeypatch

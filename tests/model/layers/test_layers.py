@@ -136,25 +136,6 @@ def test_largest_exponent_of_a_forward_serves_its_backward_alone(monkeypatch):
     assert torch.equal(x.grad, before)
 
 
-@pytest.mark.parametrize("digits", ["trit", "all"])
-@pytest.mark.parametrize("normalise", [True, False])
-def test_fused_product_normalises_once(normalise, digits):
-    layer = TernaryLinear(24, 40, preset("tiny", digits=digits), area="mlp", std=0.1)
-    layer.weight.initialise(seed=0, index=0)
-    # of the size of eps, where a norm is not what it is of its own result
-    x = 1e-3 * torch.randn(5, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
-    added = torch.randn(5, 24, generator=torch.Generator().manual_seed(1)).bfloat16()
-    row = x.float()
-    if normalise:
-        row = torch.nn.functional.rms_norm(row, (40,), eps=1e-6)
-    expected = row @ layer.weight.weight(torch.float32).T
-    found = layer.fused(x, normalise=normalise)
-    assert (found - expected).norm() < 0.01 * expected.norm()
-    assert (layer.fused(x, normalise=normalise, added=added) - added - expected).norm() < (
-        0.01 * (expected + added).norm()
-    )
-
-
 @pytest.mark.skipif(not native.available(), reason="no C compiler")
 @pytest.mark.parametrize("digits", ["trit", "all"])
 def test_rows_of_a_prompt_are_one_product_of_the_loops_with_the_bits_of_each(digits, monkeypatch):

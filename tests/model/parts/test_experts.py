@@ -21,13 +21,11 @@ from graph_parts import (
 from torch import nn
 
 from arbcli.config.parts import ExpertsConfig
-from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.matmul.round_nvfp4 import round_nvfp4
 from arbcli.kernels.matmul.scaled_nvfp4 import nvfp4_matmul
 from arbcli.kernels.norm.rms_norm import FEW_ROWS
-from arbcli.model.build import build_model
 from arbcli.model.flow import Reading
 from arbcli.model.layers import expert_weight
 from arbcli.model.layers.expert_weight import ExpertWeight
@@ -37,7 +35,6 @@ from arbcli.model.parts.experts import MOST_BALANCE, Experts, Gate, root_softplu
 from arbcli.model.parts.hashed_experts import hashed_experts
 from arbcli.model.parts.moe_graph import HALT_PRIOR, Iterated, MoEGraph
 from arbcli.model.parts.ngrams import ngram_keys
-from arbcli.train.updater import Updater
 from arbcli.verify.parts.base import under
 from arbcli.verify.parts.experts import experts
 from arbcli.verify.parts.experts import hashed_experts as experts_by_hash
@@ -117,30 +114,6 @@ def test_products_in_four_bits_are_those_of_each_matrix(at_once, transposed, mon
     exact = weight.product(x[:2], few, transposed=transposed)
     weight.nvfp4 = True
     assert torch.equal(weight.product(x[:2], few, transposed=transposed), exact)
-
-
-def test_six_of_384_experts_step_together():
-    config = preset(
-        "tiny", dim=16, heads=1, layers=1, ffn=4, ctx=8, experts=384, top_k_experts=6,
-        direction="factored",
-    )  # fmt: skip
-    lm = build_model(config, torch.float32)
-    lm.initialise(0)
-    (experts,) = (part for part in lm.modules() if isinstance(part, Experts))
-    assert experts.gate_up.matrices == 384
-    updater = Updater(lm.weights().values(), 0, torch.float32)
-    for weight in lm.weights().values():
-        weight.sink = updater
-    before = experts.down.trits.clone()
-    updater.begin(0, 16.0)
-    lm.loss(text(2, 8), text(2, 8)).backward()
-    updater.finish()
-    lm.after_step()
-    gate = experts.gate
-    assert gate.load.sum() == 2 * 8 * 6
-    moved = (experts.down.trits != before).view(384, -1).any(dim=1)
-    assert moved.any()
-    assert not moved[gate.load == 0].any()
 
 
 KINDS = (
