@@ -58,22 +58,6 @@ def test_train_of_a_graph_shows_what_it_measures_of_itself(text, tmp_path, arb_h
     assert json.loads(done.stdout)["context"] == 16
 
 
-def test_train_prints_only_a_record_a_line_as_json(text, tmp_path, arb_here):
-    out = ["--out", str(tmp_path / "r")]
-    done = arb_here("train", "--data", text, *SMALL, "--json", "--quiet", *out)
-    records = [json.loads(line) for line in done.stdout.splitlines()]
-    *records, report = records
-    assert [record["step"] for record in records] == [10, 12]
-    assert records[-1]["val_loss"] == report["val_loss"] > 0
-    assert [record["bytes_seen"] for record in records] == [10 * 4 * 16, 12 * 4 * 16]
-    assert 0 < records[0]["seconds"] < records[1]["seconds"]
-    run = str(tmp_path / "r")
-    assert (report["run"], report["steps"]) == (run, 12)
-    assert report["checkpoint"] == f"{run}/step-000012.safetensors"
-    assert report["sample"]
-    assert report["stopped_by"] is None
-
-
 def test_train_shows_samples_utilisation_and_where_the_trace_is(
     text, tmp_path, arb_here, monkeypatch
 ):

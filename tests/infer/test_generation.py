@@ -9,7 +9,6 @@ from weakref import ref
 import pytest
 import torch
 from cells import Cell, wide
-from marks import mostly_slow
 
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import PRESETS, preset
@@ -19,11 +18,9 @@ from arbcli.infer import generation
 from arbcli.infer.generation import Decoder, Sampling, continue_text, generate
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model.build import build_model
 from arbcli.model.flow import Flow
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import rotary
-from arbcli.verify.parity import grouped
 
 GREEDY = Sampling(temperature=0)
 
@@ -70,34 +67,6 @@ def test_greedy_text_is_that_of_whole_forwards(prompt, weights, device):
             logits = lm(torch.tensor([list(expected)], device=device))
         expected += bytes([int(logits[0, -1].argmax())])
     assert prompt + continued(lm, prompt, 16 - len(prompt), GREEDY) == expected
-
-
-def test_greedy_text_of_attention_without_kernels_is_that_of_whole_forwards(device):
-    with torch.device(device):
-        lm = build_model(grouped(), torch.float32)
-    lm.initialise(0)
-    expected = b"abc"
-    for _ in range(8):
-        with torch.no_grad():
-            logits = lm(torch.tensor([list(expected)], device=device))
-        expected += bytes([int(logits[0, -1].argmax())])
-    assert b"abc" + continued(lm, b"abc", 8, GREEDY) == expected
-    assert len(continued(lm, b"abc", 40)) == 40
-
-
-@pytest.mark.parametrize("memgram", mostly_slow([False, True], bool))
-def test_greedy_text_of_a_graph_is_that_of_whole_forwards(memgram, small_graph, device):
-    given = {k: v for k, v in small_graph.items() if k not in ("preset", "batch")}
-    with torch.device(device):
-        lm = build_model(preset("arb-tiny", memgram=memgram, **given), torch.float32)
-    lm.initialise(0)
-    expected = b"abc"
-    for _ in range(13):
-        with torch.no_grad():
-            logits = lm(torch.tensor([list(expected)], device=device))
-        expected += bytes([int(logits[0, -1].argmax())])
-    assert b"abc" + continued(lm, b"abc", 13, GREEDY) == expected
-    assert len(continued(lm, b"abc", 40)) == 40
 
 
 def test_prompt_longer_than_the_window_is_read_whole(device):
@@ -296,20 +265,6 @@ def test_speed_is_of_what_was_made_once_the_prompt_was_read(monkeypatch):
     assert report.bytes_per_second == 2
     assert (report.length, report.prompt) == (7, "abcdef")
     assert b"".join(made).decode(errors="replace") == report.text
-
-
-def test_text_has_the_same_bytes_where_weights_are_kept_decoded():
-    lm = model("cpu")
-    texts = []
-    for spare in (0, lm.decoded_bytes - 1, lm.decoded_bytes):
-        with lm.prepared_weights(spare):
-            assert lm.head.weight.keeps_decoded == (spare == lm.decoded_bytes)
-            decoder = Decoder(lm, 40, backend="torch")
-            decoder.read(b"kept")
-            texts.append(b"".join(decoder.stream(36)))
-            assert (lm.head.weight._kept is not None) == (spare == lm.decoded_bytes)
-        assert lm.head.weight._kept is None
-    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Several texts at once: each is what it is alone, whatever the others are."""
 
-from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -10,7 +9,6 @@ import torch
 from cells import FEW, each_cell, wide
 from graph_parts import graph_config
 
-from arbcli.commands._options import KEPT_IN
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.infer import several
@@ -114,23 +112,6 @@ def test_text_of_every_cell_is_the_same_among_any_others(cell, device):
             torch.testing.assert_close(found[:, index : index + 1], alone, rtol=1e-3, atol=2e-3)
 
 
-@each_cell(quick=FEW)
-def test_state_of_a_text_is_its_part_of_the_state_of_all(cell):
-    """In each form of keys and values, so that no text writes where another reads."""
-    with torch.device("meta"):
-        lm = LanguageModel(wide(cell.model()))
-    for kv in (None, *KEPT_IN):
-        with suppress(ArbError), lm.keeping(kv):  # which the model may not know
-            cache = lm.new_several_cache(3, 20, torch.device("cpu"))
-            for state in (state for track in cache.tracks for state in track.blocks if state):
-                whole = [*state.tensors()]
-                assert whole
-                for text, own in enumerate(state.each):
-                    for part, of_all in zip(own.tensors(), whole, strict=True):
-                        assert part.shape == of_all.shape[1:], kv
-                        assert part.data_ptr() == of_all[text].data_ptr(), kv
-
-
 @pytest.mark.gpu
 @each_cell()
 @pytest.mark.parametrize("kv", [None, "int8"])
@@ -197,22 +178,6 @@ def test_tokens_are_made_among_others(device):
 def test_streams_of_a_seed_differ(lm):
     made = texts(lm, [request(b"abc", 20, stream) for stream in (0, 0, 1)], 3)
     assert made[0] == made[1] != made[2]
-
-
-def test_steps_leave_texts_that_are_done_alone(lm):
-    with lm.prepared_weights():
-        decoder = SeveralDecoder(lm, 3, 12)
-        first, second = request(b"ab", 3), request(b"ab", 10)
-        for place, each in enumerate((first, second)):
-            decoder.begin(place, each)
-        for _ in range(3):
-            decoder.step()
-        short = decoder.end(0, first)
-        for _ in range(7):
-            decoder.step()
-        assert decoder.cache.position.tolist() == [4, 11, 0]
-        assert len(short()) == 3
-        assert decoder.end(1, second)()[:3] == short()
 
 
 def test_cache_takes_what_was_predicted(lm):

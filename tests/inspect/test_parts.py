@@ -5,7 +5,7 @@ from cells import QUICK
 
 from arbcli.config.presets import PRESETS, preset
 from arbcli.inspect.memory import predict, predict_parts
-from arbcli.inspect.parts import _equal, list_parts
+from arbcli.inspect.parts import list_parts
 from arbcli.model.build import build_model
 
 MODELS = PRESETS | {
@@ -49,20 +49,6 @@ def test_equal_blocks_that_follow_one_another_are_one_part():
     pair, turns = parts["blocks.0-1.mlp"], parts["blocks.2-11 by 3.mlp"]
     assert (pair.count, turns.count) == (2, 4)
     assert (turns.weights, turns.bytes) == (2 * pair.weights, 2 * pair.bytes)
-
-
-def test_blocks_that_take_turns_are_as_many_parts():
-    def paths(numbers):
-        return [(part.start, part[-1], part.step) for part in _equal(numbers)]
-
-    assert paths([1, 2, 1, 2, 1]) == [(0, 4, 2), (1, 3, 2)]
-    assert paths([3, 1, 2, 1, 2]) == [(0, 0, 1), (1, 3, 2), (2, 4, 2)]
-    assert paths([1, 2, 3]) == [(0, 0, 1), (1, 1, 1), (2, 2, 1)]
-    assert paths([1, 1, 1, 2, 2]) == [(0, 2, 1), (3, 4, 1)]
-    assert paths([]) == []
-    for numbers in ([1, 2, 1, 2, 1, 1], [1, 2, 3, 1, 2, 3, 4]):
-        found = {number: numbers[part.start] for part in _equal(numbers) for number in part}
-        assert [found[index] for index in range(len(numbers))] == numbers
 
 
 def test_each_stage_says_its_own_width_and_chunks():

@@ -235,21 +235,6 @@ def test_prompt_in_eight_bits_is_read_as_byte_by_byte(kv, device):
     assert not torch.equal(lm(ids[:, :WINDOW]), plain)
 
 
-def test_eight_bits_are_half_the_bytes(device):
-    lm = model(device, torch.bfloat16)
-    sizes = {}
-    for kv in ("bf16", *KEPT):
-        with lm.keeping(kv):
-            cache = lm.new_cache(100)
-            assert lm.kept_in == kv
-        parts = [rows.codes for block in cache.main.blocks for rows in (block.keys, block.values)]
-        parts += [block.exponents for block in cache.main.blocks if block.exponents is not None]
-        assert cache.nbytes == sum(part.nbytes for part in parts)
-        sizes[kv] = cache.nbytes
-    entries = 2 * 2 * 2 * WINDOW  # blocks, keys and values, heads
-    assert sizes == {"bf16": entries * 32, "fp8": entries * 17, "int8": entries * 17}
-
-
 def test_what_cannot_be_kept_so_is_refused(device):
     lm = model(device)
     with pytest.raises(ArbError, match="dtype of activations"), lm.keeping("bf16"):

@@ -155,22 +155,6 @@ def test_step_over_one_byte_is_taken():
     train(lm, 2, text(3, 2))
 
 
-def test_gauges_are_shares():
-    lm = model()
-    train(lm, 1)
-    graph = lm.moe_graph
-    shares = {
-        "alive_codes": lm.codebook.table.weight.usage > 0,
-        "alive_knowledge": lm.knowledge.table.weight.usage > 0,
-        "edges": graph.edges.score > 0,
-    }
-    gauges = lm.gauges()
-    assert gauges.pop("fullest_expert") == graph.experts.gate.gauges()["fullest_expert"] > 1
-    assert gauges == {name: pytest.approx(part.double().mean()) for name, part in shares.items()}
-    assert 0 < min(gauges.values()) < 1
-    assert model(**dict.fromkeys(PARTS, False)).gauges() == {}
-
-
 def test_router_with_even_scores_prefers_the_stream_of_the_blocks():
     lm = model()
     lm.router.scores.weight.fill(0)

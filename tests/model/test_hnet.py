@@ -82,36 +82,6 @@ def test_text_longer_than_the_context_is_read_as_by_the_reference(kind):
 
 
 @each_other_kind
-def test_byte_that_begins_no_chunk_never_runs_the_main_network(kind):
-    lm, runs = model(kind), []
-    prompt = bytes(text(1, 6)[0].tolist())
-    decoder = Decoder(lm, 40, Sampling(seed=1), capture=False)
-    decoder.read(prompt)
-    handle = lm.blocks[0].attention.register_forward_hook(lambda *_: runs.append(decoder.length))
-    made = prompt + b"".join(decoder.stream(30))
-    handle.remove()
-    depths = chunk_depths(lm, made, "torch")
-    # a step reads the byte before the one it makes
-    wanted = [place + 1 for place in range(5, 35) if depths[place] == len(lm.stages)]
-    assert runs == wanted
-    assert len(runs) < 30
-
-
-@each_other_kind
-def test_phases_of_a_step_make_the_text_of_whole_forwards(kind):
-    lm, prompt = model(kind), bytes(text(1, 5)[0].tolist())
-    decoder = Decoder(lm, 20, Sampling(temperature=0), capture=False)
-    decoder.read(prompt)
-    made = b"".join(decoder.stream(15))
-    expected = prompt
-    for _ in range(15):
-        with torch.no_grad():
-            logits = lm(torch.tensor([list(expected)]))
-        expected += bytes([int(logits[0, -1].argmax())])
-    assert prompt + made == expected
-
-
-@each_other_kind
 def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatch):
     """Only products are fused here, in torch: what is around them is wired as on a GPU."""
 
@@ -221,22 +191,6 @@ def test_ratio_loss_is_one_where_chunks_have_the_wanted_length():
     begins = torch.tensor([[True, False, False, False] * 3])
     assert ratio_loss(Routed(begins.float() * 0.9 + 0.025, begins), 4, None).item() == 1
     assert ratio_loss(Routed(torch.ones(1, 12), torch.ones(1, 12) > 0), 4, None).item() == 4
-
-
-def test_ratio_of_an_inner_stage_is_of_the_chunks_that_there_are(monkeypatch):
-    lm, ids, asked = model("two stages"), text(3), []
-
-    def noted(routed, length, valid):
-        asked.append(valid)
-        return ratio_loss(routed, length, valid)
-
-    monkeypatch.setattr("arbcli.model.stage.ratio_loss", noted)
-    lm.losses(ids, ids)
-    outer, inner = asked
-    assert outer is None
-    chunks = lm.boundaries(ids)[0].sum(dim=1)
-    assert inner.sum(dim=1).tolist() == chunks.tolist()
-    assert inner.shape[1] > chunks.min()  # some slots are spare
 
 
 def test_ratio_loss_counts_positions_that_there_are():

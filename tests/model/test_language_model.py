@@ -6,9 +6,7 @@ from twins import losses_of_steps
 
 from arbcli.config.presets import preset
 from arbcli.kernels.update.gradient_gains import UNSET
-from arbcli.model.baselines import FloatWeight
 from arbcli.model.build import build_model
-from arbcli.model.layers.linear import LinearWeight
 
 KINDS = ("dense", "streams", "compressed", "graph", "hnet", "mamba")
 
@@ -57,39 +55,6 @@ def test_directions_begin_without_a_gradient_seen(kind, build):
     found = [part for t in tensors for name, part in t.named_buffers() if "statistic" in name]
     assert found
     assert all((part[:, 0] == UNSET).all() for part in found)
-
-
-@pytest.mark.parametrize("missing", [0, 1])
-def test_weights_are_kept_decoded_where_there_is_room(missing, build):
-    """All of them or none; afterwards none, and their like of a twin are cast again, too."""
-    model = build("dense")
-    matrices = [part for part in model.modules() if isinstance(part, LinearWeight)]
-    size = sum(4 * m.out_features * m.in_features for m in matrices)
-    assert model.decoded_bytes == size
-    ids = torch.zeros(1, 3, dtype=torch.int64)
-    for _ in range(2):
-        with model.prepared_weights(size - missing), torch.no_grad():
-            assert model.weights_are_prepared
-            model(ids)
-            assert {m.keeps_decoded for m in matrices} == {not missing}
-            assert {m._kept is not None for m in matrices} == {not missing}
-        assert not model.weights_are_prepared
-        assert not any(m.keeps_decoded or m._kept is not None for m in matrices)
-
-
-def test_weights_of_a_twin_are_cast_once():
-    model = build_model(preset("tiny", dim=32, layers=1, heads=2, ffn=48, ctx=8, weights="ste"))
-    model.initialise(0)
-    weights = [part for part in model.modules() if isinstance(part, FloatWeight)]
-    with model.prepared_weights():
-        with model.prepared_weights():
-            pass
-        assert model.weights_are_prepared  # by what is around it
-    with model.prepared_weights():
-        for part in weights:
-            assert torch.equal(part._cast, part.weight(torch.bfloat16))
-            assert part._cast.dtype == torch.bfloat16
-    assert all(part._cast is None for part in weights)
 
 
 @torch.no_grad()

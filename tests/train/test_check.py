@@ -128,22 +128,6 @@ def test_run_that_is_not_well_does_not_pass(change, run):
             resume_run(run, Observer())
 
 
-def test_what_is_refused_is_told_and_stops_a_resume(run):
-    """A damaged checkpoint is passed over for an older one; one that may be whole is not."""
-    newest = run / "step-000003.safetensors"
-    newest.write_bytes(newest.read_bytes().replace(b'\\"format\\":1', b'\\"format\\":2'))
-    report = check_run(run)
-    (finding,) = (finding for finding in report.findings if finding.name == newest.name)
-    assert finding.state == "refused"
-    assert "newer arb" in finding.detail
-    assert (report.resumes_at, report.stops) == (None, finding.detail)
-    assert check_run(run / "step-000002.safetensors").resumes_at == 2
-    (run / "config.json").write_text("{}")
-    report = check_run(run)
-    (finding,) = (finding for finding in report.findings if finding.name == "config.json")
-    assert (finding.state, finding.detail) == ("refused", report.stops)
-
-
 def test_command_tells_it_and_so_does_a_dry_run(run):
     before = contents(run)
     done = CliRunner().invoke(app, ["check", str(run)], env={"COLUMNS": "200"})

@@ -1,7 +1,5 @@
 """Attention of shapes that kernels have not, and kernels by other angles and widths."""
 
-import dataclasses
-
 import pytest
 import torch
 from marks import mostly_slow
@@ -123,19 +121,6 @@ def test_numbers_that_turn_stay_with_eight_bits(name, kv, device):
     assert sizes == {1, 4}
 
 
-@pytest.mark.parametrize(
-    ("name", "weights"), [*((name, "ternary") for name in SHAPES), ("all", "float")]
-)
-@torch.no_grad()
-def test_text_in_parts_has_the_logits_of_a_forward(name, weights, device):
-    lm, ids = build(name, device, weights=weights), text(device)
-    whole = lm(ids[:, :CTX])
-    found = {way: in_parts(lm, ids, lengths) for way, lengths in PARTS.items()}
-    for logits in found.values():
-        torch.testing.assert_close(logits[:, :CTX], whole, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(logits, found["ragged"], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in KERNELS])
 def test_other_shapes_take_plain_operations(name, device):
     attention = build(name, device).blocks[0].attention
@@ -189,20 +174,3 @@ def test_shape_or_angle_that_cannot_be_is_refused(message, monkeypatch):
         make()
     assert str(caught.value).startswith(message)
     assert caught.value.hint
-
-
-@torch.no_grad()
-def test_blocks_of_different_angles_and_windows_keep_them_in_a_text(device):
-    config, blocks = model_config("no norm"), []
-    for base, window in ((10000.0, None), (50.0, WINDOW), (50.0, None)):
-        rotary = RotaryConfig(base=base)
-        mixer = AttentionConfig(heads=4, query_key_norm="none", rotary=rotary, window=window)
-        blocks.append(BlockConfig(mixer=mixer, channel=MLPConfig(width=16)))
-    stage = dataclasses.replace(config.main, blocks=tuple(blocks))
-    with torch.device(device):
-        lm = build_model(dataclasses.replace(config, stages=(stage,)), torch.float32)
-    lm.initialise(0)
-    ids = text(device)[:, :CTX]
-    for lengths in PARTS.values():
-        found = in_parts(lm, text(device), lengths)[:, :CTX]
-        torch.testing.assert_close(found, lm(ids), rtol=1e-4, atol=1e-4)

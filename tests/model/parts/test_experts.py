@@ -182,19 +182,6 @@ def test_weight_of_a_single_expert_is_one():
         )
 
 
-def test_two_uses_give_every_expert_one_gradient():
-    tested = part()
-    run = reference(tested)
-
-    def twice(call):
-        return lambda x, query, y, other: call(call(x, query) + y, other)
-
-    def expected(w, *given):
-        return twice(lambda *each: run(w, *each))(*given)
-
-    assert_same(tested, (*inputs(), *inputs(2)), twice(tested.mix), expected)
-
-
 def test_expert_without_positions_gets_no_gradient():
     weight = initialised(ExpertWeight(4, 5, 6, site(), area="experts"))
     grads = {}
@@ -254,20 +241,6 @@ def test_even_load_leaves_the_balance():
     gate(normal(3, ITERATED.gate_dim))
     gate.after_step()
     assert gate.balance.eq(0).all()
-
-
-def test_load_of_a_step_adds_up_and_is_forgotten():
-    gate, query = gate_that_prefers(0)
-    gate(query)
-    gate.forget()
-    with torch.no_grad():
-        gate(query)
-    gate.after_step()
-    assert gate.load.sum() == 0
-    gate(query)
-    gate(query[:3])
-    gate.after_step()
-    assert gate.load.sum() == 35
 
 
 def test_balance_chooses_and_does_not_weigh():
@@ -384,24 +357,6 @@ def test_ponder_cost_is_finite_where_all_halt_at_once():
     assert shares.grad.isfinite().all()
 
 
-def test_many_iterations_stay_bounded():
-    both = Both(max_moe_iters=64)
-    x, confidence = iterated_inputs()
-    streams = []
-    inward = both.graph.inward.forward
-    both.graph.inward.forward = lambda x, norm: streams.append(x) or inward(x, norm)
-    with torch.no_grad():
-        y = both(x, confidence).x
-    away = torch.stack([(s - streams[0]).norm(dim=1) for s in streams]).amax(dim=1)
-    assert len(streams) == 64
-    assert y.isfinite().all()
-    # a change is of a normalised vector, so its size is bounded, and 3/4 of the way is kept
-    changes = [b - streams[0] - 0.75 * (a - streams[0]) for a, b in pairwise(streams)]
-    step = torch.stack(changes).norm(dim=-1)
-    assert away[-1] <= 4 * step.max()
-    assert away[32:].max() < 1.5 * away[8:32].max()
-
-
 def test_gradient_of_many_iterations_is_finite():
     both = Both(max_moe_iters=64)
     x = iterated_inputs()[0].requires_grad_()
@@ -427,21 +382,6 @@ def test_edges_that_were_used_are_voted_on():
     both(*iterated_inputs()).x.sum().backward()
     both.graph.edges.after_step()
     assert (both.graph.edges.sign != before).any()
-
-
-@pytest.mark.parametrize("options", [{}, {"graph_gate": True}], ids=str)
-def test_filled_graph_changes_the_first_choice_where_edges_enter_the_query(options):
-    both, made = Both(**options), {}
-    assert (both.graph.edges.score > 0).any()
-    for state in ("filled", "empty"):
-        keep = made.setdefault(state, []).append
-        hook = both.graph.experts.gate.register_forward_hook(lambda *call, keep=keep: keep(call[2]))
-        both(*iterated_inputs())
-        hook.remove()
-        both.graph.edges.score.zero_()
-    (filled, _), (empty, _) = made["filled"][0], made["empty"][0]
-    assert torch.equal(filled, empty) == (not options)
-    assert not torch.equal(made["filled"][1][0], made["empty"][1][0])  # through the stream
 
 
 def test_filled_graph_scales_adapters_and_an_empty_one_does_not():
