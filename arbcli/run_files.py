@@ -80,7 +80,7 @@ def latest_run(root: Path = RUNS) -> Path:
     if not runs:
         raise ArbError(
             f"there is no run in `{root}` that has saved anything",
-            hint="name one: `--resume PATH`, or start without it",
+            hint="name a run or a checkpoint, or start a run with `arb train`",
         )
 
     def begun(run: Path) -> tuple[int, str, str]:

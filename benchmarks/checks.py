@@ -5,7 +5,8 @@
 
 Weights of presets are random. A check takes as long whatever is accepted, so its bytes are not
 counted there: a check that makes B bytes on average makes text B times the step's time over its own
-as fast. With a run, texts of its model are timed, which continue prompts from a file.
+as fast. With a run, texts of its model are timed, which continue prompts from a file; `times` is
+the median over these of how many times as fast a text is as a byte at a time.
 """
 
 import json
@@ -16,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from operator import truediv
 from pathlib import Path
 
 import torch
@@ -28,7 +30,7 @@ from arbcli.model.language_model import LanguageModel
 from benchmarks import results
 
 ROUNDS, RUNS, WARM_UP_RUNS, PROFILED = 5, 40, 8, 5
-PROMPTS, TEXT_BYTES = (0.25, 0.75), 2000
+PROMPTS, TEXT_BYTES = (0.1, 0.25, 0.5, 0.75), 2000
 """Where prompts begin in a file, as shares of it, and bytes that follow each."""
 WAYS = {"greedy": Sampling(temperature=0), "sampled": Sampling(temperature=0.8)}
 
@@ -167,10 +169,11 @@ def measure_texts(run: Path, text: Path, sizes: list[int], prompt: int) -> list[
     with torch.no_grad(), model.prepared_weights():
         for way, how in (WAYS | {"top-p": Sampling(temperature=0.8, top_p=0.95)}).items():
             alone: list[bytes] = []
+            slow: list[float] = []
             for size in (1, *sizes):
                 made = [make_text(model, whole[at : at + prompt], how, size) for at in places]
                 texts, rates, per_check = zip(*made, strict=True)
-                alone = alone or [*texts]
+                alone, slow = alone or [*texts], slow or [*rates]
                 same = all(map(bytes.startswith, texts, alone))  # a warm-up by checks is longer
                 row = {
                     "preset": run.name,
@@ -179,6 +182,7 @@ def measure_texts(run: Path, text: Path, sizes: list[int], prompt: int) -> list[
                     "way": way,
                     "bytes_per_second": [round(rate) for rate in rates],
                     "bytes_per_check": per_check,
+                    "times": round(statistics.median(map(truediv, rates, slow)), 3),
                     "same": same,
                 }
                 rows.append(row)

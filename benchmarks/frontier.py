@@ -22,7 +22,7 @@ from arbcli.device import deterministic
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
-from benchmarks.scaling import CTX, KINDS, SHAPES, WINDOWS, options_of
+from benchmarks.scaling import CTX, KINDS, LARGE_SHAPES, SHAPES, WINDOWS, options_of
 from benchmarks.training_step import empty, run_steps
 
 WAYS = {
@@ -80,17 +80,18 @@ def main() -> None:
     parser = results.options("frontier", "Measure steps and peaks of sizes and kinds.")
     parser.add_argument("--data", required=True)
     parser.add_argument("--val", required=True)
-    for name, known in (("kind", KINDS), ("shape", SHAPES), ("way", WAYS)):
-        parser.add_argument(f"--{name}", action="append", choices=known, help="[default: all]")
+    for name, known in (("kind", KINDS), ("shape", SHAPES | LARGE_SHAPES), ("way", WAYS)):
+        text = "[default: four sizes]" if name == "shape" else "[default: all]"
+        parser.add_argument(f"--{name}", action="append", choices=known, help=text)
     parser.add_argument("--lock", type=Path, metavar="FILE", help="shared by processes of a GPU")
     given = parser.parse_args()
-    text = {"data": [given.data], "val": [given.val]}
+    data = {"data": [given.data], "val": [given.val]}
     for shape in given.shape or SHAPES:
         for kind in given.kind or KINDS:
             ours = "weights" not in KINDS[kind]
             for way in given.way or SAME_LOSS["ours" if ours else "twin"]:
                 with deterministic() if ours else nullcontext():
-                    row = measure(kind, shape, way, text, given.lock)
+                    row = measure(kind, shape, way, data, given.lock)
                 print(*(f"{k} {v}," for k, v in row.items()), flush=True)
                 command = results.command_line("frontier")
                 results.save("frontier", [row], command=command, folder=given.out)

@@ -8,7 +8,7 @@ Each sentence or clause of a text is followed by its sound, spoken by espeak-ng 
 voices, in mu-law or 16 bits; or by a grey page that Pillow draws it on, with shapes, in a font of
 the system. Held out are the first `--held-out` ones of the text, or of another, `--val`. Words are
 the commonest of the text, each read several times by voices in turn, so that a window holds a word
-next to all of its sound; `words-again.txt` has some of those trained on, in readings that are not.
+next to all of its sound; `words-again.txt` has those trained on, in a reading that is not.
 
 Writes `KIND-train.txt`, `KIND-val.txt`, and `KIND-val-others.txt`, where each sound or page follows
 the sentence of another: what that costs more is what a model hears of a text. They are those that
@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from arbcli.media.pictures import coded_bytes, decode_pixels
+from arbcli.media.pictures import decode_pixels, encoded_bytes
 from arbcli.media.sound import decode_samples, encode_samples, flac_bytes
 from arbcli.media.spans import SAMPLE_BYTES, PictureHeader, SoundHeader
 
@@ -48,6 +48,9 @@ RATE = 8000
 WORDS = 300
 """Commonest words of a text."""
 WORD = re.compile(r"[a-z]{3,12}")
+SPEEDS = 5
+READINGS = 100
+"""Ways to read a word: as many pitches as make 100 with voices and speeds."""
 NEXT_READING = 7
 """Added to the index of a word by each reading: no two of a hundred sound the same."""
 WAV_HEADER = 44
@@ -108,10 +111,11 @@ def spoken(
         pitches: how many each has; 0 is its own alone.
         pause: whether silence follows.
     """
-    voice, speed = VOICES[index % voices], 140 + 10 * (index % 5)
+    voice, speed = VOICES[index % voices], 140 + 10 * (index % SPEEDS)
     command = ["espeak-ng", "-v", voice, "-s", str(speed), "--stdout", "--", sentence]
     if pitches:
-        command[1:1] = ["-p", str(30 + 4 * (index // 10 % pitches))]
+        turn = index // (SPEEDS * voices) % pitches
+        command[1:1] = ["-p", str(30 + 40 * turn // pitches)]
     if not pause:
         command.insert(1, "-z")
     wave = subprocess.run(command, check=True, capture_output=True).stdout[WAV_HEADER:]
@@ -166,7 +170,7 @@ class Record(NamedTuple):
     def sizes(self) -> dict[str, int]:
         """Count the bytes that it takes in lossless formats."""
         if isinstance(self.header, PictureHeader):
-            return coded_bytes(decode_pixels(self.body, self.header))
+            return encoded_bytes(decode_pixels(self.body, self.header))
         sizes = {"FLAC": flac_bytes(decode_samples(self.body, self.header), self.header.rate)}
         if self.header.form == "mulaw":
             sizes["FLAC of codes"] = flac_bytes_of_codes(self.body)
@@ -184,16 +188,35 @@ def flac_bytes_of_codes(codes: bytes) -> int:
 
 MAKERS: dict[str, Callable[[str, int], tuple[SoundHeader | PictureHeader, bytes]]] = {
     "speech": spoken,
-    "words": partial(spoken, voices=2, pitches=10, pause=False),
+    "words": spoken,
     "pages": drawn,
 }
 
 
 def records(
-    kind: str, texts: list[str], form: str, rate: int = RATE, begin: int = 0
+    kind: str,
+    texts: list[str],
+    form: str = "mulaw",
+    rate: int = RATE,
+    voices: int = 2,
+    begin: int = 0,
 ) -> Iterator[Record]:
-    """Make the records of texts, several at once, in their order; indices count from `begin`."""
-    make = MAKERS[kind] if kind == "pages" else partial(MAKERS[kind], form=form, rate=rate)
+    """Make the records of texts, several at once, in their order.
+
+    Args:
+        kind: a key of `MAKERS`.
+        texts: what is spoken or drawn.
+        form: of samples.
+        rate: samples a second.
+        voices: 1, 2 or 4, that read words; clauses have all of `VOICES`.
+        begin: the index of the first text.
+    """
+    make = MAKERS[kind]
+    if kind != "pages":
+        make = partial(make, form=form, rate=rate)
+    if kind == "words":
+        pitches = READINGS // (SPEEDS * voices)
+        make = partial(make, voices=voices, pitches=pitches, pause=False)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for first in range(0, len(texts), AT_ONCE):
             some = texts[first : first + AT_ONCE]
@@ -227,22 +250,28 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=160, help="characters [default: 160]")
     parser.add_argument("--form", choices=SAMPLE_BYTES, default="mulaw", help="[default: mulaw]")
     parser.add_argument("--rate", type=int, default=RATE, help="samples a second [default: 8,000]")
+    parser.add_argument("--words", type=int, default=WORDS, help="how many [default: 300]")
     parser.add_argument("--readings", type=int, default=32, help="of a word [default: 32]")
+    parser.add_argument(
+        "--voices", type=int, choices=(1, 2, 4), default=2, help="of words [default: 2]"
+    )
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     is_word = given.kind == "words"
-    parse = words if is_word else partial(sentences, longest=given.longest)
+    parse = partial(words, most=given.words)
+    if not is_word:
+        parse = partial(sentences, longest=given.longest)
     texts, others = (
         parse(path.read_text("utf-8", errors="replace"))
         for path in (given.text, given.val or given.text)
     )
-    how = (given.form, given.rate)
+    how = (given.form, given.rate, given.voices)
     held = list(records(given.kind, others[: given.held_out], *how))
     apart = {record.sentence for record in held}
     report = write_held_out(given.folder, given.kind, held)
     texts = [text for text in texts if text not in apart]
     if is_word:
-        unread = records(given.kind, texts[: given.held_out], *how, NEXT_READING * given.readings)
+        unread = records(given.kind, texts, *how, NEXT_READING * given.readings)
         content = b"".join(record.written() for record in unread)
         (given.folder / f"{given.kind}-again.txt").write_bytes(content)
     written, numbers = 0, range(given.readings if is_word else 1)

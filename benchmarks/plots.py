@@ -19,6 +19,7 @@ from benchmarks.tables import (
     Runs,
     best_within,
     faster,
+    frontier_losses,
     row_of,
     rows_of,
     speed_ratio,
@@ -158,9 +159,9 @@ def draw_scaling(runs: Runs) -> Any:
 def draw_frontier(runs: Runs) -> Any:
     """Draw the lowest loss that each kind reaches within a peak of memory."""
     figure, axes = pyplot.subplots(figsize=(8, 4.1))
-    losses = load("scaling")
+    losses = frontier_losses()
     peaks = sorted({min(row["peak_mib"], FRONTIER_BUDGETS[-1]) for row in rows_of(runs)})
-    for kind, (label, colour, _mark) in LINES.items():
+    for kind, (label, colour, _) in LINES.items():
         best = [(peak, best_within(runs, losses, kind, peak)) for peak in peaks]
         known = [(peak, found[0]) for peak, found in best if found]
         if known:

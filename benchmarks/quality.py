@@ -54,6 +54,8 @@ def measure(options: str, common: str, text: list[str], seed: int, every: int | 
         records = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
         config = json.loads((run / "config.json").read_text())["config"]
     weights, last = config["model"]["weights"], records[-1]
+    if last["val_loss"] is None:
+        raise SystemExit(f"{options} seed {seed}: stopped after step {last['step']}, so no row")
     losses = [(line["step"], line["val_loss"]) for line in records]
     curve = [[step, round(loss, 4)] for step, loss in losses if loss is not None]
     return {

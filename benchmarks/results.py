@@ -46,6 +46,7 @@ KEYS = {
     "digits": ("rule", "rows", "what"),
     "frontier": ("kind", "shape", "way"),
     "scaling": ("kind", "shape", "steps", "seed"),
+    "scaling_others": ("kind", "shape", "steps", "seed"),
     "streams": ("part", "variant", "seed", "steps"),
     "deep": ("part", "variant"),
     "search": ("text", "ctx", "kind", "digits", "seconds", "seed"),
@@ -207,17 +208,32 @@ def find_versions() -> dict[str, str | None]:
     return found
 
 
+class Options(argparse.ArgumentParser):
+    """Options of a benchmark, which ends before it measures if rows could not name a commit."""
+
+    def parse_known_args(self, *given: Any, **named: Any) -> Any:
+        """Find the commit after the options are read, so that `--help` needs none."""
+        found = super().parse_known_args(*given, **named)
+        find_commit()
+        return found
+
+
 def options(name: str, what: str) -> argparse.ArgumentParser:
     """Begin the options of a benchmark with those that all have.
 
     Args:
         name: of the module in `benchmarks`.
         what: it does, in a sentence.
+
+    Raises:
+        SystemExit: nothing says which commit is measured, which rows need: found before a
+            measurement, not after it.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=what)
+    parser = Options(prog=f"python -m benchmarks.{name}", description=what)
     parser.add_argument(
         "--out", type=Path, default=FOLDER, metavar="DIR", help="folder of the JSON file"
     )
+    find_commit()
     return parser
 
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.scaling [RUN...] --data TRAIN --val VAL [--claims DIR]
 
-RUN is a size, a number of steps and a kind, such as "384x6 1000 AdamW"; without any, all are run,
-the longest first. A loss depends on the steps and not on their time, so several processes may share
-a GPU. With `--claims` they share the runs, too: each takes those that no other has taken. A twin is
-captured and not compiled, as to compile takes longer than most runs: that moves its last bits.
+RUN is a size, a number of steps and a kind, such as "384x6 1000 AdamW"; without any, all of four
+sizes and four lengths are run, the longest first. A loss depends on the steps and not on their
+time, so several processes may share a GPU. With `--claims` they share the runs, too: each takes
+those that no other has taken. A twin is captured and not compiled, as to compile takes longer than
+most runs: that moves its last bits.
 """
 
 import itertools
@@ -32,6 +33,11 @@ SHAPES = {
     "512x8": {"dim": 512, "layers": 8, "heads": 8, "ffn": 1408},
 }
 """Width and blocks."""
+LARGE_SHAPES = {
+    "768x12": {"dim": 768, "layers": 12, "heads": 12, "ffn": 2048},
+    "2048x24": {"dim": 2048, "layers": 24, "heads": 16, "ffn": 5632},
+}
+"""Those of the presets `base` and `1b`, which are run by name alone."""
 KINDS = {
     "moment": {},
     "moment, all digits": {"digits": "all"},
@@ -47,7 +53,8 @@ LENGTHS = (250, 500, 1000, 2000)
 
 def options_of(kind: str, shape: str, text: dict[str, list[str]], **given) -> dict:
     """List the settings of a run."""
-    return {"preset": "small", "ctx": CTX, "device": "cuda", **SHAPES[shape], **KINDS[kind]} | (
+    sizes = (SHAPES | LARGE_SHAPES)[shape]
+    return {"preset": "small", "ctx": CTX, "device": "cuda", **sizes, **KINDS[kind]} | (
         text | {"batch": WINDOWS} | given
     )
 
@@ -125,8 +132,9 @@ def main() -> None:
         took = time.perf_counter() - began
         print(*(f"{k} {v}," for k, v in row.items()), f"took {took:.0f} s", flush=True)
         empty()
-        command = results.command_line("scaling")
-        results.save("scaling", [row], command=command, folder=given.out)
+        usual = shape in SHAPES and int(steps) in LENGTHS
+        file, command = "scaling" if usual else "scaling_others", results.command_line("scaling")
+        results.save(file, [row], command=command, folder=given.out)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,14 @@ def small(
     return replace(config, stages=(*outer, inside))
 
 
+def small_dense(*, channel: PartConfig | None = None, streams: int = 1) -> ModelConfig:
+    """Assemble the preset `small` with another channel mixer, or on more streams."""
+    config = preset("small")
+    (stage,) = config.stages
+    blocks = tuple(replace(block, channel=channel or block.channel) for block in stage.blocks)
+    return replace(config, stages=(replace(stage, blocks=blocks, streams=streams),))
+
+
 def two_stages(length: tuple[int, int]) -> ModelConfig:
     """Assemble chunks of chunks around blocks of 768."""
     stages = [
@@ -138,6 +146,7 @@ KINDS: dict[str, Any] = {
     "every 24": lambda: chunked(length=24),
     "every 32": lambda: chunked(length=32),
     "every 64": lambda: chunked(length=64),
+    "every 128": lambda: chunked(length=128),
     "every 16, experts": lambda: chunked(length=16, channel=EXPERTS),
     "every 16, two streams": lambda: chunked(length=16, streams=2),
     "every 16, three outer blocks": lambda: chunked(length=16, outer_layers=3),
@@ -150,6 +159,9 @@ KINDS: dict[str, Any] = {
     "every 8, compressed": lambda: chunked(length=8, mixer=COMPRESSED),
     "learned 8": lambda: chunked(length=8, boundaries="learned"),
     "small, dense": lambda: preset("small"),
+    "small, dense, experts": lambda: small_dense(channel=SMALL_EXPERTS),
+    "small, dense, two streams": lambda: small_dense(streams=2),
+    "small, every 2": lambda: small(2),
     "small, every 4": lambda: small(4),
     "small, every 8": lambda: small(8),
     "small, every 16": lambda: small(16),

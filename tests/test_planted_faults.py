@@ -264,6 +264,10 @@ FAULTS = [
         rewrite("tl.load(position_ptr) + r", "tl.load(position_ptr)")),
     kernel("too far", "a byte accepted after one that was not proposed", "accept_ahead",
         rewrite("tl.where(c == p, 8, r + 1)", "tl.where(c == p, 8, r + 2)")),
+    kernel("neighbour", "the farthest of the places that a text repeats", "repeat_ahead",
+        rewrite("a * SPAN - b", "a * SPAN + b")),
+    kernel("left over", "a repetition that goes on after another byte", "propose_byte",
+        rewrite("tl.store(p, NONE, mask=c != f)", "tl.store(p, NONE, mask=c != c)")),
     kernel("diagonal", "squares of the neighbouring row", "prepacked_rows",
         rewrite("write_where(t, s, c == r // 2, p)", "write_where(t, s, c == (r // 2 ^ 1), p)")),
     kernel("group", "row r + 8 with the scale of row r", "prepacked_rows",
@@ -651,7 +655,7 @@ FAULTS = [
     module("cut short", "window to both sides has nothing after a position", "model.parts.window",
         rewrite("(k <= q) if c else (k < q + w)", "k <= q"), "masked: output"),
     module("normaliser", "hidden bytes of all windows count alike", "model.language_model",
-        rewrite("h * (t / h.sum(dim=1, keepdim=True))", "h * (h.numel() / h.sum())"),
+        rewrite("t.shape[1] / h.sum(dim=1, keepdim=True)", "h.numel() / h.sum()"),
         "masked: end to end"),
     # the composite head
     module("normaliser", "heads averaged over bytes of all kinds", "model.parts.composite",
@@ -663,7 +667,8 @@ FAULTS = [
         "nearest: whole gradient"),
     # the model that fills holes from left to right
     module("normaliser", "bytes of windows without marks count for less", "model.language_model",
-        rewrite("total / l.sum().clamp(min=1)", "total / l.numel()"), "fill: end to end"),
+        rewrite("self._symbol_losses(f, t).sum() / l.sum().clamp(min=1)",
+                "self._symbol_losses(f, t).sum() / l.numel()"), "fill: end to end"),
     # the model of chunks
     module("causality", "window of attention sees later bytes", "model.parts",
         rewrite("(k <= q) if c else (k < q + w)", "k < q + w"), "hnet: causality"),

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from benchmarks import results, tables
-from benchmarks.results import FOLDER, KEYS, add_runs, load
+from benchmarks.results import FOLDER, KEYS, add_runs, load, options
 
 DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b|\d\d:\d\d:\d\d")
 
@@ -151,3 +151,12 @@ def test_figures_are_drawn_from_the_results(name):
     file, draw = plots.FIGURES[name]
     assert draw(load(file)).axes
     assert (FOLDER.parent / f"{name}.svg").exists()
+
+
+def test_benchmark_without_a_commit_ends_before_it_measures(monkeypatch):
+    monkeypatch.delenv("ARB_COMMIT", raising=False)
+    monkeypatch.setenv("PATH", "")  # no git
+    with pytest.raises(SystemExit, match="set ARB_COMMIT"):
+        options("frontier", "").parse_args([])
+    monkeypatch.setenv("ARB_COMMIT", "abc")
+    assert options("frontier", "").parse_args([]).out == FOLDER

@@ -61,7 +61,9 @@ class TimeLeft:
         steps, interval = self._config.steps, self._config.eval_interval
         if not interval:  # nothing is evaluated
             return max(0.0, (steps - self.step) * of_step - min(of_step, now - self._last))
-        evaluations = -(-steps // interval) - self._evaluated_step // interval
+        evaluations = 0
+        if self._evaluated_step < steps:  # the end is evaluated whatever the interval
+            evaluations = -(-steps // interval) - self._evaluated_step // interval
         left = (steps - self.step) * of_step + evaluations * of_evaluation
         evaluates = self.step // interval > self._evaluated_step // interval or self.step == steps
         return max(0.0, left - min(of_evaluation if evaluates else of_step, now - self._last))

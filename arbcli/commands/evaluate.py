@@ -23,7 +23,7 @@ from arbcli.commands._options import (
 from arbcli.commands._saved import saved_config
 from arbcli.data import check_named, open_text
 from arbcli.errors import ArbError
-from arbcli.infer.asked import check_draws, check_stride
+from arbcli.infer.asked import check_of_masked, check_stride
 from arbcli.output import PIPE_SECONDS, LiveLine, emit, note, table
 from arbcli.run_files import run_of
 
@@ -76,7 +76,7 @@ def evaluate(
     checkpoint = find_run(the_one(run, checkpoint), loads=True)
     check_named(data or (), field)
     if config := saved_config(checkpoint):
-        check_draws(config, draws)
+        check_of_masked(config, "--draws", draws)
         check_stride(config, stride)
     with LiveLine() as line:
         line.show_wait("loading")

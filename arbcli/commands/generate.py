@@ -26,7 +26,7 @@ from arbcli.commands._options import (
 )
 from arbcli.commands._saved import saved_config
 from arbcli.errors import ArbError
-from arbcli.infer.asked import check_ahead, check_fills, check_steps
+from arbcli.infer.asked import check_ahead, check_fills, check_of_masked
 from arbcli.media.continuing import kind_of, prompt_and_length, write_first
 from arbcli.output import (
     PIPE_SECONDS,
@@ -137,8 +137,9 @@ def generate(
         typer.Option(
             min=1,
             max=8,
-            help="Bytes that a step makes at most: a head of the model proposes them, and the model"
-            " checks them. The text is the same. [default: 1]",
+            help="Bytes that a step makes at most: a head of the model, if it has one, and what the"
+            " text repeats propose them, and the model checks them. The text is the same. [default:"
+            " 1]",
         ),
     ] = None,
     compute: ComputeOfRun = None,
@@ -311,7 +312,7 @@ def _check_asked(
     Raises:
         ArbError: it does not.
     """
-    check_steps(config, steps)
+    check_of_masked(config, "--steps", steps)
     if fills:
         check_fills(config)
     for option, is_given in of_next.items():

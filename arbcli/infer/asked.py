@@ -1,6 +1,6 @@
 """Check options against the configuration of a model, without importing torch."""
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.errors import ArbError
 
 
@@ -26,26 +26,18 @@ def check_stride(config: ModelConfig, stride: int | None) -> int:
     return stride
 
 
-def check_draws(config: ModelConfig, draws: int | None) -> None:
-    """Refuse draws of hidden symbols where none are hidden.
+def check_of_masked(config: ModelConfig, option: str, value: int | None) -> None:
+    """Refuse an option of masked models, such as draws of hidden symbols, where none are hidden.
+
+    Args:
+        config: of the model.
+        option: as it is written.
+        value: that was given; None is none.
 
     Raises:
         ArbError: the model is not masked.
     """
-    _check_masked(config, "--draws", given=draws is not None)
-
-
-def check_steps(config: ModelConfig, steps: int | None) -> None:
-    """Refuse steps in which holes are filled where there are none.
-
-    Raises:
-        ArbError: the model is not masked.
-    """
-    _check_masked(config, "--steps", given=steps is not None)
-
-
-def _check_masked(config: ModelConfig, option: str, *, given: bool) -> None:
-    if given and not config.is_masked:
+    if value is not None and not config.is_masked:
         raise ArbError(
             f"`{option}` is of a masked model, and this one reads from left to right",
             hint=f"leave `{option}` out",
@@ -53,15 +45,15 @@ def _check_masked(config: ModelConfig, option: str, *, given: bool) -> None:
 
 
 def check_ahead(config: ModelConfig, ahead: int) -> None:
-    """Refuse to propose bytes without a head for it.
+    """Refuse to check several tokens at once.
 
     Raises:
-        ArbError: there is none, and more than one byte of a step is asked for.
+        ArbError: more than one byte of a step is asked for, and the model makes tokens.
     """
-    if ahead > 1 and config.ahead is None:
+    if ahead > 1 and config.vocabulary > VOCABULARY:
         raise ArbError(
-            "the model has no head that proposes bytes, which `--ahead` is for",
-            hint="leave `--ahead` out, or train a model with `ahead`",
+            "bytes are checked several at once, and the model makes tokens",
+            hint="leave `--ahead` out",
         )
 
 
@@ -74,5 +66,5 @@ def check_fills(config: ModelConfig) -> None:
     if not config.fills:
         raise ArbError(
             "the model predicts the next byte, and fills no holes",
-            hint="train one with `--objective fill`, or continue a prompt: `--prompt TEXT`",
+            hint="train one: `arb train --objective fill`; or continue a prompt: `--prompt TEXT`",
         )

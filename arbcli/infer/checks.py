@@ -1,4 +1,8 @@
-"""Several bytes of a text in a step: a head proposes some, and the model checks them at once."""
+"""Several bytes of a text in a step: some are proposed, and the model checks them at once.
+
+A head of the model proposes them, if it has one, and the text itself, where it repeats what was
+there before.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -8,12 +12,18 @@ from torch import Tensor
 from arbcli.kernels.attention.attend_ahead import keep_accepted_, table_of
 from arbcli.kernels.output.accept_ahead import accept_ahead_
 from arbcli.kernels.output.choose_byte import choose_byte_
+from arbcli.kernels.output.propose_byte import propose_byte_
+from arbcli.kernels.output.repeat_ahead import repeat_ahead_
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.model.cache import Cache
 from arbcli.model.language_model import LanguageModel
 
 if TYPE_CHECKING:
     from arbcli.infer.generation import Sampling
+
+EACH_EQUAL, MOST_FAVOURED = 0.4, 8.0
+"""Added to the logit of a byte that is repeated, for each byte that was equal before it, and at
+most: a head proposes it sooner the longer the repetition is."""
 
 
 class Checks:
@@ -22,7 +32,7 @@ class Checks:
     All of it happens on the device. The text is the one that is made a byte at a time.
 
     Args:
-        model: that `can_check`, with a head beyond the next byte.
+        model: that `can_check`.
         cache: of the text.
         size: bytes of a check: the last one of the text, and proposals after it.
     """
@@ -33,6 +43,8 @@ class Checks:
         integers: TensorOptions = {"dtype": torch.int32, "device": device}
         self._ids = torch.zeros(1, size, dtype=torch.int64, device=device)
         self._chosen = torch.zeros(size, dtype=torch.int64, device=device)
+        self._repeated = torch.zeros(size, dtype=torch.int64, device=device)
+        self._equal = torch.zeros((), **integers)
         self._places = torch.zeros(size, **integers)
         self.accepted = torch.zeros(2, **integers)
         """(2,) int32: positions before the last check, and how many bytes it made."""
@@ -65,12 +77,8 @@ class Checks:
             how: bytes are chosen.
         """
         settings = how.temperature, how.top_k, how.top_p
-        position, x = self._cache.position, self._last
-        for number in range(1, self.size):
-            byte, place = self._ids[:, number - 1 : number], self._places[number]
-            x, logits = self._model.propose(x, byte)
-            proposed = self._ids[0, number : number + 1]
-            choose_byte_(proposed, text, logits, place, key, *settings)
+        position = self._cache.position
+        self._propose(text, key, settings)
         logits, rows = self._model.check(self._ids, self._cache)
         choose_byte_(self._chosen, text, logits[0], self._places[1], key, *settings)
         accept_ahead_(
@@ -78,3 +86,19 @@ class Checks:
             self.accepted,
         )  # fmt: skip
         keep_accepted_(self._table, self.accepted[0], self.accepted[1])
+
+    def _propose(self, text: Tensor, key: Tensor, settings: tuple[float, int, float]) -> None:
+        """Propose the bytes after the last one."""
+        equal, position, x = self._equal, self._cache.position, self._last
+        if self._model.ahead is None:
+            repeat_ahead_(self._ids[0, 1:], equal, text, position)
+            return
+        repeated = self._repeated
+        repeat_ahead_(repeated, equal, text, position)
+        for number in range(1, self.size):
+            byte, place = self._ids[:, number - 1 : number], self._places[number]
+            x, logits = self._model.propose(x, byte)
+            byte, own = self._ids[0, number : number + 1], repeated[number - 1 : number + 1]
+            propose_byte_(
+                byte, own, equal, logits, place, key, EACH_EQUAL, MOST_FAVOURED, *settings
+            )  # fmt: skip

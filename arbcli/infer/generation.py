@@ -96,12 +96,13 @@ class Decoder:
         capture: whether a step is replayed as one CUDA graph, or on a CPU as one list of loops,
             which gives the same bits; None is wherever it can be.
         stream: which of the random streams of the seed.
-        ahead: bytes that a step makes at most: a head of the model proposes all but the first, and
-            the model checks them. It changes no bit of the text.
+        ahead: bytes that a step makes at most: all but the first are proposed, by a head of the
+            model if it has one and where the text repeats itself, and the model checks them. It
+            changes no bit of the text.
         prompt: bytes that are read first, at least: a long one takes less memory if it is known.
 
     Raises:
-        ArbError: bytes are to be proposed, and the model has no head for it or cannot check them.
+        ArbError: several bytes are to be checked, and the model cannot.
         ArbError: the text is longer than `LONGEST_TEXT`.
     """
 
@@ -128,13 +129,14 @@ class Decoder:
         # as many as are counted whatever the window, or fewer
         first = 0 if reach is None else max(0, prompt - 1 - reach - 2 * model.config.ctx)
         self.cache = model.new_cache(positions, first)
+        self.kept_in = model.kept_in
+        """Type of keys and values in the cache."""
         self._prompt = prompt
         device = self.device = self.cache.position.device
         self.backend = backend or default_backend(device)
         self.length = 0
         """Bytes of the text so far."""
-        of_bytes = model.config.vocabulary <= VOCABULARY
-        dtype = torch.uint8 if of_bytes else torch.int32
+        dtype = text_dtype(model.config.vocabulary)
         self._text = torch.zeros(positions, dtype=dtype, device=device)
         self._byte = torch.zeros(1, 1, dtype=torch.int64, device=device)  # the last one
         seed = torch.tensor(self.sampling.seed, dtype=torch.int32, device=device)
@@ -380,6 +382,11 @@ def read_symbols(
         progress(stop - skipped, len(ids) - skipped)
 
 
+def text_dtype(vocabulary: int) -> torch.dtype:
+    """Choose the dtype of the symbols of a text on a device: uint8 of bytes, int32 of more."""
+    return torch.uint8 if vocabulary <= VOCABULARY else torch.int32
+
+
 def symbols_on(device: torch.device, symbols: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Copy bytes, where the dtype is uint8, or tokens, in int32, to a device: (N,)."""
     if dtype == torch.uint8:
@@ -451,13 +458,30 @@ def generate(
     room = spare_bytes(model.device)
     with explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
         symbols = symbols_of(model, prompt)
-        with model.keeping(kv):
-            room_for = len(symbols) + length
-            decoder = Decoder(
-                model, room_for, sampling, backend=backend, ahead=ahead, prompt=len(symbols)
-            )
+        decoder = _decoder_for(model, symbols, length, sampling, backend, kv, ahead)
         decoder.read(symbols)
         yield from bytes_of(model, symbols, _until(decoder.stream(length), ends))
+
+
+def _decoder_for(
+    model: LanguageModel,
+    prompt: Sequence[int],
+    length: int,
+    sampling: Sampling | None,
+    backend: str | None,
+    kv: str | None,
+    ahead: int,
+) -> Decoder:
+    """Make the decoder of a text, which has not read its prompt yet."""
+    with model.keeping(kv):
+        return Decoder(
+            model,
+            len(prompt) + length,
+            sampling,
+            backend=backend,
+            ahead=ahead,
+            prompt=len(prompt),
+        )
 
 
 def _until(parts: Iterator[Sequence[int]], ends: Collection[int]) -> Iterator[Sequence[int]]:
@@ -540,12 +564,7 @@ def continue_text(
     room = spare_bytes(model.device)
     with deterministic(), explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
         symbols = symbols_of(model, prompt)
-        with model.keeping(kv):
-            room_for = len(symbols) + length
-            decoder = Decoder(
-                model, room_for, sampling, backend=backend, ahead=ahead, prompt=len(symbols)
-            )
-            kept_in = model.kept_in
+        decoder = _decoder_for(model, symbols, length, sampling, backend, kv, ahead)
         decoder.read(symbols, on_prompt)
         if decoder.device.type == "cuda":
             torch.cuda.synchronize(decoder.device)
@@ -566,7 +585,7 @@ def continue_text(
         length=counted[0],
         bytes_per_second=len(made) / seconds,
         **dataclasses.asdict(sampling),
-        kv=kept_in,
+        kv=decoder.kept_in,
         cache_bytes=decoder.nbytes,
         ahead=ahead,
         bytes_per_check=decoder.bytes_per_check,

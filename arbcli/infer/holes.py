@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from arbcli.config.model import VOCABULARY
 from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
-from arbcli.filling import EXTRA, arranged
+from arbcli.filling import EXTRA, in_layout
 from arbcli.infer.asked import check_fills
-from arbcli.infer.generation import OUT_OF_MEMORY, Decoder, Sampling
+from arbcli.infer.generation import OUT_OF_MEMORY, Decoder, Sampling, text_dtype
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import use_backend
@@ -92,8 +91,8 @@ def _choose(
 ) -> Tensor:
     """Choose a symbol for each row of logits, (N, V), by the random numbers of its place: (N,)."""
     number, symbols = logits.shape
-    dtype = torch.uint8 if symbols <= VOCABULARY else torch.int32
     chosen = torch.zeros(number, 1, dtype=torch.int64, device=logits.device)
+    dtype = text_dtype(symbols)
     texts = torch.zeros(number, positions, dtype=dtype, device=logits.device)  # written, not read
     how = (
         torch.full((number,), value, dtype=dtype, device=logits.device)
@@ -132,7 +131,7 @@ def fill_in_order(
     text = torch.tensor(parts[0], dtype=torch.int64)
     for part in parts[1:]:
         after, hole = torch.tensor(part, dtype=torch.int64), text.new_zeros(length)
-        given = arranged(text, hole, after, model.config.vocabulary)[:-length]
+        given = in_layout(text, hole, after, model.config.vocabulary)[:-length]
         decoder = Decoder(model, len(given) + length, sampling, backend=backend)
         decoder.read(given.tolist())
         made = [symbol for some in decoder.stream(length) for symbol in some]

@@ -6,6 +6,7 @@ have among any others, at any number of them: its kernels promise that of a row,
 such kernels is computed for one text after another, within the same step.
 """
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from arbcli.config.model import VOCABULARY
 from arbcli.device import (
     capturing,
     check_room,
@@ -31,6 +31,7 @@ from arbcli.infer.generation import (
     copied_to_host,
     read_symbols,
     symbols_on,
+    text_dtype,
 )
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_bytes import choose_bytes_
@@ -134,8 +135,7 @@ class SeveralDecoder:
         self.cache = model.new_several_cache(texts, positions)
         self.backend = backend or default_backend(device)
         integers: TensorOptions = {"dtype": torch.int32, "device": device}
-        of_bytes = model.config.vocabulary <= VOCABULARY
-        dtype = torch.uint8 if of_bytes else torch.int32
+        dtype = text_dtype(model.config.vocabulary)
         self._text = torch.zeros(texts, positions, dtype=dtype, device=device)
         self._prompts: dict[int, Sequence[int]] = {}  # what was read of each place
         self._byte = torch.zeros(texts, 1, dtype=torch.int64, device=device)  # the last ones
@@ -333,14 +333,10 @@ def continue_several(
 
 
 def _report(index: int, request: Request, text: bytes) -> TextReport:
-    how = request.sampling
     return TextReport(
         index=index,
         prompt=request.prompt.decode(errors="replace"),
         text=text.decode(errors="replace"),
         length=request.length,
-        seed=how.seed,
-        temperature=how.temperature,
-        top_k=how.top_k,
-        top_p=how.top_p,
+        **dataclasses.asdict(request.sampling),
     )

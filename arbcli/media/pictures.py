@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbcli.errors import ArbError
+from arbcli.media.bounded import BoundedFile
 from arbcli.media.spans import PictureHeader
 
 if TYPE_CHECKING:
@@ -18,6 +19,18 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 MOST_PIXELS = 2**26
 """Of a file: 8192 by 8192. Nothing but the header of a larger one is read."""
 MOST_SIDE = 2**15
+HEADER_BYTES = 2**22
+"""Of a file, read at most to find out how large the picture is."""
+WIDEST_PIXEL = 8
+"""Bytes of a pixel that are read at most: four channels of 16 bits."""
+FORMATS = ("PNG", "JPEG", "WEBP")
+WEBP = re.compile(
+    rb"RIFF.{4}WEBP(?:VP8X.{8}(?P<canvas>.{6})|VP8L.{4}/(?P<lossless>.{4})"
+    rb"|VP8 .{7}\x9d\x01\*(?P<lossy>.{4}))",
+    re.DOTALL,
+)
+"""Start of a WebP file, up to the size of its canvas or of its only picture."""
+LONGEST_WEBP_START = 30
 FORM = re.compile(r"(rgb|grey)(?::([1-9][0-9]{0,4})x([1-9][0-9]{0,4}))?")
 """Spelling of `picture`: a mode and, for one size for all, its width and height."""
 PIL_MODES = {"rgb": "RGB", "grey": "L"}
@@ -59,29 +72,30 @@ def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
 
     mode, width, height = FORM.fullmatch(form).groups()  # type: ignore[union-attr]
     image_module, operations = _package("Image", path), _package("ImageOps", path)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its own, larger limit
-            with image_module.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
-                _check(image.size, path)
-                if width:  # a JPEG is decoded at a fraction of its size where that is enough
-                    image.draft(PIL_MODES[mode], (int(width), int(height)))
-                upright = operations.exif_transpose(image)
-                if "A" in upright.getbands() or "transparency" in upright.info:
-                    upright = upright.convert("RGBA")
-                    white = image_module.new("RGBA", upright.size, "white")
-                    upright = image_module.alpha_composite(white, upright)
-                plain = upright.convert(PIL_MODES[mode])
-                if width:
-                    plain = operations.fit(plain, (int(width), int(height)))
-                pixels = np.asarray(plain)
-    except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
-        if isinstance(error, FileNotFoundError | PermissionError):
-            raise
-        raise ArbError(
-            f"`{path}` is not a readable picture: {_reason(error)}",
-            hint="it is truncated or damaged, or not a PNG, JPEG or WebP",
-        ) from None
+    with BoundedFile(path, HEADER_BYTES) as content, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own, larger limit
+        try:
+            if size := webp_size(content):  # of which Pillow reads all at once
+                _allow(content, size, path)
+            image = image_module.open(content, formats=FORMATS)
+            if not size:
+                _allow(content, image.size, path)
+            if width:  # a JPEG is decoded at a fraction of its size where that is enough
+                image.draft(PIL_MODES[mode], (int(width), int(height)))
+            upright = operations.exif_transpose(image)
+            if "A" in upright.getbands() or "transparency" in upright.info:
+                upright = upright.convert("RGBA")
+                white = image_module.new("RGBA", upright.size, "white")
+                upright = image_module.alpha_composite(white, upright)
+            plain = upright.convert(PIL_MODES[mode])
+            if width:
+                plain = operations.fit(plain, (int(width), int(height)))
+            pixels = np.asarray(plain)
+        except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
+            raise ArbError(
+                f"`{path}` is not a readable picture: {content.cut_by or _reason(error)}",
+                hint="it is truncated or damaged, or not a PNG, JPEG or WebP",
+            ) from None
     yield PictureHeader(mode, pixels.shape[1], pixels.shape[0]).encode()
     yield _rows(pixels)
 
@@ -89,6 +103,25 @@ def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
 def _reason(error: Exception) -> str:
     unknown = type(error).__name__ == "UnidentifiedImageError"
     return "its format is unknown" if unknown else str(error).strip().rstrip(".")
+
+
+def webp_size(content: BoundedFile) -> tuple[int, int] | None:
+    """Read the width and height of a WebP picture from the start of a file, if it is one."""
+    match = WEBP.match(content.read(LONGEST_WEBP_START))
+    content.seek(0)
+    if match is None:
+        return None
+    found = int.from_bytes(match[match.lastgroup or ""], "little")
+    if match["lossy"]:
+        return found & 0x3FFF, found >> 16 & 0x3FFF
+    bits = 24 if match["canvas"] else 14
+    return (found & (1 << bits) - 1) + 1, (found >> bits & (1 << bits) - 1) + 1
+
+
+def _allow(content: BoundedFile, size: tuple[int, int], path: Path) -> None:
+    """Let pixels be read, unless there are too many."""
+    _check(size, path)
+    content.allow(WIDEST_PIXEL * size[0] * size[1])
 
 
 def _check(size: tuple[int, int], path: Path) -> None:
@@ -134,7 +167,7 @@ def write_picture(path: Path, body: bytes, header: PictureHeader) -> None:
         raise ArbError(f"cannot write `{path}`: {error}", hint="check its folder") from None
 
 
-def coded_bytes(pixels: "np.ndarray") -> dict[str, int]:
+def encoded_bytes(pixels: "np.ndarray") -> dict[str, int]:
     """Count the bytes of a picture as PNG and as lossless WebP, each at its best level."""
     image = import_module("PIL.Image").fromarray(pixels)
     sizes = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbcli.errors import ArbError
+from arbcli.media.bounded import BoundedFile
 from arbcli.media.spans import MOST_CHANNELS, SoundHeader
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ FORMS = ("mulaw", "pcm16")
 BLOCK_FRAMES = 2**16
 MOST_FRAMES = 2**32
 """Of a file: a day and more at 48 kHz."""
+WIDEST_SAMPLE = 8
+"""Bytes of a sample that are read at most: those of a float of 64 bits."""
 STREAMED = 2**31
 """Bytes of data from which on a WAV header says that its writer did not know them."""
 MU = 255
@@ -43,24 +46,30 @@ def sound_bytes(path: Path, form: str) -> Iterator[bytes]:
         ArbError: the package is missing, or the file is damaged, empty, or has too many channels.
     """
     soundfile = _package(path)
-    try:
-        with soundfile.SoundFile(path) as file:
-            header = SoundHeader(form, file.samplerate, file.channels, file.frames)
-            _check(header, path)
-            cut = re.search(r"^data : ([0-9]+) \(should be", file.extra_info, re.MULTILINE)
-            if cut and int(cut[1]) < STREAMED:
-                raise _damaged(path, "it is shorter than its header says")
-            yield header.encode()
-            read = 0
-            while len(samples := file.read(BLOCK_FRAMES, dtype="int16", always_2d=True)):
-                read += len(samples)
-                if read > header.frames:
-                    break
-                yield encode_samples(samples, form)
-    except soundfile.SoundFileError as error:
-        raise _damaged(path, str(error).rpartition(": ")[2]) from None
+    with BoundedFile(path) as content:
+        try:
+            yield from _blocks(soundfile, content, path, form)
+        except soundfile.SoundFileError as error:
+            raise _damaged(path, content.cut_by or str(error).rpartition(": ")[2]) from None
+
+
+def _blocks(soundfile: Any, content: BoundedFile, path: Path, form: str) -> Iterator[bytes]:
+    read = 0
+    with soundfile.SoundFile(content) as file:
+        header = SoundHeader(form, file.samplerate, file.channels, file.frames)
+        _check(header, path)
+        content.allow(WIDEST_SAMPLE * header.units)
+        cut = re.search(r"^data : ([0-9]+) \(should be", file.extra_info, re.MULTILINE)
+        if cut and int(cut[1]) < STREAMED:
+            raise _damaged(path, "it is shorter than its header says")
+        yield header.encode()
+        while len(samples := file.read(BLOCK_FRAMES, dtype="int16", always_2d=True)):
+            read += len(samples)
+            if read > header.frames:
+                break
+            yield encode_samples(samples, form)
     if read != header.frames:
-        raise _damaged(path, f"it has {read:,} of {header.frames:,} frames")
+        raise _damaged(path, content.cut_by or f"it has {read:,} of {header.frames:,} frames")
 
 
 def _check(header: SoundHeader, path: Path) -> None:

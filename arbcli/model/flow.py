@@ -25,6 +25,19 @@ def each_text(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return run(x) if len(x) == 1 else torch.cat([run(row) for row in rows_of(x)])
 
 
+Losses = dict[str, list[Tensor]]
+"""Float32 scalars by the name of the loss that they are parts of."""
+
+
+def merge(*losses: Losses) -> Losses:
+    """Put the parts of each loss into one list, in this order."""
+    found: Losses = {}
+    for each in losses:
+        for name, parts in each.items():
+            found.setdefault(name, []).extend(parts)
+    return found
+
+
 class Flow(NamedTuple):
     """The stream after a part; nothing of it is changed in place."""
 
@@ -32,8 +45,7 @@ class Flow(NamedTuple):
     """(B, T, D), or (B, T, n, D) of several residual streams."""
     added: Tensor | None = None
     """A tensor still to be added to x; the norm of the next part adds it at no cost."""
-    losses: dict[str, list[Tensor]] = {}  # noqa: RUF012  # never changed
-    """Float32 scalars by the name of the loss that they are parts of."""
+    losses: Losses = {}  # noqa: RUF012  # never changed
 
     def whole(self) -> Tensor:
         """Return the stream with what is still to be added."""

@@ -22,7 +22,7 @@ from arbcli.kernels.attention.eight_bits import KeptIn
 from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
-from arbcli.model.flow import Documents, Flow, Reading, each_text, rows_of
+from arbcli.model.flow import Documents, Flow, Losses, Reading, each_text, merge, rows_of
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.loss import divergence
@@ -107,8 +107,7 @@ class LanguageModel(nn.Module):
         else:
             self.stages = ()
         grouped = not config.outer and memories is None
-        stream = (main.streams, main.contribution, main.bound)
-        self.blocks = Stack(main.blocks, site, *stream, grouped=grouped)
+        self.blocks = Stack(main.blocks, main, site, grouped=grouped)
         books = memories.codebooks if memories else {}
         for name in ("codebook", "knowledge"):
             setattr(self, name, build_book(books[name], site, name) if name in books else None)
@@ -192,15 +191,14 @@ class LanguageModel(nn.Module):
         flow = self._whole(ids, seen, documents)
         if seen and torch.is_grad_enabled():
             self._counts = torch.stack([stage.counts for stage in seen])
-        of_text = self._text_loss if documents is None else self._learnt_loss
-        if self.config.is_masked:
-            of_text = self._masked_loss
-        elif self.config.fills:
-            of_text = self._learnt_loss
         if self.config.composite:
             losses = self._composite_losses(flow, targets)
+        elif self.config.is_masked:
+            losses = {"text": self._masked_losses(flow, targets).mean()}
+        elif self.config.fills or documents is not None:
+            losses = {"text": self._learnt_loss(flow, targets)}
         else:
-            losses = {"text": of_text(flow, targets)}
+            losses = {"text": self._text_loss(flow, targets)}
         for name in ("ponder", "indexer", "commitment"):
             if found := flow.losses.get(name):
                 losses[name] = cast(Tensor, sum(found)) / len(found) if len(found) > 1 else found[0]
@@ -239,16 +237,7 @@ class LanguageModel(nn.Module):
     def _learnt_loss(self, flow: Flow, targets: Tensor) -> Tensor:
         """Average over the targets that are not negative."""
         learnt = targets >= 0
-        if self.scores_in_chunks:
-            total = (self._score(flow, targets) * learnt).sum()
-        else:
-            logits = self._logits(flow).float().flatten(0, 1)
-            numbers = targets.masked_fill(~learnt, -1).flatten()
-            total = functional.cross_entropy(logits, numbers, ignore_index=-1, reduction="sum")
-        return total / learnt.sum().clamp(min=1)
-
-    def _masked_loss(self, flow: Flow, targets: Tensor) -> Tensor:
-        return self._masked_losses(flow, targets).mean()
+        return self._symbol_losses(flow, targets).sum() / learnt.sum().clamp(min=1)
 
     def _masked_losses(self, flow: Flow, targets: Tensor) -> Tensor:
         """Compute (B, T) float32, whose mean is the bound of `arbcli.masking`: 0 at what is seen.
@@ -256,13 +245,16 @@ class LanguageModel(nn.Module):
         The cross-entropy of each of the k hidden symbols of a window counts T / k times.
         """
         hidden = targets >= 0
+        weights = targets.shape[1] / hidden.sum(dim=1, keepdim=True)
+        return self._symbol_losses(flow, targets) * weights
+
+    def _symbol_losses(self, flow: Flow, targets: Tensor) -> Tensor:
+        """Compute the cross-entropy of each of (B, T) targets, in float32; 0 of negative ones."""
         if self.scores_in_chunks:
-            losses = self._score(flow, targets)
-        else:
-            logits, numbers = self._logits(flow).float().flatten(0, 1), targets.flatten()
-            losses = functional.cross_entropy(logits, numbers, ignore_index=-1, reduction="none")
-        weights = hidden * (targets.shape[1] / hidden.sum(dim=1, keepdim=True))
-        return losses.view(targets.shape) * weights
+            return self._score(flow, targets) * (targets >= 0)
+        logits, numbers = self._logits(flow).float().flatten(0, 1), targets.clamp(min=-1).flatten()
+        losses = functional.cross_entropy(logits, numbers, ignore_index=-1, reduction="none")
+        return losses.view(targets.shape)
 
     @property
     def scores_in_chunks(self) -> bool:
@@ -295,12 +287,8 @@ class LanguageModel(nn.Module):
 
         Of a masked model they are the terms of its bound, for ids and targets of `hide`.
         """
-        if self.config.is_masked:
-            return self._masked_losses(self._whole(ids, []), targets)
-        if self.scores_in_chunks:
-            return self._score(self._whole(ids, []), targets)
-        logits = self(ids).float()
-        return functional.cross_entropy(logits.mT, targets, reduction="none")
+        of_symbols = self._masked_losses if self.config.is_masked else self._symbol_losses
+        return of_symbols(self._whole(ids, []), targets)
 
     def _embed(self, text: Tensor, length: int) -> tuple[Tensor, Reading]:
         """Look up the last bytes of (B, history + T), and what is added to them."""
@@ -358,19 +346,17 @@ class LanguageModel(nn.Module):
         if memories is None:
             flow = run(x, slice(None))
         else:
-            x = run(x, slice(0, memories.place)).whole()
+            before = run(x, slice(0, memories.place))
             remember = self._remember_each if track and track.each else self._remember
-            x, losses = remember(x, taps, reading)
+            x, losses = remember(before.whole(), taps, reading)
             flow = run(x, slice(memories.place, None))
-            flow = flow._replace(losses=flow.losses | losses)
+            flow = flow._replace(losses=merge(before.losses, losses, flow.losses))
         if self.router:
             route = self._route_each if track and track.each else self.router
             flow = Flow(route([flow.whole(), *taps]), None, flow.losses)
         return flow
 
-    def _remember(
-        self, x: Tensor, taps: list[Tensor], reading: Reading
-    ) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    def _remember(self, x: Tensor, taps: list[Tensor], reading: Reading) -> tuple[Tensor, Losses]:
         """Add what codebooks find for the stream, and iterate; `taps` gets what each found."""
         found = [book(x) for book in (self.codebook, self.knowledge) if book]
         taps += [each.y for each in found]
@@ -388,7 +374,7 @@ class LanguageModel(nn.Module):
 
     def _remember_each(
         self, x: Tensor, taps: list[Tensor], reading: Reading
-    ) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    ) -> tuple[Tensor, Losses]:
         """Do the same for a position of each of several texts, one after another."""
         found = []
         for text, row in enumerate(rows_of(x)):
@@ -447,12 +433,11 @@ class LanguageModel(nn.Module):
         """Tell whether there is a `check`, inside of `prepared_weights`.
 
         It needs fused steps, a single stage and stream of blocks whose parts `steps_ahead`, nothing
-        that reads the text besides, and keys and values as they are.
+        that reads the text besides, no holes, and keys and values as they are.
         """
         main, config = self.config.main, self.config
-        others = self.stages or config.beside or config.reads_text or main.memories or main.router
-        others = others or config.composite
-        if others or main.streams > 1 or self.kept.stored is not None:
+        others = config.outer, config.beside, config.reads_text, config.composite, config.fills
+        if any((*others, main.memories, main.router)) or main.streams > 1 or self.kept.stored:
             return False
         parts = [branch.part for block in self.blocks for branch in block.branches]
         if config.head:

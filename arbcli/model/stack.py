@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from arbcli.config.model import BlockConfig, Blocks
+from arbcli.config.model import BlockConfig, Blocks, StageConfig
 from arbcli.config.site import Site
-from arbcli.model.flow import Flow, Reading, each_text, rows_of
+from arbcli.model.flow import Flow, Losses, Reading, each_text, merge, rows_of
 from arbcli.model.layers.kinds import stream_norm
 from arbcli.model.layers.linear import TernaryLinear, decode_in_groups
 from arbcli.model.layers.norm import NORM_EPS
@@ -41,24 +41,14 @@ class Block(nn.Module):
 
     Args:
         config: of the block.
+        stage: that it belongs to.
         site: where it stands.
-        streams: number of residual streams.
         first: number of its first branch in the list of blocks; branches read streams in turns.
-        contribution: a factor of what a branch adds.
-        bound: the largest root-mean-square of a stream after the block; None is any.
     """
 
-    def __init__(
-        self,
-        config: BlockConfig,
-        site: Site,
-        streams: int = 1,
-        first: int = 0,
-        contribution: float = 1.0,
-        bound: float | None = None,
-    ) -> None:
+    def __init__(self, config: BlockConfig, stage: StageConfig, site: Site, first: int = 0) -> None:
         super().__init__()
-        self.contribution, self.bound = contribution, bound
+        streams, self.contribution, self.bound = stage.streams, stage.contribution, stage.bound
         parts = [build_part(part, site) for part in config.parts]
         norms, connections = [], []
         for part in parts:
@@ -92,12 +82,11 @@ class Block(nn.Module):
             whole: whether to add what the last part makes, too; else it is left to the next norm,
                 which adds it at no cost.
         """
-        losses: dict[str, list[Tensor]] = {}
+        losses: list[Losses] = []
 
         def apply(branch: Branch, x: Tensor, added: Tensor | None = None) -> Flow:
             flow = branch.part(x, branch.norm, added, reading, state)
-            for name, parts in flow.losses.items():
-                losses.setdefault(name, []).extend(parts)
+            losses.append(flow.losses)
             if self.contribution == 1:
                 return flow
             return flow._replace(added=self.contribution * flow.added)
@@ -109,7 +98,7 @@ class Block(nn.Module):
                 x = branch.connection(x, lambda h, branch=branch: apply(branch, h).added)
         if (whole or self.bound is not None) and added is not None:
             x, added = x + added, None
-        return Flow(x if self.bound is None else bounded(x, self.bound), added, losses)
+        return Flow(x if self.bound is None else bounded(x, self.bound), added, merge(*losses))
 
     def step(self, x: Tensor, state: State | None, reading: Reading | None = None) -> Tensor:
         """Add to positions of a text, or one of several: by kernels where parts have any."""
@@ -167,10 +156,8 @@ class Stack(nn.ModuleList):
 
     Args:
         blocks: configurations.
+        stage: that they belong to.
         site: where they stand.
-        streams: number of residual streams.
-        contribution: a factor of what a branch of a block adds.
-        bound: the largest root-mean-square of a stream after a block; None is any.
         grouped: whether small matrices are decoded several at a time, if the blocks are equal.
     """
 
@@ -181,19 +168,17 @@ class Stack(nn.ModuleList):
     def __init__(
         self,
         blocks: Blocks,
+        stage: StageConfig,
         site: Site,
-        streams: int = 1,
-        contribution: float = 1.0,
-        bound: float | None = None,
         *,
         grouped: bool = False,
     ) -> None:
         first, made = 0, []
         for config in blocks:
-            made.append(Block(config, site, streams, first, contribution, bound))
+            made.append(Block(config, stage, site, first))
             first += len(config.parts)
         super().__init__(made)
-        self.streams, self.float_twin = streams, site.weights != "ternary"
+        self.streams, self.float_twin = stage.streams, site.weights != "ternary"
         linears = [block.linears() for block in self]
         if grouped and not self.float_twin and len(set(blocks)) == 1 and all(linears):
             decode_in_groups(
@@ -233,12 +218,10 @@ class Stack(nn.ModuleList):
             return Flow(torch.cat([flow.whole() for flow in rows]))
         if self.streams > 1:
             x = spread_streams(x, self.streams)
-            if is_compiled(
-                next(iter(self))
-            ):  # for strides of its own it would be compiled once more
-                x = x.contiguous()
+            if any(map(is_compiled, self)):
+                x = x.contiguous()  # for strides of its own a block would be compiled once more
         added: Tensor | None = None
-        losses: dict[str, list[Tensor]] = {}
+        losses: list[Losses] = []
         states = track.blocks[some] if track else None
         for index, block in enumerate([*self][some]):
             if recompute and torch.is_grad_enabled():
@@ -249,11 +232,10 @@ class Stack(nn.ModuleList):
                 state = states[index] if states else None
                 flow = block(x, added, reading, state, whole=whole)
             x, added = flow.x, flow.added
-            for name, parts in flow.losses.items():
-                losses.setdefault(name, []).extend(parts)
+            losses.append(flow.losses)
         if self.streams > 1:
             x = average_streams(x)
-        return Flow(x, added, losses)
+        return Flow(x, added, merge(*losses))
 
     def step(
         self, x: Tensor, track: Track, reading: Reading | None = None, some: slice = slice(None)

@@ -18,7 +18,7 @@ from arbcli.kernels.chunks.route_position import route_position_, take_chunk_
 from arbcli.kernels.chunks.smooth_chunks import smooth_chunks
 from arbcli.kernels.chunks.spread_chunks import spread_chunks
 from arbcli.kernels.runtime.conditions import has_conditions
-from arbcli.model.flow import Flow, Reading, each_text, project
+from arbcli.model.flow import Flow, Reading, each_text, merge, project
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.mark import Written
@@ -63,14 +63,13 @@ class Stage(nn.Module):
         site = config.site(index, len(own.before))
         inner = config.site(index + 1)
         parts = layers_for(site)
-        stream = (own.streams, own.contribution, own.bound)
-        self.encoder = Stack(own.before, site, *stream)
+        self.encoder = Stack(own.before, own, site)
         self.router = BoundaryRouter(site) if self.chunking.boundaries == "learned" else None
         self.inward = parts.linear(inner.dim, site.dim, site, area="chunking")
         self.outward_norm = parts.norm(inner.dim, inner)
         self.outward = parts.linear(site.dim, inner.dim, site, area="chunking")
         self.residual = parts.linear(site.dim, site.dim, site, spread=0.0, area="chunking")
-        self.decoder = Stack(own.after, config.site(index, len(own.after)), *stream)
+        self.decoder = Stack(own.after, own, config.site(index, len(own.after)))
 
     def forward(
         self,
@@ -114,7 +113,7 @@ class Stage(nn.Module):
         z, _ = project(self.outward, within.x, self.outward_norm, within.added)
         x = spread(z, routed.p, self.residual(x), chunks)
         after = self.decoder(x, reading, recompute=recompute)
-        return after._replace(losses=_together(before.losses, within.losses, after.losses))
+        return after._replace(losses=merge(before.losses, within.losses, after.losses))
 
     def _route(self, x: Tensor, ids: Tensor) -> Routed:
         if self.router:
@@ -225,14 +224,6 @@ def pass_one(stack: Stack, x: Tensor, track: Track, reading: Reading, *, fused: 
         if fused:
             return stack.step(x, track, reading)
         return stack(x, reading, track).whole()
-
-
-def _together(*losses: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-    found: dict[str, list[Tensor]] = {}
-    for parts in losses:
-        for name, values in parts.items():
-            found.setdefault(name, []).extend(values)
-    return found
 
 
 class StageState(State):

@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from arbcli.cli import app
@@ -107,7 +109,6 @@ MISTAKES = {
     "evaluate run --data nofile": "nothing matches `nofile`",
     "evaluate made --stride 65": "`--stride` is 65, and a window has 64 bytes",
     "evaluate made --draws 3": "`--draws` is of a masked model",
-    "generate made --ahead 2": "the model has no head that proposes bytes",
     "generate made --chat": "`made` has no chat template",
     "generate made --steps 9": "`--steps` is of a masked model",
     "generate made --infill …": "the model predicts the next byte, and fills no holes",
@@ -213,6 +214,12 @@ def header_of(config):
     return len(text).to_bytes(8, "little") + text
 
 
+def options_of(command: str) -> set[str]:
+    found = typer.main.get_command(app).commands.get(command)
+    params = found.params if found else ()
+    return {name for one in params for name in (*one.opts, *one.secondary_opts)}
+
+
 def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for name, objective in (("made", "next"), ("masked", "masked"), ("fill", "fill")):
@@ -247,6 +254,8 @@ def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
     for two_lines, (words, message) in zip(said, MISTAKES.items(), strict=True):
         assert two_lines.startswith(f"error: {message}"), words
         assert "\nhint: " in two_lines, words
+        named = {*re.findall(r"`(--[a-z-]+)", two_lines.split("\nhint: ")[1])}
+        assert named <= {"--help"} | options_of(words.split()[0]), (words, named)
     assert {*tmp_path.rglob("*")} == there
 
 
@@ -267,7 +276,7 @@ def test_saved_model_is_named_by_an_argument_or_an_option(command):
             assert str(result.exception) == said
 
 
-def test_model_of_a_run_that_is_no_object_is_told_in_words():
+def test_model_of_a_run_that_is_not_an_object_is_told_in_words():
     with pytest.raises(ArbError, match=r"a model is `\[1\]`, and not values by name"):
         train_config_from({"config": {"model": [1]}})
 

@@ -7,6 +7,7 @@ import pytest
 from arbcli.commands import _run_display
 from arbcli.commands._run_display import LONG_SECONDS, RunDisplay, fitted
 from arbcli.commands._time_left import AVERAGED_SECONDS, WARM_UP_STEPS, TimeLeft
+from arbcli.train.trainer import EVAL_BATCHES
 
 
 def time_left(steps=100, interval=40, accum=1, step=0) -> TimeLeft:
@@ -27,16 +28,42 @@ def test_run_without_evaluations_has_its_steps_to_come():
     assert left.seconds(21.0) == pytest.approx(90 * 2.0 - 1.0)
 
 
-def test_end_is_evaluated_once():
-    left = time_left(steps=80)
-    for step in range(1, 81):
+def test_estimate_has_the_steps_and_the_evaluations_to_come():
+    left = time_left()
+    now = 0.0
+    for step in range(1, 40):
+        now += 2.0
+        left.stepped(step, now)
+    of_evaluation = EVAL_BATCHES / 3 * 2.0  # until one was seen
+    assert left.seconds(now) == pytest.approx(61 * 2.0 + 3 * of_evaluation)
+    assert left.seconds(now + 1.5) == pytest.approx(left.seconds(now) - 1.5)
+    assert left.seconds(now + 99) == pytest.approx(left.seconds(now) - 2.0)
+    left.stepped(40, now + 2)
+    assert left.seconds(now + 2 + 5) == pytest.approx(60 * 2.0 + 3 * of_evaluation - 5)
+    left.evaluated(now + 2 + 7)
+    left.resumed(now + 2 + 9)  # a sample of two seconds
+    assert left.seconds(now + 2 + 9) == pytest.approx(60 * 2.0 + 2 * 7)
+    left.stepped(41, now + 2 + 9 + 2)
+    assert left.seconds(now + 2 + 9 + 2) == pytest.approx(59 * 2.0 + 2 * 7)
+
+
+@pytest.mark.parametrize("steps", [80, 70])
+def test_end_is_evaluated_once(steps):
+    left = time_left(steps=steps)
+    for step in range(1, steps + 1):
         left.stepped(step, float(step))
         if step == 40:
             left.evaluated(40.0)
-    assert left.seconds(80.0) == 0.0  # one that took none
-    left.evaluated(85.0)
-    assert left.seconds(85.0) == 0.0
+    assert left.seconds(steps) == 0.0  # one that took none
+    left.evaluated(steps + 5.0)
+    assert left.seconds(steps + 5.0) == 0.0
     assert time_left(steps=80, step=40).least_seconds(1.0) == 39
+
+
+def test_run_that_goes_on_between_evaluations_has_all_that_are_to_come():
+    left = time_left(step=50)
+    left.stepped(51, 2.0)
+    assert left.seconds(2.0) == pytest.approx(49 * 2.0 + 2 * EVAL_BATCHES / 3 * 2.0)
 
 
 def test_one_slow_step_moves_an_average_little_and_warm_up_not_at_all():

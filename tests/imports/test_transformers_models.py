@@ -62,6 +62,10 @@ def test_model_is_read_and_given_back(transformers, kind, tmp_path, monkeypatch)
         wanted = theirs(ids[:, :length]).logits
         torch.testing.assert_close(twin(ids[:, :length]), wanted, rtol=0, atol=1e-4)
     assert wanted.std() > 0.3
+    places = torch.arange(64)
+    for there in (places < 17, places >= 47):  # 17 tokens, padded on the right or left
+        padded = theirs(ids, attention_mask=there.expand(2, -1).long()).logits[:, there]
+        torch.testing.assert_close(twin(ids[:, there]), padded, rtol=0, atol=1e-4)
 
     report = import_folder(folder, run)
     # of all matrices together

@@ -37,20 +37,22 @@ pytestmark = pytest.mark.skipif(
 def model(size, dtype, name="tiny", **changes) -> LanguageModel:
     """Make a model of a short context, so that rings come round, with a head that is not trained.
 
-    Where bytes are sampled, half of its proposals are right, as random numbers decide both.
+    Where bytes are sampled, half of its proposals are right, as random numbers decide both. Of size
+    0 it has no head.
     """
     config = preset(name, **{"ctx": 20} | changes)
-    config = replace(config, ahead=AheadConfig(positions=size, width=24))
+    if size:
+        config = replace(config, ahead=AheadConfig(positions=size, width=24))
     lm = LanguageModel(config, dtype)
     lm.initialise(0)
     return lm.cuda() if ON_GPU else lm
 
 
-def texts(lm, how, length=LENGTH):
+def texts(lm, how, length=LENGTH, size=None):
     """Make a text a byte at a time, and by checks; returns both, and the second decoder."""
     found = []
     with lm.prepared_weights():
-        for ahead in (1, lm.config.ahead.positions):
+        for ahead in (1, size or lm.config.ahead.positions):
             decoder = Decoder(lm, length + 11, how, backend=KERNELS, ahead=ahead)
             decoder.read(b"hello world")
             found.append(b"".join(decoder.stream(length)))
@@ -75,6 +77,31 @@ def test_text_is_the_same(digits, dtype, size, how):
         assert decoder.checks_made < decoder.checked_bytes < size * decoder.checks_made
 
 
+@pytest.mark.parametrize("how", WAYS[:2])
+def test_text_of_a_model_without_the_head_is_the_same(how):
+    plain, checked, decoder = texts(model(0, DTYPES[0], **SMALL), how, size=5)
+    assert plain == checked
+    assert decoder.checks_made > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("size", "sure", "wanted"), [(0, 0.0, b"two o"), (5, 1.9, b"two o"), (5, 2.1, b"tAAAA")]
+)
+def test_what_the_text_repeats_is_proposed(size, sure, wanted, monkeypatch):
+    """Five bytes are equal, which is 2.0 for each byte; a head that is as sure has its own way."""
+    lm = model(size, DTYPES[0], **SMALL)
+    of_head = torch.zeros(256, device=lm.device)
+    of_head[ord("A")] = sure
+    monkeypatch.setattr(lm, "propose", lambda x, _: (x, of_head))
+    with lm.prepared_weights(), use_backend(KERNELS):
+        decoder = Decoder(lm, 40, WAYS[0], backend=KERNELS, capture=False, ahead=5)
+        decoder.read(b"one two one t")
+        decoder.checks.begin(decoder._byte)
+        decoder.checks._propose(decoder._text, decoder._key, (0.0, 256, 1.0))
+        assert bytes(decoder.checks._ids[0].tolist()) == wanted
+
+
 def test_proposals_that_are_right_are_all_accepted(monkeypatch):
     """Proposals are taken from the text that was made before."""
     lm, size = model(4, DTYPES[0], **SMALL), 4
@@ -90,7 +117,7 @@ def test_proposals_that_are_right_are_all_accepted(monkeypatch):
             place = int(decoder.cache.position) + 1 + calls % (size - 1)
             calls += 1
             of_byte = torch.zeros(256, device=x.device)
-            of_byte[known[place]] = 1
+            of_byte[known[place]] = 100  # whatever the text repeats
             return x, of_byte
 
         monkeypatch.setattr(lm, "propose", propose)
@@ -139,7 +166,14 @@ def test_models_that_cannot_check_refuse_it(name, changes):
 
 @pytest.mark.parametrize(
     "other",
-    [{"beside": (1,)}, {"reads_text": True}, {"streams": 2}, {"memories": 1}, {"router": 1}],
+    [
+        {"beside": (1,)},
+        {"reads_text": True},
+        {"streams": 2},
+        {"memories": 1},
+        {"router": 1},
+        {"fills": True},
+    ],
     ids=str,
 )
 def test_each_part_of_a_model_that_a_check_does_not_know_is_refused(other):
@@ -179,9 +213,10 @@ def test_eight_bits_of_keys_and_torch_alone_are_refused():
         Decoder(lm, 30, backend=KERNELS, ahead=4)
 
 
-def test_model_without_the_head_refuses_it():
-    lm = LanguageModel(preset("tiny", **SMALL), DTYPES[0])
-    for ahead, message in ((2, "has no head that proposes bytes"), (9, "`--ahead` is 9")):
+def test_tokens_and_more_bytes_than_there_are_are_refused():
+    """So are they by the command, before torch is imported: `check_ahead`."""
+    lm = LanguageModel(replace(preset("tiny", **SMALL), vocabulary=300), DTYPES[0])
+    for ahead, message in ((2, "the model makes tokens"), (9, "`--ahead` is 9")):
         with pytest.raises(ArbError, match=message) as caught:
             Decoder(lm, 30, backend="torch", ahead=ahead)
         assert caught.value.hint

@@ -129,7 +129,10 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
 
 NOT_OF_RESULTS = {"alone", "apart", "overwrite", "in_features", "out_features", "transposed"}
 """Numbers that choose tiles and layouts, or that follow from the shapes."""
-ALIKE = {("last_bits", "nibble"), ("choose_byte", "top_k"), ("attend_ahead", "most")}
+ALIKE = {
+    ("last_bits", "nibble"), ("choose_byte", "top_k"), ("propose_byte", "top_k"),
+    ("attend_ahead", "most"),
+}  # fmt: skip
 """Of which another gives the same: bits of a product of 16, what 0 is not allowed of, averages."""
 
 

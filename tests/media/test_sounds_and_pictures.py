@@ -16,7 +16,7 @@ from arbcli.data import Text, open_text
 from arbcli.device import deterministic
 from arbcli.errors import ArbError
 from arbcli.infer.media import MediaLosses
-from arbcli.media import pictures, sound
+from arbcli.media import bounded, pictures, sound
 from arbcli.media.spans import HEADER, LONGEST_HEADER, PictureHeader, SoundHeader, find_spans
 from arbcli.plain_text import Conversion, plain_file
 from benchmarks import heard, media_text
@@ -167,6 +167,89 @@ def test_damaged_and_oversized_files_are_one_line(tmp_path, cache):
     assert not list(cache.rglob("texts/*"))
 
 
+def endless(size: int) -> dict[str, bytes]:
+    """Starts of files of `size` bytes that make a decoder read on and on."""
+    header = png(60, 50)[:33]
+    rate = struct.pack(">Q", 8000 << 44 | 15 << 36 | 10**6)  # 16 bits a sample, a channel
+    info = b"fLaC\0\0\0\x22\x10\0\x10\0" + bytes(6) + rate + bytes(16)
+    riff = b"RIFF" + struct.pack("<I", size - 8)
+    canvas, vp8l = b"\x9f\x86\1" * 2, b"VP8L" + struct.pack("<I", size - 20)
+    return {
+        "remark.png": header + struct.pack(">I", size - 99) + b"tEXt",
+        "unknown.png": header + struct.pack(">I", size - 99) + b"abCd",
+        "profile.png": header + struct.pack(">I", size - 99) + b"iCCP",
+        "pixels.png": header + struct.pack(">I", size - 99) + b"IDAT",
+        "no.jpg": b"\xff\xd8\xff\xe0\xff", "canvas.webp": riff + b"WEBPVP8X" + bytes(8) + canvas,
+        "pixels.webp": riff + b"WEBP" + vp8l + b"/" + bytes(4),
+        "remark.flac": info + b"\1\xff\xff\xff", "frames.flac": info + b"\x81\0\0\0",
+        "no.flac": b"fLaC" + b"\xff" * 99, "text.flac": b"no", "text.ogg": b"no",
+        "no.ogg": b"OggS" + bytes(60), "riff.wav": riff + b"WAVE",
+        "remark.wav": riff + b"WAVELIST" + struct.pack("<I", size - 20),
+    }  # fmt: skip
+
+
+def test_no_more_than_a_bound_is_read_of_a_file_that_makes_decoders_read_on(
+    tmp_path, cache, monkeypatch
+):
+    size, reads = 2**28, list[int]()
+    read = bounded.BoundedFile.read
+
+    def noted(self, size=-1):
+        content = read(self, size)
+        reads.append(len(content))
+        return content
+
+    monkeypatch.setattr(bounded.BoundedFile, "read", noted)
+    for name, start in endless(size).items():
+        path = tmp_path / name
+        with path.open("wb") as file:
+            file.write(start)
+            file.truncate(size)
+        reads.clear()
+        with pytest.raises(ArbError, match=str(path)) as caught:
+            plain_file(path)
+        assert "\n" not in f"{caught.value}{caught.value.hint}", name
+        assert sum(reads) <= bounded.HEADER_BYTES, (name, sum(reads))
+        assert len(reads) <= bounded.HEADER_BYTES // bounded.SMALLEST_READ, name
+    assert not list(cache.rglob("texts/*"))
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
+@pytest.mark.parametrize("lossless", [False, True])
+@pytest.mark.parametrize("more", [{}, {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\0"}])
+def test_size_of_webp_is_that_of_its_pixels(mode, lossless, more, tmp_path):
+    pixels = np.zeros((33, 70, len(mode)), np.uint8).squeeze()
+    Image.fromarray(pixels).save(tmp_path / "a.webp", lossless=lossless, **more)
+    with bounded.BoundedFile(tmp_path / "a.webp") as content:
+        assert pictures.webp_size(content) == (70, 33)
+        assert content.tell() == 0
+
+
+def test_large_picture_of_noise_is_read_whole(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (1000, 1100, 4), dtype=np.uint8)
+    for name, how in (("a.png", {"compress_level": 0}), ("a.webp", {"lossless": 1, "method": 0})):
+        Image.fromarray(noise).save(tmp_path / name, **how)
+        assert (tmp_path / name).stat().st_size > pictures.HEADER_BYTES
+        (span,) = find_spans(b"".join(pictures.picture_bytes(tmp_path / name, "rgb")))
+        assert span.header == PictureHeader("rgb", 1100, 1000)
+
+
+def test_bounded_file_is_a_file_until_its_bound(tmp_path):
+    (tmp_path / "a").write_bytes(bytes(range(200)))
+    with bounded.BoundedFile(tmp_path / "a", 150) as file:
+        assert file.read(100) == bytes(range(100))
+        assert file.seek(-5, 2) == 195
+        assert file.tell() == 195
+        assert (file.seek(-500, 1), file.seek(3)) == (0, 3)
+        assert not file.cut_by
+        assert file.read() == bytes(range(3, 53))
+        assert "150 bytes" in file.cut_by
+        assert file.read(1) == b""
+        file.allow(64)
+        assert file.read(1) == bytes([53])
+        assert file.read(1) == b""
+
+
 def test_folder_has_its_sounds_and_pictures_only_if_asked_for(tmp_path):
     soundfile.write(tmp_path / "a.wav", tone(40), 8000)
     Image.fromarray(gradient(3, 3)).save(tmp_path / "b.png")
@@ -266,7 +349,7 @@ def test_losses_are_summed_by_what_the_bytes_are(cuts, tmp_path, device):
         assert found["picture"].bits_per_unit == pytest.approx(bits)
 
 
-@pytest.mark.parametrize("name", ["flac_bytes", "coded_bytes"])
+@pytest.mark.parametrize("name", ["flac_bytes", "encoded_bytes"])
 def test_bits_of_a_unit_are_told_without_the_packages_of_other_formats(name, tmp_path, monkeypatch):
     monkeypatch.setattr(f"arbcli.infer.media.{name}", mock.Mock(side_effect=ImportError))
     path = tmp_path / "mixed"
@@ -321,7 +404,7 @@ def test_sentences_of_a_benchmark_are_cut_at_punctuation_and_bounded():
     assert sorted(found) == ["Why?", "Yes,", "and sang.", "no,"]
 
 
-def test_codes_are_coded_as_samples_of_eight_bits():
+def test_codes_are_stored_as_samples_of_eight_bits():
     codes = np.random.default_rng(0).integers(0, 256, 4000, dtype=np.uint8).tobytes()
     assert 4000 < media_text.flac_bytes_of_codes(codes) < 5000
     assert media_text.flac_bytes_of_codes(bytes([128]) * 4000) < 200
@@ -349,8 +432,8 @@ def test_words_of_a_benchmark_are_the_commonest():
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="needs espeak-ng")
 def test_readings_of_a_word_differ(tmp_path):
     readings = [
-        next(media_text.records("words", ["house"], "mulaw", 4000, media_text.NEXT_READING * turn))
-        for turn in range(5)
+        next(media_text.records("words", ["house"], "mulaw", 4000, 2, index))
+        for index in range(0, 5 * media_text.NEXT_READING, media_text.NEXT_READING)
     ]
     assert len({one.body for one in readings}) == 5
     assert all(one.header.rate == 4000 for one in readings)

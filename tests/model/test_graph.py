@@ -1,6 +1,7 @@
 """Models with codebooks and iterated experts: equations, parts left out, cache, training."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,13 +9,16 @@ from graph_parts import (
     CLOSE,
     assert_same,
     decoded,
+    fill_memories,
     graph_config,
     model,
     normal,
     text,
 )
 from references import reference_logits
+from torch.nn.functional import cross_entropy
 
+from arbcli.config.parts import CompressedAttentionConfig
 from arbcli.config.presets import preset
 from arbcli.config.settings import plain_type
 from arbcli.config.short_forms import arguments
@@ -26,6 +30,7 @@ from arbcli.model.packed import TernaryTensor
 from arbcli.rules import LR
 from arbcli.train.step import minimised
 from arbcli.train.updater import Updater
+from arbcli.verify.reference import reference_model
 
 PARTS = {
     "attention": "blocks.0.attention", "sequencer": "sequencer", "codebook": "codebook",
@@ -153,6 +158,52 @@ def test_part_that_is_left_out_has_no_state(flag, path):
 def test_step_over_one_byte_is_taken():
     lm = model()
     train(lm, 2, text(3, 2))
+
+
+def assert_twin_agrees_with_the_reference(lm: LanguageModel, *others: str) -> None:
+    """Compare the losses of a twin, `text`, `ponder` and others, and every gradient."""
+    ids = text(2, 9)
+    own = {
+        name: part.weight(torch.float32).detach().double().requires_grad_()
+        for name, part in lm.weights().items()
+    }
+    losses = lm.losses(ids[:, :-1], ids[:, 1:])
+    minimised(losses, lm.loss_weights).backward()
+    memories = dict(lm.named_buffers())
+    logits, besides = reference_model(own, lm.config, ids[:, :-1], memories=memories)
+    of_text = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    wanted = {"text": of_text} | besides
+    minimised(wanted, lm.loss_weights).backward()
+    assert losses.keys() == wanted.keys() == {"text", "ponder", *others}
+    for name, loss in losses.items():
+        torch.testing.assert_close(loss.double(), wanted[name], **CLOSE)
+    for name, part in lm.weights().items():
+        assert own[name].grad.any(), name
+        torch.testing.assert_close(part.latent.grad.double(), own[name].grad, **CLOSE, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("weights", "search"), [("float", "keys"), ("ste", "keys"), ("float", "nearest")]
+)
+def test_twin_agrees_with_the_reference_in_losses_and_every_gradient(weights, search):
+    options = {"graph_gate": True, "graph_adapters": True, "code_search": search}
+    others = ["commitment"] if search == "nearest" else []
+    assert_twin_agrees_with_the_reference(model(weights=weights, **options), *others)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_indexers_before_and_after_the_memories_learn(place):
+    config = graph_config(weights="float")
+    main = config.main
+    mixer = CompressedAttentionConfig(
+        heads=2, head_width=8, ratio=2, top_k=4, window=3, index_heads=2, index_width=8
+    )
+    blocks = tuple(replace(block, mixer=mixer) for block in main.blocks)
+    main = replace(main, blocks=blocks, memories=replace(main.memories, place=place))
+    lm = LanguageModel(replace(config, stages=(main,)), torch.float32)
+    lm.initialise(0)
+    fill_memories(lm)
+    assert_twin_agrees_with_the_reference(lm, "indexer")
 
 
 def test_router_with_even_scores_prefers_the_stream_of_the_blocks():

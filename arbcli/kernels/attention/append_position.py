@@ -33,9 +33,10 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, Arguments, Array, Number
-from arbcli.kernels.runtime.inputs import TensorOptions, normals
+from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
+from arbcli.kernels.timed import Timed
 
 SHARED = (4, 6, 7)
 """Arguments of `append_position_` that are the same for all texts."""
@@ -327,25 +328,10 @@ def _cases_8bit(device: torch.device, group_size: int) -> Iterator[Case]:
 
 
 def _timings_8bit(device: torch.device, group_size: int) -> Iterator[Timing]:
-    for timing in _timings(device, group_size):
+    for timing in APPEND_POSITION.draw_timings(device, group_size):
         for name, stored in FORMATS.items():
             inputs = in_eight_bits(timing.inputs, stored)
             yield Timing(f"{timing.label} {name}", inputs, run=_append_position_triton)
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    like: TensorOptions = {"device": device, "dtype": torch.bfloat16}
-    for slots, m in ((4097, 4), (129, 128)):
-        sizes = ((3, 1, 128), (128, 1, 128), (slots, 1, 128), (2, m, 128))
-        parts = [torch.randn(size, **like) for size in sizes]
-        place = torch.tensor(16000, dtype=torch.int32, device=device)
-        table = torch.rand(2, 16384, 64, device=device).unbind()
-        rest = (torch.randn(128, m, device=device), place, *table, 1e-6)
-        inputs = (*parts, *rest)
-        yield Timing(f"128 wide, {m} of an entry", inputs, run=_append_position_triton)
-        texts = stacked_texts([inputs] * 16, *SHARED)
-        label = f"16 texts of 128 wide, {m} of an entry"
-        yield Timing(label, texts, run=_append_position_triton)
 
 
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -378,7 +364,12 @@ APPEND_POSITION = Operation(
         reason="float32 sums over a block; in bf16 no worse than torch by 10 %",
     ),
     _ARGUMENTS, where=_WHERE, compared=("recent", "entries", "opened"), draw=_draw,
-    needs_rows=False, torch_is_peer=True, timings=_timings,
+    needs_rows=False, torch_is_peer=True,
+    timed=[
+        Timed(f"{'16 texts of ' * len(texts)}128 wide, {m} of an entry", T=texts, G=1, D=128, W=128,
+              E=slots, M=m, P=16384, position=16000, eps=1e-6)
+        for slots, m in ((4097, 4), (129, 128)) for texts in ((), (16,))
+    ],
 )  # fmt: skip
 APPEND_POSITION_8BIT = Operation(
     "append_position_8bit", _append_position_triton, _append_position_torch,

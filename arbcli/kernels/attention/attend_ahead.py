@@ -222,6 +222,22 @@ def _put_row(
 
 
 @triton.jit
+def _put_before(
+    keys, values, memory, before, begin_row, W, mine, start, d,
+    M: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Put the keys and values of the bytes before a program's first one in their slots."""
+    for row in tl.static_range((M - 1) // EACH * EACH):
+        if row < begin_row:
+            keys, values = _put_row(
+                keys, values, memory, row, (before + row) % W, mine, start, d,
+                M, WIDTH, STRIDE, PTX,
+            )  # fmt: skip
+    return keys, values
+
+
+@triton.jit
 def _attend_ahead_kernel(
     qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, averages_ptr, totals_ptr,
     new_ptr, instead_ptr, W, HEADS, scale, eps,
@@ -274,12 +290,10 @@ def _attend_ahead_kernel(
                 sums = sums + of_row + (total,)
             for begin in tl.range(first, seen, apart, disable_licm=True):
                 of_span, added = mine + (begin - first), ()
-                for m in tl.static_range((M - 1) // EACH * EACH):
-                    if m < start:
-                        keys, values = _put_row(
-                            keys, values, memory, m, (before + m) % W, of_span, begin, d,
-                            M, WIDTH, STRIDE, PTX,
-                        )  # fmt: skip
+                keys, values = _put_before(
+                    keys, values, memory, before, start, W, of_span, begin, d,
+                    M, EACH, WIDTH, STRIDE, PTX,
+                )  # fmt: skip
                 for i in tl.static_range(EACH):
                     row = tl.minimum(start + i, M - 1)
                     slot = (before + row) % W
@@ -303,12 +317,10 @@ def _attend_ahead_kernel(
                 to = sums_at + (OF_ROW * i + OF_ROW // WARPS * warp)
                 write_sums(to, sums[9 * i : 9 * i + 8], sums[9 * i + 8], d, lane, WIDTH, PTX)
         else:
-            for m in tl.static_range((M - 1) // EACH * EACH):
-                if m < start:
-                    keys, values = _put_row(
-                        keys, values, memory, m, (before + m) % W, mine, first, d,
-                        M, WIDTH, STRIDE, PTX,
-                    )  # fmt: skip
+            keys, values = _put_before(
+                keys, values, memory, before, start, W, mine, first, d,
+                M, EACH, WIDTH, STRIDE, PTX,
+            )  # fmt: skip
             for i in tl.static_range(EACH):
                 row = tl.minimum(start + i, M - 1)
                 slot = (before + row) % W
@@ -454,10 +466,7 @@ _FIT = (f"1 <= M <= {MOST_AHEAD}", "M <= W", "D % 2 == 0")
 _PLACE: Arguments = {**PLACE, "position": Array("", INT32)}
 _check_turn = compiled_check(
     "attend_in_turn",
-    {
-        **{name: Array(of, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)},
-        **_PLACE,
-    },
+    {**{name: Array(of, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)}, **_PLACE},
     _FIT,
 )
 

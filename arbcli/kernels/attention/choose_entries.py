@@ -9,7 +9,6 @@ Source: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, eq. 1 and 2.
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,8 +18,8 @@ from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import REAL, SOME_REAL, Array, Number
 from arbcli.kernels.runtime.backend import chunk_elements
-from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import EXACT, Case, Operation, Timing
+from arbcli.kernels.runtime.operation import EXACT, Case, Operation
+from arbcli.kernels.timed import Timed
 
 ELEMENTS = 1 << 24
 """Of the scores that are computed at a time."""
@@ -192,17 +191,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(f"{label}, e4m3", eight)
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    like: TensorOptions = {"device": device, "dtype": torch.bfloat16}
-    q, w = torch.randn(1, 4096, 4, 32, **like), torch.randn(1, 4096, 4, **like)
-    k = torch.randn(1, 4096, 32, **like)
-    inputs = (q, w, k, 1, 4096, 128)
-    peer = partial(_choose_entries_torch, *inputs)
-    yield Timing("1x4096 of 4x32, 128 of 4096 bf16", inputs, peer=peer)
-    eight = (q.to(E4M3), w, k.to(E4M3), *inputs[3:])
-    yield Timing("1x4096 of 4x32, 128 of 4096 e4m3", eight, peer=peer)
-
-
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     entries, groups = dice.pick((0, 1, 7, 150)), 1 + min(m, dice.pick((1, 70)))
     shape = (dice.pick((1, 2)), groups, dice.pick((1, 3)), 1 + min(k, 40), entries)
@@ -224,7 +212,12 @@ choose_entries = Operation(
         "top_k": Number(()),
     },
     where=("q.dtype == k.dtype", "q.dtype in (w.dtype, torch.float8_e4m3fn)"), draw=_draw,
-    needs_rows=True, timings=_timings,
+    needs_rows=True,
+    timed=[
+        Timed(f"1x4096 of 4x32, 128 of 4096 {name}", _choose_entries_torch, B=1, N=4096, H=4, D=32,
+              E=4096, q=dtype, k=dtype, w=torch.bfloat16, first=1, most=4096, top_k=128)
+        for name, dtype in (("bf16", torch.bfloat16), ("e4m3", E4M3))
+    ],
     not_verified=("scores that differ by a rounding alone: which of them is chosen",),
 )  # fmt: skip
 """Choose the entries of each group.

@@ -27,9 +27,9 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT32, REAL, Array, Number
-from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
+from arbcli.kernels.timed import Timed
 
 SHARED = (5, 6)
 """Arguments of `choose_next_` that are the same for all texts."""
@@ -280,19 +280,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
                 yield Case(f"3 texts of {label}", stacked_texts(texts, *SHARED))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    like: TensorOptions = {"device": device, "dtype": torch.bfloat16}
-    query, key, keys = (torch.randn(s, **like) for s in ((132,), (32,), (4097, 32)))
-    choice = torch.zeros(128, dtype=torch.int32, device=device)
-    table = torch.rand(2, 16384, 16, device=device).unbind()
-    for position in (16383, 16382):
-        place = torch.tensor(position, dtype=torch.int32, device=device)
-        inputs = (query, key, keys, choice, place, *table, 4, 4096, 1e-6)
-        yield Timing(f"128 of 4096 at {position}", inputs)
-        texts = stacked_texts([inputs] * 16, *SHARED)
-        yield Timing(f"16 texts of 128 of 4096 at {position}", texts)
-
-
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     ratio, most, size = 2 + dice.below(4), 1 + dice.below(60), 1 + dice.below(9)
     return index_of_byte(
@@ -317,7 +304,12 @@ choose_next_ = Operation(
         "len(T) < 2", "E > 0", "D % 2 == 0", "Q % (D + 1) == 0",
         "keys.dtype in (query.dtype, torch.float8_e4m3fn)",
     ),
-    compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
+    compared=_with_state, draw=_draw, needs_rows=False,
+    timed=[
+        Timed(f"{'16 texts of ' * len(texts)}128 of 4096 at {position}", T=texts, Q=132, D=32,
+              E=4097, K=128, P=16384, position=position, m=4, most=4096, eps=1e-6)
+        for position in (16383, 16382) for texts in ((), (16,))
+    ],
 )  # fmt: skip
 """Store the open entry's key, and choose anew if the byte completes the entry.
 

@@ -21,7 +21,8 @@ from arbcli.kernels.attention.rotation import normalise_reference, rotate, rotat
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, SOME_REAL, Arguments, Array, Number
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.timed import Timed
 
 
 def compress_blocks_reference(
@@ -309,25 +310,6 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (*grads, *inputs))
 
 
-def _timed(device: torch.device) -> Iterator[tuple[str, tuple]]:
-    x = torch.randn(1, 16384, 1920, device=device, dtype=torch.bfloat16)[..., 1536:]
-    table = torch.rand(2, 16384, 64, device=device).unbind()
-    for m in (4, 128):
-        yield f"16384 bytes by {m} bf16", (x, torch.randn(128, m, device=device), *table, 1, 1e-6)
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for label, inputs in _timed(device):
-        yield Timing(label, inputs)
-
-
-def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for label, inputs in _timed(device):
-        count = 16384 // inputs[1].shape[1]
-        grads = [torch.randn(1, n, 1, 128, device=device) for n in (16384, count)]
-        yield Timing(label, (*grads, *inputs))
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.5,
     reason="float32 sums over a block; in bf16 what the gradient of beta adds up is rounded",
@@ -360,10 +342,25 @@ _ARGUMENTS: Arguments = {
 }
 _WHERE = ("X % (6 * heads) == 0", "T > 0 and M > 0")
 
+_TIMED = [
+    Timed(
+        f"16384 bytes by {m} bf16",
+        B=1,
+        T=16384,
+        X=384,
+        M=m,
+        heads=1,
+        eps=1e-6,
+        x=lambda dice, *shape: dice.reals(1, 16384, 1920)[..., 1536:],
+        grad_recent=torch.float32,
+        grad_entries=torch.float32,
+    )
+    for m in (4, 128)
+]
 compress_blocks = Operation(
     "compress_blocks", _compress_blocks_triton, _compress_blocks_torch, compress_blocks_reference,
     _cases, _GATE, _ARGUMENTS, where=_WHERE, draw=_draw_blocks, needs_rows=True,
-    torch_is_peer=True, timings=_timings,
+    torch_is_peer=True, timed=_TIMED,
 )  # fmt: skip
 """Turn what was projected of bytes from position 0 on into what is attended to.
 
@@ -387,7 +384,7 @@ compress_blocks_backward = Operation(
         "grad_entries": Array("B, T // M, heads, X // 3 // heads", SOME_REAL), **_ARGUMENTS,
     },
     where=_WHERE, draw=_draw_backward, needs_rows=True, peer=rounded_block_gradients,
-    timings=_backward_timings,
+    timed=_TIMED,
 )  # fmt: skip
 """Propagate gradients back through `compress_blocks`.
 

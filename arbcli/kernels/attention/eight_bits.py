@@ -17,12 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.kernels.matmul.quantise_rows import (
-    E4M3,
-    largest_of_rows,
-    round_e4m3_reference,
-    to_e4m3,
-)
+from arbcli.kernels.matmul.quantise_rows import E4M3, largest_of_rows, round_e4m3_reference, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 
 FORMATS = {"fp8": E4M3, "int8": torch.int8}

@@ -26,6 +26,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.timed import Timed
 
 TILES = 8
 """Tiles of rows whose gradients of gains a program adds up."""
@@ -306,21 +307,11 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, inputs)
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    qkv, gains, table = _timed_inputs(device)
-    yield Timing("8x2048x16+8x128 bf16", (qkv, gains, *table, 8, 1e-6))
-
-
-def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    qkv, gains, table = _timed_inputs(device)
+def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    (timing,) = rotary_heads.draw_timings(device, group_size)
+    qkv, gains, *table, _, eps = timing.inputs
     grads = (part.transpose(1, 2) for part in torch.randn_like(qkv).split((16, 8, 8), dim=2))
-    yield Timing("8x2048x16+8x128 bf16", (*grads, qkv, gains, *table, 1e-6))
-
-
-def _timed_inputs(device: torch.device) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    qkv = torch.randn(8, 2048, 32, 128, device=device, dtype=torch.bfloat16)
-    angle = torch.randn(2048, 64, device=device)
-    return qkv, torch.randn(2, 128, device=device), (angle.cos(), angle.sin())
+    yield Timing(timing.label, (*grads, qkv, gains, *table, eps))
 
 
 _GATE = Gate(
@@ -364,7 +355,8 @@ rotary_heads = Operation(
         "kv": Number(()), "eps": _EPS,
     },
     where=("D % 2 == 0", "0 < 2 * kv < H", "gains is None or eps is not None"), draw=_draw,
-    needs_rows=True, timings=_timings,
+    needs_rows=True,
+    timed=[Timed("8x2048x16+8x128 bf16", B=8, T=2048, H=32, D=128, gains=FLOAT[0], kv=8, eps=1e-6)],
 )  # fmt: skip
 """Normalise, scale and turn queries and keys.
 

@@ -19,6 +19,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.timed import Timed
 
 
 def _rotary_norm_float64(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
@@ -223,9 +224,7 @@ SHAPES = ((1, 1, 1, 2), (2, 3, 1, 10), (1, 5, 3, 66), (2, 7, 2, 64), (1, 2, 5, 1
 """(B, T, heads, d)."""
 
 
-def _inputs(
-    device: torch.device,
-) -> Iterator[tuple[str, torch.Generator, Tensor, Tensor, Tensor]]:
+def _inputs(device: torch.device) -> Iterator[tuple[str, torch.Generator, Tensor, Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(*shape, torch.float32) for shape in (*SHAPES, (0, 3, 2, 8))]
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
@@ -261,22 +260,12 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (*grads, qkv, r, cos, sin))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    qkv, table = _timed_inputs(device)
-    yield Timing("8x2048x16x128 bf16", (qkv, *table, 1e-6))
-
-
-def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    qkv, table = _timed_inputs(device)
+def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    (timing,) = rotary_norm_.draw_timings(device, group_size)
+    qkv, *table, _ = timing.inputs
     r = torch.rand(*qkv.shape[:2], 2, qkv.shape[3], device=device)
     grads = torch.randn_like(qkv).permute(2, 0, 3, 1, 4).unbind()
-    yield Timing("8x2048x16x128 bf16", (*grads, qkv, r, *table))
-
-
-def _timed_inputs(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Draw (qkv, table)."""
-    qkv = torch.randn(8, 2048, 3, 16, 128, device=device, dtype=torch.bfloat16)
-    return qkv, torch.rand(2, 2048, 64, device=device)
+    yield Timing(timing.label, (*grads, qkv, r, *table))
 
 
 _GATE = Gate(
@@ -314,7 +303,8 @@ rotary_norm_ = Operation(
     "rotary_norm", _rotary_norm_triton, _rotary_norm_torch, rotary_norm_reference, _cases, _GATE,
     {"qkv": _QKV, "cos": _TABLE, "sin": _TABLE, "eps": Number(())},
     where=("D % 2 == 0",), compared=_with_qkv, draw=_draw, needs_rows=True,
-    timings=_timings, native=_rotary_norm_native,
+    timed=[Timed("8x2048x16x128 bf16", B=8, T=2048, H=16, D=128, eps=1e-6)],
+    native=_rotary_norm_native,
 )  # fmt: skip
 """Turn and normalise the queries and keys of `qkv`, in place; the values stay as they are.
 

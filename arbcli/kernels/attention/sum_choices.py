@@ -15,7 +15,8 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT32, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.timed import Timed
 
 
 def sum_choices_reference(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
@@ -125,18 +126,14 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(label, (x.to(dtype), chosen, entries))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    generator = torch.Generator().manual_seed(0)
-    chosen = random_choices(generator, 1, 4096, 128, 4096).to(device)
-    x = torch.randn(1, 4096, 128, 128, device=device, dtype=torch.bfloat16)
-    yield Timing("1x4096x128 of 4096, width 128 bf16", (x, chosen, 4096))
+def _choices(dice: Dice, *sizes: int) -> Tensor:
+    return random_choices(dice.seeded(), *sizes).to(dice.device)
 
 
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     entries, number = dice.pick((1, 8, 90)), 1 + min(m, 60)
     size, batch = 1 + dice.below(entries), dice.pick((1, 2))
-    about = dice.seeded()
-    chosen = random_choices(about, batch, number, size, entries).to(dice.device)
+    chosen = _choices(dice, batch, number, size, entries)
     return dice.reals(batch, number, size, 1 + min(k, 200)).contiguous(), chosen, entries
 
 
@@ -147,7 +144,11 @@ sum_choices = Operation(
         "x": Array("B, N, K, D", dense=True), "chosen": Array("B, N, K", INT32, dense=True),
         "entries": Number(()),
     },
-    where=(f"K < {2**15}",), draw=_draw, needs_rows=True, timings=_timings,
+    where=(f"K < {2**15}",), draw=_draw, needs_rows=True,
+    timed=[
+        Timed("1x4096x128 of 4096, width 128 bf16", B=1, N=4096, K=128, D=128, entries=4096,
+              chosen=lambda dice, *shape: _choices(dice, *shape, 4096))
+    ],
 )  # fmt: skip
 """Add up the vectors of each entry.
 

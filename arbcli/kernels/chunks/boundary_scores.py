@@ -18,7 +18,8 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import Drawn, Gate, Operation, cases_of, timings_of
+from arbcli.kernels.runtime.operation import Drawn, Gate, Operation, cases_of
+from arbcli.kernels.timed import Timed
 
 WIDE = 4096
 """Largest block of a row for four warps: with wider ones the compiler takes minutes, and spills."""
@@ -206,11 +207,6 @@ def _draw(device: torch.device) -> Iterator[Drawn]:
         yield "3x300x776 bf16", (x, qk), (draw(3, 300),)
 
 
-def _timed(device: torch.device) -> Drawn:
-    x, qk = (torch.randn(32, 4096, n, device=device, dtype=torch.bfloat16) for n in (512, 1024))
-    return "32x4096x512 bf16", (x, qk), (torch.randn(32, 4096, device=device),)
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums over a row, of which differences are taken; in bf16 one rounding",
@@ -239,7 +235,7 @@ def _backward_in_float64(grad_p: Tensor, x: Tensor, qk: Tensor) -> tuple[Tensor,
 boundary_scores = Operation(
     "boundary_scores", _boundary_scores_triton, _boundary_scores_torch, boundary_scores_reference,
     cases_of(_draw), _GATE, _ARGUMENTS, sizes=_SIZES, large_reference=_in_float64,
-    timings=timings_of(_timed, _boundary_scores_torch),
+    timed=[Timed("32x4096x512 bf16", _boundary_scores_torch, B=32, T=4096, D=512)],
 )  # fmt: skip
 """Compare every position with the one before.
 
@@ -255,7 +251,7 @@ boundary_scores_backward = Operation(
     boundary_scores_backward_reference, cases_of(_draw, backward=True), _GATE,
     {"grad_p": Array("B, T", FLOAT), **_ARGUMENTS}, sizes=_SIZES,
     large_reference=_backward_in_float64,
-    timings=timings_of(_timed, _boundary_scores_backward_torch, backward=True),
+    timed=[Timed("32x4096x512 bf16", _boundary_scores_backward_torch, B=32, T=4096, D=512)],
 )  # fmt: skip
 """Propagate a gradient back through `boundary_scores`.
 

@@ -17,7 +17,8 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import BOOL, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.timed import Timed
 
 
 class Chunks(NamedTuple):
@@ -127,12 +128,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("2x0 in 2 empty", (draw(2, 0, 0.5), 2))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    boundaries = torch.rand(32, 4096, device=device) < 0.25
-    inputs = boundaries, 1536
-    yield Timing("32x4096 in 1536", inputs, peer=lambda: _find_chunks_torch(*inputs))
-
-
 def draw_boundaries(dice: Dice, batch: int, length: int) -> Tensor:
     """Draw boundaries, few or many of them."""
     share = dice.pick((0.05, 0.25, 0.9))
@@ -146,7 +141,8 @@ find_chunks = Operation(
         "boundaries": Array("B, T", BOOL, values=draw_boundaries),
         "capacity": Number((1, 7, "k", "2 * k")),
     },
-    where=("capacity > 0",), sizes={"B": "m", "T": "k"}, timings=_timings,
+    where=("capacity > 0",), sizes={"B": "m", "T": "k"},
+    timed=[Timed("32x4096 in 1536", _find_chunks_torch, B=32, T=4096, capacity=1536)],
 )  # fmt: skip
 """Cut sequences into chunks.
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT64, Array
 from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import EXACT, Case, Operation, Timing
+from arbcli.kernels.runtime.operation import EXACT, Case, Operation
+from arbcli.kernels.timed import Timed
 
 
 def gather_chunks_reference(x: Tensor, index: Tensor) -> Tensor:
@@ -80,18 +81,15 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case("4x300 of 700x776 bf16", (draw(4, 700, 776).bfloat16(), places(4, 300, 700)))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    x = torch.randn(32, 4096, 512, device=device, dtype=torch.bfloat16)
-    index = torch.arange(1024, device=device).mul(4).expand(32, 1024).contiguous()
-    inputs = x, index
-    yield Timing("32x1024 of 4096x512 bf16", inputs, peer=lambda: _gather_chunks_torch(*inputs))
-
-
 gather_chunks = Operation(
     "gather_chunks", _gather_chunks_triton, _gather_chunks_torch, gather_chunks_reference, _cases,
     EXACT,
     {"x": Array("B, S, D"), "index": Array("B, R", INT64, values=(-1, "S - 1"))},
-    sizes={"B": (1, 3), "S": "m", "R": (1, 9, "m")}, timings=_timings,
+    sizes={"B": (1, 3), "S": "m", "R": (1, 9, "m")},
+    timed=[
+        Timed("32x1024 of 4096x512 bf16", _gather_chunks_torch, B=32, S=4096, D=512, R=1024,
+              index=lambda dice, *shape: torch.arange(0, 4096, 4).to(dice.device).repeat(32, 1))
+    ],
 )  # fmt: skip
 """Copy rows of each sequence.
 

@@ -23,7 +23,6 @@ not go on, no chunk begins, and nothing is counted or remembered.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,10 +33,11 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, INT64, Array, Number
 from arbcli.kernels.runtime.conditions import tell_condition
-from arbcli.kernels.runtime.inputs import TensorOptions, placed
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.inputs import placed
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
+from arbcli.kernels.timed import Timed
 
 ROUTERS = ("learned", "every", "space")
 LEAST_SHARE = 1e-4
@@ -326,31 +326,6 @@ def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(f"three texts of {width}{low}", texts)
 
 
-def _route_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    generator = torch.Generator().manual_seed(0)
-    x, rows, mean, last = (part.to(device) for part in _draw(generator, 512, 3))
-    ints: TensorOptions = {"device": device, "dtype": torch.int64}
-    byte, ids = torch.zeros(2, 1, 1, **ints).unbind()
-    encoder, decoder = torch.zeros(2, dtype=torch.int32, device=device).unbind()
-    reals = x.bfloat16(), rows.bfloat16(), mean, last.bfloat16()
-    inputs = ("learned", *reals, byte, ids, encoder, decoder, 4, 1e-6, None)
-    peer = partial(_route_position_torch, *inputs)
-    yield Timing("512 bf16", inputs, peer=peer, peer_name="torch, step by step")
-    texts = stacked_texts([inputs] * 16)
-    yield Timing("16 texts of 512 bf16", texts, run=_route_position_triton)
-
-
-def _take_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    z, residual, y = torch.randn(3, 512, device=device).bfloat16().unbind()
-    p, mean = torch.rand(1, device=device), torch.randn(512, device=device)
-    inputs = (z, p, residual, mean, y, None)
-    peer = partial(_take_chunk_torch, *inputs)
-    yield Timing("512 bf16", inputs, peer=peer, peer_name="torch, step by step")
-    begins = torch.ones(16, dtype=torch.int32, device=device)
-    texts = (*stacked_texts([inputs] * 16), begins)
-    yield Timing("16 texts of 512 bf16", texts, run=_take_chunk_triton)
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1,
     reason="float32 sums over a row; in bf16 one rounding, as torch has",
@@ -376,6 +351,10 @@ def _draw_route(dice: Dice, _group_size: int, m: int, n: int, k: int) -> tuple:
     return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 0.1, None
 
 
+def _zero(dice: Dice, *texts: int) -> Tensor:
+    return dice.integers(0, 0, *texts, 1, 1, dtype=torch.int64)
+
+
 route_position_ = Operation(
     "route_position", _route_position_triton, _route_position_torch, route_position_reference,
     _route_cases, _GATE,
@@ -388,7 +367,12 @@ route_position_ = Operation(
         "handle": replace(_ELEMENT, optional=True), "going_on": replace(_INT, optional=True),
     },
     where=("len(T) < 2",), compared=_routed, draw=_draw_route, torch_is_peer=True,
-    timings=_route_timings,
+    timed=[
+        Timed(f"{'16 texts of ' * len(texts)}512 bf16", None if texts else _route_position_torch,
+              "torch, step by step", T=texts, D=512, router="learned", byte=_zero, ids=_zero,
+              encoder=0, decoder=0, length=4, eps=1e-6)
+        for texts in ((), (16,))
+    ],
 )  # fmt: skip
 """Route one position, and count it.
 
@@ -423,7 +407,9 @@ take_chunk_ = Operation(
         "begins": Array("*T", INT32, True, optional=True, values=(0, 1)),
     },
     where=("len(T) < 2", "begins is None or len(T) == 1"), sizes={"T": ("()", "(m,)")},
-    needs_rows=False, compared=("y", "mean", "position"), torch_is_peer=True, timings=_take_timings,
+    needs_rows=False, compared=("y", "mean", "position"), torch_is_peer=True,
+    timed=[Timed("512 bf16", _take_chunk_torch, "torch, step by step", T=(), D=512),
+           Timed("16 texts of 512 bf16", T=(16,), D=512, begins=1)],
 )  # fmt: skip
 """Take what the inner network gives for a chunk that begins at the last position.
 

@@ -13,7 +13,6 @@ https://arxiv.org/abs/2507.07955, eq. 5.
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +21,8 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.timed import Timed
 
 
 def smooth_chunks_reference(z: Tensor, p: Tensor) -> Tensor:
@@ -203,23 +203,6 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (grad, z, p, smooth_chunks_reference(z, p).float()))
 
 
-def _timed(device: torch.device) -> tuple[str, Tensor, Tensor]:
-    z = torch.randn(32, 1024, 512, device=device, dtype=torch.bfloat16)
-    return "32x1024x512 bf16", z, torch.rand(32, 1024, device=device)
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, z, p = _timed(device)
-    yield Timing(label, (z, p), peer=partial(torch.cumsum, z.float(), 1), peer_name="cumsum")
-
-
-def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, z, p = _timed(device)
-    inputs = torch.randn(z.shape, device=device), z, p, torch.randn_like(z)
-    peer = partial(torch.cumsum, inputs[0], 1)
-    yield Timing(label, inputs, peer=peer, peer_name="cumsum")
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums over chunks and columns; in bf16 no worse than one rounding",
@@ -227,6 +210,10 @@ _GATE = Gate(
 
 _ARGUMENTS = {"z": Array("B, C, D"), "p": Array("B, C", FLOAT, values=Dice.shares)}
 
+_TIMED = [
+    Timed("32x1024x512 bf16", lambda z, *_: torch.cumsum(z, 1, dtype=torch.float32), "cumsum",
+          B=32, C=1024, D=512)
+]  # fmt: skip
 smooth_chunks = Operation(
     "smooth_chunks",
     _smooth_chunks_triton,
@@ -236,7 +223,7 @@ smooth_chunks = Operation(
     _GATE,
     _ARGUMENTS,
     sizes={"B": (1, 3), "C": "m"},
-    timings=_timings,
+    timed=_TIMED,
 )
 """Average each chunk with those before it.
 
@@ -258,7 +245,8 @@ smooth_chunks_backward = Operation(
     "smooth_chunks_backward", _smooth_chunks_backward_triton, _smooth_chunks_backward_torch,
     smooth_chunks_backward_reference, _backward_cases, _GATE,
     {"grad_s": Array("B, C, D", FLOAT), **_ARGUMENTS, "s": Array("B, C, D", FLOAT)},
-    draw=_draw_backward, needs_rows=True, timings=_backward_timings,
+    draw=_draw_backward, needs_rows=True,
+    timed=_TIMED,
 )  # fmt: skip
 """Propagate a gradient back through `smooth_chunks`.
 

@@ -8,7 +8,7 @@ have for a gradient: the factor is 1, and only its gradient counts.
 """
 
 from collections.abc import Iterator
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
 from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.timed import Timed
 
 
 def spread_chunks_reference(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
@@ -178,37 +179,12 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, tuple(inputs))
 
 
-def _timed(device: torch.device) -> tuple[str, tuple[Tensor, Tensor, Tensor], Tensor]:
-    x = torch.randn(32, 4096, 512, device=device, dtype=torch.bfloat16)
-    owner = (torch.arange(4096, device=device) // 4).expand(32, 4096).contiguous()
-    first = (torch.arange(1024, device=device) * 4).expand(32, 1024).contiguous()
-    return (
-        "32x4096 in 1024 of 512 bf16",
-        (x, torch.randn(32, 1024, 512, device=device), owner),
-        first,
-    )
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, inputs, _ = _timed(device)
-    yield Timing(label, inputs, peer=partial(_spread_chunks_torch, *inputs))
-
-
-def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, (x, s, owner), first = _timed(device)
-    peer = partial(_spread_chunks_backward_torch, x, s, owner, first)
-    yield Timing(label, (x, s, owner, first), peer=peer)
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums over a chunk or a row; in bf16 no worse than one rounding",
 )  # fmt: skip
 
-_OTHERS = {
-    "s": Array("B, C, D", FLOAT),
-    "owner": Array("B, T", INT64, values=(0, "C - 1")),
-}
+_OTHERS = {"s": Array("B, C, D", FLOAT), "owner": Array("B, T", INT64, values=(0, "C - 1"))}
 
 
 def _in_float64(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
@@ -231,11 +207,16 @@ def _draw_backward(dice: Dice, _group_size: int, m: int, _n: int, k: int) -> tup
     return dice.reals(sequences, m, k), s, dice.view(found.owner), dice.view(found.first)
 
 
+_TIMED: dict[str, Any] = {
+    "B": 32, "T": 4096, "C": 1024, "D": 512,
+    "owner": lambda dice, *shape: (torch.arange(4096, device=dice.device) // 4).repeat(32, 1),
+    "first": lambda dice, *shape: torch.arange(0, 4096, 4, device=dice.device).repeat(32, 1),
+}  # fmt: skip
 spread_chunks = Operation(
     "spread_chunks", _spread_chunks_triton, _spread_chunks_torch, spread_chunks_reference, _cases,
     _GATE, {"x": Array("B, T, D"), **_OTHERS},
     sizes={"B": (1, 3), "T": "m", "C": (1, 7, "m")}, large_reference=_in_float64,
-    timings=_timings,
+    timed=[Timed("32x4096 in 1024 of 512 bf16", _spread_chunks_torch, **_TIMED)],
 )  # fmt: skip
 """Add to every position the vector of its chunk.
 
@@ -252,7 +233,7 @@ spread_chunks_backward = Operation(
     spread_chunks_backward_reference, _backward_cases, _GATE,
     {"grad_y": Array("B, T, D"), **_OTHERS, "first": Array("B, C", INT64)},
     draw=_draw_backward, needs_rows=True, large_reference=_backward_in_float64,
-    timings=_backward_timings,
+    timed=[Timed("32x4096 in 1024 of 512 bf16", _spread_chunks_backward_torch, **_TIMED)],
 )  # fmt: skip
 """Propagate a gradient back through `spread_chunks`; that of x is `grad_y` itself.
 

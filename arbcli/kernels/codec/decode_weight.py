@@ -5,11 +5,17 @@ fraction. The rounded bf16 value is the weight, in every kernel, backend and ref
 from integers: E is the exponent field of a float, F one of 128 mantissas, all at least 0.005 of a
 bf16 step away from a rounding boundary, so no implementation of exp2 can land on another one.
 
-Where each plane of a block lies within one group, the kernel decodes whole blocks as `few_rows`
-does: two trits at a time, which one instruction multiplies by their scale to the pair of bf16 that
-is stored. Through shared memory a warp stores 512 contiguous bytes at once; that is as fast as
-writing zeros. The short last block, or the whole matrix where groups do not fit planes, is decoded
-by columns, one weight at a time.
+Where each plane of a block lies within one group, a warp decodes eight blocks at a time:
+
+    thread c of four    loads bytes 8 c .. 8 c + 7 of a block: of each plane, eight neighbours
+    shared memory       has plane j of block b of thread c at 320 b + 64 j + 16 c, eight bf16
+    the warp stores     five times 512 contiguous bytes of that, 16 of each thread
+
+Why so: two trits at a time one instruction multiplies by their scale to the pair of bf16 that is
+stored, and a thread needs no other's trits. What four threads have of a plane is 64 contiguous
+bytes; through shared memory a warp stores 512 at once, and that is as fast as writing zeros. The
+short last block, or the whole matrix where groups do not fit planes, is decoded by columns, one
+weight at a time.
 """
 
 from collections.abc import Iterator
@@ -43,8 +49,9 @@ from arbcli.kernels.codec.warp_products import (
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Matrix, Number
 from arbcli.kernels.runtime.merged import merge_launches
-from arbcli.kernels.runtime.operation import Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.kernels.runtime.shared_memory import allocate, read_four, wait_for_warp, write_four
+from arbcli.kernels.timed import Timed
 
 ABREAST, COLUMN_ROWS = 4, 16
 """Of the eight blocks a warp decodes at once, those of one row; rows of a program by columns."""
@@ -255,18 +262,15 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield Case("3x165 zeros", (packed._replace(trits=zeros),))
 
 
-def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    for rows, in_features in ((8192, 8192), (2048, 5632)):
-        packed = random_packed(rows, in_features, group_size, torch.Generator(device))
-        yield Timing(f"{rows}x{in_features}", (packed,))
-
-
 decode_weight = Operation(
     "decode_weight", in_rounded_float32(decode_weight_triton),
     in_rounded_float32(decode_digits_torch), decode_digits_reference, _cases,
     arguments={"packed": Matrix(spread=127), "dtype": Number(())},
     launch=(decode_weight_triton, decode_digits, decode_digits), scale_path=in_planes,
-    timings=_timings, native=in_rounded_float32(decode_digits_native),
+    timed=[
+        Timed(f"{n}x{k}", N=n, K=k, dtype=torch.bfloat16) for n, k in ((8192, 8192), (2048, 5632))
+    ],
+    native=in_rounded_float32(decode_digits_native),
 )  # fmt: skip
 """Decode a packed matrix to its weights.
 

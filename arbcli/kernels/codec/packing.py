@@ -8,13 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.layout import (
-    BLOCK,
-    LARGEST_BYTE,
-    PLANE,
-    TRITS_PER_BYTE,
-    row_bytes,
-)
+from arbcli.kernels.codec.layout import BLOCK, LARGEST_BYTE, PLANE, TRITS_PER_BYTE, row_bytes
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, UINT8, Array, Number
 from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing

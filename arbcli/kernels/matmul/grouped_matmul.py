@@ -34,11 +34,7 @@ from arbcli.kernels.runtime.arguments import INT64, Array, Number
 from arbcli.kernels.runtime.backend import capability, num_processors
 from arbcli.kernels.runtime.descriptors import described
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
-from arbcli.kernels.update.newton_schulz import (
-    HOPPER,
-    has_aligned_rows,
-    with_aligned_rows,
-)
+from arbcli.kernels.update.newton_schulz import HOPPER, has_aligned_rows, with_aligned_rows
 
 MOST_EXPERTS = 256
 """Every program loads all bounds at once."""

@@ -7,7 +7,6 @@ Source: P. Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.o
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +17,8 @@ from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
 from arbcli.kernels.runtime.arguments import Array
 from arbcli.kernels.runtime.backend import capability, row_chunks
 from arbcli.kernels.runtime.inputs import placed
-from arbcli.kernels.runtime.operation import Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.timed import Timed
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_OCTAVE = 7
@@ -168,12 +168,6 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield Case("0x7", (few[:0, :7].to(device),))
 
 
-def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    for rows, columns in ((16384, 2048), (16384, 11264)):
-        x = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
-        yield Timing(f"{rows}x{columns}", (x,), peer=partial(x.to, E4M3), peer_name="torch's cast")
-
-
 def in_float32(_inputs: tuple, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Give (q, scale) with a q in float32, which compares like any number."""
     return found[0].float(), found[1]
@@ -187,7 +181,11 @@ ACTIVATIONS = Array("M, D", values=_draw_of_any_size)
 
 quantise_rows = Operation(
     "quantise_rows", _quantise_rows_triton, _quantise_rows_torch, quantise_rows_reference, _cases,
-    arguments={"x": ACTIVATIONS}, where=("D > 0",), compared=in_float32, timings=_timings,
+    arguments={"x": ACTIVATIONS}, where=("D > 0",), compared=in_float32,
+    timed=[
+        Timed(f"16384x{columns}", lambda x: x.to(E4M3), "torch's cast", M=16384, D=columns)
+        for columns in (2048, 11264)
+    ],
 )  # fmt: skip
 """Round rows to e4m3.
 

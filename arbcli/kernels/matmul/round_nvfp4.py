@@ -28,7 +28,8 @@ from arbcli.kernels.matmul.quantise_rows import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.inputs import normals, placed
-from arbcli.kernels.runtime.operation import Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.timed import Timed
 
 BLOCK = 16
 """Columns of a scale."""
@@ -88,7 +89,7 @@ def global_scale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return largest, torch.where(largest < torch.inf, scale, torch.nan), inverse
 
 
-def _coded(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _codes_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Find x / g in blocks, (M, B, 16), the scales of these, codes without signs, and g."""
     _, scale, inverse = global_scale(x)
     padding = (0, -x.shape[1] % BLOCK)
@@ -103,13 +104,13 @@ def _coded(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _round_nvfp4_torch(x: Tensor) -> tuple[Tensor, Tensor]:
-    t, s, code, scale = _coded(x)
+    t, s, code, scale = _codes_of(x)
     q = torch.tensor(NUMBERS, device=x.device)[code.long()]
     return (t.sign() * q * s.float()).flatten(1)[:, : x.shape[1]].to(x.dtype).contiguous(), scale
 
 
 def _encode_nvfp4_torch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    t, s, code, scale = _coded(x)
+    t, s, code, scale = _codes_of(x)
     code = torch.where(s.float() > 0, code, 0)
     code += 8 * ((t < 0) & (code > 0)).to(torch.uint8)
     code = code.flatten(1)
@@ -240,14 +241,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield case("1311x776 bf16", normal(1311, 776).bfloat16())
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    x = torch.randn(16384, 2048, device=device, dtype=torch.bfloat16)
-    yield Timing("16384x2048 bf16", (x,))
-
-
+_TIMED = [Timed("16384x2048 bf16", M=16384, D=2048)]
 round_nvfp4 = Operation(
     "round_nvfp4", _round_nvfp4_triton, _round_nvfp4_torch, round_nvfp4_reference, _cases,
-    arguments={"x": ACTIVATIONS}, torch_is_peer=True, timings=_timings,
+    arguments={"x": ACTIVATIONS}, torch_is_peer=True, timed=_TIMED,
 )  # fmt: skip
 """Round a matrix to numbers of four bits, their scales multiplied in.
 
@@ -260,7 +257,7 @@ Returns:
 """
 encode_nvfp4 = Operation(
     "encode_nvfp4", _encode_nvfp4_triton, _encode_nvfp4_torch, encode_nvfp4_reference, _cases,
-    arguments={"x": ACTIVATIONS}, torch_is_peer=True, timings=_timings,
+    arguments={"x": ACTIVATIONS}, torch_is_peer=True, timed=_TIMED,
 )  # fmt: skip
 """Turn a matrix into codes of four bits with their scales.
 

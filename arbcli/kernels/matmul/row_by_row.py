@@ -57,13 +57,7 @@ from arbcli.kernels.runtime.shared_memory import (
     write,
     write_where,
 )
-from arbcli.kernels.runtime.threads import (
-    across,
-    load_constant,
-    load_new,
-    load_where,
-    warp_number,
-)
+from arbcli.kernels.runtime.threads import across, load_constant, load_new, load_where, warp_number
 
 SHARED_BYTES = 47 << 10
 """Capacity of a program for rows of x, their sums and their squares."""
@@ -346,8 +340,8 @@ def _do_rows(
 def _row_by_row_kernel(
     x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr, N, K, tiles, share, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, M: tl.constexpr,
-    AT_ONCE: tl.constexpr, ABREAST: tl.constexpr, HEIGHT: tl.constexpr, BLOCKS: tl.constexpr,
-    WARPS: tl.constexpr, ALONE: tl.constexpr, WHOLE: tl.constexpr,
+    EACH: tl.constexpr, AT_ONCE: tl.constexpr, ABREAST: tl.constexpr, HEIGHT: tl.constexpr,
+    BLOCKS: tl.constexpr, WARPS: tl.constexpr, ALONE: tl.constexpr, WHOLE: tl.constexpr,
     EARLY: tl.constexpr, BYTES: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     THREADS: tl.constexpr = 32 * WARPS
@@ -379,12 +373,16 @@ def _row_by_row_kernel(
     squares_at = sums_at + OF_SUMS * AT_ONCE
     wait_for_last(OVERLAP, EARLY)
 
-    for turn in tl.range(0, (M + AT_ONCE - 1) // AT_ONCE, disable_licm=True):
+    first_row = 0
+    if EACH < M:
+        first_row = tl.minimum(EACH * tl.program_id(1), M - EACH)
+    for turn in tl.range(0, (EACH + AT_ONCE - 1) // AT_ONCE, disable_licm=True):
         if turn > 0:
             tl.debug_barrier()
         _do_rows(
             codes, scales, x_ptr, added_ptr, y_ptr, N, K, share, eps, first_tile,
-            x_at, sums_at, squares_at, thread, tl.minimum(AT_ONCE * turn, M - AT_ONCE),
+            x_at, sums_at, squares_at, thread,
+            first_row + tl.minimum(AT_ONCE * turn, EACH - AT_ONCE),
             AT_ONCE, NORM, GATED, ADD, ABREAST, HEIGHT, PER_TILE, WARPS, ALONE, WIDE, OF_ROW,
             OF_SUMS, WHOLE, PTX,
         )  # fmt: skip
@@ -393,8 +391,10 @@ def _row_by_row_kernel(
 class RowsTiling(NamedTuple):
     """How the work of some rows is shared out, where `row_matmul` has a tiling of its own."""
 
+    each: int
+    """Rows of x of a program."""
     at_once: int
-    """Rows of x that are in shared memory at a time."""
+    """Those of them that are in shared memory at a time."""
     warps: int
     """Of a program."""
     registers: int
@@ -409,16 +409,24 @@ def rows_tiling(
     """Choose what changes no bit, as was fastest for the matrices of `base` and `1b` on an H100.
 
     A program that has a processor for itself has a warp for each step, as far as there are; where
-    two share one, it has the warps of a row.
+    two share one, it has the warps of a row. Where processors would be idle, programs of the same
+    tiles share out the rows of x.
     """
     steps, wide = alone.height * -(-blocks // alone.abreast), width_of(blocks, alone.abreast)
     shared = tiles > processors * alone.height
     warps = max(8, alone.warps if shared else min(16, triton.next_power_of_2(steps)))
-    each = (2 * HALF.value + TABLE.value) * wide + SUMS.value * steps + 2 * APART.value
-    each += 4 * padded(min(alone.warps, wide // 2))
-    fit = max(1, min(MOST_ROWS, SHARED_BYTES // each))
-    at_once = -(-rows // -(-rows // fit))
-    return RowsTiling(at_once, warps, 64 if alone.abreast == 1 else 128, each * at_once)
+    row_bytes = (2 * HALF.value + TABLE.value) * wide + SUMS.value * steps + 2 * APART.value
+    row_bytes += 4 * padded(min(alone.warps, wide // 2))
+    fit = max(1, min(MOST_ROWS, SHARED_BYTES // row_bytes))
+    of_program = -(-rows // programs_of_tiles(rows, -(-tiles // alone.height), processors))
+    at_once = -(-of_program // -(-of_program // fit))
+    registers = 64 if alone.abreast == 1 else 128
+    return RowsTiling(of_program, at_once, warps, registers, row_bytes * at_once)
+
+
+def programs_of_tiles(rows: int, programs: int, processors: int) -> int:
+    """Choose how many programs share out the rows, where as many have all tiles."""
+    return max(1, min(rows, processors // programs))
 
 
 def _row_by_row_triton(
@@ -431,14 +439,16 @@ def _row_by_row_triton(
     to = y if added is None else added.contiguous()
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     alone = of_row.tiling_of(tiles, blocks, num_processors(x))
-    at_once, warps, registers, size = rows_tiling(rows, alone, tiles, blocks, num_processors(x))
-    grid = triton.cdiv(tiles, alone.height)
-    instead = pieces if HAS_PTX else pieces.new_empty(grid * size)
-    _row_by_row_kernel[(grid,)](
+    each, at_once, warps, registers, size = rows_tiling(
+        rows, alone, tiles, blocks, num_processors(x)
+    )
+    grid = triton.cdiv(tiles, alone.height), triton.cdiv(rows, each)
+    instead = pieces if HAS_PTX else pieces.new_empty(grid[0] * grid[1] * size)
+    _row_by_row_kernel[grid](
         x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead,
         out_features, in_features, tiles, 1 / in_features, 0.0 if eps is None else eps,
-        NORM=eps is not None, GATED=gated, ADD=added is not None, M=rows, AT_ONCE=at_once,
-        ABREAST=alone.abreast, HEIGHT=alone.height, BLOCKS=blocks, WARPS=warps,
+        NORM=eps is not None, GATED=gated, ADD=added is not None, M=rows, EACH=each,
+        AT_ONCE=at_once, ABREAST=alone.abreast, HEIGHT=alone.height, BLOCKS=blocks, WARPS=warps,
         ALONE=alone.warps, WHOLE=in_features == BLOCK * width_of(blocks, alone.abreast),
         EARLY=early, BYTES=size, PTX=HAS_PTX, num_warps=warps, maxnreg=registers,
         **overlap_options(x),

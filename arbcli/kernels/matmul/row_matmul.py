@@ -71,13 +71,7 @@ from arbcli.kernels.runtime.shared_memory import (
     write_two,
     write_where,
 )
-from arbcli.kernels.runtime.threads import (
-    across,
-    load_constant,
-    load_new,
-    load_where,
-    warp_number,
-)
+from arbcli.kernels.runtime.threads import across, load_constant, load_new, load_where, warp_number
 
 HALF = tl.constexpr(144)
 """Bytes in shared memory of the upper or lower halves of x in a block: padded, as threads read both

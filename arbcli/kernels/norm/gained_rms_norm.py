@@ -32,6 +32,7 @@ from arbcli.kernels.norm.rms_norm import (
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.timed import Timed
 
 LEAST_TILES = 4
 """Tiles of rows whose gradients of gains a program adds up, or more."""
@@ -186,18 +187,9 @@ def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(label, (grad_y, x, gain, eps))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    x, _, gain = _timed_inputs(device)
-    yield Timing("16384x2048 bf16", (x, gain, TIMED_EPS))
-
-
-def _add_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    x, added, gain = _timed_inputs(device)
-    yield Timing("16384x2048 bf16", (x, added, gain, TIMED_EPS))
-
-
 def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    x, grad_y, gain = _timed_inputs(device)
+    x, grad_y = torch.randn(2, 16384, 2048, device=device, dtype=torch.bfloat16)
+    gain = torch.randn(2048, device=device)
     low = gain.to(x.dtype)
     _, r = torch.ops.aten._fused_rms_norm(x, low.shape, low, TIMED_EPS)
     inputs = (grad_y, x, low.shape, r, low, [True, True])
@@ -206,11 +198,6 @@ def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing
         return torch.ops.aten._fused_rms_norm_backward(*inputs)
 
     yield Timing("16384x2048 bf16", (grad_y, x, gain, TIMED_EPS, x), peer=peer)
-
-
-def _timed_inputs(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    x, other = torch.randn(2, 16384, 2048, device=device, dtype=torch.bfloat16)
-    return x, other, torch.randn(2048, device=device)
 
 
 _GATE = Gate(
@@ -223,10 +210,12 @@ _BACKWARD_GATE = replace(
 )  # fmt: skip
 _GAIN = Array("D", FLOAT, dense=True)
 
+_TIMED = [Timed("16384x2048 bf16", B=(16384,), D=2048, eps=TIMED_EPS)]
+
 gained_rms_norm = Operation(
     "gained_rms_norm", rms_norm.triton, rms_norm.torch, gained_rms_norm_reference, _cases, _GATE,
     {"x": ROWS, "weight": _GAIN, "eps": EPS}, sizes=ROW_SIZES,
-    timings=_timings, native=rms_norm.native,
+    timed=_TIMED, native=rms_norm.native,
 )  # fmt: skip
 """Normalise the rows of `x` and multiply them by gains.
 
@@ -241,7 +230,7 @@ Returns:
 add_gained_rms_norm = Operation(
     "add_gained_rms_norm", add_rms_norm.triton, add_rms_norm.torch, add_gained_rms_norm_reference,
     _add_cases, _GATE, {"x": ROWS, "added": ROWS, "weight": _GAIN, "eps": EPS}, sizes=ROW_SIZES,
-    timings=_add_timings, native=add_rms_norm.native,
+    timed=_TIMED, native=add_rms_norm.native,
 )  # fmt: skip
 """Add to the rows of `x`, and normalise them as `gained_rms_norm` does.
 

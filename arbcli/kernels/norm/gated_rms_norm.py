@@ -35,7 +35,8 @@ from arbcli.kernels.norm.rms_norm import (
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Arguments, Array, Matrix, Number
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.timed import Timed
 
 WHOLE_BACKWARD = 2048
 """Columns that a program of the backward can keep in registers, of all six matrices."""
@@ -303,22 +304,6 @@ def backward_in_its_dtype(*inputs: Any) -> tuple[Tensor, Tensor]:
     return gradient_and_output(gated_rms_norm_in_its_dtype, *inputs[:4])
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    gate_up, _ = _timed_inputs(device)
-    yield Timing("16384x5632 bf16", (gate_up, None, TIMED_EPS))
-
-
-def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    gate_up, grad_y = _timed_inputs(device)
-    yield Timing("16384x5632 bf16", (grad_y, gate_up, None, TIMED_EPS))
-
-
-def _timed_inputs(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Draw (gate_up, grad_y); a model's own norms have no weights."""
-    gate, up, grad_y = torch.randn(3, 16384, 5632, device=device, dtype=torch.bfloat16)
-    return torch.cat([gate, up], dim=1), grad_y
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1,
     reason="float32 sums of up to 8192 squares; in bf16 one rounding, where torch has several",
@@ -332,10 +317,12 @@ GATED_ARGUMENTS: Arguments = {
 GATED_WHERE = ("W % 2 == 0", "weight is None or eps is not None")
 GATED_SIZES = ROW_SIZES | {"W": "2 * k"}
 
+_TIMED = [Timed("16384x5632 bf16", B=(16384,), W=2 * 5632, eps=TIMED_EPS)]
+
 gated_rms_norm = Operation(
     "gated_rms_norm", _gated_rms_norm_triton, _gated_rms_norm_torch, gated_rms_norm_reference,
     _cases, _GATE, GATED_ARGUMENTS, where=GATED_WHERE, sizes=GATED_SIZES, scale_path=in_planes,
-    peer=gated_rms_norm_in_its_dtype, timings=_timings, native=_gated_rms_norm_native,
+    peer=gated_rms_norm_in_its_dtype, timed=_TIMED, native=_gated_rms_norm_native,
 )  # fmt: skip
 """Multiply silu of the first half of every row by the second half, and normalise.
 
@@ -352,7 +339,7 @@ gated_rms_norm_backward = Operation(
     gated_rms_norm_backward_reference, _backward_cases, _GATE,
     {"grad_y": Array("*B, W // 2"), **GATED_ARGUMENTS, "overwrite": Number((False, True))},
     where=GATED_WHERE, sizes=GATED_SIZES, scale_path=in_planes,
-    peer=backward_in_its_dtype, timings=_backward_timings, native=_gated_rms_norm_backward_native,
+    peer=backward_in_its_dtype, timed=_TIMED, native=_gated_rms_norm_backward_native,
 )  # fmt: skip
 """Compute the gradient of `gated_rms_norm` with respect to `gate_up`, and its result again.
 

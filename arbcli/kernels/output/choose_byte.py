@@ -9,7 +9,6 @@ Source: E. J. Gumbel, "Statistical Theory of Extreme Values and Some Practical A
 
 import math
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +16,9 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT32, INT64, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import EXACT, Case, Operation, Timing
+from arbcli.kernels.runtime.operation import EXACT, Case, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.timed import Timed
 from arbcli.kernels.update.random_bits import mix_reference, random_bits, random_words
 
 MAX_SYMBOLS = 256
@@ -68,22 +68,27 @@ def choose_byte_torch(
         return None
     if logits.shape[-1] > MAX_SYMBOLS:
         return choose_among_many(byte, text, logits, position, key, temperature, top_k, top_p)
-    logits = logits.float()
-    if temperature == 0:
-        choice = logits.argmax()
-    else:
-        score = (logits - logits.max()) / temperature
-        index = torch.arange(len(score), dtype=torch.int32, device=score.device)
-        tied = (score == score[:, None]) & (index < index[:, None])
-        likelier = (score > score[:, None]) | tied  # [i, j]: whether j is likelier than i
-        kept = likelier.sum(1) < top_k
-        if top_p < 1:
-            share = torch.where(kept, score, -torch.inf).softmax(0)
-            kept &= (likelier * share).sum(1) < top_p
-        choice = torch.where(kept, score + _noise(key, position, index), -torch.inf).argmax()
+    choice = choice_torch(logits.float(), position, key, temperature, top_k, top_p)
     byte.copy_(choice)
     text.index_copy_(0, position.long()[None], choice.to(torch.uint8)[None])
     return None
+
+
+def choice_torch(
+    logits: Tensor, position: Tensor, key: Tensor, temperature: float, top_k: int, top_p: float
+) -> Tensor:
+    """Choose one of at most `MAX_SYMBOLS` symbols by (V,) float32 logits: an int64 scalar."""
+    if temperature == 0:
+        return logits.argmax()
+    score = (logits - logits.max()) / temperature
+    index = torch.arange(len(score), dtype=torch.int32, device=score.device)
+    tied = (score == score[:, None]) & (index < index[:, None])
+    likelier = (score > score[:, None]) | tied  # [i, j]: whether j is likelier than i
+    kept = likelier.sum(1) < top_k
+    if top_p < 1:
+        share = torch.where(kept, score, -torch.inf).softmax(0)
+        kept &= (likelier * share).sum(1) < top_p
+    return torch.where(kept, score + _noise(key, position, index), -torch.inf).argmax()
 
 
 def choose_among_many(
@@ -117,30 +122,33 @@ def _noise(key: Tensor, position: Tensor, symbol: Tensor) -> Tensor:
 @triton.jit
 def choose_symbol(
     logits_ptr, position, key, temperature, top_k, top_p, V, drawn, some,
-    BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr, favoured=-1, bonus=0.0,
 ):  # fmt: skip
     """Choose the symbol of a position by V logits.
 
     `drawn` says whether by chance, and `some` whether among the likeliest alone: of one text they
-    are known when the kernel is compiled, of several each has its own.
+    are known when the kernel is compiled, of several each has its own. The logit of the symbol
+    `favoured` has a `bonus`.
     """
     symbol = tl.arange(0, BLOCK_V)
     kept = symbol < V
     score = tl.load(logits_ptr + symbol, mask=kept, other=float("-inf")).to(tl.float32)
+    score += tl.where(symbol == favoured, bonus, 0.0)
     if drawn:
         peak = tl.max(score)
         score = (score - peak) / temperature
         if some:
             rank = tl.zeros((BLOCK_V,), dtype=tl.int32)
             before = tl.zeros((BLOCK_V,), dtype=tl.float32)
-            for start in range(0, V, BLOCK_J):
-                rival = start + tl.arange(0, BLOCK_J)[None, :]
+            for start in range(0, V, BLOCK_J):  # a thread has all rivals of a symbol
+                rival = start + tl.arange(0, BLOCK_J)[:, None]
                 other = tl.load(logits_ptr + rival, mask=rival < V, other=float("-inf"))
-                other = (other.to(tl.float32) - peak) / temperature
-                tied = (other == score[:, None]) & (rival < symbol[:, None])
-                likelier = (other > score[:, None]) | tied  # [BLOCK_V, BLOCK_J]
-                rank += tl.sum(likelier.to(tl.int32), axis=1)
-                before += tl.sum(tl.where(likelier, tl.exp(other), 0), axis=1)
+                other = other.to(tl.float32) + tl.where(rival == favoured, bonus, 0.0)
+                other = (other - peak) / temperature
+                tied = (other == score[None, :]) & (rival < symbol[None, :])
+                likelier = (other > score[None, :]) | tied  # [BLOCK_J, BLOCK_V]
+                rank += tl.sum(likelier.to(tl.int32), axis=0)
+                before += tl.sum(tl.where(likelier, tl.exp(other), 0), axis=0)
             kept &= rank < top_k
             total = tl.sum(tl.where(kept, tl.exp(score), 0))
             kept &= before < tl.where(top_p < 1, top_p, 2.0) * total  # 1 keeps all
@@ -211,16 +219,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(f"{kind}, {choice}", (*tensors, position, key, *choice))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    byte = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    text = torch.zeros(9, dtype=torch.uint8, device=device)
-    logits = torch.randn(256, device=device)
-    position, key = torch.zeros(2, dtype=torch.int32, device=device).unbind()
-    inputs = (byte, text, logits, position, key, 0.8, 40, 0.95)
-    peer = partial(choose_byte_torch, *inputs)
-    yield Timing("256 logits", inputs, peer=peer, peer_name="torch, step by step")
-
-
 TEXT_FITS = f"(text.dtype == torch.uint8) == (V <= {MAX_SYMBOLS})"
 """Condition on the dtype of a text."""
 
@@ -244,7 +242,9 @@ choose_byte_ = Operation(
         "M": ("()", "(min(m, 8),)"), "B": "M or (1,)", "V": f"min(k + 1, {MAX_SYMBOLS})",
         "P": "n + 20",
     },
-    compared=("byte", "text"), timings=_timings,
+    compared=("byte", "text"),
+    timed=[Timed("256 logits", choose_byte_torch, "torch, step by step", B=(1, 1), P=9, M=(), V=256,
+                 logits=torch.float32, position=0, key=0, temperature=0.8, top_k=40, top_p=0.95)],
 )  # fmt: skip
 """Choose the byte, or token, at `position` of `text` by its logits, in place, or several.
 

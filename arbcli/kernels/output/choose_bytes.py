@@ -17,9 +17,9 @@ from arbcli.kernels.output.choose_byte import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, INT64, Array
-from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import EXACT, Case, Operation, Timing
+from arbcli.kernels.runtime.operation import EXACT, Case, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.timed import Timed
 
 
 def choose_bytes_reference(
@@ -104,22 +104,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(kind, tuple(part.to(device) for part in inputs))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    texts = 64
-    place: TensorOptions = {"dtype": torch.int32, "device": device}
-    share = torch.full((texts,), 0.95, device=device)
-    inputs = (
-        torch.zeros(texts, 1, dtype=torch.int64, device=device),
-        torch.zeros(texts, 9, dtype=torch.uint8, device=device),
-        torch.randn(texts, 256, device=device), torch.zeros(texts, **place),
-        torch.arange(texts, **place), share, torch.full((texts,), 40, **place), share,
-    )  # fmt: skip
-    yield Timing(
-        f"{texts}x256 logits", inputs,
-        peer=lambda: torch.multinomial(inputs[2].softmax(1), 1), peer_name="torch's multinomial",
-    )  # fmt: skip
-
-
 def _picked(*values: float) -> Callable[[Dice, int], Tensor]:
     """Draw numbers that are each one of these."""
     return lambda dice, texts: torch.tensor(
@@ -142,7 +126,10 @@ choose_bytes_ = Operation(
     },
     where=("V > 0", TEXT_FITS),
     sizes={"B": "1 + m % 5", "V": f"min(k + 1, {MAX_SYMBOLS})", "P": "n"}, needs_rows=False,
-    compared=("byte", "text"), timings=_timings,
+    compared=("byte", "text"),
+    timed=[Timed("64x256 logits", lambda *given: torch.multinomial(given[2].softmax(1), 1),
+                 "torch's multinomial", B=64, P=9, V=256, logits=torch.float32, position=0,
+                 temperature=0.95, top_k=40, top_p=0.95)],
 )  # fmt: skip
 """Choose the byte, or token, at `position` of each text by its logits, in place.
 

@@ -14,7 +14,8 @@ from torch.nn import functional
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.timed import Timed
 
 
 def cross_entropy_reference(logits: Tensor, targets: Tensor) -> Tensor:
@@ -147,32 +148,19 @@ def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         yield Case(case.label, (*case.inputs, scale))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    logits = torch.randn(16384, 256, device=device, dtype=torch.bfloat16)
-    targets = torch.randint(256, (16384,), device=device)
-    peer = partial(functional.cross_entropy, logits, targets, reduction="none")
-    yield Timing("16384x256 bf16", (logits, targets), peer=peer)
-
-
-def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    (timing,) = _timings(device, group_size)
-    yield Timing(timing.label, (*timing.inputs, torch.tensor(1.0, device=device)))
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums of at most 300 exponentials; in bf16 no worse than one rounding",
 )  # fmt: skip
 
-_ARGUMENTS = {
-    "logits": Array("M, V"),
-    "targets": Array("M", INT64, values=(0, "V - 1")),
-}
+_ARGUMENTS = {"logits": Array("M, V"), "targets": Array("M", INT64, values=(0, "V - 1"))}
 _WHERE, _SIZES = ("0 < V <= 4096",), {"V": "min(k + 1, 4096)"}
 
 cross_entropy = Operation(
     "cross_entropy", _cross_entropy_triton, _cross_entropy_torch, cross_entropy_reference, _cases,
-    _GATE, _ARGUMENTS, where=_WHERE, sizes=_SIZES, timings=_timings,
+    _GATE, _ARGUMENTS, where=_WHERE, sizes=_SIZES,
+    timed=[Timed("16384x256 bf16", partial(functional.cross_entropy, reduction="none"),
+                 M=16384, V=256)],
 )  # fmt: skip
 """Compute the loss of every row, in nats.
 
@@ -187,7 +175,7 @@ cross_entropy_backward = Operation(
     "cross_entropy_backward", _cross_entropy_backward_triton, _cross_entropy_backward_torch,
     cross_entropy_backward_reference, _backward_cases, _GATE,
     _ARGUMENTS | {"scale": Array("", FLOAT, values=lambda dice: dice.real(0.1))},
-    where=_WHERE, sizes=_SIZES, timings=_backward_timings,
+    where=_WHERE, sizes=_SIZES, timed=[Timed("16384x256 bf16", M=16384, V=256)],
 )  # fmt: skip
 """Compute the gradient of `scale` times the sum of all losses.
 

@@ -6,7 +6,6 @@ chunk are computed again and become their gradient in place.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +14,8 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.timed import Timed
 
 MOST_SYMBOLS = 4096
 """Of a chunk; one program holds all of a row's."""
@@ -148,32 +148,13 @@ def _grade_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (logits, targets, total, row))
 
 
-def _add_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    logits = torch.randn(16384, 4032, device=device, dtype=torch.bfloat16)
-    targets = torch.randint(4032, (16384,), device=device)
-    rows = torch.zeros(2, 16384, device=device).unbind()
-    peer = partial(torch.logsumexp, logits, 1)
-    yield Timing("16384x4032 bf16", (*rows, logits, targets), peer=peer)
-
-
-def _grade_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    logits = torch.randn(16384, 4032, device=device, dtype=torch.bfloat16)
-    targets = torch.randint(4032, (16384,), device=device)
-    rows = torch.ones(2, 16384, device=device).unbind()
-    peer = partial(torch.softmax, logits, 1)
-    yield Timing("16384x4032 bf16", (logits, targets, *rows), peer=peer)
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums of at most 4096 exponentials; in bf16 no worse than one rounding",
 )  # fmt: skip
 
 _ROW = Array("M", FLOAT, dense=True)
-_CHUNK = {
-    "logits": Array("M, V"),
-    "targets": Array("M", INT64, values=("-V", "2 * V")),
-}
+_CHUNK = {"logits": Array("M, V"), "targets": Array("M", INT64, values=("-V", "2 * V"))}
 _WHERE, _SIZES = (f"0 < V <= {MOST_SYMBOLS}",), {"V": f"min(k + 1, {MOST_SYMBOLS})"}
 
 
@@ -192,7 +173,8 @@ add_symbols_ = Operation(
     "add_symbols", _add_symbols_triton, _add_symbols_torch, add_symbols_reference, _add_cases,
     _GATE,
     {"total": replace(_ROW, values=_total_so_far), "of_target": _ROW, **_CHUNK},
-    where=_WHERE, sizes=_SIZES, compared=("total", "of_target"), timings=_add_timings,
+    where=_WHERE, sizes=_SIZES, compared=("total", "of_target"),
+    timed=[Timed("16384x4032 bf16", lambda *given: torch.logsumexp(given[2], 1), M=16384, V=4032)],
 )  # fmt: skip
 """Add a chunk of symbols to the sums of rows, in place.
 
@@ -208,7 +190,8 @@ grade_symbols_ = Operation(
     "grade_symbols", _grade_symbols_triton, _grade_symbols_torch, grade_symbols_reference,
     _grade_cases, _GATE, {**_CHUNK, "total": _ROW, "scale": _ROW},
     where=_WHERE, draw=_draw_graded, needs_rows=True,
-    compared=("logits",), timings=_grade_timings,
+    compared=("logits",),
+    timed=[Timed("16384x4032 bf16", lambda logits, *_: torch.softmax(logits, 1), M=16384, V=4032)],
 )  # fmt: skip
 """Turn the logits of a chunk of symbols into the gradient of scaled losses, in place.
 

@@ -7,7 +7,7 @@ Without gates, the sum is also the backward of the dispatch, which copies a toke
 """
 
 from collections.abc import Iterator
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,8 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
 from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import (
-    Drawn,
-    Gate,
-    Operation,
-    Timing,
-    cases_of,
-    timings_of,
-)
+from arbcli.kernels.runtime.operation import Drawn, Gate, Operation, cases_of
+from arbcli.kernels.timed import Timed
 
 MOST_SLOTS = 16
 """Of a token: a program loads from all of them at once."""
@@ -186,24 +180,8 @@ def _draw(device: torch.device) -> Iterator[Drawn]:
         yield "300x8 of 776 bf16", inputs, (draw(300, 776).bfloat16(),)
 
 
-def _timed(device: torch.device) -> Drawn:
-    """Draw 4096 tokens of four slots, of a width of 1280."""
-    draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
-    positions = torch.randperm(16384, device=device).view(4096, 4)
-    inputs = draw(16384, 1280), positions, draw(4096, 4).float()
-    return "4096x4 of 1280 bf16", inputs, (draw(4096, 1280),)
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, inputs, _ = _timed(device)
-    values, positions, gates = inputs
-    gates = gates.bfloat16()[:, None]
-    peer = partial(_gather_and_multiply, gates, values, positions)
-    yield Timing(label, inputs, peer=peer, peer_name="gather and bmm")
-
-
-def _gather_and_multiply(gates: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    return torch.bmm(gates, values[positions])
+def _gather_and_multiply(values: Tensor, positions: Tensor, gates: Tensor) -> Tensor:
+    return torch.bmm(gates.bfloat16()[:, None], values[positions])
 
 
 _GATE = Gate(
@@ -241,10 +219,15 @@ _ARGUMENTS = {
 }
 _WHERE = (f"0 < S <= {MOST_SLOTS}", "M * S <= V")
 
+_TIMED: dict[str, Any] = {
+    "V": 16384, "D": 1280, "M": 4096, "S": 4, "gates": torch.float32,
+    "positions": lambda dice, *shape: torch.randperm(16384, device=dice.device).view(shape),
+}  # fmt: skip
 expert_combine = Operation(
     "expert_combine", _expert_combine_triton, _expert_combine_torch, expert_combine_reference,
     cases_of(_draw), _GATE, _ARGUMENTS, where=_WHERE, draw=_draw_slots, needs_rows=True,
-    large_reference=_in_float64, timings=_timings,
+    large_reference=_in_float64,
+    timed=[Timed("4096x4 of 1280 bf16", _gather_and_multiply, "gather and bmm", **_TIMED)],
 )  # fmt: skip
 """Sum the slots of every token.
 
@@ -265,7 +248,7 @@ expert_combine_backward = Operation(
     {"grad_y": Array("M, D"), **_ARGUMENTS}, where=_WHERE, needs_rows=True,
     draw=lambda dice, g, m, n, k: (dice.reals(m, k), *_draw_slots(dice, g, m, n, k)),
     large_reference=_backward_in_float64,
-    timings=timings_of(_timed, _expert_combine_backward_torch, backward=True),
+    timed=[Timed("4096x4 of 1280 bf16", _expert_combine_backward_torch, **_TIMED)],
 )  # fmt: skip
 """Propagate a gradient back through `expert_combine`, in one pass.
 

@@ -19,7 +19,8 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, Array
 from arbcli.kernels.runtime.backend import num_processors
-from arbcli.kernels.runtime.operation import Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.timed import Timed
 
 MOST_WIDTH = 2**15
 """Of vectors: 3 * 128**2 of that is below 2**31."""
@@ -175,20 +176,15 @@ def _draw(dice: Dice, _group_size: int, m: int, n: int, k: int) -> tuple:
     return q, codes
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for rows, number, width in ((4096, 131072, 1024), (4096, 5_000_000, 64)):
-        q, codes = (
-            torch.randint(-127, 128, (n, width), dtype=torch.int8, device=device)
-            for n in (rows, number)
-        )
-        yield Timing(f"{rows} of {number}x{width}", (q, codes))
-
-
 nearest_codes = Operation(
     "nearest_codes", _nearest_codes_triton, _nearest_codes_torch, nearest_codes_reference, _cases,
     arguments={"q": Array("M, D", INT8, dense=True), "codes": Array("V, D", INT8, dense=True)},
     where=("V > 0", f"0 < D <= {MOST_WIDTH}", "V < 2**31"), draw=_draw, needs_rows=True,
-    timings=_timings, native=_nearest_codes_native,
+    timed=[
+        Timed(f"{rows} of {number}x{width}", M=rows, V=number, D=width)
+        for rows, number, width in ((4096, 131072, 1024), (4096, 5_000_000, 64))
+    ],
+    native=_nearest_codes_native,
 )  # fmt: skip
 """Find the nearest code of each vector by the sum of squared differences.
 

@@ -5,12 +5,12 @@ what is refused and of how inputs may lie. What follows from no declaration stan
 of special values, and draws of arguments that depend on one another.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from inspect import signature
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,8 +69,9 @@ class Timing:
     """Multiplications and additions of a matrix product in bf16; 0 where there is none."""
 
 
+Device = torch.device
 MakeCases = Callable[[torch.device, int], Iterator[Case]]
-MakeTimings = Callable[[torch.device, int], Iterator[Timing]]
+MakeTimings = Callable[[torch.device, int], Iterable[Timing]]
 Drawn = tuple[str, tuple, tuple]
 """A label, the inputs of an operation, and the gradients of its results."""
 
@@ -85,17 +86,12 @@ def cases_of(draw: Callable[[torch.device], Iterator[Drawn]], backward: bool = F
     return cases
 
 
-def timings_of(
-    draw: Callable[[torch.device], Drawn], peer: Callable, backward: bool = False
-) -> MakeTimings:
-    """Time an operation, or its backward, against another implementation of torch's."""
+class Drawable(Protocol):
+    """A timing whose inputs follow from the arguments of its operation: see `Timed`."""
 
-    def timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-        label, inputs, grads = draw(device)
-        inputs = (*grads, *inputs) if backward else inputs
-        yield Timing(label, inputs, peer=partial(peer, *inputs))
-
-    return timings
+    def draw(self, arguments: Arguments, device: torch.device, group_size: int) -> Timing:
+        """Draw the inputs."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +168,10 @@ class Operation(Generic[P, R]):
     """Whether the scale type matters; None is whether there is a packed matrix."""
     scale_path: Callable[[int], Hashable] = int
     """(group size) to what the code asks of it: sizes of the same answer take the same path."""
+    timed: Sequence[Drawable] = ()
+    """What is timed, on a GPU only, where its inputs follow from the arguments."""
     timings: MakeTimings | None = None
-    """(device, group size) to what is timed, on a GPU only."""
+    """(device, group size) to what is timed; None is what `timed` says."""
     not_verified: tuple[str, ...] = ()
     """Gaps of the cases and their reasons, for the ledger."""
     check: Callable[..., None] = field(init=False)
@@ -211,6 +209,8 @@ class Operation(Generic[P, R]):
                 derived[backend] = self._compared(getattr(self, backend))
         if self.torch_is_peer:
             derived["peer"] = derived.get("torch", self.torch)
+        if self.timed and self.timings is None:
+            derived["timings"] = partial(_drawn_timings, self.timed, self.arguments)
         for key, value in derived.items():
             object.__setattr__(self, key, value)
 
@@ -224,6 +224,10 @@ class Operation(Generic[P, R]):
         first: Any = inputs[self.first]
         run = choose(first.trits if self.packed_first else first, *self.launch)
         return run(*inputs, **named)
+
+    def draw_timings(self, device: Device, group_size: int) -> Iterable[Timing]:
+        """Draw what is timed; nothing if nothing is."""
+        return self.timings(device, group_size) if self.timings else ()
 
     def chosen(self, tensor: Tensor) -> Callable:
         """Choose the implementation for a tensor."""
@@ -303,36 +307,44 @@ class Operation(Generic[P, R]):
             how = dice.pick(how) if isinstance(how, tuple) else how
             known[name] = evaluate(how, known)
         return tuple(
-            self._draw(kind, dice, group_size, known)
+            draw_argument(kind, dice, group_size, known)
             for kind in self.arguments.values()
             if (kind.drawn if isinstance(kind, Number) else getattr(kind, "values", 0) is not never)
         )
 
-    def _draw(self, kind: Argument, dice: Any, group_size: int, known: dict[str, Any]) -> Any:
-        if isinstance(kind, Number):
-            chosen = dice.pick(kind.drawn)
-            return chosen if kind.named else evaluate(chosen, known)
-        if kind.optional and dice.chance(0.3):
-            return None
-        shape: list[int] = []
-        for size in kind.dims:
-            shape += known[size[1:]] if size.startswith("*") else [evaluate(size, known)]
-        if isinstance(kind, Matrix):
-            return dice.packed(*shape[:2], group_size, kind.spread, kind.digits)
-        dtype = kind.dtypes[0]
-        if dtype != torch.float32:
-            dtype = dice.pick(kind.dtypes)
-        if callable(kind.values):
-            drawn = kind.values(dice, *shape)
-        elif torch.bfloat16 in kind.dtypes:
-            drawn = dice.reals(*shape)
-        elif dtype == torch.float32:
-            drawn = dice.reals(*shape, dtype=dtype)
-        elif dtype == torch.bool:
-            drawn = dice.view(dice.integers(0, 1, *shape).bool())
-        else:
-            limits = torch.iinfo(min(dtype, torch.int32, key=lambda kind: kind.itemsize))
-            low, high = kind.values or (limits.min, limits.max)
-            low, high = evaluate(low, known), evaluate(high, known)
-            drawn = dice.integers(low, high, *shape, dtype=dtype)
-        return drawn.contiguous() if kind.dense is True else drawn
+
+def draw_argument(kind: Argument, dice: Any, group_size: int, known: Mapping[str, Any]) -> Any:
+    """Draw an argument, whose sizes are known."""
+    if isinstance(kind, Number):
+        chosen = dice.pick(kind.drawn)
+        return chosen if kind.named else evaluate(chosen, known)
+    if kind.optional and dice.chance(0.3):
+        return None
+    shape: list[int] = []
+    for size in kind.dims:
+        shape += known[size[1:]] if size.startswith("*") else [evaluate(size, known)]
+    if isinstance(kind, Matrix):
+        return dice.packed(*shape[:2], group_size, kind.spread, kind.digits)
+    dtype = kind.dtypes[0]
+    if dtype != torch.float32:
+        dtype = dice.pick(kind.dtypes)
+    if callable(kind.values):
+        drawn = kind.values(dice, *shape)
+    elif torch.bfloat16 in kind.dtypes:
+        drawn = dice.reals(*shape)
+    elif dtype == torch.float32:
+        drawn = dice.reals(*shape, dtype=dtype)
+    elif dtype == torch.bool:
+        drawn = dice.view(dice.integers(0, 1, *shape).bool())
+    else:
+        limits = torch.iinfo(min(dtype, torch.int32, key=lambda kind: kind.itemsize))
+        low, high = kind.values or (limits.min, limits.max)
+        low, high = evaluate(low, known), evaluate(high, known)
+        drawn = dice.integers(low, high, *shape, dtype=dtype)
+    return drawn.contiguous() if kind.dense is True else drawn
+
+
+def _drawn_timings(
+    timings: Sequence[Drawable], arguments: Arguments, device: torch.device, group_size: int
+) -> list[Timing]:
+    return [timing.draw(arguments, device, group_size) for timing in timings]

@@ -15,6 +15,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.inputs import normals
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.timed import Timed
 
 MOST_TAPS = 8
 
@@ -161,14 +162,6 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing("16x4096x1152, 4 taps bf16", (x, w, False), peer=peer, peer_name="conv1d")
 
 
-def _grad_w_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    x, grad = (torch.randn(16, 4096, 1152, device=device).bfloat16() for _ in range(2))
-    inputs = grad, x, 4
-    yield Timing(
-        "16x4096x1152, 4 taps bf16", inputs, peer=lambda: _causal_conv_grad_w_torch(*inputs)
-    )
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums over taps, or over the sequence; in bf16 no worse than one rounding",
@@ -195,7 +188,9 @@ causal_conv_grad_w = Operation(
     causal_conv_grad_w_reference, _grad_w_cases, _GATE,
     {"grad_y": Array("B, T, D"), "x": Array("B, T, D"), "taps": Number((1, 4, 8))},
     where=(f"0 < taps <= {MOST_TAPS}",), sizes={"B": (1, 3), "T": "m + 8"},
-    timings=_grad_w_timings,
+    timed=[
+        Timed("16x4096x1152, 4 taps bf16", _causal_conv_grad_w_torch, B=16, T=4096, D=1152, taps=4)
+    ],
 )  # fmt: skip
 """Compute the gradient of the taps of `causal_conv`, (D, W) float32.
 

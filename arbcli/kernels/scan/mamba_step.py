@@ -13,7 +13,6 @@ position may hold anything.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,9 +21,10 @@ from torch.nn import functional
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, Array
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
+from arbcli.kernels.timed import Timed
 
 SHARED = (3, 4, 5, 6)
 """Arguments of `mamba_step` that are the same for all texts."""
@@ -220,15 +220,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case("9 texts of 16x64x64 bf16", inputs)
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    generator = torch.Generator(device).manual_seed(0)
-    inputs = draw_step(16, 64, 64, 4, 9, torch.bfloat16, generator)
-    peer = partial(_mamba_step_torch, *inputs)
-    yield Timing("16x64x64 bf16", inputs, peer=peer, peer_name="torch, step by step")
-    inputs = stacked_texts([inputs] * 16, *SHARED)
-    yield Timing("16 texts of 16x64x64 bf16", inputs, run=_mamba_step_triton)
-
-
 def _draw(dice: Dice, _group_size: int, _m: int, n: int, _k: int) -> tuple:
     heads, states, taps = dice.pick((3, 4)), dice.pick((1, 9, 64)), dice.pick((2, 4, 8))
     shape = heads, states, min(n, 70), taps, dice.below(9)
@@ -252,7 +243,12 @@ mamba_step = Operation(
         "position": _COUNT, "going_on": replace(_COUNT, optional=True),
     },
     where=("len(X) < 2", "W > 0 and W & (W - 1) == 0"), compared=("ring", "state"), draw=_draw,
-    torch_is_peer=True, timings=_timings,
+    torch_is_peer=True,
+    timed=[
+        Timed(f"{'16 texts of ' * len(texts)}16x64x64 bf16", None if texts else _mamba_step_torch,
+              "torch, step by step", X=texts, H=16, N=64, P=64, W=4, position=9)
+        for texts in ((), (16,))
+    ],
 )  # fmt: skip
 """Pass one position through a block, from its first projection to what its norm is given.
 

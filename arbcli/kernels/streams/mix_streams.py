@@ -16,14 +16,7 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.inputs import TensorOptions, normals
-from arbcli.kernels.runtime.operation import (
-    Drawn,
-    Gate,
-    Operation,
-    Timing,
-    cases_of,
-    timings_of,
-)
+from arbcli.kernels.runtime.operation import Drawn, Gate, Operation, Timing, cases_of
 from arbcli.kernels.streams.stream_weights import STREAMS
 
 
@@ -218,6 +211,12 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     yield Timing(label, inputs, peer=peer, peer_name="bmm")
 
 
+def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    label, inputs, grads = _timed(device)
+    inputs = (*grads, *inputs)
+    yield Timing(label, inputs, peer=partial(_mix_streams_backward_torch, *inputs))
+
+
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums over streams and columns; in bf16 no worse than one rounding",
@@ -252,7 +251,7 @@ mix_streams_backward = Operation(
     "mix_streams_backward", _mix_streams_backward_triton, _mix_streams_backward_torch,
     mix_streams_backward_reference, cases_of(_draw, backward=True), _GATE,
     {"grad_y": Array("M, R, D"), **_ARGUMENTS}, where=_WHERE, sizes=_SIZES,
-    timings=timings_of(_timed, _mix_streams_backward_torch, backward=True),
+    timings=_backward_timings,
 )  # fmt: skip
 """Propagate a gradient back through `mix_streams`, in one pass.
 

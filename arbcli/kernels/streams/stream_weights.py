@@ -24,7 +24,8 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import Drawn, Gate, Operation, cases_of, timings_of
+from arbcli.kernels.runtime.operation import Drawn, Gate, Operation, cases_of
+from arbcli.kernels.timed import Timed
 
 ROUNDS = 20
 SHIFT = 2.0
@@ -290,12 +291,6 @@ def _draw(device: torch.device) -> Iterator[Drawn]:
         yield case("1311 of 4 far from even", 6 * normal(1311, 24), rounds=ROUNDS)
 
 
-def _timed(device: torch.device) -> Drawn:
-    raw = torch.randn(16384, 24, device=device, dtype=torch.bfloat16)
-    grads = (torch.randn(16384, *size, device=device) for size in ((4,), (4, 4), (4,)))
-    return "16384 of 4 bf16", (raw, torch.randn(24, device=device), ROUNDS), tuple(grads)
-
-
 _GATE = Gate(
     relative=1e-4,
     reason="where sums are 1 but for a rounding, float32 cannot tell which rows are above",
@@ -309,8 +304,8 @@ stream_weights = Operation(
     cases_of(_draw), _GATE,
     {"raw": Array("M, W"), "bias": Array("W", FLOAT, dense=True), "rounds": _ROUNDS},
     where=(f"W in {tuple(n * (n + 2) for n in STREAMS)}", "rounds > 0"),
-    sizes={"S": STREAMS, "W": "S * (S + 2)"}, 
-    timings=timings_of(_timed, stream_weights_torch),
+    sizes={"S": STREAMS, "W": "S * (S + 2)"},
+    timed=[Timed("16384 of 4 bf16", stream_weights_torch, M=16384, W=24, rounds=ROUNDS)],
 )  # fmt: skip
 """Make the weights that streams are read, kept and written by.
 
@@ -332,7 +327,9 @@ stream_weights_backward = Operation(
         "bias": Array("S * (S + 2)", FLOAT, dense=True), "rounds": _ROUNDS,
     },
     where=(f"S in {STREAMS}", "rounds > 0"), sizes={"S": STREAMS},
-    timings=timings_of(_timed, _stream_weights_backward_torch, backward=True),
+    timed=[
+        Timed("16384 of 4 bf16", _stream_weights_backward_torch, M=16384, S=4, rounds=ROUNDS)
+    ],
 )  # fmt: skip
 """Propagate gradients back through `stream_weights`, through all rounds.
 

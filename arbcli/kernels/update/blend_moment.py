@@ -17,7 +17,8 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, INT32, INT64, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
-from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.timed import OF_MATRIX, Timed
 from arbcli.kernels.update.direction import (
     DIRECTION,
     GAINS_BELONG,
@@ -198,17 +199,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("6x87 strided", (*strided, gains[1][:87].contiguous(), *scalars))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    key, ok = torch.ones(2, dtype=torch.int32, device=device)
-    values = torch.randn(MATRIX, dtype=torch.bfloat16, device=device)
-    gains = [torch.full((size,), 2.0**8, device=device) for size in MATRIX]
-    squares = torch.zeros((), dtype=torch.int64, device=device)
-    for nibble in (False, True):
-        moment = torch.randint(-112, 113, MATRIX, dtype=torch.int8, device=device)
-        inputs = (moment, values, *gains, key, ok, squares, 58982, 813, 7, nibble)
-        yield Timing(f"11264x2048 bf16{' nibble' if nibble else ''}", inputs)
-
-
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     nibble = dice.below(2) == 1
     largest = moment_max(nibble)
@@ -231,7 +221,13 @@ blend_moment = Operation(
         "shift": Number(()), "nibble": Number(()),
     },
     where=(GAINS_BELONG, f"0 <= decay <= {1 << 16}", f"0 <= gain < {1 << 10}"),  # in int32
-    compared=("moment", "squares"), draw=_draw, needs_rows=False, timings=_timings,
+    compared=("moment", "squares"), draw=_draw, needs_rows=False,
+    timed=[
+        Timed(f"11264x2048 bf16{' nibble' * nibble}", **OF_MATRIX, moment=(-112, 112),
+              row_gain=2.0**8, column_gain=2.0**8, squares=0, decay=58982, gain=813, shift=7,
+              nibble=nibble)
+        for nibble in (False, True)
+    ],
     native=_blend_moment_native,
 )  # fmt: skip
 """Blend a direction into the moment, in place.

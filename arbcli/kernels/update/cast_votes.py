@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.layout import PLANE
-from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, num_groups
+from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT
 from arbcli.kernels.codec.packing import (
     byte_tiles,
     digit_of,
@@ -28,7 +28,8 @@ from arbcli.kernels.codec.packing import (
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import BOOL, FLOAT, INT8, INT32, UINT8, Array
-from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.timed import OF_MATRIX, Timed
 from arbcli.kernels.update.direction import OK
 
 SCALE_THRESHOLD = 4
@@ -238,21 +239,6 @@ def _scale_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("11x21 strided", strided)
 
 
-def _trit_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    packed = pack_trits_torch(random_trits(*MATRIX, torch.Generator(device)))
-    votes = torch.randint(-2, 3, MATRIX, dtype=torch.int8, device=device)
-    grad = torch.randn(MATRIX, device=device, dtype=torch.bfloat16)
-    scalars = _scalar(1, device), _scalar(3, device)
-    yield Timing("11264x2048 bf16", (packed, votes, grad, *scalars))
-
-
-def _scale_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    shape = (MATRIX[0], num_groups(MATRIX[1], group_size))
-    exponent, votes = torch.randint(-3, 4, (2, *shape), dtype=torch.int8, device=device)
-    slope = torch.randn(shape, device=device)
-    yield Timing(f"{shape[0]}x{shape[1]}", (exponent, votes, slope, _scalar(1, device)))
-
-
 def _draw_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     votes = dice.integers(-127, 127, n, k) if dice.chance(0.2) else dice.integers(-2, 2, n, k)
     grad = torch.relu(dice.reals(n, k)) - torch.relu(dice.reals(n, k))  # a quarter is 0
@@ -269,7 +255,9 @@ cast_trit_votes = Operation(
         "grad": Array("N, K", GRADIENTS), "ok": OK, "threshold": Array("", INT32),
         "held": Array("N, K", BOOL, optional=True),
     },
-    compared=("packed", "votes"), draw=_draw_trits, needs_rows=False, timings=_trit_timings,
+    compared=("packed", "votes"), draw=_draw_trits, needs_rows=False,
+    timed=[Timed("11264x2048 bf16", **OF_MATRIX, packed=(0, 242), votes=(-2, 2),
+                 grad=torch.bfloat16, threshold=3)],
 )  # fmt: skip
 """Vote on every trit of a matrix in place, and move those whose votes reach a threshold.
 
@@ -291,7 +279,7 @@ cast_scale_votes = Operation(
         "exponent": Array("N, G", INT8, values=(-96, 31)),
         "votes": Array("N, G", INT8, values=(-3, 3)), "slope": Array("N, G", FLOAT), "ok": OK,
     },
-    compared=("exponent", "votes"), sizes={"G": "k"}, timings=_scale_timings,
+    compared=("exponent", "votes"), sizes={"G": "k"}, timed=[Timed("11264x64", N=11264, G=64)],
 )  # fmt: skip
 """Vote on every scale of a matrix in place, and move by an octave those that reach 4.
 

@@ -23,7 +23,8 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, INT64, Array
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.timed import OF_MATRIX, Timed
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference, random_words
@@ -34,6 +35,8 @@ LOWEST, HIGHEST = -127 * 128, 127 * 128 + 127
 """128 log2 of a statistic saturates here, the pair of digits as one."""
 SMALLEST, LARGEST = 2.0**-120, 2.0**120
 """A gradient is used if the sum of its squares is in this range."""
+SMALL = 2.0**-40
+"""A smaller sum of squares is multiplied by 1 / SMALL**2 while its mean is taken."""
 FLOOR = 2.0**-120
 """Added to the mean squares of rows and columns, of which some may be 0."""
 
@@ -214,16 +217,20 @@ def _gradient_gains_kernel(
     N, K, num_weights, num_slopes, parts, row_parts, column_parts,
     stride_rl, stride_rd, stride_cl, stride_cd,
     SMALLEST: tl.constexpr, LARGEST: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
-    FLOOR: tl.constexpr, FACTORED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
+    FLOOR: tl.constexpr, SMALL: tl.constexpr, FACTORED: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Decide in the first program if the gradient is usable; others average rows, then columns."""
     total = sum_parts(squares_ptr, parts, tl.float32)
     ok = (total >= SMALLEST) & (total <= LARGEST)
+    # the mean of a small total would be subnormal, which the GPU's roots take for zero
+    scale = tl.where(total < SMALL, 1 / SMALL, 1.0)
+    mean_square = total * scale * scale / num_weights
     tile = tl.program_id(0) - 1
     row_tiles = tl.cdiv(N, BLOCK_L)
     if tile < 0:
         tl.store(ok_ptr, ok.to(tl.int32))
-        tl.store(unit_ptr, tl.where(ok, 65536 * tl.rsqrt(total / num_weights), 0))
+        tl.store(unit_ptr, tl.where(ok, 65536 * scale * tl.rsqrt(mean_square), 0))
         if not ok:
             tl.store(refused_ptr, tl.load(refused_ptr) + 1)
             if not (total <= LARGEST):
@@ -233,7 +240,7 @@ def _gradient_gains_kernel(
         tl.store(slope_gain_ptr, tl.minimum(gain, 3e38).to(tl.float32))
     elif FACTORED:
         if tile < row_tiles:
-            size = tl.sqrt(total / num_weights)
+            size = tl.sqrt(mean_square) / scale
             _average(
                 rows_ptr, row_statistic_ptr, row_key_ptr, row_gain_ptr,
                 tile, row_parts, N, K, ok, size, stride_rl, stride_rd,
@@ -268,7 +275,7 @@ def _gradient_gains_triton(
         num_rows, num_columns, float(num_rows * num_columns), float(slope.numel()),
         len(squares), row_parts, column_parts, *strides,
         SMALLEST=SMALLEST, LARGEST=LARGEST, LOWEST=LOWEST, HIGHEST=HIGHEST, FLOOR=FLOOR,
-        FACTORED=factored, BLOCK_P=16, BLOCK_L=block_l,
+        SMALL=SMALL, FACTORED=factored, BLOCK_P=16, BLOCK_L=block_l,
     )  # fmt: skip
     return ok, slope_gain, unit, row_gain, column_gain
 
@@ -342,18 +349,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("65x64 strided", (*sums(65, 64, (3, 3)), wide[::3], unset[1], *control()))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    (rows, columns), parts = MATRIX, (16, 88)
-    sums = (torch.ones(size, device=device) for size in ((parts[0], rows), (parts[1], columns)))
-    squares = torch.ones(parts[0] * parts[1], device=device)
-    statistics = (torch.zeros(n, 2, dtype=torch.int8, device=device) for n in MATRIX)
-    keys = torch.ones(2, dtype=torch.int32, device=device)
-    counters = torch.zeros(2, dtype=torch.int64, device=device)
-    slope = torch.empty(rows, columns // 32, device="meta")
-    inputs = (slope, squares.double(), squares, *sums, *statistics, *keys, *counters)
-    yield Timing("11264x2048", inputs, run=_gradient_gains_triton)
-
-
 def _with_state(inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Give counters and decoded statistics, too."""
     if int(found[0]) == 0:  # nobody reads these then
@@ -405,5 +400,8 @@ GRADIENT_GAINS = Operation(
         "(row_statistic is None) == (column_statistic is None)",
         "row_statistic is None or (R > 0 and C > 0)",
     ),
-    compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
+    compared=_with_state, draw=_draw, needs_rows=False,
+    timed=[Timed("11264x2048", **OF_MATRIX, G=64, P=16 * 88, R=16, C=88,
+                 slope_squares=1, squares=1, rows=1, columns=1, row_statistic=0,
+                 column_statistic=0, refused=0, nonfinite=0)],
 )  # fmt: skip

@@ -29,7 +29,8 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Array, Matrix, Number
 from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.timed import OF_MATRIX, Timed
 
 TILE = 128
 """Columns of a tile: as many whole groups as fit, and at least one."""
@@ -354,14 +355,6 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         yield case("2049x2080 bf16", 2049, 2080, lambda x: x.bfloat16())
 
 
-def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    grad = torch.randn(MATRIX, device=device, dtype=torch.bfloat16)
-    packed = random_packed(*MATRIX, group_size, torch.Generator(device), spread=8)
-    for name, factored in (("", False), (" factored", True)):
-        inputs = (grad, packed, factored, False)
-        yield Timing(f"11264x2048 bf16{name}", inputs)
-
-
 def _in_one_part(_inputs: tuple, found: GradientStatistics) -> tuple[Tensor, ...]:
     """Add parts up, in float64."""
     slope, *sums, rows, columns = found
@@ -392,7 +385,11 @@ gradient_statistics = Operation(
         "signs": Number((False, False, False, True)),
     },
     where=("N > 0 and K > 0",), compared=_in_one_part, large_reference=_in_float64,
-    scale_path=_scale_path, timings=_timings, native=_gradient_statistics_native,
+    scale_path=_scale_path,
+    timed=[
+        Timed(f"11264x2048 bf16{' factored' * factored}", **OF_MATRIX, factored=factored)
+        for factored in (False, True)
+    ], native=_gradient_statistics_native,
 )  # fmt: skip
 """Sum gradient times weight over every group, and the squares of the gradient, in one pass.
 

@@ -8,10 +8,7 @@ flip. Trits of the same rank as the first that is held are held too, so never mo
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.packing import (
-    unpack_trits_reference,
-    unpack_trits_torch,
-)
+from arbcli.kernels.codec.packing import unpack_trits_reference, unpack_trits_torch
 from arbcli.kernels.runtime.arguments import INT8, INT32, UINT8, Array, Number, compiled_check
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.inputs import TensorOptions

@@ -22,7 +22,6 @@ from arbcli.kernels.codec.packing import (
     pack_trits_torch,
     place,
     plane_offsets,
-    random_trits,
     unpack_trits_reference,
     unpack_trits_torch,
 )
@@ -30,7 +29,8 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, UINT8, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.timed import OF_MATRIX, Timed
 from arbcli.kernels.update.step_trits import draw_weights
 
 LARGEST_CHANGE = 7
@@ -239,22 +239,6 @@ def _take_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         yield Case(case.label, (trits, remainder, bits, radix, nibble))
 
 
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator(device)
-    packed = pack_trits_torch(random_trits(*MATRIX, generator))
-    return packed, torch.randint(-31, 32, MATRIX, dtype=torch.int8, device=device)
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    yield Timing("11264x2048", (*_random_state(device), 64, False))
-
-
-def _take_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    shape = (MATRIX[0] // 2, MATRIX[1])
-    bits = torch.randint(256, shape, dtype=torch.uint8, device=device)
-    yield Timing("11264x2048", (*_random_state(device), bits, 64, False))
-
-
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     nibble = dice.below(2) == 1
     radix = 14 if nibble else 64
@@ -267,12 +251,17 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 _STATE = {"trits": Array("N, row_bytes(K)", UINT8), "remainder": Array("N, K", INT8)}
 _BITS = Array("(N + 1) // 2, K", UINT8, dense="rows")
 
+_TIMED: dict[str, Any] = {
+    **OF_MATRIX, "trits": (0, 242), "remainder": (-31, 31), "radix": 64,
+    "nibble": False,
+}  # fmt: skip
 last_bits = Operation(
     "last_bits", _last_bits_triton, _last_bits_torch, last_bits_reference, _cases,
     arguments={
         **_STATE, "radix": Number(()), "nibble": Number(()), "out": replace(_BITS, optional=True)
     },
-    draw=_draw, needs_rows=False, timings=_timings,
+    draw=_draw, needs_rows=False,
+    timed=[Timed("11264x2048", **_TIMED)],
 )  # fmt: skip
 """Compute the last four bits of z.
 
@@ -299,7 +288,8 @@ take_last_bits_ = Operation(
     "take_last_bits", _take_last_bits_triton, _take_last_bits_torch, take_last_bits_reference,
     _take_cases,
     arguments={**_STATE, "bits": _BITS, "radix": Number(()), "nibble": Number(())},
-    compared=("trits", "remainder"), draw=_draw_taken, needs_rows=False, timings=_take_timings,
+    compared=("trits", "remainder"), draw=_draw_taken, needs_rows=False,
+    timed=[Timed("11264x2048", **_TIMED)],
 )  # fmt: skip
 """Change z to what its last four bits say, in place.
 

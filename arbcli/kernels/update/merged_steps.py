@@ -47,8 +47,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
 
 
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    assert step_scales.timings is not None
-    (timing,) = step_scales.timings(device, group_size)
+    (timing,) = step_scales.draw_timings(device, group_size)
     rows = (slice(begin, begin + 256) for begin in range(0, 16 * 256, 256))
     inputs = [(*(x[some] for x in timing.inputs[:3]), *timing.inputs[3:]) for some in rows]
     yield Timing("16 of 256x64", tuple(itertools.chain(*inputs)))

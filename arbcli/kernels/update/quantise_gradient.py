@@ -28,7 +28,8 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, INT32, UINT8, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.inputs import placed
-from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.timed import OF_MATRIX, Timed
 from arbcli.kernels.update.hadamard import (
     BLOCK_FITS,
     LARGEST_BLOCK,
@@ -300,18 +301,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield case("7x128 halfway", halves, 15, False, block=1)
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    grad = torch.randn(MATRIX, device=device, dtype=torch.bfloat16)
-    exponent = torch.full(MATRIX[:1], -4, dtype=torch.int8, device=device)
-    key = torch.ones((), dtype=torch.int32, device=device)
-    sums = torch.zeros(MATRIX, dtype=torch.int8, device=device)
-    low = torch.zeros(MATRIX[0] // 2, MATRIX[1], dtype=torch.uint8, device=device)
-    for add in (False, True):
-        for bits, limit, plane in ((8, 31, None), (12, 511, low)):
-            inputs = (grad, exponent, key, sums, plane, exponent.clone(), limit, LARGEST_BLOCK, add)
-            yield Timing(f"11264x2048 bf16, {bits} bits{' added' if add else ''}", inputs)
-
-
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     dtype = dice.pick((torch.int8, torch.int16, torch.int32))
     sums = torch.full((n, k), dice.below(99), dtype=dtype, device=dice.device)
@@ -342,7 +331,12 @@ quantise_gradient = Operation(
     where=(
         "low is None or sums.dtype == torch.int8", f"0 < limit <= min(32767, {_MOST})", BLOCK_FITS
     ),
-    compared=("sums", "low", "fitting"), draw=_draw, needs_rows=False, timings=_timings,
+    compared=("sums", "low", "fitting"), draw=_draw, needs_rows=False,
+    timed=[
+        Timed(f"11264x2048 bf16, {bits} bits{' added' * add}", **OF_MATRIX, exponent=-4,
+              sums=0, low=low, fitting=-4, limit=limit, block=LARGEST_BLOCK, add=add)
+        for add in (False, True) for bits, limit, low in ((8, 31, None), (12, 511, 0))
+    ],
 )  # fmt: skip
 """Quantise a gradient, and add it to integers or write it over them, in place.
 

@@ -14,11 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import (
-    digits_reference,
-    digits_torch,
-    scales_reference,
-)
+from arbcli.kernels.codec.decode_digits import digits_reference, digits_torch, scales_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.codec.scales import load_scale
@@ -193,7 +189,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
 
 def _in_one_part(_inputs: tuple, found: SignGradient) -> tuple[Tensor, ...]:
     """Add parts up, in float64."""
-    signs, (slope, *sums, _rows, _columns) = found
+    signs, (slope, *sums, _, _) = found
     return signs, slope, *(part.double().sum() for part in sums)
 
 

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, num_groups
+from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, Array
-from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.timed import Timed
 from arbcli.kernels.update.direction import OK, round_to_int
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference, random_words
 
@@ -142,14 +143,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("1x437 strided", (exponent[1:, ::3], fraction[1:, ::3], slope[1:, 1::3], *control))
 
 
-def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    shape = (MATRIX[0], num_groups(MATRIX[1], group_size))
-    exponent, fraction = torch.randint(128, (2, *shape), dtype=torch.int8, device=device) // 8
-    slope, slope_gain = torch.randn(shape, device=device), torch.tensor(2.0**16, device=device)
-    control = torch.tensor((-77, 4000, 10, 1), dtype=torch.int32, device=device)
-    yield Timing(f"{shape[0]}x{shape[1]}", (exponent, fraction, slope, slope_gain, *control))
-
-
 def _draw_slope_gain(dice: Dice) -> Tensor:
     return dice.real(dice.pick((2.0**8, 2.0**16, 3e19)))
 
@@ -163,7 +156,9 @@ step_scales = Operation(
         "gain": Array("", INT32, values=(0, 2**12)), "shift": Array("", INT32, values=(0, 19)),
         "ok": OK,
     },
-    compared=("exponent", "fraction"), sizes={"G": "k"}, timings=_timings,
+    compared=("exponent", "fraction"), sizes={"G": "k"},
+    timed=[Timed("11264x64", N=11264, G=64, exponent=(0, 15), fraction=(0, 15), slope_gain=2.0**16,
+                 gain=4000, shift=10)],
     native=_step_scales_native,
 )  # fmt: skip
 """Step the scales of a matrix in place.

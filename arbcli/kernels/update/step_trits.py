@@ -17,6 +17,7 @@ correctly rounded float32.
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, INT32, INT64, UINT8, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.timed import OF_MATRIX, Timed
 from arbcli.kernels.update.direction import (
     DIRECTION,
     GAINS_BELONG,
@@ -523,33 +525,6 @@ def _direction_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("3x165 strided", (*strided, *control()))
 
 
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator(device)
-    packed = pack_trits_torch(random_trits(*MATRIX, generator))
-    return packed, torch.randint(-15, 16, MATRIX, dtype=torch.int8, device=device)
-
-
-def _moment_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    packed, remainder = _random_state(device)
-    moment = torch.randint(-40, 41, MATRIX, dtype=torch.int8, device=device)
-    key, limit, ok = torch.tensor((-5, 2**19, 1), dtype=torch.int32, device=device)
-    wide = (2**33, 500 * moment.numel(), 0)
-    step_size, squares, flips = torch.tensor(wide, dtype=torch.int64, device=device)
-    turn = torch.full_like(key, 40503)
-    control = (key, turn, step_size, squares, limit, ok, flips)
-    yield Timing("11264x2048 moment", (packed, remainder, moment, *control, 32, 127))
-    yield Timing("11264x2048 nibble", (packed, remainder, None, *control, 8, 7))
-
-
-def _direction_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    values = torch.randn(MATRIX, dtype=torch.bfloat16, device=device)
-    gains = [torch.full((size,), 2.0**8, device=device) for size in MATRIX]
-    control = torch.tensor((-5, 3000, 10, 2**19, 1), dtype=torch.int32, device=device)
-    flips = torch.zeros((), dtype=torch.int64, device=device)
-    inputs = (*_random_state(device), values, *gains, *control, flips, 32, 127)
-    yield Timing("11264x2048 bf16", inputs)
-
-
 def draw_weights(dice: Dice, n: int, k: int, radix: int, largest: int) -> tuple[Tensor, Tensor]:
     """Draw trits and remainders, all that z can be."""
     z = dice.integers(-radix - largest, radix + largest, n, k, dtype=torch.int32)
@@ -592,6 +567,10 @@ _WEIGHTS = {"packed": Array("N, row_bytes(K)", UINT8), "remainder": Array("N, K"
 _INT32, _INT64 = Array("", INT32), Array("", INT64)
 _RADIX = {"radix": Number(()), "remainder_max": Number(())}
 
+_TIMED: dict[str, Any] = {
+    **OF_MATRIX, "packed": (0, 242), "remainder": (-15, 15), "limit": 2**19,
+    "flips": 0,
+}  # fmt: skip
 step_by_moment = Operation(
     "step_by_moment", _step_by_moment_triton, _step_by_moment_torch, step_by_moment_reference,
     _moment_cases,
@@ -601,7 +580,12 @@ step_by_moment = Operation(
         "flips": _INT64, **_RADIX,
     },
     compared=("packed", "remainder", "flips"), draw=_draw_by_moment, needs_rows=False,
-    timings=_moment_timings, native=_step_by_moment_native,
+    timed=[
+        Timed(f"11264x2048 {name}", **_TIMED, moment=moment, turn=40503, step_size=2**33,
+              squares=500 * 11264 * 2048, radix=radix, remainder_max=largest)
+        for name, moment, radix, largest in (("moment", (-40, 40), 32, 127), ("nibble", None, 8, 7))
+    ],
+    native=_step_by_moment_native,
 )  # fmt: skip
 """Step a matrix of weights by its moment, in place, carrying between trit and remainder.
 
@@ -627,7 +611,9 @@ step_by_direction = Operation(
         "ok": OK, "flips": _INT64, **_RADIX,
     },
     where=(GAINS_BELONG,), compared=("packed", "remainder", "flips"), draw=_draw_by_direction,
-    needs_rows=False, timings=_direction_timings,
+    needs_rows=False,
+    timed=[Timed("11264x2048 bf16", **_TIMED, row_gain=2.0**8, column_gain=2.0**8, gain=3000,
+                 shift=10, radix=32, remainder_max=127)],
     native=_step_by_direction_native,
 )  # fmt: skip
 """Step a matrix of weights along a direction, in place, carrying between trit and remainder.

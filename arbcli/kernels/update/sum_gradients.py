@@ -16,7 +16,8 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, UINT8, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.timed import OF_MATRIX, Timed
 from arbcli.kernels.update.hadamard import (
     BLOCK_FITS,
     LARGEST_BLOCK,
@@ -157,17 +158,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("4x8x40 not mixed", (wide, None, *apart, 1, torch.float32))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    exponent = torch.full(MATRIX[:1], -4, dtype=torch.int8, device=device)
-    low = torch.ones(4, MATRIX[0] // 2, MATRIX[1], dtype=torch.uint8, device=device)
-    for number, plane in ((1, None), (4, None), (4, low)):
-        parts = torch.ones(number, *MATRIX, dtype=torch.int8, device=device)
-        fitting = exponent.expand(number, -1).contiguous()
-        inputs = (parts, plane, exponent, fitting, LARGEST_BLOCK, torch.bfloat16)
-        bits = ", 12 bits" if plane is not None else ""
-        yield Timing(f"{number} parts of 11264x2048{bits}", inputs)
-
-
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     number, dtype = 1 + dice.below(4), dice.pick((torch.int8, torch.int16, torch.int32))
     low = None
@@ -191,7 +181,12 @@ sum_gradients = Operation(
         "block": Number(()), "dtype": Number(()),
     },
     where=("P > 0", "low is None or parts.dtype == torch.int8", BLOCK_FITS), draw=_draw,
-    needs_rows=False, timings=_timings,
+    needs_rows=False,
+    timed=[
+        Timed(f"{parts} parts of 11264x2048{', 12 bits' * bool(low)}", P=parts, **OF_MATRIX,
+              parts=1, low=low, exponent=-4, fitting=-4, block=LARGEST_BLOCK, dtype=torch.bfloat16)
+        for parts, low in ((1, None), (4, None), (4, 1))
+    ],
 )  # fmt: skip
 """Add up the parts of a gradient.
 

@@ -15,7 +15,8 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT32, Array
 from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.timed import OF_MATRIX, Timed
 from arbcli.kernels.update.direction import (
     DIRECTION,
     GAINS_BELONG,
@@ -170,14 +171,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case("2049x2080 bf16", (normal(2049, 2080).bfloat16(), None, None, ok()))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    values = torch.randn(MATRIX, dtype=torch.bfloat16, device=device)
-    gains = [torch.ones(size, device=device) for size in MATRIX]
-    yield Timing(
-        "11264x2048 bf16", (values, *gains, torch.ones((), dtype=torch.int32, device=device))
-    )
-
-
 unit_gain = Operation(
     "unit_gain", _unit_gain_triton, _unit_gain_torch, unit_gain_reference, _cases,
     Gate(relative=1e-5, reason="float32 sums of millions of squares"),
@@ -185,7 +178,9 @@ unit_gain = Operation(
      "ok": Array("", INT32)},
     where=(GAINS_BELONG,), compared=("ok",),
     draw=lambda dice, g, m, n, k: (dice.reals(n, k), *draw_gains(dice, n, k, 1.0), dice.scalar(1)),
-    needs_rows=False, timings=_timings, native=_unit_gain_native,
+    needs_rows=False,
+    timed=[Timed("11264x2048 bf16", **OF_MATRIX, row_gain=1, column_gain=1, ok=1)],
+    native=_unit_gain_native,
 )  # fmt: skip
 """Find the gain of the rows that gives a direction unit root-mean-square over the matrix.
 

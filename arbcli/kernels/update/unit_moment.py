@@ -16,7 +16,8 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, INT64, REAL, Array
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.merged import merge_launches
-from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.timed import OF_MATRIX, Timed
 
 
 def unit_moment_reference(moment: Tensor, squares: Tensor, out: Tensor) -> Tensor:
@@ -88,12 +89,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("6x353 strided", (strided, squares, out))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    moment = torch.randint(-112, 113, MATRIX, dtype=torch.int8, device=device)
-    out = torch.empty(MATRIX, dtype=torch.bfloat16, device=device)
-    yield Timing("11264x2048 bf16", (moment, moment.long().square().sum(), out))
-
-
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     moment = dice.integers(-127, 127, n, k)
     return moment, moment.long().square().sum() * (not dice.chance(0.1)), dice.reals(n, k)
@@ -104,7 +99,8 @@ unit_moment = Operation(
     arguments={
         "moment": Array("N, K", INT8), "squares": Array("", INT64), "out": Array("N, K", REAL),
     },
-    compared=("out",), draw=_draw, needs_rows=False, timings=_timings,
+    compared=("out",), draw=_draw, needs_rows=False,
+    timed=[Timed("11264x2048 bf16", **OF_MATRIX, moment=(-112, 112), squares=2**36)],
 )  # fmt: skip
 """Divide a moment by its norm.
 

@@ -16,7 +16,8 @@ turn first. Every head of keys serves as many heads of queries, which lie side b
 window of several documents s goes through the positions of t's document alone; only differences of
 angles matter, so these need not begin anew with each.
 
-Kernels compute this where `fits_kernels` says so; all other shapes are plain operations.
+Kernels compute all of this where `fits_kernels` says so. For other shapes a kernel makes q and k,
+and the rest is plain operations.
 
 A model is trained on windows of `ctx` positions, so a position attends to itself and the `ctx` - 1
 before it, in every block. That is what a forward over the whole text would give with a banded
@@ -63,7 +64,7 @@ from arbcli.model.state import Clock, Rows, State
 
 
 def fits_kernels(config: AttentionConfig) -> bool:
-    """Return whether there are kernels for such queries and keys, besides plain operations."""
+    """Return whether the kernels of whole steps take such queries, keys and values."""
     unit = config.query_key_norm == "unit" and config.rotary.stretch == 1
     return unit and config.key_heads == config.heads and not (config.bias or config.sink)
 

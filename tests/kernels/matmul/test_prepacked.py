@@ -12,6 +12,7 @@ from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.matmul import digits_matmul as digits
 from arbcli.kernels.matmul import prepacked
 from arbcli.kernels.matmul import prepacked_rows as module
+from arbcli.kernels.matmul import row_by_row as of_rows
 from arbcli.kernels.matmul import row_matmul as of_row
 from arbcli.kernels.matmul.digits_matmul import (
     DIGITS_MATMUL,
@@ -70,7 +71,7 @@ def digits_of_many_scales(device, rows=22, in_features=328) -> Packed:
 
 
 @pytest.mark.parametrize("digits", ["trit", "all"])
-def test_a_gated_matrix_is_coded_by_halves(digits, device):
+def test_a_gated_matrix_is_prepacked_by_halves(digits, device):
     packed = matrix(device, rows=22) if digits == "trit" else digits_of_many_scales(device)
     make, reference = (
         (prepack, prepacked_reference)
@@ -249,7 +250,7 @@ def test_few_rows_of_all_digits_are_cut_as_one_is():
 
 @pytest.mark.parametrize("in_features", [8, 128, 328])
 @pytest.mark.parametrize("group_size", [32, 96])
-def test_coded_weights_are_the_packed_ones(group_size, in_features, device):
+def test_prepacked_weights_are_the_packed_ones(group_size, in_features, device):
     packed = matrix(device, in_features=in_features, group_size=group_size)
     expected, weight = decode_digits_reference(packed), prepack(packed)
     for k in {0, in_features // 2, in_features - 1}:
@@ -261,7 +262,7 @@ def test_coded_weights_are_the_packed_ones(group_size, in_features, device):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_matrix_is_coded_some_rows_at_a_time(gated, monkeypatch, device):
+def test_a_matrix_is_prepacked_some_rows_at_a_time(gated, monkeypatch, device):
     packed = matrix(device, rows=90)
     whole = prepack(packed, gated)
     monkeypatch.setattr(prepacked, "PREPACKED_AT_ONCE", 2 * 16 * 384)
@@ -388,3 +389,14 @@ def test_bits_are_the_same_however_work_is_shared_out(shape, tiling, monkeypatch
     weight, x = prepack(matrix(device, *shape)), draw(5, shape[1], device=device)
     monkeypatch.setattr(of_row, "tiling_of", lambda *_: Tiling(*tiling))
     check_bits(KERNELS, x, weight, 1e-6, None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "programs"),
+    mostly_slow([(5, 2), (8, 3), (4, 4), (3, 1)], lambda rows, programs: programs == 2),
+)
+def test_bits_are_the_same_however_rows_are_shared_out(rows, programs, monkeypatch, device):
+    """Programs have as many rows each; of five by two, both have the middle one."""
+    weight, x = prepack(matrix(device, rows=50)), draw(rows, device=device)
+    monkeypatch.setattr(of_rows, "programs_of_tiles", lambda *_: programs)
+    check_bits(KERNELS, x, weight, 1e-6, draw(rows, 50, device=device))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arbcli.config.model import BlockConfig
+from arbcli.config.model import BlockConfig, StageConfig
 from arbcli.config.parts import MambaConfig
 from arbcli.config.site import Site
 from arbcli.model.packed import TernaryTensor
@@ -19,7 +19,7 @@ SITE = Site(dim=20, depth=1, ctx=64)
 
 
 def mamba_block(site=SITE) -> Block:
-    return Block(BlockConfig(mixer=CONFIG), site)
+    return Block(BlockConfig(mixer=CONFIG), StageConfig(dim=site.dim), site)
 
 
 def block(device) -> tuple[Block, dict[str, TernaryTensor]]:
