@@ -158,7 +158,7 @@ def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
 ):
     run = tmp_path / "run"
     about = ["--data", str(text_file), "--tokenizer", str(tokenizer_file), "--quiet"]
-    *_, last, _report = run_json(arb_here, "train", *SMALL, *about, "--out", str(run))
+    *_, last, _ = run_json(arb_here, "train", *SMALL, *about, "--out", str(run))
     tokenizer = Tokenizer.read(tokenizer_file)
     texts = open_texts([str(text_file)], None, seed=0, context=12)
     val = tokenised(texts.val, tokenizer)

@@ -226,7 +226,7 @@ def test_every_replay_counts_anew_what_is_done():
     step.replay()
     step.replay()
     entries, number = (ctypes.c_int64 * 2).from_address(step._made.value)
-    *_, shares, _next, done = (ctypes.c_int64 * 7).from_address(entries)
+    *_, shares, _, done = (ctypes.c_int64 * 7).from_address(entries)
     assert (number, position, done) == (1, 3, shares)
 
 
