@@ -97,7 +97,12 @@ def test_bad_gradient_changes_nothing(kind, rule, direction, bad, device):
         assert torch.equal(buffer, before[name]), name
     nonfinite = int(not math.isfinite(bad) or bad > 1)
     # rows that no byte chose are nothing to count
-    assert updater.counters() == {"nonfinite_steps": nonfinite, "refused": int(kind == "matrix")}
+    counted = {"nonfinite_steps": nonfinite, "refused": int(kind == "matrix")}
+    assert updater.counters() == counted
+    updater.begin(2, lr=1.0)
+    updater(tensor, good.clone(), *where)
+    updater.finish()
+    assert updater.counters() == counted  # a step that follows is none of them
 
 
 def test_carry_steps_z_by_the_expected_amount(device):

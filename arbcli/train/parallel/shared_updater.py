@@ -532,7 +532,6 @@ class SharedUpdater:
             id(tensor): torch.full_like(tensor.wire_exponent[:, 0], NONE)
             for tensor in self._measurable()
         }
-        self.last = False
         yield
         found = torch.cat([self._measured[id(tensor)] for tensor in self._measurable()])
         found = self.group.largest(found).split([t.out_features for t in self._measurable()])
