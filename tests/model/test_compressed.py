@@ -139,18 +139,6 @@ def test_byte_is_seen_through_its_entry_once_that_is_complete(small_compressed):
     assert moved == [place == 7 or place >= 11 for place in range(CTX)]
 
 
-def test_ten_bytes_give_two_entries_of_four():
-    sight = Sight(128, 4, 100)
-    assert list(sight.groups(10)) == [0, 1, 2]
-    lm = build_model(preset("tiny", attention="compressed", ctx=10, layers=1), torch.float32)
-    lm.initialise(0)
-    cache = lm.new_cache(10)
-    with torch.no_grad():
-        lm(text(1, 10), cache)
-    assert cache.main.blocks[0].choice[:2].tolist() == [0, 1]
-    assert (cache.main.blocks[0].entries.codes.norm(dim=(1, 2)) > 0).sum() == 2
-
-
 def test_choice_of_all_entries_is_dense_attention_bit_by_bit(small_compressed):
     chosen = model(small_compressed, top_k=8, ratios=(3,))
     dense = model(small_compressed, indexed_ratio=2, ratios=(3,))
@@ -224,17 +212,6 @@ def test_indexer_reads_what_gains_of_a_norm_make(small_compressed):
     assert not torch.allclose(indexer.queries(x, None, angles)[1], wanted[1])
 
 
-def test_eight_bits_take_half_of_the_cache():
-    with torch.device("meta"):
-        lm = build_model(PRESETS["arb-long"])
-        sizes = {}
-        for kv in (None, "int8", "fp8"):
-            with lm.keeping(kv):
-                sizes[kv] = lm.new_cache(16384).nbytes
-    assert 8.4 < sizes[None] / 2**20 < 8.5
-    assert sizes["int8"] == sizes["fp8"] < 0.54 * sizes[None]
-
-
 def test_sink_alone_takes_what_it_is_given():
     x = torch.randn(1, 5, 2, 4)
     recent, table = torch.randn(1, 5, 1, 4), torch.ones(5, 2)
@@ -280,28 +257,6 @@ def test_option_agrees_with_its_reference(options, small_compressed, device):
     assert not [result for result in results if not result.passed]
 
 
-def test_entry_of_means_is_the_mean_of_its_bytes(small_compressed):
-    lm = model(small_compressed, layers=1, mean_ratio=3, ratios=(3,), top_k=99)
-    layer = lm.blocks[0].attention
-    values = torch.randn(1, 2, 3, layer.kv)
-    with torch.no_grad():
-        found = layer.compress(values, torch.zeros_like(values))
-    mean = values.mean(dim=2).unflatten(-1, (layer.kv_heads, -1))
-    torch.testing.assert_close(found, torch.nn.functional.rms_norm(mean, mean.shape[-1:], eps=1e-6))
-    assert layer.projection.weight.out_features == layer.inner + 2 * layer.kv
-
-
-def test_gains_of_keys_are_of_both_kinds_of_keys(small_compressed):
-    lm, ids = model(small_compressed, key_gain=True, layers=1), text(1)
-    gain, before = lm.blocks[0].attention.key_gain.weight, lm(ids)
-    plain = model(small_compressed, layers=1)
-    assert set(lm.weights()) - set(plain.weights()) == {"blocks.0.attention.key_gain.weight"}
-    gain.initialise(0, 0)
-    plain.load_state_dict({name: lm.state_dict()[name] for name in plain.state_dict()})
-    of_ones = (lm(ids) - plain(ids)).abs().max()  # the first gains are one but for their scale
-    assert 10 * of_ones < (lm(ids) - before).abs().max()
-
-
 def test_attention_of_a_preset_is_chosen_by_name():
     long = PRESETS["arb-long"]
     dense = preset("arb-long", attention="dense")
@@ -339,14 +294,3 @@ def test_operations_grow_with_what_is_seen():
     more = preset("arb-long", top_k=138)
     sparse = 6 * config.ctx * 2 * 12 * 128 * 10
     assert forward_operations(more) - forward_operations(config) == 2 * sparse
-
-
-@pytest.mark.parametrize("kv", [None, "int8-mixed"])
-@torch.no_grad()
-def test_several_texts_have_the_logits_of_each(kv, small_compressed):
-    lm, ids = model(small_compressed, **MEANS_AND_GAINS), text(3, 14)
-    with lm.keeping(kv):
-        cache = lm.new_several_cache(3, 14)
-        cache.going_on.fill_(1)
-        found = torch.cat([lm(part, cache) for part in ids.split(1, dim=1)], dim=1)
-        torch.testing.assert_close(found, lm(ids), **CLOSE)

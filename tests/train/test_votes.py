@@ -38,18 +38,6 @@ def flips(tensor: TernaryTensor, updater: Updater, grads: list[torch.Tensor], fi
     return found
 
 
-@pytest.mark.parametrize(
-    ("fixes", "first", "gradients"),
-    [((), 0, 3), (("threshold",), 0, 7), (("threshold",), 24, 6), (("threshold",), 50, 5),
-     (("threshold",), 100, 3), (("threshold",), 10**6, 3), (("bound",), 0, 3)],
-)  # fmt: skip
-def test_equal_gradients_flip_trits_after_as_many_as_the_threshold(fixes, first, gradients, device):
-    tensor, updater = build(device, *fixes)
-    found = flips(tensor, updater, [gradient(device)] * gradients, first)
-    assert found[:-1] == [0] * (gradients - 1)
-    assert found[-1] > 0
-
-
 def test_threshold_falls_while_votes_gather(device):
     """Six votes are there after step 24, and the threshold of step 25 is six."""
     tensor, updater = build(device, "threshold")
@@ -102,14 +90,3 @@ def test_size_of_a_gradient_is_not_read(fixes, device):
         states.append({name: part.clone() for name, part in tensor.state.items()})
     for other in states[1:]:
         assert all(torch.equal(part, states[0][name]) for name, part in other.items())
-
-
-@pytest.mark.parametrize("fix", VOTES_FIXES)
-def test_each_fix_changes_a_run(fix, device):
-    grads = [gradient(device, seed // 4) for seed in range(12)]
-    states = []
-    for fixes in ((), (fix,)):
-        tensor, updater = build(device, *fixes)
-        flips(tensor, updater, grads)
-        states.append(torch.cat([part.flatten().int() for part in tensor.state.values()]))
-    assert not torch.equal(*states)
