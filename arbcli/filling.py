@@ -23,7 +23,7 @@ EXTRA = FILL_SYMBOLS + 2
 """Symbols of a window besides its text."""
 
 
-def arranged(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Tensor:
+def in_layout(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Tensor:
     """Put the parts of a text, (N,) int64 each, in the order in which a model reads them.
 
     Args:
@@ -68,7 +68,7 @@ def cut(
         length = min(int((size + 1) ** share), size)
         begin = min(int(place * (size - length + 1)), size - length)
         parts = row[:begin], row[begin : begin + length], row[begin + length : size]
-        given = arranged(*parts, vocabulary)
+        given = in_layout(*parts, vocabulary)
         learnt = given.masked_fill(given >= vocabulary, -1)
         learnt[1:3] = -1
         rows.append((given, learnt))

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from arbcli.media.pictures import coded_bytes, decode_pixels
+from arbcli.media.pictures import decode_pixels, encoded_bytes
 from arbcli.media.sound import decode_samples, encode_samples, flac_bytes
 from arbcli.media.spans import SAMPLE_BYTES, PictureHeader, SoundHeader
 
@@ -170,7 +170,7 @@ class Record(NamedTuple):
     def sizes(self) -> dict[str, int]:
         """Count the bytes that it takes in lossless formats."""
         if isinstance(self.header, PictureHeader):
-            return coded_bytes(decode_pixels(self.body, self.header))
+            return encoded_bytes(decode_pixels(self.body, self.header))
         sizes = {"FLAC": flac_bytes(decode_samples(self.body, self.header), self.header.rate)}
         if self.header.form == "mulaw":
             sizes["FLAC of codes"] = flac_bytes_of_codes(self.body)

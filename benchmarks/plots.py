@@ -161,7 +161,7 @@ def draw_frontier(runs: Runs) -> Any:
     figure, axes = pyplot.subplots(figsize=(8, 4.1))
     losses = frontier_losses()
     peaks = sorted({min(row["peak_mib"], FRONTIER_BUDGETS[-1]) for row in rows_of(runs)})
-    for kind, (label, colour, _mark) in LINES.items():
+    for kind, (label, colour, _) in LINES.items():
         best = [(peak, best_within(runs, losses, kind, peak)) for peak in peaks]
         known = [(peak, found[0]) for peak, found in best if found]
         if known:

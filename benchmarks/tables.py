@@ -538,6 +538,61 @@ def tuning_rates(runs: Runs) -> str:
     return markdown(["way", "rate", "new text", "old text"], lines) + source(runs)
 
 
+WAYS_TO_TRITS = {
+    "muon": "straight-through latents, Muon",
+    "moment imported": "`moment`, all digits, as imported",
+    "nibble imported": "`nibble`, all digits, as imported",
+    "moment rounded": "`moment`, rounded without training",
+    "nibble rounded": "`nibble`, rounded without training",
+}
+
+
+def ways_to_trits(runs: Runs) -> str:
+    """List ways to a ternary model, those with the least loss of both texts first."""
+    lines = []
+    for row in sorted(rows_of(runs), key=lambda row: row["new"] + row["old"]):
+        way = WAYS_TO_TRITS.get(row["kind"], f"`{row['kind']}`, fading")
+        lines.append(
+            [
+                way + (", taught" if row["taught"] else ""),
+                f"{row['lr']:g}" if row["lr"] else "",
+                f"{row['new']:.4f}",
+                f"{row['old']:.4f}",
+                f"{row['state_bytes'] / 1e6:.0f}" if row["state_bytes"] else "",
+            ]
+        )
+    return _measured(["way", "rate", "novels", "code", "state, MB"], lines, runs)
+
+
+def low_rates(runs: Runs) -> str:
+    """List losses at low rates, and each as a share of what float weights gain at the rate."""
+    rates = sorted({row["lr"] for row in rows_of(runs, kind="float")}, reverse=True)
+    begun, lines = row_of(runs, kind="begun"), []
+    for kind, rounding in dict.fromkeys((row["kind"], row["rounding"]) for row in rows_of(runs)):
+        cells = []
+        for lr in rates:
+            row = row_of(runs, kind=kind, rounding=rounding, lr=lr)
+            best = row_of(runs, kind="float", lr=lr)
+            if row is None or best is None or begun is None:
+                cells += ["", ""]
+            else:
+                share = (begun["new"] - row["new"]) / (begun["new"] - best["new"])
+                cells += [f"{row['new']:.4f}", f"{share:.1%}".replace("%", " %")]
+        if any(cells):
+            lines.append([kind, ROUNDINGS[rounding], *cells])
+    head = ["weights", "rounding", *(name for lr in rates for name in (f"{lr:g}", "of the gain"))]
+    return _measured(head, lines, runs)
+
+
+ROUNDINGS = {
+    "none": "",
+    "random": "random bits",
+    "turned": "low-discrepancy bits",
+    "nearest": "to the nearest",
+    "kept": "to the nearest, the error kept in float32",
+}
+
+
 def _seeds(rows: list[Row], **fields: Any) -> list[str]:
     """List new and old losses of all seeds."""
     some = [row for row in rows if all(row[name] == value for name, value in fields.items())]

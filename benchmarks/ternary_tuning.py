@@ -75,7 +75,8 @@ def fade(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     model = replace(saved_config(read_saved(begun, print).checkpoint), digits="fade")
     config = new_config(
         preset=model, batch=BATCH, device=device, warmup=WARMUP, eval_every=0, keep=1,
-        lr=way.lr, steps=way.steps, seed=way.seed, teacher=str(begun) if way.taught else None,
+        fade_from=0.0, lr=way.lr, steps=way.steps, seed=way.seed,
+        teacher=str(begun) if way.taught else None,
         data=[str(texts / name) for name in TRAINED_ON],
         val=[str(texts / name) for name in HELD_OUT],
     )  # fmt: skip

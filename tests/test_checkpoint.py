@@ -330,7 +330,7 @@ def test_load_refuses_trailing_bytes(saved):
     assert "1 bytes too many" in refusal(saved)
 
 
-def test_load_refuses_what_is_no_readable_file(tmp_path, saved):
+def test_load_refuses_what_is_not_a_readable_file(tmp_path, saved):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "locked").touch(mode=0)
     assert "not a regular file" in refusal(tmp_path)
@@ -462,7 +462,7 @@ def test_load_names_a_tensor_of_another_dtype(saved):
     ],
     ids=lambda text: f"{text[:20]!r}x{len(text)}",
 )  # fmt: skip
-def test_load_refuses_a_header_that_is_no_json_of_ours(tmp_path, text):
+def test_load_refuses_a_header_that_is_not_json_of_ours(tmp_path, text):
     path = tmp_path / "step-000001.safetensors"
     path.write_bytes(pack(text))
     refusal(path)
@@ -471,7 +471,7 @@ def test_load_refuses_a_header_that_is_no_json_of_ours(tmp_path, text):
 @pytest.mark.parametrize(
     "inner", ['{"format":NaN}', '{"format":1,"format":1}', "[" * 5000, '{"a":' * 990 + "1"]
 )
-def test_load_refuses_metadata_that_is_no_json_of_ours(tmp_path, inner):
+def test_load_refuses_metadata_that_is_not_json_of_ours(tmp_path, inner):
     path = tmp_path / "step-000001.safetensors"
     path.write_bytes(pack({"__metadata__": {"arb": inner}}))
     refusal(path)
@@ -489,7 +489,7 @@ def test_load_refuses_a_huge_header_unread(tmp_path, length):
     tracemalloc.stop()
 
 
-def test_hint_about_a_file_that_is_not_ours_is_no_advice_to_delete_it(tmp_path):
+def test_hint_about_a_file_that_is_not_ours_does_not_advise_to_delete_it(tmp_path):
     (tmp_path / "text.txt").write_bytes(b"a text that its owner needs")
     with pytest.raises(ArbError) as caught:
         load_checkpoint(tmp_path / "text.txt")
@@ -734,7 +734,7 @@ def test_write_json_is_atomic(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", [b"", b'{"seed": ', b"\xff", b"[" * 100_000], ids=len)
-def test_read_json_refuses_what_is_no_json(tmp_path, text):
+def test_read_json_refuses_what_is_not_json(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_bytes(text)
     with pytest.raises(ArbError, match="is not JSON") as caught:

@@ -316,7 +316,7 @@ def test_few_files_are_split_within_where_one_is_most_of_them(tmp_path, large):
 
 
 @pytest.mark.parametrize(("context", "split"), [(9, "within"), (10, "files"), (11, "files")])
-def test_tenths_of_files_that_are_no_window_together_are_not_held_out(tmp_path, context, split):
+def test_tenths_of_files_that_are_not_a_window_together_are_not_held_out(tmp_path, context, split):
     paths = write_all(tmp_path, [random_bytes(90), random_bytes(19)])
     texts = [open_texts(list(map(str, paths)), None, seed=s, context=context) for s in range(4)]
     assert {found.split for found in texts} == {split}
@@ -582,7 +582,7 @@ def test_text_that_cannot_be_opened_is_refused_with_a_way_out(name, tmp_path):
     assert words.format(here=f"{tmp_path}/") in message_of(error)
 
 
-def test_text_names_what_is_no_file_or_no_longer_one(tmp_path):
+def test_text_names_what_is_not_a_file_or_no_longer_one(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     first, second = write_all(tmp_path, [b"abc", b"def"])
     text = Text([first, second])

@@ -55,7 +55,7 @@ COUNTS = "cpu  1 2 3\nprocs_running {}\nprocs_blocked 0\n"
     [("train", (2, 3, 2), "2000"), ("train", (2, 1), "12000"), ("train", ("",), "12000"),
      ("train --weights float", (2,), None), ("generate", (), "12000"), ("", (), "12000")],
 )  # fmt: skip
-def test_threads_spin_less_beside_other_programs(line, running, spins, empty, monkeypatch):
+def test_threads_spin_less_next_to_other_programs(line, running, spins, empty, monkeypatch):
     counts = iter(running)
     file = mock.Mock(read_text=lambda: COUNTS.format(next(counts)) if running != ("",) else "cpu")
     monkeypatch.setattr(environment, "COUNTS", file)

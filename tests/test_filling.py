@@ -10,7 +10,7 @@ from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
 from arbcli.data import open_texts
 from arbcli.errors import ArbError
-from arbcli.filling import EXTRA, arranged, cut
+from arbcli.filling import EXTRA, cut, in_layout
 from arbcli.infer.generation import Sampling
 from arbcli.infer.holes import fill_in_order
 from arbcli.model.build import build_model
@@ -43,7 +43,7 @@ def apart(row: list[int]) -> tuple[list[int], list[int], list[int]]:
 @pytest.mark.parametrize("sizes", [(2, 3, 4), (0, 1, 0), (5, 300, 0)])
 def test_a_hole_comes_after_both_sides(sizes):
     parts = torch.arange(sum(sizes)).remainder(251).split(sizes)
-    row = arranged(parts[0], parts[1], parts[2], 256)
+    row = in_layout(parts[0], parts[1], parts[2], 256)
     assert len(row) == sum(sizes) + EXTRA
     assert apart(row.tolist()) == tuple(part.tolist() for part in parts)
 
@@ -75,7 +75,7 @@ def test_every_other_window_has_a_hole_anywhere_and_of_any_length():
     assert abs(float((lone[:, 4] == PREFIX).float().mean()) - 0.5) < 0.127
 
 
-def test_a_window_is_cut_alike_whoever_draws_it():
+def test_a_window_is_cut_alike_by_every_process():
     ids = torch.arange(30).repeat(8, 1)
     whole = cut(ids, 256, seed=3, step=1, numbers=range(8))
     for number in range(8):

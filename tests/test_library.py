@@ -61,7 +61,7 @@ def test_model_takes_any_integers(dtype, run):
         (torch.ones(1, 3, dtype=torch.bool), "integers, and got torch.bool"),
     ],
 )
-def test_what_is_no_batch_of_bytes_is_refused_in_a_sentence(ids, message, run):
+def test_what_is_not_a_batch_of_bytes_is_refused_in_a_sentence(ids, message, run):
     with pytest.raises(ValueError, match=message):
         load_model(run, device="cpu")(ids)
 

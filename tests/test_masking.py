@@ -55,7 +55,7 @@ def test_every_symbol_is_hidden_as_often():
     assert abs(int(both) - 6000 * sum(k * (k - 1) for k in range(1, 13)) / 12 / 132) < 193
 
 
-def test_a_window_is_hidden_alike_whoever_draws_it():
+def test_a_window_is_hidden_alike_by_every_process():
     whole = hidden_of(10)
     for some in (range(3), range(1, 10, 2), range(9, 10)):
         assert torch.equal(hidden_of(10, numbers=some), whole[list(some)])

@@ -83,7 +83,7 @@ def test_brackets_are_said_as_they_are(capsys):
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_object_that_is_no_json_is_not_printed(number, capsys):
+def test_object_that_is_not_json_is_not_printed(number, capsys):
     with pytest.raises(ValueError, match="not JSON compliant"):
         output.emit_json({"loss": number})
     assert capsys.readouterr().out == ""

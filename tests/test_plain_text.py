@@ -197,7 +197,7 @@ def test_file_that_unpacks_to_too_much_is_refused_and_leaves_nothing(tmp_path, c
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "", "x"])
-def test_limit_that_is_no_number_is_refused(value, tmp_path, monkeypatch):
+def test_limit_that_is_not_a_number_is_refused(value, tmp_path, monkeypatch):
     monkeypatch.setenv("ARB_UNPACKED_GIB", value)
     (tmp_path / "a.gz").write_bytes(gzip.compress(TEXT))
     with pytest.raises(ArbError, match=f"the environment variable `ARB_UNPACKED_GIB` is `{value}`"):

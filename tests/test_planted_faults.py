@@ -655,7 +655,7 @@ FAULTS = [
     module("cut short", "window to both sides has nothing after a position", "model.parts.window",
         rewrite("(k <= q) if c else (k < q + w)", "k <= q"), "masked: output"),
     module("normaliser", "hidden bytes of all windows count alike", "model.language_model",
-        rewrite("h * (t / h.sum(dim=1, keepdim=True))", "h * (h.numel() / h.sum())"),
+        rewrite("t.shape[1] / h.sum(dim=1, keepdim=True)", "h.numel() / h.sum()"),
         "masked: end to end"),
     # the composite head
     module("normaliser", "heads averaged over bytes of all kinds", "model.parts.composite",
@@ -667,7 +667,8 @@ FAULTS = [
         "nearest: whole gradient"),
     # the model that fills holes from left to right
     module("normaliser", "bytes of windows without marks count for less", "model.language_model",
-        rewrite("total / l.sum().clamp(min=1)", "total / l.numel()"), "fill: end to end"),
+        rewrite("self._symbol_losses(f, t).sum() / l.sum().clamp(min=1)",
+                "self._symbol_losses(f, t).sum() / l.numel()"), "fill: end to end"),
     # the model of chunks
     module("causality", "window of attention sees later bytes", "model.parts",
         rewrite("(k <= q) if c else (k < q + w)", "k < q + w"), "hnet: causality"),

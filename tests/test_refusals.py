@@ -78,6 +78,10 @@ CONFIGURATIONS = {
     "end of a constant rate": (of_run(schedule="constant", final_lr=0.5),
         "has no other at the end", "`final_lr` out, or choose another `schedule`",
         ("final_lr", "schedule")),
+    "fading of other weights": (of_run(digits="all", fade_from=0.1), "do not fade have no step",
+        "`fade_from` out, or use `digits=fade`", ("fade_from", "digits")),
+    "fading beyond the end": (of_run(digits="fade", fade_from=0.6), "`fade_from` is 0.6",
+        "use 0 to 0.5, as fading takes 0.5 of the steps", ("fade_from",)),
     "schedule": (of_run(schedule="step"), "`schedule` is `step`",
         "`cosine`, `linear`, `wsd`, `constant`", ("schedule",)),
     "odd rotary": (of_model("arb-tiny", rotary=5), "heads of 64 have no even part of 5",
@@ -160,7 +164,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_file_that_is_no_gguf_of_ours_is_refused(name, tmp_path):
+def test_file_that_is_not_a_gguf_of_ours_is_refused(name, tmp_path):
     content, why = FILES[name]
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(ArbError) as caught:

@@ -133,7 +133,7 @@ def test_characters_come_as_soon_as_they_are_whole(tokenizer):
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"model": {"type": "none"}}'])
-def test_file_that_is_no_tokenizer_is_refused_in_one_line(content, tmp_path, tokenizer_file):
+def test_file_that_is_not_a_tokenizer_is_refused_in_one_line(content, tmp_path, tokenizer_file):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
     with pytest.raises(ArbError, match="describes no tokenizer") as refused:
@@ -158,7 +158,7 @@ def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
 ):
     run = tmp_path / "run"
     about = ["--data", str(text_file), "--tokenizer", str(tokenizer_file), "--quiet"]
-    *_, last, _report = run_json(arb_here, "train", *SMALL, *about, "--out", str(run))
+    *_, last, _ = run_json(arb_here, "train", *SMALL, *about, "--out", str(run))
     tokenizer = Tokenizer.read(tokenizer_file)
     texts = open_texts([str(text_file)], None, seed=0, context=12)
     val = tokenised(texts.val, tokenizer)

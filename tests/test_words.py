@@ -57,3 +57,19 @@ def test_no_prose_has_a_word_that_is_retired(pattern):
             found += [f"{name}: {word[0]}" for word in words.finditer(prose_of(path))]
     assert len(files()) > 500
     assert found == []
+
+
+STORED = {"beside", "BESIDE", "_Beside"}
+"""Names that files store: a part next to the embedding."""
+
+
+def test_no_name_has_a_word_that_is_retired():
+    found, words = set(), re.compile(rf"(?i)(?<![a-z])(?:{retired()})(?![a-z])")
+    for path in files():
+        text = path.read_text("utf-8")
+        if path.suffix == ".py" and words.search(text.replace("_", " ")):
+            for part in tokenize.generate_tokens(io.StringIO(text).readline):
+                name = part.string if part.type == tokenize.NAME else ""
+                if words.search(name.replace("_", " ")) and name not in STORED:
+                    found.add(f"{path.relative_to(ROOT)}: {name}")
+    assert not found

@@ -40,8 +40,9 @@ class Command(TyperCommand):
 
 
 def _without_range(text: str) -> str:
-    """Leave the range out of `[default: 200; x>=1]`, or of `[x>=1]`."""
-    return _RANGE.sub(lambda found: found[1] if found[0][0] == ";" else "", text)
+    """Leave the range out of `[default: 200; x>=1]`, or of `[x>=1]`; one space is before either."""
+    text = _RANGE.sub(lambda found: found[1] if found[0][0] == ";" else "", text)
+    return text.replace("  [", " [")
 
 
 def _with_readable_type(param: Any, text: str) -> str:

@@ -26,6 +26,8 @@ LOSSES = ("text", "ponder", "ratio", "indexer")
 """Parts of a loss: see `LanguageModel.losses`."""
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 """Choices of `schedule`."""
+FADING_SHARE = 0.5
+"""Of a run, in which weights fade from all digits to the trit."""
 COMPUTES = ("bf16", "fp8", "nvfp4", "fp32")
 """Choices of `compute`."""
 BACKENDS = ("triton", "native", "torch", "interpreter")
@@ -148,6 +150,16 @@ class TrainConfig:
         float | None,
         Setting(
             "Learning rate at the end.", OPTIMISATION, least=0, default="lr / 20", decisive=True
+        ),
+    ] = None
+    fade_from: Annotated[
+        float | None,
+        Setting(
+            "Share of the steps after which weights anneal, which takes half of the steps.",
+            OPTIMISATION,
+            least=0,
+            default="0.4, or 0 for a run that begins with weights of all digits",
+            decisive=True,
         ),
     ] = None
     seed: Annotated[
@@ -322,6 +334,18 @@ class TrainConfig:
         if not 0 < self.lr <= 64:
             raise ArbError(
                 f"`lr` is {self.lr}", hint="use a number above 0 and at most 64", fields=("lr",)
+            )
+        if self.fade_from is not None and self.model.digits != "fade":
+            raise ArbError(
+                "weights that do not fade have no step at which they begin to",
+                hint="leave `fade_from` out, or use `digits=fade`",
+                fields=("fade_from", "digits"),
+            )
+        if self.fade_from is not None and not 0 <= self.fade_from <= 1 - FADING_SHARE:
+            raise ArbError(
+                f"`fade_from` is {self.fade_from}",
+                hint=f"use 0 to {1 - FADING_SHARE}, as fading takes {FADING_SHARE} of the steps",
+                fields=("fade_from",),
             )
         if self.final_lr is not None and not 0 <= self.final_lr <= self.lr:
             raise ArbError(

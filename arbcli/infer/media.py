@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arbcli.data import Text
-from arbcli.media.pictures import coded_bytes, decode_pixels
+from arbcli.media.pictures import decode_pixels, encoded_bytes
 from arbcli.media.sound import decode_samples, flac_bytes
 from arbcli.media.spans import Header, SoundHeader, find_spans
 
@@ -117,7 +117,7 @@ class MediaLosses:
                     sizes = {"FLAC": flac_bytes(values, header.rate)}
                 else:
                     units += header.units
-                    sizes = coded_bytes(decode_pixels(body, header))
+                    sizes = encoded_bytes(decode_pixels(body, header))
             for name, count in sizes.items():
                 peers[name] = peers.get(name, 0) + count
         size, nats = sum(part.stop - part.start for part, _ in each), sum(nats for _, nats in each)

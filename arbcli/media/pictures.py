@@ -167,7 +167,7 @@ def write_picture(path: Path, body: bytes, header: PictureHeader) -> None:
         raise ArbError(f"cannot write `{path}`: {error}", hint="check its folder") from None
 
 
-def coded_bytes(pixels: "np.ndarray") -> dict[str, int]:
+def encoded_bytes(pixels: "np.ndarray") -> dict[str, int]:
     """Count the bytes of a picture as PNG and as lossless WebP, each at its best level."""
     image = import_module("PIL.Image").fromarray(pixels)
     sizes = {}

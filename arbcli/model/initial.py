@@ -18,8 +18,11 @@ def projection_std(in_features: int) -> float:
 
 
 def output_std(in_features: int, layers: int) -> float:
-    """Choose that of a matrix whose product is added to the stream, one of two in each block."""
-    return projection_std(in_features) / math.sqrt(2 * layers)
+    """Choose that of a matrix whose product is added to the stream, one of two in each block.
+
+    Of a stage without blocks, as for a head with an MLP, it is that of one block.
+    """
+    return projection_std(in_features) / math.sqrt(2 * max(1, layers))
 
 
 def head_std(in_features: int) -> float:

@@ -218,7 +218,7 @@ class Stack(nn.ModuleList):
             return Flow(torch.cat([flow.whole() for flow in rows]))
         if self.streams > 1:
             x = spread_streams(x, self.streams)
-            if is_compiled(next(iter(self))):
+            if any(map(is_compiled, self)):
                 x = x.contiguous()  # for strides of its own a block would be compiled once more
         added: Tensor | None = None
         losses: list[Losses] = []

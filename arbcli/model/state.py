@@ -188,7 +188,6 @@ class State:
         states = []
         for text, clock in enumerate(self.clock.each):
             own = copy.copy(self)
-            own.__dict__.pop("each", None)
             own.clock = clock
             for name in self.by_text:
                 part = getattr(self, name)

@@ -903,7 +903,9 @@ def _blocks(
         own = within(f"{name}.") | {f"input of {name}": (source, of_x)}
         yield from compare(name, got, grad, wanted, own, besides)
         last = (y, stage)
-    if last and last[1] == 0 and not config.main.router:
+    memories = config.main.memories
+    after_blocks = config.main.router or (memories and memories.place == config.layers)
+    if last and last[1] == 0 and not after_blocks:  # what the head reads is the last block's
         y, got = last[0], found.outputs["head"]
         source = y.detach().double().requires_grad_()
         x = source.mean(dim=2) if source.dim() == 4 else source

@@ -112,5 +112,7 @@ def test_what_was_typed_ahead_is_neither_shown_nor_kept(monkeypatch):
             select.select([theirs], [], [])  # it has come
         os.write(ours, b"late\n")
         assert stdin.readline() == "late\n"
+        shown, _, _ = select.select([ours], [], [], 10.0)  # and no echo is waited for in vain
+        assert shown
         assert os.read(ours, 99) == b"late\r\n"
     os.close(ours)

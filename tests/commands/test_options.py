@@ -142,6 +142,7 @@ def test_page_of_help_fits_80_columns(command):
     page, short = (CliRunner().invoke(app, [*command.split(), f]).stdout for f in ("--help", "-h"))
     assert page == short
     assert max(map(len, page.splitlines())) <= 80
+    assert ".  [" not in page
     assert page.isascii()
 
 

@@ -197,7 +197,7 @@ def test_what_passed_is_remembered_and_said_to_be():
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stop_before_anything_is_verified_is_no_error(number, code, monkeypatch):
+def test_stop_before_anything_is_verified_is_not_an_error(number, code, monkeypatch):
     monkeypatch.setattr(
         "arbcli.verify.run.resolve_device", mock.Mock(side_effect=Interrupted(number.name))
     )

@@ -1,8 +1,10 @@
 """What a command is told reaches the function that does its work, each thing where it belongs."""
 
+import inspect
 import io
 import json
 import os
+import pkgutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -104,6 +106,10 @@ def test_model_that_is_tuned_brings_what_was_not_asked_for(
     new_config = "arbcli.train.configure.new_config"
     given = asked(new_config, "train", "--init-from", "some/run", "--device", "cpu", *words).kwargs
     assert (given["lr"], given["tokenizer"]) == (lr, tokenizer)
+    assert "fade_from" not in given
+    fading = ["train", "--init-from", "some/run", "--device", "cpu", "--weights", "anneal", *words]
+    assert asked(new_config, *fading).kwargs["fade_from"] == 0
+    assert asked(new_config, *fading, "--fade-from", "0.2").kwargs["fade_from"] == 0.2
 
 
 def test_logger_that_is_named_twice_hears_once(asked, monkeypatch):
@@ -308,3 +314,47 @@ def test_snapshot_may_end_in_either_of_its_suffixes(asked, tmp_path):
     words = ["audit-memory", *SIZES, "--device", "cpu", "--snapshot"]
     for name in ("a.pickle", "a.pkl"):
         assert asked("arbcli.train.configure.new_config", *words, str(tmp_path / name))
+
+
+LEFT_OUT = {
+    "generate x": ("infer.generation.continue_text",
+        {"kv": None, "ends": (), "ahead": 1, "sampling": (0.8, 256, 1.0, 0), "length": 512}),
+    "generate x --prompts p.jsonl": ("infer.several.continue_several", {"batch": None, "kv": None}),
+    "evaluate x --data t.txt": ("infer.evaluation.evaluate",
+        {"stride": None, "batch": 16, "kv": None, "draws": None}),
+    "export some/run --to hf": ("export.run.export", {"out": None, "kind": None}),
+    "probe-loss": ("inspect.probe.probe", {"steps": 12}),
+    "probe-loss x": ("inspect.probe.open_saved", {"steps": 12, "backend": None}),
+    "audit-memory": ("inspect.audit.audit", {"snapshot": None, "floats": False}),
+    "check some/run": ("train.check.check_run", {"steps": None}),
+}  # fmt: skip
+"""What a command hands on to the function that works, where no option is given."""
+
+
+@pytest.mark.parametrize("words", LEFT_OUT)
+def test_option_that_is_left_out_is_handed_on_as_such(words, asked, monkeypatch):
+    model = SimpleNamespace(config=SimpleNamespace(is_masked=False))
+    loaded = mock.Mock(return_value=(model, "its name"))
+    monkeypatch.setattr(load, "load_named_model", loaded)
+    monkeypatch.setattr(room, "check_memory", mock.Mock())
+    Path("config.json").unlink()
+    Path("some/run/config.json").touch()
+    Path("t.txt").write_text("a text")
+    Path("p.jsonl").write_text('"a"')
+    function, expected = LEFT_OUT[words]
+    called = pkgutil.resolve_name(f"arbcli.{function}")
+    device = () if words.startswith(("export", "check")) else ("--device", "cpu")
+    call = asked(f"arbcli.{function}", *words.split(), *device)
+    given = inspect.signature(called).bind(*call.args, **call.kwargs).arguments
+    if "sampling" in given:
+        given["sampling"] = tuple(asdict(given["sampling"]).values())
+    assert {name: given.get(name, "absent") for name in expected} == expected
+    assert [args.args[3] for args in loaded.call_args_list] == [None] * loaded.call_count
+
+
+def test_audit_tells_how_many_steps_it_measures(asked, capfd):
+    call = asked("arbcli.inspect.audit.audit", "audit-memory", *SIZES, "--device", "cpu",
+                 "--steps", "7")  # fmt: skip
+    call.args[2](SimpleNamespace(state_bytes=3 << 20, peak_bytes=5 << 20))
+    said = "predicted: 3.0 MiB of state, a peak of 5.0 MiB; measuring 7 steps"
+    assert said in capfd.readouterr().err

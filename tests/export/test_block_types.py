@@ -101,3 +101,13 @@ def test_blocks_that_do_not_fit_are_refused(group, columns):
     trits, scales = trits_and_scales(1, columns, group)
     with pytest.raises(ArbError, match="not the blocks of 32"):
         encode_digits("w", trits, scales, group, Q4_0)
+
+
+@pytest.mark.parametrize("kind", [Q4_0, Q2_0, Q8_0])
+def test_scale_of_a_block_of_zeros_is_written_as_zero(kind):
+    """Whatever it is: fp16 need not hold it."""
+    scales = torch.tensor([[1e9, 0.5, 2.0**-40]])
+    digits = torch.zeros(1, 3 * kind.block, dtype=torch.int8)
+    digits[0, kind.block] = 1
+    blocks = encode_digits("w", digits, scales, kind.block, kind).view(3, kind.block_bytes)
+    assert blocks[:, :2].view(torch.float16).flatten().tolist() == [0.0, 0.5, 0.0]

@@ -144,7 +144,7 @@ def test_seconds_of_an_export_are_those_from_its_begin_to_its_end(saved, tmp_pat
 
 
 @pytest.mark.parametrize("form", ["hf", "safetensors"])
-def test_run_whose_name_is_no_utf_8_is_exported(saved, tmp_path, form):
+def test_run_whose_name_is_not_utf_8_is_exported(saved, tmp_path, form):
     run = tmp_path / os.fsdecode(b"run \xff")
     run.mkdir()
     (run / "config.json").write_text('{"config": {"compute": "fp32"}}')

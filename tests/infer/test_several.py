@@ -368,7 +368,7 @@ def test_file_without_prompts_is_refused():
         read("", "  ")
 
 
-def test_line_that_is_no_json_is_shown_without_its_end_and_in_part():
+def test_line_that_is_not_json_is_shown_without_its_end_and_in_part():
     long, longest = "x" * 41, "x" * 40
     for line, shown in (
         (b" It was\r\n", "It was"), (longest.encode(), longest), (long.encode(), f"{longest}..."),
@@ -382,5 +382,5 @@ def test_line_that_is_no_json_is_shown_without_its_end_and_in_part():
         read(f'{{"prompt": "a", "top_k": "{long}"}}')
 
 
-def test_bytes_that_are_no_utf_8_are_written_as_python_does():
+def test_bytes_that_are_not_utf_8_are_written_as_python_does():
     assert read('"a\\udcff"')[0].prompt == b"a\xff"

@@ -182,7 +182,7 @@ def test_check_fit_reads_units(budget, size, monkeypatch):
 
 
 @pytest.mark.parametrize("budget", ["", "GiB", "6 gallons", "-1GB", "1e9", "6GiBB"])
-def test_check_fit_refuses_what_is_no_size(budget):
+def test_check_fit_refuses_what_is_not_a_size(budget):
     with pytest.raises(ArbError, match="--budget"):
         check_fit(config_of(), budget)
 

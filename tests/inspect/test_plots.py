@@ -116,7 +116,7 @@ def test_plot_training_draws_a_run_without_evaluations(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
 @pytest.mark.parametrize("content", [None, "{cut off"])
-def test_plot_training_refuses_what_is_no_run(name, content, run, tmp_path):
+def test_plot_training_refuses_what_is_not_a_run(name, content, run, tmp_path):
     (run / name).unlink()
     if content is not None:
         (run / name).write_text(content)

@@ -160,7 +160,7 @@ def test_empty_cache_returns_only_segments_without_a_block_in_use():
     assert (memory.allocated, memory.reserved, memory.peak_reserved) == (0, 0, 50 * MIB)
 
 
-def test_a_graph_shares_nothing_with_who_is_not_captured():
+def test_a_graph_shares_nothing_with_what_is_not_captured():
     memory = Allocator()
     memory.release(memory.allocate(30 * MIB))
     with memory.capturing():

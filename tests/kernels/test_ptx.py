@@ -172,7 +172,7 @@ def test_row_by_row_has_the_bits_of_row_matmul(compiling, rows, shape, tiling):
         param((5, 100, 104), True, (4, 1, 4, 1, 1), quick=False),
     ],
 )
-def test_coded_rows(compiling, shape, gated, tiling):
+def test_prepacked_rows(compiling, shape, gated, tiling):
     assert compiling(rows_error, *shape, gated, tiling) < 1e-6
 
 

@@ -349,7 +349,7 @@ def test_losses_are_summed_by_what_the_bytes_are(cuts, tmp_path, device):
         assert found["picture"].bits_per_unit == pytest.approx(bits)
 
 
-@pytest.mark.parametrize("name", ["flac_bytes", "coded_bytes"])
+@pytest.mark.parametrize("name", ["flac_bytes", "encoded_bytes"])
 def test_bits_of_a_unit_are_told_without_the_packages_of_other_formats(name, tmp_path, monkeypatch):
     monkeypatch.setattr(f"arbcli.infer.media.{name}", mock.Mock(side_effect=ImportError))
     path = tmp_path / "mixed"
@@ -404,7 +404,7 @@ def test_sentences_of_a_benchmark_are_cut_at_punctuation_and_bounded():
     assert sorted(found) == ["Why?", "Yes,", "and sang.", "no,"]
 
 
-def test_codes_are_coded_as_samples_of_eight_bits():
+def test_codes_are_stored_as_samples_of_eight_bits():
     codes = np.random.default_rng(0).integers(0, 256, 4000, dtype=np.uint8).tobytes()
     assert 4000 < media_text.flac_bytes_of_codes(codes) < 5000
     assert media_text.flac_bytes_of_codes(bytes([128]) * 4000) < 200

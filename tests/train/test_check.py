@@ -71,7 +71,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_damage_is_found_and_a_resume_does_as_foretold(run):
+def test_damage_is_found_and_a_resume_does_as_predicted(run):
     flip(run / "step-000003.safetensors")
     (run / ".step-000009.safetensors.tmp").write_bytes(b"half")
     with (run / "metrics.jsonl").open("a") as file:

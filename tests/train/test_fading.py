@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from arbcli.checkpoint import load_checkpoint
+from arbcli.config.training import FADING_SHARE
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.errors import ArbError
@@ -21,7 +22,7 @@ from arbcli.run_files import checkpoint_path
 from arbcli.train import trainer as training
 from arbcli.train.configure import new_config
 from arbcli.train.run import Observer, resume_run, start_run
-from arbcli.train.schedule import FADE_FROM, FADE_TO, fade_share, fade_stage, learning_rate
+from arbcli.train.schedule import FADE_FROM, fade_share, fade_stage, learning_rate
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 
 SMALL = {
@@ -36,12 +37,15 @@ def trainer_of(text: str, **options) -> Trainer:
 
 
 def test_stages_take_equal_turns_and_the_last_one_stays():
-    found = [fade_stage(step, 1000) for step in range(1001)]
+    found = [fade_stage(step, 1000, FADE_FROM) for step in range(1001)]
     assert tuple(dict.fromkeys(found)) == STAGES
     assert found[int(1000 * FADE_FROM)] == "all" != found[int(1000 * FADE_FROM) + 1]
-    turn = 1000 * (FADE_TO - FADE_FROM) / 16
+    turn = 1000 * FADING_SHARE / 16
     assert all(found.count(stage) == pytest.approx(turn, abs=1) for stage in STAGES[1:-1])
-    assert [fade_stage(step, 1) for step in (0, 1)] == ["all", "trit"]
+    assert [fade_stage(step, 1, FADE_FROM) for step in (0, 1)] == ["all", "trit"]
+    early = [fade_stage(step, 1000, 0.0) for step in range(1001)]
+    assert (early[0], early[1], early[500]) == ("all", "15/16", "trit")
+    assert early[:600] == found[400:1000]
 
 
 @pytest.mark.parametrize("rule", FADING)
@@ -84,14 +88,16 @@ def test_run_resumed_while_it_fades_ends_with_the_same_bits(text, tmp_path):
     start_run(new_config(**SMALL, data=[text], save_every=at, keep=3), run, Observer())
     last = load_checkpoint(checkpoint_path(run, 20))
     middle = checkpoint_path(run, at)
-    assert saved_config(load_checkpoint(middle)).digits == fade_stage(at, 20)
+    assert saved_config(load_checkpoint(middle)).digits == fade_stage(at, 20, FADE_FROM)
     assert saved_config(load_checkpoint(middle)).digits in FADED
     resume_run(middle, Observer())
     again = load_checkpoint(checkpoint_path(run, 20))
     assert again.digest == last.digest
     assert saved_config(again).digits == "trit"
     resume_run(run, Observer(), steps=28)  # which is in the middle of a longer run
-    assert saved_config(load_checkpoint(checkpoint_path(run, 24))).digits == fade_stage(24, 28)
+    assert saved_config(load_checkpoint(checkpoint_path(run, 24))).digits == fade_stage(
+        24, 28, FADE_FROM
+    )
     assert saved_config(load_checkpoint(checkpoint_path(run, 28))).digits == "trit"
 
 
@@ -122,10 +128,12 @@ def test_rate_grows_to_that_of_the_trit_while_weights_fade():
     config = new_config(**SMALL | {"rule": "moment", "schedule": "constant", "warmup": 0})
     growth = find_rule("moment", "all").fade_growth
     for step in (0, 8, 13, 18, 20):
-        wanted = config.lr * (1 + (growth - 1) * fade_share(step, 20))
+        wanted = config.lr * (1 + (growth - 1) * fade_share(step, 20, FADE_FROM))
         assert learning_rate(config, step) == pytest.approx(wanted)
-    assert fade_share(8, 20) == 0 != fade_share(9, 20)
-    assert fade_share(18, 20) == 1
+    assert fade_share(8, 20, FADE_FROM) == 0 != fade_share(9, 20, FADE_FROM)
+    assert fade_share(18, 20, FADE_FROM) == 1
+    early = dataclasses.replace(config, fade_from=0.0)
+    assert learning_rate(early, 5) == pytest.approx(config.lr * (1 + (growth - 1) / 2))
 
 
 @pytest.mark.gpu
@@ -146,7 +154,7 @@ def test_captured_steps_fade_with_the_bits_of_eager_ones(rule, text):
         found.append((losses, {name: t.cpu() for name, t in trainer.model.state_dict().items()}))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(part, found[1][1][name]) for name, part in found[0][1].items())
-    assert EAGER_STEPS < 60 * (FADE_TO - FADE_FROM) / 4
+    assert EAGER_STEPS < 60 * FADING_SHARE / 4
 
 
 class Graph:

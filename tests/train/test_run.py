@@ -471,7 +471,7 @@ def test_default_learning_rate_is_of_the_rule_at_every_width():
 
 
 @pytest.mark.parametrize("minutes", [float("inf"), float("nan"), -1.0])
-def test_minutes_that_are_no_time_are_refused(minutes, text, tmp_path):
+def test_minutes_that_are_not_a_time_are_refused(minutes, text, tmp_path):
     with pytest.raises(ArbError, match="`--minutes` is"):
         start_run(config(text, "cpu"), tmp_path / "run", Observer(), minutes=minutes)
     assert not (tmp_path / "run").exists()

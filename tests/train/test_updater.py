@@ -380,7 +380,7 @@ def test_no_spectrum_is_too_uneven_for_inverses(spectrum):
     assert torch.linalg.matrix_norm(found, 2) < 1.2
 
 
-def test_gradient_that_is_not_finite_is_no_error_on_a_cpu():
+def test_gradient_that_is_not_finite_is_not_an_error_on_a_cpu():
     assert not near_polar(torch.full((3, 5), torch.nan)).isfinite().any()
 
 

@@ -167,7 +167,7 @@ def test_comparison_shows_speed_that_changed_by_a_tenth(tmp_path, us, count):
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"format": 99}'])
-def test_file_that_is_no_ledger_is_refused(content, tmp_path):
+def test_file_that_is_not_a_ledger_is_refused(content, tmp_path):
     path = tmp_path / "old.json"
     path.write_text(content)
     with pytest.raises(ArbError, match="is not a ledger of format 1"):

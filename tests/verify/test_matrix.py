@@ -6,6 +6,9 @@ import pytest
 import torch
 from cells import CELLS, CHANNELS, FEW, MIXERS, QUICK, Cell, each_cell, pairs, without
 
+from arbcli.config.model import ModelConfig, StageConfig
+from arbcli.config.parts import MLPConfig
+from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.verify import parity
 from arbcli.verify.parity import Subject
 from arbcli.verify.reference import Reference
@@ -33,6 +36,15 @@ def test_cell_agrees_with_the_reference(cell, device):
     compared = [result.item for result in results if result.check == "whole gradient"]
     assert compared == trained
     assert all(result.cosine > 0 for result in results if result.check == "whole gradient")
+
+
+def test_lists_without_blocks_agree_with_the_reference(device):
+    """Streams of a list are there though nothing reads them, and a head has an MLP by itself."""
+    outer = StageConfig(dim=20, streams=2, chunking=ChunkingConfig(length=2))
+    stages = outer, StageConfig(dim=24, streams=4)
+    config = ModelConfig(ctx=14, stages=stages, head=MLPConfig(width=13))
+    tested = replace(subject(CELLS[0], device), config=config, parts=("whole",))
+    assert all(result.passed for result in parity._check("", "", tested))
 
 
 @each_cell(quick=FEW)

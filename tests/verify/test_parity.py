@@ -359,7 +359,7 @@ def test_rounding_that_is_biased_fails_though_each_number_is_near(shift, passed)
     assert parity._rounded(subject("ragged"), "", got, wanted, 1.1).passed == passed
 
 
-def test_steps_that_differ_in_the_state_alone_are_no_equal_ones(monkeypatch):
+def test_steps_that_differ_in_the_state_alone_are_not_equal(monkeypatch):
     """The losses of a step are of before it: only the state tells that rounding was another."""
     tested = subject("ragged")
     assert [result.passed for result in parity._determinism(tested)] == [True]
@@ -373,7 +373,7 @@ def test_steps_that_differ_in_the_state_alone_are_no_equal_ones(monkeypatch):
     assert result.shape == (losses + len(tested.build().state_dict()),)
 
 
-def test_steps_that_differ_in_the_loss_alone_are_no_equal_ones(monkeypatch):
+def test_steps_that_differ_in_the_loss_alone_are_not_equal(monkeypatch):
     times, losses = iter((1.0, 1.0 + 2.0**-20)), parity.LanguageModel.losses
     scale = {}
 
@@ -391,7 +391,7 @@ def test_steps_that_differ_in_the_loss_alone_are_no_equal_ones(monkeypatch):
 
 
 @pytest.mark.parametrize(("late", "failing"), [(0, ()), (1, ("at",)), (-1, ("before",))])
-def test_logit_that_sees_one_byte_more_or_less_is_no_causal_one(late, failing, monkeypatch):
+def test_logit_that_sees_one_byte_more_or_less_is_not_causal(late, failing, monkeypatch):
     """Its own must move with a byte: later ones that do are not enough."""
 
     def running_sums(ids):

@@ -43,9 +43,10 @@ from arbcli.kernels.runtime.arguments import (
     Number,
     compiled_check,
 )
-from arbcli.kernels.runtime.inputs import TensorOptions, normals
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
+from arbcli.kernels.timed import Timed
 
 SLOTS = 32
 """Slots of a program."""
@@ -326,24 +327,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
                 yield Case(f"{label} {name}", (inputs[0], *codes, *inputs[3:], exponents))
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    like: TensorOptions = {"device": device, "dtype": torch.bfloat16}
-    for slots, m, most, size in ((4097, 4, 4096, 128), (129, 128, 128, 0)):
-        x, recent = torch.randn(12, 128, **like), torch.randn(128, 1, 128, **like)
-        entries = torch.randn(slots, 1, 128, **like)
-        choice = torch.arange(size, dtype=torch.int32, device=device) if size else None
-        place = torch.tensor(16383, dtype=torch.int32, device=device)
-        table = torch.rand(2, 16384, 64, device=device).unbind()
-        semaphores = torch.zeros(12, dtype=torch.int32, device=device)
-        sink = torch.zeros(12, device=device)
-        rest = (choice, sink, place, *table, semaphores, m, most, 1e-6)
-        inputs = (x, recent, entries, *rest)
-        yield Timing(f"12x128, entries of {m}", inputs, run=_decode_compressed_triton)
-        texts = stacked_texts([inputs] * 16, *SHARED)
-        label = f"16 texts of 12x128, entries of {m}"
-        yield Timing(label, texts, run=_decode_compressed_triton)
-
-
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     ratio, most, kv = 2 + dice.below(4), 1 + dice.below(60), dice.pick((1, 2))
     return attention_of_byte(
@@ -368,20 +351,18 @@ _ARGUMENTS: Arguments = {
 _WHERE = ("len(T) < 2", "D % 2 == 0", "G > 0 and H % G == 0")
 
 DECODE_COMPRESSED = Operation(
-    "decode_compressed",
-    _decode_compressed_triton,
-    _decode_compressed_torch,
-    decode_compressed_reference,
-    _cases,
+    "decode_compressed", _decode_compressed_triton, _decode_compressed_torch,
+    decode_compressed_reference, _cases,
     Gate(relative=1e-5, peer_slack=0.1, reason="float32 sums; in bf16 no worse than torch by 10 %"),
-    _ARGUMENTS,
-    where=_WHERE,
-    compared=("semaphores",),
-    draw=_draw,
-    needs_rows=False,
+    _ARGUMENTS, where=_WHERE, compared=("semaphores",), draw=_draw, needs_rows=False,
     torch_is_peer=True,
-    timings=_timings,
-)
+    timed=[
+        Timed(f"{'16 texts of ' * len(texts)}12x128, entries of {m}", T=texts, H=12, D=128, W=128,
+              G=1, E=most + 1, K=size, P=16384, choice=(0, most) if size else None, sink=0,
+              position=16383, semaphores=0, m=m, most=most, eps=1e-6)
+        for m, most, size in ((4, 4096, 128), (128, 128, 0)) for texts in ((), (16,))
+    ],
+)  # fmt: skip
 
 _check_codes = compiled_check(
     "decode_compressed",

@@ -25,10 +25,10 @@ from arbcli.kernels.attention.rotation import rotate, rotate_reference
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
-from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
+from arbcli.kernels.timed import Timed
 
 SHARED = (1, 6, 7)
 """Arguments of `decode_latent` that are the same for all texts."""
@@ -237,27 +237,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(f"3 texts of {label}", texts)
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    heads, width, size, rotary, window = 20, 128, 512, 32, 64
-    real: TensorOptions = {"device": device, "dtype": torch.bfloat16}
-    inputs = (
-        torch.randn(heads * width + size + rotary, **real),
-        torch.randn(heads * (2 * width - rotary), size, **real),
-        torch.randn(window, size, **real), torch.randn(window, rotary, **real),
-        torch.rand(window, heads, device=device),
-        torch.tensor(window - 1, dtype=torch.int32, device=device),
-        *torch.rand(2, window, rotary // 2, device=device).unbind(), 2 * width**-0.5, 1e-6,
-    )  # fmt: skip
-    yield Timing(
-        f"{heads}x{width}x{size} of {window} bf16", inputs, run=_decode_latent_triton,
-        peer=lambda: _decode_latent_torch(*inputs), peer_name="torch, step by step",
-    )  # fmt: skip
-    yield Timing(
-        f"16 texts of {heads}x{width}x{size} of {window} bf16",
-        stacked_texts([inputs] * 16, *SHARED), run=_decode_latent_triton,
-    )  # fmt: skip
-
-
 def _draw_rings(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     heads, half, still = 1 + dice.below(3), 1 + min(k // 8, 20), dice.below(40)
     width, size, position = 2 * half + still, 1 + min(k, 300), dice.below(3 * n)
@@ -292,7 +271,13 @@ decode_latent = Operation(
         "(Q - L - R) % H == 0 and R * H <= Q - L - R",
     ),
     compared=("latent", "rotated", "lengths"), draw=_draw_rings, needs_rows=False,
-    torch_is_peer=True, timings=_timings,
+    torch_is_peer=True,
+    timed=[
+        Timed(f"{'16 texts of ' * len(texts)}20x128x512 of 64 bf16",
+              None if texts else _decode_latent_torch, "torch, step by step", T=texts, H=20, L=512,
+              R=32, Q=20 * 128 + 512 + 32, W=64, P=64, position=63, scale=2 * 128**-0.5, eps=1e-6)
+        for texts in ((), (16,))
+    ],
 )  # fmt: skip
 """Store one new position in the rings, and attend to all that are in them.
 

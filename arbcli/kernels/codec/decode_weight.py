@@ -5,11 +5,17 @@ fraction. The rounded bf16 value is the weight, in every kernel, backend and ref
 from integers: E is the exponent field of a float, F one of 128 mantissas, all at least 0.005 of a
 bf16 step away from a rounding boundary, so no implementation of exp2 can land on another one.
 
-Where each plane of a block lies within one group, the kernel decodes whole blocks as `few_rows`
-does: two trits at a time, which one instruction multiplies by their scale to the pair of bf16 that
-is stored. Through shared memory a warp stores 512 contiguous bytes at once; that is as fast as
-writing zeros. The short last block, or the whole matrix where groups do not fit planes, is decoded
-by columns, one weight at a time.
+Where each plane of a block lies within one group, a warp decodes eight blocks at a time:
+
+    thread c of four    loads bytes 8 c .. 8 c + 7 of a block: of each plane, eight neighbours
+    shared memory       has plane j of block b of thread c at 320 b + 64 j + 16 c, eight bf16
+    the warp stores     five times 512 contiguous bytes of that, 16 of each thread
+
+Why so: two trits at a time one instruction multiplies by their scale to the pair of bf16 that is
+stored, and a thread needs no other's trits. What four threads have of a plane is 64 contiguous
+bytes; through shared memory a warp stores 512 at once, and that is as fast as writing zeros. The
+short last block, or the whole matrix where groups do not fit planes, is decoded by columns, one
+weight at a time.
 """
 
 from collections.abc import Iterator

@@ -37,6 +37,7 @@ from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, pair, unpair
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.few_rows import load_eight_over, load_int
+from arbcli.kernels.matmul.prepacked import prepacked_cases
 from arbcli.kernels.matmul.swizzled import (
     MOST_ROWS,
     ROWS,
@@ -63,7 +64,7 @@ from arbcli.kernels.runtime.arguments import (
 )
 from arbcli.kernels.runtime.backend import num_processors, uses_native
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import MATRIX, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 LARGEST_Z = 127
@@ -397,24 +398,12 @@ def random_digits(
     return packed
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
-    for m, rows, in_features, group_size, gated, eps, adds in SHAPES:
-        weight = prepack_digits(random_digits(rows, in_features, group_size, generator), gated)
-        codes = torch.randint(0, 256, weight.pieces.shape, generator=generator)  # -0 is one too
-        weight = weight._replace(pieces=codes.to(torch.uint8))
-        x = torch.randn(m, in_features, generator=generator)
-        x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
-        added = torch.randn(m, weight.out_features, generator=generator)
-        parts = weight.pieces.to(device), weight.scales.to(device), *weight[2:]
-        for dtype in dtypes:  # bf16 results have a coarser gate
-            label = f"{m}x{rows}x{in_features}{' gate' * gated}{' norm' * (eps is not None)}"
-            yield Case(
-                f"{label}{' sum' * adds} {str(dtype).removeprefix('torch.')}",
-                (x.to(device, torch.bfloat16), *parts, eps,
-                 added.to(device, dtype) if adds else None, dtype),
-            )  # fmt: skip
+def _draw_weight(
+    rows: int, in_features: int, group_size: int, gated: bool, generator: torch.Generator
+) -> PrepackedDigits:
+    weight = prepack_digits(random_digits(rows, in_features, group_size, generator), gated)
+    codes = torch.randint(0, 256, weight.pieces.shape, generator=generator)  # -0 is one too
+    return weight._replace(pieces=codes.to(torch.uint8))
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -460,7 +449,7 @@ DIGITS_MATMUL = Operation(
     _digits_matmul_triton,
     _digits_matmul_torch,
     digits_matmul_reference,
-    _cases,
+    partial(prepacked_cases, SHAPES, draw=_draw_weight),
     Gate(
         relative=1e-5,
         peer_slack=0.1,

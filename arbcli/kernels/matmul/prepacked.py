@@ -24,9 +24,9 @@ Codes beyond K are 0, scales beyond it are those of the last group, and rows bey
 throughout. If the result is gated, row r + 8 of a piece is the row of w half a matrix below row r.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -205,28 +205,37 @@ def prepacked_native(
     return multiply_native(x, pieces, None, out_features, gated, eps, added, dtype)
 
 
+def prepack_drawn(
+    rows: int, in_features: int, group_size: int, gated: bool, generator: torch.Generator
+) -> Prepacked:
+    """Draw a prepacked matrix."""
+    return prepack(random_packed(rows, in_features, group_size, generator, spread=8), gated)
+
+
 def prepacked_cases(
-    shapes: Sequence[tuple], device: torch.device, _group_size: int
-) -> Iterator[Case]:
+    shapes: Sequence[tuple], device: torch.device, _group_size: int, *,
+    draw: Callable[..., Any] = prepack_drawn,
+) -> Iterator[Case]:  # fmt: skip
     """Draw cases of a kernel of prepacked matrices.
 
     Args:
         shapes: (M, rows, K, G, gated, eps, whether something is added) of each.
         device: what they are for.
+        draw: (rows, K, G, gated, generator) to a prepacked matrix.
     """
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
     for m, rows, in_features, group_size, gated, eps, adds in shapes:
-        packed = random_packed(rows, in_features, group_size, generator, spread=8)
-        weight = prepack(packed, gated)
+        weight = draw(rows, in_features, group_size, gated, generator)
         x = torch.randn(m, in_features, generator=generator)
         x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
         added = torch.randn(m, weight.out_features, generator=generator)
+        parts = [part.to(device) if isinstance(part, Tensor) else part for part in weight]
         for dtype in dtypes:  # bf16 results have a coarser gate
             label = f"{m}x{rows}x{in_features}{' gate' * gated}{' norm' * (eps is not None)}"
             yield Case(
                 f"{label}{' sum' * adds} {str(dtype).removeprefix('torch.')}",
-                (x.to(device, torch.bfloat16), weight.pieces.to(device), *weight[1:], eps,
+                (x.to(device, torch.bfloat16), *parts, eps,
                  added.to(device, dtype) if adds else None, dtype),
             )  # fmt: skip
 

@@ -89,7 +89,7 @@ def global_scale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return largest, torch.where(largest < torch.inf, scale, torch.nan), inverse
 
 
-def _coded(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _codes_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Find x / g in blocks, (M, B, 16), the scales of these, codes without signs, and g."""
     _, scale, inverse = global_scale(x)
     padding = (0, -x.shape[1] % BLOCK)
@@ -104,13 +104,13 @@ def _coded(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _round_nvfp4_torch(x: Tensor) -> tuple[Tensor, Tensor]:
-    t, s, code, scale = _coded(x)
+    t, s, code, scale = _codes_of(x)
     q = torch.tensor(NUMBERS, device=x.device)[code.long()]
     return (t.sign() * q * s.float()).flatten(1)[:, : x.shape[1]].to(x.dtype).contiguous(), scale
 
 
 def _encode_nvfp4_torch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    t, s, code, scale = _coded(x)
+    t, s, code, scale = _codes_of(x)
     code = torch.where(s.float() > 0, code, 0)
     code += 8 * ((t < 0) & (code > 0)).to(torch.uint8)
     code = code.flatten(1)

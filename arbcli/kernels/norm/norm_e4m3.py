@@ -44,25 +44,15 @@ from arbcli.kernels.runtime.arguments import Array
 from arbcli.kernels.runtime.operation import Case, Gate, MakeCases, MakeTimings, Operation, Timing
 
 
-def rms_norm_e4m3_reference(x: Tensor, weight: Packed | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute what `rms_norm_e4m3` must return; q is float32 here."""
-    return quantise_rows_reference(rms_norm_reference(x, weight, eps).to(x.dtype))
+def in_turn(norm: Callable, round_rows: Callable) -> Callable[..., Any]:
+    """Do what a norm does, and then round its result, stored in the dtype of its input."""
 
+    def run(*inputs: Any) -> tuple[Tensor, ...]:
+        found = norm(*inputs)
+        *before, y = found if isinstance(found, tuple) else (found,)
+        return *before, *round_rows(y.to(inputs[0].dtype))
 
-def add_rms_norm_e4m3_reference(
-    x: Tensor, added: Tensor, weight: Packed | None, eps: float
-) -> tuple[Tensor, ...]:
-    """Compute what `add_rms_norm_e4m3` must return; q is float32 here."""
-    total, y = add_rms_norm_reference(x, added, weight, eps)
-    return total, *quantise_rows_reference(y.to(x.dtype))
-
-
-def gated_rms_norm_e4m3_reference(
-    gate_up: Tensor, weight: Packed | None, eps: float | None
-) -> tuple[Tensor, Tensor]:
-    """Compute what `gated_rms_norm_e4m3` must return; q is float32 here."""
-    y = gated_rms_norm_reference(gate_up, weight, eps)
-    return quantise_rows_reference(y.to(gate_up.dtype))
+    return run
 
 
 @triton.jit
@@ -121,7 +111,8 @@ def _add_rms_norm_e4m3_triton(
     x: Tensor, added: Tensor, weight: Packed | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.shape[1] > WHOLE_ROW:
-        return _add_rms_norm_e4m3_torch(x, added, weight, eps)
+        total, y = add_rms_norm(x, added, weight, eps)
+        return total, *quantise_rows(y)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     parts = dense_rows(x), dense_rows(added), total
     return total, *_launch(*parts, weight, eps, add=True)
@@ -135,23 +126,6 @@ def _gated_rms_norm_e4m3_triton(
         return quantise_rows(gated_rms_norm(gate_up, weight, eps))
     gate_up = dense_rows(gate_up)
     return _launch(gate_up, gate_up[:, width:], gate_up, weight, eps, gated=True)
-
-
-def _rms_norm_e4m3_torch(x: Tensor, weight: Packed | None, eps: float) -> tuple[Tensor, Tensor]:
-    return quantise_rows(rms_norm(x, weight, eps))
-
-
-def _add_rms_norm_e4m3_torch(
-    x: Tensor, added: Tensor, weight: Packed | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    total, y = add_rms_norm(x, added, weight, eps)
-    return total, *quantise_rows(y)
-
-
-def _gated_rms_norm_e4m3_torch(
-    gate_up: Tensor, weight: Packed | None, eps: float | None
-) -> tuple[Tensor, Tensor]:
-    return quantise_rows(gated_rms_norm(gate_up, weight, eps))
 
 
 def _cases_of(spec: Operation) -> MakeCases:
@@ -171,18 +145,10 @@ def _timings_of(spec: Operation, run: Callable) -> MakeTimings:
 
     def timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         for timing in spec.draw_timings(device, group_size):
-            peer = partial(_norm_then_round, spec.triton, *timing.inputs)
+            peer = partial(in_turn(spec.triton, quantise_rows), *timing.inputs)
             yield Timing(timing.label, timing.inputs, run=run, peer=peer, peer_name="apart")
 
     return timings
-
-
-def _norm_then_round(norm: Callable, *inputs: Any) -> tuple[Tensor, Tensor]:
-    return quantise_rows(_last(norm(*inputs)))
-
-
-def _last(found: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return found[-1] if isinstance(found, tuple) else found
 
 
 def _as_product(_inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -191,8 +157,14 @@ def _as_product(_inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]
     return *before, q.float() * scale
 
 
-def _product_of(reference: Callable) -> Callable:
-    return lambda *inputs: _as_product(inputs, reference(*inputs))
+def _reference_of(norm: Callable) -> Callable[..., tuple[Tensor, ...]]:
+    def reference(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        found = norm(x, *rest)
+        *before, y = found if isinstance(found, tuple) else (found,)
+        q, scale = quantise_rows_reference(y.to(x.dtype))
+        return *before, q.float() * scale
+
+    return reference
 
 
 _GATE = Gate(relative=3e-3, reason="where a sum's last bit decides, rounding differs")
@@ -200,8 +172,8 @@ _GATE = Gate(relative=3e-3, reason="where a sum's last bit decides, rounding dif
 _X = Array("M, D")
 
 rms_norm_e4m3 = Operation(
-    "rms_norm_e4m3", _rms_norm_e4m3_triton, _rms_norm_e4m3_torch,
-    _product_of(rms_norm_e4m3_reference), _cases_of(rms_norm), _GATE,
+    "rms_norm_e4m3", _rms_norm_e4m3_triton, in_turn(rms_norm, quantise_rows),
+    _reference_of(rms_norm_reference), _cases_of(rms_norm), _GATE,
     {**rms_norm.arguments, "x": _X}, where=("D > 0",), uses_scales=False, compared=_as_product,
     timings=_timings_of(rms_norm, _rms_norm_e4m3_triton),
 )  # fmt: skip
@@ -216,8 +188,8 @@ Returns:
     (M, D) float8_e4m3fn, and (M, 1) float32 scales.
 """
 add_rms_norm_e4m3 = Operation(
-    "add_rms_norm_e4m3", _add_rms_norm_e4m3_triton, _add_rms_norm_e4m3_torch,
-    _product_of(add_rms_norm_e4m3_reference), _cases_of(add_rms_norm), _GATE,
+    "add_rms_norm_e4m3", _add_rms_norm_e4m3_triton, in_turn(add_rms_norm, quantise_rows),
+    _reference_of(add_rms_norm_reference), _cases_of(add_rms_norm), _GATE,
     {**add_rms_norm.arguments, "x": _X, "added": _X}, where=("D > 0",), uses_scales=False,
     compared=_as_product, timings=_timings_of(add_rms_norm, _add_rms_norm_e4m3_triton),
 )  # fmt: skip
@@ -227,8 +199,8 @@ Returns:
     (M, D) x + added in the dtype of `x`; (M, D) float8_e4m3fn, and (M, 1) float32 scales.
 """
 gated_rms_norm_e4m3 = Operation(
-    "gated_rms_norm_e4m3", _gated_rms_norm_e4m3_triton, _gated_rms_norm_e4m3_torch,
-    _product_of(gated_rms_norm_e4m3_reference), _cases_of(gated_rms_norm), _GATE,
+    "gated_rms_norm_e4m3", _gated_rms_norm_e4m3_triton, in_turn(gated_rms_norm, quantise_rows),
+    _reference_of(gated_rms_norm_reference), _cases_of(gated_rms_norm), _GATE,
     {**GATED_ARGUMENTS, "gate_up": Array("M, W")}, where=("W > 0", *GATED_WHERE),
     sizes={"W": "2 * k"}, uses_scales=False, compared=_as_product,
     timings=_timings_of(gated_rms_norm, _gated_rms_norm_e4m3_triton),

@@ -11,6 +11,7 @@ Rows are kept in registers; rows too wide for that are read in blocks, twice.
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,16 @@ def add_rms_norm_reference(
     return total, rms_norm_reference(total, weight, eps)
 
 
+def of_sum(norm: Callable) -> Callable[..., Any]:
+    """Add to the first input of a norm, rounded as torch does it; return that, and its norm."""
+
+    def run(x: Tensor, added: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        total = (x + added).contiguous()
+        return total, norm(total, *rest)
+
+    return run
+
+
 def rms_norm_backward_reference(
     grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -77,13 +88,6 @@ def _rms_norm_torch(x: Tensor, weight: Weight, eps: float) -> Tensor:
     return y
 
 
-def _add_rms_norm_torch(
-    x: Tensor, added: Tensor, weight: Weight, eps: float
-) -> tuple[Tensor, Tensor]:
-    total = (x + added).contiguous()
-    return total, _rms_norm_torch(total, weight, eps)
-
-
 def _rms_norm_backward_torch(
     grad_y: Tensor, x: Tensor, weight: Weight, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -100,13 +104,6 @@ def _rms_norm_backward_torch(
 
 def _rms_norm_native(x: Tensor, weight: Weight, eps: float) -> Tensor:
     return norm_native(x, weight, eps, gated=False)
-
-
-def _add_rms_norm_native(
-    x: Tensor, added: Tensor, weight: Weight, eps: float
-) -> tuple[Tensor, Tensor]:
-    total = (x + added).contiguous()
-    return total, _rms_norm_native(total, weight, eps)
 
 
 def _rms_norm_backward_native(
@@ -350,8 +347,7 @@ def _add_rms_norm_triton(
     width = x.shape[-1]
     grid, tile = tiling(x.numel() // max(width, 1), width)
     if not (x.numel() and tile["WHOLE"]):
-        total = (x + added).contiguous()
-        return total, _rms_norm_triton(total, weight, eps)
+        return of_sum(_rms_norm_triton)(x, added, weight, eps)
     total, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     x, added, decoded = dense_rows(x), dense_rows(added), norm_weight(weight)
     _rms_norm_kernel[grid](
@@ -428,13 +424,6 @@ def _add_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     for case in _backward_cases(device, group_size):
         added, x, *norm = case.inputs
         yield Case(case.label, (x, added, *norm))
-
-
-def add_rms_norm_in_its_dtype(
-    x: Tensor, added: Tensor, weight: Packed | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Do what torch alone would do, sum and norm, in the dtype of `x`."""
-    return x + added, rms_norm_in_its_dtype(x + added, weight, eps)
 
 
 def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -523,10 +512,10 @@ Returns:
     (..., D) in the dtype of `x`, contiguous; computed in float32 and rounded once.
 """
 add_rms_norm = Operation(
-    "add_rms_norm", _add_rms_norm_triton, _add_rms_norm_torch, add_rms_norm_reference, _add_cases,
-    _GATE, {"x": ROWS, "added": ROWS, "weight": NORM_WEIGHT, "eps": EPS}, sizes=ROW_SIZES,
-    scale_path=in_planes, peer=add_rms_norm_in_its_dtype, timings=_add_timings,
-    native=_add_rms_norm_native,
+    "add_rms_norm", _add_rms_norm_triton, of_sum(_rms_norm_torch), add_rms_norm_reference,
+    _add_cases, _GATE, {"x": ROWS, "added": ROWS, "weight": NORM_WEIGHT, "eps": EPS},
+    sizes=ROW_SIZES, scale_path=in_planes, peer=of_sum(rms_norm_in_its_dtype), timings=_add_timings,
+    native=of_sum(_rms_norm_native),
 )  # fmt: skip
 """Add to the rows of `x`, and normalise them as `rms_norm` does.
 

@@ -189,7 +189,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
 
 def _in_one_part(_inputs: tuple, found: SignGradient) -> tuple[Tensor, ...]:
     """Add parts up, in float64."""
-    signs, (slope, *sums, _rows, _columns) = found
+    signs, (slope, *sums, _, _) = found
     return signs, slope, *(part.double().sum() for part in sums)
 
 

@@ -47,7 +47,7 @@ def digits_of_many_scales(device, rows=22, in_features=328) -> Packed:
 
 
 @pytest.mark.parametrize("digits", ["trit", "all"])
-def test_a_gated_matrix_is_coded_by_halves(digits, device):
+def test_a_gated_matrix_is_prepacked_by_halves(digits, device):
     packed = matrix(device, rows=22) if digits == "trit" else digits_of_many_scales(device)
     prepacked, reference = (
         (prepack, prepacked_reference)

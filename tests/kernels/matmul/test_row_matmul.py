@@ -27,7 +27,7 @@ def row(device, in_features=328) -> torch.Tensor:
 
 @pytest.mark.parametrize("in_features", [8, 128, 328])
 @pytest.mark.parametrize("group_size", [32, 96])
-def test_coded_weights_are_the_packed_ones(group_size, in_features, device):
+def test_prepacked_weights_are_the_packed_ones(group_size, in_features, device):
     packed = matrix(device, in_features=in_features, group_size=group_size)
     expected, weight = decode_digits_reference(packed), prepack(packed)
     for k in {0, in_features // 2, in_features - 1}:
@@ -39,14 +39,14 @@ def test_coded_weights_are_the_packed_ones(group_size, in_features, device):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_matrix_is_coded_some_rows_at_a_time(gated, monkeypatch, device):
+def test_a_matrix_is_prepacked_some_rows_at_a_time(gated, monkeypatch, device):
     packed = matrix(device, rows=90)
     whole = prepack(packed, gated)
     monkeypatch.setattr(prepacked, "PREPACKED_AT_ONCE", 2 * 16 * 384)
     assert torch.equal(prepack(packed, gated).pieces, whole.pieces)
 
 
-def test_a_gated_matrix_is_coded_by_halves(device):
+def test_a_gated_matrix_is_prepacked_by_halves(device):
     packed = matrix(device, rows=22)
     weight, halves, x = prepack(packed, gated=True), decode_digits_reference(packed), row(device)
     gate, up = (x.double() @ halves.double().T).chunk(2, dim=1)

@@ -226,11 +226,11 @@ def test_every_replay_counts_anew_what_is_done():
     step.replay()
     step.replay()
     entries, number = (ctypes.c_int64 * 2).from_address(step._made.value)
-    *_, shares, _next, done = (ctypes.c_int64 * 7).from_address(entries)
+    *_, shares, _, done = (ctypes.c_int64 * 7).from_address(entries)
     assert (number, position, done) == (1, 3, shares)
 
 
-def test_what_is_no_loop_is_not_recorded():
+def test_what_is_not_a_loop_is_not_recorded():
     x = torch.ones(4)
     with pytest.raises(native.NotRecorded, match="mul"), native.Recording():
         x.view(2, 2).mul(2)

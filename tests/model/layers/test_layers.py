@@ -213,7 +213,7 @@ def test_weights_do_not_change_while_a_backward_needs_them():
     assert torch.allclose(x.grad, torch.ones(5, 33) @ weight @ weight, rtol=1e-4, atol=1e-4)
 
 
-def test_evaluation_is_no_use():
+def test_evaluation_is_not_a_use():
     layer = linear()
     grads = collect(layer)
     with torch.no_grad():

@@ -108,7 +108,7 @@ def test_usage_counts_the_steps_of_a_row():
     assert part.weight.alive() == pytest.approx(len(TOUCHED) / ROWS)
 
 
-def test_ids_that_are_no_rows_change_nothing():
+def test_ids_that_are_not_rows_change_nothing():
     part = table()
     before = {name: buffer.clone() for name, buffer in part.weight.named_buffers()}
     updater = updater_of(part)

@@ -79,7 +79,7 @@ def test_process_knows_its_place(environment, place):
      ("WORLD_SIZE", "0"), ("WORLD_SIZE", "\u0664"), ("LOCAL_RANK", "1.0"),
      ("MASTER_PORT", "port"), ("MASTER_PORT", "65536")],
 )  # fmt: skip
-def test_place_that_is_no_number_is_refused(name, text):
+def test_place_that_is_not_a_number_is_refused(name, text):
     with pytest.raises(ArbError, match=f"the environment variable `{name}` is `{text}`"):
         this_process(TORCHRUN | {name: text})
 
