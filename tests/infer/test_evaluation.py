@@ -1,6 +1,7 @@
 """Every byte of a text but the first is counted exactly once, with the context it is promised."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -187,7 +188,10 @@ def test_losses_are_told_by_position_in_a_window(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "NEAR", 3)
     text = make_text(tmp_path, bytes(range(25)))
     about = {"stride": 12, "batch": 2, "backend": "torch"}
+    asked = mock.Mock(side_effect=evaluation.mean_loss)
+    monkeypatch.setattr(evaluation, "mean_loss", asked)
     parts = evaluate(Fake(), "x", text, "text", **about).by_position
+    assert asked.call_args.kwargs["sums"].dtype == torch.float64  # of a text of any length
     assert [(part.first, part.last) for part in parts] == [(0, 2), (3, 5), (6, 11)]
     log_sum = float(torch.logsumexp(-torch.arange(256.0, dtype=torch.float64), 0))
     for part in parts:
