@@ -24,6 +24,8 @@ with one a step of training was seen to take 24 s instead of 0.3, and with few i
 They are not set for a float twin, whose speed they halve on CPUs whose threads wake slowly."""
 LOOKS, LOOK_SECONDS = 3, 0.005
 """Times that the processors are looked at before a run, and the pause between two of them."""
+LOOKS_FOR_THREADS = 20
+"""Times before the threads of a run are counted, as it keeps their number."""
 COUNTS = Path("/proc/stat")
 """File of Linux that counts what runs."""
 
@@ -40,21 +42,46 @@ def set_environment(words: Sequence[str] = ()) -> None:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     if not trains_twin(words) and "GOMP_SPINCOUNT" not in os.environ:
-        os.environ["GOMP_SPINCOUNT"] = SPINS[words[:1] == ["train"] and others_run()]
+        os.environ["GOMP_SPINCOUNT"] = SPINS[words[:1] == ["train"] and others_running() > 0]
 
 
-def others_run() -> bool:
-    """Return whether other programs keep a processor busy, as Linux counts; elsewhere False."""
-    for look in range(LOOKS):
+def others_running(looks: int = LOOKS) -> int:
+    """Count the processors that other programs keep busy: the fewest of some looks.
+
+    Args:
+        looks: at the count of Linux, `LOOK_SECONDS` apart; elsewhere there are 0.
+    """
+    fewest = sys.maxsize
+    for look in range(looks):
         time.sleep(LOOK_SECONDS if look else 0)
         try:
             lines = COUNTS.read_text().splitlines()
         except OSError:
-            return False
+            return 0
         running = [line.split()[1] for line in lines if line.startswith("procs_running ")]
-        if not running or int(running[0]) < 2:  # no count, or this program alone
-            return False
-    return True
+        fewest = min(fewest, int(running[0]) - 1 if running else 0)  # besides this program
+        if fewest <= 0:
+            return 0
+    return fewest
+
+
+def free_threads(threads: int, processors: int) -> int:
+    """Choose how many threads of a run compute next to other programs.
+
+    Threads share work evenly. One that takes turns with another program holds up all others, so
+    busy processors are left to it. Where that would leave less than half of them, it gains nothing.
+
+    Args:
+        threads: that there are without other programs.
+        processors: of the machine.
+
+    Returns:
+        As many, or fewer; `OMP_NUM_THREADS` decides instead where it is set.
+    """
+    if threads == 1 or "OMP_NUM_THREADS" in os.environ:
+        return threads
+    busy = others_running(LOOKS_FOR_THREADS)
+    return min(threads, processors - busy) if 2 * busy <= processors else threads
 
 
 def trains_twin(words: Sequence[str]) -> bool:

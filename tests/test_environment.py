@@ -10,10 +10,11 @@ from functools import partial
 from unittest import mock
 
 import pytest
+import torch
 
 from arbcli import __main__, cli, environment, sockets
 from arbcli.commands import train
-from arbcli.environment import set_environment, trains_twin
+from arbcli.environment import free_threads, set_environment, trains_twin
 from arbcli.errors import ArbError
 from arbcli.signals import HANGUP, STOPPING, Interrupted, RaisedSignal, RememberedSignal, exit_code
 from arbcli.train.parallel.launch import Place
@@ -61,6 +62,47 @@ def test_threads_spin_less_next_to_other_programs(line, running, spins, empty, m
     monkeypatch.setattr(environment, "COUNTS", file)
     set_environment(line.split())
     assert empty.get("GOMP_SPINCOUNT") == spins
+
+
+@pytest.mark.parametrize(
+    ("threads", "processors", "running", "chosen"),
+    [(2, 2, 2, 1), (2, 2, 1, 2), (2, 2, 3, 2), (4, 4, 3, 2), (4, 4, 4, 4), (16, 16, 2, 15),
+     (4, 16, 9, 4), (1, 2, 2, 1)],
+)  # fmt: skip
+def test_busy_processors_are_left_to_others_unless_most_are(
+    threads, processors, running, chosen, empty, monkeypatch
+):
+    file = mock.Mock(read_text=lambda: COUNTS.format(running))
+    monkeypatch.setattr(environment, "COUNTS", file)
+    monkeypatch.setattr(environment, "LOOK_SECONDS", 0)
+    assert free_threads(threads, processors) == chosen
+    empty["OMP_NUM_THREADS"] = str(threads)
+    assert free_threads(threads, processors) == threads
+
+
+def test_program_that_runs_now_and_then_keeps_no_processor(empty, monkeypatch):
+    counts = iter([2] * 19 + [1])
+    file = mock.Mock(read_text=lambda: COUNTS.format(next(counts)))
+    monkeypatch.setattr(environment, "COUNTS", file)
+    monkeypatch.setattr(environment, "LOOK_SECONDS", 0)
+    assert free_threads(2, 2) == 2
+    assert next(counts, None) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "chosen"),
+    [(None, False, 3), ("cpu", True, 3), (None, True, 7), ("cuda", True, 7)],
+)
+def test_run_on_a_cpu_says_how_many_threads_it_has(device, gpu, chosen, monkeypatch):
+    now, said = [7], mock.Mock()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now[-1])
+    monkeypatch.setattr(torch, "set_num_threads", now.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(train, "free_threads", lambda threads, processors: 3)
+    train._leave_busy_processors(device, said)
+    assert now[-1] == chosen
+    line = "other programs are running: computing with 3 of 7 threads"
+    assert said.noted.mock_calls == [mock.call(line)] * (chosen == 3)
 
 
 def test_system_without_counts_is_taken_to_be_quiet(empty, monkeypatch, tmp_path):

@@ -1,5 +1,6 @@
 """`arb train`: train a model, or continue a run."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +29,7 @@ from arbcli.config.file import read_settings, settings_text
 from arbcli.config.initial import KEPT
 from arbcli.config.settings import OPTIMISATION, OUTPUT, RUN
 from arbcli.config.training import RUN_SETTINGS, train_config_dict
-from arbcli.environment import may_have_gpu
+from arbcli.environment import free_threads, may_have_gpu
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.output import LiveLine, emit_json, note, write_bytes
@@ -223,6 +224,8 @@ def train(
         loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
         # the display has all that an observer has; to inherit it would be to import torch
         observer = Observers([display, *loggers])  # type: ignore[list-item]
+        if resume is None and given.get("weights", "ternary") not in ("float", "ste"):
+            _leave_busy_processors(device, display)
         if resume is not None:
             report = resume_run(
                 run, observer, device=device, backend=backend, steps=steps, profile=profile
@@ -267,6 +270,19 @@ def _pin(device: str | None) -> None:
     number, cpus = pin_to_socket(place.local_rank, on_cpu=device == "cpu")
     if place.rank == 0:
         note(f"threads stay on socket {number}, on {len(cpus)} processors")
+
+
+def _leave_busy_processors(device: str | None, display: RunDisplay) -> None:
+    """Have fewer threads compute on a CPU that other programs use, too, and say so."""
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        return
+    usual = torch.get_num_threads()
+    threads = free_threads(usual, os.cpu_count() or 1)
+    if threads < usual:
+        torch.set_num_threads(threads)
+        display.noted(f"other programs are running: computing with {threads} of {usual} threads")
 
 
 def _with_files(
