@@ -299,22 +299,6 @@ def test_open_texts_splits_files_into_disjoint_parts(tmp_path, num_files, num_va
     assert texts.val.num_files == num_val
 
 
-@pytest.mark.parametrize("large", [0, 3, 8])
-def test_few_files_are_split_within_where_one_is_most_of_them(tmp_path, large):
-    contents = [random_bytes(100_000 if i == large else 1000 + i) for i in range(9)]
-    paths = write_all(tmp_path, contents)
-    chosen = set()
-    for seed in range(6):
-        texts = open_texts(list(map(str, paths)), None, seed=seed, context=8)
-        chosen.add(texts.split)
-        assert texts.split == "within"
-        assert read_all(texts.train) == b"".join(c[: len(c) - len(c) // 10] for c in contents)
-        assert read_all(texts.val) == b"".join(c[len(c) - len(c) // 10 :] for c in contents)
-    by_file = open_texts(list(map(str, paths)), None, seed=0, context=8, split="files")
-    assert by_file.split == "files"
-    assert by_file.val.num_files == 1
-
-
 @pytest.mark.parametrize(("context", "split"), [(9, "within"), (10, "files"), (11, "files")])
 def test_tenths_of_files_that_are_not_a_window_together_are_not_held_out(tmp_path, context, split):
     paths = write_all(tmp_path, [random_bytes(90), random_bytes(19)])

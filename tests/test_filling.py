@@ -8,15 +8,12 @@ import torch
 
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
-from arbcli.data import open_texts
 from arbcli.errors import ArbError
 from arbcli.filling import EXTRA, cut, in_layout
 from arbcli.infer.generation import Sampling
 from arbcli.infer.holes import fill_in_order
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
 from arbcli.verify.reference import Reference
 from arbcli.verify.update_reference import reference_weight
 from benchmarks.holes import filled_loss
@@ -139,19 +136,3 @@ def test_what_takes_a_mark_for_a_byte_is_refused(change, why):
     assert "\n" not in str(refusal.value)
     with pytest.raises(ArbError, match="`experts`, which knows no mark"):
         preset("tiny", objective="fill", experts=3, moe_gate="hash")
-
-
-def test_a_step_has_windows_of_both_kinds(tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes(bytes(range(32, 112)) * 9)
-    config = new_config(
-        **SIZES, ctx=16, batch=2, accum=2, steps=3, objective="fill", device="cpu", backend="torch"
-    )
-    trainer = Trainer(config, open_texts((str(path),), (), seed=0, context=16))
-    given = torch.cat([trainer.fetch(micro, "cpu")[0] for micro in range(2)])
-    assert given.shape == (4, 16)
-    assert int((given == MIDDLE).sum()) == 2
-    losses = []
-    trainer.model.loss = lambda ids, targets: losses.append(targets) or torch.zeros(())
-    trainer.evaluate(num_batches=3)
-    assert [int((targets < 0).sum()) for targets in losses] == [EXTRA - 1] * 3

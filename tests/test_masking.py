@@ -177,22 +177,6 @@ def test_a_position_sees_a_window_on_both_sides(mixer, reach):
     assert moved.tolist() == [abs(place - 5) < reach for place in range(11)]
 
 
-@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
-def test_twins_learn_the_same_objective(weights):
-    config = preset("tiny", dim=32, layers=1, heads=2, ffn=48, ctx=8, weights=weights)
-    lm = build_model(replace(config, objective="masked"), torch.float32)
-    lm.initialise(0)
-    ids, targets = hide(torch.arange(40).view(5, 8), 256, seed=0, step=0, numbers=range(5), of=5)
-    with torch.no_grad():
-        logs = lm(ids).double().log_softmax(dim=-1)
-    rows = [
-        -logs[row, targets[row] >= 0].gather(1, of[of >= 0][:, None]).mean()
-        for row, of in enumerate(targets)
-    ]
-    loss = lm.loss(ids, targets)
-    assert float(loss.detach()) == pytest.approx(float(torch.stack(rows).mean()), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -12,29 +12,12 @@ from typer.testing import CliRunner
 
 from arbcli.cli import app
 from arbcli.config.file import read_model, read_settings
-from arbcli.config.presets import preset, with_storage
 from arbcli.errors import ArbError
-from arbcli.inspect.memory import KINDS, predict
+from arbcli.inspect.memory import predict
 
 
 def run(*arguments):
     return CliRunner().invoke(app, ["count-params", *arguments])
-
-
-def test_count_params_prints_one_json_object(arb_here):
-    done = arb_here("count-params", "--preset", "1b", "--rule", "nibble", "--json")
-    assert done.returncode == 0
-    assert done.stderr == ""
-    report, expected = json.loads(done.stdout), predict(preset("1b", rule="nibble"))
-    assert set(report) == {
-        "config", "areas", "total", "trained_weights", "adamw_bytes", "parts",
-    }  # fmt: skip
-    assert report["trained_weights"] == 1_234_173_952
-    assert report["total"]["state_bytes"] == expected.total.state_bytes
-    part = {"weights", "padding_trits", "bytes_by_kind", "state_bytes", "bytes_per_weight"}
-    for area in report["areas"].values():
-        assert set(area) == part
-        assert tuple(area["bytes_by_kind"]) == KINDS
 
 
 def test_count_params_takes_every_override():
@@ -64,20 +47,6 @@ def test_file_of_a_smaller_model_has_the_weights_that_it_says():
     path = Path(__file__).parents[2] / "examples" / "arb-2b.toml"
     assert predict(read_model(path)).total.weights == 2_216_567_968
     assert "2,216,567,968" in path.read_text()
-
-
-def test_count_params_takes_the_options_of_parts():
-    switches = ("sequencer", "codebook", "knowledge", "moe", "graph", "router")
-    options = ["--attention", "none", *(f"--no-{name}" for name in switches), "--memgram"]
-    options += ["--moe-top-k", "3", "--max-moe-iters", "5"]
-    report = json.loads(run("--preset", "arb-tiny", "--json", *options).stdout)
-    (stage,) = report["config"]["stages"]
-    assert [part["kind"] for part in report["config"]["beside"]] == ["memgram"]
-    assert {block["mixer"] for block in stage["blocks"]} == {None}
-    assert (stage["memories"]["codebook"], stage["memories"]["iterated"]) == (None, None)
-    assert stage["router"] is False
-    assert set(report["areas"]) == {"embedding", "memgram", "mlp", "norms", "head"}
-    assert run("--preset", "arb-tiny", *options).exit_code == 0
 
 
 TOML = """steps = 7
@@ -111,18 +80,3 @@ def test_model_of_a_file_is_that_of_the_run(command, file, arb_here, monkeypatch
     assert {name: given[name] for name in STORED} == STORED
     assert "model_file" not in given
     assert given.get("steps") != 7  # other settings of the file are left aside
-
-
-def test_model_of_a_file_is_counted(file, arb_here):
-    done = arb_here("count-params", "--model", str(file), *STORAGE, "--json")
-    expected = with_storage(read_settings(file)["preset"], **STORED)
-    report = json.loads(done.stdout)
-    assert report["config"]["stages"][0]["blocks"][0]["channel"]["experts"] == 4
-    assert {name: report["config"][name] for name in STORED} == STORED
-    assert expected.ctx == 8
-    assert [part["path"] for part in report["parts"]] == [
-        "embedding", "blocks", "blocks.0-1", "blocks.0-1.attention", "blocks.0-1.experts", "norm",
-        "head",
-    ]  # fmt: skip
-    shown = arb_here("count-params", "--model", str(file)).stdout
-    assert "blocks 0-1" in shown

@@ -1,7 +1,5 @@
 """`arb export` as a person or a program meets it."""
 
-import json
-
 import pytest
 
 from arbcli.train.configure import new_config
@@ -20,56 +18,8 @@ def run(tmp_path_factory) -> str:
     return str(folder / "run")
 
 
-def test_auto_is_the_run_that_was_started_last(run, tmp_path, arb_here, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "one").symlink_to(run)
-    done = arb_here("export", "auto", "--to", "gguf", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["checkpoint"] == "runs/one/step-000002.safetensors"
-    done = arb_here("inspect", "auto", "--json")
-    assert json.loads(done.stdout)["kind"] == "run"
-    assert json.loads(arb_here("inspect", report["path"], "--diff", "auto", "--json").stdout)[
-        "equal"
-    ]
-
-
-def test_export_writes_what_is_named_for_the_run(run, tmp_path, arb_here, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, place in (("gguf", "run.gguf"), ("hf", "run-hf"), ("safetensors", "run-weights")):
-        done = arb_here("export", run, "--to", name, "--json")
-        assert done.returncode == 0, done.stderr
-        report = json.loads(done.stdout)
-        assert report["path"].startswith(place)
-        assert (report["format"], report["step"]) == (name, 2)
-        assert report["bytes"] > 0
-    shown = arb_here("export", run, "--to", "gguf", "--out", "other.gguf", "--type", "f32")
-    assert "F32" in shown.stdout
-    args = ["--device", "cpu", "--length", "5", "--temperature", "0"]
-    texts = {
-        arb_here("generate", "--checkpoint", place, *args).stdout
-        for place in (run, "run-weights.safetensors")
-    }
-    assert len(texts) == 1
-
-
 def test_type_that_a_format_has_not_is_refused_in_two_lines(run, arb_here):
     done = arb_here("export", run, "--to", "hf", "--type", "q4_0")
     assert (done.returncode, done.stdout) == (2, "")
     error, _ = done.stderr.splitlines()
     assert "has no type `q4_0`" in error
-
-
-def test_damaged_checkpoint_is_refused(run, tmp_path, arb_here):
-    with open(f"{run}/step-000002.safetensors", "rb") as file:
-        data = bytearray(file.read())
-    length = int.from_bytes(data[:8], "little")
-    moment = json.loads(data[8 : 8 + length])["head.weight.moment"]  # which an export has not
-    data[8 + length + moment["data_offsets"][0]] ^= 1
-    damaged = tmp_path / "damaged.safetensors"
-    damaged.write_bytes(data)
-    done = arb_here("export", str(damaged), "--to", "gguf", "--out", str(tmp_path / "x.gguf"))
-    assert done.returncode == 2
-    assert "`head.weight.moment` was altered" in done.stderr
-    assert not (tmp_path / "x.gguf").exists()

@@ -19,19 +19,6 @@ def invoke(*args: str):
     return CliRunner().invoke(app, ["probe-loss", *args])
 
 
-def test_probe_loss_shows_a_graph_without_attention():
-    shape = ["--dim", "64", "--layers", "2", "--heads", "2", "--ffn", "96", "--ctx", "32"]
-    args = ["--preset", "arb-tiny", *shape, "--batch", "4", "--device", "cpu", "--steps", "3"]
-    result = invoke(*args, "--moe", "--attention", "none", "--max-moe-iters", "2")
-    assert result.exit_code == 0, result.stdout
-    for words in ("moe_graph.experts.down", "knowledge.table", "block 1", "0 predictions moved",
-                  "first NaN or Inf  none", "verdict           ok: "):  # fmt: skip
-        assert words in result.stdout
-    assert result.stderr == ""
-    assert "adapters.2" not in result.stdout
-    assert "attention.up" not in result.stdout
-
-
 def test_probe_loss_prints_only_one_object_as_json(arb_here):
     done = arb_here("probe-loss", *SMALL, "--steps", "12", "--rule", "votes", "--json")
     assert done.returncode == 1

@@ -58,47 +58,6 @@ def test_train_of_a_graph_shows_what_it_measures_of_itself(text, tmp_path, arb_h
     assert json.loads(done.stdout)["context"] == 16
 
 
-def test_train_prints_only_a_record_a_line_as_json(text, tmp_path, arb_here):
-    out = ["--out", str(tmp_path / "r")]
-    done = arb_here("train", "--data", text, *SMALL, "--json", "--quiet", *out)
-    records = [json.loads(line) for line in done.stdout.splitlines()]
-    *records, report = records
-    assert [record["step"] for record in records] == [10, 12]
-    assert records[-1]["val_loss"] == report["val_loss"] > 0
-    assert [record["bytes_seen"] for record in records] == [10 * 4 * 16, 12 * 4 * 16]
-    assert 0 < records[0]["seconds"] < records[1]["seconds"]
-    run = str(tmp_path / "r")
-    assert (report["run"], report["steps"]) == (run, 12)
-    assert report["checkpoint"] == f"{run}/step-000012.safetensors"
-    assert report["sample"]
-    assert report["stopped_by"] is None
-
-
-def test_smoke_run_tells_of_every_step_and_leaves_nothing(text, tmp_path, arb_here, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    line = ["--no-save", "--log-every", "1", "--eval-every", "0"]
-    done = arb_here("train", "--data", text, *SMALL, *line, "--steps", "3", "--json")
-    assert done.returncode == 0, done.stderr
-    *records, report = map(json.loads, done.stdout.splitlines())
-    assert [record["step"] for record in records] == [1, 2, 3]
-    assert [record["val_loss"] for record in (*records, report)] == [None] * 4
-    assert (report["run"], report["checkpoint"]) == (None, None)
-    first = report["first_step"]
-    assert (first["step"], first["loss"]) == (1, records[0]["loss"])
-    assert first["seconds"] >= first["compile_seconds"] >= 0
-    counted = CliRunner().invoke(app, ["count-params", *SMALL[:10], "--json"])
-    number = json.loads(counted.stdout)["total"]["weights"]
-    for words in (
-        "run     none: with `--no-save` nothing is saved",
-        f"float parameters 0, float buffers 0, logical ternary weights {number:,}\n",
-        f"before  loss {first['loss']:.4f} nats",
-        "step 1 took ", "step 1/3  ", "step 2/3  ", "step 3/3  ",
-        "held-out loss  none", "checkpoint     none: nothing was saved",
-    ):  # fmt: skip
-        assert words in done.stderr
-    assert list(tmp_path.iterdir()) == [Path(text)]
-
-
 def test_train_shows_samples_utilisation_and_where_the_trace_is(
     text, tmp_path, arb_here, monkeypatch
 ):

@@ -78,21 +78,6 @@ def test_bytes_are_written_as_byte_level_tokenizers_write_them():
     assert [symbols[b] for b in b" \n\x7f\xa0\xad"] == ["Ġ", "Ċ", "ġ", "ł", "Ń"]
 
 
-def test_file_says_what_the_model_is(saved, tmp_path):
-    weights, _ = written(saved, tmp_path / "model.gguf", rule="votes")
-    file = GGUFFile(tmp_path / "model.gguf")
-    assert file.keys["general.architecture"] == "qwen3"
-    assert file.keys["qwen3.context_length"] == 32
-    assert file.keys["qwen3.attention.key_length"] == 32
-    assert len(set(file.keys["tokenizer.ggml.tokens"])) == 256
-    assert file.keys["tokenizer.ggml.tokens"][ord("a")] == "a"
-    assert file.keys["tokenizer.ggml.merges"] == []
-    assert (file.keys["arb.step"], file.keys["arb.origin"]) == (7, weights.checkpoint.digest)
-    assert file.entries["blk.1.attn_q.weight"].shape == (64, 64)
-    assert file.entries["blk.1.attn_q_norm.weight"].shape == (32,)
-    assert (file.tensor("output_norm.weight") == 1).all()
-
-
 @pytest.mark.parametrize(("scale_type", "of_trits", "of_digits"), [
     ("T4", "BF16", "BF16"), ("T16", "BF16", "BF16"), ("T32", "Q4_0", "Q8_0"),
     ("T64", "Q2_0", "Q8_0"), ("T96", "Q4_0", "Q8_0"), ("T128", "Q2_0", "Q8_0"),

@@ -46,22 +46,6 @@ def test_weights_alone_predict_the_same(saved, tmp_path, rule, digits):
     assert (rule, digits) == ("nibble", "all") or path.stat().st_size < checkpoint.stat().st_size
 
 
-def test_weights_of_a_graph_keep_its_memories(saved, tmp_path, small_graph):
-    drop = ("preset", "batch")
-    options = {key: value for key, value in small_graph.items() if key not in drop}
-    checkpoint = saved("arb-tiny", **options)
-    path = tmp_path / "weights.safetensors"
-    export(checkpoint, "safetensors", out=path)
-    whole, alone = load_checkpoint(checkpoint), load_checkpoint(path)
-    dropped = {name.rpartition(".")[2] for name in whole.tensors.keys() - alone.tensors.keys()}
-    assert dropped == {"remainder", "moment"}
-    ids = torch.arange(16).view(1, 16)
-    models = [
-        load_model(place, device="cpu") for place in (checkpoint, tmp_path / "weights.safetensors")
-    ]
-    assert torch.equal(models[0](ids), models[1](ids))
-
-
 @pytest.mark.parametrize("rule", ["moment", "nibble", "votes"])
 def test_vectors_keep_the_digits_that_a_forward_reads(saved, tmp_path, small_hnet, rule):
     drop = ("preset", "batch")

@@ -145,25 +145,6 @@ def test_text_goes_on_after_more_was_read():
     assert found[0] == found[1] == found[2]
 
 
-@torch.no_grad()
-def test_check_has_the_bits_of_steps_and_leaves_the_cache_alone():
-    lm, ids = model(4, DTYPES[0], **SMALL), torch.tensor([[104, 105, 32, 104]])
-    ids = ids.to(lm.device)
-    with lm.prepared_weights(), use_backend(KERNELS):
-        assert lm.can_check()
-        checked, stepped = lm.new_cache(40), lm.new_cache(40)
-        for cache in (checked, stepped):
-            for _ in range(23):
-                lm(ids[:, 1:2], cache)
-        logits, rows = lm.check(ids, checked)
-        assert rows.shape == (1, 4, DIM)
-        for mine, other in zip(checked.main.blocks, stepped.main.blocks, strict=True):
-            for part, wanted in zip(mine.tensors(), other.tensors(), strict=True):
-                assert torch.equal(part, wanted)
-        for number, byte in enumerate(ids.split(1, dim=1)):
-            assert torch.equal(lm(byte, stepped)[0, 0], logits[0, number])
-
-
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

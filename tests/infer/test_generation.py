@@ -9,7 +9,6 @@ from weakref import ref
 import pytest
 import torch
 from cells import Cell, wide
-from marks import mostly_slow
 
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import PRESETS, preset
@@ -19,11 +18,9 @@ from arbcli.infer import generation
 from arbcli.infer.generation import Decoder, Sampling, continue_text, generate
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model.build import build_model
 from arbcli.model.flow import Flow
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import rotary
-from arbcli.verify.parity import grouped
 
 GREEDY = Sampling(temperature=0)
 
@@ -70,34 +67,6 @@ def test_greedy_text_is_that_of_whole_forwards(prompt, weights, device):
             logits = lm(torch.tensor([list(expected)], device=device))
         expected += bytes([int(logits[0, -1].argmax())])
     assert prompt + continued(lm, prompt, 16 - len(prompt), GREEDY) == expected
-
-
-def test_greedy_text_of_attention_without_kernels_is_that_of_whole_forwards(device):
-    with torch.device(device):
-        lm = build_model(grouped(), torch.float32)
-    lm.initialise(0)
-    expected = b"abc"
-    for _ in range(8):
-        with torch.no_grad():
-            logits = lm(torch.tensor([list(expected)], device=device))
-        expected += bytes([int(logits[0, -1].argmax())])
-    assert b"abc" + continued(lm, b"abc", 8, GREEDY) == expected
-    assert len(continued(lm, b"abc", 40)) == 40
-
-
-@pytest.mark.parametrize("memgram", mostly_slow([False, True], bool))
-def test_greedy_text_of_a_graph_is_that_of_whole_forwards(memgram, small_graph, device):
-    given = {k: v for k, v in small_graph.items() if k not in ("preset", "batch")}
-    with torch.device(device):
-        lm = build_model(preset("arb-tiny", memgram=memgram, **given), torch.float32)
-    lm.initialise(0)
-    expected = b"abc"
-    for _ in range(13):
-        with torch.no_grad():
-            logits = lm(torch.tensor([list(expected)], device=device))
-        expected += bytes([int(logits[0, -1].argmax())])
-    assert b"abc" + continued(lm, b"abc", 13, GREEDY) == expected
-    assert len(continued(lm, b"abc", 40)) == 40
 
 
 def test_prompt_longer_than_the_window_is_read_whole(device):
@@ -162,28 +131,6 @@ def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it
         assert torch.equal(part, expected)
 
 
-@torch.no_grad()
-def test_steps_of_three_stages_around_another_are_those_of_whole_reads(device):
-    """Each hands what it found to the one around it."""
-    outer = {"outer_dim": (16, 16, 16), "outer_layers": (1,) * 3, "outer_heads": (2,) * 3}
-    outer |= {"outer_ffn": (16,) * 3, "chunk_length": (2,) * 3, "window": 8, "ctx": 24}
-    lm = LanguageModel(
-        preset("hnet-tiny", dim=16, layers=1, heads=2, ffn=16, boundaries="every", **outer),
-        torch.float32,
-    ).to(device)
-    lm.initialise(0)
-    with lm.prepared_weights():
-        decoder = Decoder(lm, 40, GREEDY, capture=False)
-        decoder.read(b"it was")
-        made = b"".join(decoder.stream(20))
-        cache, text = lm.new_cache(40), b"it was"
-        for start in range(len(text) + len(made) - 1):
-            ids = torch.tensor([[(text + made)[start]]], device=device)
-            logits = lm(ids, cache)[0, -1]
-            if start >= len(text) - 1:
-                assert int(logits.argmax()) == (text + made)[start + 1], start
-
-
 @pytest.mark.parametrize("name", [*PRESETS])
 def test_a_position_depends_on_no_more_than_a_model_says(name):
     """Of models with other states than windows it is not known."""
@@ -218,63 +165,6 @@ def test_seed_decides_the_text(device):
     texts = [continued(lm, b"ab", 40, Sampling(seed=seed)) for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     assert len(texts[0]) == 40
-
-
-class Fixed:
-    """Stands for a model whose next byte follows one distribution, whatever came before."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
-
-    def new_cache(self, positions: int, first: int) -> SimpleNamespace:
-        position = torch.zeros((), dtype=torch.int32, device=self.logits.device)
-        about = {"position": position, "window": 16, "is_marked": True}
-        return SimpleNamespace(**about, reset=position.zero_)
-
-    config, stages, kept_in = preset("tiny"), (), "fp32"
-    step_phases = LanguageModel.step_phases
-
-    def __call__(self, ids: torch.Tensor, cache: SimpleNamespace) -> torch.Tensor:
-        cache.position += ids.shape[1]
-        return self.logits.expand(*ids.shape, 256)
-
-
-def kept_share(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
-    """Compute the distribution of the next byte: soften, then cut by rank, then by share."""
-    share = torch.softmax(logits.double() / how.temperature, 0)
-    order = share.argsort(descending=True)[: how.top_k]
-    before = (share[order] / share[order].sum()).cumsum(0).roll(1)
-    before[0] = 0
-    order = order[before < how.top_p] if how.top_p < 1 else order
-    kept = torch.zeros_like(share)
-    kept[order] = share[order]
-    return kept / kept.sum()
-
-
-@pytest.mark.parametrize(
-    "how",
-    [{"temperature": 0.5}, {"temperature": 1.5, "top_k": 6}, {"temperature": 1.5, "top_p": 0.7},
-     {"temperature": 2.0, "top_k": 9, "top_p": 0.8}],
-    ids=str,
-)  # fmt: skip
-def test_bytes_of_a_text_are_drawn_from_the_softmax_that_was_asked_for(how, device):
-    """Pearson's statistic of 400 bytes, within five of its standard errors, and nothing else."""
-    logits = 3 * torch.randn(256, generator=torch.Generator().manual_seed(5))
-    sampling = Sampling(seed=1, **how)
-    decoder = Decoder(Fixed(logits.to(device)), 401, sampling)
-    decoder.read(b"a")
-    text = b"".join(decoder.stream(400))
-    share = kept_share(logits, sampling)
-    counts = torch.tensor(list(text)).bincount(minlength=256)
-    assert not counts[share == 0].any()
-    often = share > 5 / 400
-    expected = torch.cat([share[often], share[~often].sum()[None]]) * 400
-    found = torch.cat([counts[often], counts[~often].sum()[None]])
-    expected, found = expected[expected > 0], found[expected > 0]
-    assert len(expected) > 2
-    statistic = ((found - expected) ** 2 / expected).sum().item()
-    freedom = len(expected) - 1
-    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
 
 
 @torch.no_grad()
@@ -375,20 +265,6 @@ def test_speed_is_of_what_was_made_once_the_prompt_was_read(monkeypatch):
     assert report.bytes_per_second == 2
     assert (report.length, report.prompt) == (7, "abcdef")
     assert b"".join(made).decode(errors="replace") == report.text
-
-
-def test_text_has_the_same_bytes_where_weights_are_kept_decoded():
-    lm = model("cpu")
-    texts = []
-    for spare in (0, lm.decoded_bytes - 1, lm.decoded_bytes):
-        with lm.prepared_weights(spare):
-            assert lm.head.weight.keeps_decoded == (spare == lm.decoded_bytes)
-            decoder = Decoder(lm, 40, backend="torch")
-            decoder.read(b"kept")
-            texts.append(b"".join(decoder.stream(36)))
-            assert (lm.head.weight._kept is not None) == (spare == lm.decoded_bytes)
-        assert lm.head.weight._kept is None
-    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Several texts at once: each is what it is alone, whatever the others are."""
 
-from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,14 +9,12 @@ import torch
 from cells import FEW, each_cell, wide
 from graph_parts import graph_config
 
-from arbcli.commands._options import KEPT_IN
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.infer import several
 from arbcli.infer.generation import Decoder, Sampling, continue_text, generate
 from arbcli.infer.prompts import read_prompts
 from arbcli.infer.several import Request, SeveralDecoder, cache_bytes, generate_several
-from arbcli.kernels.attention.eight_bits import KeptIn
 from arbcli.model import language_model as model_module
 from arbcli.model.language_model import LanguageModel
 
@@ -115,23 +112,6 @@ def test_text_of_every_cell_is_the_same_among_any_others(cell, device):
             torch.testing.assert_close(found[:, index : index + 1], alone, rtol=1e-3, atol=2e-3)
 
 
-@each_cell(quick=FEW)
-def test_state_of_a_text_is_its_part_of_the_state_of_all(cell):
-    """In each form of keys and values, so that no text writes where another reads."""
-    with torch.device("meta"):
-        lm = LanguageModel(wide(cell.model()))
-    for kv in (None, *KEPT_IN):
-        with suppress(ArbError), lm.keeping(kv):  # which the model may not know
-            cache = lm.new_several_cache(3, 20, torch.device("cpu"))
-            for state in (state for track in cache.tracks for state in track.blocks if state):
-                whole = [*state.tensors()]
-                assert whole
-                for text, own in enumerate(state.each):
-                    for part, of_all in zip(own.tensors(), whole, strict=True):
-                        assert part.shape == of_all.shape[1:], kv
-                        assert part.data_ptr() == of_all[text].data_ptr(), kv
-
-
 @pytest.mark.gpu
 @each_cell()
 @pytest.mark.parametrize("kv", [None, "int8"])
@@ -200,22 +180,6 @@ def test_streams_of_a_seed_differ(lm):
     assert made[0] == made[1] != made[2]
 
 
-def test_steps_leave_texts_that_are_done_alone(lm):
-    with lm.prepared_weights():
-        decoder = SeveralDecoder(lm, 3, 12)
-        first, second = request(b"ab", 3), request(b"ab", 10)
-        for place, each in enumerate((first, second)):
-            decoder.begin(place, each)
-        for _ in range(3):
-            decoder.step()
-        short = decoder.end(0, first)
-        for _ in range(7):
-            decoder.step()
-        assert decoder.cache.position.tolist() == [4, 11, 0]
-        assert len(short()) == 3
-        assert decoder.end(1, second)()[:3] == short()
-
-
 def test_cache_takes_what_was_predicted(lm):
     cache = lm.new_several_cache(3, 40)
     assert cache.nbytes == cache_bytes(lm, 3, 40) == 2 * 2 * 3 * 16 * 32 * 2
@@ -268,50 +232,6 @@ def test_text_with_the_stream_of_a_single_one_is_that_one(lm):
     assert (found.batch, found.length) == (1, 20)
     if lm.device.type == "cpu":  # kernels of a GPU add up in another order
         assert report[0].text == done.text
-
-
-@pytest.mark.parametrize("kv", ["fp8", "int8"])
-def test_keys_and_values_are_kept_as_is_asked(lm, kv, monkeypatch):
-    made, new = [], several.SeveralDecoder
-
-    def decoder(*arguments, **options):
-        made.append(new(*arguments, **options))
-        return made[-1]
-
-    monkeypatch.setattr(several, "SeveralDecoder", decoder)
-    asked = [request(each.prompt, each.length, temperature=0.0) for each in REQUESTS[:3]]
-    found = dict(generate_several(lm, asked, kv=kv))
-    together = dict(generate_several(lm, asked[::-1], 2, kv=kv))
-    assert [found[index] for index in range(3)] == [together[2 - index] for index in range(3)]
-    for index, each in enumerate(asked):
-        alone = b"".join(generate(lm, each.prompt, each.length, each.sampling, kv=kv))
-        assert alone[:3] == found[index][:3]
-    assert made[0].cache.main.blocks[0].keys.codes.element_size() == 1
-    assert lm.kept == KeptIn()
-
-
-def test_texts_are_told_in_the_order_of_their_prompts(lm, monkeypatch):
-    """Though the fourth is done first."""
-    clock, told = SimpleNamespace(now=5.0), []
-    clock.perf_counter = lambda: clock.now
-
-    def tell(text) -> None:
-        told.append(text)
-        clock.now += 0.5
-
-    monkeypatch.setattr(several, "time", clock)
-    backend = "torch" if lm.device.type == "cpu" else "triton"
-    done = several.continue_several(lm, REQUESTS, 4, backend=backend, on_text=tell)
-    assert [text.index for text in told] == list(range(6))
-    for text, each, made in zip(told, REQUESTS, texts(lm, REQUESTS, 4), strict=True):
-        assert text.text == made.decode(errors="replace")
-        assert (text.prompt.encode(), text.length) == (each.prompt, each.length)
-        how = Sampling(**{name: getattr(text, name) for name in asdict(each.sampling)})
-        assert how == each.sampling
-    assert (done.texts, done.length, done.batch) == (6, 55, 4)
-    assert (done.seconds, done.device, done.backend) == (3.0, str(lm.device), backend)
-    few = several.continue_several(lm, REQUESTS[:2], backend=backend)
-    assert (few.texts, few.length, few.batch) == (2, 13, 2)
 
 
 @pytest.mark.parametrize(("prompt", "length"), [(b"", 1), (b"a", 0), (b"a", 2**24)])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from itertools import pairwise
 from types import SimpleNamespace
 from unittest import mock
 
@@ -115,60 +114,6 @@ def test_audit_measures_every_stage():
     assert (report.batch, report.accum, report.steps) == (2, 2, 2)
     assert len(report.largest) == 3
     assert not any(tensor.dtype == "uint8" for tensor in report.largest)
-
-
-def test_prediction_is_held_against_what_was_measured(monkeypatch):
-    """Twice as much is off by 100 %, and what grows with steps began with the first."""
-    real, told, kept = audit_module.predict_peak, [], []
-
-    def twice(config, **about):
-        peak = real(config, **about)
-        return dataclasses.replace(peak, peak_bytes=2 * peak.peak_bytes)
-
-    step_of, read = Trainer.train_step, audit_module._read
-
-    def read_level(tensors, step, stage):  # the peak of the loading is none of a step
-        level = read(tensors, step, stage)
-        return level if step else dataclasses.replace(level, peak_bytes=10**12)
-
-    monkeypatch.setattr(audit_module, "_read", read_level)
-    monkeypatch.setattr(audit_module, "predict_peak", twice)
-    monkeypatch.setattr(
-        Trainer, "train_step", lambda self, *a: kept.append(torch.zeros(999)) or step_of(self, *a)
-    )
-    report = audit(config_of(batch=3, steps=3), predicted=told.append, state_bytes=777)
-    state = report.predicted.total.state_bytes
-    details = {check.name: check.detail for check in report.checks}
-    assert details["state-as-predicted"] == f"777 bytes predicted, {state:,} found in the model"
-    assert (report.batch, report.accum, report.steps) == (3, 1, 3)
-    assert report.derived[0].bytes == 999 * 4 > report.derived[1].bytes  # of the first step alone
-    assert report.peak_error == pytest.approx(2 * told[0].peak_bytes / 2 / report.peak_bytes - 1)
-    assert 0.5 < report.peak_error <= 1
-    ends = [level.live_bytes for level in report.levels if level.stage == "end"]
-    assert [after - before for before, after in pairwise(ends)] == [999 * 4] * 2
-    assert report.derived_bytes == ends[0] - report.levels[0].live_bytes
-    assert report.peak_bytes == max(level.peak_bytes for level in report.levels[1:])
-
-
-def test_audit_does_the_steps_of_training(monkeypatch):
-    config = config_of(accum=2)
-    states = []
-
-    def keep(trainer):
-        states.append({k: v.clone() for k, v in trainer.model.state_dict().items()})
-
-    class Watched(Trainer):
-        def __init__(self, *args, **about):
-            super().__init__(*args, **about)
-            self.updater.finish = lambda: keep(self)
-
-    monkeypatch.setattr("arbcli.inspect.audit.Trainer", Watched)
-    audit(config)
-    trainer = Trainer(config, open_texts((), (), seed=config.seed, context=config.model.ctx))
-    for state in states:
-        trainer.train_step()
-        assert all(torch.equal(v, state[k]) for k, v in trainer.model.state_dict().items())
-    assert len(states) == config.steps
 
 
 @pytest.mark.parametrize(

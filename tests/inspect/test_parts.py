@@ -1,12 +1,11 @@
 """The tree of a model names every part, and what its parts take adds up to what it takes."""
 
 import pytest
-import torch
 from cells import QUICK
 
 from arbcli.config.presets import PRESETS, preset
 from arbcli.inspect.memory import predict, predict_parts
-from arbcli.inspect.parts import _equal, list_parts
+from arbcli.inspect.parts import list_parts
 from arbcli.model.build import build_model
 
 MODELS = PRESETS | {
@@ -50,40 +49,6 @@ def test_equal_blocks_that_follow_one_another_are_one_part():
     pair, turns = parts["blocks.0-1.mlp"], parts["blocks.2-11 by 3.mlp"]
     assert (pair.count, turns.count) == (2, 4)
     assert (turns.weights, turns.bytes) == (2 * pair.weights, 2 * pair.bytes)
-
-
-def test_blocks_that_take_turns_are_as_many_parts():
-    def paths(numbers):
-        return [(part.start, part[-1], part.step) for part in _equal(numbers)]
-
-    assert paths([1, 2, 1, 2, 1]) == [(0, 4, 2), (1, 3, 2)]
-    assert paths([3, 1, 2, 1, 2]) == [(0, 0, 1), (1, 3, 2), (2, 4, 2)]
-    assert paths([1, 2, 3]) == [(0, 0, 1), (1, 1, 1), (2, 2, 1)]
-    assert paths([1, 1, 1, 2, 2]) == [(0, 2, 1), (3, 4, 1)]
-    assert paths([]) == []
-    for numbers in ([1, 2, 1, 2, 1, 1], [1, 2, 3, 1, 2, 3, 4]):
-        found = {number: numbers[part.start] for part in _equal(numbers) for number in part}
-        assert [found[index] for index in range(len(numbers))] == numbers
-
-
-def test_part_says_its_kind_shape_and_factor():
-    report = predict_parts(preset("hnet-tiny", sub_norms=False, experts=5, streams=2))
-    found = {part.path: (part.kind, part.shape, part.depth) for part in report.parts}
-    assert found["embedding"] == ("embedding", "256 x 128", 0)
-    assert found["stages.0"] == ("stage", "dim 128, boundaries learned, length 4", 0)
-    assert found["stages.0.decoder.0.attention"] == (
-        "attention", "heads 4, window 32, no sub norm", 2,
-    )  # fmt: skip
-    assert found["stages.0.inward"] == ("inward", "256 x 128", 1)
-    assert found["blocks"] == ("stage", "dim 256, streams 2", 0)
-    assert found["blocks.0-2.experts"] == ("experts", "experts 5, width 704", 2)
-    assert found["norm"][0] == "norm"
-    factors = {part.path: part.lr_factors for part in report.parts}
-    with torch.device("meta"):
-        model = build_model(report.config)
-    assert factors["head"] == (model.head.weight.lr_factor,)
-    assert factors["head"] != factors["embedding"] == (1.0,)
-    assert factors["norm"] == ()
 
 
 def test_each_stage_says_its_own_width_and_chunks():

@@ -11,7 +11,6 @@ import torch
 from cells import Cell
 from marks import mostly_slow
 from processes import in_processes
-from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,7 +26,6 @@ from arbcli.inspect.ranks import share_out
 from arbcli.inspect.trace import KnownShapes, LiveTensors, without_memory
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.model.layers.rotary import fresh_tables
-from arbcli.model.stack import Block
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 
@@ -187,33 +185,6 @@ def test_predicted_peak_leaves_no_trace(monkeypatch):
     first, second = (predict_peak(config_of({})) for _ in range(2))
     assert first == second
     assert {name: function() for name, function in functions.items()} == before
-
-
-class _Keep(Function):
-    """Gives what it takes, and keeps a copy for the backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x.clone())
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-def test_a_tensor_more_that_a_block_keeps_is_predicted(monkeypatch):
-    config = config_of({})
-    before, forward = predict_peak(config), Block.forward
-
-    def keeping(block, x, *added, **how):
-        return forward(block, _Keep.apply(x), *added, **how)
-
-    monkeypatch.setattr(Block, "forward", keeping)
-    after = predict_peak(config)
-    one = config.batch * config.model.ctx * config.model.dim * 2
-    assert after.saved_bytes - before.saved_bytes >= one
-    assert after.peak_bytes == measured_peak(config)
 
 
 MEASURED = {

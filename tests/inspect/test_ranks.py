@@ -4,13 +4,11 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-import torch
 from processes import in_processes
 
 from arbcli.errors import ArbError
 from arbcli.inspect import ranks
 from arbcli.inspect.ranks import audit_ranks, predict_ranks, share_out
-from arbcli.model.build import build_model
 from arbcli.train.configure import new_config
 
 SHAPE = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "steps": 2}
@@ -37,22 +35,6 @@ def test_two_processes_hold_what_was_predicted():
             after.measured.peak_bytes, rel=0.02
         )
     assert not predict_ranks(config, 2, budget=1000).passed
-
-
-def test_shares_of_a_graph_add_up(small_graph):
-    config = new_config(**SHARED | small_graph)
-    shares = share_out(config, 4)
-    (alone,) = share_out(config, 1)
-    own = sum(share.kept_bytes for share in shares)
-    assert own == alone.kept_bytes
-    assert sum(share.weights for share in shares) == alone.weights
-    told = alone.state_bytes - own
-    with torch.device("meta"):
-        model = build_model(config.model)
-        model.declare_wire()
-    assert alone.state_bytes == sum(part.nbytes for part in model.buffers())
-    assert [share.rank for share in shares] == [0, 1, 2, 3]
-    assert {share.state_bytes - share.kept_bytes for share in shares} == {told}
 
 
 def test_ranks_that_cannot_share_the_batch_are_refused():

@@ -546,3 +546,14 @@ def test_a_load_in_ptx_of_what_was_written_is_not_moved_before_the_wait_for_it()
     assert {name for name, pure in found.items() if pure == "True"} == PURE
     assert found["load_eight_over"] == "not WRITTEN"
     assert len(found) > len(PURE) + 1
+
+
+def test_kernel_in_ptx_says_how_its_data_lies_and_why():
+    found = {}
+    for file in FILES:
+        source = file.read_text()
+        if re.search(r"\bPTX: tl\.constexpr", source) and re.search(r"def \w+_kernel\(", source):
+            said = ast.get_docstring(ast.parse(source))
+            found[file.stem] = "Why so: " in said and bool(re.search(r"\n\n    \S", said))
+    assert len(found) > 7
+    assert all(found.values()), found

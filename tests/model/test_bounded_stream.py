@@ -9,7 +9,6 @@ from cells import Cell
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.errors import ArbError
-from arbcli.infer.several import SeveralDecoder
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.stack import bounded
@@ -51,21 +50,6 @@ def test_parts_add_a_share_and_blocks_end_within_the_bound(streams):
     assert half.mean() < whole.mean()
     assert whole.max() > 0.5
     assert small.max() <= 0.501
-
-
-@pytest.mark.parametrize("place", ["plain", "chunked"])
-@torch.no_grad()
-def test_text_is_read_in_pieces_and_among_others_as_it_is_at_once(place):
-    lm = build(model(1, place, contribution=0.5, bound=0.6))
-    ids = torch.arange(9)[None] + 97
-    with use_backend("torch"), lm.prepared_weights():
-        cache = lm.new_cache(9)
-        pieces = torch.cat([lm(part, cache) for part in ids.split([3, 1, 1, 4], dim=1)], dim=1)
-        torch.testing.assert_close(pieces, lm(ids), rtol=1e-4, atol=1e-4)
-        several = SeveralDecoder(lm, 2, 9, backend="torch").cache
-        several.going_on.fill_(1)
-        steps = [lm(ids[:, [at]].expand(2, 1), several) for at in range(9)]
-        torch.testing.assert_close(torch.cat(steps, dim=1)[1:], pieces, rtol=1e-4, atol=1e-4)
 
 
 def test_configuration_is_kept_and_wrong_numbers_are_refused():

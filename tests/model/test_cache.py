@@ -10,11 +10,9 @@ from arbcli.kernels.norm import gated_rms_norm, rms_norm
 from arbcli.kernels.norm.rms_norm import norm_weight_torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model import language_model as model_module
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import attend as attend_module
 from arbcli.model.layers.linear import TernaryLinear
-from arbcli.model.parts import attention as attention_module
 from arbcli.model.parts.attention import Ring
 from arbcli.model.state import Clock, KeptTexts
 
@@ -83,25 +81,6 @@ def test_cached_logits_equal_those_of_one_forward(name, device, monkeypatch):
 
 def test_kernels_give_the_logits_of_one_forward(device, monkeypatch):
     check_parts("ragged chunks and bytes", KERNELS, device, monkeypatch)
-
-
-@pytest.mark.parametrize("options", [{}, {"sub_norms": False}, {"dim": 128}], ids=str)
-def test_prepacked_weights_give_the_logits_of_packed_ones(options, device, monkeypatch):
-    lm, ids = model(device, torch.bfloat16, **options), text(21, device)
-    lm.embedding.weight.exponent -= 4  # so what blocks add counts, and so do their norms
-    with lm.prepared_weights():
-        with monkeypatch.context() as patch:
-            patch.setattr(model_module, "fits_prepacked", lambda *_: False)
-            expected = forward_in_parts(lm, ids, [1] * 21)
-        assert lm.plain_norms
-        assert not prepacked(lm)
-        monkeypatch.setattr(model_module, "fits_prepacked", lambda x, _: x.shape[1] == 1)
-        monkeypatch.setattr(attention_module, "fits_parts", lambda qkv: qkv.shape[-1] == 64)
-        got = forward_in_parts(lm, ids, PARTS["ragged chunks and bytes"])
-        assert prepacked(lm) == 2 * 4 + 1
-    assert not prepacked(lm)
-    error = (got.float() - expected.float()).norm() / expected.float().norm()
-    assert error < 0.02  # roundings to bf16
 
 
 @compiled
@@ -254,21 +233,6 @@ def test_prompt_in_eight_bits_is_read_as_byte_by_byte(kv, device):
         plain = lm(ids[:, :WINDOW])
     torch.testing.assert_close(one_by_one[:, :WINDOW], plain, rtol=1e-4, atol=1e-4)
     assert not torch.equal(lm(ids[:, :WINDOW]), plain)
-
-
-def test_eight_bits_are_half_the_bytes(device):
-    lm = model(device, torch.bfloat16)
-    sizes = {}
-    for kv in ("bf16", *KEPT):
-        with lm.keeping(kv):
-            cache = lm.new_cache(100)
-            assert lm.kept_in == kv
-        parts = [rows.codes for block in cache.main.blocks for rows in (block.keys, block.values)]
-        parts += [block.exponents for block in cache.main.blocks if block.exponents is not None]
-        assert cache.nbytes == sum(part.nbytes for part in parts)
-        sizes[kv] = cache.nbytes
-    entries = 2 * 2 * 2 * WINDOW  # blocks, keys and values, heads
-    assert sizes == {"bf16": entries * 32, "fp8": entries * 17, "int8": entries * 17}
 
 
 def test_what_cannot_be_kept_so_is_refused(device):

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from arbcli.config.parts.ahead import AheadConfig
-from arbcli.config.parts.composite import KINDS, CompositeConfig
+from arbcli.config.parts.composite import CompositeConfig
 from arbcli.config.presets import preset
 from arbcli.data import Mixture, Text, open_texts
 from arbcli.errors import ArbError
@@ -28,36 +28,6 @@ PICTURE = PictureHeader("grey", 3, 2).encode() + b"abc\ndef\n"
 def config(**given):
     plain = preset("tiny", **SIZES, **given)
     return replace(plain, composite=CompositeConfig(text=0.5, sound=2.0, picture=0.25))
-
-
-@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
-def test_losses_are_of_the_mixture_and_of_each_head(weights):
-    lm = build_model(config(weights=weights), torch.float32)
-    lm.initialise(0)
-    generator = torch.Generator().manual_seed(0)
-    ids, targets = torch.randint(256, (2, 3, 8), generator=generator)
-    kinds = torch.tensor([0, 2, 2, 0] * 5 + [0, 2, 1, 0]).view(3, 8)
-    losses = lm.losses(ids, targets + 256 * kinds)
-    with torch.no_grad():
-        x = lm._through(0, *lm._embed(ids, 8)[:1], ids, [], lm._embed(ids, 8)[1]).whole()
-        each = lm.head.heads(x, lm.norm).double().view(3, 8, 3, 256).softmax(dim=-1)
-        shares = lm.head.gate(x, lm.norm).double().softmax(dim=-1)
-    mixture = (each * shares[..., None]).sum(dim=2)
-    of_target = mixture.gather(-1, targets[..., None]).log()
-    wanted = {"text": -of_target.mean()}
-    for number, name in enumerate(KINDS):
-        logs = each[:, :, number].gather(-1, targets[..., None])[..., 0].log()
-        wanted[f"of_{name}"] = -logs[kinds == number].mean()
-    assert losses.keys() == wanted.keys()
-    for name, loss in losses.items():
-        assert float(loss.detach()) == pytest.approx(float(wanted[name]), rel=1e-5), name
-    total = wanted["text"] + wanted["of_text"] / 2 + 2 * wanted["of_sound"]
-    total += wanted["of_picture"] / 4
-    assert float(minimised(losses, lm.loss_weights).detach()) == pytest.approx(float(total))
-    with torch.no_grad():
-        assert torch.allclose(lm(ids).double().exp(), mixture, atol=1e-6)
-        of_positions = lm.position_losses(ids, targets)
-    assert torch.allclose(of_positions.double(), -of_target[..., 0], atol=1e-5)
 
 
 def test_a_kind_that_is_not_there_has_no_loss():

@@ -10,14 +10,13 @@ from arbcli.config.parts import AttentionConfig, CompressedAttentionConfig
 from arbcli.config.presets import PRESETS, preset
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Decoder, Sampling
-from arbcli.inspect.memory import measure, predict
+from arbcli.inspect.memory import predict
 from arbcli.kernels.attention.choose_entries import choose_entries
 from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.operations import forward_operations
 from arbcli.model.state import Rows
-from arbcli.train.updater import Updater
 from arbcli.verify import parity
 from arbcli.verify.parity import Subject
 
@@ -262,19 +261,6 @@ def test_indexer_learns_from_the_divergence_and_nothing_else_does(small_compress
     assert found["text"] == {n for n, w in lm.weights().items() if not w.frozen} - indexers
 
 
-def test_divergence_falls_while_the_rest_stands_still(small_compressed):
-    lm, ids = model(small_compressed, layers=1, top_k=4, ratios=(3,)), text(4)
-    updater = Updater(lm.weights().values(), 0, torch.float32)
-    for name, weight in lm.weights().items():
-        weight.sink = updater if ".indexer." in name else None
-    losses = []
-    for step in range(25):
-        updater.begin(step, 0.5)
-        losses.append(lm.losses(ids, ids)["indexer"])
-        losses[-1].backward()
-    assert float(losses[-1].detach()) < 0.6 * float(losses[0].detach())
-
-
 def test_text_is_generated_as_it_is_predicted(small_compressed):
     lm = model(small_compressed)
     decoder = Decoder(lm, 20, Sampling(temperature=0))
@@ -292,35 +278,6 @@ def test_option_agrees_with_its_reference(options, small_compressed, device):
     about = (2, torch.float32, device, backend, ("blocks", "whole", "bits"))
     results = [*parity._check("", "", Subject("", config, *about))]
     assert not [result for result in results if not result.passed]
-
-
-WIDE = {"heads": 128, "head_width": 512, "kv_heads": 1, "rotary": 64}
-
-
-def test_128_heads_of_512_with_one_head_of_keys_are_predicted_and_step():
-    large = preset("arb-deep", dim=7168, experts=384, top_k_experts=6, **WIDE)
-    with torch.device("meta"):
-        weights = build_model(preset("arb-deep", dim=7168, layers=1, **WIDE)).weights()
-    assert weights["blocks.0.attention.output.weight"].trits.shape[0] == 7168
-    assert 1e11 < predict(large).total.weights < 2e11
-    small = preset(
-        "tiny", attention="compressed", dim=32, layers=1, ffn=32, ctx=8, ratios=(4,), top_k=1,
-        index_heads=1, index_width=8, direction="factored", **WIDE,
-    )  # fmt: skip
-    lm, ids = build_model(small, torch.float32), text(1, 8)
-    lm.initialise(0)
-    updater = Updater(lm.weights().values(), 0, torch.float32)
-    for weight in lm.weights().values():
-        weight.sink = updater
-    before = lm.blocks[0].attention.projection.weight.trits.clone()
-    with torch.no_grad():
-        whole = lm(ids)
-    torch.testing.assert_close(in_parts(lm, ids, [5, 1, 1, 1]), whole, **CLOSE)
-    updater.begin(0, 16.0)
-    sum(lm.losses(ids, ids).values()).backward()
-    updater.finish()
-    assert not torch.equal(lm.blocks[0].attention.projection.weight.trits, before)
-    assert measure(lm).state_bytes == predict(small).total.state_bytes
 
 
 def test_entry_of_means_is_the_mean_of_its_bytes(small_compressed):

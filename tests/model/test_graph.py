@@ -160,47 +160,6 @@ def test_step_over_one_byte_is_taken():
     train(lm, 2, text(3, 2))
 
 
-def test_memories_change_after_the_step_and_not_before():
-    lm, ids = model(), text(3, 9)
-    names = ("edges.", "balance", "memgram.symbol", "memgram.strength")
-
-    def memories():
-        return {
-            name: buffer.clone()
-            for name, buffer in lm.named_buffers()
-            if any(each in name for each in names)
-        }
-
-    before = memories()
-    assert len(before) == 7
-    lm.loss(ids, ids).backward()
-    assert all(torch.equal(buffer, before[name]) for name, buffer in memories().items())
-    lm.forget_uses()
-    lm.after_step()
-    assert all(torch.equal(buffer, before[name]) for name, buffer in memories().items())
-    lm.loss(ids, ids).backward()
-    lm.after_step()
-    changed = {name for name, buffer in memories().items() if not torch.equal(buffer, before[name])}
-    assert {"moe_graph.edges.score", "moe_graph.edges.sign", "memgram.strength"} <= changed
-    assert "moe_graph.experts.gate.balance" in changed
-
-
-def test_gauges_are_shares():
-    lm = model()
-    train(lm, 1)
-    graph = lm.moe_graph
-    shares = {
-        "alive_codes": lm.codebook.table.weight.usage > 0,
-        "alive_knowledge": lm.knowledge.table.weight.usage > 0,
-        "edges": graph.edges.score > 0,
-    }
-    gauges = lm.gauges()
-    assert gauges.pop("fullest_expert") == graph.experts.gate.gauges()["fullest_expert"] > 1
-    assert gauges == {name: pytest.approx(part.double().mean()) for name, part in shares.items()}
-    assert 0 < min(gauges.values()) < 1
-    assert model(**dict.fromkeys(PARTS, False)).gauges() == {}
-
-
 def assert_twin_agrees_with_the_reference(lm: LanguageModel, *others: str) -> None:
     """Compare the losses of a twin, `text`, `ponder` and others, and every gradient."""
     ids = text(2, 9)

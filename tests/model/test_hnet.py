@@ -1,8 +1,5 @@
 """Models with chunks: boundaries, cache, causality, what it trains to and what it keeps."""
 
-from itertools import pairwise
-from types import SimpleNamespace
-
 import pytest
 import torch
 from marks import mostly_slow
@@ -82,36 +79,6 @@ def test_text_longer_than_the_context_is_read_as_by_the_reference(kind):
     wanted = reference_logits(lm, ids, endless=True)
     got = read(lm, ids, [4, *[1] * 9, 2, *[1] * 16])
     torch.testing.assert_close(got.double(), wanted, **CLOSE)
-
-
-@each_other_kind
-def test_byte_that_begins_no_chunk_never_runs_the_main_network(kind):
-    lm, runs = model(kind), []
-    prompt = bytes(text(1, 6)[0].tolist())
-    decoder = Decoder(lm, 40, Sampling(seed=1), capture=False)
-    decoder.read(prompt)
-    handle = lm.blocks[0].attention.register_forward_hook(lambda *_: runs.append(decoder.length))
-    made = prompt + b"".join(decoder.stream(30))
-    handle.remove()
-    depths = chunk_depths(lm, made, "torch")
-    # a step reads the byte before the one it makes
-    wanted = [place + 1 for place in range(5, 35) if depths[place] == len(lm.stages)]
-    assert runs == wanted
-    assert len(runs) < 30
-
-
-@each_other_kind
-def test_phases_of_a_step_make_the_text_of_whole_forwards(kind):
-    lm, prompt = model(kind), bytes(text(1, 5)[0].tolist())
-    decoder = Decoder(lm, 20, Sampling(temperature=0), capture=False)
-    decoder.read(prompt)
-    made = b"".join(decoder.stream(15))
-    expected = prompt
-    for _ in range(15):
-        with torch.no_grad():
-            logits = lm(torch.tensor([list(expected)]))
-        expected += bytes([int(logits[0, -1].argmax())])
-    assert prompt + made == expected
 
 
 @each_other_kind
@@ -208,26 +175,6 @@ def test_too_many_chunks_join_the_last_and_are_counted():
     assert [part.sum().item() for part in lm.boundaries(ids)] == [3]
 
 
-@pytest.mark.parametrize("kind", ["learned", "two stages", "space"])
-def test_gauges_count_the_chunks_of_the_last_step(kind):
-    lm, ids = model(kind), text(3, seed=4)
-    lm.losses(ids, ids)
-    found = lm.gauges()
-    chunks = [int(part.sum()) for part in lm.boundaries(ids)]
-    lengths = [before / after for before, after in pairwise([ids.numel(), *chunks])]
-    names = ["chunk_length", "chunk_length_2"][: len(chunks)]
-    assert found == dict(zip(names, lengths, strict=True)) | {"joined": found["joined"]}
-    with torch.no_grad():  # nobody trains on held-out text
-        lm.losses(text(2, seed=5), text(2))
-    assert lm.gauges() == found
-    counts = lm._counts
-    lm.losses(text(2, seed=5), text(2))
-    assert lm.gauges() != found
-    # of several processes the last has the last micro-batch
-    lm.join(SimpleNamespace(in_order=lambda own: [*own, counts]))
-    assert lm.gauges() == found
-
-
 @pytest.mark.parametrize(("window", "positions", "expected"), [
     (5, 40, 5), (50, 40, 12), (50, 7, 7), (12, 12, 12), (13, 13, 12),
 ])  # fmt: skip
@@ -237,24 +184,6 @@ def test_as_much_is_read_at_once_as_every_part_has_room_for(window, positions, e
     assert cache.window == expected
 
 
-@pytest.mark.parametrize("kind", ["learned", "two stages"])
-def test_bytes_of_a_cache_are_those_of_all_rings(kind):
-    lm = model(kind)
-    cache = lm.new_cache(11)
-    stages = lm.config.stages
-    shapes = [(stages[-1].dim, stages[-1].blocks, cache.main)]
-    for own, stage in zip(stages, cache.stages, strict=False):
-        shapes += [(own.dim, own.before, part) for part in (stage.encoder, stage.decoder)]
-    windows = [track.blocks[0].window for *_, track in shapes]
-    sizes = [
-        2 * len(blocks) * window * dim * 4  # in float32
-        for (dim, blocks, _), window in zip(shapes, windows, strict=True)
-    ]
-    assert [track.nbytes for *_, track in shapes] == sizes
-    assert cache.nbytes == sum(sizes)
-    assert set(windows[1:]) == {5}
-
-
 def test_ratio_loss_is_one_where_chunks_have_the_wanted_length():
     parts = model("learned").losses(text(), text())
     assert set(parts) == {"text", "ratio"}
@@ -262,22 +191,6 @@ def test_ratio_loss_is_one_where_chunks_have_the_wanted_length():
     begins = torch.tensor([[True, False, False, False] * 3])
     assert ratio_loss(Routed(begins.float() * 0.9 + 0.025, begins), 4, None).item() == 1
     assert ratio_loss(Routed(torch.ones(1, 12), torch.ones(1, 12) > 0), 4, None).item() == 4
-
-
-def test_ratio_of_an_inner_stage_is_of_the_chunks_that_there_are(monkeypatch):
-    lm, ids, asked = model("two stages"), text(3), []
-
-    def noted(routed, length, valid):
-        asked.append(valid)
-        return ratio_loss(routed, length, valid)
-
-    monkeypatch.setattr("arbcli.model.stage.ratio_loss", noted)
-    lm.losses(ids, ids)
-    outer, inner = asked
-    assert outer is None
-    chunks = lm.boundaries(ids)[0].sum(dim=1)
-    assert inner.sum(dim=1).tolist() == chunks.tolist()
-    assert inner.shape[1] > chunks.min()  # some slots are spare
 
 
 def test_ratio_loss_counts_positions_that_there_are():

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from graph_parts import collect, times
 from twins import losses_of_steps
 
 from arbcli.config.presets import preset
 from arbcli.kernels.update.gradient_gains import UNSET
-from arbcli.model.baselines import FloatWeight
 from arbcli.model.build import build_model
-from arbcli.model.layers.linear import LinearWeight
 
 KINDS = ("dense", "streams", "compressed", "graph", "hnet", "mamba")
 
@@ -60,39 +57,6 @@ def test_directions_begin_without_a_gradient_seen(kind, build):
     assert all((part[:, 0] == UNSET).all() for part in found)
 
 
-@pytest.mark.parametrize("missing", [0, 1])
-def test_weights_are_kept_decoded_where_there_is_room(missing, build):
-    """All of them or none; afterwards none, and their like of a twin are cast again, too."""
-    model = build("dense")
-    matrices = [part for part in model.modules() if isinstance(part, LinearWeight)]
-    size = sum(4 * m.out_features * m.in_features for m in matrices)
-    assert model.decoded_bytes == size
-    ids = torch.zeros(1, 3, dtype=torch.int64)
-    for _ in range(2):
-        with model.prepared_weights(size - missing), torch.no_grad():
-            assert model.weights_are_prepared
-            model(ids)
-            assert {m.keeps_decoded for m in matrices} == {not missing}
-            assert {m._kept is not None for m in matrices} == {not missing}
-        assert not model.weights_are_prepared
-        assert not any(m.keeps_decoded or m._kept is not None for m in matrices)
-
-
-def test_weights_of_a_twin_are_cast_once():
-    model = build_model(preset("tiny", dim=32, layers=1, heads=2, ffn=48, ctx=8, weights="ste"))
-    model.initialise(0)
-    weights = [part for part in model.modules() if isinstance(part, FloatWeight)]
-    with model.prepared_weights():
-        with model.prepared_weights():
-            pass
-        assert model.weights_are_prepared  # by what is around it
-    with model.prepared_weights():
-        for part in weights:
-            assert torch.equal(part._cast, part.weight(torch.bfloat16))
-            assert part._cast.dtype == torch.bfloat16
-    assert all(part._cast is None for part in weights)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_cache_that_is_reset_begins_a_new_text(kind, build):
@@ -107,24 +71,6 @@ def test_cache_that_is_reset_begins_a_new_text(kind, build):
     used.reset()
     for part in second.split([4, 1, 1], dim=1):
         assert torch.equal(model(part, used), model(part, new))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_handed_the_same_gradient_once_though_blocks_are_recomputed(kind, build):
-    ids = torch.randint(97, 123, (2, 9), generator=torch.Generator().manual_seed(0))
-    found = []
-    for recompute in (False, True):
-        model = build(kind, recompute)
-        for tensor in model.weights().values():
-            tensor.spread = 1.0  # else what is zero at the start has no gradient
-        model.initialise(0)
-        found.append(collect(model))
-        sum(model.losses(ids[:, :-1], ids[:, 1:]).values()).backward()
-    modules = dict(model.named_modules())
-    for name, handed in found[0].items():
-        assert times(handed) == modules[name].matrices, name
-        for one, other in zip(handed, found[1][name], strict=True):
-            assert torch.equal(one[0], other[0]), name
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,11 @@ from references import decoded, dense_gradients
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import AttentionConfig, MLPConfig
 from arbcli.config.presets import PRESETS
-from arbcli.data import open_texts
 from arbcli.errors import ArbError
-from arbcli.infer.generation import Decoder, Sampling
 from arbcli.inspect.memory import predict, predict_parts
-from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.model.operations import forward_operations
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
 from arbcli.verify.reference import reference_loss, reference_model
 
 DIM, CTX = 24, 10
@@ -102,52 +97,6 @@ def test_loss_and_gradients_agree_with_those_of_the_reference(vocabulary, tied, 
     for name in trained:
         error = (grads[name] - weights[name].grad).norm() / weights[name].grad.norm()
         assert error < (1e-5 if dtype == torch.float32 else 3e-2), name
-
-
-@pytest.mark.parametrize("backend", ["torch", "native"])
-@pytest.mark.parametrize("tied", [False, True])
-@torch.no_grad()
-def test_likeliest_tokens_follow_one_another(tied, backend):
-    if backend == "native" and not native.available():
-        pytest.skip(native.why_not())
-    model, prompt = build(LARGE, tied=tied, digits="all"), [4999, 3, 4097, 260]
-    with model.prepared_weights():
-        decoder = Decoder(model, CTX, Sampling(temperature=0), backend=backend)
-        decoder.read(prompt)
-        made = [token for part in decoder.stream(6) for token in part]
-    with use_backend(backend):
-        logits = model(torch.tensor([prompt + made[:-1]]))[0, len(prompt) - 1 :]
-    assert made == logits.argmax(dim=1).tolist()
-    assert max(made) > 255
-
-
-def test_rows_that_were_never_read_stay_and_nothing_is_refused(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"abc " * 200)
-    config = new_config(
-        preset=model_config(9001),
-        data=[str(path)],
-        accum=2,
-        batch=2,
-        device="cpu",
-        compute="fp32",
-        lr=8.0,
-    )
-    trainer = Trainer(config, open_texts(config.data, None, seed=0, context=CTX))
-    weights = {name: trainer.model.weights()[name] for name in ("embedding.weight", "head.weight")}
-    before = {name: part.weight().clone() for name, part in weights.items()}
-    for _ in range(3):
-        trainer.train_step()
-    assert trainer.updater.counters() == {"nonfinite_steps": 0, "refused": 0}
-    moved = {
-        n: (part.weight() != before[n]).any(dim=1).nonzero()[:, 0] for n, part in weights.items()
-    }
-    assert moved["embedding.weight"].tolist() == sorted(b"abc ")
-    assert {row // weights["head.weight"].matrix_rows for row in moved["head.weight"].tolist()} == {
-        0,
-        1,
-        2,
-    }
 
 
 def test_shared_weight_is_counted_once():

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from arbcli.checkpoint import load_checkpoint
 from arbcli.cli import app
 from arbcli.errors import ArbError
 from arbcli.train.check import check_run
@@ -71,34 +70,6 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_damage_is_found_and_a_resume_does_as_predicted(run):
-    flip(run / "step-000003.safetensors")
-    (run / ".step-000009.safetensors.tmp").write_bytes(b"half")
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write("no record\nnor this\n")
-    report = check_run(run)
-    assert not report.passed
-    said = {finding.name: finding.detail for finding in report.findings}
-    texts = f"{run.parent / 'text.txt'} (1 file), 2,790 + 310 bytes"
-    assert said["text"] == texts
-    assert said["metrics.jsonl"] == "3 records, and 2 lines that are none"
-    tensors = load_checkpoint(run / "step-000002.safetensors").tensors.values()
-    size = sum(tensor.nbytes for tensor in tensors)
-    assert said["step-000002.safetensors"] == f"{size:,} bytes of state, as written"
-    assert "was altered" in said["step-000003.safetensors"]
-    assert said[".step-000009.safetensors.tmp"] == "a process that was killed left it"
-    found = states(report)
-    assert found["step-000003.safetensors"] == found["metrics.jsonl"] == "damaged"
-    assert found[".step-000009.safetensors.tmp"] == "left over"
-    assert (report.resumes_at, report.drops_records) == (2, 1)
-    assert report.sets_aside == ("step-000003.safetensors",)
-    assert report.removes == (".step-000009.safetensors.tmp",)
-    assert resume_run(run, Observer()).steps == 4
-    there = contents(run)
-    assert "step-000003.safetensors.aside" in there
-    assert not set(report.removes) & there.keys()
-
-
 def test_checkpoint_that_is_named_is_the_one(run):
     report = check_run(run / "step-000001.safetensors")
     assert (report.resumes_at, report.drops_records) == (1, 2)
@@ -155,22 +126,6 @@ def test_run_that_is_not_well_does_not_pass(change, run):
         assert report.stops
         with pytest.raises(ArbError):
             resume_run(run, Observer())
-
-
-def test_what_is_refused_is_told_and_stops_a_resume(run):
-    """A damaged checkpoint is passed over for an older one; one that may be whole is not."""
-    newest = run / "step-000003.safetensors"
-    newest.write_bytes(newest.read_bytes().replace(b'\\"format\\":1', b'\\"format\\":2'))
-    report = check_run(run)
-    (finding,) = (finding for finding in report.findings if finding.name == newest.name)
-    assert finding.state == "refused"
-    assert "newer arb" in finding.detail
-    assert (report.resumes_at, report.stops) == (None, finding.detail)
-    assert check_run(run / "step-000002.safetensors").resumes_at == 2
-    (run / "config.json").write_text("{}")
-    report = check_run(run)
-    (finding,) = (finding for finding in report.findings if finding.name == "config.json")
-    assert (finding.state, finding.detail) == ("refused", report.stops)
 
 
 def test_command_tells_it_and_so_does_a_dry_run(run):

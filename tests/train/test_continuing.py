@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +12,6 @@ from arbcli.checkpoint import load_checkpoint, save_checkpoint, write_json
 from arbcli.errors import ArbError
 from arbcli.export.run import export
 from arbcli.infer.load import load_model, read_saved, saved_config
-from arbcli.inspect.saved import compare, open_saved
 from arbcli.kernels.runtime.backend import default_backend
 from arbcli.run_files import checkpoints
 from arbcli.train import directory
@@ -85,45 +83,6 @@ def test_extended_run_takes_its_own_older_checkpoints(text, tmp_path):
     with mock.patch("arbcli.train.run.seconds_until", return_value=50.0) as asked:
         assert resume_run(run / "step-000001.safetensors", Observer()).steps == 4
     assert asked.mock_calls == [mock.call(run, 1)]  # the run's, whatever was named
-
-
-def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_path):
-    run, observer = tmp_path / "run", Noting()
-    start_run(new_config(**SMALL, data=[text], steps=2, save_every=1, keep=9), run, Observer())
-    shutil.copytree(run, tmp_path / "whole")
-    back = "step-000001.safetensors"
-    with mock.patch("arbcli.train.run._run"):  # as if ended before it saved anything
-        resume_run(run / back, observer, steps=4)
-    late = run / "step-000002.safetensors"
-    assert f"`{late}.aside`" in observer.notes[-1]
-    assert check_run(run).resumes_at == 1
-    shutil.copy(f"{late}.aside", late)
-    with pytest.raises(ArbError, match="its `steps` is 2, not 4"):
-        resume_run(run, Observer())
-    late.unlink()
-    resume_run(run, Observer())
-    resume_run(tmp_path / "whole" / back, Observer(), steps=4)
-    a, b = (path / "step-000004.safetensors" for path in (run, tmp_path / "whole"))
-    assert a.read_bytes() == b.read_bytes()
-
-
-def test_checkpoint_tells_what_its_run_began_with(text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    start_run(new_config(**SMALL, data=[text], steps=1), tmp_path / "a", Observer())
-    initial = read_saved(Path("a"), pytest.fail)
-    config = new_config(preset=saved_config(initial.checkpoint), data=[text], device="cpu", steps=1)
-    start_run(config, tmp_path / "b", Observer(), initial=initial)
-    begun = load_checkpoint(tmp_path / "b" / "step-000001.safetensors").data["settings"]
-    assert begun["init_from"] == initial.checkpoint.digest
-    first, second = (open_saved(tmp_path / name, pytest.fail) for name in "ab")
-    assert second.report().settings == begun | {"seed": 0}
-    assert compare(first, second).settings["init_from"] == [None, initial.checkpoint.digest]
-    assert check_run(tmp_path / "b").passed
-    facts = read_facts(tmp_path / "b")
-    assert facts["init_from"] == str(tmp_path / "a" / "step-000001.safetensors")
-    assert facts["init_digest"] == initial.checkpoint.digest
-    write_json(tmp_path / "b" / "config.json", facts | {"init_digest": "0" * 64})
-    assert "its `init_from` is" in check_run(tmp_path / "b").stops
 
 
 def test_run_of_a_gpu_goes_on_where_it_is_told_to(text, tmp_path, monkeypatch):

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import arbcli
-from arbcli.checkpoint import load_checkpoint
 from arbcli.config.training import train_config_dict
 from arbcli.data import open_texts
 from arbcli.model.operations import step_operations
@@ -33,7 +32,7 @@ from arbcli.train.directory import (
 )
 from arbcli.train.parallel.group import Group
 from arbcli.train.record import seconds_until
-from arbcli.train.run import Observer, resume_run, start_run
+from arbcli.train.run import Observer, start_run
 from arbcli.train.trainer import EVAL_BATCHES, Trainer
 
 TRAIN, VAL = b"abcdefgh", b"WXYZ"
@@ -163,28 +162,6 @@ def test_weights_are_taken_from_a_run_whose_gradients_travelled_otherwise(before
     assert second.updater.counters() == {"nonfinite_steps": 0, "refused": 0}
 
 
-@pytest.mark.parametrize(("rank", "size", "mine"), [
-    (1, 4, range(10, 20)), (0, 2, range(20)), (1, 3, range(40)),  # 40 are not a multiple of 3
-])  # fmt: skip
-def test_processes_share_an_evaluation_where_it_can_be_dealt_out(rank, size, mine, options):
-    trainer, seen = trainer_of(options), []
-    every = [pair[0] for pair in evaluation_of(trainer)]
-    loss = trainer.model.loss
-    trainer.model.loss = lambda *pair: seen.append(pair[0]) or loss(*pair)
-    trainer.group = Group(rank, size)
-    shared = []
-    trainer.group.in_order = lambda own: shared.append(len(own)) or own
-    trainer.evaluate()
-    assert len(seen) == len(mine)
-    assert all(torch.equal(a, every[i]) for a, i in zip(seen, mine, strict=True))
-    assert shared == ([len(mine)] if len(mine) < 40 else [])
-
-
-def evaluation_of(trainer: Trainer) -> list:
-    sizes = {"batch_size": 4, "context": 16, "device": "cpu"}
-    return list(training.evaluation_batches(trainer.texts.val, num_batches=40, **sizes))
-
-
 @pytest.mark.parametrize("weights", ["ternary", "float"])
 def test_runs_of_two_seeds_read_other_windows(weights, options):
     read = []
@@ -192,22 +169,6 @@ def test_runs_of_two_seeds_read_other_windows(weights, options):
         trainer = trainer_of(options, weights=weights, seed=seed)
         read.append(torch.stack([trainer.fetch(micro, "cpu")[0] for micro in range(2)]))
     assert not (read[0].flatten(0, 1)[:, None] == read[1].flatten(0, 1)).all(-1).any()
-
-
-@pytest.mark.parametrize("weights", ["ternary", "float"])
-def test_loss_of_a_step_is_the_mean_of_its_micro_batches(weights, options):
-    trainer = trainer_of(options, weights=weights, accum=4)
-    seen, losses = [], trainer.model.losses
-
-    def noted(*pair):
-        parts = losses(*pair)
-        seen.append(parts["text"].item())
-        return parts
-
-    trainer.model.losses = noted
-    found = float(trainer.train_step())
-    assert max(seen) - min(seen) > 1e-3
-    assert found == pytest.approx(sum(seen) / 4, rel=1e-5)
 
 
 def test_gradient_of_a_float_twin_is_the_mean_over_its_micro_batches(options):
@@ -338,21 +299,6 @@ def test_time_of_a_run_is_all_that_it_takes(records):
     ]  # fmt: skip
 
 
-def test_time_goes_on_through_a_resume(options, tmp_path, monkeypatch):
-    clock, run = Clock(now=7.0), tmp_path / "run"
-    monkeypatch.setattr(runs, "time", clock)
-    monkeypatch.setattr(runs, "LOG_EVERY", 1)
-    clock.take(monkeypatch, Trainer, "train_step", 0.5)
-    monkeypatch.setattr(Trainer, "evaluate", lambda self: 2.0)
-    first = start_run(new_config(**options | {"steps": 3}), run, Observer())
-    clock.now += 50
-    second = resume_run(run, Observer(), steps=5)
-    assert (first.seconds, second.seconds) == (1.5, 1.0)
-    told = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-    assert [record["seconds"] for record in told] == [0.5, 1, 1.5, 2, 2.5]
-    assert [record["bytes_per_second"] for record in told] == [256] * 5
-
-
 def test_time_before_a_resume_is_none_where_no_record_has_it(tmp_path):
     assert seconds_until(tmp_path, 3) == 0
     lines = ['{"step": 1}', '{"step": 2, "seconds": null}', '{"step": 4, "seconds": 9}', ""]
@@ -465,22 +411,6 @@ def test_sample_of_a_run_is_asked_for_with_its_seed(options, tmp_path, monkeypat
     assert report.steps == 1
 
 
-def test_time_since_the_last_save_decides_when_to_save(options, tmp_path, monkeypatch):
-    clock, saved = Clock(), []
-    monkeypatch.setattr(runs, "time", clock)
-    monkeypatch.setattr(runs, "SAVE_SECONDS", 1.4)
-    clock.take(monkeypatch, Trainer, "train_step", 0.5)
-    save = runs.save_checkpoint
-
-    def noted(run, checkpoint, *args, **kwargs):
-        saved.append(checkpoint.step)
-        return save(run, checkpoint, *args, **kwargs)
-
-    monkeypatch.setattr(runs, "save_checkpoint", noted)
-    start_run(new_config(**options | {"steps": 8}), tmp_path / "run", Observer())
-    assert saved == [0, 3, 6, 8]
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_counters_that_are_added_up_go_on_in_one_process_alone(rank, options):
     trainer = trainer_of(options, wire="int8")
@@ -572,29 +502,3 @@ def test_digest_of_a_run_is_of_both_texts(options, tmp_path):
         texts = open_texts(list(map(str, data)), list(map(str, val)), seed=0, context=16)
         digests.add(training.text_digest(texts))
     assert len(digests) == 3
-
-
-def test_counters_go_on_through_a_resume(options, tmp_path, monkeypatch):
-    """One step without a finite gradient is counted once before, and still after."""
-    monkeypatch.setattr(runs, "LOG_EVERY", 1)
-    step_of = Trainer.train_step
-
-    def poisoned(self, *args):
-        if self.step == 1:
-            losses = self.model.losses
-            self.model.losses = lambda *pair: {k: v * math.nan for k, v in losses(*pair).items()}
-            loss = step_of(self, *args)
-            del self.model.losses
-            return loss
-        return step_of(self, *args)
-
-    monkeypatch.setattr(Trainer, "train_step", poisoned)
-    run = tmp_path / "run"
-    start_run(new_config(**options | {"save_every": 3}), run, Observer())
-    checkpoint = load_checkpoint(run / "step-000003.safetensors")
-    assert checkpoint.counters["nonfinite_steps"] == 1
-    assert checkpoint.counters["refused"] > 1
-    resume_run(run / "step-000003.safetensors", Observer())
-    assert load_checkpoint(run / "step-000006.safetensors").counters == checkpoint.counters
-    records = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-    assert [record["nonfinite_steps"] for record in records] == [0, 1, 1, 1, 1, 1]

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -161,39 +160,10 @@ def test_unsaved_run_is_the_same_run_and_leaves_nothing(
     assert list(folder.iterdir()) == []
 
 
-def test_unsaved_run_that_fails_or_is_stopped_leaves_nothing(text, tmp_path, device, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    report = start_run(config(text, device, log_every=1), None, StopAt(2), save=False)
-    assert (report.steps, report.stopped_by, report.checkpoint) == (2, "SIGTERM", None)
-    observer, notes = Observer(), []
-    observer.noted = notes.append
-    with (
-        mock.patch("arbcli.train.run.Trainer.evaluate", side_effect=OSError("no text")),
-        pytest.raises(OSError, match="no text"),
-    ):
-        start_run(config(text, device), None, observer, save=False)
-    assert notes == []
-    assert list(tmp_path.iterdir()) == [Path(text)]
-
-
 @pytest.mark.parametrize("given", [{"run": Path("run")}, {"run": None, "profile": 3}])
 def test_unsaved_run_takes_no_place_for_files(given, text, device):
     with pytest.raises(ValueError, match="no place for a trace"):
         start_run(config(text, device), observer=Observer(), save=False, **given)
-
-
-def test_first_step_is_told_with_the_loss_before_it(text, tmp_path, device):
-    run, firsts = tmp_path / "run", []
-    observer = StopAt(2)
-    observer.first_step = firsts.append
-    report = start_run(config(text, device, log_every=1), run, observer)
-    assert firsts == [report.first_step]
-    (first,) = firsts
-    assert (first.step, first.loss) == (1, told(run)[0]["loss"])
-    assert first.seconds >= first.compile_seconds >= 0
-    first = resume_run(run, Observer()).first_step
-    assert (first.step, first.loss) == (3, told(run)[2]["loss"])
-    assert resume_run(run, Observer()).first_step is None
 
 
 def test_first_step_tells_which_kernels_were_compiled_and_which_loaded(
@@ -397,21 +367,6 @@ def test_run_that_named_its_text_from_one_folder_resumes_in_another(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert resume_run(tmp_path / "run", Observer()).steps == 2
-
-
-def test_resumed_run_of_quantisers_ends_in_the_same_file(
-    text, tmp_path, device, small_graph, monkeypatch
-):
-    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
-    steps = {"steps": 7, "eval_every": 7, "save_every": 2, "code_search": "nearest"}
-    options = config(text, device, accum=2, seed=1, **small_graph | steps)
-    start_run(options, tmp_path / "whole", Observer())
-    assert start_run(options, tmp_path / "stopped", StopAt(3)).steps == 3
-    resume_run(tmp_path / "stopped", Observer())
-    assert final(tmp_path / "stopped", 7) == final(tmp_path / "whole", 7)
-    tensors = load_checkpoint(tmp_path / "whole" / "step-000007.safetensors").tensors
-    for book, name in product(("codebook", "knowledge"), ("codes", "uses", "lives")):
-        assert tensors[f"{book}.{name}"].any(), name
 
 
 def test_run_of_a_graph_is_loaded_as_it_was_trained(text, tmp_path, device, small_graph):

@@ -8,32 +8,12 @@ import torch
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.errors import ArbError
-from arbcli.inspect.memory import measure, predict
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LOSS_WEIGHTS
 from arbcli.rules import RULES
 from arbcli.train.configure import new_config
 from arbcli.train.step import minimised
 from arbcli.train.trainer import EAGER_STEPS, Trainer
-
-
-@pytest.mark.parametrize(
-    ("options", "floats"),
-    [
-        ({"preset": "tiny"}, (0, 0)),
-        ({"preset": "hnet-tiny"}, (0, 0)),
-        ({"preset": "arb-tiny"}, (0, 0)),
-        ({"preset": "tiny", "weights": "float"}, (3_342_336, 4_096)),
-    ],
-)
-def test_weights_are_counted_as_count_params_counts_them(options, floats, text):
-    config = new_config(**options, ctx=64, device="cpu", data=[text])
-    trainer = Trainer(config, open_texts(config.data, None, seed=0, context=64))
-    ternary = config.model.weights == "ternary"
-    assert trainer.num_weights == (predict(config.model).total.weights if ternary else floats[0])
-    assert trainer.num_floats == floats
-    found = measure(trainer.model)
-    assert (found.float_parameters, found.float_buffers) == floats
 
 
 def after_steps(text, small_graph, number=2, **options) -> dict[str, torch.Tensor]:

@@ -9,8 +9,7 @@ import torch
 from marks import mostly_slow
 
 from arbcli.config.presets import preset
-from arbcli.directions import DIRECTIONS, find_direction, orthogonal
-from arbcli.directions.base import Ingredients
+from arbcli.directions import DIRECTIONS, orthogonal
 from arbcli.directions.orthogonal import STEPS, near_polar, newton_schulz, orthogonalise
 from arbcli.inspect.audit import LiveTensors
 from arbcli.kernels.codec.packing import unpack_trits
@@ -56,39 +55,6 @@ def state(tensor: TernaryTensor) -> dict[str, torch.Tensor]:
 def z_of(tensor: TernaryTensor) -> torch.Tensor:
     trits = unpack_trits(tensor.trits, tensor.in_features).to(torch.int32)
     return trits * tensor.rule.radix + tensor.remainder
-
-
-@pytest.mark.parametrize(
-    ("rule", "direction"),
-    mostly_slow(COMBINATIONS, lambda rule, direction: direction in ("factored", None)),
-)
-def test_update_is_the_same_on_both_backends(rule, direction, device, monkeypatch):
-    # one direction and slope for both: what follows them is integer and must be equal
-    unit = torch.full((33,), 2.0**26, device=device)
-    plain = lambda self, values, gains, share: Ingredients(values, unit, None)  # noqa: E731
-    for name in DIRECTIONS:
-        monkeypatch.setattr(type(find_direction(name)), "ingredients", plain)
-    find = update.gradient_statistics
-
-    def on_torch(*args, **kwargs):
-        with use_backend("torch"):
-            return find(*args, **kwargs)
-
-    monkeypatch.setattr(update, "gradient_statistics", on_torch)
-    judge = update.gradient_gains
-    fixed = {"slope": unit[0] / 2**10, "unit": unit[:1]}
-    monkeypatch.setattr(update, "gradient_gains", lambda *args: judge(*args)._replace(**fixed))
-    states = []
-    for backend in ("torch", "triton" if device.type == "cuda" else "interpreter"):
-        with use_backend(backend):
-            tensor, updater, _ = build(rule, direction, device)
-            for step in range(3):
-                updater.begin(step, lr=1.0)
-                updater(tensor, gradient(device, step))
-            states.append(state(tensor))
-    for name in states[0]:
-        if "statistic" not in name:
-            assert torch.equal(states[0][name], states[1][name]), name
 
 
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
@@ -147,20 +113,6 @@ def test_carry_steps_z_by_the_expected_amount(device):
     assert moved[inside].mean().item() == pytest.approx(0.6, abs=0.01)
 
 
-@pytest.mark.parametrize("word", [0, 1, 0x7FFF, 0xFFFF])
-def test_step_is_carried_and_never_lost(word, device):
-    """Whatever is rounded, z after the step is z before it less a whole number of units."""
-    tensor, updater, _ = build("carry", "sign", device)
-    before = z_of(tensor)
-    updater.seed.fill_(word)
-    updater.begin(0, lr=1.0)
-    updater(tensor, gradient(device).sign())
-    low, high = -tensor.rule.radix - 127, tensor.rule.radix + 127
-    after = z_of(tensor)
-    expected = (before - 2 * gradient(device).sign().to(torch.int32)).clamp(low, high)
-    assert torch.equal(after, expected)  # a step of exactly 2 needs no rounding
-
-
 def test_stochastic_rounding_is_unbiased_by_counting(monkeypatch):
     """Over all 65,536 random words the rounded steps add up to the exact one, in every fraction."""
     words = torch.arange(2**16, dtype=torch.int32)[None, :]
@@ -187,79 +139,6 @@ def test_stochastic_rounding_is_unbiased_by_counting(monkeypatch):
         with use_backend("torch"):
             step_scales(exponent, fraction, u, torch.ones(()), *scalars[:3], scalars[4])
         assert int((exponent.to(torch.int64) * 128 + fraction).sum()) == -step
-
-
-def test_accumulation_decays_the_moment_once(device):
-    """Two micro-batches of one gradient move the moment as one batch of it does."""
-    moments = []
-    for parts in (1, 2, 4):
-        tensor, updater, _ = build("moment", "sign", device, shape=(64, 480))
-        tensor.moment.fill_(50)
-        trits = tensor.trits.clone()
-        for micro in range(parts):
-            updater.begin(0, 1.0, micro, parts)
-            assert torch.equal(tensor.trits, trits)  # weights step with the last one only
-            updater(tensor, gradient(device, shape=(64, 480)))
-        positive = gradient(device, shape=(64, 480)) > 0
-        moments.append(tensor.moment[positive].float().mean().item())
-        assert not torch.equal(tensor.trits, trits)
-    assert moments[0] == pytest.approx(50 * 0.9 + 25.4, abs=0.05)
-    assert moments[1] == pytest.approx(moments[0], abs=0.1)
-    assert moments[2] == pytest.approx(moments[0], abs=0.1)
-
-
-def unlike_gradient(device, step: int = 0, shape=(64, 480)) -> torch.Tensor:
-    """Draw a gradient whose singular values, rows and columns are of unlike size."""
-    falling = torch.logspace(0, -0.5, shape[0], device=device)[:, None]
-    return gradient(device, step, shape) * falling
-
-
-@pytest.mark.parametrize("digits", ["trit", "all"])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_moment_averages_gradients_and_weights_step_along_the_average(parts, digits, device):
-    """The moment is of gradients of unit size, and weights step by its direction, once."""
-    tensor, updater, _ = build("moment", "orthogonal", device, (64, 480), digits)
-    before, lr = z_of(tensor), 0.35
-    for micro in range(parts):
-        updater.begin(0, lr, micro, parts)
-        assert torch.equal(z_of(tensor), before)
-        updater(tensor, unlike_gradient(device, micro))
-    unit = 0.0
-    for micro in range(parts):
-        grad = unlike_gradient(device, micro)
-        unit += grad / grad.square().mean().sqrt() / parts
-    expected = (0.1 * unit * 127 / tensor.rule.moment_range).clamp(-127, 127)
-    # rounded once in each, and the gain to ten bits
-    assert (tensor.moment - expected).abs().amax() < 1.2 * parts
-    along = orthogonalise(tensor.moment.float(), torch.float32)
-    along = along / along.square().mean(dim=1, keepdim=True).sqrt()
-    size = lr * tensor.rule.radix * STEP_OF_RADIX
-    largest = tensor.rule.radix + tensor.rule.remainder_max
-    wanted = (before - size * along.clamp(-4, 4)).clamp(-largest, largest)
-    error = z_of(tensor) - wanted
-    assert error.abs().amax() < 1.01
-    assert error.mean().abs() < 0.02
-
-
-def test_matrices_of_one_tensor_average_gradients_each_for_itself(device):
-    config = preset("tiny", rule="moment", digits="all", direction="orthogonal")
-    with torch.device(device):
-        stacked = TernaryTensor(96, 40, config, area="mlp", std=0.1, matrices=3)
-        alone = TernaryTensor(32, 40, config, area="mlp", std=0.1)
-    stacked.initialise(seed=0, index=0)
-    for name, part in alone.named_buffers():
-        part.copy_(stacked.state[name][: len(part)])
-    grads = torch.stack([unlike_gradient(device, index, (32, 40)) for index in range(2)])
-    updater = Updater([stacked], seed=3, dtype=torch.float32)
-    updater.begin(0, 0.35)
-    untouched = z_of(stacked)[64:].clone()
-    updater(stacked, grads, range(2))
-    single = Updater([alone], seed=3, dtype=torch.float32)
-    single.begin(0, 0.35)
-    single(alone, grads[0])
-    for name, part in alone.named_buffers():
-        assert torch.equal(part, stacked.state[name][: len(part)]), name
-    assert torch.equal(z_of(stacked)[64:], untouched)
 
 
 def test_scales_saturate_and_never_wrap(device):
@@ -439,23 +318,6 @@ def test_newton_schulz_in_bf16_is_close_to_float64(shape, device):
     grad = gradient(device, shape=shape)
     # a bf16 iteration's rounding, which grows fourfold with each
     assert relative_error(newton_schulz(grad, torch.bfloat16), iterated(grad)) < 0.03
-
-
-@pytest.mark.parametrize("size", [2.0**-54, 1e-6, 1.0, 2.0**50])
-@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
-def test_update_does_not_depend_on_the_size_of_the_gradient(rule, direction, size, device):
-    """Times a power of two, as long as the sum of squares is in range, nearly all is the same."""
-    states = []
-    for factor in (1.0, size):
-        tensor, updater, _ = build(rule, direction, device)
-        updater.begin(0, lr=1.0)
-        updater(tensor, gradient(device) * 1e3 * factor)
-        assert updater.counters()["refused"] == 0
-        states.append(state(tensor))
-    for name in states[0]:
-        if "statistic" not in name:
-            differing = (states[0][name] != states[1][name]).float().mean()
-            assert differing < 0.05, name
 
 
 def test_gradient_may_be_bfloat16(device):

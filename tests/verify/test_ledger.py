@@ -72,22 +72,6 @@ def test_every_row_of_a_table_is_as_wide_as_its_head():
         assert len(set(widths)) <= 1
 
 
-def test_failures_come_first_with_their_command(monkeypatch):
-    monkeypatch.setattr(verify, "KERNELS", (replace(pack_trits, torch=off_by_one),))
-    spilled = replace(COMPILED, passed=False, error="64 bytes of registers spill to memory")
-    found = make([], Checks(fuzz=1, seed=9), (spilled,))
-    commands = [failure.command for failure in found.failures]
-    assert commands == [
-        "arb verify-kernels pack_trits --fuzz 1 --seed 9",
-        "arb verify-kernels pack_trits --targets sm_90",
-    ]
-    assert not found.passed
-    assert not any("integer state" in item for item in found.ruled_out)
-    page = ledger_page(found)
-    assert "2 checks FAILED" in page
-    assert page.index("## Failures") < page.index("## Kernels")
-
-
 def test_failing_scale_type_is_in_the_command(monkeypatch):
     (spec,) = verify.find_kernels(["rms_norm"])
 

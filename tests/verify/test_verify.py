@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from marks import mostly_slow
 
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
@@ -22,8 +21,8 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.operation import Gate
 from arbcli.verify import kernels as verify
 from arbcli.verify import run as verification
-from arbcli.verify.compare import as_tuple, compare, errors, worst
-from arbcli.verify.fuzz import fuzz_cases, real_cases, real_reference
+from arbcli.verify.compare import compare, errors, worst
+from arbcli.verify.fuzz import fuzz_cases, real_cases
 from arbcli.verify.kernels import KERNELS, Checks, copies, find_kernels, verify_kernels
 from arbcli.verify.workers import Workers
 
@@ -164,22 +163,6 @@ def assert_same(inputs, others):
             assert a.stride() == b.stride()
         else:
             assert a == b
-
-
-@pytest.mark.parametrize(
-    "spec",
-    mostly_slow(
-        [spec for spec in KERNELS if real_reference(spec) is not spec.reference],
-        lambda spec: spec.name not in SLOWEST,
-    ),
-    ids=lambda spec: spec.name,
-)
-def test_reference_of_large_cases_agrees_with_the_slow_one(spec, device):
-    for case in real_cases(spec.name, device, 6, [(33, 165)]):
-        slow = as_tuple(spec.reference(*copies(case.inputs)))
-        fast = as_tuple(real_reference(spec)(*copies(case.inputs)))
-        for got, wanted in zip(fast, slow, strict=True):
-            assert compare(spec, case.label, got, wanted).passed, case.label
 
 
 def test_other_processes_find_the_same(device):

@@ -6,6 +6,13 @@ and value take the place of what is in the slot. So bytes after it, which would 
 oldest ones of a full ring, do not. Keys, rotated and normalised, and values are returned; how many
 of them stay is said later, and `keep_accepted_` stores those.
 
+    shared memory    queries of all new bytes, their keys, their values: a vector of d bf16 each
+    registers        keys and values of a span, eight elements of a slot a thread (`attend_parts`)
+    byte i           has byte i - 1 put in its slot of these registers, then all slots multiplied
+
+Why so: the ring is read once for all new bytes, and must stay as it is. A slot that changes does so
+in the registers of the threads that have it, and no other thread waits for that.
+
 Work. A program has a part of a head, as in `attend_parts`, for some of the new bytes, and reads the
 keys and values of a span once for them. Its warps first rotate what is new, a vector of a head each
 some threads; it is in shared memory then. The bytes follow one after another: before a byte, the

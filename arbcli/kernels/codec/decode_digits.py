@@ -270,6 +270,16 @@ def in_float32(run: Callable[P, Tensor]) -> Callable[P, Tensor]:
     return as_float32
 
 
+def digits_large(packed: Packed) -> Tensor:
+    """Find the digits of a matrix for which the reference takes too long."""
+    return digits_torch(packed, torch.float32)
+
+
+def decode_large(packed: Packed) -> Tensor:
+    """Decode a matrix for which the reference takes too long, to float32."""
+    return decode_digits_torch(packed, torch.float32)
+
+
 def in_rounded_float32(decode: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """Wrap an implementation so that it decodes to float32, rounded to bf16 for the comparison.
 

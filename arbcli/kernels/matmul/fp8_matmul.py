@@ -5,7 +5,7 @@ loses nothing, the fraction of its group's scale all but three bits. The matrix 
 on GPUs that can (sm_89 or later); elsewhere the same numbers are multiplied in float32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -29,10 +29,11 @@ MULTIPLE = 16
 
 
 def fp8_matmul_reference(
-    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype
-) -> Tensor:
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype, *,
+    decode: Callable = decode_e4m3_reference,
+) -> Tensor:  # fmt: skip
     """Compute what `fp8_matmul` must return, in float64."""
-    weight, weight_scale = decode_e4m3_reference(packed, transposed)
+    weight, weight_scale = decode(packed, transposed)
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
@@ -96,13 +97,6 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         )
 
 
-def _in_float64(
-    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, _dtype: torch.dtype
-) -> Tensor:
-    weight, weight_scale = decode_e4m3.torch(packed, transposed)
-    return (q.double() * scale) @ (weight.double() * weight_scale.T).T
-
-
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, dice.below(2)
     packed = dice.packed(n, k, group_size)
@@ -119,7 +113,8 @@ fp8_matmul = Operation(
         "dtype": Number((torch.bfloat16, torch.float32)), "largest": LARGEST,
     },
     where=(f"N % {MULTIPLE} == 0 and K % {MULTIPLE} == 0",), draw=_draw, needs_rows=True,
-    large_reference=_in_float64, uses_scales=False, timings=_timings,
+    large_reference=partial(fp8_matmul_reference, decode=decode_e4m3.torch), uses_scales=False,
+    timings=_timings,
 )  # fmt: skip
 """Multiply activations by a packed matrix, or a gradient by its transpose, in eight bits.
 

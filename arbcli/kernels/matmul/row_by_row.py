@@ -5,6 +5,16 @@ and how x is rounded are those of `row_matmul`, and so is the order of every sum
 planes of a block, of the blocks of a step, of the steps of a row, and of the squares of a row. The
 sums of integers, which are exact in any order, are formed otherwise.
 
+In the instruction of bytes, of 16 rows by 8 columns, the columns are for up to four rows of x:
+
+    column     0      1      2      3      4      5      6      7
+    x of        row 0         row 1         row 2         row 3          upper and lower bytes
+    w of       thread 4 r + c: j = c of one block of 128, of rows r and r + 8
+
+Why so: codes are loaded and masked once for all rows of x. A row of x keeps columns of its own, so
+that its sums of float32 are formed in the order that they have in `row_matmul`, whose columns are
+four blocks of one row.
+
 Work. Weights are loaded once for all rows. The matrix instruction multiplies a block of 16 rows of
 w by four rows of x, two columns each: thread 4 r + c has j = c of each block, and the results of
 rows r and r + 8 of w and row c of x. As many rows of x as fit in shared memory are rounded at a

@@ -7,7 +7,7 @@ decoding them again for every tile of x would cost more than writing them once. 
 that are all digits, for any number of rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from arbcli.kernels.codec.decode_digits import (
     decode_digits,
     decode_digits_reference,
-    decode_digits_torch,
+    decode_large,
     with_remainders,
 )
 from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
@@ -33,14 +33,19 @@ FUSED_ROWS = 64
 """Largest M that is multiplied without decoding the whole matrix first."""
 
 
-def ternary_matmul_reference(x: Tensor, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
+def ternary_matmul_reference(
+    x: Tensor, packed: Packed, dtype: torch.dtype | None = None, *,
+    decode: Callable = decode_digits_reference,
+) -> Tensor:  # fmt: skip
     """Compute what `ternary_matmul` must return, in float64."""
-    return x.double() @ decode_digits_reference(packed).double().T
+    return x.double() @ decode(packed).double().T
 
 
-def ternary_matmul_grad_x_reference(grad_y: Tensor, packed: Packed) -> Tensor:
+def ternary_matmul_grad_x_reference(
+    grad_y: Tensor, packed: Packed, *, decode: Callable = decode_digits_reference
+) -> Tensor:
     """Compute what `ternary_matmul_grad_x` must return, in float64."""
-    return grad_y.double() @ decode_digits_reference(packed).double()
+    return grad_y.double() @ decode(packed).double()
 
 
 def _ternary_matmul_torch(x: Tensor, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
@@ -210,19 +215,11 @@ GATE = Gate(
 )  # fmt: skip
 
 
-def _in_float64(x: Tensor, packed: Packed, _dtype: torch.dtype | None = None) -> Tensor:
-    return x.double() @ decode_digits_torch(packed, torch.float32).double().T
-
-
-def _grad_x_in_float64(grad_y: Tensor, packed: Packed) -> Tensor:
-    return grad_y.double() @ decode_digits_torch(packed, torch.float32).double()
-
-
 ternary_matmul = Operation(
     "ternary_matmul", _ternary_matmul_triton, _ternary_matmul_torch, ternary_matmul_reference,
     _forward_cases, GATE,
     {"x": Array("M, K"), "packed": Matrix(), "dtype": Number(())},
-    large_reference=_in_float64, torch_is_peer=True,
+    large_reference=partial(ternary_matmul_reference, decode=decode_large), torch_is_peer=True,
     scale_path=lambda group_size: (in_planes(group_size), group_size == PLANE),
     timings=partial(_timings, False),
 )  # fmt: skip
@@ -242,7 +239,8 @@ ternary_matmul_grad_x = Operation(
     "ternary_matmul_grad_x", _ternary_matmul_grad_x_triton, _ternary_matmul_grad_x_torch,
     ternary_matmul_grad_x_reference, _grad_x_cases, GATE,
     {"grad_y": Array("M, N"), "packed": Matrix()},
-    large_reference=_grad_x_in_float64, torch_is_peer=True, scale_path=in_planes,
+    large_reference=partial(ternary_matmul_grad_x_reference, decode=decode_large),
+    torch_is_peer=True, scale_path=in_planes,
     timings=partial(_timings, True),
 )  # fmt: skip
 """Propagate a gradient back through `ternary_matmul`.

@@ -24,26 +24,19 @@ MOST_SLOTS = 16
 
 
 def expert_combine_reference(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
-    """Compute what `expert_combine` must return, one slot at a time in float64."""
-    y = torch.zeros(len(positions), values.shape[1], dtype=torch.float64, device=values.device)
-    for m, row in enumerate(positions.tolist()):
-        for j, slot in enumerate(row):
-            y[m] += values[slot].double() * (1 if gates is None else gates[m, j].double())
-    return y
+    """Compute what `expert_combine` must return, in float64."""
+    gates = torch.ones_like(positions) if gates is None else gates
+    return torch.einsum("mj,mjd->md", gates.double(), values.double()[positions])
 
 
 def expert_combine_backward_reference(
     grad_y: Tensor, values: Tensor, positions: Tensor, gates: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `expert_combine_backward` must return, one slot at a time in float64."""
-    grad_values = torch.zeros(values.shape, dtype=torch.float64, device=values.device)
-    grad_gates = torch.zeros(positions.shape, dtype=torch.float64, device=values.device)
-    for m, row in enumerate(positions.tolist()):
-        for j, slot in enumerate(row):
-            gate = 1 if gates is None else gates[m, j].double()
-            grad_values[slot] = grad_y[m].double() * gate
-            grad_gates[m, j] = (grad_y[m].double() * values[slot].double()).sum()
-    return grad_values, grad_gates
+    """Compute what `expert_combine_backward` must return, in float64."""
+    gates = torch.ones_like(positions) if gates is None else gates
+    grad = gates.double()[..., None] * grad_y.double()[:, None]
+    grad_values = torch.zeros_like(values, dtype=torch.float64).index_put_((positions,), grad)
+    return grad_values, torch.einsum("md,mjd->mj", grad_y.double(), values.double()[positions])
 
 
 def _expert_combine_torch(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
@@ -190,20 +183,6 @@ _GATE = Gate(
 )  # fmt: skip
 
 
-def _in_float64(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
-    gates = torch.ones_like(positions) if gates is None else gates
-    return torch.einsum("mj,mjd->md", gates.double(), values.double()[positions])
-
-
-def _backward_in_float64(
-    grad_y: Tensor, values: Tensor, positions: Tensor, gates: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    gates = torch.ones_like(positions) if gates is None else gates
-    grad = gates.double()[..., None] * grad_y.double()[:, None]
-    grad_values = torch.zeros_like(values, dtype=torch.float64).index_put_((positions,), grad)
-    return grad_values, torch.einsum("md,mjd->mj", grad_y.double(), values.double()[positions])
-
-
 def _draw_slots(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     slots, spare = dice.pick((1, 2, 3, 8)), dice.below(3)
     order = torch.randperm(m * slots + spare, generator=dice.generator, device=dice.device)
@@ -226,7 +205,6 @@ _TIMED: dict[str, Any] = {
 expert_combine = Operation(
     "expert_combine", _expert_combine_triton, _expert_combine_torch, expert_combine_reference,
     cases_of(_draw), _GATE, _ARGUMENTS, where=_WHERE, draw=_draw_slots, needs_rows=True,
-    large_reference=_in_float64,
     timed=[Timed("4096x4 of 1280 bf16", _gather_and_multiply, "gather and bmm", **_TIMED)],
 )  # fmt: skip
 """Sum the slots of every token.
@@ -247,7 +225,6 @@ expert_combine_backward = Operation(
     expert_combine_backward_reference, cases_of(_draw, backward=True), _GATE,
     {"grad_y": Array("M, D"), **_ARGUMENTS}, where=_WHERE, needs_rows=True,
     draw=lambda dice, g, m, n, k: (dice.reals(m, k), *_draw_slots(dice, g, m, n, k)),
-    large_reference=_backward_in_float64,
     timed=[Timed("4096x4 of 1280 bf16", _expert_combine_backward_torch, **_TIMED)],
 )  # fmt: skip
 """Propagate a gradient back through `expert_combine`, in one pass.

@@ -10,7 +10,7 @@ row. The order of each sum follows from the ids alone, without atomics, so that 
 same bits every time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from arbcli.kernels.codec.decode_digits import (
     add_remainder,
     decode_digits_reference,
     decode_digits_torch,
+    decode_large,
     in_float32,
     round_weight,
     with_remainders,
@@ -56,38 +57,45 @@ class TouchedRows(NamedTuple):
     """int64 scalar: how many rows are touched, the rest of the R being padding."""
 
 
-def weighted_rows_reference(ids: Tensor, weights: Tensor, packed: Packed) -> Tensor:
-    """Compute what `weighted_rows` must return, one slot at a time in float64."""
-    table = decode_digits_reference(packed).double()
+def weighted_rows_reference(
+    ids: Tensor, weights: Tensor, packed: Packed, *, decode: Callable = decode_digits_reference
+) -> Tensor:
+    """Compute what `weighted_rows` must return, one slot of all tokens at a time in float64."""
+    table, ids = _with_no_row(decode(packed), ids)
+    weights = weights.double().masked_fill(ids == packed.out_features, 0)  # whatever it is
     y = table.new_zeros(len(ids), packed.in_features)
-    for m, row in enumerate(ids.tolist()):
-        for j, v in enumerate(row):
-            if 0 <= v < len(table):
-                y[m] += weights[m, j].double() * table[v]
+    for j in range(ids.shape[1]):
+        y += weights[:, j, None] * table[ids[:, j]]
     return y
 
 
-def weighted_rows_grad_weights_reference(grad_y: Tensor, ids: Tensor, packed: Packed) -> Tensor:
-    """Compute what `weighted_rows_grad_weights` must return, one slot at a time in float64."""
-    table = decode_digits_reference(packed).double()
+def weighted_rows_grad_weights_reference(
+    grad_y: Tensor, ids: Tensor, packed: Packed, *, decode: Callable = decode_digits_reference
+) -> Tensor:
+    """Compute what `weighted_rows_grad_weights` must return, in the same way."""
+    table, ids = _with_no_row(decode(packed), ids)
     grad = table.new_zeros(ids.shape)
-    for m, row in enumerate(ids.tolist()):
-        for j, v in enumerate(row):
-            if 0 <= v < len(table):
-                grad[m, j] = grad_y[m].double() @ table[v]
+    for j in range(ids.shape[1]):
+        grad[:, j] = (grad_y.double() * table[ids[:, j]]).sum(dim=1)
     return grad
+
+
+def _with_no_row(table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Append a row of zeros, in float64, which ids outside of the table become."""
+    inside = (ids >= 0) & (ids < len(table))
+    zeros = table.new_zeros(1, table.shape[1])
+    return torch.cat([table, zeros]).double(), ids.where(inside, len(table))
 
 
 def weighted_rows_grad_reference(
     grad_y: Tensor, weights: Tensor, tokens: Tensor, order: Tensor, bounds: Tensor
 ) -> Tensor:
-    """Compute what `weighted_rows_grad` must return, one slot at a time in float64."""
-    ends, slots, token = bounds.tolist(), order.tolist(), tokens.tolist()
-    grad = torch.zeros(len(ends) - 1, grad_y.shape[1], dtype=torch.float64, device=grad_y.device)
-    for r in range(len(grad)):
-        for s in slots[ends[r] : ends[r + 1]]:
-            grad[r] += weights[s].double() * grad_y[token[s]].double()
-    return grad
+    """Compute what `weighted_rows_grad` must return, in float64."""
+    sizes = bounds.diff()
+    rows = torch.arange(len(sizes), device=bounds.device).repeat_interleave(sizes)
+    slots = order[: len(rows)]
+    grad = grad_y.new_zeros(len(sizes), grad_y.shape[1], dtype=torch.float64)
+    return grad.index_add_(0, rows, weights[slots, None].double() * grad_y[tokens[slots]])
 
 
 def _decoded_slots(ids: Tensor, packed: Packed) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -594,35 +602,6 @@ def _add_products(grad_y: Tensor, weights: Tensor, tokens: Tensor, rows: Tensor)
     return products.new_zeros(products.shape).index_add_(0, rows, products)
 
 
-def _in_float64(ids: Tensor, weights: Tensor, packed: Packed) -> Tensor:
-    rows, weights, num_rows = _padded(packed), weights.double(), packed.out_features
-    ids = ids.where((ids >= 0) & (ids < num_rows), num_rows)
-    weights = weights.masked_fill(ids == num_rows, 0)  # of no row, whatever it is
-    return torch.stack([w[:, None] * rows[i] for w, i in zip(weights.T, ids.T, strict=True)]).sum(0)
-
-
-def _grad_weights_in_float64(grad_y: Tensor, ids: Tensor, packed: Packed) -> Tensor:
-    rows, grad_y, num_rows = _padded(packed), grad_y.double(), packed.out_features
-    ids = ids.where((ids >= 0) & (ids < num_rows), num_rows)
-    return torch.stack([(grad_y * rows[slot]).sum(dim=1) for slot in ids.unbind(1)], dim=1)
-
-
-def _padded(packed: Packed) -> Tensor:
-    """Decode a table and append a row of zeros, in float64."""
-    table = decode_digits_torch(packed, torch.float32).double()
-    return torch.cat([table, table.new_zeros(1, table.shape[1])])
-
-
-def _grad_in_float64(
-    grad_y: Tensor, weights: Tensor, tokens: Tensor, order: Tensor, bounds: Tensor
-) -> Tensor:
-    sizes = bounds.diff()
-    rows = torch.arange(len(sizes), device=bounds.device).repeat_interleave(sizes)
-    slots = order[: len(rows)]
-    grad = grad_y.new_zeros(len(sizes), grad_y.shape[1], dtype=torch.float64)
-    return grad.index_add_(0, rows, weights[slots, None].double() * grad_y[tokens[slots]])
-
-
 def _slots(dice: Dice, m: int, n: int) -> Tensor:
     """Draw the ids of at least 64 slots, the same number of every token, some of them outside."""
     return dice.integers(-1, n, m, max(1 + dice.below(12), -(-64 // m)), dtype=torch.int64)
@@ -658,7 +637,8 @@ weighted_rows = Operation(
     Gate(relative=1e-6, reason="float32 sums of up to tens of rows"),
     {"ids": _IDS, "weights": Array("M, S", FLOAT), "packed": _TABLE, "dtype": Number(())},
     launch=(_weighted_rows_triton, _weighted_rows_torch, _weighted_rows_torch),
-    where=(_DTYPE_FITS,), draw=_draw, needs_rows=True, large_reference=_in_float64,
+    where=(_DTYPE_FITS,), draw=_draw, needs_rows=True,
+    large_reference=partial(weighted_rows_reference, decode=decode_large),
     scale_path=_scale_path, timings=_weighted_rows_timings,
 )  # fmt: skip
 """Sum rows of a packed table, each with its weight.
@@ -679,7 +659,8 @@ weighted_rows_grad_weights = Operation(
     _weighted_rows_grad_weights_torch, weighted_rows_grad_weights_reference, _grad_weights_cases,
     Gate(relative=1e-6, reason="float32 sums of up to thousands of columns"),
     {"grad_y": Array("M, D"), "ids": _IDS, "packed": _TABLE},
-    draw=_draw_grad_weights, needs_rows=True, large_reference=_grad_weights_in_float64,
+    draw=_draw_grad_weights, needs_rows=True,
+    large_reference=partial(weighted_rows_grad_weights_reference, decode=decode_large),
     scale_path=_scale_path, timings=_grad_weights_timings,
 )  # fmt: skip
 """Compute the gradient of the weights of `weighted_rows`.
@@ -703,6 +684,6 @@ WEIGHTED_ROWS_GRAD = Operation(
         "dtype": Number(()),
     },
     launch=(_weighted_rows_grad_triton, _weighted_rows_grad_torch, _weighted_rows_grad_torch),
-    where=(_DTYPE_FITS,), draw=_draw_grad, needs_rows=True, large_reference=_grad_in_float64,
+    where=(_DTYPE_FITS,), draw=_draw_grad, needs_rows=True,
     timings=_grad_timings,
 )  # fmt: skip

@@ -7,6 +7,7 @@ bits every time.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import (
     add_remainder,
+    digits_large,
     digits_reference,
     digits_torch,
     native_arguments,
@@ -54,11 +56,12 @@ class GradientStatistics(NamedTuple):
 
 
 def gradient_statistics_reference(
-    grad: Tensor, packed: Packed, factored: bool, signs: bool
-) -> tuple[Tensor, ...]:
+    grad: Tensor, packed: Packed, factored: bool, signs: bool, *,
+    digits: Callable = digits_reference,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute what `gradient_statistics` must return, in float64 and in one part each."""
     grad = grad.double()
-    weight = digits_reference(packed) * scales_reference(packed).to(torch.bfloat16).double()
+    weight = digits(packed).double() * scales_reference(packed).to(torch.bfloat16).double()
     products = (torch.sign(grad) if signs else grad) * weight
     of_groups = [group.sum(1) for group in products.split(packed.group_size, dim=1)]
     slope, squares = torch.stack(of_groups, dim=1), grad * grad
@@ -362,19 +365,6 @@ def _in_one_part(_inputs: tuple, found: GradientStatistics) -> tuple[Tensor, ...
     return slope, *sums, *(part.double().sum(0) for part in (rows, columns))
 
 
-def _in_float64(grad: Tensor, packed: Packed, factored: bool, signs: bool) -> tuple[Tensor, ...]:
-    grad = grad.double()
-    # a product of digits is not rounded, as it is where a matrix is decoded
-    scales = scales_reference(packed).to(torch.bfloat16).double()
-    weight = digits_torch(packed, torch.float32).double() * scales
-    products = (grad.sign() if signs else grad) * weight
-    groups = torch.arange(packed.in_features, device=grad.device) // packed.group_size
-    slope = products.new_zeros(packed.exponent.shape).index_add_(1, groups, products)
-    squares = grad.square()
-    of_both = (squares.sum(dim) * factored for dim in (1, 0))
-    return slope, slope.square().sum(), squares.sum(), *of_both
-
-
 gradient_statistics = Operation(
     "gradient_statistics", _gradient_statistics_triton, _gradient_statistics_torch,
     gradient_statistics_reference, _cases,
@@ -384,7 +374,8 @@ gradient_statistics = Operation(
         "grad": Array("N, K"), "packed": Matrix(), "factored": Number((False, True)),
         "signs": Number((False, False, False, True)),
     },
-    where=("N > 0 and K > 0",), compared=_in_one_part, large_reference=_in_float64,
+    where=("N > 0 and K > 0",), compared=_in_one_part,
+    large_reference=partial(gradient_statistics_reference, digits=digits_large),
     scale_path=_scale_path,
     timed=[
         Timed(f"11264x2048 bf16{' factored' * factored}", **OF_MATRIX, factored=factored)

@@ -8,13 +8,14 @@ shape of the weight is stored. The squares of g are added up besides, which tell
 used; a NaN has the sign 0.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import digits_reference, digits_torch, scales_reference
+from arbcli.kernels.codec.decode_digits import digits_large, digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.codec.scales import load_scale
@@ -23,7 +24,11 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Array, Matrix
 from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
-from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
+from arbcli.kernels.update.gradient_statistics import (
+    GradientStatistics,
+    gradient_statistics,
+    gradient_statistics_reference,
+)
 
 TILE = 128
 """Columns of a tile: as many whole groups as fit, and at least one."""
@@ -40,14 +45,13 @@ class SignGradient(NamedTuple):
     """Slopes of the signs, and squares of the gradient."""
 
 
-def sign_gradient_reference(grad_y: Tensor, x: Tensor, packed: Packed) -> tuple[Tensor, ...]:
+def sign_gradient_reference(
+    grad_y: Tensor, x: Tensor, packed: Packed, *, digits: Callable = digits_reference
+) -> tuple[Tensor, ...]:
     """Compute what `sign_gradient` must return, in float64, and sums in one part each."""
-    grad = torch.einsum("mn,mk->nk", grad_y.double(), x.double())
-    signs = torch.sign(grad)
-    weight = digits_reference(packed) * scales_reference(packed).to(torch.bfloat16).double()
-    groups = (signs * weight).split(packed.group_size, dim=1)
-    slope = torch.stack([group.sum(dim=1) for group in groups], dim=1)
-    return signs.to(torch.int8), slope, slope.square().sum(), grad.square().sum()
+    grad = grad_y.double().T @ x.double()
+    found = gradient_statistics_reference(grad, packed, False, True, digits=digits)
+    return torch.sign(grad).to(torch.int8), *found[:3]
 
 
 def _found(signs: Tensor, slope: Tensor, slope_squares: Tensor, squares: Tensor) -> SignGradient:
@@ -193,15 +197,6 @@ def _in_one_part(_inputs: tuple, found: SignGradient) -> tuple[Tensor, ...]:
     return signs, slope, *(part.double().sum() for part in sums)
 
 
-def _in_float64(grad_y: Tensor, x: Tensor, packed: Packed) -> tuple[Tensor, ...]:
-    grad = grad_y.double().T @ x.double()
-    scales = scales_reference(packed).to(torch.bfloat16).double()
-    products = grad.sign() * digits_torch(packed, torch.float32).double() * scales
-    groups = torch.arange(packed.in_features, device=grad.device) // packed.group_size
-    slope = products.new_zeros(packed.exponent.shape).index_add_(1, groups, products)
-    return grad.sign().to(torch.int8), slope, slope.square().sum(), grad.square().sum()
-
-
 def _draw_small(dice: Dice, *shape: int) -> Tensor:
     """Draw integers, so that sums are exact and no sign is an accident of their order."""
     return dice.view(dice.integers(-4, 4, *shape).to(dice.dtype))
@@ -219,7 +214,8 @@ sign_gradient = Operation(
         "packed": Matrix(digits="trit"),
     },
     where=("packed.remainder is None", "N > 0 and K > 0"), compared=_in_one_part,
-    large_reference=_in_float64, scale_path=_scale_path, timings=_timings,
+    large_reference=partial(sign_gradient_reference, digits=digits_large), scale_path=_scale_path,
+    timings=_timings,
 )  # fmt: skip
 """Find the signs of the gradient of a matrix, and the slopes of its scales by them.
 

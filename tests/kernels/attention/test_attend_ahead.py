@@ -114,14 +114,3 @@ def test_rings_of_several_layers_are_stored_at_once(backend, device):
     for (keys, values), ring in zip(wanted, rings, strict=True):
         assert torch.equal(ring.keys, keys)
         assert torch.equal(ring.values, values)
-
-
-def test_rejects_what_does_not_fit(device):
-    qkv, keys, values, new, at, *table = drawn(3, 20, 5, device)
-    short = [ring[:, :2].contiguous() for ring in (keys, values)]
-    with pytest.raises(ValueError, match="need M <= W"):
-        attend_ahead(qkv, *short, new, at, *table, 1e-6)
-    with pytest.raises(ValueError, match="need M > 1"):
-        attend_ahead(qkv[:1], keys, values, new[:, :1].contiguous(), at, *table, 1e-6)
-    with pytest.raises(ValueError, match="new: need contiguous"):
-        attend_ahead(qkv.repeat(3, 1, 1, 1), keys, values, new, at, *table, 1e-6)

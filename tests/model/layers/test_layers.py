@@ -100,21 +100,6 @@ def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(before, need
     torch.testing.assert_close(grad.double(), grad_y.double().T @ normal, rtol=1e-5, atol=1e-5)
 
 
-def test_gains_of_a_norm_have_one_gradient_of_all_products():
-    norm, layers, handed = gained_norm_of_all_sizes(), (linear(32, 48), linear(24, 48)), []
-    norm.weight.sink = lambda _, grad: handed.append(grad.flatten())
-    for layer in layers:
-        collect(layer)
-    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    sum(layer(x, norm).square().sum() for layer in layers).backward()
-    gains = norm.weight.weight(torch.float64).flatten().requires_grad_()
-    normal = torch.nn.functional.rms_norm(x.detach().double(), (48,), eps=1e-6) * gains
-    wanted = ((normal @ layer.weight.weight(torch.float64).T).square().sum() for layer in layers)
-    sum(wanted).backward()
-    assert len(handed) == 1
-    torch.testing.assert_close(handed[0].double(), gains.grad, rtol=1e-4, atol=1e-4)
-
-
 def test_largest_exponent_of_a_forward_serves_its_backward_alone(monkeypatch):
     """What a captured forward did not find itself would be that of other weights when replayed."""
     found, layer = [], linear(32, 48)
@@ -134,25 +119,6 @@ def test_largest_exponent_of_a_forward_serves_its_backward_alone(monkeypatch):
     layer.weight._largest = (0,), wrong  # of another version
     y.sum().backward()
     assert torch.equal(x.grad, before)
-
-
-@pytest.mark.parametrize("digits", ["trit", "all"])
-@pytest.mark.parametrize("normalise", [True, False])
-def test_fused_product_normalises_once(normalise, digits):
-    layer = TernaryLinear(24, 40, preset("tiny", digits=digits), area="mlp", std=0.1)
-    layer.weight.initialise(seed=0, index=0)
-    # of the size of eps, where a norm is not what it is of its own result
-    x = 1e-3 * torch.randn(5, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
-    added = torch.randn(5, 24, generator=torch.Generator().manual_seed(1)).bfloat16()
-    row = x.float()
-    if normalise:
-        row = torch.nn.functional.rms_norm(row, (40,), eps=1e-6)
-    expected = row @ layer.weight.weight(torch.float32).T
-    found = layer.fused(x, normalise=normalise)
-    assert (found - expected).norm() < 0.01 * expected.norm()
-    assert (layer.fused(x, normalise=normalise, added=added) - added - expected).norm() < (
-        0.01 * (expected + added).norm()
-    )
 
 
 @pytest.mark.skipif(not native.available(), reason="no C compiler")

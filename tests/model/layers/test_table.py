@@ -56,21 +56,6 @@ def test_no_row_is_zeros():
     assert look_up(table())[2].eq(0).all()
 
 
-def test_many_uses_give_one_gradient():
-    part = table()
-    inputs = (IDS, normal(4, 4), IDS.flip(0)[:2] % 5, normal(2, 4, seed=2))
-
-    def run(ids, weights, others, more):
-        y = part(ids, weights, torch.float32)
-        return torch.cat((y, part(others, more, torch.float32), part(ids, weights * 2, y.dtype)))
-
-    def both(w, ids, weights, others, more):
-        parts = ((ids, weights), (others, more), (ids, weights * 2))
-        return torch.cat([reference(w, *each) for each in parts])
-
-    assert_same(part, inputs, run, both)
-
-
 def test_gradient_is_of_the_touched_rows_in_order():
     part = table()
     handed = collect(part)
@@ -80,21 +65,6 @@ def test_gradient_is_of_the_touched_rows_in_order():
     assert touched.rows[: touched.count].tolist() == TOUCHED
     assert grad.shape == (IDS.numel(), DIM)
     assert grad[touched.count :].eq(0).all()
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_only_touched_rows_change(rule):
-    part = table(rule=rule)
-    before = {name: buffer.clone() for name, buffer in part.weight.named_buffers()}
-    updater_of(part, rule=rule)
-    look_up(part).sum().backward()
-    others = torch.ones(ROWS, dtype=torch.bool).index_fill(0, torch.tensor(TOUCHED), False)
-    for name, buffer in part.weight.named_buffers():
-        changed = (buffer != before[name]).any(dim=1)
-        if name in ("remainder", "votes", "usage"):
-            assert changed[~others].all(), name
-        if name != "column_statistic":
-            assert not changed[others].any(), name
 
 
 def test_usage_counts_the_steps_of_a_row():

@@ -12,10 +12,7 @@ from arbcli.errors import ArbError
 from arbcli.inspect.memory import predict_parts
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
-from arbcli.verify import parity
-from arbcli.verify.parity import Subject
 
-CPU = torch.device("cpu")
 AHEAD = AheadConfig(positions=4, width=14, weight=0.3)
 
 
@@ -32,20 +29,6 @@ def model(of: ModelConfig) -> LanguageModel:
     lm = LanguageModel(of, torch.float32)
     lm.initialise(0)
     return lm
-
-
-@pytest.mark.parametrize("positions", [2, 5])
-def test_losses_and_every_gradient_agree_with_the_reference(positions):
-    ahead = replace(AHEAD, positions=positions)
-    subject = Subject(
-        "ahead", config(ahead=ahead), 2, torch.float32, CPU, "torch", ("blocks", "whole")
-    )
-    results = parity._check("", "", subject)
-    assert not [result for result in results if not result.passed]
-    compared = {result.item for result in results}
-    assert compared >= {f"next_{number} loss" for number in range(2, positions + 1)}
-    trained = (name for name, w in subject.build().weights().items() if not w.frozen)
-    assert compared >= {name for name in trained if name.startswith("ahead.")}
 
 
 def test_its_losses_together_count_by_their_weight():

@@ -1,7 +1,5 @@
 """Attention of shapes that kernels have not, and kernels by other angles and widths."""
 
-import dataclasses
-
 import pytest
 import torch
 from marks import mostly_slow
@@ -11,9 +9,6 @@ from arbcli.config.parts import AttentionConfig, MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.errors import ArbError
 from arbcli.inspect.memory import predict
-from arbcli.kernels.attention.eight_bits import KeptIn
-from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model import language_model as model_module
 from arbcli.model.build import build_model
 from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.operations import forward_operations
@@ -126,66 +121,6 @@ def test_numbers_that_turn_stay_with_eight_bits(name, kv, device):
     assert sizes == {1, 4}
 
 
-@pytest.mark.parametrize(
-    ("name", "weights"), [*((name, "ternary") for name in SHAPES), ("all", "float")]
-)
-@torch.no_grad()
-def test_text_in_parts_has_the_logits_of_a_forward(name, weights, device):
-    lm, ids = build(name, device, weights=weights), text(device)
-    whole = lm(ids[:, :CTX])
-    found = {way: in_parts(lm, ids, lengths) for way, lengths in PARTS.items()}
-    for logits in found.values():
-        torch.testing.assert_close(logits[:, :CTX], whole, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(logits, found["ragged"], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kv", ["fp8", "int8"])
-@pytest.mark.parametrize("name", ["fewer heads of keys", "all"])
-@torch.no_grad()
-def test_state_in_eight_bits_is_read_as_without_a_state(name, kv, device):
-    lm, ids = build(name, device), text(device)
-    plain = lm(ids[:, :CTX])
-    lm.kept = KeptIn.named(kv)
-    for block in lm.blocks:
-        block.attention.kept = lm.kept
-    config = lm.config.main.blocks[0].mixer
-    slots = min(config.window or CTX, CTX)
-    entries = 2 * 2 * config.key_heads * slots  # keys and values of two blocks
-    assert lm.new_cache(LENGTH).nbytes == entries * (config.width(lm.config.site()) + 1)
-    whole = lm(ids[:, :CTX])
-    for lengths in PARTS.values():
-        found = in_parts(lm, ids, lengths)[:, :CTX]
-        # a code may be the next one, where products of other shapes add in another order
-        torch.testing.assert_close(found, whole, rtol=0, atol=0.05)
-    assert not torch.equal(plain, whole)
-
-
-WIDE = {
-    "kernels": {"head_width": 16} | SHAPES["llama3"],
-    "plain operations": SHAPES["all"] | {"head_width": 16},
-}
-"""Heads that are together wider than the stream, and other angles."""
-
-
-@pytest.mark.parametrize("name", mostly_slow(WIDE, lambda name: name == "kernels"))
-def test_fused_products_of_a_step_have_the_logits_of_others(name, device, monkeypatch):
-    """Of one position, in bf16; attention between them is by kernels, or by plain operations."""
-    monkeypatch.setitem(SHAPES, "wide", WIDE[name])
-    lm, ids = build("wide", device, torch.bfloat16), text(device)
-    lm.embedding.weight.exponent -= 4  # so what blocks add counts
-    backend = "triton" if device.type == "cuda" else "interpreter"
-    ways = []
-    with lm.prepared_weights():
-        for fits in (False, True):
-            monkeypatch.setattr(model_module, "fits_prepacked", lambda *_, fits=fits: fits)
-            with use_backend(backend if fits else "torch"):
-                ways.append(in_parts(lm, ids[:, :2], [1] * 2).float())
-    attention = lm.blocks[0].attention
-    assert attention.steps_fused
-    assert attention.fits_kernels == (name == "kernels")
-    assert (ways[0] - ways[1]).norm() / ways[0].norm() < 0.02  # roundings to bf16
-
-
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in KERNELS])
 def test_other_shapes_take_plain_operations(name, device):
     attention = build(name, device).blocks[0].attention
@@ -195,25 +130,6 @@ def test_other_shapes_take_plain_operations(name, device):
 
 def vectors(lm) -> list[VectorWeight]:
     return [tensor for tensor in lm.weights().values() if isinstance(tensor, VectorWeight)]
-
-
-@torch.no_grad()
-def test_sink_takes_a_share_of_attention(device):
-    """All of it where its logit is large, and none where it is small."""
-    lm, ids = build("sinks", device, weights="float"), text(device)[:, :CTX]
-    other = build("no norm", device, weights="float")
-    attention, x = lm.blocks[0].attention, torch.randn(1, 7, DIM, device=device)
-    norm = lm.blocks[0].attention_norm
-    attention.sinks.weight.latent.fill_(60.0)
-    assert attention(x, norm).added.abs().max() < 1e-6
-    found = []
-    for sink in (-60.0, 0.0):
-        attention.sinks.weight.latent.fill_(sink)
-        found.append(attention(x, norm).added)
-    attention.sinks = None
-    torch.testing.assert_close(found[0], attention(x, norm).added)
-    assert not torch.allclose(found[1], found[0])
-    assert lm(ids).shape == other(ids).shape
 
 
 def test_operations_are_those_of_the_matrices_and_of_what_is_seen():
@@ -258,20 +174,3 @@ def test_shape_or_angle_that_cannot_be_is_refused(message, monkeypatch):
         make()
     assert str(caught.value).startswith(message)
     assert caught.value.hint
-
-
-@torch.no_grad()
-def test_blocks_of_different_angles_and_windows_keep_them_in_a_text(device):
-    config, blocks = model_config("no norm"), []
-    for base, window in ((10000.0, None), (50.0, WINDOW), (50.0, None)):
-        rotary = RotaryConfig(base=base)
-        mixer = AttentionConfig(heads=4, query_key_norm="none", rotary=rotary, window=window)
-        blocks.append(BlockConfig(mixer=mixer, channel=MLPConfig(width=16)))
-    stage = dataclasses.replace(config.main, blocks=tuple(blocks))
-    with torch.device(device):
-        lm = build_model(dataclasses.replace(config, stages=(stage,)), torch.float32)
-    lm.initialise(0)
-    ids = text(device)[:, :CTX]
-    for lengths in PARTS.values():
-        found = in_parts(lm, text(device), lengths)[:, :CTX]
-        torch.testing.assert_close(found, lm(ids), rtol=1e-4, atol=1e-4)

@@ -21,13 +21,11 @@ from graph_parts import (
 from torch import nn
 
 from arbcli.config.parts import ExpertsConfig
-from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.matmul.round_nvfp4 import round_nvfp4
 from arbcli.kernels.matmul.scaled_nvfp4 import nvfp4_matmul
 from arbcli.kernels.norm.rms_norm import FEW_ROWS
-from arbcli.model.build import build_model
 from arbcli.model.flow import Reading
 from arbcli.model.layers import expert_weight
 from arbcli.model.layers.expert_weight import ExpertWeight
@@ -37,7 +35,6 @@ from arbcli.model.parts.experts import MOST_BALANCE, Experts, Gate, root_softplu
 from arbcli.model.parts.hashed_experts import hashed_experts
 from arbcli.model.parts.moe_graph import HALT_PRIOR, Iterated, MoEGraph
 from arbcli.model.parts.ngrams import ngram_keys
-from arbcli.train.updater import Updater
 from arbcli.verify.parts.base import under
 from arbcli.verify.parts.experts import experts
 from arbcli.verify.parts.experts import hashed_experts as experts_by_hash
@@ -119,30 +116,6 @@ def test_products_in_four_bits_are_those_of_each_matrix(at_once, transposed, mon
     assert torch.equal(weight.product(x[:2], few, transposed=transposed), exact)
 
 
-def test_six_of_384_experts_step_together():
-    config = preset(
-        "tiny", dim=16, heads=1, layers=1, ffn=4, ctx=8, experts=384, top_k_experts=6,
-        direction="factored",
-    )  # fmt: skip
-    lm = build_model(config, torch.float32)
-    lm.initialise(0)
-    (experts,) = (part for part in lm.modules() if isinstance(part, Experts))
-    assert experts.gate_up.matrices == 384
-    updater = Updater(lm.weights().values(), 0, torch.float32)
-    for weight in lm.weights().values():
-        weight.sink = updater
-    before = experts.down.trits.clone()
-    updater.begin(0, 16.0)
-    lm.loss(text(2, 8), text(2, 8)).backward()
-    updater.finish()
-    lm.after_step()
-    gate = experts.gate
-    assert gate.load.sum() == 2 * 8 * 6
-    moved = (experts.down.trits != before).view(384, -1).any(dim=1)
-    assert moved.any()
-    assert not moved[gate.load == 0].any()
-
-
 KINDS = (
     {"moe_gate": "softplus"},
     {"shared_expert": True},
@@ -209,19 +182,6 @@ def test_weight_of_a_single_expert_is_one():
         )
 
 
-def test_two_uses_give_every_expert_one_gradient():
-    tested = part()
-    run = reference(tested)
-
-    def twice(call):
-        return lambda x, query, y, other: call(call(x, query) + y, other)
-
-    def expected(w, *given):
-        return twice(lambda *each: run(w, *each))(*given)
-
-    assert_same(tested, (*inputs(), *inputs(2)), twice(tested.mix), expected)
-
-
 def test_expert_without_positions_gets_no_gradient():
     weight = initialised(ExpertWeight(4, 5, 6, site(), area="experts"))
     grads = {}
@@ -281,20 +241,6 @@ def test_even_load_leaves_the_balance():
     gate(normal(3, ITERATED.gate_dim))
     gate.after_step()
     assert gate.balance.eq(0).all()
-
-
-def test_load_of_a_step_adds_up_and_is_forgotten():
-    gate, query = gate_that_prefers(0)
-    gate(query)
-    gate.forget()
-    with torch.no_grad():
-        gate(query)
-    gate.after_step()
-    assert gate.load.sum() == 0
-    gate(query)
-    gate(query[:3])
-    gate.after_step()
-    assert gate.load.sum() == 35
 
 
 def test_balance_chooses_and_does_not_weigh():
@@ -411,24 +357,6 @@ def test_ponder_cost_is_finite_where_all_halt_at_once():
     assert shares.grad.isfinite().all()
 
 
-def test_many_iterations_stay_bounded():
-    both = Both(max_moe_iters=64)
-    x, confidence = iterated_inputs()
-    streams = []
-    inward = both.graph.inward.forward
-    both.graph.inward.forward = lambda x, norm: streams.append(x) or inward(x, norm)
-    with torch.no_grad():
-        y = both(x, confidence).x
-    away = torch.stack([(s - streams[0]).norm(dim=1) for s in streams]).amax(dim=1)
-    assert len(streams) == 64
-    assert y.isfinite().all()
-    # a change is of a normalised vector, so its size is bounded, and 3/4 of the way is kept
-    changes = [b - streams[0] - 0.75 * (a - streams[0]) for a, b in pairwise(streams)]
-    step = torch.stack(changes).norm(dim=-1)
-    assert away[-1] <= 4 * step.max()
-    assert away[32:].max() < 1.5 * away[8:32].max()
-
-
 def test_gradient_of_many_iterations_is_finite():
     both = Both(max_moe_iters=64)
     x = iterated_inputs()[0].requires_grad_()
@@ -454,21 +382,6 @@ def test_edges_that_were_used_are_voted_on():
     both(*iterated_inputs()).x.sum().backward()
     both.graph.edges.after_step()
     assert (both.graph.edges.sign != before).any()
-
-
-@pytest.mark.parametrize("options", [{}, {"graph_gate": True}], ids=str)
-def test_filled_graph_changes_the_first_choice_where_edges_enter_the_query(options):
-    both, made = Both(**options), {}
-    assert (both.graph.edges.score > 0).any()
-    for state in ("filled", "empty"):
-        keep = made.setdefault(state, []).append
-        hook = both.graph.experts.gate.register_forward_hook(lambda *call, keep=keep: keep(call[2]))
-        both(*iterated_inputs())
-        hook.remove()
-        both.graph.edges.score.zero_()
-    (filled, _), (empty, _) = made["filled"][0], made["empty"][0]
-    assert torch.equal(filled, empty) == (not options)
-    assert not torch.equal(made["filled"][1][0], made["empty"][1][0])  # through the stream
 
 
 def test_filled_graph_scales_adapters_and_an_empty_one_does_not():

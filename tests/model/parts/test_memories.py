@@ -18,18 +18,14 @@ from graph_parts import (
 from torch.nn import functional
 
 from arbcli.config.parts import MemGramConfig
-from arbcli.config.parts.memories import CodebookConfig
 from arbcli.device import deterministic
-from arbcli.model.parts.codebook import Codebook, best_pairs
+from arbcli.model.parts.codebook import best_pairs
 from arbcli.model.parts.memgram import MOST, ORDER, MemGram
 from arbcli.model.parts.ngrams import HISTORY, ngram_ids
 from arbcli.model.parts.sequencer import ORDERS, TextSequencer
 from arbcli.model.parts.window import attend_in_window
 from arbcli.verify.parts.memgram import memgram
-from arbcli.verify.parts.memories import codebook
 from arbcli.verify.parts.sequencer import ngram_row, ngrams, sequencer
-
-CONFIG = CodebookConfig(halves=(4, 8), width=12, heads=3, key_width=8, top_k=3)
 
 
 @pytest.mark.parametrize(("sizes", "top_k"), [((4, 8), 3), ((8, 8), 8), ((5, 1), 1), ((40, 30), 7)])
@@ -46,43 +42,6 @@ def test_best_pairs_of_ties_are_different_pairs():
     scores, pairs = best_pairs(torch.zeros(2, 4), torch.zeros(2, 8), 3)
     assert scores.eq(0).all()
     assert [len(set(row)) for row in pairs.tolist()] == [3, 3]
-
-
-def new_codebook() -> Codebook:
-    return initialised(Codebook(CONFIG, site(), "codebook"))
-
-
-def reference(w, x):
-    """Find rows for each text of (B, T, D)."""
-    found = [codebook(w, row, reading(CONFIG)) for row in x]
-    return [torch.stack(new_codebook) for new_codebook in zip(*found, strict=True)]
-
-
-def test_found_rows_and_gradients_equal_autograd():
-    tested, dim = new_codebook(), site().dim
-
-    def run(x):
-        found = tested(x)
-        return torch.cat((found.y, found.confidence[..., None]), dim=-1)
-
-    def expected(w, x):
-        y, _, confidence = reference(w, x)
-        return torch.cat((y, confidence[..., None]), dim=-1)
-
-    assert_same(tested, (normal(2, 5, dim),), run, expected)
-
-
-def test_code_is_the_best_row_of_the_first_head():
-    tested, x = new_codebook(), normal(2, 5, site().dim)
-    weights = {
-        name.removesuffix(".weight"): weight.weight(torch.float32)
-        for name, weight in tested.named_modules()
-        if name.endswith(".weight")
-    }
-    found = tested(x)
-    assert torch.equal(found.codes, reference(weights, x)[1])
-    assert found.codes.dtype == torch.int64
-    assert found.codes.unique().numel() > 3
 
 
 LONG = 14
@@ -168,19 +127,6 @@ def test_stronger_memories_say_more():
 
 def test_empty_memory_adds_nothing():
     assert new_memgram(filled=False)(text(2, LONG), LONG, torch.float32).eq(0).all()
-
-
-def test_a_byte_is_learnt_after_the_step_and_not_by_reading():
-    memory, ids = new_memgram(filled=False), text(1, LONG)
-    first = memory(ids, LONG, torch.float32)
-    assert first.eq(0).all()
-    memory.forget()
-    with torch.no_grad():
-        memory(ids, LONG, torch.float32)
-    memory.after_step()
-    assert memory.strength.eq(0).all()
-    see(memory, ids)
-    assert memory(ids, LONG, torch.float32).ne(0).any()
 
 
 def test_text_of_one_byte_teaches_nothing():

@@ -1,0 +1,402 @@
+"""One row, few rows, and rows one by one, times a prepacked matrix: what their cases do not say."""
+
+import math
+
+import pytest
+import torch
+from marks import mostly_slow
+
+from arbcli.kernels.attention.attend_parts import AttentionParts
+from arbcli.kernels.codec.decode_digits import decode_digits_reference
+from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.matmul import digits_matmul as digits
+from arbcli.kernels.matmul import prepacked
+from arbcli.kernels.matmul import prepacked_rows as module
+from arbcli.kernels.matmul import row_by_row as of_rows
+from arbcli.kernels.matmul import row_matmul as of_row
+from arbcli.kernels.matmul.digits_matmul import (
+    DIGITS_MATMUL,
+    digits_matmul,
+    in_lanes,
+    prepack_digits,
+    prepack_in_lanes,
+    random_digits,
+)
+from arbcli.kernels.matmul.prepacked import (
+    decode_prepacked,
+    prepack,
+    prepacked_reference,
+    prepacked_torch,
+)
+from arbcli.kernels.matmul.prepacked_rows import (
+    MOST_TEXTS,
+    PREPACKED_ROWS,
+    _tiling,
+    prepacked_rows,
+)
+from arbcli.kernels.matmul.row_by_row import row_by_row
+from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, Tiling, row_matmul
+from arbcli.kernels.matmul.swizzled import fits_prepacked
+from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime.backend import use_backend
+
+compiled = pytest.mark.skipif(not native.available(), reason=native.why_not())
+KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
+
+
+def matrix(device, rows=20, in_features=328, group_size=32) -> Packed:
+    generator = torch.Generator().manual_seed(0)
+    return random_packed(rows, in_features, group_size, generator, spread=8).to(device)
+
+
+def draw(rows, in_features=328, *, device) -> torch.Tensor:
+    x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(1))
+    return x.to(device, torch.bfloat16)
+
+
+def row(device, in_features=328) -> torch.Tensor:
+    return draw(1, in_features, device=device)
+
+
+each_product = pytest.mark.parametrize(
+    ("multiply", "rows"), [(row_matmul, 1), (prepacked_rows, 3)], ids=["one row", "few rows"]
+)
+
+
+def digits_of_many_scales(device, rows=22, in_features=328) -> Packed:
+    """Draw weights of all digits whose exponents differ from row to row and group to group."""
+    packed = random_digits(rows, in_features, 32, torch.Generator().manual_seed(2))
+    packed.exponent.add_(torch.arange(packed.exponent.numel()).view_as(packed.exponent) % 7)
+    return packed.map(lambda part: part.to(device))
+
+
+@pytest.mark.parametrize("digits", ["trit", "all"])
+def test_a_gated_matrix_is_prepacked_by_halves(digits, device):
+    packed = matrix(device, rows=22) if digits == "trit" else digits_of_many_scales(device)
+    make, reference = (
+        (prepack, prepacked_reference)
+        if digits == "trit"
+        else (prepack_digits, DIGITS_MATMUL.reference)
+    )
+    weight, halves = make(packed, gated=True), decode_digits_reference(packed)
+    x = torch.randn(2, 328, generator=torch.Generator().manual_seed(1)).to(device)
+    gate, up = (x.double() @ halves.double().T).chunk(2, dim=1)
+    got = reference(x, *weight, None, None, torch.float32)
+    torch.testing.assert_close(got, gate * torch.sigmoid(gate) * up)
+
+
+@pytest.mark.parametrize("digits", ["trit", "all"])
+@pytest.mark.parametrize("asked", [None, torch.float32, torch.bfloat16], ids=str)
+def test_result_has_the_type_that_is_asked_for(asked, digits, device):
+    """And by default that of the activations."""
+    multiply = prepacked_rows if digits == "trit" else digits_matmul
+    weight = (
+        prepack(matrix(device)) if digits == "trit"
+        else prepack_digits(digits_of_many_scales(device))
+    )  # fmt: skip
+    x = torch.ones(2, 328, device=device, dtype=torch.bfloat16)
+    for backend in ("torch", KERNELS):
+        with use_backend(backend):
+            assert multiply(x, weight, dtype=asked).dtype == (asked or torch.bfloat16)
+
+
+def test_matrices_one_above_the_other_are_multiplied_at_once(device):
+    upper, lower = matrix(device), matrix(device, rows=7)
+    both = decode_digits_reference(upper.above(lower))
+    parts = [decode_digits_reference(part) for part in (upper, lower)]
+    assert torch.equal(both, torch.cat(parts))
+
+
+@each_product
+def test_power_of_two_in_front_of_a_row_does_not_matter(multiply, rows, device):
+    weight, x = prepack(matrix(device)), draw(rows, device=device)
+    with use_backend(KERNELS):
+        y, scaled = (multiply(part, weight, 0.0, dtype=torch.float32) for part in (x, 2.0**40 * x))
+    assert torch.equal(y, scaled)
+
+
+@pytest.mark.parametrize("value", mostly_slow([float("inf"), float("nan")], math.isnan))
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_what_is_not_finite_is_not_hidden_and_stays_in_its_row(rows, value, device):
+    weight = prepack(matrix(device, rows=5))
+    for k in (0, 171, 327):
+        x = torch.ones(rows, 328, device=device, dtype=torch.bfloat16)
+        x[-1, k] = value
+        with use_backend(KERNELS):
+            y = prepacked_rows(x, weight, 1e-6, dtype=torch.float32)
+        assert y[:-1].isfinite().all()
+        assert not y[-1].isfinite().any()
+
+
+@pytest.mark.parametrize(
+    ("tiling", "gated"),
+    [((3, 1, 4, 1, 1), False), ((2, 2, 4, 1, 1), True), ((1, 2, 4, 3, 3), True)],
+)
+def test_work_can_be_shared_out_otherwise(tiling, gated, device, monkeypatch):
+    tiling = module.Tiling(*tiling)
+    packed = matrix(device, rows=38, in_features=400 * tiling.steps)
+    x = torch.randn(11, packed.in_features, generator=torch.Generator().manual_seed(1))
+    inputs = x.to(device, torch.bfloat16), *prepack(packed, gated), 1e-6, None, torch.float32
+    monkeypatch.setattr(module, "_tiling", lambda *_: tiling)
+    with use_backend(KERNELS):
+        y = PREPACKED_ROWS.triton(*inputs)
+    expected = prepacked_reference(*inputs)
+    assert (y - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_rows_are_multiplied_by_every_backend(rows, device):
+    gpu = device.type == "cuda"  # many tiles and steps are not for the interpreter
+    for out_features, in_features in ((35, 1000), *(((8488, 8008), (8488, 328)) if gpu else ())):
+        packed = matrix(device, out_features, in_features)
+        x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(1))
+        x = x.to(device, torch.bfloat16)
+        expected = x.double() @ decode_digits_reference(packed).double().T
+        for backend in (KERNELS, "torch"):
+            with use_backend(backend):
+                y = prepacked_rows(x, prepack(packed), dtype=torch.float32)
+            assert (y - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@each_product
+def test_a_row_of_a_wider_matrix(multiply, rows, device):
+    wide, weight = torch.ones(2, 331, device=device, dtype=torch.bfloat16), prepack(matrix(device))
+    with use_backend(KERNELS):
+        row, alone = (multiply(x, weight) for x in (wide[1:, :328], wide[1:, :328].clone()))
+    assert torch.equal(row, alone)
+
+
+def test_only_one_row_of_bf16_is_taken(device):
+    x = torch.zeros(1, 1, 328, device=device, dtype=torch.bfloat16)
+    with use_backend(KERNELS):
+        assert fits_prepacked(x, 32)
+        assert not fits_prepacked(x, 6)
+        assert not fits_prepacked(x.float(), 32)
+        assert not fits_prepacked(x[..., 1:], 32)
+        assert not fits_prepacked(x.expand(1, 2, 328), 32)
+    with use_backend("torch"):
+        assert not fits_prepacked(x, 32)
+
+
+def test_matrix_that_cannot_be_prepacked_is_refused(device):
+    with pytest.raises(ValueError, match="N % 2 == 0, got N = 19"):
+        prepack(matrix(device, rows=19), gated=True)
+    with pytest.raises(ValueError, match="need G % 32 == 0, got G = 6"):
+        prepack(matrix(device, group_size=6))
+
+
+@compiled
+@pytest.mark.parametrize("digits", ["trit", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_the_same_bits_among_any_others_in_loops(dtype, digits):
+    """Of one row, of the number that loops take at a time, and of more than the cache has."""
+    generator = torch.Generator().manual_seed(0)
+    if digits == "all":
+        weight, multiply = (
+            prepack_in_lanes(random_digits(22, 168, 32, generator), True),
+            digits_matmul,
+        )
+    else:
+        weight, multiply = prepack(matrix("cpu", 22, 168), True), prepacked_rows
+    x = torch.randn(265, 168, generator=generator).to(dtype)
+    added = torch.randn(265, 11, generator=generator).to(dtype)
+    with use_backend("native"):
+        every = multiply(x, weight, 1e-6, added)
+        for rows in (slice(0, 1), slice(0, 6), slice(254, 262), slice(264, 265)):
+            assert torch.equal(multiply(x[rows], weight, 1e-6, added[rows]), every[rows])
+    with use_backend("torch"):
+        pieces = prepack_digits(random_digits(22, 168, 32, generator.manual_seed(0)), True)
+        other = (prepacked_torch if digits == "trit" else DIGITS_MATMUL.torch)(
+            x, *(weight if digits == "trit" else pieces), 1e-6, added, torch.float32
+        )
+    error = (every.float() - other).norm() / other.norm()
+    assert error < (5e-5 if dtype == torch.float32 else 5e-3)  # activations of 16 bits, and bf16
+
+
+@compiled
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("in_features", [1, 40, 328])
+def test_loops_lay_a_matrix_out_as_torch_does(in_features, gated):
+    packed = matrix("cpu", 22, in_features)
+    with use_backend("torch"):
+        expected = prepack(packed, gated)
+    with use_backend("native"):
+        assert torch.equal(prepack(packed, gated).pieces, expected.pieces)
+    digits = random_digits(22, in_features, 64, torch.Generator().manual_seed(0))
+    expected, found = in_lanes(prepack_digits(digits, gated)), prepack_in_lanes(digits, gated)
+    assert torch.equal(found.pieces, expected.pieces)
+    assert torch.equal(found.scales, expected.scales)
+    assert found[2:] == expected[2:]
+
+
+@pytest.mark.parametrize("processors", [5, 132])
+def test_order_of_sums_is_of_the_matrix_alone(processors):
+    """Else the bits of a row would depend on how many there are."""
+    for tiles in (1, 70, 700):
+        for blocks in range(1, 72):
+            tilings = [
+                _tiling(rows, tiles, blocks, processors) for rows in range(1, MOST_TEXTS + 1)
+            ]
+            assert len({(tiling.warps, tiling.steps) for tiling in tilings}) == 1
+
+
+def test_few_rows_of_all_digits_are_cut_as_one_is():
+    """So that each has the bits that it has by itself."""
+    for tiles in (1, 132, 133, 900):
+        for planes in (1, 31, 32, 63, 64, 127, 128, 129, 400):
+            found = {digits._tiling(r, tiles, planes, 132) for r in range(1, digits.ROWS_ALIKE + 1)}
+            assert len(found) == 1, (tiles, planes)
+
+
+@pytest.mark.parametrize("in_features", [8, 128, 328])
+@pytest.mark.parametrize("group_size", [32, 96])
+def test_prepacked_weights_are_the_packed_ones(group_size, in_features, device):
+    packed = matrix(device, in_features=in_features, group_size=group_size)
+    expected, weight = decode_digits_reference(packed), prepack(packed)
+    for k in {0, in_features // 2, in_features - 1}:
+        x = torch.zeros(1, in_features, device=device)
+        x[0, k] = 1
+        column = prepacked_reference(x, *weight, None, None, torch.float32)
+        assert torch.equal(column[0], expected[:, k].double())
+    assert torch.equal(decode_prepacked(weight.pieces)[:20, :in_features], expected.float())
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_matrix_is_prepacked_some_rows_at_a_time(gated, monkeypatch, device):
+    packed = matrix(device, rows=90)
+    whole = prepack(packed, gated)
+    monkeypatch.setattr(prepacked, "PREPACKED_AT_ONCE", 2 * 16 * 384)
+    assert torch.equal(prepack(packed, gated).pieces, whole.pieces)
+
+
+def test_elements_that_15_bits_hold_are_multiplied_exactly(device):
+    """As long as float32 holds the sums: of integers, with one power of two a row."""
+    packed, x = matrix(device), (row(device) * 8).round()
+    packed = packed._replace(fraction=None, exponent=torch.zeros_like(packed.exponent))
+    expected = x.double() @ decode_digits_reference(packed).double().T
+    with use_backend(KERNELS):
+        y = row_matmul(x, prepack(packed), dtype=torch.float32)
+    assert torch.equal(y.double(), expected)
+
+
+def test_an_element_is_off_by_little_of_the_largest_of_32(device):
+    packed = matrix(device, rows=1, in_features=32)
+    packed = packed._replace(fraction=None, exponent=torch.zeros_like(packed.exponent))
+    weight, bound = decode_digits_reference(packed).double(), 2.0**-14
+    for scale in (1.0, 2.0**-100, 2.0**100):
+        x = row(device, 32) * torch.logspace(0, -6, 32, device=device).bfloat16() * scale
+        with use_backend(KERNELS):
+            y = row_matmul(x, prepack(packed), dtype=torch.float32)
+        error = (y.double() - x.double() @ weight.T).abs()
+        assert error.max() <= bound * x.abs().max() * weight.abs().sum()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("eps", [None, 1e-6])
+def test_what_is_not_finite_is_not_hidden(eps, value, device):
+    weight = prepack(matrix(device, rows=5))
+    for k in (0, 171, 327):
+        x = torch.ones(1, 328, device=device, dtype=torch.bfloat16)
+        x[0, k] = value
+        with use_backend(KERNELS):
+            y = row_matmul(x, weight, eps, dtype=torch.float32)
+        assert not y.isfinite().any()
+
+
+TILINGS = [
+    ((34, 200), (1, 1, 4)), ((50, 1096), (4, 3, 4)), ((34, 640), (4, 4, 8, 96)),
+    ((18, 1960), (1, 1, 16, 64)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "tiling"), TILINGS)
+def test_every_way_to_share_work_out(shape, tiling, monkeypatch, device):
+    packed, x = matrix(device, *shape), row(device, shape[1])
+    expected = x.double() @ decode_digits_reference(packed).double().T
+    monkeypatch.setattr(of_row, "tiling_of", lambda *_: Tiling(*tiling))
+    with use_backend(KERNELS):
+        y = row_matmul(x, prepack(packed), dtype=torch.float32)
+    assert (y - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_matrices_of_a_large_model_are_shared_out_as_was_fastest():
+    found = [
+        of_row.tiling_of(tiles, in_features // 128, 132)
+        for tiles, in_features in ((384, 2048), (128, 2048), (704, 2048), (128, 5632))
+    ]
+    assert found == [(4, 3, 8, 128), (1, 1, 16, 64), (4, 4, 8, 96), (4, 1, 8, 128)]
+
+
+def test_no_matrix_needs_more_memory_than_a_program_may_share():
+    for tiles in (1, 40, 132, 133, 300, 1000, 5000):
+        for blocks in range(1, MOST_COLUMNS // 128 + 1):
+            tiling = of_row.tiling_of(tiles, blocks, 132)
+            assert tiling.shared_bytes(blocks) <= 47 << 10
+            assert tiling.height * -(-blocks // tiling.abreast) <= 3 * tiling.warps
+            assert tiling.height <= 2 * tiling.warps
+
+
+def parts_of_attention(device, parts, heads, width, filled) -> AttentionParts:
+    """Draw parts of attention; those that are not filled have no numbers in them."""
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(parts, heads * width, generator=generator).bfloat16()
+    totals = torch.rand(parts, heads, generator=generator) + 0.1
+    values[filled:], totals[filled:] = torch.nan, torch.nan
+    position = torch.tensor(96 * filled - 1, dtype=torch.int32, device=device)
+    return AttentionParts(values.to(device), totals.to(device), position, 96)
+
+
+@pytest.mark.parametrize("filled", [1, 2, 5])
+@pytest.mark.parametrize(("heads", "width"), [(3, 64), (4, 128)])
+@pytest.mark.parametrize("eps", [None, 1e-6])
+def test_parts_of_attention_are_averaged_first(eps, heads, width, filled, device):
+    """To the last bit, unless the compiler joins a multiplication and an addition."""
+    x, in_features = parts_of_attention(device, 5, heads, width, filled), heads * width
+    weight = prepack(matrix(device, in_features=in_features))
+    for backend in (KERNELS, "torch"):
+        with use_backend(backend):
+            ways = x, x.average()[None]
+            y, expected = (row_matmul(each, weight, eps, dtype=torch.float32) for each in ways)
+        assert y.isfinite().all()
+        if KERNELS == "interpreter":
+            assert torch.equal(y, expected)
+        assert (y - expected).norm() < 0.004 * expected.norm()
+
+
+def check_bits(backend, x, weight, eps, added):
+    with use_backend(backend):
+        got = row_by_row(x, weight, eps, added)
+        for row in range(len(got)):
+            own = None if added is None else added[row : row + 1]
+            assert torch.equal(got[row], row_matmul(x[row : row + 1], weight, eps, own)[0])
+
+
+@pytest.mark.parametrize("rows", mostly_slow([2, 5, 8], lambda rows: rows == 2))
+@pytest.mark.parametrize("backend", [KERNELS, "torch", "native"])
+@pytest.mark.parametrize(("gated", "eps", "adds"), [(True, 1e-6, False), (False, None, True)])
+def test_each_row_has_the_bits_that_it_has_alone(rows, backend, gated, eps, adds, device):
+    if backend == "native" and device.type == "cuda":
+        pytest.skip("the native backend is for a CPU")
+    weight = prepack(matrix(device, rows=50), gated)
+    x = draw(rows, device=device)
+    added = draw(rows, weight.out_features, device=device) if adds else None
+    check_bits(backend, x, weight, eps, added)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "tiling"), TILINGS)
+def test_bits_are_the_same_however_work_is_shared_out(shape, tiling, monkeypatch, device):
+    weight, x = prepack(matrix(device, *shape)), draw(5, shape[1], device=device)
+    monkeypatch.setattr(of_row, "tiling_of", lambda *_: Tiling(*tiling))
+    check_bits(KERNELS, x, weight, 1e-6, None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "programs"),
+    mostly_slow([(5, 2), (8, 3), (4, 4), (3, 1)], lambda rows, programs: programs == 2),
+)
+def test_bits_are_the_same_however_rows_are_shared_out(rows, programs, monkeypatch, device):
+    """Programs have as many rows each; of five by two, both have the middle one."""
+    weight, x = prepack(matrix(device, rows=50)), draw(rows, device=device)
+    monkeypatch.setattr(of_rows, "programs_of_tiles", lambda *_: programs)
+    check_bits(KERNELS, x, weight, 1e-6, draw(rows, 50, device=device))
