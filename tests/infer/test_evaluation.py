@@ -1,6 +1,7 @@
 """Every byte of a text but the first is counted exactly once, with the context it is promised."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -117,7 +118,10 @@ def test_parts_of_windows_have_the_mean_loss_of_their_positions(near, parts, tmp
     monkeypatch.setattr(evaluation, "NEAR", near)
     make_text(tmp_path, bytes(range(40)))
     options = {"batch": 2, "backend": "torch", "stride": 7}
+    asked = mock.Mock(side_effect=evaluation.mean_loss)
+    monkeypatch.setattr(evaluation, "mean_loss", asked)
     report = evaluate(Fake(), "", *open_text([str(tmp_path / "text")]), **options)
+    assert asked.call_args.kwargs["sums"].dtype == torch.float64  # of a text of any length
     starts = [start for start, _ in windows(40, CTX, 7)]
     assert len(starts) == 5
     log_sum = float(torch.logsumexp(-torch.arange(256.0, dtype=torch.float64), 0))
