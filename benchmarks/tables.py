@@ -564,35 +564,6 @@ def ways_to_trits(runs: Runs) -> str:
     return _measured(["way", "rate", "novels", "code", "state, MB"], lines, runs)
 
 
-def low_rates(runs: Runs) -> str:
-    """List losses at low rates, and each as a share of what float weights gain at the rate."""
-    rates = sorted({row["lr"] for row in rows_of(runs, kind="float")}, reverse=True)
-    begun, lines = row_of(runs, kind="begun"), []
-    for kind, rounding in dict.fromkeys((row["kind"], row["rounding"]) for row in rows_of(runs)):
-        cells = []
-        for lr in rates:
-            row = row_of(runs, kind=kind, rounding=rounding, lr=lr)
-            best = row_of(runs, kind="float", lr=lr)
-            if row is None or best is None or begun is None:
-                cells += ["", ""]
-            else:
-                share = (begun["new"] - row["new"]) / (begun["new"] - best["new"])
-                cells += [f"{row['new']:.4f}", f"{share:.1%}".replace("%", " %")]
-        if any(cells):
-            lines.append([kind, ROUNDINGS[rounding], *cells])
-    head = ["weights", "rounding", *(name for lr in rates for name in (f"{lr:g}", "of the gain"))]
-    return _measured(head, lines, runs)
-
-
-ROUNDINGS = {
-    "none": "",
-    "random": "random bits",
-    "turned": "low-discrepancy bits",
-    "nearest": "to the nearest",
-    "kept": "to the nearest, the error kept in float32",
-}
-
-
 def _seeds(rows: list[Row], **fields: Any) -> list[str]:
     """List new and old losses of all seeds."""
     some = [row for row in rows if all(row[name] == value for name, value in fields.items())]
@@ -982,22 +953,11 @@ def laws(runs: Runs) -> str:
 
 FRONTIER_SECONDS = 7.2
 """Of one GPU: AdamW does 2,000 steps of 10.8 million weights in them."""
-LONG_SECONDS = 10 * FRONTIER_SECONDS
 FRONTIER_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 """MiB."""
-LONG_KINDS = ("Muon", "moment, all digits", "nibble, all digits")
-LONG_SHARE = 0.75
-"""Of the steps that `LONG_SECONDS` have room for, which a run has at least."""
 
 
-def best_within(
-    steps: Runs,
-    losses: Runs,
-    kind: str,
-    budget: float,
-    seconds: float = FRONTIER_SECONDS,
-    share: float = 0.0,
-) -> tuple[float, Row] | None:
+def best_within(steps: Runs, losses: Runs, kind: str, budget: float) -> tuple[float, Row] | None:
     """Find the lowest loss of a kind in the time and memory given, and which step it is of.
 
     Args:
@@ -1005,17 +965,13 @@ def best_within(
         losses: results of `scaling`.
         kind: of training.
         budget: of the peak, in MiB.
-        seconds: of one GPU.
-        share: of the steps that these have room for; a size whose longest run is shorter is left
-            out.
     """
     found = []
     for row in rows_of(steps, kind=kind):
         lengths = rows_of(losses, kind=kind, shape=row["shape"], seed=0)
-        count = 1e3 * seconds / row["ms"]
+        count = 1e3 * FRONTIER_SECONDS / row["ms"]
         enough = any(count >= length["steps"] for length in lengths)
-        long_enough = any(length["steps"] >= share * count for length in lengths)
-        if row["peak_mib"] <= budget and enough and long_enough:
+        if row["peak_mib"] <= budget and enough:
             found.append((between(lengths, count), row))
     return min(found, key=lambda pair: pair[0], default=None)
 
@@ -1027,26 +983,15 @@ def frontier_losses() -> Runs:
 
 def frontier(runs: Runs) -> str:
     """The best held-out loss of every kind by budget of memory, and the model that has it."""
-    kinds = sorted({row["kind"] for row in rows_of(runs)})
-    return _frontier(runs, kinds, FRONTIER_BUDGETS, FRONTIER_SECONDS, 0.0)
-
-
-def long_frontier(runs: Runs) -> str:
-    """The same in ten times the time, of what was run for so long."""
-    return _frontier(runs, LONG_KINDS, FRONTIER_BUDGETS[3:], LONG_SECONDS, LONG_SHARE)
-
-
-def _frontier(
-    runs: Runs, kinds: Sequence[str], budgets: Sequence[int], seconds: float, share: float
-) -> str:
     losses, lines = frontier_losses(), []
-    for kind in kinds:
+    for kind in sorted({row["kind"] for row in rows_of(runs)}):
         cells = []
-        for budget in budgets:
-            best = best_within(runs, losses, kind, budget, seconds, share)
+        for budget in FRONTIER_BUDGETS:
+            best = best_within(runs, losses, kind, budget)
             cells.append(f"{best[0]:.3f} ({best[1]['weights'] / 1e6:.1f} M)" if best else "")
         lines.append([kind, *cells])
-    return _measured(["peak, at most", *(f"{budget:,} MiB" for budget in budgets)], lines, runs)
+    head = ["peak, at most", *(f"{budget:,} MiB" for budget in FRONTIER_BUDGETS)]
+    return _measured(head, lines, runs)
 
 
 def steps_by_size(runs: Runs) -> str:
@@ -1106,6 +1051,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "large-tuning": ("large_tuning", large_tuning),
     "tuning": ("tuning", tuning),
     "tuning-rates": ("tuning", tuning_rates),
+    "ternary-tuning": ("ternary_tuning", ways_to_trits),
     "several-texts": ("several_texts", several),
     "kv-cache": ("kv_cache", caches),
     "hnet": ("hnet", chunked),
