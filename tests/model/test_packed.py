@@ -82,3 +82,14 @@ def test_scales_of_whole_octaves_begin_at_the_nearest(std, octave):
     state = tensor(16, 165, std, rule="votes")
     state.initialise(0, 0)
     assert state.exponent.unique().tolist() == [octave]
+
+
+def test_initialise_does_not_depend_on_the_block_size(monkeypatch):
+    first, second = tensor(70, 165), tensor(70, 165)
+    first.initialise(seed=5, index=2)
+    monkeypatch.setattr(
+        "arbcli.model.packed.row_chunks", lambda m, _: (slice(i, i + 1) for i in range(len(m)))
+    )
+    second.initialise(seed=5, index=2)
+    for a, b in zip(first.buffers(), second.buffers(), strict=True):
+        assert torch.equal(a, b)

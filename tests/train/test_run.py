@@ -773,3 +773,17 @@ def test_signal_saves_and_exits_with_its_code(number, code, text, tmp_path):
     step = load_checkpoint(checkpoints(run)[0]).step
     records = (run / "metrics.jsonl").read_text().splitlines()
     assert json.loads(records[-1])["step"] == step
+
+
+def test_first_step_is_told_with_the_loss_before_it(text, tmp_path, device):
+    run, firsts = tmp_path / "run", []
+    observer = StopAt(2)
+    observer.first_step = firsts.append
+    report = start_run(config(text, device, log_every=1), run, observer)
+    assert firsts == [report.first_step]
+    (first,) = firsts
+    assert (first.step, first.loss) == (1, told(run)[0]["loss"])
+    assert first.seconds >= first.compile_seconds >= 0
+    first = resume_run(run, Observer()).first_step
+    assert (first.step, first.loss) == (3, told(run)[2]["loss"])
+    assert resume_run(run, Observer()).first_step is None

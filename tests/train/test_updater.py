@@ -680,3 +680,20 @@ def test_chunks_of_a_head_step_as_matrices_of_their_own(rule, direction, device,
     for index, tensor in enumerate(alone):
         for name, part in head.matrix(index).items():
             assert torch.equal(part, getattr(tensor, name)), name
+
+
+@pytest.mark.parametrize("size", [2.0**-54, 1e-6, 1.0, 2.0**50])
+@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
+def test_update_does_not_depend_on_the_size_of_the_gradient(rule, direction, size, device):
+    """Times a power of two, as long as the sum of squares is in range, nearly all is the same."""
+    states = []
+    for factor in (1.0, size):
+        tensor, updater, _ = build(rule, direction, device)
+        updater.begin(0, lr=1.0)
+        updater(tensor, gradient(device) * 1e3 * factor)
+        assert updater.counters()["refused"] == 0
+        states.append(state(tensor))
+    for name in states[0]:
+        if "statistic" not in name:
+            differing = (states[0][name] != states[1][name]).float().mean()
+            assert differing < 0.05, name

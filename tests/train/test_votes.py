@@ -7,6 +7,8 @@ import torch
 
 from arbcli.config.presets import preset
 from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.kernels.update.cast_votes import cast_scale_votes_reference, cast_trit_votes_reference
+from arbcli.kernels.update.gradient_statistics import gradient_statistics_reference
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules import VOTES_FIXES
 from arbcli.rules.votes import FIRST_VOTES, FLIP_SHARE
@@ -90,3 +92,24 @@ def test_size_of_a_gradient_is_not_read(fixes, device):
         states.append({name: part.clone() for name, part in tensor.state.items()})
     for other in states[1:]:
         assert all(torch.equal(part, states[0][name]) for name, part in other.items())
+
+
+@pytest.mark.parametrize("fixes", [(), ("order",)])
+def test_scales_vote_before_or_after_the_trits(fixes, device):
+    tensor, updater = build(device, *fixes)
+    assert tensor.rule.reads_signs == (not fixes)  # the slope of new trits needs the gradient
+    grad, one = gradient(device), torch.tensor(1, dtype=torch.int32)
+    flips(tensor, updater, [grad] * 2)
+    before = {name: part.cpu().clone() for name, part in tensor.state.items()}
+    count, trits, votes = cast_trit_votes_reference(
+        before["trits"], before["votes"], grad.cpu(), one, 3 * one
+    )
+    packed = tensor.packed._replace(
+        trits=trits if fixes else before["trits"], exponent=before["exponent"]
+    )
+    slope, *_ = gradient_statistics_reference(grad.cpu(), packed, factored=False, signs=True)
+    scales = cast_scale_votes_reference(before["exponent"], before["scale_votes"], slope, one)
+    assert flips(tensor, updater, [grad], 2) == [int(count)]
+    wanted = {"trits": trits, "votes": votes, "exponent": scales[0], "scale_votes": scales[1]}
+    for name, part in wanted.items():
+        assert torch.equal(tensor.state[name].cpu(), part), name

@@ -92,3 +92,18 @@ def test_step_makes_nothing_of_the_size_of_the_table(rule):
         (look_up(part) + look_up(part, IDS * 2000)).sum().backward()
     assert (2 * IDS.numel(), DIM) in seen.shapes  # the update was watched too
     assert not [shape for shape in seen.shapes if max(shape, default=0) >= rows]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_only_touched_rows_change(rule):
+    part = table(rule=rule)
+    before = {name: buffer.clone() for name, buffer in part.weight.named_buffers()}
+    updater_of(part, rule=rule)
+    look_up(part).sum().backward()
+    others = torch.ones(ROWS, dtype=torch.bool).index_fill(0, torch.tensor(TOUCHED), False)
+    for name, buffer in part.weight.named_buffers():
+        changed = (buffer != before[name]).any(dim=1)
+        if name in ("remainder", "votes", "usage"):
+            assert changed[~others].all(), name
+        if name != "column_statistic":
+            assert not changed[others].any(), name

@@ -19,11 +19,13 @@ from graph_parts import (
 from torch import nn
 
 from arbcli.config.parts import ExpertsConfig
+from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.matmul.round_nvfp4 import round_nvfp4
 from arbcli.kernels.matmul.scaled_nvfp4 import nvfp4_matmul
 from arbcli.kernels.norm.rms_norm import FEW_ROWS
+from arbcli.model.build import build_model
 from arbcli.model.flow import Reading
 from arbcli.model.layers import expert_weight
 from arbcli.model.layers.expert_weight import ExpertWeight
@@ -33,6 +35,7 @@ from arbcli.model.parts.experts import Experts, Gate, root_softplus, route
 from arbcli.model.parts.hashed_experts import hashed_experts
 from arbcli.model.parts.moe_graph import HALT_PRIOR, Iterated, MoEGraph
 from arbcli.model.parts.ngrams import ngram_keys
+from arbcli.train.updater import Updater
 from arbcli.verify.parts.base import under
 from arbcli.verify.parts.experts import experts
 from arbcli.verify.parts.experts import hashed_experts as experts_by_hash
@@ -325,3 +328,54 @@ def test_edges_that_were_used_are_voted_on():
 def test_what_reads_no_graph_is_refused(options, message):
     with pytest.raises(ArbError, match=message):
         graph_config(**options)
+
+
+def test_six_of_384_experts_step_together():
+    config = preset(
+        "tiny", dim=16, heads=1, layers=1, ffn=4, ctx=8, experts=384, top_k_experts=6,
+        direction="factored",
+    )  # fmt: skip
+    lm = build_model(config, torch.float32)
+    lm.initialise(0)
+    (experts,) = (part for part in lm.modules() if isinstance(part, Experts))
+    assert experts.gate_up.matrices == 384
+    updater = Updater(lm.weights().values(), 0, torch.float32)
+    for weight in lm.weights().values():
+        weight.sink = updater
+    before = experts.down.trits.clone()
+    updater.begin(0, 16.0)
+    lm.loss(text(2, 8), text(2, 8)).backward()
+    updater.finish()
+    lm.after_step()
+    gate = experts.gate
+    assert gate.load.sum() == 2 * 8 * 6
+    moved = (experts.down.trits != before).view(384, -1).any(dim=1)
+    assert moved.any()
+    assert not moved[gate.load == 0].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"graph_gate": True}], ids=str)
+def test_filled_graph_changes_the_first_choice_where_edges_enter_the_query(options):
+    both, made = Both(**options), {}
+    assert (both.graph.edges.score > 0).any()
+    for state in ("filled", "empty"):
+        keep = made.setdefault(state, []).append
+        hook = both.graph.experts.gate.register_forward_hook(lambda *call, keep=keep: keep(call[2]))
+        both(*iterated_inputs())
+        hook.remove()
+        both.graph.edges.score.zero_()
+    (filled, _), (empty, _) = made["filled"][0], made["empty"][0]
+    assert torch.equal(filled, empty) == (not options)
+    assert not torch.equal(made["filled"][1][0], made["empty"][1][0])  # through the stream
+
+
+def test_filled_graph_scales_adapters_and_an_empty_one_does_not():
+    options = {"moe": False, "max_moe_iters": 1}
+    both, plain = Both(**options, graph_adapters=True), Both(**options)
+    state = both.state_dict()
+    plain.load_state_dict({name: state[name] for name in plain.state_dict()})
+    for silent in (both, plain):
+        silent.graph.message.weight.trits.fill_(121)  # zeros: messages carry nothing
+    assert not torch.equal(both(*iterated_inputs()).x, plain(*iterated_inputs()).x)
+    both.graph.edges.score.zero_()
+    assert torch.equal(both(*iterated_inputs()).x, plain(*iterated_inputs()).x)
