@@ -1,12 +1,14 @@
 """Time checks of several bytes against a step of one, both captured, and the kernels of each.
 
     python -m benchmarks.checks [PRESET...] [--sizes M...] [--prompt BYTES] [--kernels] [--out DIR]
-    python -m benchmarks.checks --run RUN --text FILE [--sizes M...] [--out DIR]
+    python -m benchmarks.checks --run RUN --text FILE [--sizes M...] [--no-head] [--favour X]
+        [--out DIR]
 
 Weights of presets are random. A check takes as long whatever is accepted, so its bytes are not
 counted there: a check that makes B bytes on average makes text B times the step's time over its own
 as fast. With a run, texts of its model are timed, which continue prompts from a file; `times` is
-the median over these of how many times as fast a text is as a byte at a time.
+the median over these of how many times as fast a text is as a byte at a time. Without the head the
+text alone proposes; `--favour` is added to the logit of a byte that it repeats for each equal byte.
 """
 
 import json
@@ -24,6 +26,7 @@ import torch
 
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
+from arbcli.infer import checks
 from arbcli.infer.generation import Decoder, Sampling
 from arbcli.infer.load import load_model
 from arbcli.model.language_model import LanguageModel
@@ -161,10 +164,14 @@ def make_text(model: LanguageModel, prompt: bytes, how: Sampling, size: int) -> 
     return text, TEXT_BYTES / (time.perf_counter() - started), decoder.bytes_per_check
 
 
-def measure_texts(run: Path, text: Path, sizes: list[int], prompt: int) -> list[dict]:
+def measure_texts(
+    run: Path, text: Path, sizes: list[int], prompt: int, *, has_head: bool
+) -> list[dict]:
     """Time texts of a trained model, a byte at a time and by checks."""
     rows: list[dict] = []
     model, whole = load_model(run, device="cuda"), text.read_bytes()
+    if not has_head:
+        model.ahead = None
     places = [int(share * len(whole)) for share in PROMPTS]
     with torch.no_grad(), model.prepared_weights():
         for way, how in (WAYS | {"top-p": Sampling(temperature=0.8, top_p=0.95)}).items():
@@ -180,6 +187,8 @@ def measure_texts(run: Path, text: Path, sizes: list[int], prompt: int) -> list[
                     "size": size,
                     "prompt": prompt,
                     "way": way,
+                    "has_head": model.ahead is not None,
+                    "favour": checks.EACH_EQUAL,
                     "bytes_per_second": [round(rate) for rate in rates],
                     "bytes_per_check": per_check,
                     "times": round(statistics.median(map(truediv, rates, slow)), 3),
@@ -198,10 +207,15 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=500)
     parser.add_argument("--run", type=Path, help="folder of a run, instead of presets")
     parser.add_argument("--text", type=Path, help="file that prompts are taken from")
+    parser.add_argument("--no-head", action="store_true", help="let the text alone propose")
+    parser.add_argument("--favour", type=float, default=checks.EACH_EQUAL, metavar="X")
     parser.add_argument("--kernels", action="store_true", help="print the time of each kernel")
     given = parser.parse_args()
     if given.run:
-        rows = measure_texts(given.run, given.text, given.sizes, given.prompt)
+        checks.EACH_EQUAL = given.favour
+        rows = measure_texts(
+            given.run, given.text, given.sizes, given.prompt, has_head=not given.no_head
+        )
         command = results.command_line("checks", "--run", given.run.name)
         results.save("checks", rows, command=command, folder=given.out)
         return

@@ -144,18 +144,6 @@ def test_documents_are_kept_for_all_that_makes_them(tmp_path, tokenizer):
         assert len({*texts_folder().glob("*.sha256")} - before) == 1, (field, changed)
 
 
-@pytest.mark.parametrize(
-    ("field", "context"), [("messages", 64), ("messages", 31), ("+text", 64), ("+text", 5)]
-)
-def test_learnt_tokens_are_counted_as_windows_have_them(field, context, tmp_path, tokenizer):
-    """A token that is first, or beyond the window, is not a target."""
-    records = [chat("how are you", "fine", "you", "I am fine") | {"text": "you are fine, I am"}]
-    found = chats(tmp_path, tokenizer, records, field=field, context=context)
-    targets = [target for _, targets in documents_of(found) for target in targets]
-    assert found.learnt_tokens == len(targets) - targets.count(NOT_LEARNT) > 0
-    assert found.cut == (context < 64)
-
-
 @pytest.mark.parametrize(("says", "more"), [(None, set()), (5, {5}), ([5, 7], {5, 7})])
 def test_conversation_ends_where_its_model_says_and_remembers(
     says, more, folder, tokenizer, tmp_path
@@ -190,18 +178,6 @@ def test_damaged_record_is_refused_by_its_place(tmp_path, tokenizer, record, why
         chats(tmp_path, tokenizer, [record])
     assert why in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_records_that_a_split_cuts_are_left_out(tmp_path, tokenizer):
-    path = written(tmp_path / "chats.jsonl", [chat(f"{i}", f"{i}{i}") for i in range(9)])
-    size, found = path.stat().st_size, []
-    template = ChatTemplate(CHATML, "it", SPECIAL)
-    for start, stop in ((0, 200), (200, size)):
-        part = Chats(Text.of_parts([(path, start, stop)]), "messages", tokenizer, template, 64)
-        found.append([tokenizer.decode(ids) for ids, _ in documents_of(part)])
-    line = size // 9
-    assert [len(part) for part in found] == [200 // line, 9 - 200 // line - 1]
-    assert not set(found[0]) & set(found[1])
 
 
 @pytest.mark.parametrize("room", [5, 17, 300])

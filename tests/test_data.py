@@ -20,7 +20,6 @@ from arbcli.data import (
     batch,
     digest,
     entropy,
-    evaluation_batches,
     open_text,
     open_texts,
 )
@@ -75,17 +74,6 @@ def test_read_equals_concatenation(tmp_path):
     for start in range(len(stream) + 1):
         for stop in range(start, len(stream) + 1):
             assert text.read(start, stop - start) == stream[start:stop]
-
-
-def test_read_of_a_range_equals_slice(tmp_path):
-    contents = [random_bytes(size, seed=size) for size in (5, 1, 6)]
-    paths = write_all(tmp_path, contents)
-    stream = b"".join(contents)
-    for start in range(len(stream) + 1):
-        for stop in range(start, len(stream) + 2):
-            text = Text(paths, start=start, stop=stop)
-            assert read_all(text) == stream[start:stop]
-            assert sum(text.sizes) == len(text)
 
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 2), (0, 4), (3, 1), (4, 0), (1, -1)])
@@ -147,30 +135,6 @@ def test_window_batch_equals_slices(tmp_path):
     assert windows.tolist() == [list(stream[start : start + 7]) for start in starts]
 
 
-def test_batch_equals_windows_of_the_text(tmp_path):
-    text = Text(write_all(tmp_path, [bytes(range(100)), bytes(range(100, 256))]))
-    before = torch.get_rng_state()
-    inputs, targets = batch(text, seed=1, step=2, micro=3, **BATCH)
-    assert torch.equal(torch.get_rng_state(), before)  # of the whole program
-    assert inputs.dtype == targets.dtype == torch.int64
-    assert inputs.is_contiguous()
-    assert targets.is_contiguous()
-    assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
-    assert torch.equal(targets, inputs + 1)
-
-
-def test_batch_is_deterministic(tmp_path):
-    paths = write_all(tmp_path, [random_bytes(5000)])
-    wanted = [batch(Text(paths), seed=0, step=step, micro=0, **BATCH) for step in range(9)]
-    text = Text(paths)
-    for step in (7, 2, 8, 2):
-        torch.manual_seed(step)
-        for got, want in zip(
-            batch(text, seed=0, step=step, micro=0, **BATCH), wanted[step], strict=True
-        ):
-            assert torch.equal(got, want)
-
-
 def test_batch_never_changes_between_versions(tmp_path):
     text = Text(write_all(tmp_path, [bytes(range(256))]))
     inputs, _ = batch(text, seed=1, step=20, micro=3, **BATCH)
@@ -212,16 +176,6 @@ def test_batch_rejects_short_text(tmp_path):
         batch(text, seed=0, step=0, micro=0, **BATCH)
 
 
-def test_evaluation_batches_repeat(tmp_path):
-    text = Text(write_all(tmp_path, [random_bytes(5000)]))
-    first, second = (list(evaluation_batches(text, **BATCH)) for _ in range(2))
-    assert len(first) == 40
-    for step, (one, other) in enumerate(zip(first, second, strict=True)):
-        want = batch(text, seed=7, step=step, micro=0, **BATCH)
-        assert all(map(torch.equal, one, other))
-        assert all(map(torch.equal, one, want))
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -248,17 +202,6 @@ def test_digest_does_not_depend_on_names(tmp_path):
     first = write_all(tmp_path / "here", contents)
     second = [write(tmp_path / "x/y", b"one"), write(tmp_path / "a/b/c", b"two")]
     assert digest(Text(first)) == digest(Text(second))
-
-
-def test_digest_changes_with_content_order_and_sizes(tmp_path):
-    variants = [
-        [b"one", b"two"], [b"two", b"one"], [b"one", b"twp"], [b"onet", b"wo"], [b"onetwo"],
-        [b"one", b"two", b"\n"], [b"one"],
-    ]  # fmt: skip
-    digests = {
-        digest(Text(write_all(tmp_path / str(i), contents))) for i, contents in enumerate(variants)
-    }
-    assert len(digests) == len(variants)
 
 
 def test_digest_reads_every_byte_below_the_threshold(tmp_path, monkeypatch):

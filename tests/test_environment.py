@@ -262,18 +262,6 @@ def test_hangup_that_is_ignored_stays_so_after_another_signal(set_before):
     assert signal.getsignal(HANGUP) == signal.SIG_IGN
 
 
-@pytest.mark.parametrize("before", [unheard, signal.SIG_DFL])
-def test_hangup_that_comes_twice_has_no_effect_of_its_own(before, set_before):
-    """A terminal that is closed sends more than one."""
-    set_before(HANGUP, before)
-    with RememberedSignal() as remembered:
-        signal.raise_signal(HANGUP)
-        assert signal.getsignal(HANGUP) == signal.SIG_IGN
-        signal.raise_signal(HANGUP)
-    assert remembered.received == HANGUP
-    assert signal.getsignal(HANGUP) == before
-
-
 @pytest.mark.parametrize("ignored", STOPPING)
 def test_program_listens_from_its_start_to_what_is_not_ignored(ignored, set_before, monkeypatch):
     """As `nohup` ignores a SIGHUP, and a shell the SIGINT of what it runs in the background."""

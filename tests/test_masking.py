@@ -4,6 +4,7 @@ import itertools
 import math
 from dataclasses import replace
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
 from arbcli.data import Text, open_texts
 from arbcli.errors import ArbError
+from arbcli.infer import evaluation
 from arbcli.infer.evaluation import mean_loss
 from arbcli.infer.generation import Sampling
 from arbcli.infer.holes import fill
@@ -100,7 +102,7 @@ def share_of(count: int) -> float:
     return float((t ** (count - 1) * (1 - t) ** (LENGTH - count)).mean())
 
 
-def test_bound_is_that_of_all_that_can_be_hidden(tmp_path):
+def test_bound_is_that_of_all_that_can_be_hidden(tmp_path, monkeypatch):
     """The texts cost one after another what diffusion in continuous time does, within its error."""
     lm, known = toy()
     exact, second = torch.zeros(256, dtype=torch.float64), torch.zeros(256, dtype=torch.float64)
@@ -120,7 +122,10 @@ def test_bound_is_that_of_all_that_can_be_hidden(tmp_path):
     error = float((second - exact**2).mean() / (256 * draws)) ** 0.5  # of draws that know nothing
     assert error < 0.01 * float(exact.mean())
     assert abs(found - float(exact.mean())) < 4 * error
+    hidden = mock.Mock(side_effect=evaluation.hide)
+    monkeypatch.setattr(evaluation, "hide", hidden)
     again = mean_loss(lm, Text([path]), stride=LENGTH, batch=100, draws=draws)
+    assert [call.kwargs["step"] for call in hidden.call_args_list] == [*range(256)]
     assert again == pytest.approx(found, rel=1e-5)  # the draws belong to windows
 
 

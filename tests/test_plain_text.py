@@ -30,16 +30,6 @@ def read(path: Path, field: str | None = None) -> bytes:
     return plain_file(path, Conversion(field)).read_bytes()
 
 
-def test_plain_file_is_itself(tmp_path, cache):
-    path = tmp_path / "book.txt"
-    path.write_bytes(TEXT)
-    assert plain_file(path) == plain_file(path, Conversion("text")) == path
-    records = tmp_path / "book.jsonl"
-    records.write_bytes(TEXT)
-    assert plain_file(records) == records
-    assert not cache.exists()
-
-
 def test_gzip_is_unpacked_once(tmp_path, cache):
     path = tmp_path / "book.txt.GZ"
     path.write_bytes(gzip.compress(TEXT))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from arbcli import tokens
-from arbcli.data import Mixture, Text, digest, entropy, open_texts
+from arbcli.data import Mixture, Text, open_texts
 from arbcli.errors import ArbError
 from arbcli.infer.tokens import bytes_of
 from arbcli.tokens import Tokenizer, tokenised
@@ -57,17 +57,6 @@ def tokenizer(tokenizer_file) -> Tokenizer:
 
 def all_tokens(text: Text) -> list[int]:
     return text.window_batch([0], len(text))[0].tolist()
-
-
-def test_text_of_tokens_is_that_of_the_whole_file(text_file, tokenizer, monkeypatch):
-    whole = tokenizer.encode(text_file.read_bytes())
-    monkeypatch.setattr(tokens, "BLOCK_BYTES", 100)  # many blocks
-    text = tokenised(Text([text_file]), tokenizer)
-    assert all_tokens(text) == whole
-    assert tokenizer.decode(all_tokens(text)) == text_file.read_text(encoding="utf-8")
-    assert text.symbol_bytes == text_file.stat().st_size / len(whole) > 2
-    assert digest(text) == digest(Text([text_file]))
-    assert entropy(text) == entropy(Text([text_file]))
 
 
 def test_text_without_lines_is_cut_between_characters(tmp_path, tokenizer, monkeypatch):

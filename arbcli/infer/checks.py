@@ -21,9 +21,9 @@ from arbcli.model.language_model import LanguageModel
 if TYPE_CHECKING:
     from arbcli.infer.generation import Sampling
 
-EACH_EQUAL, MOST_FAVOURED = 0.4, 8.0
-"""Added to the logit of a byte that is repeated, for each byte that was equal before it, and at
-most: a head proposes it sooner the longer the repetition is."""
+EACH_EQUAL = 0.2
+"""Added to the logit of a byte that is repeated, for each byte that was equal before it: a head
+proposes it sooner the longer the repetition is."""
 
 
 class Checks:
@@ -99,6 +99,4 @@ class Checks:
             byte, place = self._ids[:, number - 1 : number], self._places[number]
             x, logits = self._model.propose(x, byte)
             byte, own = self._ids[0, number : number + 1], repeated[number - 1 : number + 1]
-            propose_byte_(
-                byte, own, equal, logits, place, key, EACH_EQUAL, MOST_FAVOURED, *settings
-            )  # fmt: skip
+            propose_byte_(byte, own, equal, logits, place, key, EACH_EQUAL, *settings)

@@ -290,25 +290,30 @@ class LanguageModel(nn.Module):
         of_symbols = self._masked_losses if self.config.is_masked else self._symbol_losses
         return of_symbols(self._whole(ids, []), targets)
 
-    def _embed(self, text: Tensor, length: int) -> tuple[Tensor, Reading]:
-        """Look up the last bytes of (B, history + T), and what is added to them."""
+    def _embed(self, text: Tensor, length: int) -> Tensor:
+        """Look up the last bytes of (B, history + T), and what is added to them: (B, T, D)."""
         x = self.embedding(text[:, -length:], self.compute_dtype)
         for name, _ in BESIDE.values():
             part = getattr(self, name)
             if part is not None:
                 x = x + part(text, length, self.compute_dtype)
-        return x, Reading.of_text(text, length) if self.config.reads_text else Reading()
+        return x
 
     def _embed_after(self, text: Tensor, length: int) -> tuple[Tensor, Reading]:
-        """Do the same after a past; texts of several know nothing of each other."""
-        if len(text) == 1 or not self.config.beside:
-            return self._embed(text, length)
-        x = each_text(lambda row: self._embed(row, length)[0], text)
-        return x, Reading.of_text(text, length) if self.config.reads_text else Reading()
+        """Do the same after a past, each text by itself, and tell what is read besides."""
+        if self.config.beside:
+            x = each_text(lambda row: self._embed(row, length), text)
+        else:
+            x = self._embed(text, length)
+        return x, self._reading(text, length)
+
+    def _reading(self, text: Tensor, length: int) -> Reading:
+        return Reading.of_text(text, length) if self.config.reads_text else Reading()
 
     def _whole(self, ids: Tensor, seen: list[Chunked], documents: Tensor | None = None) -> Flow:
         """Compute the stream before the head; what the stages make of the batch is `seen`."""
-        x, reading = self._embed(ids, ids.shape[1])
+        length = ids.shape[1]
+        x, reading = self._embed(ids, length), self._reading(ids, length)
         if documents is not None:
             reading = reading._replace(documents=Documents.of(documents))
         return self._through(0, x, ids, seen, reading)

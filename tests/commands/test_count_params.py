@@ -5,14 +5,12 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
 from arbcli.cli import app
-from arbcli.config.file import read_model, read_settings
-from arbcli.errors import ArbError
+from arbcli.config.file import read_model
 from arbcli.inspect.memory import predict
 
 
@@ -59,8 +57,6 @@ channel = { kind = "experts", experts = 4, width = 8 }
 dim = 32
 blocks = "near*2"
 """
-STORAGE = ["--ctx", "8", "--rule", "carry", "--tscale-type", "T8", "--optimizer", "sign"]
-STORED = {"ctx": 8, "rule": "carry", "scale_type": "T8", "direction": "sign"}
 
 
 @pytest.fixture
@@ -68,15 +64,3 @@ def file(tmp_path):
     path = tmp_path / "model.toml"
     path.write_text(TOML)
     return path
-
-
-@pytest.mark.parametrize("command", ["train", "audit-memory", "probe-loss"])
-def test_model_of_a_file_is_that_of_the_run(command, file, arb_here, monkeypatch):
-    new_config = mock.Mock(side_effect=ArbError("enough"))
-    monkeypatch.setattr("arbcli.train.configure.new_config", new_config)
-    assert "enough" in arb_here(command, "--model", str(file), *STORAGE).stderr
-    given = new_config.call_args.kwargs
-    assert given["preset"] == read_settings(file)["preset"]
-    assert {name: given[name] for name in STORED} == STORED
-    assert "model_file" not in given
-    assert given.get("steps") != 7  # other settings of the file are left aside

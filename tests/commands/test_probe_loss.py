@@ -19,16 +19,6 @@ def invoke(*args: str):
     return CliRunner().invoke(app, ["probe-loss", *args])
 
 
-def test_probe_loss_prints_only_one_object_as_json(arb_here):
-    done = arb_here("probe-loss", *SMALL, "--steps", "12", "--rule", "votes", "--json")
-    assert done.returncode == 1
-    report = json.loads(done.stdout)
-    assert [verdict["name"] for verdict in report["verdicts"]] == ["spike"]
-    assert len(report["readings"]) == 13
-    assert not report["passed"]
-    assert done.stderr == ""
-
-
 def test_probe_loss_draws_a_saved_model_and_leaves_it_as_it_is(tmp_path):
     pytest.importorskip("matplotlib")
     names = ("dim", "layers", "heads", "ffn", "ctx")

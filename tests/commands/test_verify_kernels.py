@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from arbcli.cli import app
 from arbcli.kernels.codec.packing import pack_trits
-from arbcli.kernels.runtime import native
 from arbcli.signals import Interrupted
 from arbcli.verify import kernels as verify
 from arbcli.verify.kernels import KERNELS
@@ -47,17 +46,6 @@ def wrong_kernel(monkeypatch):
         return pack_trits.triton(trits) + 1
 
     monkeypatch.setattr(verify, "KERNELS", (replace(pack_trits, triton=off_by_one),))
-
-
-@needs_triton
-def test_named_kernel_is_checked_on_every_backend():
-    result = arb("step_scales")
-    assert result.exit_code == 0, result.output
-    rows = [line for line in result.stdout.splitlines() if "step_scales" in line]
-    backends = [BACKEND, "torch", *(["native"] if native.available() else [])]
-    assert [row.split("│")[2].strip() for row in rows] == backends
-    assert all("0 unequal" in row and "pass" in row for row in rows)
-    assert "0 elements left unwritten" in " ".join(result.stdout.split())
 
 
 def test_json_is_one_object_with_pinned_fields():
@@ -216,19 +204,6 @@ def test_sample_of_the_interpreter_is_stated_and_all_is_checked_when_asked_for()
     found = json.loads(arb("unit_rows", "--exhaustive", "--json").stdout)
     assert found["sampled"] == []
     assert {len(result["shapes"]) for result in found["kernels"]} == {10}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
-@needs_triton
-def test_scale_types_are_sampled_in_triton_alone():
-    found = json.loads(arb("embedding_rows", "--all-tscale-types", "--json").stdout)
-    met = {}
-    for result in found["kernels"]:
-        met.setdefault(result["backend"], []).append(result["scale_type"])
-    assert (met["interpreter"], met["torch"]) == (["T6", "T32"], found["scale_types"])
-    assert any(
-        item.startswith("2 of 8 pairs of kernel and scale type") for item in found["sampled"]
-    )
 
 
 def test_ledger_of_an_interrupted_check_holds_what_was_verified(tmp_path, arb_here, monkeypatch):

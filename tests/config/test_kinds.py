@@ -170,6 +170,13 @@ CHANGED = {
 """By the field that is named: the options of a run, and what is said of them."""
 
 
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_number_of_blocks_is_that_of_the_innermost_stage(blocks):
+    (stage,) = preset("tiny").stages
+    stage = replace(stage, blocks=stage.blocks[:1] * blocks)
+    assert replace(preset("tiny"), stages=(stage,)).layers == blocks
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_model_begins_with_its_own_weights(name):
     values = json.loads(json.dumps(dataclasses.asdict(PRESETS[name])))

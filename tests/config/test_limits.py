@@ -121,18 +121,6 @@ def test_evaluations_are_a_quarter_of_a_run_apart_within_bounds(steps, interval)
 
 
 @pytest.mark.parametrize(
-    ("rule", "rates"),
-    [("moment", (0.7, 0.5, 0.35)), ("nibble", (0.4, 0.4, 0.4)), ("carry", (1.0, 0.25)),
-     ("votes", (1.0,))],
-)  # fmt: skip
-def test_rule_has_a_learning_rate_for_what_weights_are_made_of(rule, rates):
-    """Of the trit, of all digits, and of those that fade to it, where the rule can."""
-    place = {"device": "cpu", "backend": "torch", "compute": "fp32"}
-    for digits, lr in zip(("trit", "all", "fade"), rates, strict=False):
-        assert train_config("tiny", rule=rule, digits=digits, **place).lr == lr
-
-
-@pytest.mark.parametrize(
     ("weights", "optimizer", "lr"),
     [("float", "adamw", 1e-3), ("float", "muon", 3e-3), ("ste", "adamw", 3e-3),
      ("ste", "muon", 3e-3)],

@@ -11,7 +11,6 @@ import torch
 
 import arbcli
 from arbcli.checkpoint import load_checkpoint, write_checkpoint
-from arbcli.device import COMPUTE, default_compute
 from arbcli.errors import ArbError
 from arbcli.export.run import export
 from arbcli.infer.generation import Sampling, generate
@@ -46,33 +45,11 @@ def test_weights_alone_predict_the_same(saved, tmp_path, rule, digits):
     assert (rule, digits) == ("nibble", "all") or path.stat().st_size < checkpoint.stat().st_size
 
 
-@pytest.mark.parametrize("rule", ["moment", "nibble", "votes"])
-def test_vectors_keep_the_digits_that_a_forward_reads(saved, tmp_path, small_hnet, rule):
-    drop = ("preset", "batch")
-    options = {key: value for key, value in small_hnet.items() if key not in drop}
-    options |= {"outer_blocks": "mamba", "states": 16, "rule": rule}
-    checkpoint, path = saved("hnet-tiny", **options), tmp_path / "weights.safetensors"
-    export(checkpoint, "safetensors", out=path)
-    ids = torch.arange(16).view(1, 16)
-    whole, alone = (load_model(place, device="cpu") for place in (checkpoint, path))
-    assert torch.equal(whole(ids), alone(ids))
-
-
 def test_export_of_an_export_is_the_same_file(saved, tmp_path):
     first, second = tmp_path / "first.safetensors", tmp_path / "second.safetensors"
     export(saved(), "safetensors", out=first)
     export(first, "safetensors", out=second)
     assert first.read_bytes() == second.read_bytes()
-
-
-def test_weights_keep_what_they_were_trained_in(saved, tmp_path):
-    checkpoint = saved()
-    compute = "fp32" if default_compute(torch.device("cpu")) == "bf16" else "bf16"
-    (tmp_path / "config.json").write_text(json.dumps({"config": {"compute": compute}}))
-    os.mkdir(tmp_path / "elsewhere")
-    export(checkpoint, "safetensors", out=tmp_path / "elsewhere" / "weights.safetensors")
-    loaded = load_model(tmp_path / "elsewhere" / "weights.safetensors", device="cpu")
-    assert loaded.compute_dtype == COMPUTE[compute]
 
 
 def test_file_tells_of_the_checkpoint_that_it_is_of(saved, tmp_path):

@@ -19,6 +19,7 @@ from arbcli.export.gguf_tokens import CONTROL, NORMAL, PATTERNS, UNUSED
 from arbcli.infer.load import load_model
 from arbcli.infer.tokens import symbols_of
 from arbcli.reading import read_json
+from arbcli.run_files import COMPANIONS
 from arbcli.tokens import Tokenizer
 
 TEXT = "def main(self):\n    return 1234  # naïve text, that doesn't end\n\n" * 40
@@ -122,6 +123,8 @@ def test_file_says_what_the_tokens_are(transformers, tmp_path, arb_here, monkeyp
     monkeypatch.chdir(tmp_path)
     from arbcli.export.block_types import F32
     from arbcli.export.gguf_file import GGUFFile
+    from arbcli.export.gguf_tokens import token_keys
+    from arbcli.infer.load import load_weights
 
     tokenizer = make_tokenizer(transformers, "llama-bpe")
     model = random_model(transformers, "Llama 3", bos_token_id=290, eos_token_id=[291, 3])
@@ -148,7 +151,18 @@ def test_file_says_what_the_tokens_are(transformers, tmp_path, arb_here, monkeyp
     assert keys["tokenizer.chat_template"] == TEMPLATE
     assert (keys["tokenizer.ggml.model"], keys["tokenizer.ggml.pre"]) == ("gpt2", "llama-bpe")
 
-    path = tmp_path / "run" / "tokenizer.json"
+    path, companions = tmp_path / "run" / "tokenizer.json", tmp_path / "run" / COMPANIONS
+    config = load_weights(tmp_path / "run", print).model.config
+    others = [each for each in companions.iterdir() if each.name != "config.json"]
+    for gone in (*([each] for each in others), others):  # each may be absent, and all
+        for each in gone:
+            each.rename(tmp_path / each.name)
+        keys = token_keys(path, companions, config)
+        has_template = (companions / "chat_template.jinja").exists()
+        assert ("tokenizer.chat_template" in keys) == has_template
+        for each in gone:
+            (tmp_path / each.name).rename(each)
+
     known = read_json(path)
     for changed, why in (
         ({"pre_tokenizer": {"type": "Whitespace"}}, "no rules"),
@@ -156,10 +170,6 @@ def test_file_says_what_the_tokens_are(transformers, tmp_path, arb_here, monkeyp
         ({"model": known["model"] | {"byte_fallback": True}}, "not byte-level BPE"),
         ({"model": known["model"] | {"vocab": {"a": 320}}}, "that the model has not"),
     ):
-        from arbcli.export.gguf_tokens import token_keys
-        from arbcli.infer.load import load_weights
-
-        config = load_weights(tmp_path / "run", print).model.config
         path.write_text(json.dumps(known | changed))
         with pytest.raises(ArbError, match=why):
             token_keys(path, None, config)

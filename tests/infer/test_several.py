@@ -12,7 +12,7 @@ from graph_parts import graph_config
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.infer import several
-from arbcli.infer.generation import Decoder, Sampling, continue_text, generate
+from arbcli.infer.generation import Decoder, Sampling, generate
 from arbcli.infer.prompts import read_prompts
 from arbcli.infer.several import Request, SeveralDecoder, cache_bytes, generate_several
 from arbcli.model import language_model as model_module
@@ -220,18 +220,6 @@ def test_room_of_a_gpu_includes_what_torch_holds_and_does_not_use(monkeypatch):
     made.assert_called_once_with(2, 40, torch.device("meta"))
     assert what == "the cache of 2 texts"  # one alone would be added up in another order
     assert "`--batch`" in hint
-
-
-def test_text_with_the_stream_of_a_single_one_is_that_one(lm):
-    about = {"backend": "torch" if lm.device.type == "cpu" else "triton"}
-    done = continue_text(lm, "", b"abc", 20, Sampling(temperature=2.0, top_k=7), **about)
-    report: list = []
-    found = several.continue_several(
-        lm, [request(b"abc", 20, temperature=2.0, top_k=7)], on_text=report.append, **about
-    )
-    assert (found.batch, found.length) == (1, 20)
-    if lm.device.type == "cpu":  # kernels of a GPU add up in another order
-        assert report[0].text == done.text
 
 
 @pytest.mark.parametrize(("prompt", "length"), [(b"", 1), (b"a", 0), (b"a", 2**24)])

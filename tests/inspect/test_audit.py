@@ -21,7 +21,7 @@ from arbcli.inspect.audit import (
     audit,
     check_fit,
 )
-from arbcli.inspect.floats import OUTSIDE, FloatTensor, FloatTensors
+from arbcli.inspect.floats import FloatTensor, FloatTensors
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.room import least_bytes
 from arbcli.inspect.trace import calling_function, without_memory
@@ -277,16 +277,6 @@ def floats_of(trainer: Trainer) -> list[FloatTensor]:
         return [*watch.report()]
 
 
-def test_rotary_tables_and_the_loss_alone_survive(trainer):
-    kept = [each for each in floats_of(trainer) if each.survives]
-    told = {(each.module, each.made_in): each.bytes * each.count for each in kept}
-    tables = 2 * 16 * 8 * 4  # cosines and sines of half a head's width of angles, float32
-    assert told == {
-        ("blocks.0.attention", "model.layers.rotary.rows"): tables,
-        (OUTSIDE, "train.step.__call__"): 4,
-    }
-
-
 @pytest.mark.parametrize(("trainer", "micro"), [({}, 1), ({"accum": 3}, 3)], indirect=["trainer"])
 def test_each_matrix_has_one_gradient_which_dies(trainer, micro):
     """In every micro-batch, and under the name of its own layer."""
@@ -320,17 +310,6 @@ def test_rule_of_signs_forms_no_float_gradient(trainer):
     made = {each.made_in for each in found}
     assert "kernels.update.sign_gradient._sign_gradient_torch" in made
     assert "model.layers.linear.gradient" not in made
-
-
-def test_float_that_a_layer_keeps_is_named(trainer):
-    layer = trainer.model.blocks[1].mlp
-    layer.register_forward_hook(lambda *_: layer.__dict__.update(kept=torch.ones(7).double()))
-    found = [each for each in floats_of(trainer) if each.shape == (7,)]
-    told = [(each.module, each.stage, each.dtype, each.bytes, each.survives) for each in found]
-    assert told == [
-        ("blocks.1.mlp", "forward", "float32", 28, False),
-        ("blocks.1.mlp", "forward", "float64", 56, True),
-    ]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections import deque
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 from marks import mostly_slow
 
 from arbcli.config.presets import PRESETS, preset
-from arbcli.config.site import SCALE_TYPES
 from arbcli.directions import DIRECTIONS
-from arbcli.inspect.memory import KINDS, measure, predict, what_if
+from arbcli.inspect.memory import KINDS, measure, predict
 from arbcli.model.build import build_model
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules import DIRECTION, RULES
@@ -51,17 +49,6 @@ def predicted_bytes(config):
 def test_prediction_equals_the_state_of_every_preset(name, rule, direction):
     config = preset(name, rule=rule, direction=direction)
     assert measure(model_of(config)).bytes_by_area == predicted_bytes(config)
-
-
-@pytest.mark.parametrize(
-    "scale_type", mostly_slow(SCALE_TYPES, lambda name: name in ("T6", "T128"))
-)
-def test_prediction_equals_the_state_with_every_scale_type(scale_type):
-    for (rule, direction), shape in product(KINDS_OF_UPDATE, (TINY, RAGGED)):
-        config = preset("tiny", rule=rule, direction=direction, scale_type=scale_type, **shape)
-        measured = measure(model_of(config))
-        assert measured.bytes_by_area == predicted_bytes(config)
-        assert measured.state_bytes == predict(config).total.state_bytes
 
 
 @pytest.mark.parametrize("shape", [TINY, RAGGED], ids=["tiny", "ragged"])
@@ -111,16 +98,6 @@ def test_twin_is_counted_as_what_it_is_compared_with(weights):
 def test_adamw_takes_sixteen_bytes_a_weight():
     report = predict(preset("tiny"))
     assert report.adamw_bytes == 16 * report.trained_weights
-
-
-def test_what_if_covers_every_rule_and_scale_type():
-    config = preset("tiny", **RAGGED)
-    choices = what_if(config).choices
-    assert {(c.rule, c.scale_type) for c in choices} == set(product(RULES, SCALE_TYPES))
-    for choice in choices:
-        own = {"rule": choice.rule, "scale_type": choice.scale_type}
-        assert choice.direction == DIRECTION[choice.rule]
-        assert choice.state_bytes == predict(preset("tiny", **own, **RAGGED)).total.state_bytes
 
 
 def test_measure_tells_floats_by_where_they_hang():
@@ -173,17 +150,6 @@ def test_measure_sees_a_tensor_by_any_name_in_any_container(name):
     found = (measured.float_attributes, measured.float_buffers, measured.float_parameters)
     assert found == (3 * number, 5, 7 + 6)
     assert measured.state_bytes - before == 4 * sum(found)
-
-
-def test_integers_in_a_buffer_are_state_by_any_name():
-    """Only attributes that are not buffers may be small counters."""
-    model = model_of(preset("tiny", **TINY), "cpu")
-    before = measure(model)
-    for name in ("count", "_count", "__count"):
-        model.head.register_buffer(name, torch.zeros(10, dtype=torch.int8))
-    after = measure(model)
-    assert after.state_bytes - before.state_bytes == 30
-    assert after.counter_bytes == before.counter_bytes
 
 
 def test_measure_finds_the_updater_of_a_sink():

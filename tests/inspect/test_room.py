@@ -123,43 +123,6 @@ def test_a_rest_of_a_large_block_up_to_a_mebibyte_is_given_away():
     assert (memory.allocated, memory.reserved) == (38 * MIB, 38 * MIB)
 
 
-def test_the_smallest_block_that_fits_is_taken():
-    memory = Allocator()
-    large, small = memory.allocate(40 * MIB), memory.allocate(30 * MIB)
-    memory.release(large)
-    memory.release(small)
-    memory.allocate(25 * MIB)  # of the 30
-    memory.allocate(40 * MIB)
-    assert memory.reserved == 70 * MIB
-    memory.allocate(6 * MIB)  # only 5 are left together
-    assert memory.reserved == 90 * MIB
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)])
-def test_neighbours_that_are_free_become_one_block(order):
-    memory = Allocator()
-    parts = [memory.allocate(2 * MIB) for _ in range(3)]
-    rest = memory.allocate(14 * MIB)
-    for index in order:
-        memory.release(parts[index])
-    memory.allocate(6 * MIB)
-    assert memory.reserved == 20 * MIB
-    memory.release(rest)
-
-
-def test_empty_cache_returns_only_segments_without_a_block_in_use():
-    memory = Allocator()
-    whole, part, kept = (memory.allocate(size * MIB) for size in (30, 4, 4))
-    memory.release(whole)
-    memory.release(part)
-    assert memory.reserved == 50 * MIB
-    memory.empty_cache()
-    assert memory.reserved == 20 * MIB
-    memory.release(kept)
-    memory.empty_cache()
-    assert (memory.allocated, memory.reserved, memory.peak_reserved) == (0, 0, 50 * MIB)
-
-
 def test_a_graph_shares_nothing_with_what_is_not_captured():
     memory = Allocator()
     memory.release(memory.allocate(30 * MIB))

@@ -10,13 +10,14 @@ from arbcli.config.parts import AttentionConfig, CompressedAttentionConfig
 from arbcli.config.presets import PRESETS, preset
 from arbcli.errors import ArbError
 from arbcli.infer.generation import Decoder, Sampling
-from arbcli.inspect.memory import predict
+from arbcli.inspect.memory import measure, predict
 from arbcli.kernels.attention.choose_entries import choose_entries
 from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.operations import forward_operations
 from arbcli.model.state import Rows
+from arbcli.train.updater import Updater
 from arbcli.verify import parity
 from arbcli.verify.parity import Subject
 
@@ -139,18 +140,6 @@ def test_byte_is_seen_through_its_entry_once_that_is_complete(small_compressed):
     assert moved == [place == 7 or place >= 11 for place in range(CTX)]
 
 
-def test_ten_bytes_give_two_entries_of_four():
-    sight = Sight(128, 4, 100)
-    assert list(sight.groups(10)) == [0, 1, 2]
-    lm = build_model(preset("tiny", attention="compressed", ctx=10, layers=1), torch.float32)
-    lm.initialise(0)
-    cache = lm.new_cache(10)
-    with torch.no_grad():
-        lm(text(1, 10), cache)
-    assert cache.main.blocks[0].choice[:2].tolist() == [0, 1]
-    assert (cache.main.blocks[0].entries.codes.norm(dim=(1, 2)) > 0).sum() == 2
-
-
 def test_choice_of_all_entries_is_dense_attention_bit_by_bit(small_compressed):
     chosen = model(small_compressed, top_k=8, ratios=(3,))
     dense = model(small_compressed, indexed_ratio=2, ratios=(3,))
@@ -224,17 +213,6 @@ def test_indexer_reads_what_gains_of_a_norm_make(small_compressed):
     assert not torch.allclose(indexer.queries(x, None, angles)[1], wanted[1])
 
 
-def test_eight_bits_take_half_of_the_cache():
-    with torch.device("meta"):
-        lm = build_model(PRESETS["arb-long"])
-        sizes = {}
-        for kv in (None, "int8", "fp8"):
-            with lm.keeping(kv):
-                sizes[kv] = lm.new_cache(16384).nbytes
-    assert 8.4 < sizes[None] / 2**20 < 8.5
-    assert sizes["int8"] == sizes["fp8"] < 0.54 * sizes[None]
-
-
 def test_sink_alone_takes_what_it_is_given():
     x = torch.randn(1, 5, 2, 4)
     recent, table = torch.randn(1, 5, 1, 4), torch.ones(5, 2)
@@ -280,28 +258,6 @@ def test_option_agrees_with_its_reference(options, small_compressed, device):
     assert not [result for result in results if not result.passed]
 
 
-def test_entry_of_means_is_the_mean_of_its_bytes(small_compressed):
-    lm = model(small_compressed, layers=1, mean_ratio=3, ratios=(3,), top_k=99)
-    layer = lm.blocks[0].attention
-    values = torch.randn(1, 2, 3, layer.kv)
-    with torch.no_grad():
-        found = layer.compress(values, torch.zeros_like(values))
-    mean = values.mean(dim=2).unflatten(-1, (layer.kv_heads, -1))
-    torch.testing.assert_close(found, torch.nn.functional.rms_norm(mean, mean.shape[-1:], eps=1e-6))
-    assert layer.projection.weight.out_features == layer.inner + 2 * layer.kv
-
-
-def test_gains_of_keys_are_of_both_kinds_of_keys(small_compressed):
-    lm, ids = model(small_compressed, key_gain=True, layers=1), text(1)
-    gain, before = lm.blocks[0].attention.key_gain.weight, lm(ids)
-    plain = model(small_compressed, layers=1)
-    assert set(lm.weights()) - set(plain.weights()) == {"blocks.0.attention.key_gain.weight"}
-    gain.initialise(0, 0)
-    plain.load_state_dict({name: lm.state_dict()[name] for name in plain.state_dict()})
-    of_ones = (lm(ids) - plain(ids)).abs().max()  # the first gains are one but for their scale
-    assert 10 * of_ones < (lm(ids) - before).abs().max()
-
-
 def test_attention_of_a_preset_is_chosen_by_name():
     long = PRESETS["arb-long"]
     dense = preset("arb-long", attention="dense")
@@ -341,12 +297,64 @@ def test_operations_grow_with_what_is_seen():
     assert forward_operations(more) - forward_operations(config) == 2 * sparse
 
 
-@pytest.mark.parametrize("kv", [None, "int8-mixed"])
-@torch.no_grad()
-def test_several_texts_have_the_logits_of_each(kv, small_compressed):
-    lm, ids = model(small_compressed, **MEANS_AND_GAINS), text(3, 14)
-    with lm.keeping(kv):
-        cache = lm.new_several_cache(3, 14)
-        cache.going_on.fill_(1)
-        found = torch.cat([lm(part, cache) for part in ids.split(1, dim=1)], dim=1)
-        torch.testing.assert_close(found, lm(ids), **CLOSE)
+WIDE = {"heads": 128, "head_width": 512, "kv_heads": 1, "rotary": 64}
+
+
+def test_ten_bytes_give_two_entries_of_four():
+    sight = Sight(128, 4, 100)
+    assert list(sight.groups(10)) == [0, 1, 2]
+    lm = build_model(preset("tiny", attention="compressed", ctx=10, layers=1), torch.float32)
+    lm.initialise(0)
+    cache = lm.new_cache(10)
+    with torch.no_grad():
+        lm(text(1, 10), cache)
+    assert cache.main.blocks[0].choice[:2].tolist() == [0, 1]
+    assert (cache.main.blocks[0].entries.codes.norm(dim=(1, 2)) > 0).sum() == 2
+
+
+def test_128_heads_of_512_with_one_head_of_keys_are_predicted_and_step():
+    large = preset("arb-deep", dim=7168, experts=384, top_k_experts=6, **WIDE)
+    with torch.device("meta"):
+        weights = build_model(preset("arb-deep", dim=7168, layers=1, **WIDE)).weights()
+    assert weights["blocks.0.attention.output.weight"].trits.shape[0] == 7168
+    assert 1e11 < predict(large).total.weights < 2e11
+    small = preset(
+        "tiny", attention="compressed", dim=32, layers=1, ffn=32, ctx=8, ratios=(4,), top_k=1,
+        index_heads=1, index_width=8, direction="factored", **WIDE,
+    )  # fmt: skip
+    lm, ids = build_model(small, torch.float32), text(1, 8)
+    lm.initialise(0)
+    updater = Updater(lm.weights().values(), 0, torch.float32)
+    for weight in lm.weights().values():
+        weight.sink = updater
+    before = lm.blocks[0].attention.projection.weight.trits.clone()
+    with torch.no_grad():
+        whole = lm(ids)
+    torch.testing.assert_close(in_parts(lm, ids, [5, 1, 1, 1]), whole, **CLOSE)
+    updater.begin(0, 16.0)
+    sum(lm.losses(ids, ids).values()).backward()
+    updater.finish()
+    assert not torch.equal(lm.blocks[0].attention.projection.weight.trits, before)
+    assert measure(lm).state_bytes == predict(small).total.state_bytes
+
+
+def test_entry_of_means_is_the_mean_of_its_bytes(small_compressed):
+    lm = model(small_compressed, layers=1, mean_ratio=3, ratios=(3,), top_k=99)
+    layer = lm.blocks[0].attention
+    values = torch.randn(1, 2, 3, layer.kv)
+    with torch.no_grad():
+        found = layer.compress(values, torch.zeros_like(values))
+    mean = values.mean(dim=2).unflatten(-1, (layer.kv_heads, -1))
+    torch.testing.assert_close(found, torch.nn.functional.rms_norm(mean, mean.shape[-1:], eps=1e-6))
+    assert layer.projection.weight.out_features == layer.inner + 2 * layer.kv
+
+
+def test_gains_of_keys_are_of_both_kinds_of_keys(small_compressed):
+    lm, ids = model(small_compressed, key_gain=True, layers=1), text(1)
+    gain, before = lm.blocks[0].attention.key_gain.weight, lm(ids)
+    plain = model(small_compressed, layers=1)
+    assert set(lm.weights()) - set(plain.weights()) == {"blocks.0.attention.key_gain.weight"}
+    gain.initialise(0, 0)
+    plain.load_state_dict({name: lm.state_dict()[name] for name in plain.state_dict()})
+    of_ones = (lm(ids) - plain(ids)).abs().max()  # the first gains are one but for their scale
+    assert 10 * of_ones < (lm(ids) - before).abs().max()

@@ -22,11 +22,9 @@ from arbcli.config.parts import CompressedAttentionConfig
 from arbcli.config.presets import preset
 from arbcli.config.settings import plain_type
 from arbcli.config.short_forms import arguments
-from arbcli.inspect.memory import measure, predict
 from arbcli.model import language_model as model_module
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.packed import TernaryTensor
 from arbcli.rules import LR
 from arbcli.train.step import minimised
 from arbcli.train.updater import Updater
@@ -128,23 +126,6 @@ def test_cache_serves_what_is_left_of_the_parts(options):
         expected = lm(ids)
     got = read(lm, ids, [3, 1, 4], lm.new_cache(8))
     torch.testing.assert_close(got, expected, **CLOSE)
-
-
-def predicted_bytes(config) -> dict[str, dict[str, int]]:
-    return {
-        area: {kind: size for kind, size in part.bytes_by_kind.items() if size}
-        for area, part in predict(config).areas.items()
-    }
-
-
-@pytest.mark.parametrize("options", LEFT_OUT, ids=str)
-def test_prediction_equals_the_state_without_any_part(options):
-    config = graph_config(**options)
-    with torch.device("meta"):
-        lm = LanguageModel(config)
-    assert measure(lm).bytes_by_area == predicted_bytes(config)
-    tensors = [part for part in lm.modules() if isinstance(part, TernaryTensor)]
-    assert predict(config).total.weights == sum(part.num_weights for part in tensors)
 
 
 @pytest.mark.parametrize(("flag", "path"), PARTS.items())

@@ -5,7 +5,6 @@ import torch
 from twins import losses_of_steps
 
 from arbcli.config.presets import preset
-from arbcli.kernels.update.gradient_gains import UNSET
 from arbcli.model.build import build_model
 
 KINDS = ("dense", "streams", "compressed", "graph", "hnet", "mamba")
@@ -30,31 +29,6 @@ def build(small_graph, small_hnet, small_compressed):
         return build_model(config, torch.float32, recompute=recompute)
 
     return build
-
-
-@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "graph"])
-def test_norms_inside_of_branches_can_be_left_out(kind, weights, build):
-    models = [build(kind, weights=weights, sub_norms=on) for on in (True, False)]
-    modules = [{name for name, _ in model.named_modules()} for model in models]
-    assert modules[1] < modules[0]
-    if weights == "ternary":
-        norms = [[n for n in model.state_dict() if "sub_norm" in n] for model in models]
-        assert norms[0]
-        assert not norms[1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_directions_begin_without_a_gradient_seen(kind, build):
-    model = build(kind, direction="factored")
-    for tensor in model.weights().values():
-        for buffer in tensor.buffers():
-            buffer.zero_()
-    model.initialise(0)
-    tensors = [tensor for tensor in model.weights().values() if not tensor.frozen]
-    found = [part for t in tensors for name, part in t.named_buffers() if "statistic" in name]
-    assert found
-    assert all((part[:, 0] == UNSET).all() for part in found)
 
 
 @torch.no_grad()

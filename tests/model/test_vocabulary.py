@@ -36,18 +36,6 @@ def text(vocabulary: int) -> torch.Tensor:
     return torch.randint(vocabulary, (3, CTX + 1), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("weights", ["ternary", "float"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("vocabulary", [2, SMALL, LARGE])
-def test_model_of_tokens_agrees_with_its_reference(vocabulary, tied, weights):
-    model, ids = build(vocabulary, weights=weights, tied=tied), text(vocabulary)
-    with torch.no_grad(), use_backend("torch"):
-        logits = model(ids[:, :-1])
-    wanted, _ = reference_model(decoded(model), model.config, ids[:, :-1])
-    assert logits.shape == (3, CTX, vocabulary)
-    torch.testing.assert_close(logits.double(), wanted, rtol=1e-4, atol=1e-4)
-
-
 def test_each_symbol_adds_a_row_to_embedding_and_head():
     small, large = (predict(model_config(vocabulary)) for vocabulary in (SMALL, SMALL + 7))
     assert large.trained_weights - small.trained_weights == 2 * 7 * DIM

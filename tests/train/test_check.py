@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from arbcli.checkpoint import load_checkpoint
 from arbcli.cli import app
 from arbcli.errors import ArbError
 from arbcli.train.check import check_run
@@ -68,6 +69,34 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
+
+
+def test_damage_is_found_and_a_resume_does_as_predicted(run):
+    flip(run / "step-000003.safetensors")
+    (run / ".step-000009.safetensors.tmp").write_bytes(b"half")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("no record\nnor this\n")
+    report = check_run(run)
+    assert not report.passed
+    said = {finding.name: finding.detail for finding in report.findings}
+    texts = f"{run.parent / 'text.txt'} (1 file), 2,790 + 310 bytes"
+    assert said["text"] == texts
+    assert said["metrics.jsonl"] == "3 records, and 2 lines that are none"
+    tensors = load_checkpoint(run / "step-000002.safetensors").tensors.values()
+    size = sum(tensor.nbytes for tensor in tensors)
+    assert said["step-000002.safetensors"] == f"{size:,} bytes of state, as written"
+    assert "was altered" in said["step-000003.safetensors"]
+    assert said[".step-000009.safetensors.tmp"] == "a process that was killed left it"
+    found = states(report)
+    assert found["step-000003.safetensors"] == found["metrics.jsonl"] == "damaged"
+    assert found[".step-000009.safetensors.tmp"] == "left over"
+    assert (report.resumes_at, report.drops_records) == (2, 1)
+    assert report.sets_aside == ("step-000003.safetensors",)
+    assert report.removes == (".step-000009.safetensors.tmp",)
+    assert resume_run(run, Observer()).steps == 4
+    there = contents(run)
+    assert "step-000003.safetensors.aside" in there
+    assert not set(report.removes) & there.keys()
 
 
 def test_checkpoint_that_is_named_is_the_one(run):

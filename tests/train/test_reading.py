@@ -25,7 +25,6 @@ from arbcli.train import trainer as training
 from arbcli.train.configure import new_config
 from arbcli.train.directory import (
     field_digests,
-    make_next_directory,
     open_run_texts,
     open_texts_again,
     run_facts,
@@ -90,44 +89,6 @@ def test_each_micro_batch_is_asked_for_once_and_of_the_right_text(options, monke
     ]  # fmt: skip
 
 
-def test_evaluation_asks_for_the_held_out_text(options, monkeypatch):
-    trainer = trainer_of(options, seed=5)
-    calls = spy(monkeypatch, training, "evaluation_batches")
-    trainer.evaluate()
-    trainer.train_step()
-    trainer.evaluate()
-    first, second = calls
-    assert first[0] == second[0] == (trainer.texts.val,)
-    assert first[1] == second[1]
-    assert {"num_batches": 40, "batch_size": 4, "context": 16}.items() <= first[1].items()
-    assert first[1].get("seed", 7) == 7  # every run is measured on the same windows
-
-
-def read_by(trainer: Trainer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Note what the model is given to train on, as it is given."""
-    seen, losses = [], trainer.model.losses
-
-    def noted(ids, targets):
-        seen.append((ids.clone(), targets.clone()))
-        return losses(ids, targets)
-
-    trainer.model.losses = noted
-    return seen
-
-
-def test_model_reads_the_training_text_alone_and_nothing_twice(options):
-    trainer = trainer_of(options)
-    seen = read_by(trainer)
-    for _ in range(3):
-        trainer.train_step()
-    assert len(seen) == 6
-    for ids, targets in seen:
-        assert set(ids.flatten().tolist()) | set(targets.flatten().tolist()) <= set(TRAIN)
-        assert torch.equal(ids[:, 1:], targets[:, :-1])
-    rows = {tuple(row.tolist()) for ids, _ in seen for row in ids}
-    assert len(rows) == 6 * 4  # windows of 16 among 8**16: none comes up twice
-
-
 def test_model_is_measured_on_the_held_out_text_alone(options, monkeypatch):
     trainer = trainer_of(options)
     seen, loss = [], trainer.model.loss
@@ -169,18 +130,6 @@ def test_runs_of_two_seeds_read_other_windows(weights, options):
         trainer = trainer_of(options, weights=weights, seed=seed)
         read.append(torch.stack([trainer.fetch(micro, "cpu")[0] for micro in range(2)]))
     assert not (read[0].flatten(0, 1)[:, None] == read[1].flatten(0, 1)).all(-1).any()
-
-
-def test_gradient_of_a_float_twin_is_the_mean_over_its_micro_batches(options):
-    trainer = trainer_of(options, weights="float", accum=4)
-    pairs = [trainer.fetch(micro, "cpu") for micro in range(4)]
-    ids, targets = (torch.cat(part) for part in zip(*pairs, strict=True))
-    parameters = list(trainer.model.parameters())
-    expected = torch.autograd.grad(trainer.model.loss(ids, targets), parameters)
-    trainer.optimizer.finish = lambda: None  # which would clip them, step and drop them
-    trainer.train_step()
-    for parameter, grad in zip(parameters, expected, strict=True):
-        torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-6)
 
 
 def test_twin_whose_steps_are_captured_is_compiled_with_its_optimizer(options, monkeypatch):
@@ -368,17 +317,6 @@ def test_everything_that_decides_a_run_is_compared_between_processes(options, mo
     assert after["threads"] == 77
 
 
-def test_record_has_the_mean_of_all_steps_since_the_last(records, options, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "LOG_EVERY", 4)
-    start_run(new_config(**options), tmp_path / "seldom", Observer())
-    seldom = [json.loads(line) for line in (tmp_path / "seldom" / "metrics.jsonl").open()]
-    assert [record["step"] for record in seldom] == [4, 6]
-    for name in ("loss", "flip_share"):
-        each = [record[name] for record in records]
-        means = [sum(each[:4]) / 4, sum(each[4:]) / 2]
-        assert [record[name] for record in seldom] == pytest.approx(means, rel=1e-5)
-
-
 def test_report_has_the_entropy_of_the_held_out_text(options, tmp_path):
     report = start_run(new_config(**options | {"steps": 1}), tmp_path / "run", Observer())
     content = Path(options["val"][0]).read_bytes()
@@ -398,17 +336,6 @@ def test_minutes_are_as_many_steps_as_they_have_room_for(minutes, steps, options
     config = new_config(**options | {"steps": 10**6})
     texts = open_texts(config.data, config.val, seed=0, context=config.model.ctx)
     assert runs._fit_to_minutes(config, texts, minutes, Group(), None).steps == steps
-
-
-def test_sample_of_a_run_is_asked_for_with_its_seed(options, tmp_path, monkeypatch):
-    calls = spy(monkeypatch, runs, "generate")
-    config = new_config(**options | {"steps": 1, "seed": 5, "backend": "torch"})
-    report = start_run(config, tmp_path / "run", Observer())
-    ((_, prompt, length, sampling), about), *others = calls
-    assert not others
-    assert about == {"backend": "torch"}
-    assert (prompt, length, sampling.seed) == (runs.PROMPT, 4, 5)
-    assert report.steps == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -451,16 +378,6 @@ def test_facts_of_a_run_are_those_of_its_texts_and_of_this_program(options, monk
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [({}, "001-32x1-moment"), ({"rule": "votes"}, "001-32x1-votes"),
-     ({"weights": "float"}, "001-32x1-float"), ({"weights": "ste"}, "001-32x1-ste")],
-)  # fmt: skip
-def test_directory_of_a_run_is_named_for_its_model(given, name, options, tmp_path):
-    assert make_next_directory(new_config(**options | given), tmp_path).name == name
-    assert make_next_directory(new_config(**options), tmp_path).name == "002-32x1-moment"
-
-
 def test_text_of_a_run_is_opened_by_what_the_run_says_of_it(monkeypatch):
     config = new_config(**SHAPE, data=["a", "b"], val=["c"], field="story", seed=5, device="cpu")
     about = {"seed": 5, "context": 16, "conversion": Conversion("story")}
@@ -491,14 +408,3 @@ def test_texts_of_a_run_are_split_again_as_they_were(split, options, monkeypatch
         assert again.split == split
     del facts["text"]["paths"]  # as an earlier version had it
     assert open_texts_again(facts, config).split == split
-
-
-def test_digest_of_a_run_is_of_both_texts(options, tmp_path):
-    config = new_config(**options)
-    other = tmp_path / "other.txt"
-    other.write_bytes(b"abcd" * 500)
-    digests = set()
-    for data, val in ((config.data, config.val), (config.data, [other]), ([other], config.val)):
-        texts = open_texts(list(map(str, data)), list(map(str, val)), seed=0, context=16)
-        digests.add(training.text_digest(texts))
-    assert len(digests) == 3

@@ -100,19 +100,6 @@ def test_bad_gradient_changes_nothing(kind, rule, direction, bad, device):
     assert updater.counters() == {"nonfinite_steps": nonfinite, "refused": int(kind == "matrix")}
 
 
-def test_carry_steps_z_by_the_expected_amount(device):
-    tensor, updater, _ = build("carry", "sign", device, shape=(64, 480))
-    before = z_of(tensor)
-    updater.begin(0, lr=0.3)
-    grad = torch.ones(64, 480, device=device)
-    updater(tensor, grad)
-    moved = (before - z_of(tensor)).float()
-    inside = before.abs() < 100
-    # lr * P / 16 = 0.6 of a unit, rounded stochastically
-    assert set(moved[inside].tolist()) == {0.0, 1.0}
-    assert moved[inside].mean().item() == pytest.approx(0.6, abs=0.01)
-
-
 def test_stochastic_rounding_is_unbiased_by_counting(monkeypatch):
     """Over all 65,536 random words the rounded steps add up to the exact one, in every fraction."""
     words = torch.arange(2**16, dtype=torch.int32)[None, :]
@@ -139,18 +126,6 @@ def test_stochastic_rounding_is_unbiased_by_counting(monkeypatch):
         with use_backend("torch"):
             step_scales(exponent, fraction, u, torch.ones(()), *scalars[:3], scalars[4])
         assert int((exponent.to(torch.int64) * 128 + fraction).sum()) == -step
-
-
-def test_scales_saturate_and_never_wrap(device):
-    tensor, updater, _ = build("moment", "sign", device)
-    for sign in (1, -1):
-        tensor.exponent.fill_(31 if sign < 0 else -96)
-        for step in range(40):
-            updater.begin(step, lr=16.0)
-            updater(tensor, sign * tensor.weight().float().sign())  # every slope is of one sign
-        assert tensor.exponent.min() >= -96
-        assert tensor.exponent.max() <= 31
-        assert (tensor.exponent == (31 if sign < 0 else -96)).float().mean() > 0.9
 
 
 def set_least_products(monkeypatch, least: int) -> None:
@@ -320,19 +295,6 @@ def test_newton_schulz_in_bf16_is_close_to_float64(shape, device):
     assert relative_error(newton_schulz(grad, torch.bfloat16), iterated(grad)) < 0.03
 
 
-def test_gradient_may_be_bfloat16(device):
-    """The torch backend reads the same numbers from either type."""
-    states = []
-    for dtype in (torch.float32, torch.bfloat16):
-        tensor, updater, _ = build("moment", "factored", device)
-        updater.begin(0, lr=1.0)
-        with use_backend("torch"):
-            updater(tensor, gradient(device).bfloat16().to(dtype))
-        states.append(state(tensor))
-    for name in states[0]:
-        assert torch.equal(states[0][name], states[1][name]), name
-
-
 @pytest.mark.parametrize(
     "factor", [1e-8, 2e-6, 1e-5, 3e-4, 0.003, 0.1, 0.3, 1.0, 1.99999, 2.0, 8.0, 255.0, 700.37]
 )
@@ -418,19 +380,6 @@ def test_row_that_is_read_most_steps_no_further(rule):
     updater(table, padded(grad, where), where)
     farthest = ROW_CLIP * STEP_OF_RADIX * table.rule.radix
     assert 0 < (z() - before).abs().max() <= farthest + 1  # rounded stochastically
-
-
-@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
-def test_rows_without_a_gradient_stay(rule, direction):
-    table, updater, _ = table_of(rule, direction)
-    before = state(table)
-    where = touched(2)
-    updater.begin(0, lr=1.0)
-    updater(table, padded(gradient("cpu", 0, (len(ROWS), DIM)), where), where)
-    others = torch.ones(40, dtype=torch.bool).index_fill(0, ROWS, False)
-    for name, buffer in table.named_buffers():
-        if name != "column_statistic":
-            assert torch.equal(buffer[others], before[name][others]), name
 
 
 EXPERTS, HEIGHT = 3, 14
@@ -731,3 +680,20 @@ def test_chunks_of_a_head_step_as_matrices_of_their_own(rule, direction, device,
     for index, tensor in enumerate(alone):
         for name, part in head.matrix(index).items():
             assert torch.equal(part, getattr(tensor, name)), name
+
+
+@pytest.mark.parametrize("size", [2.0**-54, 1e-6, 1.0, 2.0**50])
+@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
+def test_update_does_not_depend_on_the_size_of_the_gradient(rule, direction, size, device):
+    """Times a power of two, as long as the sum of squares is in range, nearly all is the same."""
+    states = []
+    for factor in (1.0, size):
+        tensor, updater, _ = build(rule, direction, device)
+        updater.begin(0, lr=1.0)
+        updater(tensor, gradient(device) * 1e3 * factor)
+        assert updater.counters()["refused"] == 0
+        states.append(state(tensor))
+    for name in states[0]:
+        if "statistic" not in name:
+            differing = (states[0][name] != states[1][name]).float().mean()
+            assert differing < 0.05, name

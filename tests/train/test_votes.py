@@ -7,6 +7,8 @@ import torch
 
 from arbcli.config.presets import preset
 from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.kernels.update.cast_votes import cast_scale_votes_reference, cast_trit_votes_reference
+from arbcli.kernels.update.gradient_statistics import gradient_statistics_reference
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules import VOTES_FIXES
 from arbcli.rules.votes import FIRST_VOTES, FLIP_SHARE
@@ -36,18 +38,6 @@ def flips(tensor: TernaryTensor, updater: Updater, grads: list[torch.Tensor], fi
         updater(tensor, grad.clone())
         found.append(int(updater.flips) - before)
     return found
-
-
-@pytest.mark.parametrize(
-    ("fixes", "first", "gradients"),
-    [((), 0, 3), (("threshold",), 0, 7), (("threshold",), 24, 6), (("threshold",), 50, 5),
-     (("threshold",), 100, 3), (("threshold",), 10**6, 3), (("bound",), 0, 3)],
-)  # fmt: skip
-def test_equal_gradients_flip_trits_after_as_many_as_the_threshold(fixes, first, gradients, device):
-    tensor, updater = build(device, *fixes)
-    found = flips(tensor, updater, [gradient(device)] * gradients, first)
-    assert found[:-1] == [0] * (gradients - 1)
-    assert found[-1] > 0
 
 
 def test_threshold_falls_while_votes_gather(device):
@@ -104,12 +94,22 @@ def test_size_of_a_gradient_is_not_read(fixes, device):
         assert all(torch.equal(part, states[0][name]) for name, part in other.items())
 
 
-@pytest.mark.parametrize("fix", VOTES_FIXES)
-def test_each_fix_changes_a_run(fix, device):
-    grads = [gradient(device, seed // 4) for seed in range(12)]
-    states = []
-    for fixes in ((), (fix,)):
-        tensor, updater = build(device, *fixes)
-        flips(tensor, updater, grads)
-        states.append(torch.cat([part.flatten().int() for part in tensor.state.values()]))
-    assert not torch.equal(*states)
+@pytest.mark.parametrize("fixes", [(), ("order",)])
+def test_scales_vote_before_or_after_the_trits(fixes, device):
+    tensor, updater = build(device, *fixes)
+    assert tensor.rule.reads_signs == (not fixes)  # the slope of new trits needs the gradient
+    grad, one = gradient(device), torch.tensor(1, dtype=torch.int32)
+    flips(tensor, updater, [grad] * 2)
+    before = {name: part.cpu().clone() for name, part in tensor.state.items()}
+    count, trits, votes = cast_trit_votes_reference(
+        before["trits"], before["votes"], grad.cpu(), one, 3 * one
+    )
+    packed = tensor.packed._replace(
+        trits=trits if fixes else before["trits"], exponent=before["exponent"]
+    )
+    slope, *_ = gradient_statistics_reference(grad.cpu(), packed, factored=False, signs=True)
+    scales = cast_scale_votes_reference(before["exponent"], before["scale_votes"], slope, one)
+    assert flips(tensor, updater, [grad], 2) == [int(count)]
+    wanted = {"trits": trits, "votes": votes, "exponent": scales[0], "scale_votes": scales[1]}
+    for name, part in wanted.items():
+        assert torch.equal(tensor.state[name].cpu(), part), name

@@ -55,43 +55,11 @@ def off_by_one(trits):
     return pack_trits.torch(trits) + 1
 
 
-def test_page_says_how_much_was_remembered():
-    found = make()
-    kernels = (replace(found.kernels[0], remembered=True), *found.kernels[1:])
-    parity = (*found.parity[1:], replace(found.parity[0], remembered=True))
-    ledger = new_ledger(CPU, ["T6"], kernels, parity, (), [], 1.0)
-    assert ledger.remembered == 2
-    number = len(kernels) + len(parity)
-    assert f"- remembered: 2 of {number} results passed before" in ledger_page(ledger)
-
-
 def test_every_row_of_a_table_is_as_wide_as_its_head():
     widths: list[int] = []
     for line in ledger_page(make(timing=TIMING)).splitlines():
         widths = [*widths, line.count("|")] if line.startswith("|") else []
         assert len(set(widths)) <= 1
-
-
-def test_failing_scale_type_is_in_the_command(monkeypatch):
-    (spec,) = verify.find_kernels(["rms_norm"])
-
-    def wrong(*inputs):
-        return spec.torch(*inputs) + 1
-
-    monkeypatch.setattr(verify, "KERNELS", (replace(spec, torch=wrong),))
-    commands = {failure.command for failure in make([]).failures}
-    assert commands == {f"arb verify-kernels rms_norm --tscale-type {t}" for t in ("T6", "T32")}
-
-
-def test_check_that_failed_once_is_a_failure_and_rules_nothing_out():
-    first, *others = rotary()
-    parity = (replace(first, passed=False), *others)
-    kernels = verified(("rms_norm",), None).kernels
-    found = new_ledger(CPU, ["T6", "T32"], kernels, parity, (), [], 1.25, None)
-    assert others
-    assert len(found.failures) == 1
-    assert not found.passed
-    assert "rotary" not in " ".join(found.ruled_out)
 
 
 def test_only_what_was_checked_is_ruled_out():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -255,6 +256,16 @@ def test_machine_is_told_by_its_libraries_and_settings(monkeypatch):
     monkeypatch.delenv("ATEN_CPU_CAPABILITY")
     monkeypatch.setattr(torch, "__version__", "0.0")
     assert describe_machine(CPU) != before
+
+
+def test_each_fact_of_a_gpu_is_part_of_what_results_follow_from(monkeypatch):
+    about = SimpleNamespace(name="a GPU", major=9, minor=0, total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
+    before = describe_machine(torch.device("cuda"))
+    for name, value in {"name": "B", "major": 8, "minor": 6, "total_memory": 1 << 34}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(about, name, value)
+            assert describe_machine(torch.device("cuda")) != before, name
 
 
 @pytest.mark.slow

@@ -39,7 +39,6 @@ from arbcli.verify.workers import Workers
 
 CPU = torch.device("cpu")
 (RIGHT,) = verify_kernels(["pack_trits"], {"T32": 32}, CPU, ["torch"]).kernels
-WRONG = replace(RIGHT, passed=False, unequal=3)
 PARITY = next(iter(_rotary(CPU)))
 COMPILED = CompileResult("pack_trits", "sm_90", 2, 40, 0, 1024, passed=True, error=None)
 
@@ -228,16 +227,6 @@ def fail_second(number: int) -> int:
 def test_error_of_one_job_is_not_lost():
     with pytest.raises(RuntimeError, match="not foreseen"), Workers(1) as workers:
         workers.map(fail_second, [(1,), (2,), (3,)])
-
-
-def test_results_are_in_the_order_of_the_jobs_however_they_end(monkeypatch):
-    end_in_order(monkeypatch, [2, 0, 1])
-    told: list[tuple[int, str]] = []
-    found = Workers(2).map(
-        str.upper, [("one",), ("two",), ("three",)], lambda job: told.append((job.number, job.name))
-    )
-    assert found == ["ONE", "TWO", "THREE"]
-    assert told == [(1, "three"), (2, "one"), (3, "two")]
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -24,7 +24,6 @@ from arbcli.verify import run as verification
 from arbcli.verify.compare import compare, errors, worst
 from arbcli.verify.fuzz import fuzz_cases, real_cases
 from arbcli.verify.kernels import KERNELS, Checks, copies, find_kernels, verify_kernels
-from arbcli.verify.workers import Workers
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 T6 = {"T6": 6}
@@ -59,16 +58,6 @@ def test_kernel_that_raises_fails_its_cases_only(monkeypatch, device):
     (result,) = verify_planted(monkeypatch, replace(pack_trits, triton=picky), device).kernels
     (failure,) = result.failures
     assert (failure.label, failure.error) == ("3x33", "RuntimeError: no")
-
-
-def test_outputs_that_are_not_written_are_counted(monkeypatch, device):
-    def lazy(trits):
-        packed = pack_trits.triton(trits)
-        return torch.empty_like(packed).index_copy_(0, torch.arange(1, device=device), packed[:1])
-
-    spec = replace(pack_trits, triton=lazy, cases=lambda *_: [*pack_trits.cases(device, 0)][1:2])
-    (result,) = verify_planted(monkeypatch, spec, device).kernels
-    assert result.unwritten == result.elements * 2 // 3
 
 
 def test_integers_of_another_type_are_not_equal():
@@ -163,16 +152,6 @@ def assert_same(inputs, others):
             assert a.stride() == b.stride()
         else:
             assert a == b
-
-
-def test_other_processes_find_the_same(device):
-    names = ["step_scales", "cast_scale_votes"]
-    alone = verify_kernels(names, T6, device, ["torch"])
-    with Workers(1) as workers:
-        shared = verify_kernels(names, T6, device, ["torch"], workers=workers)
-    assert [replace(result, seconds=0) for result in shared.kernels] == [
-        replace(result, seconds=0) for result in alone.kernels
-    ]
 
 
 def test_kernels_are_found_by_name():

@@ -27,12 +27,12 @@ NONE = tl.constexpr(-1)
 
 def propose_byte_reference(
     byte: Tensor, repeated: Tensor, equal: Tensor, logits: Tensor, position: Tensor, key: Tensor,
-    each: float, most: float, temperature: float, top_k: int, top_p: float,
+    each: float, temperature: float, top_k: int, top_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute what `propose_byte_` must leave in `byte` and `repeated`."""
     logits, favoured, repeated = logits.clone(), int(repeated[0]), repeated.clone()
     if favoured != NONE.value:
-        logits[favoured] += min(each * int(equal), most)
+        logits[favoured] += each * int(equal)
     text = torch.zeros(int(position) + 1, dtype=torch.uint8)
     byte, _ = choose_byte_reference(byte, text, logits, position, key, temperature, top_k, top_p)
     if int(byte) != favoured:
@@ -42,11 +42,10 @@ def propose_byte_reference(
 
 def _propose_byte_torch(
     byte: Tensor, repeated: Tensor, equal: Tensor, logits: Tensor, position: Tensor, key: Tensor,
-    each: float, most: float, temperature: float, top_k: int, top_p: float,
+    each: float, temperature: float, top_k: int, top_p: float,
 ) -> None:  # fmt: skip
-    bonus = (each * equal.float()).clamp(max=most)
     symbols = torch.arange(len(logits), device=logits.device)
-    logits = logits.float() + torch.where(symbols == repeated[0], bonus, 0.0)
+    logits = logits.float() + torch.where(symbols == repeated[0], each * equal.float(), 0.0)
     choice = choice_torch(logits, position, key, temperature, top_k, top_p)
     byte.copy_(choice)
     repeated[1:] = torch.where(choice == repeated[:1], repeated[1:], NONE.value)
@@ -55,13 +54,13 @@ def _propose_byte_torch(
 @triton.jit
 def _propose_byte_kernel(
     byte_ptr, repeated_ptr, equal_ptr, logits_ptr, position_ptr, key_ptr,
-    each, most, temperature, top_k, top_p, V,
+    each, temperature, top_k, top_p, V,
     DRAWN: tl.constexpr, SOME: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_last(OVERLAP)
     favoured = tl.load(repeated_ptr).to(tl.int32)
-    bonus = tl.minimum(each * tl.load(equal_ptr).to(tl.float32), most)
+    bonus = each * tl.load(equal_ptr).to(tl.float32)
     choice = choose_symbol(
         logits_ptr, tl.load(position_ptr), tl.load(key_ptr), temperature, top_k, top_p, V,
         DRAWN, SOME, BLOCK_V, BLOCK_J, favoured, bonus,
@@ -72,12 +71,12 @@ def _propose_byte_kernel(
 
 def _propose_byte_triton(
     byte: Tensor, repeated: Tensor, equal: Tensor, logits: Tensor, position: Tensor, key: Tensor,
-    each: float, most: float, temperature: float, top_k: int, top_p: float,
+    each: float, temperature: float, top_k: int, top_p: float,
 ) -> None:  # fmt: skip
     symbols = len(logits)
     _propose_byte_kernel[(1,)](
         byte, repeated, equal, logits, position, key,
-        float(each), float(most), float(temperature), top_k, float(top_p), symbols,
+        float(each), float(temperature), top_k, float(top_p), symbols,
         DRAWN=temperature > 0, SOME=top_k < symbols or top_p < 1,
         BLOCK_V=triton.next_power_of_2(symbols), BLOCK_J=32, num_warps=8,
         **overlap_options(logits),
@@ -97,7 +96,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
                 byte, repeated = torch.tensor([300]), torch.tensor([favoured, 9])
                 inputs = (part.to(device) for part in (byte, repeated))
                 label = f"{kind}, {favoured} after {equal}, {choice}"
-                how = (count, logits.to(device), position, key, 0.5, 6.0, *choice)
+                how = (count, logits.to(device), position, key, 0.5, *choice)
                 yield Case(label, (*inputs, *how))
 
 
@@ -112,7 +111,6 @@ propose_byte_ = Operation(
         "position": Array("", INT32, values=(0, 9)),
         "key": Array("", INT32),
         "each": Number((0.0, 0.25, 1.0)),
-        "most": Number((2.0, 8.0)),
         "temperature": Number((0.0, 0.5, 1.0, 2.0)),
         "top_k": Number(("1", "(V + 1) // 2", "V")),
         "top_p": Number((1.0, 0.9, 0.3)),
@@ -132,7 +130,6 @@ Args:
     position: int32 scalar, of the byte. It is read on the device.
     key: int32 scalar tensor, of the random stream.
     each: is added to the logit of the byte that is repeated for each equal byte.
-    most: what is added to it at most.
     temperature: divides the logits; 0 takes the largest.
     top_k: how many of the likeliest are kept, at least 1.
     top_p: of these the fewest that have this share together are kept; above 0, 1 for all.

@@ -122,7 +122,7 @@ def told(tensor: TernaryTensor) -> dict[str, Tensor]:
     names = ["trits", "exponent"]
     if hasattr(tensor, "fraction"):
         names.append("fraction")
-    if tensor.reads_digits or tensor.packed.remainder is not None:
+    if tensor.reads_digits:
         names.append("remainder")
     if hasattr(tensor, "wire_exponent"):
         names.append("wire_exponent")

@@ -149,27 +149,6 @@ def test_twin_normalises_once():
     assert torch.allclose(of_sum, torch.nn.functional.rms_norm(total, (33,), eps=1e-6))
 
 
-def test_embedding_gradient_sums_repeated_ids():
-    layer = TernaryEmbedding(10, 33, preset("tiny"), area="embedding")
-    layer.weight.initialise(seed=0, index=0)
-    grads = collect(layer)
-    ids, grad_y = torch.tensor([[3, 3, 9], [0, 3, 9]]), torch.randn(2, 3, 33)
-    layer(ids, torch.float32).backward(grad_y)
-    weight = torch.zeros(10, 33).index_add_(0, ids.flatten(), grad_y.flatten(0, 1))
-    assert torch.allclose(grads["weight"][0], weight, atol=1e-6)
-
-
-def test_weight_used_twice_gets_one_gradient_after_its_last_use():
-    layer = linear(33, 33)
-    grads = collect(layer)
-    x = torch.randn(5, 33)
-    layer(layer(x)).sum().backward()
-    weight = layer.weight.weight(torch.float32).requires_grad_()
-    (x @ weight.T @ weight.T).sum().backward()
-    assert len(grads["weight"]) == 1
-    assert torch.allclose(grads["weight"][0], weight.grad, rtol=1e-4, atol=1e-4)
-
-
 def test_weights_do_not_change_while_a_backward_needs_them():
     layer = linear(33, 33)
     layer.weight.sink = lambda tensor, _: tensor.trits.fill_(121)  # all zeros
@@ -259,3 +238,24 @@ def test_rotary_table_of_a_long_text_is_made_in_parts(monkeypatch):
         whole, rotary._compute_table(1000, 8, torch.device("cpu"), 6, PLAIN, 0), strict=True
     ):
         assert torch.equal(one, other)
+
+
+def test_embedding_gradient_sums_repeated_ids():
+    layer = TernaryEmbedding(10, 33, preset("tiny"), area="embedding")
+    layer.weight.initialise(seed=0, index=0)
+    grads = collect(layer)
+    ids, grad_y = torch.tensor([[3, 3, 9], [0, 3, 9]]), torch.randn(2, 3, 33)
+    layer(ids, torch.float32).backward(grad_y)
+    weight = torch.zeros(10, 33).index_add_(0, ids.flatten(), grad_y.flatten(0, 1))
+    assert torch.allclose(grads["weight"][0], weight, atol=1e-6)
+
+
+def test_weight_used_twice_gets_one_gradient_after_its_last_use():
+    layer = linear(33, 33)
+    grads = collect(layer)
+    x = torch.randn(5, 33)
+    layer(layer(x)).sum().backward()
+    weight = layer.weight.weight(torch.float32).requires_grad_()
+    (x @ weight.T @ weight.T).sum().backward()
+    assert len(grads["weight"]) == 1
+    assert torch.allclose(grads["weight"][0], weight.grad, rtol=1e-4, atol=1e-4)

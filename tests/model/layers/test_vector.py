@@ -1,4 +1,4 @@
-"""Packed vectors and taps: their first values, their gradients, and what steps do to them."""
+"""Packed vectors and taps: their first values, and the gradient of taps."""
 
 import pytest
 import torch
@@ -30,17 +30,6 @@ def test_first_values_are_the_given_ones_to_a_share(options):
 def test_first_values_of_votes_are_powers_of_two():
     found = vector(rule="votes", direction=None)()
     assert ((found / torch.tensor(VALUES)).log2().abs() <= 0.51).all()
-
-
-def test_gradient_of_all_uses_is_added_up():
-    part, handed = vector(), []
-    part.weight.sink = lambda _, grad: handed.append(grad)
-    first, second = part(), part()
-    (first * torch.arange(6.0) + second.square()).sum().backward()
-    (grad,) = handed
-    torch.testing.assert_close(
-        grad[:, 0], torch.arange(6.0) + 2 * torch.tensor(VALUES), rtol=0.01, atol=0
-    )
 
 
 def test_what_is_prepared_is_read_until_weights_may_change():

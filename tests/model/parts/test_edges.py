@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from graph_parts import fill_memories
 
 from arbcli.model.parts.edges import MOST, Edges
 
@@ -112,32 +111,6 @@ def test_passed_edge_saturates():
         graph.note(torch.tensor([[5, 7, 5, 7]]))
         graph.after_step()
     assert graph.score[1].tolist() == [MOST, 0]
-
-
-@pytest.mark.parametrize("grad", [-1.0, 1.0])
-def test_sign_follows_the_votes_and_saturates(grad):
-    graph = edges()
-    graph.note(torch.tensor([[5, 7]]))
-    graph.after_step()
-    for _ in range(2 * MOST):
-        _, weights = graph(torch.tensor([5, 5, 5]), torch.empty(0, requires_grad=True))
-        # two for, one against, and those of no edge: one vote a step
-        weights.backward(torch.tensor([[grad, 1.0], [grad, 1.0], [-grad, 1.0]]))
-        graph.after_step()
-    assert graph.sign[1].tolist() == [-MOST if grad > 0 else MOST, 0]
-
-
-def test_forgotten_step_changes_nothing():
-    graph = edges()
-    fill_memories(graph)
-    before = state(graph)
-    codes = draw((9,), CODES, 0)
-    _, weights = graph(codes, torch.empty(0, requires_grad=True))
-    weights.sum().backward()
-    graph.note(codes[None])
-    graph.forget()
-    graph.after_step()
-    assert state(graph) == before
 
 
 def test_text_of_one_byte_has_no_pairs():

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from graph_parts import CLOSE, assert_same, decoded, initialised, model, normal, reading, site, text
+from graph_parts import CLOSE, assert_same, decoded, initialised, normal, reading, site
 from torch import nn
 from torch.nn import functional
 
@@ -111,17 +111,6 @@ def test_short_text_has_a_short_ring():
     assert track.blocks[0].latent.codes.shape == (1, 5, CONFIG.latent)
     assert new_track(part, 5000).blocks[0].rotated.shape == (1, WINDOW, 1, CONFIG.rotary)
     check(part, normal(1, 5, DIM), [2, 1, 2], track)
-
-
-def test_cache_gives_the_bytes_before():
-    cache, ids = model().new_cache(LENGTH), text(1, 9)
-    for start, end in ((0, 1), (1, 4), (4, 9)):
-        with cache.reading(ids[:, start:end]) as seen, cache.main.clock.reading(end - start):
-            before = [-1] * 5 + ids[0, :end].tolist()
-            assert seen.tolist() == [before[-(end - start) - 5 :]]
-    cache.position.zero_()
-    with cache.reading(ids[:, :2]) as seen:
-        assert seen.tolist() == [[-1] * 5 + ids[0, :2].tolist()]
 
 
 @pytest.mark.parametrize("kv", ["fp8", "int8"])

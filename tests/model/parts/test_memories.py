@@ -24,7 +24,6 @@ from arbcli.model.parts.memgram import MOST, ORDER, MemGram
 from arbcli.model.parts.ngrams import HISTORY, ngram_ids
 from arbcli.model.parts.sequencer import ORDERS, TextSequencer
 from arbcli.model.parts.window import attend_in_window
-from arbcli.verify.parts.memgram import memgram
 from arbcli.verify.parts.sequencer import ngram_row, ngrams, sequencer
 
 
@@ -59,18 +58,6 @@ def see(memory: MemGram, *texts: torch.Tensor) -> None:
     for ids in texts:
         memory(ids, ids.shape[1], torch.float32)
     memory.after_step()
-
-
-def test_recalled_and_gradients_equal_autograd():
-    tested = new_memgram()
-    assert_same(
-        tested,
-        (text(2, LONG),),
-        lambda ids: tested(ids, LONG, torch.float32),
-        lambda w, ids: torch.stack(
-            [memgram(w, reading(MemGramConfig(), tested, row)) for row in ids]
-        ),
-    )
 
 
 def test_history_gives_what_the_whole_text_gives():
@@ -111,18 +98,6 @@ def test_strength_saturates():
         see(memory, torch.tensor([[*b"context", 255]]))
     assert memory.strength.max() == MOST
     assert memory.symbol.dtype == memory.strength.dtype == torch.int8
-
-
-def test_stronger_memories_say_more():
-    """The vector of a byte seen once is less than that of one seen often."""
-    memory, ids = new_memgram(filled=False), torch.tensor([[*b"context"]])
-    see(memory, torch.tensor([[*b"context", 255]]))
-    sizes = []
-    for strength in (1, MOST):
-        memory.strength.copy_((memory.strength > 0) * strength)
-        with torch.no_grad():
-            sizes.append(memory(ids, 7, torch.float32)[0, -1].norm().item())
-    assert sizes[0] < sizes[1] / 2
 
 
 def test_empty_memory_adds_nothing():
