@@ -4,6 +4,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -464,6 +465,26 @@ def test_latest_of_nothing_is_an_error(tmp_path, name):
 def test_check_layout_accepts_the_same_layout(saved):
     on_meta = {name: tensor.to("meta") for name, tensor in example().tensors.items()}
     check_layout(load_checkpoint(saved).tensors, on_meta)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"a.octave": None}, "`a.octave` is torch.int8 [3] in the checkpoint and missing"),
+        ({"b.trits": (1,)}, "`b.trits` is missing in the checkpoint and torch.uint8 [1] in"),
+        ({"a.trits": (5, 2)}, "`a.trits` is torch.uint8 [2, 5] in the checkpoint and"),
+    ],
+    ids=["extra", "missing", "shape"],
+)
+def test_check_layout_names_the_first_difference(changes, message):
+    def build(shapes):
+        dtypes = {name: torch.uint8 if "trits" in name else torch.int8 for name in shapes}
+        return {n: torch.zeros(s, dtype=dtypes[n]) for n, s in shapes.items() if s is not None}
+
+    layout = {"z.octave": (2,), "a.octave": (3,), "a.trits": (2, 5)}
+    with pytest.raises(ArbError, match=re.escape(message)) as caught:
+        check_layout(build(layout), build(layout | changes | {"z.octave": (9,)}))
+    assert "preset" in caught.value.hint
 
 
 def test_full_disk_leaves_what_was_there(tmp_path, full_disk):
