@@ -36,8 +36,8 @@ def configure(**settings: Any) -> "TrainConfig":
     """Make the configuration of a run: see `arbcli.train.configure`.
 
     Args:
-        settings: as the options of `arb train` are called, with `_` for `-`: `preset`, `data`,
-            `steps`, `lr`, `device`; but `scale_type` for `--tscale-type`. Texts are lists.
+        settings: by the names of the options of `arb train`, with `_` for `-`: `preset`, `data`,
+            `steps`, `lr`, `device`. Texts are lists.
 
     Raises:
         ArbError: they do not fit each other, or this machine.

@@ -67,6 +67,18 @@ def test_what_is_not_a_batch_of_bytes_is_refused_in_a_sentence(ids, message, run
 
 
 @pytest.mark.slow
+def test_options_have_their_own_names_and_those_of_settings(book):
+    options = {"reduce_dtype": "int8", "tscale_type": "T8", "optimizer": "sign", "weights": "int8"}
+    settings = {"wire": "int8", "scale_type": "T8", "direction": "sign", "digits": "all"}
+    found, wanted = (
+        arbcli.configure(**SMALL, data=[str(book)], steps=1, **given)
+        for given in (options, settings)
+    )
+    assert found == wanted
+    assert found.wire == "int8"
+    assert found.model.group_size == 8
+
+
 def test_train_is_called_before_and_after_its_package_is_imported():
     code = (
         "import arbcli, unittest.mock as mock\n"

@@ -22,7 +22,13 @@ from arbcli.config.model_file import model_from_toml, model_lines, to_toml
 from arbcli.config.presets import config_from_dict
 from arbcli.config.settings import plain_type
 from arbcli.config.short_forms import ARGUMENTS
-from arbcli.config.training import OPTIMIZERS, SETTINGS, TrainConfig, spelled_out, train_config_dict
+from arbcli.config.training import (
+    OF_OPTIONS,
+    OPTIMIZERS,
+    TrainConfig,
+    spelled_out,
+    train_config_dict,
+)
 from arbcli.errors import ArbError
 from arbcli.reading import is_of, read_json, read_toml, shown
 
@@ -60,13 +66,10 @@ def read_settings(path: Path) -> dict[str, Any]:
         if not isinstance(settings["preset"], str):
             found = shown(settings["preset"])
             raise ArbError(f"`preset` of `{path}` is `{found}`", hint="name a preset in quotes")
-    of_options = {
-        one.option.partition("/")[0][2:].replace("-", "_"): name for name, one in SETTINGS.items()
-    }
     of_models = {name: plain_type(one.annotation) for name, one in ARGUMENTS.items()}
     for table, types, where in ((values, TOP, ""), (model, of_models, "model.")):
         for name, value in table.items():
-            name = of_options.get(name, name)
+            name = OF_OPTIONS.get(name, name)
             if name not in types:
                 raise _unknown(path, where, name, types, of_models)
             if value is not None:  # JSON has null where nothing was given

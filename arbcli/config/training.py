@@ -430,6 +430,12 @@ RUN_SETTINGS = settings_of(TrainConfig)
 SETTINGS = MODEL_SETTINGS | RUN_SETTINGS
 
 
+OF_OPTIONS = {
+    one.option.partition("/")[0][2:].replace("-", "_"): name for name, one in SETTINGS.items()
+}
+"""Names of settings by those of their options, with `_` for `-`."""
+
+
 def words_of(option: str) -> dict[str, Mapping[str, str]]:
     """List the words of an option, with the fields that each sets."""
     shared = (one.setting.words for one in SETTINGS.values() if one.option == option)
@@ -437,9 +443,10 @@ def words_of(option: str) -> dict[str, Mapping[str, str]]:
 
 
 def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
-    """Replace the words of options by the values of the fields that they set."""
+    """Replace names and words of options by the fields that they set, and the values of these."""
     found: dict[str, Any] = {}
     for name, value in given.items():
+        name = name if name in ARGUMENTS else OF_OPTIONS.get(name, name)
         known = SETTINGS.get(name)
         if known is None or value in (*known.setting.choices, *known.setting.also):
             found[name] = value
