@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -83,6 +84,26 @@ def test_extended_run_takes_its_own_older_checkpoints(text, tmp_path):
     with mock.patch("arbcli.train.run.seconds_until", return_value=50.0) as asked:
         assert resume_run(run / "step-000001.safetensors", Observer()).steps == 4
     assert asked.mock_calls == [mock.call(run, 1)]  # the run's, whatever was named
+
+
+def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_path):
+    run, observer = tmp_path / "run", Noting()
+    start_run(new_config(**SMALL, data=[text], steps=2, save_every=1, keep=9), run, Observer())
+    shutil.copytree(run, tmp_path / "whole")
+    back = "step-000001.safetensors"
+    with mock.patch("arbcli.train.run._run"):  # as if ended before it saved anything
+        resume_run(run / back, observer, steps=4)
+    late = run / "step-000002.safetensors"
+    assert f"`{late}.aside`" in observer.notes[-1]
+    assert check_run(run).resumes_at == 1
+    shutil.copy(f"{late}.aside", late)
+    with pytest.raises(ArbError, match="its `steps` is 2, not 4"):
+        resume_run(run, Observer())
+    late.unlink()
+    resume_run(run, Observer())
+    resume_run(tmp_path / "whole" / back, Observer(), steps=4)
+    a, b = (path / "step-000004.safetensors" for path in (run, tmp_path / "whole"))
+    assert a.read_bytes() == b.read_bytes()
 
 
 def test_run_of_a_gpu_goes_on_where_it_is_told_to(text, tmp_path, monkeypatch):
