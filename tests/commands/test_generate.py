@@ -8,6 +8,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -208,6 +209,24 @@ def test_generate_refuses_a_prompt_with_what_follows_beyond_any_text(run, arb_he
     done = arb_here("generate", "--checkpoint", run, "--length", "20", "--prompt", "ab")
     assert "a prompt and what follows it are 22 bytes" in done.stderr
     assert arb_here("generate", "--checkpoint", run, "--length", "18", "--prompt", "ab").stdout
+
+
+def test_evaluate_takes_the_held_out_text_of_the_last_run(run, arb_here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to(Path(run).parent)
+    done = arb_here("evaluate", "--checkpoint", "auto", "--device", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["text"].startswith("held out of ")
+    assert report["bytes"] == len(TEXT.encode()) // 10
+    assert report["checkpoint"] == "runs/run/step-000040.safetensors"
+    told = "the text is not the one that"
+    text = Path(run).parent / "text.txt"
+    text.write_bytes(TEXT.encode() + b"more")
+    try:
+        assert told in arb_here("evaluate", "--checkpoint", run, "--device", "cpu").stderr
+    finally:
+        text.write_text(TEXT, encoding="utf-8")
 
 
 def test_evaluate_reads_the_field_that_is_named(run, arb_here, tmp_path):
