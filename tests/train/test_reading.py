@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import arbcli
+from arbcli.checkpoint import load_checkpoint
 from arbcli.config.training import train_config_dict
 from arbcli.data import open_texts
 from arbcli.model.operations import step_operations
@@ -31,7 +32,7 @@ from arbcli.train.directory import (
 )
 from arbcli.train.parallel.group import Group
 from arbcli.train.record import seconds_until
-from arbcli.train.run import Observer, start_run
+from arbcli.train.run import Observer, resume_run, start_run
 from arbcli.train.trainer import EVAL_BATCHES, Trainer
 
 TRAIN, VAL = b"abcdefgh", b"WXYZ"
@@ -408,3 +409,29 @@ def test_texts_of_a_run_are_split_again_as_they_were(split, options, monkeypatch
         assert again.split == split
     del facts["text"]["paths"]  # as an earlier version had it
     assert open_texts_again(facts, config).split == split
+
+
+def test_counters_go_on_through_a_resume(options, tmp_path, monkeypatch):
+    """One step without a finite gradient is counted once before, and still after."""
+    monkeypatch.setattr(runs, "LOG_EVERY", 1)
+    step_of = Trainer.train_step
+
+    def poisoned(self, *args):
+        if self.step == 1:
+            losses = self.model.losses
+            self.model.losses = lambda *pair: {k: v * math.nan for k, v in losses(*pair).items()}
+            loss = step_of(self, *args)
+            del self.model.losses
+            return loss
+        return step_of(self, *args)
+
+    monkeypatch.setattr(Trainer, "train_step", poisoned)
+    run = tmp_path / "run"
+    start_run(new_config(**options | {"save_every": 3}), run, Observer())
+    checkpoint = load_checkpoint(run / "step-000003.safetensors")
+    assert checkpoint.counters["nonfinite_steps"] == 1
+    assert checkpoint.counters["refused"] > 1
+    resume_run(run / "step-000003.safetensors", Observer())
+    assert load_checkpoint(run / "step-000006.safetensors").counters == checkpoint.counters
+    records = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    assert [record["nonfinite_steps"] for record in records] == [0, 1, 1, 1, 1, 1]
