@@ -1,5 +1,7 @@
 """`arb export` as a person or a program meets it."""
 
+import json
+
 import pytest
 
 from arbcli.train.configure import new_config
@@ -23,3 +25,17 @@ def test_type_that_a_format_has_not_is_refused_in_two_lines(run, arb_here):
     assert (done.returncode, done.stdout) == (2, "")
     error, _ = done.stderr.splitlines()
     assert "has no type `q4_0`" in error
+
+
+def test_damaged_checkpoint_is_refused(run, tmp_path, arb_here):
+    with open(f"{run}/step-000002.safetensors", "rb") as file:
+        data = bytearray(file.read())
+    length = int.from_bytes(data[:8], "little")
+    moment = json.loads(data[8 : 8 + length])["head.weight.moment"]  # which an export has not
+    data[8 + length + moment["data_offsets"][0]] ^= 1
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(data)
+    done = arb_here("export", str(damaged), "--to", "gguf", "--out", str(tmp_path / "x.gguf"))
+    assert done.returncode == 2
+    assert "`head.weight.moment` was altered" in done.stderr
+    assert not (tmp_path / "x.gguf").exists()

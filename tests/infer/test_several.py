@@ -15,6 +15,7 @@ from arbcli.infer import several
 from arbcli.infer.generation import Decoder, Sampling, generate
 from arbcli.infer.prompts import read_prompts
 from arbcli.infer.several import Request, SeveralDecoder, cache_bytes, generate_several
+from arbcli.kernels.attention.eight_bits import KeptIn
 from arbcli.model import language_model as model_module
 from arbcli.model.language_model import LanguageModel
 
@@ -220,6 +221,26 @@ def test_room_of_a_gpu_includes_what_torch_holds_and_does_not_use(monkeypatch):
     made.assert_called_once_with(2, 40, torch.device("meta"))
     assert what == "the cache of 2 texts"  # one alone would be added up in another order
     assert "`--batch`" in hint
+
+
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_keys_and_values_are_kept_as_is_asked(lm, kv, monkeypatch):
+    made, new = [], several.SeveralDecoder
+
+    def decoder(*arguments, **options):
+        made.append(new(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(several, "SeveralDecoder", decoder)
+    asked = [request(each.prompt, each.length, temperature=0.0) for each in REQUESTS[:3]]
+    found = dict(generate_several(lm, asked, kv=kv))
+    together = dict(generate_several(lm, asked[::-1], 2, kv=kv))
+    assert [found[index] for index in range(3)] == [together[2 - index] for index in range(3)]
+    for index, each in enumerate(asked):
+        alone = b"".join(generate(lm, each.prompt, each.length, each.sampling, kv=kv))
+        assert alone[:3] == found[index][:3]
+    assert made[0].cache.main.blocks[0].keys.codes.element_size() == 1
+    assert lm.kept == KeptIn()
 
 
 @pytest.mark.parametrize(("prompt", "length"), [(b"", 1), (b"a", 0), (b"a", 2**24)])

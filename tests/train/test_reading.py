@@ -318,6 +318,17 @@ def test_everything_that_decides_a_run_is_compared_between_processes(options, mo
     assert after["threads"] == 77
 
 
+def test_record_has_the_mean_of_all_steps_since_the_last(records, options, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "LOG_EVERY", 4)
+    start_run(new_config(**options), tmp_path / "seldom", Observer())
+    seldom = [json.loads(line) for line in (tmp_path / "seldom" / "metrics.jsonl").open()]
+    assert [record["step"] for record in seldom] == [4, 6]
+    for name in ("loss", "flip_share"):
+        each = [record[name] for record in records]
+        means = [sum(each[:4]) / 4, sum(each[4:]) / 2]
+        assert [record[name] for record in seldom] == pytest.approx(means, rel=1e-5)
+
+
 def test_report_has_the_entropy_of_the_held_out_text(options, tmp_path):
     report = start_run(new_config(**options | {"steps": 1}), tmp_path / "run", Observer())
     content = Path(options["val"][0]).read_bytes()
