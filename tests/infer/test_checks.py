@@ -196,9 +196,10 @@ def test_eight_bits_of_keys_and_torch_alone_are_refused():
     with (
         lm.prepared_weights(),
         lm.keeping("int8"),
-        pytest.raises(ArbError, match="cannot be checked several at once"),
+        pytest.raises(ArbError, match="several at once with a cache in int8") as caught,
     ):
         Decoder(lm, 30, backend=KERNELS, ahead=4)
+    assert "`--kv`" in str(caught.value.hint)
 
 
 def test_tokens_and_more_bytes_than_there_are_are_refused():
