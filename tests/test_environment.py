@@ -229,6 +229,18 @@ def test_signal_is_raised_by_its_name(number, set_before):
     assert [signal.getsignal(each) for each in STOPPING] == [unheard] * len(STOPPING)
 
 
+@pytest.mark.parametrize("before", [unheard, signal.SIG_DFL])
+def test_hangup_that_comes_twice_has_no_effect_of_its_own(before, set_before):
+    """A terminal that is closed sends more than one."""
+    set_before(HANGUP, before)
+    with RememberedSignal() as remembered:
+        signal.raise_signal(HANGUP)
+        assert signal.getsignal(HANGUP) == signal.SIG_IGN
+        signal.raise_signal(HANGUP)
+    assert remembered.received == HANGUP
+    assert signal.getsignal(HANGUP) == before
+
+
 @pytest.mark.parametrize("listener", [RememberedSignal, RaisedSignal])
 def test_hangup_that_is_ignored_is_not_listened_to(listener, set_before):
     """As `nohup` has it; the others are listened to all the same."""

@@ -125,14 +125,6 @@ def test_proposals_that_are_right_are_all_accepted(monkeypatch):
     assert decoder.checked_bytes == size * decoder.checks_made == LENGTH // size * size
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 7])
-def test_short_texts_and_their_ends_are_the_same(length):
-    lm = model(5, DTYPES[0], **SMALL)
-    plain, checked, _ = texts(lm, WAYS[1], length)
-    assert plain == checked
-    assert len(plain) == length
-
-
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -22,7 +22,7 @@ from marks import mostly_slow
 from torch.autograd import DeviceType
 
 from arbcli import load
-from arbcli.checkpoint import load_checkpoint, save_checkpoint, write_json
+from arbcli.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_json
 from arbcli.config.training import TrainConfig, train_config_from
 from arbcli.errors import ArbError
 from arbcli.model.operations import step_operations
@@ -712,6 +712,18 @@ def test_load_warns_of_a_checkpoint_that_it_passes_over(started):
     newest.write_bytes(b"")
     with pytest.warns(UserWarning, match=f"`{newest}`: refused: .*; using the one before it"):
         load(started, device="cpu")
+
+
+def test_load_refuses_a_checkpoint_of_another_shape(finished_run, tmp_path):
+    path = checkpoints(finished_run)[0]
+    saved = load_checkpoint(path)
+    fields = {name: getattr(saved, name) for name in ("step", "counters", "data", "tensors")}
+    (stage,) = saved.config["stages"]
+    blocks = [block | {"channel": block["channel"] | {"width": 64}} for block in stage["blocks"]]
+    wider = saved.config | {"stages": [stage | {"blocks": blocks}]}
+    save_checkpoint(tmp_path, Checkpoint(config=wider, **fields))
+    with pytest.raises(ArbError, match=r"mlp\.gate_up"):
+        load(tmp_path / path.name)
 
 
 @pytest.mark.parametrize("minutes", [0.02])
