@@ -163,13 +163,6 @@ def test_batch_draws_every_window_alike(tmp_path):
     assert targets.max() == num_windows + context - 1
 
 
-def test_batch_reads_the_only_window(tmp_path):
-    text = Text(write_all(tmp_path, [b"012", b"345678"]))
-    inputs, targets = batch(text, seed=0, step=0, micro=0, **BATCH)
-    assert inputs.tolist() == [list(b"01234567")] * 4
-    assert targets.tolist() == [list(b"12345678")] * 4
-
-
 def test_batch_rejects_short_text(tmp_path):
     text = Text(write_all(tmp_path, [b"01234567"]))
     with pytest.raises(ValueError, match="a text of 8 bytes has no window of 8 \\+ 1 bytes"):
@@ -188,13 +181,6 @@ def test_batch_rejects_short_text(tmp_path):
 )
 def test_entropy_equals_formula(tmp_path, content, expected):
     assert entropy(Text(write_all(tmp_path, [content]))) == pytest.approx(expected, abs=1e-12)
-
-
-def test_entropy_reads_every_block(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "BLOCK_BYTES", 4)
-    text = Text(write_all(tmp_path, [b"aaaaa", b"aaa", b"bb"]))
-    expected = 0.8 * math.log(1 / 0.8) + 0.2 * math.log(1 / 0.2)
-    assert entropy(text) == pytest.approx(expected, abs=1e-12)
 
 
 def test_digest_does_not_depend_on_names(tmp_path):
@@ -258,29 +244,6 @@ def test_few_files_are_split_within_where_the_held_out_one_is_of_another_kind(tm
     for seed in range(40):
         texts = open_texts(paths, None, seed=seed, context=8)
         assert (texts.val.num_files == 16) == (texts.split == "within")
-
-
-def test_open_texts_splits_files_whatever_their_order(tmp_path):
-    write_lines(tmp_path, 40)
-    paths = [str(path) for path in tmp_path.rglob("*.txt")]
-    first = open_texts(sorted(paths), None, seed=3, context=1)
-    second = open_texts(sorted(paths, reverse=True), None, seed=3, context=1)
-    assert sorted(lines_of(first.val)) == sorted(lines_of(second.val))
-
-
-def test_open_texts_splits_files_whatever_their_place(tmp_path):
-    write_lines(tmp_path / "here", 40)
-    write_lines(tmp_path / "there/deep", 40)
-    first = open_texts([str(tmp_path / "here")], None, seed=3, context=1)
-    second = open_texts([str(tmp_path / "there")], None, seed=3, context=1)
-    assert digest(first.train) == digest(second.train)
-    assert digest(first.val) == digest(second.val)
-
-
-def test_open_texts_splits_files_by_seed(tmp_path):
-    write_lines(tmp_path, 40)
-    splits = {digest(open_texts([str(tmp_path)], None, seed=i, context=1).val) for i in range(8)}
-    assert len(splits) == 8
 
 
 def test_open_texts_leaves_empty_files_out_of_the_split(tmp_path):

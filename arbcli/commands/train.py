@@ -321,8 +321,6 @@ def _read_initial(path: Path, given: dict[str, Any], display: RunDisplay) -> "Sa
         given.setdefault("tokenizer", str(initial.path.with_name(FILE)))
     if saved.digits != "trit" and (initial.path.parent / run_files.COMPANIONS).exists():
         given.setdefault("lr", LR_OF_TUNING)
-    if saved.digits == "all" and given.get("digits") == "fade":
-        given.setdefault("fade_from", 0.0)  # its digits have been learnt
     return initial
 
 

@@ -226,6 +226,11 @@ class Decoder:
             raise ArbError(f"`--ahead` is {ahead}", hint=f"use 1 to {AheadConfig.MOST}")
         check_ahead(model.config, ahead)
         with use_backend(self.backend):
+            if model.kept.stored:
+                raise ArbError(
+                    f"bytes cannot be checked several at once with a cache in {model.kept_in}",
+                    hint="leave `--kv` or `--ahead` out",
+                )
             if not model.can_check():
                 raise ArbError(
                     "bytes of this model cannot be checked several at once",

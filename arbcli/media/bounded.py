@@ -28,7 +28,7 @@ class BoundedFile:
         self._file, self._left, self._allowed = path.open("rb"), most, most
         self._size = os.fstat(self._file.fileno()).st_size
         self.cut_by = ""
-        """What to say of the file once more was asked for than is allowed, and there."""
+        """Why the file ends early, once more was asked for than is allowed, and there."""
 
     def __enter__(self) -> "BoundedFile":
         return self
@@ -51,7 +51,7 @@ class BoundedFile:
         there = max(0, self._size - self._file.tell())
         wanted = there if size < 0 else min(size, there)
         if wanted > self._left:
-            self.cut_by = f"no more than {self._allowed:,} bytes are read of what it says it has"
+            self.cut_by = f"its decoder reads more than the {self._allowed:,} bytes of its bound"
         content = self._file.read(min(wanted, self._left))
         self._left -= min(self._left, max(SMALLEST_READ, len(content)))
         return content

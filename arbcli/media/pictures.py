@@ -23,6 +23,8 @@ HEADER_BYTES = 2**22
 """Of a file, read at most to find out how large the picture is."""
 WIDEST_PIXEL = 8
 """Bytes of a pixel that are read at most: four channels of 16 bits."""
+LIGHTER = "save its pixels alone: one frame, without metadata"
+"""What to do about a file that has more besides its pixels than is read."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 WEBP = re.compile(
     rb"RIFF.{4}WEBP(?:VP8X.{8}(?P<canvas>.{6})|VP8L.{4}/(?P<lossless>.{4})"
@@ -92,9 +94,10 @@ def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
                 plain = operations.fit(plain, (int(width), int(height)))
             pixels = np.asarray(plain)
         except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
+            hint = "it is truncated or damaged, or not a PNG, JPEG or WebP"
             raise ArbError(
                 f"`{path}` is not a readable picture: {content.cut_by or _reason(error)}",
-                hint="it is truncated or damaged, or not a PNG, JPEG or WebP",
+                hint=LIGHTER if content.cut_by else hint,
             ) from None
     yield PictureHeader(mode, pixels.shape[1], pixels.shape[0]).encode()
     yield _rows(pixels)

@@ -50,7 +50,9 @@ def sound_bytes(path: Path, form: str) -> Iterator[bytes]:
         try:
             yield from _blocks(soundfile, content, path, form)
         except soundfile.SoundFileError as error:
-            raise _damaged(path, content.cut_by or str(error).rpartition(": ")[2]) from None
+            if content.cut_by:
+                raise _too_heavy(path, content) from None
+            raise _damaged(path, str(error).rpartition(": ")[2]) from None
 
 
 def _blocks(soundfile: Any, content: BoundedFile, path: Path, form: str) -> Iterator[bytes]:
@@ -68,8 +70,10 @@ def _blocks(soundfile: Any, content: BoundedFile, path: Path, form: str) -> Iter
             if read > header.frames:
                 break
             yield encode_samples(samples, form)
+    if read != header.frames and content.cut_by:
+        raise _too_heavy(path, content)
     if read != header.frames:
-        raise _damaged(path, content.cut_by or f"it has {read:,} of {header.frames:,} frames")
+        raise _damaged(path, f"it has {read:,} of {header.frames:,} frames")
 
 
 def _check(header: SoundHeader, path: Path) -> None:
@@ -80,6 +84,13 @@ def _check(header: SoundHeader, path: Path) -> None:
             f"`{path}` has {header.channels} channels",
             hint=f"mix it down to {MOST_CHANNELS} or 1",
         )
+
+
+def _too_heavy(path: Path, content: BoundedFile) -> ArbError:
+    return ArbError(
+        f"`{path}` is not a readable sound: {content.cut_by}",
+        hint="save its samples alone, without metadata, unless it is damaged",
+    )
 
 
 def _damaged(path: Path, why: str) -> ArbError:

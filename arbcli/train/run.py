@@ -201,7 +201,8 @@ def start_run(
         observer: is told of progress.
         minutes: sets the number of steps by timing a few.
         initial: what to begin with: the weights, and all that rule and direction keep with them;
-            it must be of the model of `config`: see `check_initial`.
+            it must be of the model of `config`: see `check_initial`. Weights of all digits fade
+            from the first step, unless `config` says when.
         profile: steps to trace by torch's profiler, to a file in the directory: see `StepTrace`.
         check: may refuse the run, once its text is known and before anything is made for it.
         save: whether there is a directory. Without one there are no checkpoints and no records
@@ -217,7 +218,10 @@ def start_run(
         raise ArbError(f"`--minutes` is {minutes}", hint=f"use a number up to {MOST_MINUTES:,}")
     if initial is not None:
         check_trainable(initial.checkpoint)
-        check_initial(config.model, saved_config(initial.checkpoint))
+        begun = saved_config(initial.checkpoint)
+        check_initial(config.model, begun)
+        if (begun.digits, config.model.digits, config.fade_from) == ("all", "fade", None):
+            config = dataclasses.replace(config, fade_from=0.0)  # its digits have been learnt
     if run is not None:
         check_free(run)
     config = dataclasses.replace(config, device=str(own_device(torch.device(config.device))))

@@ -171,14 +171,6 @@ def test_prompts_of_a_file_are_a_line_each(generate, tmp_path, monkeypatch):
     assert "backend torch, 2 at once" in alike.stderr
 
 
-def test_generate_reads_a_prompt_of_any_bytes_from_stdin(generate, monkeypatch):
-    prompt = b"na\xc3\xafve \xff"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt), encoding="ascii"))
-    done = generate("--prompt", "-", "--length", "5", "--temperature", "0", "--json")
-    assert json.loads(done.stdout)["prompt"] == prompt.decode(errors="replace")
-    assert json.loads(done.stdout)["top_k"] == 256
-
-
 def test_how_far_a_long_prompt_is_read_is_shown(generate, monkeypatch):
     """Each quarter of a minute here: by the second line three quarters of the prompt are read."""
     module = importlib.import_module("arbcli.commands.generate")
@@ -227,14 +219,6 @@ def test_evaluate_takes_the_held_out_text_of_the_last_run(run, arb_here, tmp_pat
         assert told in arb_here("evaluate", "--checkpoint", run, "--device", "cpu").stderr
     finally:
         text.write_text(TEXT, encoding="utf-8")
-
-
-def test_evaluate_reads_the_field_that_is_named(run, arb_here, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"said": "ternary weights"}\n')
-    args = ["evaluate", "--checkpoint", run, "--device", "cpu", "--json", "--field", "said"]
-    done = arb_here(*args, "--data", str(tmp_path / "a.jsonl"))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["bytes"] < 20
 
 
 def test_evaluate_prints_a_table_or_one_object(run, tmp_path, arb_here):

@@ -80,21 +80,6 @@ def test_random_failure_is_reproduced_by_its_command(wrong_kernel):
     assert (failure["label"], failure["found"]) == (last["label"], last["found"])
 
 
-def test_every_scale_type_is_checked_when_asked_for():
-    found = json.loads(arb("rms_norm", "--all-tscale-types", "--backend", "torch", "--json").stdout)
-    assert [result["scale_type"] for result in found["kernels"]] == found["scale_types"]
-    assert len(found["scale_types"]) == 8
-    assert not any("another one was asked for" in item for item in found["not_verified"])
-
-
-def test_one_scale_type_is_checked_by_default_and_the_rest_and_speed_are_listed():
-    found = json.loads(arb("rms_norm", "--backend", "torch", "--json").stdout)
-    assert found["scale_types"] == ["T32"]
-    assert any(item.startswith("scale types T4, ") for item in found["not_verified"])
-    assert found["timing"] is None
-    assert "speed: `--time` was not given" in found["not_verified"]
-
-
 def test_ledger_is_written_and_compared(tmp_path):
     assert arb("pack_trits", "--ledger", tmp_path).exit_code == 0
     assert (tmp_path / "ledger.md").read_text().startswith("# What was verified")

@@ -106,10 +106,6 @@ def test_model_that_is_tuned_brings_what_was_not_asked_for(
     new_config = "arbcli.train.configure.new_config"
     given = asked(new_config, "train", "--init-from", "some/run", "--device", "cpu", *words).kwargs
     assert (given["lr"], given["tokenizer"]) == (lr, tokenizer)
-    assert "fade_from" not in given
-    fading = ["train", "--init-from", "some/run", "--device", "cpu", "--weights", "anneal", *words]
-    assert asked(new_config, *fading).kwargs["fade_from"] == 0
-    assert asked(new_config, *fading, "--fade-from", "0.2").kwargs["fade_from"] == 0.2
 
 
 def test_logger_that_is_named_twice_hears_once(asked, monkeypatch):

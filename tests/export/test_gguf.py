@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from marks import mostly_slow
 
 from arbcli.checkpoint import write_json
 from arbcli.config.presets import preset
-from arbcli.config.site import SCALE_TYPES
 from arbcli.errors import ArbError
 from arbcli.export import gguf
 from arbcli.export.gguf import byte_symbols
@@ -22,7 +20,6 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.run_files import CONFIG
 
 TEXT = b"def main(self):\n    return 1\n"
-SMALLEST = {"T32": "Q4_0", "T96": "Q4_0", "T64": "Q2_0", "T128": "Q2_0"}
 
 
 def written(saved, path, kind=None, **options):
@@ -35,21 +32,6 @@ def count_differences(path, model) -> int:
     file = GGUFFile(path)
     parts = (part for source in sources(model) for part in read(source))
     return sum(int((file.tensor(part.gguf) != weight).sum()) for part, weight in parts)
-
-
-@pytest.mark.parametrize("scale_type", mostly_slow(SCALE_TYPES, lambda name: name in ("T4", "T64")))
-def test_smallest_type_decodes_to_the_same_weights(saved, tmp_path, scale_type):
-    path = tmp_path / "model.gguf"
-    weights, kind = written(saved, path, scale_type=scale_type)
-    assert kind.name == SMALLEST.get(scale_type, "BF16")
-    assert count_differences(path, weights.model) == 0
-
-
-@pytest.mark.parametrize("kind", mostly_slow(gguf.TYPES, lambda name: name == "f16"))
-def test_every_type_decodes_to_the_same_weights(saved, tmp_path, kind):
-    path = tmp_path / "model.gguf"
-    weights, _ = written(saved, path, kind, scale_type="T64")
-    assert count_differences(path, weights.model) == 0
 
 
 @pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])

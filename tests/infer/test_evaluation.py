@@ -155,15 +155,6 @@ def test_what_cannot_be_evaluated_is_refused(content, stride, message, tmp_path)
         )
 
 
-def test_window_of_one_byte_goes_on_by_one(tmp_path):
-    model = Fake()
-    model.config = preset("tiny", dim=4, layers=1, heads=1, ffn=4, ctx=1)
-    text = make_text(tmp_path, bytes(range(9)))
-    report = evaluate(model, "", text, "", stride=None, batch=3, backend="torch")
-    assert (report.context, report.stride) == (1, 1)
-    assert model.batches == [(3, 1), (3, 1), (2, 1)]
-
-
 def test_logits_are_compared_in_float32_whatever_computed_them(tmp_path):
     class Coarse(Fake):
         def forward(self, ids):

@@ -69,15 +69,6 @@ def test_greedy_text_is_that_of_whole_forwards(prompt, weights, device):
     assert prompt + continued(lm, prompt, 16 - len(prompt), GREEDY) == expected
 
 
-def test_prompt_longer_than_the_window_is_read_whole(device):
-    lm = model(device)
-    prompt = bytes(range(50))
-    decoder = Decoder(lm, 60, GREEDY)
-    for byte in prompt:
-        decoder.read(bytes([byte]))
-    assert b"".join(decoder.stream(10)) == continued(lm, prompt, 10, GREEDY)
-
-
 LONG = {
     "narrow": {"window": 5, "layers": 3},
     "key heads": {"key_heads": 1, "layers": 2},
@@ -150,14 +141,6 @@ def test_text_ends_before_a_symbol_and_counts_so_many(device):
     report = continue_text(lm, "it", b"abc", 12, GREEDY, backend=None, ends={end})
     assert report.length == len(wanted)
     assert report.text == wanted.decode(errors="replace")
-
-
-def test_text_can_be_streamed_in_turns(device):
-    decoder = Decoder(model(device), 200, Sampling(seed=3))
-    decoder.read(b"ab")
-    parts = [b"".join(decoder.stream(length)) for length in (1, 40, 33)]
-    assert [len(part) for part in parts] == [1, 40, 33]
-    assert b"".join(parts) == continued(model(device), b"ab", 74, Sampling(seed=3))
 
 
 def test_seed_decides_the_text(device):

@@ -203,12 +203,6 @@ def test_readings_are_those_of_the_held_out_batch(text, monkeypatch):
     assert report.config["lr"] == trainer.config.lr
 
 
-@pytest.mark.parametrize("context", [1, 3])
-def test_probe_takes_contexts_of_a_few_bytes(context, text):
-    report = examine(trainer_of(text, ctx=context, steps=1), 1)
-    assert len(report.readings[-1].loss_by_position) == len(report.position_starts)
-
-
 def test_histograms_count_every_value_once(sound):
     for tensor in sound.tensors:
         assert sum(tensor.digits["remainder"].counts) == tensor.num_weights
@@ -377,21 +371,6 @@ def test_nan_of_a_gradient_is_traced_to_its_weight(text, monkeypatch):
     assert report.first_nonfinite == "gradient of `blocks.0.attention.qkv.weight` by step 1"
     assert names(report)[0] == "spike"
     assert "`blocks.0.attention.qkv.weight` changed" in evidence(report, "dead")
-
-
-def test_report_of_a_model_full_of_nan_is_json(text, monkeypatch):
-    trainer = trainer_of(text)
-    embed = trainer.model.embedding.forward
-    monkeypatch.setattr(trainer.model.embedding, "forward", lambda *a: embed(*a) * math.nan)
-    json.dumps(dataclasses.asdict(examine(trainer, 1)), allow_nan=False)
-
-
-def test_zero_learning_rate_is_dead(text, monkeypatch):
-    monkeypatch.setattr(Trainer, "lr", 0.0)
-    report = examine(trainer_of(text), 2)
-    assert "dead" in names(report)
-    assert not any(tensor.changed for tensor in report.tensors)
-    assert all(tensor.update_size is None for tensor in report.tensors)
 
 
 def test_model_that_learns_nothing_is_worse_than_uniform(text):

@@ -234,6 +234,17 @@ def test_large_picture_of_noise_is_read_whole(tmp_path):
         assert span.header == PictureHeader("rgb", 1100, 1000)
 
 
+def test_file_with_more_remarks_than_are_read_is_not_called_damaged(tmp_path):
+    plain, picture = Image.new("L", (9, 9)), tmp_path / "a.jpg"
+    plain.save(picture)
+    content = picture.read_bytes()
+    remark = b"\xff\xfe\xff\xff" + bytes(2**16 - 3)
+    picture.write_bytes(content[:2] + remark * 65 + content[2:])
+    with pytest.raises(ArbError, match=f"{pictures.HEADER_BYTES:,} bytes") as caught:
+        list(pictures.picture_bytes(picture, "rgb"))
+    assert caught.value.hint == pictures.LIGHTER
+
+
 def test_bounded_file_is_a_file_until_its_bound(tmp_path):
     (tmp_path / "a").write_bytes(bytes(range(200)))
     with bounded.BoundedFile(tmp_path / "a", 150) as file:

@@ -142,21 +142,6 @@ def test_twins_take_the_same_cache(weights, device, monkeypatch):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_oldest_byte_is_forgotten_when_the_ring_comes_round(device):
-    lm, ids = model(device, layers=1), text(WINDOW + 4, device)
-    other = ids.clone()
-    other[0, 0] ^= 1
-    parts = [1] * (WINDOW + 4)
-    changed = (forward_in_parts(lm, ids, parts) != forward_in_parts(lm, other, parts)).any(-1)[0]
-    assert changed.tolist() == [True] * WINDOW + [False] * 4
-
-
-def test_ring_is_no_longer_than_the_text(device):
-    lm = model(device)
-    assert lm.new_cache(5).main.blocks[0].keys.codes.shape == (2, 5, 16)
-    assert lm.new_cache(5000).main.blocks[0].keys.codes.shape == (2, WINDOW, 16)
-
-
 def test_too_many_bytes_at_once_are_refused(device):
     lm = model(device)
     with pytest.raises(ValueError, match="no room for 9 bytes at 0"):

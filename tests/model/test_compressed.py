@@ -9,7 +9,6 @@ from marks import mostly_slow
 from arbcli.config.parts import AttentionConfig, CompressedAttentionConfig
 from arbcli.config.presets import PRESETS, preset
 from arbcli.errors import ArbError
-from arbcli.infer.generation import Decoder, Sampling
 from arbcli.inspect.memory import measure, predict
 from arbcli.kernels.attention.choose_entries import choose_entries
 from arbcli.kernels.attention.compressed_attention import Sight, compressed_attention
@@ -171,14 +170,6 @@ def text_gradients(lm) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return loss.detach(), found
 
 
-def test_all_of_few_entries_are_chosen_and_of_equal_ones_the_last():
-    q, k = torch.zeros(1, 4, 2, 3), torch.zeros(1, 5, 3)
-    w = torch.ones(1, 4, 2)
-    found = choose_entries(q, w, k, 2, 99, 3)
-    assert found.tolist() == [[[0, 1, -1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]]
-    assert choose_entries(q, w, k, 2, 2, 3)[0, 3].tolist() == [3, 4, -1]
-
-
 def test_indexer_of_eight_bits_chooses_by_rounded_numbers(small_compressed):
     given = {key: value for key, value in small_compressed.items() if key != "batch"}
     config = preset(given.pop("preset"), **given | {"dim": 48, "ffn": 48, "ratios": (3,)})
@@ -237,16 +228,6 @@ def test_indexer_learns_from_the_divergence_and_nothing_else_does(small_compress
     assert indexers
     assert found["indexer"] == indexers
     assert found["text"] == {n for n, w in lm.weights().items() if not w.frozen} - indexers
-
-
-def test_text_is_generated_as_it_is_predicted(small_compressed):
-    lm = model(small_compressed)
-    decoder = Decoder(lm, 20, Sampling(temperature=0))
-    decoder.read(b"abcdefg")
-    made = b"".join(decoder.stream(13))
-    with torch.no_grad():
-        ids = torch.tensor([list(b"abcdefg" + made)])
-        assert bytes(lm(ids[:, :-1])[0, 6:].argmax(-1).tolist()) == made
 
 
 @pytest.mark.parametrize("options", [{"mean_ratio": 3}, MEANS_AND_GAINS | {"kv_heads": 2}], ids=str)

@@ -110,32 +110,6 @@ def test_cached_logits_equal_those_of_the_whole_text(name, in_windows):
     torch.testing.assert_close(read(lm, ids, CHUNKS[name], cache).double(), expected, **CLOSE)
 
 
-def test_steps_without_kernels_of_a_row_give_the_same_logits(in_windows):
-    """Widths of the model that are not multiples of eight."""
-    lm, ids, expected = in_windows
-    with lm.prepared_weights():
-        got = read(lm, ids, [1] * LENGTH, lm.new_cache(LENGTH))
-    # products of steps take activations of 16 bits
-    torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("options", LEFT_OUT[:-2], ids=str)
-def test_cache_serves_what_is_left_of_the_parts(options):
-    lm, ids = model(**options), text(1, 8)
-    with torch.no_grad():
-        expected = lm(ids)
-    got = read(lm, ids, [3, 1, 4], lm.new_cache(8))
-    torch.testing.assert_close(got, expected, **CLOSE)
-
-
-@pytest.mark.parametrize(("flag", "path"), PARTS.items())
-def test_part_that_is_left_out_has_no_state(flag, path):
-    off = {flag: False, **({"graph": False} if flag == "codebook" else {})}
-    for options, there in (({}, True), (off, False)):
-        names = [name for name, _ in LanguageModel(graph_config(**options)).named_buffers()]
-        assert any(name.startswith(f"{path}.") for name in names) == there
-
-
 def test_step_over_one_byte_is_taken():
     lm = model()
     train(lm, 2, text(3, 2))

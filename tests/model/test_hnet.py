@@ -148,13 +148,6 @@ def test_chunks_of_fixed_length_begin_at_its_multiples():
     assert [part[0].nonzero().flatten().tolist() for part in marks] == [[0, 2, 4, 6, 8], [0, 4, 8]]
 
 
-def test_boundaries_are_where_the_cache_finds_them():
-    lm, ids = model("two stages", chunk_length=(2, 2), ctx=60), text(1, 24)
-    marks = torch.stack(lm.boundaries(ids)).sum(dim=0)[0].tolist()
-    assert chunk_depths(lm, bytes(ids[0].tolist()), "torch") == marks
-    assert 2 in marks
-
-
 def test_new_model_has_an_identity_for_projections_and_no_residual():
     lm, ids = model(drawn=False), text()
     assert not lm.stages[0].router.query_key.weight.weight().any()
@@ -182,15 +175,6 @@ def test_as_much_is_read_at_once_as_every_part_has_room_for(window, positions, e
     """Bytes in a window, and as many chunks as the main network has slots for: 12 of 24 bytes."""
     cache = model(window=window).new_cache(positions)
     assert cache.window == expected
-
-
-def test_ratio_loss_is_one_where_chunks_have_the_wanted_length():
-    parts = model("learned").losses(text(), text())
-    assert set(parts) == {"text", "ratio"}
-    assert set(model("space").losses(text(), text())) == {"text"}
-    begins = torch.tensor([[True, False, False, False] * 3])
-    assert ratio_loss(Routed(begins.float() * 0.9 + 0.025, begins), 4, None).item() == 1
-    assert ratio_loss(Routed(torch.ones(1, 12), torch.ones(1, 12) > 0), 4, None).item() == 4
 
 
 def test_ratio_loss_counts_positions_that_there_are():

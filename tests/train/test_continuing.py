@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from arbcli.checkpoint import load_checkpoint, save_checkpoint, write_json
+from arbcli.config.training import train_config_from
 from arbcli.errors import ArbError
 from arbcli.export.run import export
 from arbcli.infer.load import load_model, read_saved, saved_config
@@ -183,6 +184,20 @@ def test_run_begins_with_saved_weights(text, tmp_path):
     assert read_facts(tmp_path / "b")["init_from"].endswith("a/step-000002.safetensors")
     assert load_model(tmp_path / "b").config.ctx == 12
     assert resume_run(tmp_path / "b", Observer()).steps == 1
+
+
+def test_saved_weights_of_all_digits_fade_from_the_first_step_unless_it_is_said(text, tmp_path):
+    sizes = SMALL | {"rule": "moment"}
+    for digits in ("all", "fade"):
+        config = new_config(**sizes | {"digits": digits}, data=[text], steps=1)
+        start_run(config, tmp_path / digits, Observer())
+    assert train_config_from(read_facts(tmp_path / "fade")).fade_from is None
+    initial = read_saved(tmp_path / "all", pytest.fail)
+    for given, wanted in ((None, 0.0), (0.4, 0.4)):
+        fading = dataclasses.replace(config, fade_from=given)
+        run = tmp_path / f"from {wanted}"
+        start_run(fading, run, Observer(), initial=initial)
+        assert train_config_from(read_facts(run)).fade_from == wanted
 
 
 def test_weights_of_another_model_or_alone_are_refused(text, tmp_path):

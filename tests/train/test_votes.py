@@ -11,7 +11,7 @@ from arbcli.kernels.update.cast_votes import cast_scale_votes_reference, cast_tr
 from arbcli.kernels.update.gradient_statistics import gradient_statistics_reference
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules import VOTES_FIXES
-from arbcli.rules.votes import FIRST_VOTES, FLIP_SHARE
+from arbcli.rules.votes import FIRST_VOTES
 from arbcli.train.updater import Updater
 
 SHAPE = 33, 123
@@ -60,25 +60,6 @@ def test_first_votes_are_small_and_random(device):
     trits = unpack_trits(tensor.trits, SHAPE[1]).double().cpu().flatten()
     both = torch.stack([trits, tensor.votes.double().cpu().flatten()])
     assert torch.corrcoef(both)[0, 1].abs() < 5 / math.sqrt(tensor.num_weights)
-
-
-def test_bound_holds_for_every_gradient(device):
-    tensor, updater = build(device, "bound")
-    grads = [gradient(device)] * 8 + [gradient(device, seed) for seed in range(8)]
-    most = math.ceil(FLIP_SHARE * tensor.num_weights)
-    found = flips(tensor, updater, grads)
-    assert found[:2] == [0, 0]
-    assert all(most - 1 <= count <= most for count in found[2:8])
-    assert max(found) <= most
-
-
-def test_bound_lets_a_small_matrix_flip(device):
-    config = preset("tiny", rule="votes", votes_fixes=("bound",))
-    with torch.device(device):
-        tensor = TernaryTensor(1, 7, config, area="mlp", std=0.1)
-    tensor.fill(0)
-    updater = Updater([tensor], seed=3, dtype=torch.float32)
-    assert flips(tensor, updater, [torch.ones(1, 7, device=device)] * 4) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("fixes", [(), VOTES_FIXES], ids=["none", "all"])

@@ -167,15 +167,6 @@ def test_evaluation_is_not_a_use():
     assert len(grads["weight"]) == 1
 
 
-def test_forgotten_forward_does_not_hold_the_next_gradient_back():
-    lm = model()
-    grads = collect(lm)
-    lm.loss(*batch())
-    lm.forget_uses()
-    lm.loss(*batch()).backward()
-    assert {len(seen) for seen in grads.values()} == {1}
-
-
 def test_backward_saves_nothing_weight_shaped():
     lm = model()
     shapes = {tuple(weight.weight().shape) for weight in lm.weights().values()}
@@ -192,12 +183,6 @@ def test_rotation_is_undone_by_its_inverse():
     assert (cos**2 + sin**2 - 1).abs().max() < 1e-6
     x = torch.randn(2, 64, 32)
     assert torch.allclose(rotate(rotate(x, cos, sin), cos, -sin), x, atol=1e-6)
-
-
-def test_ste_twin_multiplies_by_three_values():
-    lm = LanguageModel(preset("tiny", **TINY, weights="ste"), torch.float32)
-    lm.initialise(0)
-    assert lm.blocks[0].mlp.output.weight.weight(torch.bfloat16).unique().numel() == 3
 
 
 def float_weight(weights: str, rows: int, columns: int) -> FloatWeight:

@@ -37,21 +37,6 @@ def test_its_losses_together_count_by_their_weight():
     assert "next_2" not in model(config(ahead=None)).loss_weights
 
 
-def test_window_that_is_too_short_has_fewer_losses():
-    lm = model(config())
-    for length, wanted in ((1, 0), (2, 0), (3, 1), (4, 2), (5, 3), (6, 3)):
-        ids = text(length=length)
-        assert len(lm.losses(ids, ids)) == 1 + wanted
-        assert all(loss.isfinite() for loss in lm.losses(ids, ids).values())
-
-
-def test_other_weights_begin_as_without_it_and_give_the_same_logits():
-    plain, more = model(config(ahead=None)), model(config())
-    for name, part in plain.state_dict().items():
-        assert torch.equal(part, more.state_dict()[name])
-    assert torch.equal(plain(text()), more(text()))
-
-
 def test_it_is_counted_by_itself():
     of = config()
     parts = {part.path: part for part in predict_parts(of).parts}

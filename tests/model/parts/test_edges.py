@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from arbcli.model.parts.edges import MOST, Edges
+from arbcli.model.parts.edges import Edges
 
 BUCKETS, WAYS = 4, 2
 CODES = 12
@@ -103,18 +103,3 @@ def test_steps_equal_a_slow_model(seed):
         assert state(graph) == slow.state(), index
     assert (graph.score > 0).all()
     assert graph.sign.unique().numel() > 2
-
-
-def test_passed_edge_saturates():
-    graph = edges()
-    for _ in range(MOST + 20):
-        graph.note(torch.tensor([[5, 7, 5, 7]]))
-        graph.after_step()
-    assert graph.score[1].tolist() == [MOST, 0]
-
-
-def test_text_of_one_byte_has_no_pairs():
-    graph = edges()
-    graph.note(torch.tensor([[5], [7]]))
-    graph.after_step()
-    assert graph.score.eq(0).all()

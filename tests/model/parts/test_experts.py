@@ -31,7 +31,7 @@ from arbcli.model.layers import expert_weight
 from arbcli.model.layers.expert_weight import ExpertWeight
 from arbcli.model.layers.norm import ClampedGate, TernaryGate
 from arbcli.model.parts.codebook import Codebook, Found
-from arbcli.model.parts.experts import Experts, Gate, root_softplus, route
+from arbcli.model.parts.experts import Experts, Gate, root_softplus
 from arbcli.model.parts.hashed_experts import hashed_experts
 from arbcli.model.parts.moe_graph import HALT_PRIOR, Iterated, MoEGraph
 from arbcli.model.parts.ngrams import ngram_keys
@@ -64,13 +64,6 @@ def inputs(seed=0) -> tuple[torch.Tensor, torch.Tensor]:
 def reference(tested: Experts, config=None):
     config = config or config_of()
     return lambda w, x, query: experts(w, query, x, reading(config, tested))
-
-
-@pytest.mark.parametrize("only", [0, 3])
-def test_route_to_one_expert(only):
-    routing = route(torch.full((5, 1), only), 4)
-    assert routing.bounds.tolist() == [0 if e <= only else 5 for e in range(5)]
-    assert routing.tokens.tolist() == list(range(5))
 
 
 @pytest.mark.parametrize("at_once", [1, 2**25], ids=["an expert at a time", "together"])
@@ -190,13 +183,6 @@ def test_balance_moves_against_the_load():
     assert gate.gauges() == {"fullest_expert": 0}  # of no slots at all
 
 
-def test_even_load_leaves_the_balance():
-    gate = new_gate(4)
-    gate(normal(3, ITERATED.gate_dim))
-    gate.after_step()
-    assert gate.balance.eq(0).all()
-
-
 @pytest.mark.parametrize("name", ["norm", "sub_norm"])
 def test_rows_of_several_texts_are_normalised_few_at_a_time(name, monkeypatch):
     """With more at once, a program has other threads for a row, whose sums have other orders."""
@@ -282,15 +268,6 @@ def test_iterations_and_gradients_equal_autograd(options):
     assert_same(used, given, run, reference)
 
 
-def test_halting_does_not_depend_on_other_positions():
-    both = Both(graph=False)
-    x = iterated_inputs()[0]
-    whole = both.graph(x, None, None)
-    alone = both.graph(x[1:, 2:3], None, None)
-    torch.testing.assert_close(alone.x[0, 0], whole.x[1, 2], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(alone.shares[:, 0], whole.shares[:, LENGTH + 2])
-
-
 def test_ponder_cost_is_finite_where_all_halt_at_once():
     shares = torch.zeros(3, 5)
     shares[0] = 1
@@ -299,22 +276,6 @@ def test_ponder_cost_is_finite_where_all_halt_at_once():
     cost.backward()
     assert cost.item() == pytest.approx(-math.log(HALT_PRIOR))
     assert shares.grad.isfinite().all()
-
-
-def test_gradient_of_many_iterations_is_finite():
-    both = Both(max_moe_iters=64)
-    x = iterated_inputs()[0].requires_grad_()
-    found = both(x, iterated_inputs()[1])
-    (found.x.sum() + found.ponder_cost()).backward()
-    assert x.grad.isfinite().all()
-
-
-def test_edges_that_were_used_are_voted_on():
-    both = Both()
-    before = both.graph.edges.sign.clone()
-    both(*iterated_inputs()).x.sum().backward()
-    both.graph.edges.after_step()
-    assert (both.graph.edges.sign != before).any()
 
 
 @pytest.mark.parametrize(

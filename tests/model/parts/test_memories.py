@@ -37,12 +37,6 @@ def test_best_pairs_are_the_best_of_all(sizes, top_k):
     assert torch.equal(pairs, expected.indices)
 
 
-def test_best_pairs_of_ties_are_different_pairs():
-    scores, pairs = best_pairs(torch.zeros(2, 4), torch.zeros(2, 8), 3)
-    assert scores.eq(0).all()
-    assert [len(set(row)) for row in pairs.tolist()] == [3, 3]
-
-
 LONG = 14
 
 
@@ -92,22 +86,8 @@ def test_steps_equal_a_dictionary(rows):
     assert len({strength for _, strength in slow.values()}) > 1
 
 
-def test_strength_saturates():
-    memory = new_memgram(filled=False)
-    for _ in range(MOST + 10):
-        see(memory, torch.tensor([[*b"context", 255]]))
-    assert memory.strength.max() == MOST
-    assert memory.symbol.dtype == memory.strength.dtype == torch.int8
-
-
 def test_empty_memory_adds_nothing():
     assert new_memgram(filled=False)(text(2, LONG), LONG, torch.float32).eq(0).all()
-
-
-def test_text_of_one_byte_teaches_nothing():
-    memory = new_memgram(filled=False)
-    see(memory, text(2, 1))
-    assert memory.strength.eq(0).all()
 
 
 SEQUENCER = graph_config().beside[0]
