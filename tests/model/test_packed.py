@@ -24,6 +24,13 @@ def test_state_has_a_scale_for_every_started_group(scale_type):
     assert state.exponent.shape == (3, math.ceil(131 / SCALE_TYPES[scale_type]))
 
 
+def test_initialise_leaves_a_third_of_the_trits_zero():
+    state = tensor(512, 480, 0.05)
+    state.initialise(seed=0, index=0)
+    zeros = (unpack_trits(state.trits, 480) == 0).float().mean().item()
+    assert 0.31 < zeros < 0.33
+
+
 @pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
 def test_initialise_writes_legal_digits(rule):
     state = tensor(33, 323, rule=rule)
