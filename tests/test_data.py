@@ -228,6 +228,15 @@ def test_open_texts_splits_files_into_disjoint_parts(tmp_path, num_files, num_va
     assert texts.val.num_files == num_val
 
 
+def test_open_texts_splits_files_whatever_their_place(tmp_path):
+    write_lines(tmp_path / "here", 40)
+    write_lines(tmp_path / "there/deep", 40)
+    first = open_texts([str(tmp_path / "here")], None, seed=3, context=1)
+    second = open_texts([str(tmp_path / "there")], None, seed=3, context=1)
+    assert digest(first.train) == digest(second.train)
+    assert digest(first.val) == digest(second.val)
+
+
 @pytest.mark.parametrize(("context", "split"), [(9, "within"), (10, "files"), (11, "files")])
 def test_tenths_of_files_that_are_not_a_window_together_are_not_held_out(tmp_path, context, split):
     paths = write_all(tmp_path, [random_bytes(90), random_bytes(19)])
