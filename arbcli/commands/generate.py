@@ -138,8 +138,8 @@ def generate(
             min=1,
             max=8,
             help="Bytes that a step makes at most: a head of the model, if it has one, and what the"
-            " text repeats propose them, and the model checks them. The text is the same. [default:"
-            " 1]",
+            " text repeats propose them, and the model checks them. The text is the same; on a CPU"
+            " it takes longer. [default: 1]",
         ),
     ] = None,
     compute: ComputeOfRun = None,
