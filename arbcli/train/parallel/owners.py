@@ -122,7 +122,8 @@ def told(tensor: TernaryTensor) -> dict[str, Tensor]:
     names = ["trits", "exponent"]
     if hasattr(tensor, "fraction"):
         names.append("fraction")
-    if tensor.reads_digits:
+    # weights that fade read them at first, and vectors always
+    if tensor.reads_digits or tensor.packed.remainder is not None:
         names.append("remainder")
     if hasattr(tensor, "wire_exponent"):
         names.append("wire_exponent")

@@ -17,6 +17,7 @@ from arbcli.config.training import MOST_PARTS, WIRES
 from arbcli.errors import ArbError
 from arbcli.model.build import build_model
 from arbcli.model.layers.table import TableWeight
+from arbcli.model.layers.vector import VectorWeight
 from arbcli.rules import stage_rule
 from arbcli.train.parallel import group as groups
 from arbcli.train.parallel import owners
@@ -237,6 +238,14 @@ def test_cost_of_a_tensor_is_of_its_direction(small_graph):
         if type(tensor.direction).__name__ == "Orthogonal":
             passes += small / 100
         assert cost(tensor) == pytest.approx(passes * tensor.num_weights)
+
+
+@pytest.mark.parametrize("digits", ["trit", "all", "fade"])
+def test_owner_of_a_vector_tells_all_of_its_digits(digits):
+    """Each process reads them, whatever the weights of the model are."""
+    vector = VectorWeight((1.0, 0.5), preset("tiny", digits=digits).site(), area="mlp")
+    assert {*told(vector)} >= {"trits", "exponent", "fraction", "remainder"}
+    assert {*kept(vector)} == {"moment", "row_statistic", "column_statistic"}
 
 
 @pytest.mark.parametrize("size", [1, 3])
