@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbcli.errors import ArbError
-from arbcli.media.bounded import BoundedFile
+from arbcli.media.bounded import HEADER_BYTES, BoundedFile
 from arbcli.media.spans import PictureHeader
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 MOST_PIXELS = 2**26
 """Of a file: 8192 by 8192. Nothing but the header of a larger one is read."""
 MOST_SIDE = 2**15
-HEADER_BYTES = 2**22
-"""Of a file, read at most to find out how large the picture is."""
 WIDEST_PIXEL = 8
 """Bytes of a pixel that are read at most: four channels of 16 bits."""
 LIGHTER = "save its pixels alone: one frame, without metadata"
