@@ -224,16 +224,11 @@ def options(name: str, what: str) -> argparse.ArgumentParser:
     Args:
         name: of the module in `benchmarks`.
         what: it does, in a sentence.
-
-    Raises:
-        SystemExit: nothing says which commit is measured, which rows need: found before a
-            measurement, not after it.
     """
     parser = Options(prog=f"python -m benchmarks.{name}", description=what)
     parser.add_argument(
         "--out", type=Path, default=FOLDER, metavar="DIR", help="folder of the JSON file"
     )
-    find_commit()
     return parser
 
 

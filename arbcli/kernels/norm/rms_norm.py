@@ -53,9 +53,9 @@ def add_rms_norm_reference(
 def of_sum(norm: Callable) -> Callable[..., Any]:
     """Add to the first input of a norm, rounded as torch does it; return that, and its norm."""
 
-    def run(x: Tensor, added: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def run(x: Tensor, added: Tensor, weight: Weight, eps: float) -> tuple[Tensor, Tensor]:
         total = (x + added).contiguous()
-        return total, norm(total, *rest)
+        return total, norm(total, weight, eps)
 
     return run
 
