@@ -22,7 +22,7 @@ MOST_SIDE = 2**15
 WIDEST_PIXEL = 8
 """Bytes of a pixel that are read at most: four channels of 16 bits."""
 LIGHTER = "save its pixels alone: one frame, without metadata"
-"""What to do about a file that has more besides its pixels than is read."""
+"""Hint for a file whose metadata and other frames exceed the bound on bytes read."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 WEBP = re.compile(
     rb"RIFF.{4}WEBP(?:VP8X.{8}(?P<canvas>.{6})|VP8L.{4}/(?P<lossless>.{4})"

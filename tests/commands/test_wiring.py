@@ -324,7 +324,7 @@ LEFT_OUT = {
     "audit-memory": ("inspect.audit.audit", {"snapshot": None, "floats": False}),
     "check some/run": ("train.check.check_run", {"steps": None}),
 }  # fmt: skip
-"""What a command hands on to the function that works, where no option is given."""
+"""Function that each command calls, and the arguments it gets when no option is given."""
 
 
 @pytest.mark.parametrize("words", LEFT_OUT)

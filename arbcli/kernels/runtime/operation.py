@@ -169,9 +169,9 @@ class Operation(Generic[P, R]):
     scale_path: Callable[[int], Hashable] = int
     """(group size) to what the code asks of it: sizes of the same answer take the same path."""
     timed: Sequence[Drawable] = ()
-    """What is timed, on a GPU only, where its inputs follow from the arguments."""
+    """Production sizes that are timed on a GPU, with inputs drawn from `arguments`."""
     timings: MakeTimings | None = None
-    """(device, group size) to what is timed; None is what `timed` says."""
+    """(device, group size) to timings with inputs made by hand; None draws those of `timed`."""
     not_verified: tuple[str, ...] = ()
     """Gaps of the cases and their reasons, for the ledger."""
     check: Callable[..., None] = field(init=False)
@@ -226,7 +226,7 @@ class Operation(Generic[P, R]):
         return run(*inputs, **named)
 
     def draw_timings(self, device: Device, group_size: int) -> Iterable[Timing]:
-        """Draw what is timed; nothing if nothing is."""
+        """Make the timings of this operation, with their inputs on `device`."""
         return self.timings(device, group_size) if self.timings else ()
 
     def chosen(self, tensor: Tensor) -> Callable:
