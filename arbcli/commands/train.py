@@ -28,8 +28,8 @@ from arbcli.commands.check import print_check
 from arbcli.config.file import read_settings, settings_text
 from arbcli.config.initial import KEPT
 from arbcli.config.settings import OPTIMISATION, OUTPUT, RUN
-from arbcli.config.training import RUN_SETTINGS, train_config_dict
-from arbcli.environment import free_threads, may_have_gpu
+from arbcli.config.training import RUN_SETTINGS, train_config_dict, trains_ternary
+from arbcli.environment import free_threads, is_for_cpu, may_have_gpu
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.output import LiveLine, emit_json, note, write_bytes
@@ -208,7 +208,8 @@ def train(
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
     rank, processes, *_ = this_process()
-    if processes > 1 and settings.get("weights", "ternary") == "ternary" and resume is None:
+    ternary = trains_ternary(settings.get("preset", "tiny"), settings.get("weights"))
+    if processes > 1 and ternary and resume is None:
         settings.setdefault("wire", "int12")
     is_first = rank == 0  # only this process prints
     advises = minutes is None and resume is None
@@ -225,7 +226,7 @@ def train(
         loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
         # the display has all methods of Observer; inheriting from it would import torch
         observer = Observers([display, *loggers])  # type: ignore[list-item]
-        if resume is None and settings.get("weights", "ternary") not in ("float", "ste"):
+        if resume is None and ternary:
             _leave_busy_processors(device, display)
         if resume is not None:
             report = resume_run(
@@ -277,7 +278,7 @@ def _leave_busy_processors(device: str | None, display: RunDisplay) -> None:
     """Compute with fewer threads while other programs use the CPU, and print a note."""
     import torch
 
-    if device != "cpu" and torch.cuda.is_available():
+    if not is_for_cpu(device):
         return
     usual = torch.get_num_threads()
     threads = free_threads(usual, os.cpu_count() or 1)
