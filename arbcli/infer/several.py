@@ -162,11 +162,11 @@ class SeveralDecoder:
         with use_backend(self.backend):
             read_symbols(self.model, ids[:-1], cache)
         self._byte[place] = ids[-1]
-        self.cache.going_on[place] = 1
+        self.cache.active[place] = 1
 
     def end(self, place: int, request: Request) -> Callable[[], bytes]:
         """End a text; the function returned waits for its bytes, without those of the prompt."""
-        self.cache.going_on[place] = 0
+        self.cache.active[place] = 0
         prompt = self._prompts.pop(place)
         made = copied_to_host(self._text[place, len(prompt) : len(prompt) + request.length])
         return lambda: b"".join(bytes_of(self.model, prompt, [made()]))

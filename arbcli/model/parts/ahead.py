@@ -50,7 +50,7 @@ class Ahead(nn.Module):
         """
         carried, _ = project(self.carry, x, self.norm, None)
         x = carried + self.embedding(ids, x.dtype)
-        x = self.mlp(x, self.mlp_norm).whole()
+        x = self.mlp(x, self.mlp_norm).total()
         logits, _ = project(self.head, x, self.head_norm, None)
         return x, logits
 

@@ -49,7 +49,7 @@ class Part(nn.Module):
         """
         raise NotImplementedError
 
-    def step(self, x: Tensor, state: Any, *, whole: bool = True) -> Tensor:
+    def step(self, x: Tensor, state: Any, *, add_residual: bool = True) -> Tensor:
         """Add to one position, (1, 1, D), or of several texts (B, 1, D): see `steps_fused`.
 
         A part that `steps_along` takes several of a text, (1, T, D), too.
@@ -57,7 +57,7 @@ class Part(nn.Module):
         Args:
             x: the stream.
             state: of the text before, or of several.
-            whole: whether to return the sum, or what is to be added alone.
+            add_residual: whether to return x plus the output, or only the output.
         """
         raise NotImplementedError
 

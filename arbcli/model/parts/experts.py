@@ -172,7 +172,7 @@ class Gate(Findable, StepMemory):
         self._load = load if self._load is None else self._load + load
 
     @property
-    def found_by(self) -> Tensor:
+    def key_tensor(self) -> Tensor:
         """The load."""
         return self.load
 

@@ -94,12 +94,12 @@ class LatentAttention(CachedAttention):
         )  # (B, H, T, head_dim)
         return Flow(x, self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm))
 
-    def step(self, x: Tensor, state: "LatentRing", *, whole: bool = True) -> Tensor:
+    def step(self, x: Tensor, state: "LatentRing", *, add_residual: bool = True) -> Tensor:
         """Mix one position with those before it: see `Part.step`."""
         row = self.query_down.fused(x, normalise=True)
         up = self.up.decoded(x.dtype)
         y = state.attend_one(row, up, SHARPNESS * self.head_dim**-0.5)
-        added, normalise = x if whole else None, self.sub_norm is not None
+        added, normalise = x if add_residual else None, self.sub_norm is not None
         return self.output.fused(y.view(x.shape), normalise=normalise, added=added)
 
     def new_state(self, clock: Clock) -> "LatentRing":

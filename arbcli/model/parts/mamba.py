@@ -100,12 +100,12 @@ class Mamba(Part):
         y = scan(c, b, values, decay)
         return Flow(x, self.output(_gate_and_scan(z, y, self.skip(), u), self.gate))
 
-    def step(self, x: Tensor, state: "MambaState", *, whole: bool = True) -> Tensor:
+    def step(self, x: Tensor, state: "MambaState", *, add_residual: bool = True) -> Tensor:
         """Mix one position with those before it: see `Part.step`."""
         rows = self.projection.fused(x, normalise=True)
         vectors = (part.prepared() for part in (self.taps, self.rate, self.bias, self.skip))
         y = state.step(rows, *vectors)
-        return self.output.fused(y, normalise=True, added=x if whole else None)
+        return self.output.fused(y, normalise=True, added=x if add_residual else None)
 
     def new_state(self, clock: Clock) -> "MambaState":
         """Make the states of the heads, and a ring for the convolution."""
@@ -247,7 +247,7 @@ class MambaState(State):
         clock = self.clock
         rows = rows.view(*clock.position.shape, -1)
         y = mamba_step(
-            rows, self.ring, self.state, taps, rate, bias, skip, clock.position, clock.going_on
+            rows, self.ring, self.state, taps, rate, bias, skip, clock.position, clock.active
         )
         return y.view(-1, 1, y.shape[-1])
 
@@ -267,8 +267,6 @@ class MambaState(State):
         y = decay_scan(q, k, v, g) + past.transpose(1, 2)
         fading = k.float().transpose(1, 2) * (end - c).exp()[..., None]
         added = fading.mT @ v.float().transpose(1, 2)
-        state, going_on = (end.exp()[..., None] * self.state + added)[0], self.clock.going_on
-        self.state.copy_(
-            state if going_on is None else torch.where(going_on > 0, state, self.state)
-        )
+        state, active = (end.exp()[..., None] * self.state + added)[0], self.clock.active
+        self.state.copy_(state if active is None else torch.where(active > 0, state, self.state))
         return y
