@@ -161,7 +161,7 @@ def test_unsaved_run_is_the_same_run_and_leaves_nothing(
 
 @pytest.mark.parametrize("given", [{"run": Path("run")}, {"run": None, "profile": 3}])
 def test_unsaved_run_takes_no_place_for_files(given, text, device):
-    with pytest.raises(ValueError, match="no place for a trace"):
+    with pytest.raises(ValueError, match="no directory and no trace"):
         start_run(config(text, device), observer=Observer(), save=False, **given)
 
 
@@ -237,7 +237,7 @@ def test_error_between_steps_is_raised_after_a_save(text, tmp_path, device, monk
     observer.noted = (notes := []).append
     with pytest.raises(ZeroDivisionError):
         start_run(config(text, device), tmp_path / "run", observer)
-    assert notes == ["step 3 is saved: go on with `--resume`"]
+    assert notes == ["step 3 is saved: continue with `--resume`"]
     assert load_checkpoint(checkpoints(tmp_path / "run")[0]).step == 3
 
 
@@ -655,7 +655,7 @@ def test_twin_stops_where_its_loss_is_not_finite_and_does_not_resume(text, tmp_p
     with pytest.raises(ArbError, match="the loss is nan") as caught:
         start_run(config(text, "cpu", weights="float"), tmp_path / "run", Observer())
     assert "smaller `--lr`" in caught.value.hint
-    with pytest.raises(ArbError, match="a float twin keeps no checkpoint") as caught:
+    with pytest.raises(ArbError, match="float baselines have no checkpoints") as caught:
         resume_run(tmp_path / "run", Observer())
     assert "`--out`" in caught.value.hint
 

@@ -196,7 +196,7 @@ def test_processes_that_differ_are_refused(texts):
 
 def test_batches_that_cannot_be_dealt_out_are_refused(texts):
     config = new_config(**(DECIDED | SMALL))
-    with pytest.raises(ArbError, match="4 micro-batches cannot be dealt out evenly to 3"):
+    with pytest.raises(ArbError, match="4 micro-batches cannot be divided evenly among 3"):
         Trainer(config, texts, group=Group(0, 3))
     with pytest.raises(ArbError, match="which one process does alone"):
         Trainer(dataclasses.replace(config, wire=None), texts, group=Group(0, 2))
