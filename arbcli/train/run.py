@@ -251,7 +251,7 @@ def start_run(
                 run = make_next_directory(config)
             else:
                 make_directory(run)
-        run = group.tell(run)
+        run = group.broadcast_object(run)
         with _locked(run, group), deterministic():
             if group.first and save:
                 check_free(run)  # the lock keeps other processes from starting a run here
@@ -372,7 +372,7 @@ def _finished_report(
     if group.first:
         last = [record for record in read_records(run) if record["step"] == config.steps]
         found = (last[-1].get("val_loss"),) if last else None
-    found = group.tell(found)
+    found = group.broadcast_object(found)
     if found is None or (found[0] is None and is_evaluated(config, config.steps)):
         return None
     (val_loss,) = found
@@ -601,7 +601,7 @@ def _fit_to_minutes(
         interval = dataclasses.replace(config, steps=steps).eval_interval
         evaluations = -(-steps // interval) if interval else 0
         steps = max(1, int((left - evaluations * evaluation_seconds) / step_seconds))
-    return dataclasses.replace(config, steps=group.tell(steps))
+    return dataclasses.replace(config, steps=group.broadcast_object(steps))
 
 
 class Resumed(NamedTuple):
@@ -707,7 +707,7 @@ class _Loop:
         if self.group.first:
             found = max((record["step"] for record in read_records(self.folder)), default=0)
         due = max((step - 1) // interval * interval for interval in _intervals(self.config))
-        return self.group.tell(max(found, due))
+        return self.group.broadcast_object(max(found, due))
 
     def run(self) -> TrainReport:
         """Train to the end or to a signal, then evaluate, record, save and sample."""
@@ -891,7 +891,7 @@ class _Loop:
         if self.group.first and (times := _times(texts)) != self.times:
             same = text_digest(texts) == self.facts["text"]["digest"]
             self.times = times if same else self.times
-        if not self.group.tell(same):
+        if not self.group.broadcast_object(same):
             raise ArbError(
                 "the text was changed while the run read it",
                 hint=f"restore it, and continue with `--resume {self.run_path}`",

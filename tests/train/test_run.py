@@ -617,7 +617,7 @@ def test_resume_stops_at_a_checkpoint_that_may_be_whole(finished):
 
 def test_train_refuses_a_directory_that_holds_a_run(text, finished, device):
     before = final(finished)
-    with pytest.raises(ArbError, match="holds a run already"):
+    with pytest.raises(ArbError, match="already contains a run"):
         start_run(config(text, device), finished, Observer())
     assert final(finished) == before
 

@@ -187,7 +187,7 @@ def differing(group, texts):
         trainer.model.head.weight.trits[0, 0] ^= 1
     with pytest.raises(ArbError, match="process 1 has another state than process 0: `head"):
         trainer.check_agreement()
-    return group.agree(group.rank, 5), group.tell(group.rank)
+    return group.agree(group.rank, 5), group.broadcast_object(group.rank)
 
 
 def test_processes_that_differ_are_refused(texts):
