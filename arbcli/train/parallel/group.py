@@ -207,9 +207,7 @@ class PendingTensor:
         keep_alive: tensor to keep alive until then.
     """
 
-    def __init__(
-        self, tensor: Tensor, work: Any = None, owner_buffers: Tensor | None = None
-    ) -> None:
+    def __init__(self, tensor: Tensor, work: Any = None, keep_alive: Tensor | None = None) -> None:
         self._tensor, self._work, self._keep_alive = tensor, work, keep_alive
 
     def wait(self) -> Tensor:
