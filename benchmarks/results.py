@@ -38,7 +38,7 @@ KEYS = {
     "large_tuning": ("shape", "kind"),
     "tuning": ("part", "kind", "lr", "seed"),
     "low_rates": ("kind", "rounding", "lr", "seed"),
-    "ternary_tuning": ("kind", "lr", "taught", "seed"),
+    "ternary_tuning": ("kind", "lr", "taught", "fade_from", "fade_to", "seed"),
     "hnet": ("preset", "kind"),
     "long": ("preset", "kind"),
     "long_quality": ("kind", "seconds", "batch", "seed"),
