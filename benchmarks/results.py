@@ -26,6 +26,7 @@ KEYS = {
     "generation": ("preset", "prompt_bytes", "kind"),
     "several_texts": ("preset", "batch", "kind"),
     "checks": ("preset", "size", "prompt", "way"),
+    "checked_texts": ("preset", "prompt", "way", "size", "has_head", "favour"),
     "kv_cache": ("preset", "ctx", "kv"),
     "products": ("size", "rows", "what"),
     "arb_3b": ("kind", "batch", "recompute"),
