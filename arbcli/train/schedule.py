@@ -5,13 +5,11 @@ The learning rate is a linear warm-up times a decay to the final rate.
 
 import math
 
-from arbcli.config.training import FADING_SHARE, SCHEDULES, TrainConfig
+from arbcli.config.training import SCHEDULES, TrainConfig
 from arbcli.rules import STAGES, find_rule
 
 FINAL_SHARE = 0.05
 """Default final learning rate, relative to `lr`."""
-FADE_FROM = 0.4
-"""Default share of a run after which weights begin to fade from all digits to the trit."""
 DECAY_SHARE = 0.2
 """Share of the steps, at the end, in which `wsd` (warm-up, stable, decay) decays."""
 SHAPES = {
@@ -45,7 +43,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     """Return the learning rate of a step."""
     final = FINAL_SHARE if config.final_lr is None else config.final_lr / config.lr
     lr = config.lr * schedule(step, config.steps, config.warmup, config.schedule, final)
-    return lr * (1 + (fade_growth(config) - 1) * fade_share(step, config.steps, fade_from(config)))
+    return lr * (1 + (fade_growth(config) - 1) * fade_share(step, config.steps, config.fades))
 
 
 def fade_growth(config: TrainConfig) -> float:
@@ -54,16 +52,18 @@ def fade_growth(config: TrainConfig) -> float:
     return find_rule(model.rule, "fade").fade_growth if model.digits == "fade" else 1.0
 
 
-def fade_from(config: TrainConfig) -> float:
-    """Return the share of a run after which weights fade, if they do."""
-    return FADE_FROM if config.fade_from is None else config.fade_from
+def fade_share(step: int, steps: int, fades: tuple[float, float]) -> float:
+    """Return the progress of fading at a step, from 0 to 1.
+
+    Args:
+        step: number of the step, from 0.
+        steps: total number of steps.
+        fades: shares of the steps at which fading begins and ends.
+    """
+    begin, end = fades
+    return min(1.0, max(0.0, (step / steps - begin) / (end - begin)))
 
 
-def fade_share(step: int, steps: int, begin: float) -> float:
-    """Return the progress of fading at a step: 0 up to the share `begin`, rising to 1."""
-    return min(1.0, max(0.0, (step / steps - begin) / FADING_SHARE))
-
-
-def fade_stage(step: int, steps: int, begin: float) -> str:
+def fade_stage(step: int, steps: int, fades: tuple[float, float]) -> str:
     """Return the name in `STAGES` at a step; all stages after the first last equally long."""
-    return STAGES[math.ceil(fade_share(step, steps, begin) * (len(STAGES) - 1))]
+    return STAGES[math.ceil(fade_share(step, steps, fades) * (len(STAGES) - 1))]
