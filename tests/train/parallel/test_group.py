@@ -60,7 +60,7 @@ def test_process_that_is_gone_is_told_by_whatever_waits_for_it(late, monkeypatch
     talks += [lambda: group.broadcast(tensor, 0).wait()]
     talks += [] if late else [lambda: group.in_order([tensor]), lambda: group.sum(tensor)]
     for talk in talks:
-        with pytest.raises(ArbError, match=r"process of the run is gone.*connection closed"):
+        with pytest.raises(ArbError, match=r"process of the run is lost.*connection closed"):
             talk()
 
 

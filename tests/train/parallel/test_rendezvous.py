@@ -95,7 +95,7 @@ def test_port_of_another_program_is_refused_by_all(taken, monkeypatch):
         assert told.pop(0).startswith(
             f"process 0 cannot listen at `127.0.0.1:{port}`: Address already in use; set `MASTER_"
         )
-    assert told[0].startswith(f"process 0 does not answer at `127.0.0.1:{port}`, where they are")
+    assert told[0].startswith(f"process 0 does not answer at the rendezvous `127.0.0.1:{port}`")
 
 
 def connected(rank: int) -> str:
