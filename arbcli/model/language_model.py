@@ -63,7 +63,7 @@ class Phase(NamedTuple):
     run: Callable[[], Tensor | None]
     """Run the phase; the last one returns the logits, (1, 1, V)."""
     leads_deeper: Callable[[], Tensor] | None = None
-    """Return a bool tensor of one element: whether the phases one level deeper run; None is no."""
+    """Return a bool tensor of one element, true if the phases one level deeper run; None: never."""
     handle: Tensor | None = None
     """Handle of the conditional node for deeper phases, int64 of one element, 0 for no node; None
     if conditional nodes are not supported."""

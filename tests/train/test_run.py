@@ -563,7 +563,7 @@ def test_checkpoint_of_another_run_is_refused_by_field(started):
         before = dict(place)
         place[name] = value
         named = re.escape(f" its `{field}` is {value}, not")
-        with pytest.raises(ArbError, match=f"is of another run .*{named}"):
+        with pytest.raises(ArbError, match=f"does not belong to .*{named}"):
             accept(saved)
         place.clear()
         place.update(before)
@@ -687,7 +687,7 @@ def test_trace_that_cannot_be_written_or_has_no_gpu_is_told(tmp_path):
     for full, wanted, words in (
         (True, DeviceType.CPU, ["cannot write"]),
         (False, DeviceType.CPU, ["https://ui.perfetto.dev"]),
-        (False, DeviceType.CUDA, ["https://ui.perfetto.dev", "nothing of the GPU"]),
+        (False, DeviceType.CUDA, ["https://ui.perfetto.dev", "no GPU events"]),
     ):
         trace = StepTrace(tmp_path, trainer, 1, told.append)
         trace._left_out, trace._wanted = -1, wanted

@@ -198,7 +198,7 @@ def test_batches_that_cannot_be_dealt_out_are_refused(texts):
     config = new_config(**(DECIDED | SMALL))
     with pytest.raises(ArbError, match="4 micro-batches cannot be divided evenly among 3"):
         Trainer(config, texts, group=Group(0, 3))
-    with pytest.raises(ArbError, match="which one process does alone"):
+    with pytest.raises(ArbError, match="cannot be shared across processes"):
         Trainer(dataclasses.replace(config, wire=None), texts, group=Group(0, 2))
 
 
