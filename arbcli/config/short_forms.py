@@ -340,7 +340,7 @@ def graph(
         str,
         Setting(
             "How rows of codebooks are found: keys, several by product keys; nearest, the nearest"
-            " code of a vector quantiser, whatever top_k is.",
+            " code of a vector quantiser, whatever `top_k` is.",
             GRAPH,
             choices=CODE_SEARCHES,
         ),
