@@ -156,7 +156,7 @@ def generate(
         model: from `load`.
         prompt: at least one byte; text is taken as UTF-8. Or a list of such.
         length: bytes to make, of each.
-        temperature: divides the logits; 0 takes the likeliest byte.
+        temperature: divides the logits; 0 is greedy.
         top_k: choose among so many of the likeliest bytes.
         top_p: then among the likeliest ones that together have at least this share.
         seed: of the random numbers; of several, each has its own stream of them.

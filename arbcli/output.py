@@ -118,7 +118,7 @@ class _Stream:
                 raise OutputError(error) from error
 
     def isatty(self) -> bool:
-        """Tell whether a person watches."""
+        """Return whether a person watches."""
         return self._find().isatty()
 
     def fileno(self) -> int:
@@ -187,7 +187,7 @@ def write_bytes(data: bytes) -> None:
 
 
 def is_terminal() -> bool:
-    """Tell whether a person types, and reads what is written."""
+    """Return whether a person types, and reads what is written."""
     return sys.stdin.isatty() and _stdout.isatty()
 
 

@@ -73,10 +73,10 @@ def audit_memory(
 ) -> None:
     """Measure real steps: `arb audit-memory --preset small`; exit 1 on float state or growth."""
     if budget is not None and what_if:
-        raise ArbError("`--budget` and `--what-if` are two questions", hint="ask one at a time")
+        raise ArbError("`--budget` and `--what-if` exclude each other", hint="give one of them")
     if floats and (budget is not None or what_if or ranks is not None):
         raise ArbError(
-            "`--floats` lists what a real step of one process makes",
+            "`--floats` only works with a real step of a single process",
             hint="leave `--budget`, `--what-if` and `--ranks` out",
         )
     if snapshot is not None:
@@ -159,7 +159,7 @@ def _audit_ranks(config: "TrainConfig") -> "RanksReport":
 def _check_ranks(ranks: int, processes: int, *, what_if: bool, snapshot: Path | None) -> None:
     if what_if or snapshot is not None:
         other = "--what-if" if what_if else "--snapshot"
-        raise ArbError(f"`{other}` is of one process", hint="leave `--ranks` out")
+        raise ArbError(f"`{other}` only works with a single process", hint="leave `--ranks` out")
     if processes not in (1, ranks):
         raise ArbError(
             f"`--ranks` is {ranks}, and `torchrun` has started {processes} processes",

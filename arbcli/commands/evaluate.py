@@ -72,7 +72,9 @@ def evaluate(
     Every byte but the first is predicted once, with at least the context less the stride before it.
     """
     if field is not None and not data:
-        raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
+        raise ArbError(
+            "`--field` only applies with `--data`", hint="give `--data`, or leave `--field` out"
+        )
     checkpoint = find_run(the_one(run, checkpoint), loads=True)
     check_named(data or (), field)
     if config := saved_config(checkpoint):

@@ -170,9 +170,9 @@ def generate(
     masked one a prompt too, and the whole text goes to stdout.
     """
     if raw and as_json:
-        raise ArbError("`--bytes` and `--json` are two outputs", hint="choose one")
+        raise ArbError("`--bytes` and `--json` exclude each other", hint="choose one")
     if raw and out is not None:
-        raise ArbError("`--bytes` and `--out` are two outputs", hint="choose one")
+        raise ArbError("`--bytes` and `--out` exclude each other", hint="choose one")
     if raw and chunks:
         raise ArbError("`--chunks` marks text, and `--bytes` has none", hint="choose one")
     if prompts is None and batch is not None:
@@ -190,7 +190,7 @@ def generate(
     for option, is_given in of_text.items():
         if infill is not None and is_given:
             raise ArbError(
-                "`--infill` has a text of its own with holes", hint=f"leave `{option}` out"
+                f"`--infill` cannot be combined with `{option}`", hint="leave one of them out"
             )
     alone = {
         "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
@@ -201,8 +201,7 @@ def generate(
     for option, is_given in alone.items():
         if prompts is not None and is_given:
             raise ArbError(
-                "`--prompts` has prompts of its own and writes JSON lines",
-                hint=f"leave `{option}` out",
+                f"`--prompts` cannot be combined with `{option}`", hint="leave one of them out"
             )
     checkpoint = find_run(the_one(run, checkpoint), loads=True)
     if prompt_file is not None:
@@ -317,7 +316,7 @@ def _check_asked(
         check_fills(config)
     for option, is_given in of_next.items():
         if is_given and (config.is_masked or fills):
-            raise ArbError("holes are filled from both sides", hint=f"leave `{option}` out")
+            raise ArbError(f"`{option}` does not work where holes are filled", hint="leave it out")
     check_ahead(config, ahead)
 
 
@@ -388,7 +387,7 @@ def _prompt_of(
         )
     if model.tokenizer is not None and plain != file:
         raise ArbError(
-            "a model of tokens reads text alone", hint="give a file of text, or a model of bytes"
+            "a model of tokens only reads text", hint="give a file of text, or a model of bytes"
         )
     return prompt_and_length(content, keep, length)
 

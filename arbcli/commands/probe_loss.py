@@ -72,7 +72,9 @@ def probe_loss(
     else:
         _refuse_changes(given)
         if "field" in given and "data" not in given:
-            raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
+            raise ArbError(
+                "`--field` only applies with `--data`", hint="give `--data`, or leave `--field` out"
+            )
         named = find_run(named, loads=True)
     with LiveLine() as line:
         line.show_wait("loading")
@@ -112,7 +114,7 @@ def _refuse_changes(given: dict[str, Any]) -> None:
     changed = [f"`{option_of(name)}`" for name in given if name not in OF_A_STEP]
     if changed:
         raise ArbError(
-            f"a saved model keeps its own settings, so {', '.join(changed)} cannot be given to it",
+            f"{', '.join(changed)} cannot be changed for a saved model",
             hint="leave them out, or probe a new model",
         )
 

@@ -179,7 +179,7 @@ def train(
     if pin and not dry_run and not print_config:
         _pin(device)
     if print_config and (resume or init_from):
-        raise ArbError("what is saved has its own settings", hint="read them with `arb inspect`")
+        raise ArbError("`--print-config` does not show a saved model", hint="use `arb inspect`")
     if resume is not None:
         others = {name: value for name, value in given.items() if name != "steps"}
         others |= given_options(minutes=minutes, init_from=init_from, config=config_file)
@@ -187,12 +187,12 @@ def train(
     else:
         given = _with_files(given, config_file, init_from)
         if minutes is not None and steps is not None:
-            raise ArbError("`--minutes` and `--steps` both say how long", hint="give one of them")
+            raise ArbError(
+                "`--minutes` and `--steps` both set the length of the run", hint="give one of them"
+            )
     if dry_run:
         if resume is None:
-            raise ArbError(
-                "`--dry-run` tells what a resume would do", hint="give `--resume` with it"
-            )
+            raise ArbError("`--dry-run` only works with `--resume`", hint="give `--resume` with it")
         raise typer.Exit(show_check(Path(resume), as_json=as_json, root=out, steps=steps))
     if resume is None:
         _check_new(given, init_from, out)
@@ -342,7 +342,7 @@ def _refuse_changes(given: dict[str, Any]) -> None:
     if given:
         options = ", ".join(dict.fromkeys(f"`{option_of(field)}`" for field in given))
         raise ArbError(
-            f"a run goes on with its own settings, so {options} cannot be given to it",
+            f"{options} cannot be changed when a run is resumed",
             hint="leave them out, or start a new run without `--resume`",
         )
 
@@ -351,7 +351,7 @@ def _refuse_kept(given: dict[str, Any]) -> None:
     if given:
         options = ", ".join(dict.fromkeys(f"`{option_of(field)}`" for field in given))
         raise ArbError(
-            f"`--no-save` leaves no run, so {options} cannot be given with it",
+            f"{options} cannot be combined with `--no-save`",
             hint="leave one or the other out",
         )
 
@@ -361,6 +361,6 @@ def _refuse_shapes(given: dict[str, Any]) -> None:
     kept -= {"weights"} if given.get("weights") == "ternary" else set()
     if own := [f"`{option_of(name)}`" for name in given if name in kept]:
         raise ArbError(
-            f"a saved model keeps its own settings, so {', '.join(own)} cannot be given to it",
+            f"{', '.join(own)} cannot be changed for a saved model",
             hint="leave them out, or start without `--init-from`",
         )

@@ -278,14 +278,14 @@ class TrainConfig:
         self._check_media()
         if self.teacher is not None and self.model.weights != "ternary":
             raise ArbError(
-                "a float twin learns from the text alone",
+                "a float twin cannot have a teacher",
                 hint="leave `teacher` out, or use `weights=ternary`",
                 fields=("teacher", "weights"),
             )
         if self.wire is not None:
             if self.model.weights != "ternary":
                 raise ArbError(
-                    "gradients of a float twin travel as they are",
+                    "gradients of a float twin are not rounded",
                     hint="leave `wire` out",
                     fields=("wire",),
                 )
@@ -297,7 +297,7 @@ class TrainConfig:
                 )
         if self.compute in ("fp8", "nvfp4") and self.model.weights != "ternary":
             raise ArbError(
-                "a float twin is multiplied in bf16",
+                "the products of a float twin are in bf16",
                 hint=f"leave `compute={self.compute}` out",
                 fields=("compute",),
             )
@@ -309,13 +309,13 @@ class TrainConfig:
             )
         if self.keep_best and self.eval_interval == 0:
             raise ArbError(
-                "no checkpoint is the best of a run that is never evaluated",
+                "a run that is never evaluated has no best checkpoint",
                 hint="leave `keep_best=True` out, or use `eval_every` of 1 or more",
                 fields=("keep_best", "eval_every"),
             )
         if self.model.digits == "fade" and self.keep_best:
             raise ArbError(
-                "the best checkpoint is of before the weights have become ternary",
+                "the best checkpoint would be from before the weights are ternary",
                 hint="leave `keep_best=True` out, or use `digits=all` or `digits=trit`",
                 fields=("keep_best", "digits"),
             )
@@ -337,7 +337,7 @@ class TrainConfig:
             )
         if self.fade_from is not None and self.model.digits != "fade":
             raise ArbError(
-                "weights that do not fade have no step at which they begin to",
+                "weights that do not anneal have no step at which they begin to",
                 hint="leave `fade_from` out, or use `digits=fade`",
                 fields=("fade_from", "digits"),
             )
@@ -355,7 +355,7 @@ class TrainConfig:
             )
         if self.final_lr is not None and self.schedule == "constant":
             raise ArbError(
-                "a constant learning rate has no other at the end",
+                "a constant learning rate does not change at the end",
                 hint="leave `final_lr` out, or choose another `schedule`",
                 fields=("final_lr", "schedule"),
             )
@@ -474,7 +474,7 @@ def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def trains_ternary(preset: str | ModelConfig, weights: str | None) -> bool:
-    """Tell whether a model is trained as packed trits, and not as a float twin.
+    """Return whether a model is trained as packed trits, and not as a float twin.
 
     Args:
         preset: name of a preset, or a model with weights of its own.

@@ -39,7 +39,7 @@ def check_of_masked(config: ModelConfig, option: str, value: int | None) -> None
     """
     if value is not None and not config.is_masked:
         raise ArbError(
-            f"`{option}` is of a masked model, and this one reads from left to right",
+            f"`{option}` only works with a masked model, and this one reads from left to right",
             hint=f"leave `{option}` out",
         )
 
@@ -52,7 +52,7 @@ def check_ahead(config: ModelConfig, ahead: int) -> None:
     """
     if ahead > 1 and config.vocabulary > VOCABULARY:
         raise ArbError(
-            "bytes are checked several at once, and the model makes tokens",
+            "several bytes are only checked of a model of bytes, and this one makes tokens",
             hint="leave `--ahead` out",
         )
 
@@ -65,6 +65,6 @@ def check_fills(config: ModelConfig) -> None:
     """
     if not config.fills:
         raise ArbError(
-            "the model predicts the next byte, and fills no holes",
+            "the model predicts the next byte, and cannot fill holes",
             hint="train one: `arb train --objective fill`; or continue a prompt: `--prompt TEXT`",
         )

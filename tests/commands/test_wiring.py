@@ -1,4 +1,4 @@
-"""What a command is told reaches the function that does its work, each thing where it belongs."""
+"""Options of a command reach the function that does its work, each in its argument."""
 
 import inspect
 import io

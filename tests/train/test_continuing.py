@@ -108,7 +108,7 @@ def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_
 
 
 def test_run_of_a_gpu_goes_on_where_it_is_told_to(text, tmp_path, monkeypatch):
-    """What ran its kernels there is not asked to run them on another device."""
+    """A run on another device does not use the backend of the first."""
     run = tmp_path / "run"
     start_run(new_config(**SMALL, data=[text], steps=1), run, Observer())
     facts = read_facts(run)
@@ -215,7 +215,7 @@ def test_weights_of_another_model_or_alone_are_refused(text, tmp_path):
     export(tmp_path / "a", "safetensors", out=tmp_path / "weights.safetensors")
     alone = read_saved(tmp_path / "weights.safetensors", pytest.fail)
     config = new_config(**SMALL, data=[text], steps=1)
-    with pytest.raises(ArbError, match="the weights alone"):
+    with pytest.raises(ArbError, match="only has weights"):
         start_run(config, tmp_path / "b", Observer(), initial=alone)
     assert not (tmp_path / "b").exists()
 
