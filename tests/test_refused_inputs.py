@@ -190,10 +190,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         lambda _: conversation.Conversation(SimpleNamespace(tokenizer=None), Path("run/step-1")),
         "`run` has no chat template"),
     "long prompt file": (
-        smaller(generate, "MOST_PROMPT_BYTES", 3, lambda: generate._lines(text("four"))),
+        smaller(generate, "MOST_PROMPT_BYTES", 3, lambda: generate._read_lines(text("four"))),
         "`a.txt` has more than 3 bytes of prompts"),
     "prompt of a file that is gone": (
-        lambda _: generate._lines(Path("gone")), "cannot read `gone`"),
+        lambda _: generate._read_lines(Path("gone")), "cannot read `gone`"),
     "import of a file": (
         lambda _: import_model.import_model(text("a")), "`a.txt` is not a folder"),
     "audit of other ranks": (
