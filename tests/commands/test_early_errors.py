@@ -25,9 +25,9 @@ MISTAKES = {
     "train --dim 33": "4 heads do not divide a width of 33",
     "train --print-config --dim 33": "4 heads do not divide a width of 33",
     "train --init-from nofile": "there is no run at `nofile`",
-    "train --init-from x --dim 8": "`--dim` cannot be changed for a saved model",
+    "train --init-from x --dim 8": "a saved model keeps its own settings, so `--dim` cannot",
     "train --init-from x --chunk-length 8":
-        "`--chunk-length` cannot be changed for a saved model",
+        "a saved model keeps its own settings, so `--chunk-length` cannot",
     "train --resume auto": "there is no run in `runs` that has saved",
     "train --resume auto --out nofile": "there is no run in `nofile`",
     "train --out text.txt/run": "cannot write `text.txt/run`",
