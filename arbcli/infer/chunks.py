@@ -16,7 +16,8 @@ def check_chunks(model: LanguageModel) -> None:
     """
     if not model.stages:
         raise ArbError(
-            "this model has no chunks", hint="train a preset with chunks, such as `hnet-tiny`"
+            "this model reads bytes one by one, without chunks",
+            hint="train a preset with chunks, such as `hnet-tiny`",
         )
 
 

@@ -241,7 +241,7 @@ def test_evaluate_prints_a_table_or_one_object(run, tmp_path, arb_here):
 ERRORS = {
     "empty prompt": ("generate {run} --prompt=", "the prompt is empty"),
     "nothing kept": ("generate {run} --top-p 0", "`--top-p` is 0.0"),
-    "no chunks": ("generate {run} --chunks", "has no chunks"),
+    "no chunks": ("generate {run} --chunks", "without chunks"),
     "damaged prompts": ("generate {run} --prompts {bad}", "line 2 of"),
     "bf16 of fp32": (
         "evaluate {run} --compute fp32 --kv bf16", "needs activations in bf16"),
