@@ -186,7 +186,7 @@ def test_process_takes_the_socket_of_its_gpu(process, visible, number, machine, 
 def test_one_socket_is_refused(machine, monkeypatch):
     root, pinned = machine
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    with pytest.raises(ArbError, match="one socket"):
+    with pytest.raises(ArbError, match="needs several sockets"):
         sockets.pin_to_socket(0, on_cpu=True, root=root)
     assert not pinned
 
