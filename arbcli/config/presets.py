@@ -231,7 +231,7 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
         ArbError: no model can have them.
     """
     if not isinstance(values, dict):
-        raise TypeError(f"a model is `{shown(values)}`, and not values by name")
+        raise TypeError(f"a model is `{shown(values)}`, not an object")
     if "stages" in values:
         return from_fields(ModelConfig, values, "model")
     fields = {name: value for name, value in values.items() if name != "kind"}
