@@ -567,6 +567,34 @@ def ways_to_trits(runs: Runs) -> str:
     return _measured(head, lines, runs)
 
 
+def low_rates(runs: Runs) -> str:
+    """List losses of the new text at low rates, and shares of what float weights gain there."""
+    begun = row_of(runs, kind="begun")
+    lines = []
+    for row in rows_of(runs):
+        like = row_of(runs, kind="float", lr=row["lr"])
+        gained = ""
+        if begun and like and row is not like:
+            gained = f"{(begun['new'] - row['new']) / (begun['new'] - like['new']):.1%}"
+        if row["lr"]:
+            way = ROUNDED_TO.get(row["kind"], f"`{row['kind']}`"), ROUNDINGS[row["rounding"]]
+            lines.append([*way, f"{row['lr']:g}", f"{row['new']:.4f}", gained, f"{row['old']:.4f}"])
+    head = ["weights", "rounding", "rate", "new text", "of float's gain", "old text"]
+    return _measured(head, sorted(lines, key=lambda line: (line[2], line[3])), runs)
+
+
+ROUNDED_TO = {"float": "float", "AdamW": "float, AdamW"} | {
+    grid: f"{grid} levels" for grid in ("43", "255", "765")
+}
+ROUNDINGS = {
+    "none": "",
+    "random": "random bits",
+    "turned": "low-discrepancy bits",
+    "nearest": "to the nearest",
+    "kept": "to the nearest, the error kept",
+}
+
+
 def _seeds(rows: list[Row], **fields: Any) -> list[str]:
     """List new and old losses of all seeds."""
     some = [row for row in rows if all(row[name] == value for name, value in fields.items())]
@@ -1054,6 +1082,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "large-tuning": ("large_tuning", large_tuning),
     "tuning": ("tuning", tuning),
     "tuning-rates": ("tuning", tuning_rates),
+    "low-rates": ("low_rates", low_rates),
     "ternary-tuning": ("ternary_tuning", ways_to_trits),
     "several-texts": ("several_texts", several),
     "kv-cache": ("kv_cache", caches),

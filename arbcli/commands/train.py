@@ -33,7 +33,7 @@ from arbcli.environment import free_threads, is_for_cpu, may_have_gpu
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.output import LiveLine, emit_json, note, write_bytes
-from arbcli.rules import LR_OF_TUNING
+from arbcli.rules import LR_OF_FADING_TUNING, LR_OF_TUNING
 from arbcli.signals import exit_code
 from arbcli.sockets import pin_to_socket
 
@@ -324,7 +324,8 @@ def _read_initial(path: Path, settings: dict[str, Any], display: RunDisplay) -> 
     if saved_tokenizer(*initial, saved):
         settings.setdefault("tokenizer", str(initial.path.with_name(FILE)))
     if saved.digits != "trit" and (initial.path.parent / run_files.COMPANIONS).exists():
-        settings.setdefault("lr", LR_OF_TUNING)
+        fades = settings.get("digits") == "fade"
+        settings.setdefault("lr", LR_OF_FADING_TUNING if fades else LR_OF_TUNING)
     return initial
 
 

@@ -30,7 +30,7 @@ FADE_FROM = 0.4
 """Share of a run after which weights fade from all digits to the trit, if it does not say so."""
 FADING_SHARE = 0.5
 """Of a run, in which they fade, if it does not say how long."""
-FADE_LEARNT_TO = 0.25
+FADE_LEARNT_TO = 0.1
 """Share of a run after which weights are trits that begin it with all digits of another."""
 COMPUTES = ("bf16", "fp8", "nvfp4", "fp32")
 """Choices of `compute`."""
@@ -172,7 +172,7 @@ class TrainConfig:
             "Share of the steps after which annealed weights are trits.",
             OPTIMISATION,
             least=0,
-            default="half of the steps after they begin to, or 0.25 for a run that begins with"
+            default="half of the steps after they begin to, or 0.1 for a run that begins with"
             " weights of all digits",
             decisive=True,
         ),

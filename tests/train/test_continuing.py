@@ -194,7 +194,7 @@ def test_saved_weights_of_all_digits_fade_from_the_first_step_unless_it_is_said(
     assert train_config_from(read_facts(tmp_path / "fade")).fade_from is None
     initial = read_saved(tmp_path / "all", pytest.fail)
     for given, wanted in (
-        ((None, None), (0.0, 0.25)),
+        ((None, None), (0.0, 0.1)),
         ((None, 0.6), (0.0, 0.6)),
         ((0.4, None), (0.4, 0.9)),
         ((0.2, 0.3), (0.2, 0.3)),
