@@ -115,6 +115,7 @@ def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str to
     seed: int = ...,
     kv: str | None = ...,
     batch: int | None = ...,
+    ahead: int | None = ...,
 ) -> bytes: ...
 
 
@@ -130,6 +131,7 @@ def generate(
     seed: int = ...,
     kv: str | None = ...,
     batch: int | None = ...,
+    ahead: int | None = ...,
 ) -> list[bytes]: ...
 
 
@@ -144,6 +146,7 @@ def generate(
     seed: int = 0,
     kv: str | None = None,
     batch: int | None = None,
+    ahead: int | None = None,
 ) -> bytes | list[bytes]:
     """Continue a prompt, or several at once; the same bytes every time.
 
@@ -160,12 +163,14 @@ def generate(
         kv: what keys and values are kept in: `bf16`, `fp8` or `int8`; None is as activations.
         batch: of several, how many are made at once; None is as many as is usual. It changes no
             text.
+        ahead: of a single prompt, bytes that a step makes at most, which are proposed and checked
+            together; None is 1. It changes no text, and is faster on a GPU alone.
 
     Returns:
         The bytes that follow the prompt, or a list of them.
 
     Raises:
-        ArbError: a prompt is empty, or a number is out of range.
+        ArbError: a prompt is empty, a number is out of range, or the model cannot check bytes.
     """
     from arbcli.device import deterministic
     from arbcli.infer import generation, several
@@ -175,14 +180,19 @@ def generate(
         if batch is not None:
             raise ArbError("`batch` is for several prompts", hint="give a list of them")
         with deterministic():
-            return b"".join(generation.generate(model, _bytes(prompt), length, sampling, kv=kv))
+            made = generation.generate(
+                model, _bytes(prompt), length, sampling, kv=kv, ahead=1 if ahead is None else ahead
+            )
+            return b"".join(made)
+    if ahead is not None:
+        raise ArbError("`ahead` is for a single prompt", hint="leave it out, or give one prompt")
     requests = [
         several.Request(prompt=_bytes(each), length=length, sampling=sampling, stream=index)
         for index, each in enumerate(prompt)
     ]
     with deterministic():
-        made = dict(several.generate_several(model, requests, batch, kv=kv))
-    return [made[index] for index in range(len(requests))]
+        texts = dict(several.generate_several(model, requests, batch, kv=kv))
+    return [texts[index] for index in range(len(requests))]
 
 
 def _bytes(prompt: bytes | str) -> bytes:

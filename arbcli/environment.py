@@ -29,6 +29,8 @@ LOOKS_FOR_THREADS = 20
 COUNTS = Path("/proc/stat")
 """File of Linux that counts what runs."""
 
+TWINS = ("float", "ste")
+"""Choices of `--weights` that train a float twin."""
 INTERPRET = "TRITON_INTERPRET"
 """At `1`, kernels are defined for Triton's interpreter."""
 
@@ -92,7 +94,18 @@ def trains_twin(words: Sequence[str]) -> bool:
             weights = "".join(words[index + 1 : index + 2])
         elif word.startswith("--weights="):
             weights = word.removeprefix("--weights=")
-    return weights in ("float", "ste")
+    return weights in TWINS
+
+
+def is_for_cpu(device: str | None) -> bool:
+    """Tell whether no GPU computes.
+
+    Args:
+        device: the one that was asked for; None is the GPU if there is one.
+    """
+    import torch  # takes seconds, so not for `arb --help`
+
+    return not torch.cuda.is_available() or (device or "").startswith("cpu")
 
 
 def interpret_kernels_without_gpu(device: str | None) -> None:
@@ -101,9 +114,7 @@ def interpret_kernels_without_gpu(device: str | None) -> None:
     Args:
         device: the one that was asked for; None is the GPU if there is one.
     """
-    import torch  # takes seconds, so not for `arb --help`
-
-    if not torch.cuda.is_available() or (device or "").startswith("cpu"):
+    if is_for_cpu(device):
         os.environ[INTERPRET] = "1"
 
 

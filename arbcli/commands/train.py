@@ -28,8 +28,8 @@ from arbcli.commands.check import show_check
 from arbcli.config.file import read_settings, settings_text
 from arbcli.config.initial import KEPT
 from arbcli.config.settings import OPTIMISATION, OUTPUT, RUN
-from arbcli.config.training import RUN_SETTINGS, train_config_dict
-from arbcli.environment import free_threads, may_have_gpu
+from arbcli.config.training import RUN_SETTINGS, train_config_dict, trains_ternary
+from arbcli.environment import free_threads, is_for_cpu, may_have_gpu
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.output import LiveLine, emit_json, note, write_bytes
@@ -207,7 +207,8 @@ def train(
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
     rank, processes, *_ = this_process()
-    if processes > 1 and given.get("weights", "ternary") == "ternary" and resume is None:
+    ternary = trains_ternary(given.get("preset", "tiny"), given.get("weights"))
+    if processes > 1 and ternary and resume is None:
         given.setdefault("wire", "int12")
     alone = rank == 0  # in showing anything
     advises = minutes is None and resume is None
@@ -224,7 +225,7 @@ def train(
         loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
         # the display has all that an observer has; to inherit it would be to import torch
         observer = Observers([display, *loggers])  # type: ignore[list-item]
-        if resume is None and given.get("weights", "ternary") not in ("float", "ste"):
+        if resume is None and ternary:
             _leave_busy_processors(device, display)
         if resume is not None:
             report = resume_run(
@@ -276,7 +277,7 @@ def _leave_busy_processors(device: str | None, display: RunDisplay) -> None:
     """Have fewer threads compute on a CPU that other programs use, too, and say so."""
     import torch
 
-    if device != "cpu" and torch.cuda.is_available():
+    if not is_for_cpu(device):
         return
     usual = torch.get_num_threads()
     threads = free_threads(usual, os.cpu_count() or 1)

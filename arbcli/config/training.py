@@ -436,6 +436,11 @@ OF_OPTIONS = {
 """Names of settings by those of their options, with `_` for `-`."""
 
 
+def field_of(name: str) -> str:
+    """Find the field or argument that a name, or that of an option, sets."""
+    return name if name in ARGUMENTS else OF_OPTIONS.get(name, name)
+
+
 def words_of(option: str) -> dict[str, Mapping[str, str]]:
     """List the words of an option, with the fields that each sets."""
     shared = (one.setting.words for one in SETTINGS.values() if one.option == option)
@@ -443,17 +448,40 @@ def words_of(option: str) -> dict[str, Mapping[str, str]]:
 
 
 def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
-    """Replace names and words of options by the fields that they set, and the values of these."""
+    """Replace names and words of options by the fields that they set, and the values of these.
+
+    Raises:
+        ArbError: two of them set a field to different values.
+    """
     found: dict[str, Any] = {}
-    for name, value in given.items():
-        name = name if name in ARGUMENTS else OF_OPTIONS.get(name, name)
+    givers: dict[str, str] = {}
+    for spelling, value in given.items():
+        name = field_of(spelling)
         known = SETTINGS.get(name)
-        if known is None or value in (*known.setting.choices, *known.setting.also):
-            found[name] = value
-        else:
+        fields: Mapping[str, Any] = {name: value}
+        if known is not None and value not in (*known.setting.choices, *known.setting.also):
             words = words_of(known.option)
-            found |= words[value] if isinstance(value, str) and value in words else {name: value}
+            fields = words.get(value, fields) if isinstance(value, str) else fields
+        for field, setting in fields.items():
+            giver = givers.setdefault(field, spelling)
+            if giver != spelling and found[field] != setting:
+                raise ArbError(
+                    f"`{giver}={given[giver]}` and `{spelling}={value}` contradict each other",
+                    hint="give one of them",
+                )
+            found[field] = setting
     return found
+
+
+def trains_ternary(preset: str | ModelConfig, weights: str | None) -> bool:
+    """Tell whether a model is trained as packed trits, and not as a float twin.
+
+    Args:
+        preset: name of a preset, or a model with weights of its own.
+        weights: that were asked for; None are the model's.
+    """
+    own = "ternary" if isinstance(preset, str) else preset.weights
+    return (weights or own) == "ternary"
 
 
 def train_config(
@@ -473,8 +501,7 @@ def train_config(
     """
     given = spelled_out(given)
     shape = {name: given.pop(name) for name in list(given) if name in ARGUMENTS}
-    own_weights = "ternary" if isinstance(preset, str) else preset.weights
-    ternary = shape.get("weights", own_weights) == "ternary"
+    ternary = trains_ternary(preset, shape.get("weights"))
     if ternary and given.get("optimizer") == "muon":  # one word, which both kinds of weights know
         shape.setdefault("direction", "orthogonal")
         del given["optimizer"]
