@@ -17,7 +17,6 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import arbcli
 from arbcli.data import Text, Texts
@@ -25,7 +24,6 @@ from arbcli.device import deterministic
 from arbcli.imports.config_json import read_folder_config
 from arbcli.infer.load import load_model, read_saved, saved_config
 from arbcli.rules import stage_rule
-from arbcli.train import schedule
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 from benchmarks.float_qwen import Shape
@@ -85,13 +83,12 @@ def fade(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     model = replace(saved_config(read_saved(begun, print).checkpoint), digits="fade")
     config = new_config(
         preset=model, batch=BATCH, device=device, warmup=WARMUP, eval_every=0, keep=1,
-        fade_from=way.fade_from, lr=way.lr, steps=way.steps, seed=way.seed,
+        fade_from=way.fade_from, fade_to=way.fade_to, lr=way.lr, steps=way.steps, seed=way.seed,
         teacher=str(begun) if way.taught else None,
         data=[str(texts / name) for name in TRAINED_ON],
         val=[str(texts / name) for name in HELD_OUT],
     )  # fmt: skip
-    share = mock.patch.object(schedule, "FADING_SHARE", way.fade_to - way.fade_from)
-    with tempfile.TemporaryDirectory() as made, share:
+    with tempfile.TemporaryDirectory() as made:
         run = Path(made, "run")
         arbcli.start_training(config, run, init_from=begun)
         return score(run, texts, device)

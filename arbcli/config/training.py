@@ -26,8 +26,12 @@ LOSSES = ("text", "ponder", "ratio", "indexer")
 """Parts of a loss: see `LanguageModel.losses`."""
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 """Choices of `schedule`."""
+FADE_FROM = 0.4
+"""Share of a run after which weights fade from all digits to the trit, if it does not say so."""
 FADING_SHARE = 0.5
-"""Of a run, in which weights fade from all digits to the trit."""
+"""Of a run, in which they fade, if it does not say how long."""
+FADE_LEARNT_TO = 0.25
+"""Share of a run after which weights are trits that begin it with all digits of another."""
 COMPUTES = ("bf16", "fp8", "nvfp4", "fp32")
 """Choices of `compute`."""
 BACKENDS = ("triton", "native", "torch", "interpreter")
@@ -155,10 +159,21 @@ class TrainConfig:
     fade_from: Annotated[
         float | None,
         Setting(
-            "Share of the steps after which weights anneal, which takes half of the steps.",
+            "Share of the steps after which weights anneal.",
             OPTIMISATION,
             least=0,
             default="0.4, or 0 for a run that begins with weights of all digits",
+            decisive=True,
+        ),
+    ] = None
+    fade_to: Annotated[
+        float | None,
+        Setting(
+            "Share of the steps after which annealed weights are trits.",
+            OPTIMISATION,
+            least=0,
+            default="half of the steps after they begin to, or 0.25 for a run that begins with"
+            " weights of all digits",
             decisive=True,
         ),
     ] = None
@@ -335,17 +350,19 @@ class TrainConfig:
             raise ArbError(
                 f"`lr` is {self.lr}", hint="use a number above 0 and at most 64", fields=("lr",)
             )
-        if self.fade_from is not None and self.model.digits != "fade":
+        given = [name for name in ("fade_from", "fade_to") if getattr(self, name) is not None]
+        if given and self.model.digits != "fade":
             raise ArbError(
-                "weights that do not fade have no step at which they begin to",
-                hint="leave `fade_from` out, or use `digits=fade`",
-                fields=("fade_from", "digits"),
+                "weights that do not fade have no steps in which they do",
+                hint=f"leave `{given[0]}` out, or use `digits=fade`",
+                fields=(*given, "digits"),
             )
-        if self.fade_from is not None and not 0 <= self.fade_from <= 1 - FADING_SHARE:
+        begin, end = self.fades
+        if not 0 <= begin < end <= 1:
             raise ArbError(
-                f"`fade_from` is {self.fade_from}",
-                hint=f"use 0 to {1 - FADING_SHARE}, as fading takes {FADING_SHARE} of the steps",
-                fields=("fade_from",),
+                f"weights are to fade from {begin:g} to {end:g} of the steps",
+                hint="use `fade_from` of 0 or more, and a larger `fade_to` of at most 1",
+                fields=("fade_from", "fade_to"),
             )
         if self.final_lr is not None and not 0 <= self.final_lr <= self.lr:
             raise ArbError(
@@ -411,6 +428,12 @@ class TrainConfig:
             key = tuple(sorted(set(losses.split("+"))))
             routes[key] = routes.get(key, frozenset()) | {area}
         return routes
+
+    @property
+    def fades(self) -> tuple[float, float]:
+        """Shares of the steps after which weights begin to fade, and are trits, if they fade."""
+        begin = FADE_FROM if self.fade_from is None else self.fade_from
+        return begin, begin + FADING_SHARE if self.fade_to is None else self.fade_to
 
     @property
     def eval_interval(self) -> int:
