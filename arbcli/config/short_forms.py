@@ -340,7 +340,7 @@ def graph(
         str,
         Setting(
             "Lookup in codebooks: keys reads several rows by product keys; nearest reads the"
-            " nearest code of a vector quantiser, and ignores top_k.",
+            " nearest code of a vector quantiser, and ignores `top_k`.",
             GRAPH,
             choices=CODE_SEARCHES,
         ),

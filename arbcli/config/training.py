@@ -172,7 +172,7 @@ class TrainConfig:
             "Share of the steps after which annealed weights are ternary.",
             OPTIMISATION,
             least=0,
-            default="fade_from + 0.5, or 0.25 for a run that starts from weights of all digits",
+            default="fade_from + 0.5, or 0.1 for a run that starts from weights of all digits",
             decisive=True,
         ),
     ] = None

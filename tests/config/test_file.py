@@ -59,7 +59,7 @@ WRONG = {
     "stepps = 1": "has no setting `stepps`",
     "dim = 32": "`dim` in `.*` is a setting of the model",
     "[model]\nwidth = 3": "has no setting `model.width`",
-    "[model]\ncomposite = { sound = 1 }": "has `model.composite`, which is of a model with stages",
+    "[model]\ncomposite = { sound = 1 }": "has `model.composite`, which only a model with stages",
     'steps = "many"': "`steps` in `.*` is `many`",
     "steps = true": "`steps` in `.*` is `True`",
     "lr = [1.0]": "`lr` in `.*` is ",
