@@ -45,9 +45,7 @@ from arbcli.model.stage import Chunked, Stage, pass_one
 from arbcli.model.state import Track
 from arbcli.model.step_memory import StepMemory
 
-LOSS_WEIGHTS = {
-    "ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0, "commitment": 0.25,
-}  # fmt: skip
+LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0, "commitment": 0.25}
 """Weight of each part of the loss, that of the text being 1.
 
 The source of `ratio` has 0.03. With ten times that chunks keep to the length that was asked for.
