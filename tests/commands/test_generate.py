@@ -243,8 +243,7 @@ ERRORS = {
     "nothing kept": ("generate {run} --top-p 0", "`--top-p` is 0.0"),
     "no chunks": ("generate {run} --chunks", "without chunks"),
     "damaged prompts": ("generate {run} --prompts {bad}", "line 2 of"),
-    "bf16 of fp32": (
-        "evaluate {run} --compute fp32 --kv bf16", "needs activations in bf16"),
+    "bf16 of fp32": ("evaluate {run} --compute fp32 --kv bf16", "needs activations in bf16"),
     "long stride": ("evaluate {run} --data {run}/config.json --stride 17", "`--stride` is 17"),
     "no hole": ("generate {masked} --infill abc", "has no `…`"),
     "long hole": ("generate {masked} --infill a…b --length 15", "17 symbols with its holes"),
