@@ -850,8 +850,11 @@ class _Loop:
         sampling, prompt = Sampling(seed=config.seed), PROMPT
         if not symbols_of(model, prompt):  # a tokenizer may drop it
             prompt = self.texts.val.source.read(0, PROMPT_BYTES)
-        # a large float twin is compiled block by block, for training and not for texts
-        with self._not_timed(), torch.compiler.set_stance("force_eager"):
+        # a large float twin is compiled block by block, for training and not for texts; where
+        # nothing is compiled, to say so would import torch's compiler, for 2 s
+        compiled = self.trainer.is_compiled
+        eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+        with self._not_timed(), eager:
             if config.model.is_masked:
                 length = min(SAMPLE_BYTES, config.model.ctx)
                 text = filled(model, length, SAMPLE_STEPS, sampling, backend=config.backend)
