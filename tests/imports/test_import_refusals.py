@@ -80,7 +80,10 @@ def test_damaged_files_are_refused(tmp_path):
             import_folder(folder, tmp_path / "run")
     for changed, why in (
         ({name: torch.full((48, 32), torch.nan)}, "not finite"),
-        ({"model.layers.1.mlp.up_proj.weight": weights[name].clone()}, "no place"),
+        (
+            {"model.layers.1.mlp.up_proj.weight": weights[name].clone()},
+            "the architecture does not have",
+        ),
     ):
         save_file(weights | changed, file)
         assert why in refused(folder, tmp_path)
@@ -125,7 +128,7 @@ def test_pickle_is_refused_and_not_run(tmp_path):
 def test_run_is_not_written_over(tmp_path):
     plain_folder(tmp_path / "model")
     import_folder(tmp_path / "model", tmp_path / "run")
-    with pytest.raises(ArbError, match="holds a run already"):
+    with pytest.raises(ArbError, match="already contains a run"):
         import_folder(tmp_path / "model", tmp_path / "run")
 
 

@@ -1,4 +1,4 @@
-"""What no interpreter and no small case can show, read off the sources of all kernels.
+"""Mistakes that no interpreter and no small case can show, read off the sources of all kernels.
 
 The interpreter counts in Python's integers or numpy's, and knows no alignment; a GPU wraps around
 at 2**31 and refuses to load what is not aligned.
@@ -16,7 +16,7 @@ import arbcli.kernels
 
 FILES = sorted(Path(arbcli.kernels.__file__).parent.rglob("*.py"))
 OF_A_ROW = {"k", "offs_b", "offs_g", "block", "j", "kv", "h", "g"}
-"""What columns, their bytes and groups, and heads are called: products of them stay in one row or
+"""Names of columns, their bytes and groups, and heads: products of them stay in one row or
 position, and are int32."""
 NARROW = {"decode_weight"}
 """Files whose kernels are given matrices of fewer than 2**31 weights."""
@@ -375,7 +375,7 @@ BEFORE = {
     "attend_parts: _attend_parts_kernel": "cos instead keys position sin values",
     "decode_attention: load_rotated": "cos sin",
     "decode_latent: _decode_latent_kernel": "cos position sin",
-    "route_position: _route_position_kernel": "encoder going_on last mean x",
+    "route_position: _route_position_kernel": "encoder active last mean x",
     "route_position: _take_chunk_kernel": "begins mean p residual",
     "digits_matmul: _digits_matmul_kernel": "pieces scales",
     "prepacked_rows: _prepacked_rows_kernel": "instead pieces",

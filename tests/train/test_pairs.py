@@ -85,14 +85,14 @@ REFUSED = (
     ("weights", TWINS, "digits", ("all", "fade"), "stores no digits below"),
     ("weights", VOTES, "direction", ("orthogonal", "factored", "sign"), "takes no direction"),
     ("weights", TWINS, "direction", ("factored", "sign"), "trained by AdamW or Muon"),
-    ("weights", TWINS, "wire", ("int8", "int12", "int16"), "travel as they are"),
-    ("weights", TWINS, "compute", ("fp8", "nvfp4"), "multiplied in bf16"),
+    ("weights", TWINS, "wire", ("int8", "int12", "int16"), "are not rounded"),
+    ("weights", TWINS, "compute", ("fp8", "nvfp4"), "products of a float twin are in bf16"),
     ("weights", TWINS, "scales", ("routed",), "which has no scales"),
     ("weights", ("votes mended",), "scales", ("routed",), "the fix `order` of votes"),
     ("micro-batches", ("2", "3"), "scales", ("routed",), "several batches a step"),
     ("wire", ("int8", "int12", "int16"), "scales", ("routed",), "gradients that travel"),
-    ("micro-batches", ("1", "3"), "processes", ("2",), "cannot be dealt out evenly"),
-    ("processes", ("2",), "scales", ("routed",), "cannot be dealt out evenly"),
+    ("micro-batches", ("1", "3"), "processes", ("2",), "cannot be divided evenly"),
+    ("processes", ("2",), "scales", ("routed",), "cannot be divided evenly"),
     ("objective", ("masked",), "model", ("compressed",), "entries are of positions before"),
     ("objective", ("masked",), "model", ("chunks",), "one ends where the next begins"),
     ("objective", ("masked",), "model", ("mamba",), "goes from left to right"),
@@ -116,7 +116,7 @@ def refused_pairs() -> dict[frozenset, str]:
 
 
 def fits(chosen: dict[str, str], refused: dict[frozenset, str]) -> bool:
-    """Tell whether values of some settings can be together."""
+    """Return whether values of some settings can be together."""
     if any(frozenset(pair) in refused for pair in itertools.combinations(chosen.items(), 2)):
         return False
     # several processes step ternary weights by what travelled

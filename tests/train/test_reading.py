@@ -1,4 +1,4 @@
-"""What a run reads of which text and when, and that its records say what happened."""
+"""The parts of each text that a run reads, their order, and what its records say."""
 
 import dataclasses
 import json
@@ -105,7 +105,7 @@ def test_model_is_measured_on_the_held_out_text_alone(options, monkeypatch):
 
 @pytest.mark.parametrize(("before", "after"), [(None, "int8"), ("int8", None), ("int8", "int16")])
 def test_weights_are_taken_from_a_run_whose_gradients_travelled_otherwise(before, after, options):
-    """What only the way of gradients needs is a trainer's own, unless both have it."""
+    """State that only sharing gradients needs is new, unless both trainers have it."""
     first, second = (trainer_of(options, wire=wire, seed=seed) for seed, wire in
                      enumerate((before, after)))  # fmt: skip
     first.train_step()
@@ -302,18 +302,18 @@ def test_first_process_samples_and_all_end_by_the_signal_of_one(options, tmp_pat
 def test_everything_that_decides_a_run_is_compared_between_processes(options, monkeypatch):
     config = new_config(**options | {"keep_best": False, "wire": "int8"})
     texts = open_texts(config.data, config.val, seed=0, context=16)
-    before = runs.what_decides(config, texts)
+    before = runs.shared_settings(config, texts)
     changes = {
         "save_every": 7, "eval_every": 3, "keep_best": True, "wire": "int16", "sample_every": 2,
         "log_every": 7,
         "backend": "interpreter", "seed": 1, "lr": 0.5, "steps": 9, "compute": "bf16",
     }  # fmt: skip
     for name, value in changes.items():
-        after = runs.what_decides(dataclasses.replace(config, **{name: value}), texts)
+        after = runs.shared_settings(dataclasses.replace(config, **{name: value}), texts)
         assert {key for key in before if before[key] != after[key]} == {name}
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     swapped = dataclasses.replace(texts, train=texts.val)
-    after = runs.what_decides(config, swapped)
+    after = runs.shared_settings(config, swapped)
     assert {key for key in before if before[key] != after[key]} == {"text", "threads"}
     assert after["threads"] == 77
 

@@ -101,7 +101,7 @@ def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(before, need
 
 
 def test_largest_exponent_of_a_forward_serves_its_backward_alone(monkeypatch):
-    """What a captured forward did not find itself would be that of other weights when replayed."""
+    """A replayed forward would use old weights if it had not decoded them itself."""
     found, layer = [], linear(32, 48)
     find = linear_module.largest_exponents
     monkeypatch.setattr(linear_module, "largest_exponents", lambda p: found.append(p) or find(p))
@@ -144,9 +144,9 @@ def test_twin_normalises_once():
     normal = torch.nn.functional.rms_norm(x, (33,), eps=1e-6)
     assert torch.allclose(layer(x, norm), normal @ layer.weight.latent.T, rtol=1e-5)
     added = x.flip(0)
-    total, of_sum = norm.of_sum(x, added)
+    total, add_and_norm = norm.add_and_norm(x, added)
     assert torch.equal(total, x + added)
-    assert torch.allclose(of_sum, torch.nn.functional.rms_norm(total, (33,), eps=1e-6))
+    assert torch.allclose(add_and_norm, torch.nn.functional.rms_norm(total, (33,), eps=1e-6))
 
 
 def test_weights_do_not_change_while_a_backward_needs_them():
