@@ -316,7 +316,10 @@ def resume_run(
     check_compute(config.compute, place)
     config = dataclasses.replace(config, device=str(place), backend=backend)
     if config.model.weights != "ternary":
-        raise ArbError("float baselines have no checkpoints to resume from", hint="start a new run")
+        raise ArbError(
+            "float baselines have no checkpoints to resume from",
+            hint="start a new run with `--out`",
+        )
     if config.compute == "nvfp4" and emulates_nvfp4(torch.device(config.device)):
         observer.noted(EMULATED)
     threads = facts.get("threads", now := torch.get_num_threads())
