@@ -71,9 +71,7 @@ MODULES = {
 """The same by module, where its package says something else."""
 LIBRARIES = {ATTENTION: r"attention|flash|fmha|sdpa", PRODUCTS: r"gemm|nvjet|cutlass|cublas|splitk"}
 """Patterns of the names of other kernels, by kind; the first that matches counts."""
-MULTIPLIED = {
-    "mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1, "_scaled_grouped_mm": 0,
-}  # fmt: skip
+MULTIPLIED = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1, "_scaled_grouped_mm": 0}
 """Operations of torch that are products, and the place of the first factor."""
 OF_ATTENTION = 3.5
 """Forwards that attention's both passes are worth: they have seven products, and a forward two."""
