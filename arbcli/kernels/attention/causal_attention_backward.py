@@ -91,6 +91,27 @@ def _store_rows(grads_ptr, values, b, h, first, part, T, H, ROWS: tl.constexpr, 
 
 
 @triton.jit
+def _store_turned(
+    grads_ptr, values, y_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, part, T, H,
+    ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Store the gradient of what `rotary_norm_` made these queries or keys from."""
+    t, offs_h = first + tl.arange(0, ROWS), tl.arange(0, D // 2)[None, :]
+    known, token = t < T, b.to(tl.int64) * T + t
+    y = _load_rows(y_desc, b, h, first, ROWS, D).to(tl.float32)
+    r = tl.load(r_ptr + (token * 2 + part) * H + h, mask=known, other=0)[:, None]
+    values = (values - y * (tl.sum(y * values, axis=1) / D)[:, None]) * r
+    one, other = tl.split(values.reshape(ROWS, 2, D // 2).permute(0, 2, 1))
+    table, mask = t.to(tl.int64)[:, None] * (D // 2) + offs_h, known[:, None]
+    cos = tl.load(cos_ptr + table, mask=mask, other=0)
+    sin = tl.load(sin_ptr + table, mask=mask, other=0)
+    ptrs = grads_ptr + ((token * 3 + part) * H + h)[:, None] * D + offs_h
+    dtype = grads_ptr.dtype.element_ty
+    tl.store(ptrs, (one * cos + other * sin).to(dtype), mask=mask)
+    tl.store(ptrs + D // 2, (other * cos - one * sin).to(dtype), mask=mask)
+
+
+@triton.jit
 def _add_keys(
     grad, q, g, log, delta, k_desc, v_desc, b, h, m, begin, end, scale,
     D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -111,31 +132,37 @@ def _add_keys(
 @triton.jit
 def _queries_kernel(
     grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
-    T, H, padded, scale, log2_e,
-    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """Find the gradient of some queries of a head, and for keys their sums of g y, `delta`."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK  # those with most keys begin
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # those with most keys begin
     h, b = tl.program_id(1), tl.program_id(2)
-    m = first + tl.arange(0, BLOCK)
+    m = first + tl.arange(0, ROWS)
     of_head = b.to(tl.int64) * H + h
-    q = _load_rows(q_desc, b, h, first, BLOCK, D)
-    g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)
-    y = _load_rows(y_desc, b, h, first, BLOCK, D)
+    q = _load_rows(q_desc, b, h, first, ROWS, D)
+    g = _load_rows(grad_y_desc, b, h, first, ROWS, D)
+    y = _load_rows(y_desc, b, h, first, ROWS, D)
     delta = tl.sum(g.to(tl.float32) * y.to(tl.float32), axis=1)
     log = tl.load(logs_ptr + of_head * T + m, mask=m < T, other=0) * log2_e
     tl.store(delta_ptr + of_head * padded + m, delta)
     tl.store(log2_ptr + of_head * padded + m, log)
-    grad = tl.zeros((BLOCK, D), dtype=tl.float32)
+    grad = tl.zeros((ROWS, D), dtype=tl.float32)
     grad = _add_keys(
         grad, q, g, log, delta, k_desc, v_desc, b, h, m, 0, first, scale * log2_e,
         D, BLOCK, False, PRECISION,
     )  # fmt: skip
     grad = _add_keys(
-        grad, q, g, log, delta, k_desc, v_desc, b, h, m, first, first + BLOCK, scale * log2_e,
+        grad, q, g, log, delta, k_desc, v_desc, b, h, m, first, first + ROWS, scale * log2_e,
         D, BLOCK, True, PRECISION,
     )  # fmt: skip
-    _store_rows(grads_ptr, grad * scale, b, h, first, 0, T, H, BLOCK, D)
+    if TURNED:
+        _store_turned(
+            grads_ptr, grad * scale, q_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, 0, T, H, ROWS, D
+        )
+    else:
+        _store_rows(grads_ptr, grad * scale, b, h, first, 0, T, H, ROWS, D)
 
 
 @triton.jit
@@ -162,62 +189,102 @@ def _add_queries(
 @triton.jit
 def _keys_kernel(
     grad_y_desc, q_desc, k_desc, v_desc, log2_ptr, delta_ptr, grads_ptr,
-    T, H, padded, scale, log2_e,
-    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """Find the gradients of some keys and values of a head; the first are seen by most queries."""
-    first = tl.program_id(0) * BLOCK
+    first = tl.program_id(0) * ROWS
     h, b = tl.program_id(1), tl.program_id(2)
     of_head = b.to(tl.int64) * H + h
     log2_ptr += of_head * padded
     delta_ptr += of_head * padded
-    n = first + tl.arange(0, BLOCK)
-    k = _load_rows(k_desc, b, h, first, BLOCK, D)
-    v = _load_rows(v_desc, b, h, first, BLOCK, D)
-    grad_k = tl.zeros((BLOCK, D), dtype=tl.float32)
-    grad_v = tl.zeros((BLOCK, D), dtype=tl.float32)
+    n = first + tl.arange(0, ROWS)
+    k = _load_rows(k_desc, b, h, first, ROWS, D)
+    v = _load_rows(v_desc, b, h, first, ROWS, D)
+    grad_k = tl.zeros((ROWS, D), dtype=tl.float32)
+    grad_v = tl.zeros((ROWS, D), dtype=tl.float32)
     grad_k, grad_v = _add_queries(
         grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n,
-        first, first + BLOCK, scale * log2_e, D, BLOCK, True, PRECISION,
+        first, first + ROWS, scale * log2_e, D, BLOCK, True, PRECISION,
     )  # fmt: skip
     # later queries see all of these keys
     grad_k, grad_v = _add_queries(
         grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n,
-        first + BLOCK, T, scale * log2_e, D, BLOCK, False, PRECISION,
+        first + ROWS, T, scale * log2_e, D, BLOCK, False, PRECISION,
     )  # fmt: skip
-    _store_rows(grads_ptr, grad_k * scale, b, h, first, 1, T, H, BLOCK, D)
-    _store_rows(grads_ptr, grad_v, b, h, first, 2, T, H, BLOCK, D)
+    _store_rows(grads_ptr, grad_v, b, h, first, 2, T, H, ROWS, D)
+    if TURNED:
+        _store_turned(
+            grads_ptr, grad_k * scale, k_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, 1, T, H,
+            ROWS, D,
+        )  # fmt: skip
+    else:
+        _store_rows(grads_ptr, grad_k * scale, b, h, first, 1, T, H, ROWS, D)
 
 
-def _tiles(q: Tensor) -> tuple[int, int]:
-    """Choose the rows of a program, by what a GPU holds on its chip, and the stages for keys."""
+def _tiles(q: Tensor) -> tuple[dict[str, int], dict[str, int]]:
+    """Choose the rows of a program, those of a turn, warps and stages: for queries, and keys."""
     if q.dtype == torch.float32:
-        return 16, 2
-    if capability(q) != HOPPER:
-        return 32, 2
-    return 64, 3 if q.shape[3] <= 64 else 2
+        rows, stages = 16, 2
+    elif capability(q) != HOPPER:
+        rows, stages = 32, 2
+    else:
+        rows, stages = 64, 3 if q.shape[3] <= 64 else 2
+    tile = {"ROWS": rows, "BLOCK": rows, "num_warps": 4}
+    return tile | {"num_stages": 2}, tile | {"num_stages": stages}
+
+
+def launch_backward(
+    grads: Tensor,
+    inputs: tuple[Tensor, ...],
+    logs: Tensor,
+    turned: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """Launch both kernels.
+
+    Args:
+        grads: place of the gradients of q, k and v, (B, T, 3, heads, d) contiguous.
+        inputs: grad_y, q, k, v and y of `causal_attention_backward`.
+        logs: see there.
+        turned: r, cosines and sines of `rotary_norm_`, which made q and k: then the gradients are
+            those of what it was given.
+    """
+    q = inputs[1]
+    batch, heads, length, width = q.shape
+    if not q.numel():
+        return
+    of_queries, of_keys = _tiles(q)
+    unit = max(of_queries["ROWS"], of_keys["ROWS"])
+    padded = triton.cdiv(length, unit) * unit  # programs for keys read queries up to here
+    log2, delta = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
+    parts = [_readable(part) for part in inputs]
+    r, cos, sin = turned or (logs, logs, logs)
+    others = r, cos, sin, length, heads, padded, width**-0.5, LOG2_E
+    shared = {
+        "D": width,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "TURNED": turned is not None,
+    }
+
+    def tiles(rows: tuple[int, ...]) -> list:
+        return [described(part, [1, 1, n, width]) for part, n in zip(parts, rows, strict=False)]
+
+    m, n = of_queries["ROWS"], of_queries["BLOCK"]
+    _queries_kernel[(padded // m, heads, batch)](
+        *tiles((m, m, n, n, m)), logs, log2, delta, grads, *others, **shared, **of_queries
+    )
+    m, n = of_keys["BLOCK"], of_keys["ROWS"]
+    _keys_kernel[(triton.cdiv(length, n), heads, batch)](
+        *tiles((m, m, n, n)), log2, delta, grads, *others, **shared, **of_keys
+    )
 
 
 def _causal_attention_backward_triton(
     grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (batch, heads, length, width), grads = q.shape, _place_of_gradients(q)
-    if not q.numel():
-        return grads
-    block, stages_of_keys = _tiles(q)
-    blocks = triton.cdiv(length, block)
-    inputs = [described(_readable(part), [1, 1, block, width]) for part in (grad_y, q, k, v, y)]
-    padded = blocks * block  # keys read whole blocks of queries
-    log2, delta = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
-    precision, grid = "ieee" if q.dtype == torch.float32 else "tf32", (blocks, heads, batch)
-    _queries_kernel[grid](
-        *inputs, logs, log2, delta, grads[0], length, heads, padded, width**-0.5, LOG2_E,
-        D=width, BLOCK=block, PRECISION=precision, num_warps=4, num_stages=2,
-    )  # fmt: skip
-    _keys_kernel[grid](
-        *inputs[:4], log2, delta, grads[0], length, heads, padded, width**-0.5, LOG2_E,
-        D=width, BLOCK=block, PRECISION=precision, num_warps=4, num_stages=stages_of_keys,
-    )  # fmt: skip
+    grads = _place_of_gradients(q)
+    launch_backward(grads[0], (grad_y, q, k, v, y), logs)
     return grads
 
 
