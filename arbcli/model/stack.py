@@ -12,12 +12,7 @@ from arbcli.config.model import BlockConfig, Blocks, StageConfig
 from arbcli.config.site import Site
 from arbcli.model.flow import Flow, Losses, Reading, each_text, merge, rows_of
 from arbcli.model.layers.kinds import stream_norm
-from arbcli.model.layers.linear import (
-    LinearWeight,
-    TernaryLinear,
-    decode_at_once,
-    decode_in_groups,
-)
+from arbcli.model.layers.linear import TernaryLinear, decode_in_groups
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.streamed import recompute_contexts
 from arbcli.model.layers.streams import average_streams, spread_streams
@@ -185,10 +180,8 @@ class Stack(nn.ModuleList):
         super().__init__(made)
         self.streams, self.float_twin = stage.streams, site.weights != "ternary"
         linears = [block.linears() for block in self]
-        self.decoded_at_once: dict[int, list[LinearWeight]] = {}
-        """Weights of several small blocks, by the first of these."""
         if grouped and not self.float_twin and len(set(blocks)) == 1 and all(linears):
-            self.decoded_at_once = decode_in_groups(
+            decode_in_groups(
                 [
                     [each.weight for each in layers if isinstance(each, TernaryLinear)]
                     for layers in linears
@@ -230,10 +223,7 @@ class Stack(nn.ModuleList):
         added: Tensor | None = None
         losses: list[Losses] = []
         states = track.blocks[some] if track else None
-        at_once = not (recompute or states or any(map(is_compiled, self))) and some == slice(None)
         for index, block in enumerate([*self][some]):
-            if at_once and index in self.decoded_at_once:
-                decode_at_once(self.decoded_at_once[index], x)
             if recompute and torch.is_grad_enabled():
                 flow = recomputed(block, x, None, reading)
             else:

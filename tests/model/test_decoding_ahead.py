@@ -59,45 +59,8 @@ def test_a_backward_decodes_across_blocks_and_little_at_first():
     assert weights[0].needed_after == tuple(weights[1:4])
     assert weights[7].needed_before == ()
     assert weights[6].needed_before == (weights[5],)
-    assert weights[4].needed_before == (weights[3], weights[2], weights[1], weights[0])
+    assert weights[4].needed_before == (weights[3], weights[2], weights[1])
     assert weights[0].needed_before == ()
-
-
-def decoded_matrices(monkeypatch, device, most=None, recompute=False) -> tuple[list[int], dict]:
-    """Count the matrices of each launch of a step of three blocks, and give its gradients too."""
-    groups, decode = [], linear.decode_weights_triton
-
-    def counted(matrices, dtype):
-        groups.append(len(matrices))
-        return decode(matrices, dtype)
-
-    with monkeypatch.context() as patched, torch.device(device):
-        patched.setattr(linear, "decode_weights_triton", counted)
-        if most is not None:
-            patched.setattr(linear, "LARGE_ELEMENTS", most)
-        model = LanguageModel(preset("tiny", **SIZES | {"layers": 3}), torch.float32)
-        model.initialise(3)
-        model.recompute = recompute
-        found = step(model, device)
-    assert all(w._decoded is None for w in model.weights().values() if hasattr(w, "_decoded"))
-    return groups, found
-
-
-def test_small_blocks_are_decoded_at_once_with_the_same_bits(device, backend, monkeypatch):
-    groups, found = decoded_matrices(monkeypatch, device)
-    assert groups == [12, 1, 2, 9]
-    in_block = 24 * 8 + 8 * 8 + 16 * 8 + 8 * 8
-    for blocks, wanted in ((1, [4, 4, 4, 1, 2, 4, 4, 1]), (2, [8, 4, 1, 2, 8, 1])):
-        groups, same = decoded_matrices(monkeypatch, device, most=in_block * blocks)
-        assert groups == wanted
-        assert all(torch.equal(found[name], same[name]) for name in found)
-
-
-def test_recomputed_blocks_are_decoded_one_by_one(device, backend, monkeypatch):
-    groups, found = decoded_matrices(monkeypatch, device, recompute=True)
-    assert groups[:3] == [4, 4, 4]
-    _, same = decoded_matrices(monkeypatch, device)
-    assert all(torch.equal(found[name], same[name]) for name in found)
 
 
 def test_what_was_decoded_is_not_used_for_new_weights(device, backend):

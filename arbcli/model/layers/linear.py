@@ -192,27 +192,21 @@ class LinearWeight(StreamedTensor):
         return grad_x
 
 
-def decode_in_groups(blocks: list[list[LinearWeight]]) -> dict[int, list[LinearWeight]]:
+def decode_in_groups(blocks: list[list[LinearWeight]]) -> None:
     """Let small matrices be decoded several at a time, as decoding one takes less than its launch.
 
     A backward begins with smaller groups: most activations are still there then, and what waits to
-    be used would add to the peak. Later ones begin where a block's first one does, and have as many
-    blocks as `LARGE_ELEMENTS` weights allow.
+    be used would add to the peak. Later ones begin where a block's first one does.
 
     Args:
         blocks: the weights of each block, as many in all, in the order in which a forward needs
             them, each once.
-
-    Returns:
-        The weights of several blocks that a forward may decode at once, by the first of the blocks.
     """
     weights, size = [weight for block in blocks for weight in block], len(blocks[0])
     large = any(weight.num_weights >= LARGE_ELEMENTS for weight in weights)
     if not weights or large or weights[0].rule.reads_all:
-        return {}
-    at_once = max(1, LARGE_ELEMENTS // sum(weight.num_weights for weight in blocks[0]))
-    forward = range(0, len(weights), size)
-    back = (0, 1, *range(size - 1, len(weights), size * at_once))
+        return
+    forward, back = range(0, len(weights), size), (0, 1, *range(size - 1, len(weights), size))
     for order, starts, name in (
         (weights, forward, "needed_after"),
         (weights[::-1], back, "needed_before"),
@@ -221,19 +215,6 @@ def decode_in_groups(blocks: list[list[LinearWeight]]) -> dict[int, list[LinearW
             for index in range(begin, end):
                 order[index].decodes_ahead = True
                 setattr(order[index], name, tuple(order[index + 1 : end]))
-    if at_once == 1:
-        return {}
-    starts, most = range(0, len(blocks), at_once), size * at_once
-    return {first: weights[first * size : first * size + most] for first in starts}
-
-
-def decode_at_once(weights: list[LinearWeight], x: Tensor) -> None:
-    """Decode weights that products with rows like those of (..., D) are about to use once each."""
-    rounded = any(weight.fp8 or weight.nvfp4 for weight in weights)
-    if uses_triton(x) and x[..., 0].numel() > FUSED_ROWS and not rounded:
-        found = decode_weights_triton([weight.packed for weight in weights], x.dtype)
-        for weight, dense in zip(weights, found, strict=True):
-            weight._decoded = weight.version, x.dtype, dense
 
 
 class _Linear(Function):
