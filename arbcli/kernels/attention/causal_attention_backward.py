@@ -133,36 +133,35 @@ def _add_keys(
 def _queries_kernel(
     grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
     r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-    TURNED: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Find the gradient of some queries of a head, and for keys their sums of g y, `delta`."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # those with most keys begin
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK  # those with most keys begin
     h, b = tl.program_id(1), tl.program_id(2)
-    m = first + tl.arange(0, ROWS)
+    m = first + tl.arange(0, BLOCK)
     of_head = b.to(tl.int64) * H + h
-    q = _load_rows(q_desc, b, h, first, ROWS, D)
-    g = _load_rows(grad_y_desc, b, h, first, ROWS, D)
-    y = _load_rows(y_desc, b, h, first, ROWS, D)
+    q = _load_rows(q_desc, b, h, first, BLOCK, D)
+    g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)
+    y = _load_rows(y_desc, b, h, first, BLOCK, D)
     delta = tl.sum(g.to(tl.float32) * y.to(tl.float32), axis=1)
     log = tl.load(logs_ptr + of_head * T + m, mask=m < T, other=0) * log2_e
     tl.store(delta_ptr + of_head * padded + m, delta)
     tl.store(log2_ptr + of_head * padded + m, log)
-    grad = tl.zeros((ROWS, D), dtype=tl.float32)
+    grad = tl.zeros((BLOCK, D), dtype=tl.float32)
     grad = _add_keys(
         grad, q, g, log, delta, k_desc, v_desc, b, h, m, 0, first, scale * log2_e,
         D, BLOCK, False, PRECISION,
     )  # fmt: skip
     grad = _add_keys(
-        grad, q, g, log, delta, k_desc, v_desc, b, h, m, first, first + ROWS, scale * log2_e,
+        grad, q, g, log, delta, k_desc, v_desc, b, h, m, first, first + BLOCK, scale * log2_e,
         D, BLOCK, True, PRECISION,
     )  # fmt: skip
     if TURNED:
         _store_turned(
-            grads_ptr, grad * scale, q_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, 0, T, H, ROWS, D
+            grads_ptr, grad * scale, q_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, 0, T, H, BLOCK, D
         )
     else:
-        _store_rows(grads_ptr, grad * scale, b, h, first, 0, T, H, ROWS, D)
+        _store_rows(grads_ptr, grad * scale, b, h, first, 0, T, H, BLOCK, D)
 
 
 @triton.jit
@@ -190,49 +189,45 @@ def _add_queries(
 def _keys_kernel(
     grad_y_desc, q_desc, k_desc, v_desc, log2_ptr, delta_ptr, grads_ptr,
     r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-    TURNED: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Find the gradients of some keys and values of a head; the first are seen by most queries."""
-    first = tl.program_id(0) * ROWS
+    first = tl.program_id(0) * BLOCK
     h, b = tl.program_id(1), tl.program_id(2)
     of_head = b.to(tl.int64) * H + h
     log2_ptr += of_head * padded
     delta_ptr += of_head * padded
-    n = first + tl.arange(0, ROWS)
-    k = _load_rows(k_desc, b, h, first, ROWS, D)
-    v = _load_rows(v_desc, b, h, first, ROWS, D)
-    grad_k = tl.zeros((ROWS, D), dtype=tl.float32)
-    grad_v = tl.zeros((ROWS, D), dtype=tl.float32)
+    n = first + tl.arange(0, BLOCK)
+    k = _load_rows(k_desc, b, h, first, BLOCK, D)
+    v = _load_rows(v_desc, b, h, first, BLOCK, D)
+    grad_k = tl.zeros((BLOCK, D), dtype=tl.float32)
+    grad_v = tl.zeros((BLOCK, D), dtype=tl.float32)
     grad_k, grad_v = _add_queries(
         grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n,
-        first, first + ROWS, scale * log2_e, D, BLOCK, True, PRECISION,
+        first, first + BLOCK, scale * log2_e, D, BLOCK, True, PRECISION,
     )  # fmt: skip
     # later queries see all of these keys
     grad_k, grad_v = _add_queries(
         grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n,
-        first + ROWS, T, scale * log2_e, D, BLOCK, False, PRECISION,
+        first + BLOCK, T, scale * log2_e, D, BLOCK, False, PRECISION,
     )  # fmt: skip
-    _store_rows(grads_ptr, grad_v, b, h, first, 2, T, H, ROWS, D)
+    _store_rows(grads_ptr, grad_v, b, h, first, 2, T, H, BLOCK, D)
     if TURNED:
         _store_turned(
             grads_ptr, grad_k * scale, k_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, 1, T, H,
-            ROWS, D,
+            BLOCK, D,
         )  # fmt: skip
     else:
-        _store_rows(grads_ptr, grad_k * scale, b, h, first, 1, T, H, ROWS, D)
+        _store_rows(grads_ptr, grad_k * scale, b, h, first, 1, T, H, BLOCK, D)
 
 
-def _tiles(q: Tensor) -> tuple[dict[str, int], dict[str, int]]:
-    """Choose the rows of a program, those of a turn, warps and stages: for queries, and keys."""
+def _tiles(q: Tensor) -> tuple[int, int]:
+    """Choose the rows of a program, by what a GPU holds on its chip, and the stages for keys."""
     if q.dtype == torch.float32:
-        rows, stages = 16, 2
-    elif capability(q) != HOPPER:
-        rows, stages = 32, 2
-    else:
-        rows, stages = 64, 3 if q.shape[3] <= 64 else 2
-    tile = {"ROWS": rows, "BLOCK": rows, "num_warps": 4}
-    return tile | {"num_stages": 2}, tile | {"num_stages": stages}
+        return 16, 2
+    if capability(q) != HOPPER:
+        return 32, 2
+    return 64, 3 if q.shape[3] <= 64 else 2
 
 
 def launch_backward(
@@ -254,29 +249,20 @@ def launch_backward(
     batch, heads, length, width = q.shape
     if not q.numel():
         return
-    of_queries, of_keys = _tiles(q)
-    unit = max(of_queries["ROWS"], of_keys["ROWS"])
-    padded = triton.cdiv(length, unit) * unit  # programs for keys read queries up to here
+    block, stages_of_keys = _tiles(q)
+    blocks = triton.cdiv(length, block)
+    parts = [described(_readable(part), [1, 1, block, width]) for part in inputs]
+    padded = blocks * block  # keys read whole blocks of queries
     log2, delta = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
-    parts = [_readable(part) for part in inputs]
+    precision, grid = "ieee" if q.dtype == torch.float32 else "tf32", (blocks, heads, batch)
     r, cos, sin = turned or (logs, logs, logs)
     others = r, cos, sin, length, heads, padded, width**-0.5, LOG2_E
-    shared = {
-        "D": width,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        "TURNED": turned is not None,
-    }
-
-    def tiles(rows: tuple[int, ...]) -> list:
-        return [described(part, [1, 1, n, width]) for part, n in zip(parts, rows, strict=False)]
-
-    m, n = of_queries["ROWS"], of_queries["BLOCK"]
-    _queries_kernel[(padded // m, heads, batch)](
-        *tiles((m, m, n, n, m)), logs, log2, delta, grads, *others, **shared, **of_queries
+    chosen = {"D": width, "BLOCK": block, "PRECISION": precision, "TURNED": turned is not None}
+    _queries_kernel[grid](
+        *parts, logs, log2, delta, grads, *others, **chosen, num_warps=4, num_stages=2
     )
-    m, n = of_keys["BLOCK"], of_keys["ROWS"]
-    _keys_kernel[(triton.cdiv(length, n), heads, batch)](
-        *tiles((m, m, n, n)), log2, delta, grads, *others, **shared, **of_keys
+    _keys_kernel[grid](
+        *parts[:4], log2, delta, grads, *others, **chosen, num_warps=4, num_stages=stages_of_keys
     )
 
 
