@@ -62,13 +62,19 @@ def make_one(model: LanguageModel) -> Callable[[], None]:
     return decoder._step
 
 
+def synchronise() -> None:
+    """Wait for a GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def steps_per_second(step: Callable[[], None], steps: int) -> float:
     """Time some steps."""
-    torch.cuda.synchronize()
+    synchronise()
     started = time.perf_counter()
     for _ in range(steps):
         step()
-    torch.cuda.synchronize()
+    synchronise()
     return steps / (time.perf_counter() - started)
 
 

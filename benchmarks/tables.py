@@ -551,17 +551,20 @@ def ways_to_trits(runs: Runs) -> str:
     """List ways to a ternary model, those with the least loss of both texts first."""
     lines = []
     for row in sorted(rows_of(runs), key=lambda row: row["new"] + row["old"]):
-        way = WAYS_TO_TRITS.get(row["kind"], f"`{row['kind']}`, fading")
+        fades = row["kind"] not in WAYS_TO_TRITS
+        way = f"`{row['kind']}`" if fades else WAYS_TO_TRITS[row["kind"]]
         lines.append(
             [
                 way + (", taught" if row["taught"] else ""),
+                f"{row['fade_from']:.0%} to {row['fade_to']:.0%}" if fades else "",
                 f"{row['lr']:g}" if row["lr"] else "",
                 f"{row['new']:.4f}",
                 f"{row['old']:.4f}",
                 f"{row['state_bytes'] / 1e6:.0f}" if row["state_bytes"] else "",
             ]
         )
-    return _measured(["way", "rate", "novels", "code", "state, MB"], lines, runs)
+    head = ["way", "weights fade", "rate", "novels", "code", "state, MB"]
+    return _measured(head, lines, runs)
 
 
 def _seeds(rows: list[Row], **fields: Any) -> list[str]:

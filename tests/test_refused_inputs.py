@@ -190,10 +190,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         lambda _: conversation.Conversation(SimpleNamespace(tokenizer=None), Path("run/step-1")),
         "`run` has no chat template"),
     "long prompt file": (
-        smaller(generate, "MOST_PROMPT_BYTES", 3, lambda: generate._lines(text("four"))),
+        smaller(generate, "MOST_PROMPT_BYTES", 3, lambda: generate._read_lines(text("four"))),
         "`a.txt` has more than 3 bytes of prompts"),
     "prompt of a file that is gone": (
-        lambda _: generate._lines(Path("gone")), "cannot read `gone`"),
+        lambda _: generate._read_lines(Path("gone")), "cannot read `gone`"),
     "import of a file": (
         lambda _: import_model.import_model(text("a")), "`a.txt` is not a folder"),
     "audit of other ranks": (
@@ -201,10 +201,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         "`--ranks` is 4, and `torchrun` has started 2 processes"),
     "audit of other changes": (
         lambda _: audit_memory._check_ranks(4, 1, what_if=True, snapshot=None),
-        "`--what-if` is of one process"),
+        "`--what-if` only works with a single process"),
     "snapshot of ranks": (
         lambda _: audit_memory._check_ranks(4, 4, what_if=False, snapshot=Path("a")),
-        "`--snapshot` is of one process"),
+        "`--snapshot` only works with a single process"),
     "folder without a checkpoint": (
         lambda _: _options.find_run(text("", "run/config.json").parent, loads=True),
         "there is no checkpoint in `run`"),

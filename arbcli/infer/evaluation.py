@@ -21,8 +21,8 @@ from torch import Tensor
 from arbcli.data import Text, entropy
 from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
-from arbcli.infer.asked import check_of_masked, check_stride
 from arbcli.infer.media import KindLoss, MediaLosses
+from arbcli.infer.option_checks import check_masked_option, check_stride
 from arbcli.infer.tokens import check_vocabulary
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.masking import hide
@@ -223,7 +223,7 @@ def evaluate(
             is not enough.
     """
     context, is_masked = model.config.ctx, model.config.is_masked
-    check_of_masked(model.config, "--draws", draws)
+    check_masked_option(model.config, "--draws", draws)
     draws = DRAWS if draws is None else draws
     stride = check_stride(model.config, stride)
     check_vocabulary(model.config, model.tokenizer, "")

@@ -21,8 +21,8 @@ from arbcli.config.model import MOST, VOCABULARY
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.device import capturing, deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
-from arbcli.infer.asked import check_ahead
 from arbcli.infer.checks import Checks
+from arbcli.infer.option_checks import check_ahead
 from arbcli.infer.step_graph import StepGraph
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_byte import choose_byte_

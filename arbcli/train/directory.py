@@ -29,7 +29,7 @@ from arbcli.plain_text import PLAIN, Conversion
 from arbcli.reading import read_json
 from arbcli.run_files import CONFIG, RUNS, run_of
 from arbcli.tokens import FILE, Tokenizer, tokenised
-from arbcli.train.schedule import fade_from, fade_stage
+from arbcli.train.schedule import fade_stage
 from arbcli.train.trainer import text_digest
 from arbcli.version import __version__
 
@@ -172,7 +172,7 @@ def check_same_run(
         wanted["steps"] = made_with["steps"]
     if config.model.digits == "fade":
         steps = wanted.get("steps", config.steps)
-        wanted["digits"] = fade_stage(checkpoint.step, steps, fade_from(config))
+        wanted["digits"] = fade_stage(checkpoint.step, steps, config.fades)
     found = [
         first_difference(made_with.get(name, "missing"), wanted.get(name, "missing"), name)
         for name in sorted(made_with.keys() | wanted.keys())

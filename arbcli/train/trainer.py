@@ -30,7 +30,7 @@ from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.parallel.group import Group
 from arbcli.train.parallel.replicas import Replicas
 from arbcli.train.parallel.shared_updater import SharedUpdater
-from arbcli.train.schedule import fade_from, fade_growth, fade_stage, learning_rate
+from arbcli.train.schedule import fade_growth, fade_stage, learning_rate
 from arbcli.train.step import TrainingStep, minimised
 from arbcli.train.teacher import frozen_model
 from arbcli.train.updater import HELD_BYTES, Updater
@@ -348,7 +348,7 @@ class Trainer:
         """Read the weights as the stage of this step has them, where they fade."""
         if self.config.model.digits != "fade":
             return
-        stage = fade_stage(self.step, self.config.steps, fade_from(self.config))
+        stage = fade_stage(self.step, self.config.steps, self.config.fades)
         if stage == self.digits:
             return
         self.digits, rule = stage, stage_rule(self.config.model.rule, stage)

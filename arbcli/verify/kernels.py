@@ -176,8 +176,9 @@ def begin_kernels(
     jobs = _jobs(parts, checks)
     whole_jobs = _WholeJobs(jobs, progress)
     memory, workers = memory or Memory(), workers or Workers()
-    about = (KernelResult, _sources, _turn, _ahead)
-    finish = memory.begin(workers, _verify_parts, jobs, whole_jobs.add, *about)
+    finish = memory.begin(
+        workers, _verify_parts, jobs, whole_jobs.add, KernelResult, _sources, _turn, _ahead
+    )
 
     def report() -> VerifyReport:
         finish()

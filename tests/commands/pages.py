@@ -236,7 +236,7 @@ def _shown_by_probe() -> str:
         for reading in other.readings
     ]
     other = dataclasses.replace(other, readings=tuple(plain_one))
-    return plain(probe_loss._shown(report)) + "\n\n" + plain(probe_loss._shown(other))
+    return plain(probe_loss._tables(report)) + "\n\n" + plain(probe_loss._tables(other))
 
 
 def _shown_by_count() -> str:
@@ -284,7 +284,7 @@ def _shown_by_check() -> str:
         dataclasses.replace(goes_on, steps=goes_on.resumes_at + 1, steps_before=7_000_000),
         dataclasses.replace(report, resumes_at=None),
     )
-    return "\n".join(plain(check._shown(each)) for each in reports)
+    return "\n".join(plain(check._tables(each)) for each in reports)
 
 
 def _shown_by_audit() -> str:

@@ -65,6 +65,7 @@ WRONG = {
     "lr = [1.0]": "`lr` in `.*` is ",
     "data = [1]": "`data` in `.*` is ",
     "[model]\nsub_norms = 1": "`model.sub_norms` in `.*` is `1`",
+    "[model]\ntscale_type = 'T8'\nscale_type = 'T32'": "`tscale_type=T8` and `scale_type=T32`",
     "model = 1": "has no settings by name",
     "preset = 1": "`preset` of `.*` is `1`",
 }

@@ -193,11 +193,16 @@ def test_saved_weights_of_all_digits_fade_from_the_first_step_unless_it_is_said(
         start_run(config, tmp_path / digits, Observer())
     assert train_config_from(read_facts(tmp_path / "fade")).fade_from is None
     initial = read_saved(tmp_path / "all", pytest.fail)
-    for given, wanted in ((None, 0.0), (0.4, 0.4)):
-        fading = dataclasses.replace(config, fade_from=given)
-        run = tmp_path / f"from {wanted}"
+    for given, wanted in (
+        ((None, None), (0.0, 0.25)),
+        ((None, 0.6), (0.0, 0.6)),
+        ((0.4, None), (0.4, 0.9)),
+        ((0.2, 0.3), (0.2, 0.3)),
+    ):
+        fading = dataclasses.replace(config, fade_from=given[0], fade_to=given[1])
+        run = tmp_path / f"{given}"
         start_run(fading, run, Observer(), initial=initial)
-        assert train_config_from(read_facts(run)).fade_from == wanted
+        assert train_config_from(read_facts(run)).fades == wanted
 
 
 def test_weights_of_another_model_or_alone_are_refused(text, tmp_path):
