@@ -104,7 +104,7 @@ def trains_twin(words: Sequence[str]) -> bool:
 
 
 def is_for_cpu(device: str | None) -> bool:
-    """Tell whether no GPU computes.
+    """Return whether no GPU computes.
 
     Args:
         device: the one that was asked for; None is the GPU if there is one.

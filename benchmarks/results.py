@@ -1,4 +1,4 @@
-"""What was measured, as files: `docs/results/NAME.json`, one a benchmark.
+"""Measurements as files: `docs/results/NAME.json`, one a benchmark.
 
 A file is `{"name": ..., "runs": [...]}`, and a run says where its rows come from: `command`,
 `commit`, `dirty` (whether the tree had changes), `hardware`, `versions`. A row that is

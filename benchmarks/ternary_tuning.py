@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import arbcli
+from arbcli.config.training import FADE_LEARNT_TO
 from arbcli.data import Text, Texts
 from arbcli.device import deterministic
 from arbcli.imports.config_json import read_folder_config
@@ -58,21 +59,21 @@ class Way:
     taught: bool = False
     fade_from: float = 0.0
     """Share of the run after which weights begin to fade, if they do."""
-    fade_to: float = 0.5
+    fade_to: float = FADE_LEARNT_TO
     """Share of the run after which they are trits."""
     seed: int = 0
     steps: int = STEPS
 
 
 WAYS = (
-    Way(kind="moment", lr=0.3, taught=True),
+    Way(kind="moment", lr=0.2),
     Way(kind="muon", lr=3e-3),
-    Way(kind="nibble", lr=0.3, taught=True),
+    Way(kind="nibble", lr=0.2),
+    Way(kind="moment", lr=0.2, taught=True),
     Way(kind="moment", lr=0.3),
     Way(kind="nibble", lr=0.3),
     Way(kind="muon", lr=1e-2),
     Way(kind="muon", lr=1e-3),
-    Way(kind="moment", lr=0.1, taught=True),
 )
 RULES = ("moment", "nibble")
 

@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
                                sound="mulaw", tokenizer="a"),
         "a tokenizer reads text, and `sound` asks for bytes of other kinds"),
     "mixed documents": (
-        lambda _: chats(Mixture.__new__(Mixture)), "documents are not mixed by weights"),
+        lambda _: chats(Mixture.__new__(Mixture)), "documents cannot be mixed by weights"),
     "messages without a template": (
         lambda _: chats(), "`--field messages` has messages, and no chat template lies next to"),
     "long record": (
@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "no text in files": (
         lambda _: check_named([str(text(""))], None), "there is no text in `a.txt`"),
     "field of plain texts": (
-        lambda _: check_named([str(text("a"))], "body"), "`--field body` is of records"),
+        lambda _: check_named([str(text("a"))], "body"), "`--field body` only applies to records"),
     "compressed sound": (
         lambda _: plain_file(text("a", "a.wav.gz"), Conversion()),
         "`a.wav.gz` is a compressed sound or picture"),
@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "documents of a probe": (probed(packs=True), "a probe reads plain text, and these are"),
     "ranks without a wire": (
         lambda _: ranks._report(SimpleNamespace(wire=None), [], None),
-        "processes share a run by a wire, and none is set"),
+        "processes can only share a run whose `wire` is set"),
     "rest of a text": (
         lambda _: continuing.prompt_and_length(b"a text", 0.5, 9),
         "`--keep` only applies to a sound or a picture"),
@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         "`--field messages` has documents, and the model reads bytes"),
     "text of a folder": (
         lambda _: directory.held_out_text(Path()), "`.` has no text of its own"),
-    "student that fills holes": (masked_and_next, "a model that fills holes has no teacher"),
+    "student that fills holes": (masked_and_next, "a model that fills holes cannot have a teacher"),
     "name of a file": (
         lambda _: run_files.step_of(Path("model.safetensors")),
         "`model.safetensors` does not name a checkpoint"),

@@ -125,7 +125,7 @@ def test_characters_come_as_soon_as_they_are_whole(tokenizer):
 def test_file_that_is_not_a_tokenizer_is_refused_in_one_line(content, tmp_path, tokenizer_file):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(ArbError, match="describes no tokenizer") as refused:
+    with pytest.raises(ArbError, match="is not a tokenizer") as refused:
         Tokenizer.read(path)
     assert "\n" not in str(refused.value)
 

@@ -33,7 +33,7 @@ from arbcli.environment import free_threads, is_for_cpu, may_have_gpu
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.output import LiveLine, emit_json, note, write_bytes
-from arbcli.rules import LR_OF_TUNING
+from arbcli.rules import LR_OF_FADING_TUNING, LR_OF_TUNING
 from arbcli.signals import exit_code
 from arbcli.sockets import pin_to_socket
 
@@ -190,7 +190,9 @@ def train(
     else:
         settings = _with_files(settings, config_file, init_from)
         if minutes is not None and steps is not None:
-            raise ArbError("`--minutes` and `--steps` both say how long", hint="give one of them")
+            raise ArbError(
+                "`--minutes` and `--steps` both set the length of the run", hint="give one of them"
+            )
     if dry_run:
         if resume is None:
             raise ArbError("`--dry-run` only applies with `--resume`", hint="add `--resume RUN`")
@@ -322,7 +324,8 @@ def _read_initial(path: Path, settings: dict[str, Any], display: RunDisplay) -> 
     if saved_tokenizer(*initial, saved):
         settings.setdefault("tokenizer", str(initial.path.with_name(FILE)))
     if saved.digits != "trit" and (initial.path.parent / run_files.COMPANIONS).exists():
-        settings.setdefault("lr", LR_OF_TUNING)
+        fades = settings.get("digits") == "fade"
+        settings.setdefault("lr", LR_OF_FADING_TUNING if fades else LR_OF_TUNING)
     return initial
 
 

@@ -129,7 +129,7 @@ def _unknown(
         )
     if where and name in {*(field.name for field in dataclasses.fields(ModelConfig)), "block"}:
         return ArbError(
-            f"`{path}` has `{where}{name}`, which is of a model with stages",
+            f"`{path}` has `{where}{name}`, which only a model with stages has",
             hint="write the stages as `[[model.stage]]`, as docs/models.md has them",
         )
     names = ", ".join(f"`{setting}`" for setting in known)

@@ -378,8 +378,8 @@ class ModelConfig:
             )
         if self.votes_fixes and (self.rule != "votes" or self.weights != "ternary"):
             raise ArbError(
-                "`votes_fixes` are of the rule `votes` alone",
-                hint="leave them out, or use `rule=votes`",
+                "`votes_fixes` only applies to the rule `votes`",
+                hint="leave it out, or use `rule=votes`",
                 fields=("votes_fixes", "rule"),
             )
 

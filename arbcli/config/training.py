@@ -30,7 +30,7 @@ FADE_FROM = 0.4
 """Share of a run after which weights fade from all digits to the trit, if it does not say so."""
 FADING_SHARE = 0.5
 """Of a run, in which they fade, if it does not say how long."""
-FADE_LEARNT_TO = 0.25
+FADE_LEARNT_TO = 0.1
 """Share of a run after which weights are trits that begin it with all digits of another."""
 COMPUTES = ("bf16", "fp8", "nvfp4", "fp32")
 """Choices of `compute`."""
@@ -172,7 +172,7 @@ class TrainConfig:
             "Share of the steps after which annealed weights are trits.",
             OPTIMISATION,
             least=0,
-            default="half of the steps after they begin to, or 0.25 for a run that begins with"
+            default="half of the steps after they begin to, or 0.1 for a run that begins with"
             " weights of all digits",
             decisive=True,
         ),
@@ -293,14 +293,14 @@ class TrainConfig:
         self._check_media()
         if self.teacher is not None and self.model.weights != "ternary":
             raise ArbError(
-                "a float twin learns from the text alone",
+                "a float twin cannot have a teacher",
                 hint="leave `teacher` out, or use `weights=ternary`",
                 fields=("teacher", "weights"),
             )
         if self.wire is not None:
             if self.model.weights != "ternary":
                 raise ArbError(
-                    "gradients of a float twin travel as they are",
+                    "gradients of a float twin are not rounded",
                     hint="leave `wire` out",
                     fields=("wire",),
                 )
@@ -312,7 +312,7 @@ class TrainConfig:
                 )
         if self.compute in ("fp8", "nvfp4") and self.model.weights != "ternary":
             raise ArbError(
-                "a float twin is multiplied in bf16",
+                "the products of a float twin are in bf16",
                 hint=f"leave `compute={self.compute}` out",
                 fields=("compute",),
             )
@@ -324,13 +324,13 @@ class TrainConfig:
             )
         if self.keep_best and self.eval_interval == 0:
             raise ArbError(
-                "no checkpoint is the best of a run that is never evaluated",
+                "a run that is never evaluated has no best checkpoint",
                 hint="leave `keep_best=True` out, or use `eval_every` of 1 or more",
                 fields=("keep_best", "eval_every"),
             )
         if self.model.digits == "fade" and self.keep_best:
             raise ArbError(
-                "the best checkpoint is of before the weights have become ternary",
+                "the best checkpoint would be from before the weights are ternary",
                 hint="leave `keep_best=True` out, or use `digits=all` or `digits=trit`",
                 fields=("keep_best", "digits"),
             )
@@ -372,7 +372,7 @@ class TrainConfig:
             )
         if self.final_lr is not None and self.schedule == "constant":
             raise ArbError(
-                "a constant learning rate has no other at the end",
+                "a constant learning rate does not change at the end",
                 hint="leave `final_lr` out, or choose another `schedule`",
                 fields=("final_lr", "schedule"),
             )
@@ -497,7 +497,7 @@ def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def trains_ternary(preset: str | ModelConfig, weights: str | None) -> bool:
-    """Tell whether a model is trained as packed trits, and not as a float twin.
+    """Return whether a model is trained as packed trits, and not as a float twin.
 
     Args:
         preset: name of a preset, or a model with weights of its own.

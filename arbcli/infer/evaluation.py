@@ -230,7 +230,7 @@ def evaluate(
     if model.tokenizer is not None and text.source is text:
         text = tokenised(text, model.tokenizer)
     if len(text) < 2:
-        raise ArbError("a text of one byte has none to predict", hint="name a longer text")
+        raise ArbError("a text of one byte has no byte to predict", hint="name a longer text")
     started = time.perf_counter()
     with (
         deterministic(),

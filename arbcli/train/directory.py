@@ -184,8 +184,8 @@ def check_same_run(
     if differing:
         more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
         raise ArbError(
-            f"the checkpoint of step {checkpoint.step} is of another run than `{run / CONFIG}`:"
-            f" {', '.join(differing[:MOST_NAMED])}{more}",
+            f"the checkpoint of step {checkpoint.step} belongs to another run than"
+            f" `{run / CONFIG}`: {', '.join(differing[:MOST_NAMED])}{more}",
             hint=hint,
         )
 

@@ -473,7 +473,7 @@ def _locked(run: Path | None, group: Group) -> AbstractContextManager:
 
 
 def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
-    """Tell whether a run never got to save anything, and needs no weights of another run.
+    """Return whether a run never got to save anything, and needs no weights of another run.
 
     The first checkpoint is saved before the first record.
     """

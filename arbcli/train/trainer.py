@@ -62,8 +62,8 @@ def check_shares(config: TrainConfig, size: int) -> None:
         )
     if size > 1 and config.model.weights == "ternary" and config.wire is None:
         raise ArbError(
-            "the run steps by each gradient as it comes, which one process does alone",
-            hint="go on with one process, or start a run with `wire=int12`",
+            "gradients can only be shared by several processes as integers",
+            hint="continue with one process, or start a run with `wire=int12`",
             fields=("wire",),
         )
 

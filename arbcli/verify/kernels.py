@@ -566,7 +566,7 @@ def _is_chosen(
     sample: CompiledSample | None,
     kinds: set[str],
 ) -> bool:
-    """Tell whether a case is in the sample of a backend; torch on a GPU has that of Triton.
+    """Return whether a case is in the sample of a backend; torch on a GPU has that of Triton.
 
     In scale types of further paths the interpreter has the first case of each of `kinds`.
     """

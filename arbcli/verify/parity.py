@@ -533,7 +533,7 @@ def matrix_shapes() -> tuple[tuple[int, int], ...]:
 
 
 def has_mamba(config: ModelConfig) -> bool:
-    """Tell whether a model has Mamba blocks.
+    """Return whether a model has Mamba blocks.
 
     In bf16 they are not compared: their gated outputs are normalised, and where one is nearly 0,
     what was rounded before is most of it.

@@ -1,4 +1,4 @@
-"""What commands show of their reports, as plain text, of reports in which no two values are equal.
+"""Output of commands as plain text, from reports in which no two values are equal.
 
 `python tests/commands/pages.py` writes it to the folder of this name, where it is read before it is
 committed; `test_options.py` compares. A figure in the wrong place, or in another unit, changes it.
@@ -407,7 +407,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "export": lambda: plain(export._table(filled(ExportReport))),
     "import": lambda: plain(import_model._tables(filled(ImportReport))),
 }  # fmt: skip
-"""What each command shows, by its name."""
+"""Output of each command, by its name."""
 
 
 def page(name: str) -> str:

@@ -32,12 +32,12 @@ MISTAKES = {
     "train --resume auto --out nofile": "there is no run in `nofile`",
     "train --out text.txt/run": "cannot write `text.txt/run`",
     f"train --data text.txt --out {'x' * 300}": f"cannot use `{'x' * 300}`: File name too long",
-    "train --data text.txt:0.5 text.txt": "`text.txt` has no weight above 0",
+    "train --data text.txt:0.5 text.txt": "`text.txt` has no valid weight",
     "train --data empty.txt": "there is no text in `empty.txt`",
     "evaluate run --data empty.txt": "there is no text in `empty.txt`",
-    "train --data text.txt --field body": "`--field body` is of records",
-    "train --init-from run --data text.txt --field body": "`--field body` is of records",
-    "evaluate run --data text.txt --field body": "`--field body` is of records",
+    "train --data text.txt --field body": "`--field body` only applies to records",
+    "train --init-from run --data text.txt --field body": "`--field body` only applies to records",
+    "evaluate run --data text.txt --field body": "`--field body` only applies to records",
     "train --tokenizer nofile": "cannot read `nofile`",
     "train --teacher nofile": "there is no run at `nofile`",
     "train --out text.txt": "`text.txt` is a file",
@@ -59,10 +59,10 @@ MISTAKES = {
     "train --no-attention": "`--attention` is `none`",
     "train --preset arb-tiny --graph --no-codebook": "the graph joins codes, and without the",
     "train --weights float --keep-best": "a float twin keeps no checkpoint",
-    "train --weights anneal --keep-best": "the best checkpoint is of before the weights have become"
+    "train --weights anneal --keep-best": "the best checkpoint would be from before the weights are"
         " ternary\nhint: leave `--keep-best` out, or use `--weights int8` or `--weights ternary`\n",
     "train --eval-every 0 --keep-best":
-        "no checkpoint is the best of a run that is never evaluated",
+        "a run that is never evaluated has no best checkpoint",
     "train --no-save --keep-best --keep 1":
         "`--no-save` cannot be combined with `--keep`, `--keep-best`",
     "train --data text.txt --plot text.txt": "`--plot` is `text.txt`",
@@ -72,7 +72,7 @@ MISTAKES = {
     "train --steps 3000000000": "`--steps` is 3,000,000,000",
     "train --accum 2000000000": "400 steps of 2,000,000,000 batches are too many to number",
     "train --layers 1000000000": "`--layers` is 1,000,000,000",
-    "train --minutes 1 --steps 9": "`--minutes` and `--steps` both say how long",
+    "train --minutes 1 --steps 9": "`--minutes` and `--steps` both set the length of the run",
     "train --model nofile": "cannot read `nofile`",
     "train --model model.toml --no-sub-norms": "`--sub-norms/--no-sub-norms` only applies",
     "train --model model.toml --init-from a":
@@ -151,7 +151,7 @@ MISTAKES = {
     "count-params --dim 33": "4 heads do not divide a width of 33",
     "count-params --preset huge": "no preset is named `huge`",
     "count-params --preset arb-tiny --moe-top-k 99": "`--moe-top-k` is 99 of 8 experts",
-    "count-params --preset arb-tiny --heads 16": "heads of 16 have no even part of 32 to turn",
+    "count-params --preset arb-tiny --heads 16": "of 16 numbers of a head, 32 cannot be rotated",
     "count-params --model model.toml --dim 8": "`--dim` only applies to a preset",
     "count-params --model model.toml --preset tiny": "`--model` and `--preset` both name a model",
     "count-params --model preset.toml": "`preset.toml` has no whole model",

@@ -122,7 +122,7 @@ def test_checkpoints_of_the_middle_are_read_and_not_exported(text, tmp_path):
 
 
 def test_best_of_a_run_that_fades_is_refused():
-    with pytest.raises(ArbError, match="before the weights have become ternary"):
+    with pytest.raises(ArbError, match="from before the weights are ternary"):
         new_config(**SMALL | {"keep_best": True})
 
 
@@ -161,7 +161,7 @@ def test_captured_steps_fade_with_the_bits_of_eager_ones(rule, text):
 
 
 class Graph:
-    """What stands for a CUDA graph on a CPU: a replay computes the step anew, to the same place."""
+    """Substitute of a CUDA graph on a CPU: a replay computes the step anew, to the same place."""
 
     def __init__(self) -> None:
         self.parts: dict[str, torch.Tensor] = {}
