@@ -80,10 +80,8 @@ OF_TWIN = {
     STEPPING: r"adam|multi_tensor|foreach",
     **LIBRARIES,
 }
-"""The same of the twin, whose weights are converted to bf16 where ours are decoded."""
-MULTIPLIED = {
-    "mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1, "_scaled_grouped_mm": 0,
-}  # fmt: skip
+"""Patterns for the twin, whose weights are converted to bf16 where ours are decoded."""
+MULTIPLIED = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1, "_scaled_grouped_mm": 0}
 """Operations of torch that are products, and the place of the first factor."""
 OF_ATTENTION = 3.5
 """Forwards that attention's both passes are worth: they have seven products, and a forward two."""

@@ -87,9 +87,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(attend, "_has_cudnn", lambda: True)
 
 
-FASTER = {
-    "shape": (2, 3, 128, 64), "is_cuda": True, "dtype": torch.bfloat16, "capability": (9, 0),
-}  # fmt: skip
+FASTER = {"shape": (2, 3, 128, 64), "is_cuda": True, "dtype": torch.bfloat16, "capability": (9, 0)}
 
 
 @pytest.mark.parametrize(
