@@ -858,8 +858,11 @@ class _Loop:
         sampling, prompt = Sampling(seed=config.seed), PROMPT
         if not symbols_of(model, prompt):  # the tokenizer drops it
             prompt = self.texts.val.source.read(0, PROMPT_BYTES)
-        # large float baselines are compiled block by block, for training only
-        with self._not_timed(), torch.compiler.set_stance("force_eager"):
+        # large float baselines are compiled block by block, for training only; `set_stance` imports
+        # torch's compiler, which takes 2 s
+        compiled = self.trainer.is_compiled
+        eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+        with self._not_timed(), eager:
             if config.model.is_masked:
                 length = min(SAMPLE_BYTES, config.model.ctx)
                 text = filled(model, length, SAMPLE_STEPS, sampling, backend=config.backend)
