@@ -403,6 +403,7 @@ ROWS_APART = {
     "gained_rms_norm": (0,), "add_gained_rms_norm": (0, 1), "gained_rms_norm_backward": (0, 1, 4),
     "rms_norm_e4m3": (0, 1), "gated_rms_norm_e4m3": (0, 1), "rotary_norm_backward": (0, 1, 2),
     "rotary_heads_backward": (0, 1, 2), "causal_attention_backward": (0, 1, 2, 3, 4),
+    "rotary_attention_backward": (0, 5),
     "compress_blocks": (0,), "compress_blocks_backward": (2,), "choose_entries": (0, 2),
     "compressed_attention": (0, 1, 2), "compressed_attention_backward": (3, 4, 5),
     "cross_entropy": (0,), "cross_entropy_backward": (0,), "add_symbols": (2,),
