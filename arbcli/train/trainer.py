@@ -166,7 +166,7 @@ class Trainer:
         self._compute = TrainingStep(self.model, self._updates, config.accum, self.group)
         self._compute.scale_routes = config.scale_routes
         self.teacher_digest = teacher and teacher.digest
-        self.teacher = teacher and frozen_model(teacher, self.device, dtype)
+        self.teacher = frozen_model(teacher, self.device, dtype) if teacher else None
         if self.teacher:
             self._compute.losses = partial(self.model.losses, teacher=self.teacher)
         check_areas(config, self.model)
