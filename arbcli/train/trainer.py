@@ -12,7 +12,7 @@ from arbcli.checkpoint import Checkpoint, check_layout, tensor_digest
 from arbcli.config.model import VOCABULARY
 from arbcli.config.training import TrainConfig
 from arbcli.data import Text, Texts, batch, batch_starts, digest, evaluation_batches
-from arbcli.device import COMPUTE, capturing, tell_compiler
+from arbcli.device import COMPUTE, capturing, set_compiler_determinism
 from arbcli.errors import ArbError
 from arbcli.filling import cut
 from arbcli.infer.load import check_trainable
@@ -180,7 +180,7 @@ class Trainer:
         self.is_compiled = compiled and self.optimizer is not None
         """Whether `torch.compile` is used, as for float baselines on a GPU."""
         if self.is_compiled:
-            tell_compiler()
+            set_compiler_determinism()
             compile_twin(self.model)
         if capture and self.optimizer:
             self._warm_up_stream = torch.cuda.Stream(self.device)
