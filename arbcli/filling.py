@@ -21,6 +21,9 @@ from arbcli.config.model import FILL_SYMBOLS
 
 EXTRA = FILL_SYMBOLS + 2
 """Symbols of a window besides its text."""
+LEAD = 8
+"""Symbols before a hole that are read after the mark: the first ones after it are hard to predict,
+as the mark stands between them and the text that they continue."""
 
 
 def in_layout(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Tensor:
@@ -39,6 +42,22 @@ def in_layout(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> T
     first = before.new_tensor([suffix, *divmod(len(hole), vocabulary)])
     marks = before.new_tensor([prefix, middle])
     return torch.cat([first, after, marks[:1], before, marks[1:], hole])
+
+
+def led_in(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Tensor:
+    """Put a hole in the order of `in_layout`, as the end of one that begins `LEAD` symbols sooner.
+
+    Args:
+        before: text before the hole; all of it is read after the mark if it is shorter than `LEAD`.
+        hole: text of the hole.
+        after: text after the hole.
+        vocabulary: V.
+
+    Returns:
+        (N,) int64, as many as `in_layout` makes; the hole's symbols are the last ones.
+    """
+    begin = max(0, len(before) - LEAD)
+    return in_layout(before[:begin], torch.cat([before[begin:], hole]), after, vocabulary)
 
 
 def cut(

@@ -205,7 +205,7 @@ def test_folder_of_transformers_that_is_damaged_is_refused(saved, tmp_path):
             "which arb does not support",
         ),
         (lambda: weights.write_bytes(moved(whole[1])), "is at the bytes"),
-    ):  # fmt: skip
+    ):
         damage()
         with pytest.raises(ArbError) as caught:
             open_saved(folder, print)

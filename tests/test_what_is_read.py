@@ -96,7 +96,7 @@ def test_schema_names_what_is_wrong():
         ({"text": 3}, "`f` has no valid `text`: it is `3`"),
         ({"text": {}}, "`f` has no valid `text.size`: it is missing"),
         ({"text": {"size": "x" * 99}}, f"`f` has no valid `text.size`: it is `{'x' * 60}...`"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ArbError) as told:
             check_schema(bad, schema, "`f`", "h")
         assert (str(told.value), told.value.hint) == (said, "h")

@@ -193,7 +193,7 @@ class ModelConfig:
     rule: Annotated[
         str,
         Setting(
-            "Update rule, which decides what is stored besides the trits.",
+            "Update rule, which determines the state stored in addition to the trits.",
             choices=RULES,
             default=PRESETS_OWN,
         ),
@@ -255,9 +255,9 @@ class ModelConfig:
     objective: Annotated[
         str,
         Setting(
-            "What the model learns to predict: next is the byte after those before it, masked is"
-            " hidden bytes from those on both sides, for text with holes, and fill is the next byte"
-            " of a text or of a hole, which comes after both of its sides.",
+            "Training objective: next predicts the next byte, masked predicts masked bytes from"
+            " both sides, and fill predicts the next byte of a text, or of a hole that comes after"
+            " both of its sides.",
             choices=OBJECTIVES,
         ),
     ] = "next"

@@ -339,8 +339,8 @@ def graph(
     code_search: Annotated[
         str,
         Setting(
-            "How rows of codebooks are found: keys, several by product keys; nearest, the nearest"
-            " code of a vector quantiser, whatever `top_k` is.",
+            "Lookup in codebooks: keys reads several rows by product keys; nearest reads the"
+            " nearest code of a vector quantiser, and ignores `top_k`.",
             GRAPH,
             choices=CODE_SEARCHES,
         ),

@@ -78,8 +78,8 @@ class TrainConfig:
     field: Annotated[
         str | None,
         Setting(
-            "Field of .jsonl or .parquet files that holds the text; for chats messages, or"
-            " QUESTION+ANSWER, two fields by their names.",
+            "Field of .jsonl or .parquet files that holds the text; for chats messages, or the"
+            " names of two fields as QUESTION+ANSWER.",
             TEXT,
             metavar="FIELD",
         ),
@@ -87,7 +87,7 @@ class TrainConfig:
     sound: Annotated[
         str | None,
         Setting(
-            "Bytes of the samples of sounds: mulaw, one each, or pcm16, two.",
+            "Format of sounds: mulaw, one byte per sample, or pcm16, two.",
             TEXT,
             choices=SOUND_FORMS,
             default="mulaw, and sounds in folders are left out",
@@ -96,7 +96,7 @@ class TrainConfig:
     picture: Annotated[
         str | None,
         Setting(
-            "Mode of pictures, rgb or grey, and a size for all if wanted, as in rgb:64x48.",
+            "Format of pictures: rgb or grey, optionally with a size, as in rgb:64x48.",
             TEXT,
             metavar="FORM",
             default="rgb, and pictures in folders are left out",
@@ -159,21 +159,20 @@ class TrainConfig:
     fade_from: Annotated[
         float | None,
         Setting(
-            "Share of the steps after which weights anneal.",
+            "Share of the steps after which weights begin to anneal.",
             OPTIMISATION,
             least=0,
-            default="0.4, or 0 for a run that begins with weights of all digits",
+            default="0.4, or 0 for a run that starts from weights of all digits",
             decisive=True,
         ),
     ] = None
     fade_to: Annotated[
         float | None,
         Setting(
-            "Share of the steps after which annealed weights are trits.",
+            "Share of the steps after which annealed weights are ternary.",
             OPTIMISATION,
             least=0,
-            default="half of the steps after they begin to, or 0.1 for a run that begins with"
-            " weights of all digits",
+            default="fade_from + 0.5, or 0.1 for a run that starts from weights of all digits",
             decisive=True,
         ),
     ] = None
@@ -228,7 +227,7 @@ class TrainConfig:
     teacher: Annotated[
         str | None,
         Setting(
-            "Run or checkpoint whose predictions are learnt besides the text.",
+            "Run or checkpoint to distil from: its predictions are learnt in addition to the text.",
             OPTIMISATION,
             metavar="PATH",
         ),
@@ -239,7 +238,7 @@ class TrainConfig:
     recompute: Annotated[
         bool,
         Setting(
-            "Recompute activations in the backward pass, which takes less memory.",
+            "Recompute activations in the backward pass, to save memory.",
             OPTIMISATION,
             negatable=False,
         ),
@@ -247,7 +246,7 @@ class TrainConfig:
     wire: Annotated[
         str | None,
         Setting(
-            "Integers that gradients are rounded to when several processes sum them.",
+            "Integer type of gradients that several processes sum.",
             RUN,
             choices=WIRES,
             option="reduce-dtype",
@@ -268,7 +267,7 @@ class TrainConfig:
     ] = "bf16"
     device: Annotated[
         str,
-        Setting("Where to compute.", RUN, metavar="cpu|cuda|mps", default="cuda if there is one"),
+        Setting("Device.", RUN, metavar="cpu|cuda|mps", default="cuda if there is one"),
     ] = "cpu"
     backend: Annotated[
         str,

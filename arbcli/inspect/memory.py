@@ -26,9 +26,7 @@ AREAS = (
     "knowledge", "moe_graph", "router", "mamba", "chunking", "streams", "norms", "head", "ahead",
 )  # fmt: skip
 """Parts of models in the order of reports; others follow."""
-KINDS = (
-    "trits", "scales", "remainder", "moment", "votes", "statistics", "counters", "edges",
-)  # fmt: skip
+KINDS = ("trits", "scales", "remainder", "moment", "votes", "statistics", "counters", "edges")
 """Purposes of buffers, in the order of reports; a rule may declare more."""
 ADAMW_BYTES = 16
 """A weight, its gradient and two moments, float32 each."""

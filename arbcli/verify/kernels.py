@@ -55,12 +55,12 @@ SLOWEST = (
     "fp8_matmul", "ternary_matmul", "compressed_attention_backward", "decode_e4m3", "attend_ahead",
     "compressed_attention", "gradient_statistics", "decode_attention", "decode_digits",
     "weighted_rows", "weighted_rows_grad_weights", "causal_attention_backward",
-    "gated_rms_norm_backward", "decode_attention_8bit", "embedding_rows", "row_by_row",
-    "append_position_8bit", "append_position", "prepacked_rows", "row_matmul", "decode_compressed",
-    "cross_entropy", "cross_entropy_backward", "boundary_scores_backward",
-    "stream_weights_backward", "decode_weight", "quantise_gradient", "decode_latent",
-    "gram_polynomial", "sign_gradient", "smooth_chunks_backward", "gated_rms_norm",
-    "rms_norm_backward", "digits_matmul",
+    "rotary_attention_backward", "gated_rms_norm_backward", "decode_attention_8bit",
+    "embedding_rows", "row_by_row", "append_position_8bit", "append_position", "prepacked_rows",
+    "row_matmul", "decode_compressed", "cross_entropy", "cross_entropy_backward",
+    "boundary_scores_backward", "stream_weights_backward", "decode_weight", "quantise_gradient",
+    "decode_latent", "gram_polynomial", "sign_gradient", "smooth_chunks_backward",
+    "gated_rms_norm", "rms_norm_backward", "digits_matmul",
 )  # fmt: skip
 """Kernels that take longest, the longest first: they are begun before others."""
 FIRST_CHECKS, LAST_CHECKS = 0, 2

@@ -98,9 +98,7 @@ def _score_entries_kernel(
 
 
 @triton.jit
-def _take_best_kernel(
-    scores_ptr, chosen_ptr, N, E, FIRST, MOST, SIZE, BLOCK: tl.constexpr
-):  # fmt: skip
+def _take_best_kernel(scores_ptr, chosen_ptr, N, E, FIRST, MOST, SIZE, BLOCK: tl.constexpr):
     n, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     j = tl.arange(0, BLOCK)
     seen = (j < tl.minimum(FIRST + n, E)) & (j >= FIRST + n - MOST)

@@ -594,10 +594,8 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     heads, half = 1 + dice.below(4), 1 + min(k, 64)
     qkv, keys, values = (
         dice.reals(prod(shape[:-1]), shape[-1]).contiguous().view(shape)
-        for shape in (
-            (*texts, 3, heads, 2 * half), *(((*texts, heads, n, 2 * half),) * 2)
-        )
-    )  # fmt: skip
+        for shape in ((*texts, 3, heads, 2 * half), *(((*texts, heads, n, 2 * half),) * 2))
+    )
     position = dice.integers(0, 3 * n - 1, *texts, dtype=torch.int32).contiguous()
     angle = dice.reals(3 * n, half, dtype=torch.float32).contiguous()
     semaphores = torch.zeros(*texts, heads, dtype=torch.int32, device=dice.device)

@@ -470,4 +470,4 @@ _check_lanes = compiled_check(
         {"pieces": Array(f"{_PLANES}, {PLANE}, {ROWS}", INT8, dense=True), "scales": _SCALES}
     ),
     _WHERE,
-)  # fmt: skip
+)
