@@ -109,7 +109,7 @@ def masked_run(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def fill_run(tmp_path_factory) -> str:
-    return filling_run(tmp_path_factory, "fill", ctx=24, steps=400)
+    return filling_run(tmp_path_factory, "fill", ctx=24, steps=250)
 
 
 def filling_run(tmp_path_factory, objective: str, ctx: int = 16, steps: int = 100) -> str:

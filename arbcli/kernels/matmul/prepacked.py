@@ -150,14 +150,13 @@ def prepacked_reference(
     scales = pieces[..., CODE_BYTES:].contiguous().view(torch.bfloat16).unflatten(2, (8, 2, 4))
     weight = torch.zeros(tiles, 2, 8, BLOCK * blocks, dtype=torch.float64, device=x.device)
     for b in range(blocks):
-        for r in range(8):
-            for i in range(4):
-                for j in range(4):
-                    for q in range(2):
-                        k = BLOCK * b + PLANE * i + 8 * j + 4 * q
-                        trit = codes[:, b, j, r, q].long() // 4**i % 4 - 1  # (T, 2, 4)
-                        scale = scales[:, b, r, :, i].double()
-                        weight[:, :, r, k : k + 4] = trit[..., COLUMNS] * scale[:, :, None]
+        for i in range(4):
+            for j in range(4):
+                for q in range(2):
+                    k = BLOCK * b + PLANE * i + 8 * j + 4 * q
+                    trit = codes[:, b, j, :, q].long() // 4**i % 4 - 1  # (T, 8, 2, 4)
+                    four = trit[..., COLUMNS] * scales[:, b, :, :, i, None].double()
+                    weight[..., k : k + 4] = four.transpose(1, 2)
     return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
 
 
