@@ -354,14 +354,14 @@ class TrainConfig:
         given = [name for name in ("fade_from", "fade_to") if getattr(self, name) is not None]
         if given and self.model.digits != "fade":
             raise ArbError(
-                "weights that do not fade have no steps in which they do",
+                f"`{given[0]}` only applies to weights that fade",
                 hint=f"leave `{given[0]}` out, or use `digits=fade`",
                 fields=(*given, "digits"),
             )
         begin, end = self.fades
         if not 0 <= begin < end <= 1:
             raise ArbError(
-                f"weights are to fade from {begin:g} to {end:g} of the steps",
+                f"weights would fade from {begin:g} to {end:g} of the steps",
                 hint="use `fade_from` of 0 or more, and a larger `fade_to` of at most 1",
                 fields=("fade_from", "fade_to"),
             )
