@@ -51,8 +51,8 @@ def test_run_is_extended_and_says_what_that_does_to_its_rate(text, tmp_path):
     assert [record["step"] for record in records(run)] == [1, 2, 3, 4]
     (note,) = observer.notes
     assert note == (
-        "4 steps instead of 2: the `cosine` schedule is that of 4 from step 2 on, and its rate"
-        " there 0.3675 instead of 0.035"
+        "4 steps instead of 2: the `cosine` schedule changes at step 2, where the learning rate is"
+        " 0.3675 instead of 0.035"
     )
     assert records(run)[2]["lr"] == pytest.approx(0.3675)
     facts = read_facts(run)
