@@ -1,7 +1,7 @@
 """Train byte-level language models whose whole persistent state is packed trits and int8.
 
-What `import arbcli` offers is described, with examples, in docs/library.md. Torch takes seconds to
-import, so each function imports what it needs when it is called.
+docs/library.md describes this interface, with examples. Torch takes seconds to import, so each
+function imports its dependencies when it is called.
 """
 
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ def load(
 
 
 def configure(**settings: Any) -> "TrainConfig":
-    """Make the configuration of a run: see `arbcli.train.configure`.
+    """Return the configuration of a run: see `arbcli.train.configure`.
 
     Args:
-        settings: by the names of the options of `arb train`, with `_` for `-`: `preset`, `data`,
-            `steps`, `lr`, `device`. Texts are lists.
+        settings: options of `arb train` as keywords, with `_` for `-`: `preset`, `data`, `steps`,
+            `lr`, `device`. `data` and `val` are lists of paths.
 
     Raises:
-        ArbError: they do not fit each other, or this machine.
+        ArbError: settings are incompatible with each other or with this machine.
     """
     set_environment(("--weights", settings.get("weights") or "ternary"))
     from arbcli.train.configure import new_config
@@ -60,16 +60,17 @@ def train(
 
     Args:
         config: from `configure`.
-        out: directory to make; None is the next free one in `runs`.
-        minutes: sets the number of steps by timing a few.
-        init_from: a run or a checkpoint to begin with; see `saved_config` for its configuration.
-        observer: is told of records; None tells nobody.
+        out: directory to create; None is the next free one in `runs`.
+        minutes: train for about this long; the number of steps follows from timing a few.
+        init_from: run or checkpoint with the initial weights; see `saved_config` for its
+            configuration.
+        observer: receives records and messages; None discards them.
 
     Returns:
-        Where the run is, its losses and a sample.
+        The run's directory, losses and a sample of generated text.
 
     Raises:
-        ArbError: something the user can fix; whatever was saved before is intact.
+        ArbError: a failure that the user can fix; earlier checkpoints stay intact.
     """
     from arbcli.infer.load import read_saved
     from arbcli.train.run import Observer, start_run
@@ -81,21 +82,21 @@ def train(
 
 
 start_training = train
-"""The same; `arbcli.train` is the package as well, once a part of it has been imported."""
+"""Alias of `train`: importing any submodule of the package `arbcli.train` rebinds that name."""
 
 
 def resume(
     run: Path | str, *, steps: int | None = None, observer: "Observer | None" = None
 ) -> "TrainReport":
-    """Go on with a run, or from a checkpoint in one: see `arbcli.train.run.resume_run`.
+    """Resume a run, or from a checkpoint in one: see `arbcli.train.run.resume_run`.
 
     Args:
         run: a run directory, or a checkpoint in one.
-        steps: that the run is to have from now on; None leaves them as they are.
-        observer: is told of records; None tells nobody.
+        steps: new total number of steps; None keeps the run's own.
+        observer: receives records and messages; None discards them.
 
     Raises:
-        ArbError: there is nothing to continue, or the text has changed.
+        ArbError: there is no checkpoint to resume, or the training text has changed.
     """
     set_environment()
     from arbcli.train.run import Observer, resume_run
@@ -115,6 +116,7 @@ def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str to
     seed: int = ...,
     kv: str | None = ...,
     batch: int | None = ...,
+    ahead: int | None = ...,
 ) -> bytes: ...
 
 
@@ -130,6 +132,7 @@ def generate(
     seed: int = ...,
     kv: str | None = ...,
     batch: int | None = ...,
+    ahead: int | None = ...,
 ) -> list[bytes]: ...
 
 
@@ -144,28 +147,31 @@ def generate(
     seed: int = 0,
     kv: str | None = None,
     batch: int | None = None,
+    ahead: int | None = None,
 ) -> bytes | list[bytes]:
-    """Continue a prompt, or several at once; the same bytes every time.
+    """Continue one prompt, or a batch of prompts; deterministic for a given seed.
 
-    See `arbcli.infer.generation.generate`, and `arbcli.infer.several` for several.
+    See `arbcli.infer.generation.generate`, and `arbcli.infer.several` for batches.
 
     Args:
         model: from `load`.
-        prompt: at least one byte; text is taken as UTF-8. Or a list of such.
-        length: bytes to make, of each.
-        temperature: divides the logits; 0 takes the likeliest byte.
-        top_k: choose among so many of the likeliest bytes.
-        top_p: then among the likeliest ones that together have at least this share.
-        seed: of the random numbers; of several, each has its own stream of them.
-        kv: what keys and values are kept in: `bf16`, `fp8` or `int8`; None is as activations.
-        batch: of several, how many are made at once; None is as many as is usual. It changes no
-            text.
+        prompt: at least one byte, or a list of such prompts; a str is encoded as UTF-8.
+        length: bytes to generate for each prompt.
+        temperature: sampling temperature; 0 is greedy.
+        top_k: sample from the k likeliest bytes.
+        top_p: nucleus (top-p) sampling, applied after `top_k`.
+        seed: of the random numbers; each prompt of a list has a stream of its own.
+        kv: storage dtype of keys and values: `bf16`, `fp8` or `int8`; None is that of activations.
+        batch: prompts of a list that are decoded together; None is the default of
+            `arbcli.infer.several`. The texts do not depend on it.
+        ahead: speculative decoding of a single prompt: maximum number of bytes per step; None is
+            1. The text does not depend on it, and it is only faster on a GPU.
 
     Returns:
-        The bytes that follow the prompt, or a list of them.
+        The generated bytes without the prompt, or a list of them in the order of the prompts.
 
     Raises:
-        ArbError: a prompt is empty, or a number is out of range.
+        ArbError: a prompt is empty, a number is out of range, or the model cannot check bytes.
     """
     from arbcli.device import deterministic
     from arbcli.infer import generation, several
@@ -175,14 +181,19 @@ def generate(
         if batch is not None:
             raise ArbError("`batch` is for several prompts", hint="give a list of them")
         with deterministic():
-            return b"".join(generation.generate(model, _bytes(prompt), length, sampling, kv=kv))
+            made = generation.generate(
+                model, _bytes(prompt), length, sampling, kv=kv, ahead=1 if ahead is None else ahead
+            )
+            return b"".join(made)
+    if ahead is not None:
+        raise ArbError("`ahead` is for a single prompt", hint="leave it out, or give one prompt")
     requests = [
         several.Request(prompt=_bytes(each), length=length, sampling=sampling, stream=index)
         for index, each in enumerate(prompt)
     ]
     with deterministic():
-        made = dict(several.generate_several(model, requests, batch, kv=kv))
-    return [made[index] for index in range(len(requests))]
+        texts = dict(several.generate_several(model, requests, batch, kv=kv))
+    return [texts[index] for index in range(len(requests))]
 
 
 def _bytes(prompt: bytes | str) -> bytes:
@@ -202,14 +213,14 @@ def evaluate(
 
     Args:
         model: from `load`.
-        data: files, folders or globs, read as one text.
-        field: of files of records, which has the text.
-        stride: bytes from one window to the next; None is half a window.
-        batch: windows at once.
-        kv: what keys and values are rounded to, as `generate` keeps them.
+        data: files, folders or globs, concatenated to one text.
+        field: name of the text field in JSON, CSV and similar records.
+        stride: bytes between the starts of two windows; None is half the context.
+        batch: windows in a forward pass.
+        kv: dtype to which keys and values are rounded, as in `generate`.
 
     Raises:
-        ArbError: the text or the stride does not do.
+        ArbError: the text cannot be read or is too short, or the stride is out of range.
     """
     from arbcli.data import open_text
     from arbcli.infer import evaluation
@@ -224,10 +235,10 @@ def evaluate(
 
 
 def dense_weights(model: "LanguageModel") -> "dict[str, Tensor]":
-    """Decode every packed matrix of a model, by its name.
+    """Decode every packed matrix of a model.
 
     Returns:
-        (outputs, inputs) float32 each, on the device of the model; they take 20 times the trits.
+        Name to (outputs, inputs) float32 on the model's device; 20 times the size of packed trits.
     """
     import torch
 

@@ -250,7 +250,7 @@ def _sources(folder: Path, settings: Mapping[str, Any]) -> Iterator[tuple[str, s
 
 
 def is_table(value: object) -> bool:
-    """Tell whether a value of JSON is an object."""
+    """Return whether a value of JSON is an object."""
     return isinstance(value, dict)
 
 

@@ -40,7 +40,7 @@ VERSION = 1
 
 
 def has_documents(field: str | None) -> bool:
-    """Tell whether the `field` of a run names documents, and no plain text."""
+    """Return whether the `field` of a run names documents, and no plain text."""
     return field is not None and (field == MESSAGES or JOINED in field)
 
 
@@ -79,7 +79,7 @@ class Chats(Text):
         context: int,
     ) -> None:
         if isinstance(source, Mixture):
-            raise ArbError("documents are not mixed by weights", hint="leave the weights out")
+            raise ArbError("documents cannot be mixed by weights", hint="leave the weights out")
         if template is None and not field.startswith(JOINED):
             raise ArbError(
                 f"`--field {field}` has messages, and no chat template lies next to the tokenizer",

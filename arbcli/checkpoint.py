@@ -242,7 +242,7 @@ def latest_checkpoint(
         else:
             if found.step == step_of(path):
                 return found
-            refusals.append(f"checkpoint `{path}`: refused: it is of step {found.step:,}")
+            refusals.append(f"checkpoint `{path}`: refused: it belongs to step {found.step:,}")
     if not refusals:
         raise without_checkpoint(directory)
     raise ArbError(
@@ -314,8 +314,7 @@ def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         if found != wanted:
             raise ArbError(
                 f"`{name}` is {found} in the checkpoint and {wanted} in the model",
-                hint="the checkpoint is of another preset, rule or scale type: use those of its"
-                " run",
+                hint="the checkpoint has another preset, rule or scale type: use those of its run",
             )
 
 

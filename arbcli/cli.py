@@ -42,8 +42,8 @@ for command in (
     train, generate, evaluate, import_model, export, check, inspect, audit_memory, verify_kernels,
     count_params, probe_loss,
 ):  # fmt: skip
-    named = "import" if command is import_model else None  # a word that no function can have
-    app.command(named, cls=Command, short_help=summary(command))(command)
+    name = "import" if command is import_model else None  # `import` is a keyword of Python
+    app.command(name, cls=Command, short_help=summary(command))(command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -66,16 +66,16 @@ def root(
 
 
 def main() -> None:
-    """Run `arb`, which ends with one of the exit codes that `arb --help` lists."""
+    """Run `arb` and exit with one of the codes that `arb --help` lists."""
     open_closed_streams()
     set_environment(sys.argv[1:])
     try:
         with RaisedSignal():
-            words = fill_options(repeat_options(rename_options(sys.argv[1:])))
-            sys.exit(app(words, standalone_mode=False) or 0)
+            args = fill_options(repeat_options(rename_options(sys.argv[1:])))
+            sys.exit(app(args, standalone_mode=False) or 0)
     except UsageError as error:
         if not sys.argv[1:]:
-            error.show()  # all of the help
+            error.show()  # the complete help page
         else:
             command = error.ctx.command_path if error.ctx else "arb"
             _fail(error.format_message(), f"`{command} --help` lists what there is")
@@ -103,6 +103,6 @@ def main() -> None:
 
 
 def _fail(message: str, hint: str | None = None) -> None:
-    """Print an error, unless another process of this command has."""
+    """Print an error, unless another process of this command has printed it."""
     if not is_said(message):
         fail(message, hint)

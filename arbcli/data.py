@@ -464,9 +464,9 @@ def check_weights(entries: Sequence[str]) -> None:
     for entry, weight in zip(entries, weights, strict=True):
         if not weight or weight > MOST_WEIGHT:
             raise ArbError(
-                f"`{shown(entry)}` has no weight above 0 and up to {MOST_WEIGHT:,}, and another"
-                " text has one",
-                hint="give all of them one, as in `--data a.txt:0.7 --data b.txt:0.3`, or none",
+                f"`{shown(entry)}` has no valid weight, and another text has one",
+                hint=f"give all of them one above 0 and up to {MOST_WEIGHT:,}, as in"
+                " `--data a.txt:0.7 --data b.txt:0.3`, or none",
             )
 
 
@@ -529,7 +529,7 @@ def _split(
 
 
 def _are_alike(train: Text, val: Text) -> bool:
-    """Tell whether one text may be held out of the other: by its size and its entropy."""
+    """Return whether one text may be held out of the other: by its size and its entropy."""
     least, most = USUAL_SHARES
     share = len(val) / max(1, len(train) + len(val))
     return least <= share <= most and abs(entropy(train) - entropy(val)) <= FAR_NATS
@@ -619,7 +619,8 @@ def check_named(entries: Iterable[str], field: str | None = None) -> None:
         raise _without_text(entries)
     if field is not None and plain and all(plain):
         raise ArbError(
-            f"`--field {field}` is of records, and none of the texts is a .jsonl or .parquet file",
+            f"`--field {field}` only applies to records, and none of the texts is a .jsonl or"
+            " .parquet file",
             hint="leave `--field` out: plain texts are read as they are",
         )
 
@@ -728,7 +729,7 @@ def _file_bytes(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise ArbError(
             f"`{path}` is not a regular file",
-            hint="texts are mapped: save what it gives to a file, and name that",
+            hint="texts are memory-mapped: write it to a file first, and name that file",
         )
     if not os.access(path, os.R_OK):
         raise _unreadable(path, "Permission denied")

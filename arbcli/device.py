@@ -88,7 +88,7 @@ def default_compute(device: torch.device) -> str:
 
 
 def multiplies_bf16(capabilities: Mapping[str, Any]) -> bool:
-    """Tell whether a CPU has instructions that multiply bf16.
+    """Return whether a CPU has instructions that multiply bf16.
 
     oneDNN alone cannot tell: it says yes on any CPU with AVX-512, and emulates bf16 in float32
     where there is no instruction, at less than half of float32's speed.
@@ -123,7 +123,7 @@ def check_compute(compute: str, device: torch.device) -> None:
 
 
 def emulates_nvfp4(device: torch.device) -> bool:
-    """Tell whether products in four bits are computed as others, for want of such hardware."""
+    """Return whether products in four bits are emulated on this device."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0)
 
 

@@ -1,4 +1,4 @@
-"""Environment variables: those that libraries read when they are loaded, and numbers for arb."""
+"""Environment variables that libraries read when they are loaded, and free processors and GPUs."""
 
 import ctypes
 import os
@@ -10,34 +10,39 @@ from pathlib import Path
 from arbcli.errors import ArbError
 
 SETTINGS = {
-    # cuBLAS gives the same bits every time only if it has this workspace
+    # cuBLAS is only deterministic with a fixed workspace
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # torch's profiler would say on stderr when it begins and ends
+    # silences start and stop messages of torch's profiler on stderr
     "KINETO_LOG_LEVEL": "8",
-    # torch would add a stack of its own to the error that says that a process is gone
+    # omits the C++ stack trace from the error of a lost process
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """Set for every command."""
 SPINS = {False: "12000", True: "2000"}
-"""Rounds that threads which wait for each other spin, by whether other programs use a processor:
-with one a step of training was seen to take 24 s instead of 0.3, and with few it is slower alone.
-They are not set for a float twin, whose speed they halve on CPUs whose threads wake slowly."""
-LOOKS, LOOK_SECONDS = 3, 0.005
-"""Times that the processors are looked at before a run, and the pause between two of them."""
-LOOKS_FOR_THREADS = 20
-"""Times before the threads of a run are counted, as it keeps their number."""
-COUNTS = Path("/proc/stat")
-"""File of Linux that counts what runs."""
+"""`GOMP_SPINCOUNT`, by whether other programs keep a processor busy.
 
+Next to another program, a step of training took 24 s instead of 0.3 s with the long spin; alone,
+the short one is slower. It is not set for a float baseline, whose speed it halves on CPUs whose
+threads wake slowly.
+"""
+LOOKS, LOOK_SECONDS = 3, 0.005
+"""Samples of the number of running processes before a run, and the pause between two of them."""
+LOOKS_FOR_THREADS = 20
+"""Samples before the number of threads is chosen; more of them, as it is fixed for the run."""
+COUNTS = Path("/proc/stat")
+"""Linux's file with the number of running processes."""
+
+TWINS = ("float", "ste")
+"""Choices of `--weights` that train a float twin."""
 INTERPRET = "TRITON_INTERPRET"
-"""At `1`, kernels are defined for Triton's interpreter."""
+"""Triton's variable: at `1`, kernels run in its interpreter. It is read when they are defined."""
 
 
 def set_environment(words: Sequence[str] = ()) -> None:
-    """Set what the user has not.
+    """Set the variables of `SETTINGS` and `GOMP_SPINCOUNT`, unless the user has set them.
 
     Args:
-        words: of the command line; with `--weights float` or `ste` a float twin is trained.
+        words: arguments of the command line; `--weights float` and `ste` train a float baseline.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -46,10 +51,13 @@ def set_environment(words: Sequence[str] = ()) -> None:
 
 
 def others_running(looks: int = LOOKS) -> int:
-    """Count the processors that other programs keep busy: the fewest of some looks.
+    """Return the number of processors that other programs keep busy, the minimum of some samples.
 
     Args:
-        looks: at the count of Linux, `LOOK_SECONDS` apart; elsewhere there are 0.
+        looks: number of samples, `LOOK_SECONDS` apart.
+
+    Returns:
+        The number; always 0 outside of Linux.
     """
     fewest = sys.maxsize
     for look in range(looks):
@@ -59,24 +67,24 @@ def others_running(looks: int = LOOKS) -> int:
         except OSError:
             return 0
         running = [line.split()[1] for line in lines if line.startswith("procs_running ")]
-        fewest = min(fewest, int(running[0]) - 1 if running else 0)  # besides this program
+        fewest = min(fewest, int(running[0]) - 1 if running else 0)  # without this program
         if fewest <= 0:
             return 0
     return fewest
 
 
 def free_threads(threads: int, processors: int) -> int:
-    """Choose how many threads of a run compute next to other programs.
+    """Return the number of threads to compute with while other programs run.
 
-    Threads share work evenly. One that takes turns with another program holds up all others, so
-    busy processors are left to it. Where that would leave less than half of them, it gains nothing.
+    Threads divide work evenly, so one that shares its processor with another program delays all of
+    them: busy processors are left to other programs, if at most half of all are busy.
 
     Args:
-        threads: that there are without other programs.
-        processors: of the machine.
+        threads: number of threads on an idle machine.
+        processors: number of processors of the machine.
 
     Returns:
-        As many, or fewer; `OMP_NUM_THREADS` decides instead where it is set.
+        At most `threads`; exactly `threads` if `OMP_NUM_THREADS` is set.
     """
     if threads == 1 or "OMP_NUM_THREADS" in os.environ:
         return threads
@@ -85,37 +93,46 @@ def free_threads(threads: int, processors: int) -> int:
 
 
 def trains_twin(words: Sequence[str]) -> bool:
-    """Tell from a command line whether it trains a float twin; the last `--weights` counts."""
+    """Return whether a command line trains a float baseline; the last `--weights` counts."""
     weights = "ternary"
     for index, word in enumerate(words):
         if word == "--weights":
             weights = "".join(words[index + 1 : index + 2])
         elif word.startswith("--weights="):
             weights = word.removeprefix("--weights=")
-    return weights in ("float", "ste")
+    return weights in TWINS
 
 
-def interpret_kernels_without_gpu(device: str | None) -> None:
-    """Have kernels defined for Triton's interpreter where they cannot run; before their import.
+def is_for_cpu(device: str | None) -> bool:
+    """Return whether no GPU computes.
 
     Args:
         device: the one that was asked for; None is the GPU if there is one.
     """
     import torch  # takes seconds, so not for `arb --help`
 
-    if not torch.cuda.is_available() or (device or "").startswith("cpu"):
+    return not torch.cuda.is_available() or (device or "").startswith("cpu")
+
+
+def interpret_kernels_without_gpu(device: str | None) -> None:
+    """Select Triton's interpreter if the device is not a GPU; call it before importing kernels.
+
+    Args:
+        device: the requested device; None is the GPU if there is one.
+    """
+    if is_for_cpu(device):
         os.environ[INTERPRET] = "1"
 
 
 def no_cuda_device(name: str) -> ArbError:
-    """Make the error of a device that is not there."""
+    """Return the error for a CUDA device that does not exist."""
     return ArbError(
         f"there is no CUDA device for `{name}`", hint="use `--device cpu`, or leave it out"
     )
 
 
 def no_gpu_for_triton(device: str) -> ArbError:
-    """Make the error of kernels for a GPU on another device."""
+    """Return the error for the `triton` backend on a device that is not a GPU."""
     return ArbError(
         f"the `triton` backend needs a CUDA device, and this run is on `{device}`",
         hint="use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
@@ -123,7 +140,7 @@ def no_gpu_for_triton(device: str) -> ArbError:
 
 
 def interpreter_not_asked_for() -> ArbError:
-    """Make the error of kernels that were not defined for Triton's interpreter."""
+    """Return the error for the `interpreter` backend where kernels were defined without it."""
     return ArbError(
         "the `interpreter` backend was not asked for before the kernels were defined",
         hint=f"set the environment variable `{INTERPRET}=1`",
@@ -131,21 +148,21 @@ def interpreter_not_asked_for() -> ArbError:
 
 
 def may_have_gpu() -> bool:
-    """Tell quickly whether torch might find a GPU: on Linux there is the driver of one."""
+    """Return whether torch might find a GPU, without importing it: on Linux, by its driver."""
     if sys.platform != "linux":
         return True
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return Path("/dev/kfd").exists()  # of an AMD GPU, which torch calls `cuda` too
+        return Path("/dev/kfd").exists()  # an AMD GPU, whose device type is `cuda` too
     return True
 
 
 def number_in(environment: Mapping[str, str], name: str, least: int, most: int = 2**31 - 1) -> int:
-    """Read a whole number from an environment variable.
+    """Parse a whole number from an environment variable.
 
     Raises:
-        ArbError: it is not a number, or is out of range.
+        ArbError: the value is not a whole number, or is not in `least` to `most`.
     """
     text = environment[name]
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else -1

@@ -1,10 +1,10 @@
-"""All printing. Data goes to stdout, everything said to a person goes to stderr.
+"""Terminal output. Results go to stdout, messages and progress to stderr.
 
-What cannot be said is dropped: no work is to end because a terminal was closed or a log's disk is
-full. Data that cannot be written is an `OutputError`, as a report that nobody gets is a failure.
+Messages that cannot be written are discarded: a closed terminal or a full disk of a log must not
+end a run. Results that cannot be written raise `OutputError`.
 
-Names of files, texts, samples and whatever else comes from elsewhere may hold sequences that a
-terminal obeys: `printable` shows them instead, and everything said here goes through it.
+File names, texts and samples may contain terminal control sequences. `printable` escapes them, and
+all messages and tables pass through it.
 """
 
 import codecs
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 CHUNK_COLOURS = ("cyan", "yellow", "green", "magenta")
 CHUNK_MARK = "\u2502"
-"""Before a chunk, where there are no colours."""
+"""Marks the start of a chunk where colours are unavailable."""
 
 
 class OutputError(ArbError):
-    """Data cannot be written to stdout; from then on what is written there is dropped.
+    """A result cannot be written to stdout; all later output to stdout is discarded.
 
     Args:
-        error: of the operating system.
+        error: the failure that the operating system reported.
     """
 
     def __init__(self, error: OSError) -> None:
@@ -47,23 +47,23 @@ class OutputError(ArbError):
             f"cannot write to stdout: {error.strerror or error}", hint="write it to another place"
         )
         self.reader_gone = error.errno == errno.EPIPE
-        """Whether the reader of stdout has ended, as `head` does."""
+        """Whether the reader of a pipe has exited, as `head` does."""
 
 
-_OBEYED = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls, but for the tab and the end of a line
-    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # what changes the order of letters, or lines
-    "\ud800-\udfff]"  # bytes of a name that are not UTF-8
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters other than tab and newline
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # bidirectional controls, line separators
+    "\ud800-\udfff]"  # surrogate escapes: bytes of a file name that are not UTF-8
 )
 
 
 def printable(text: str) -> str:
-    """Write what a terminal would obey, and not show, as the escape that Python has for it."""
-    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+    """Replace terminal control characters by their Python escapes."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def _clean(shown: RenderableType) -> RenderableType:
-    """Make what is shown printable, down to its parts; tables of `table` are."""
+    """Apply `printable` to text, and to the text in groups; `table` already does so for cells."""
     if isinstance(shown, str):
         return printable(shown)
     if isinstance(shown, Text) and printable(shown.plain) != shown.plain:
@@ -74,93 +74,100 @@ def _clean(shown: RenderableType) -> RenderableType:
 
 
 class _Stream:
-    """A standard stream for rich, found anew at every use, that drops what it cannot write.
+    """A file object for rich over `sys.stdout` or `sys.stderr` that survives write errors.
+
+    The stream is looked up at each use, as tests and rich replace it. After the first failure all
+    further output is discarded.
 
     Args:
         name: `stdout` or `stderr`.
-        tells: whether a failure is raised besides, as an `OutputError`.
+        raises: whether a failure also raises `OutputError`.
     """
 
-    def __init__(self, name: str, *, tells: bool) -> None:
-        self._name, self._tells = name, tells
+    def __init__(self, name: str, *, raises: bool) -> None:
+        self._name, self._raises = name, raises
 
     def _find(self) -> TextIO:
-        stream = getattr(sys, self._name) or io.StringIO()  # closed, and not opened yet
-        return getattr(stream, "rich_proxied_file", stream)  # a live line puts its own in place
+        stream = getattr(sys, self._name) or io.StringIO()  # None if it was closed at startup
+        return getattr(stream, "rich_proxied_file", stream)  # rich.live substitutes a proxy
 
     def write(self, text: str) -> int:
-        """Write text, or drop it."""
+        """Write text, or discard it after a failure."""
         with self.guarded() as stream:
-            encoding = stream.encoding or "utf-8"  # one that lacks a letter shows its escape
+            encoding = stream.encoding or "utf-8"  # escapes letters that the encoding lacks
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def write_bytes(self, data: bytes) -> None:
-        """Write bytes as they are, at once."""
+        """Write raw bytes and flush."""
         with self.guarded() as stream:
             stream.buffer.write(data)
             stream.buffer.flush()
 
     def flush(self) -> None:
-        """Write what is buffered, or drop it."""
+        """Flush the buffer, or discard it after a failure."""
         with self.guarded() as stream:
             stream.flush()
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[TextIO]:
-        """Turn a failure to write into silence, from now on."""
+        """Redirect the stream to the null device if the block fails to write to it.
+
+        Raises:
+            OutputError: the write failed, and this stream raises.
+        """
         stream = self._find()
         try:
             yield stream
         except OSError as error:
             _silence(stream)
-            if self._tells:
+            if self._raises:
                 raise OutputError(error) from error
 
     def isatty(self) -> bool:
-        """Tell whether a person watches."""
+        """Return whether the stream is a terminal."""
         return self._find().isatty()
 
     def fileno(self) -> int:
-        """Return the descriptor."""
+        """Return the file descriptor."""
         return self._find().fileno()
 
     @property
     def encoding(self) -> str:
-        """Name the encoding."""
+        """Return the name of the encoding."""
         return self._find().encoding
 
 
 def _silence(stream: TextIO) -> None:
-    """Send what is still written to a stream, and what it holds, nowhere."""
-    with contextlib.suppress(OSError, ValueError):  # it may have no descriptor
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+    """Redirect a stream's buffered and later output to the null device."""
+    with contextlib.suppress(OSError, ValueError):  # the stream may have no descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 def open_closed_streams() -> None:
-    """Open whatever standard stream was closed, as `2>&-` does.
+    """Open standard streams that were closed at startup, as by `2>&-`, on the null device.
 
-    Else a file of the run would get its descriptor, and what is said would be written there.
+    Otherwise the next file that is opened would get their descriptor, and receive their output.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
-_stdout = _Stream("stdout", tells=True)
-_stderr = _Stream("stderr", tells=False)
-# rich uses no more of a file than these streams have
+_stdout = _Stream("stdout", raises=True)
+_stderr = _Stream("stderr", raises=False)
+# rich only uses those methods of a file that `_Stream` has
 _out = Console(file=_stdout, highlight=False)  # type: ignore[arg-type]
 _err = Console(file=_stderr, stderr=True, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
 
 
 def emit(report: "DataclassInstance | None", shown: RenderableType, *, as_json: bool) -> None:
-    """Print one report: `shown` for a person, one JSON object for a program."""
+    """Print a report: as one JSON object with `as_json`, else as the rich renderable `shown`."""
     if as_json and report is not None:
         emit_json(dataclasses.asdict(report))
     else:
@@ -168,7 +175,7 @@ def emit(report: "DataclassInstance | None", shown: RenderableType, *, as_json: 
 
 
 def emit_json(value: dict[str, Any]) -> None:
-    """Print one JSON object on a line of its own, at once.
+    """Print one JSON object on a line of its own, and flush.
 
     Raises:
         OutputError: it cannot be written.
@@ -178,7 +185,7 @@ def emit_json(value: dict[str, Any]) -> None:
 
 
 def write_bytes(data: bytes) -> None:
-    """Write bytes to stdout as they are, at once.
+    """Write raw bytes to stdout, and flush.
 
     Raises:
         OutputError: they cannot be written.
@@ -187,21 +194,21 @@ def write_bytes(data: bytes) -> None:
 
 
 def is_terminal() -> bool:
-    """Tell whether a person types, and reads what is written."""
+    """Return whether stdin and stdout are both terminals."""
     return sys.stdin.isatty() and _stdout.isatty()
 
 
 @contextlib.contextmanager
 def typing_dropped() -> Iterator[None]:
-    """Hide and discard keys that are pressed within the block, such as before a prompt is shown."""
+    """Discard keys that are pressed within the block, without an echo."""
     try:
         import termios
-    except ImportError:  # Windows has none
+    except ImportError:  # on Windows
         yield
         return
     before = termios.tcgetattr(sys.stdin)
     hidden = [*before]
-    hidden[3] &= ~termios.ECHO  # of the local modes
+    hidden[3] &= ~termios.ECHO  # index 3: local modes
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, hidden)
     try:
         yield
@@ -210,7 +217,7 @@ def typing_dropped() -> Iterator[None]:
 
 
 def read_line(mark: str) -> str | None:
-    """Read a line that a person types at a prompt; None at the end of them."""
+    """Read a line from the terminal after the prompt `mark`; None at the end of input."""
     try:
         return input(mark)
     except EOFError:
@@ -218,37 +225,38 @@ def read_line(mark: str) -> str | None:
 
 
 class TextWriter:
-    """Writes text to stdout as its bytes come: whole characters, and U+FFFD for what is none.
+    """Decodes a stream of UTF-8 bytes to stdout; invalid bytes become U+FFFD.
 
-    A terminal is shown what it would obey, anything else gets all characters as they are.
+    On a terminal control characters are escaped; a file or pipe gets all characters unchanged.
     """
 
     def __init__(self) -> None:
-        self._shown = printable if _stdout.isatty() else str
+        self._escape = printable if _stdout.isatty() else str
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def __enter__(self) -> "TextWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Show a character that was cut off."""
+        """Write an incomplete last character as U+FFFD."""
         self._print(self._decoder.decode(b"", final=True))
 
     def write(self, data: bytes) -> None:
-        """Write the characters that are complete, at once."""
+        """Write the characters that are complete so far, and flush."""
         self._print(self._decoder.decode(data))
 
     def _print(self, text: str) -> None:
-        write_bytes(self._shown(text).encode())
+        write_bytes(self._escape(text).encode())
 
 
 def chunked_text(text: bytes, depths: Sequence[int]) -> Text:
-    """Show the chunks of a text: in colours on a terminal, else with marks.
+    """Mark the chunks of a text, by colours on a terminal and by `CHUNK_MARK` elsewhere.
 
     Args:
-        text: bytes; those that are not UTF-8 within a chunk are U+FFFD.
-        depths: for each byte, how many stages begin a chunk there; so many marks are before it.
-            On a terminal the first character of a chunk of chunks is underlined.
+        text: bytes; those that are not UTF-8 within a chunk become U+FFFD.
+        depths: for each byte, the number of stages that begin a chunk there, which is the number of
+            marks before it. On a terminal the first character of a chunk of the second stage is
+            underlined.
     """
     starts = [index for index, depth in enumerate(depths) if depth or not index]
     shown = Text()
@@ -274,19 +282,19 @@ def write_chunks(text: bytes, depths: Sequence[int]) -> None:
 
 
 def note(message: str) -> None:
-    """Tell a person something on stderr, in one line whatever names are in it."""
+    """Print a message on stderr; newlines in it are escaped."""
     _err.print(_one_line(message), markup=False)
 
 
 def note_text(text: str) -> None:
-    """Show a person lines of text on stderr."""
+    """Print text of several lines on stderr."""
     _err.print(printable(text), markup=False)
 
 
 def fail(message: str, hint: str | None = None) -> None:
-    """Print an error, and below it what to do about it."""
+    """Print an error on stderr, and a hint below it."""
     _err.print("error: ", style="red", end="")
-    _err.print(_one_line(message), markup=False)  # a shape such as [dim, hidden] is markup to rich
+    _err.print(_one_line(message), markup=False)  # rich would parse a shape such as [dim, hidden]
     if hint:
         _err.print("hint: ", style="cyan", end="")
         _err.print(_one_line(hint), markup=False)
@@ -297,21 +305,21 @@ def _one_line(text: str) -> str:
 
 
 PIPE_SECONDS = 30.0
-"""Between lines of progress where nothing is written over."""
+"""Interval between lines of progress where stderr is not a terminal."""
 
 
 class LiveLine:
-    """A line on stderr that is written over, or a line each time where that is not a terminal.
+    """A status line on stderr that is updated in place; off a terminal, each update is a new line.
 
-    One that is written over ends at the width of the terminal; the last one is left there.
+    On a terminal the line is cut at the width; the last one stays there.
 
     Args:
-        moves: whether it is written again every second, as `follow` needs.
+        moves: whether the line is rendered again every second, as `follow` needs.
     """
 
     def __init__(self, *, moves: bool = False) -> None:
         self.is_live = _err.is_terminal
-        """Whether lines are written over."""
+        """Whether the line is updated in place."""
         self._make: Callable[[int], str] = lambda _: ""
         self._follows = self._is_left = False
         self._live = Live(
@@ -328,7 +336,7 @@ class LiveLine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the last line there."""
+        """Stop updating, and print the last line for good."""
         if self.is_live:
             self._live.stop()
             if self._is_left:
@@ -336,11 +344,11 @@ class LiveLine:
 
     @property
     def width(self) -> int:
-        """Count the columns of the terminal."""
+        """Width of the terminal in columns."""
         return _err.width
 
     def show(self, text: str, *, keep: bool = False) -> None:
-        """Show a line; `keep` leaves it above the next one, and it may be several lines then."""
+        """Show a line; with `keep` it stays above later lines, and may contain newlines."""
         if not self.is_live:
             (note_text if keep else note)(text)
         elif keep:
@@ -353,13 +361,13 @@ class LiveLine:
             self._is_left = True
 
     def follow(self, make: Callable[[int], str]) -> None:
-        """Show what `make` returns for the width of the terminal, from now on and every second."""
+        """Show the line that `make` returns for a width in columns, updated every second."""
         if self.is_live:
             self._make, self._follows, self._is_left = make, True, True
             self._live.refresh()
 
     def show_wait(self, text: str) -> None:
-        """Show a person what is waited for, until there is something else to show."""
+        """Show a temporary line, such as `loading`, until the next one; only on a terminal."""
         if self.is_live:
             self._write(text)
             self._is_left = False
@@ -373,7 +381,7 @@ class LiveLine:
 
 
 def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> Table:
-    """Lay out a table; all columns but the first `left` are aligned to the right."""
+    """Return a table of text cells; all columns after the first `left` are right-aligned."""
     result = Table(title=Text(_one_line(title)), title_justify="left")
     for index, column in enumerate(columns):
         result.add_column(
@@ -385,12 +393,12 @@ def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 
 
 
 def clock(seconds: float) -> str:
-    """Write a time as 3:07 or 1:03:07."""
+    """Format a duration as 3:07 or 1:03:07."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def bytes_text(count: int) -> str:
-    """Write a number of bytes in MiB."""
+    """Format a number of bytes in MiB."""
     return f"{count / 2**20:,.1f} MiB"

@@ -68,11 +68,11 @@ def pin_to_socket(process: int, *, on_cpu: bool, root: Path = ROOT) -> tuple[int
         ArbError: the system cannot do so, or has one socket.
     """
     if not hasattr(os, "sched_setaffinity"):
-        raise ArbError("this system pins no threads", hint="leave `--pin` out")
+        raise ArbError("threads cannot be pinned on this system", hint="leave `--pin` out")
     known = sockets(root)
     if len(known) < 2:
         raise ArbError(
-            "this process may use one socket, so there is nothing to choose",
+            "this process may only use one socket",
             hint="leave `--pin` out",
         )
     near = set() if on_cpu else near_gpu(process, root)

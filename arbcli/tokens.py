@@ -69,7 +69,7 @@ class Tokenizer:
             self._tokenizer = package.Tokenizer.from_str(content.decode())
         except Exception as error:  # the package raises no narrower one
             raise ArbError(
-                f"`{name}` describes no tokenizer: {str(error).strip()[:200]}",
+                f"`{name}` is not a tokenizer: {str(error).strip()[:200]}",
                 hint="name a `tokenizer.json`, as the package tokenizers writes it",
             ) from None
         self._tokenizer.no_padding()

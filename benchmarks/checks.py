@@ -1,14 +1,19 @@
 """Time checks of several bytes against a step of one, both captured, and the kernels of each.
 
     python -m benchmarks.checks [PRESET...] [--sizes M...] [--prompt BYTES] [--kernels] [--out DIR]
-    python -m benchmarks.checks --run RUN --text FILE [--sizes M...] [--no-head] [--favour X]
-        [--out DIR]
+    python -m benchmarks.checks (PRESET... | --run RUN) --text FILE [--sizes M...] [--favour X...]
+        [--no-head] [--bytes N] [--several N] [--out DIR]
 
 Weights of presets are random. A check takes as long whatever is accepted, so its bytes are not
 counted there: a check that makes B bytes on average makes text B times the step's time over its own
-as fast. With a run, texts of its model are timed, which continue prompts from a file; `times` is
-the median over these of how many times as fast a text is as a byte at a time. Without the head the
-text alone proposes; `--favour` is added to the logit of a byte that it repeats for each equal byte.
+as fast.
+
+With `--text`, four texts that continue prompts from a file are timed and compared, of presets or of
+a run's model; `times` is the median over these of how many times as fast a text is as a byte at a
+time, and `same` says whether all bytes are. `--favour` is added to the logit of a byte that the
+text repeats for each equal byte; with `--no-head` the text alone proposes, too. `--several` times
+so many texts at once, with a head and without. Rows are written as they come, to
+`checked_texts.json`.
 """
 
 import json
@@ -17,10 +22,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from operator import truediv
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,12 +37,13 @@ from arbcli.infer import checks
 from arbcli.infer.generation import Decoder, Sampling
 from arbcli.infer.load import load_model
 from arbcli.model.language_model import LanguageModel
-from benchmarks import results
+from benchmarks import results, several_texts
 
 ROUNDS, RUNS, WARM_UP_RUNS, PROFILED = 5, 40, 8, 5
-PROMPTS, TEXT_BYTES = (0.1, 0.25, 0.5, 0.75), 2000
-"""Where prompts begin in a file, as shares of it, and bytes that follow each."""
+PROMPTS = (0.1, 0.25, 0.5, 0.75)
+"""Where prompts begin in a file, as shares of it."""
 WAYS = {"greedy": Sampling(temperature=0), "sampled": Sampling(temperature=0.8)}
+TEXT_WAYS = WAYS | {"top-p": Sampling(temperature=0.8, top_p=0.95)}
 
 
 def build(name: str, device: str) -> LanguageModel:
@@ -153,50 +161,95 @@ def print_kernels(kind: str, run: Callable[[], None]) -> None:
     sys.stdout.flush()
 
 
-def make_text(model: LanguageModel, prompt: bytes, how: Sampling, size: int) -> tuple:
+def make_text(
+    model: LanguageModel, prompt: bytes, how: Sampling, size: int, length: int
+) -> tuple[bytes, float, float | None]:
     """Continue a prompt; return the text, bytes per second, and bytes of a check."""
-    decoder = Decoder(model, len(prompt) + 2 * TEXT_BYTES, how, ahead=size)
+    warm_up = WARM_UP_RUNS * size
+    decoder = Decoder(model, len(prompt) + warm_up + length, how, ahead=size)
     decoder.read(prompt)
-    text = b"".join(decoder.stream(WARM_UP_RUNS * size))
-    torch.cuda.synchronize()
+    text = b"".join(map(bytes, decoder.stream(warm_up)))
+    several_texts.synchronise()
     started = time.perf_counter()
-    text += b"".join(decoder.stream(TEXT_BYTES))
-    return text, TEXT_BYTES / (time.perf_counter() - started), decoder.bytes_per_check
+    text += b"".join(map(bytes, decoder.stream(length)))
+    return text, length / (time.perf_counter() - started), decoder.bytes_per_check
 
 
 def measure_texts(
-    run: Path, text: Path, sizes: list[int], prompt: int, *, has_head: bool
-) -> list[dict]:
-    """Time texts of a trained model, a byte at a time and by checks."""
-    rows: list[dict] = []
-    model, whole = load_model(run, device="cuda"), text.read_bytes()
-    if not has_head:
-        model.ahead = None
+    model: LanguageModel, prompts: list[bytes], sizes: list[int], favours: list[float | None],
+    length: int,
+) -> Iterator[dict]:  # fmt: skip
+    """Time texts, a byte at a time and by checks, and compare them.
+
+    Args:
+        model: with a head beyond the next byte, or without.
+        prompts: that texts continue.
+        sizes: of checks.
+        favours: added to the logit of a byte that the text repeats, for each byte that was equal;
+            None is the text's proposals alone.
+        length: bytes of a text.
+    """
+    head = model.ahead
+    for way, how in TEXT_WAYS.items():
+        alone: list[bytes] = []
+        slow: list[float] = []
+        for size, favour in [(1, None), *((size, each) for each in favours for size in sizes)]:
+            model.ahead = None if favour is None else head
+            checks.EACH_EQUAL = favour or 0.0
+            made = [make_text(model, prompt, how, size, length) for prompt in prompts]
+            texts, rates, per_check = zip(*made, strict=True)
+            alone, slow = alone or [*texts], slow or [*rates]
+            yield {
+                "size": size,
+                "way": way,
+                "has_head": model.ahead is not None,
+                "favour": favour,
+                "bytes": length * len(prompts),
+                "bytes_per_second": [round(rate) for rate in rates],
+                "bytes_per_check": per_check,
+                "times": round(statistics.median(map(truediv, rates, slow)), 3),
+                # a warm-up by checks is longer
+                "same": all(map(bytes.startswith, texts, alone)),
+            }
+    model.ahead = head
+
+
+def measure_several(model: LanguageModel, texts: int) -> Iterator[dict]:
+    """Time texts that are made at once, of a model with its head and without, in turns."""
+    head, steps = model.ahead, {}
+    for has_head in (False, True):
+        model.ahead = head if has_head else None
+        steps[has_head] = several_texts.make_ours(model, texts)
+        several_texts.steps_per_second(steps[has_head], several_texts.WARM_UP_STEPS)
+    rounds = [
+        [texts * several_texts.steps_per_second(step, RUNS) for step in steps.values()]
+        for _ in range(ROUNDS)
+    ]
+    for has_head, rates in zip(steps, zip(*rounds, strict=True), strict=True):
+        yield {
+            "size": 1,
+            "way": f"{texts} texts",
+            "has_head": has_head,
+            "favour": None,
+            "bytes_per_second": [round(rate) for rate in rates],
+            "times": round(statistics.median(map(truediv, rates, [one[0] for one in rounds])), 3),
+        }
+
+
+def write_texts(name: str, model: LanguageModel, given: Any) -> None:
+    """Print and write each row of the texts of a model as it comes."""
+    whole = given.text.read_bytes()
     places = [int(share * len(whole)) for share in PROMPTS]
+    prompts = [whole[at : at + given.prompt] for at in places]
+    favours = [*given.favour, None] if given.no_head else given.favour
+    what = ("--run", name) if given.run else (name,)
+    command = results.command_line("checks", *what, "--text", "FILE")
     with torch.no_grad(), model.prepared_weights():
-        for way, how in (WAYS | {"top-p": Sampling(temperature=0.8, top_p=0.95)}).items():
-            alone: list[bytes] = []
-            slow: list[float] = []
-            for size in (1, *sizes):
-                made = [make_text(model, whole[at : at + prompt], how, size) for at in places]
-                texts, rates, per_check = zip(*made, strict=True)
-                alone, slow = alone or [*texts], slow or [*rates]
-                same = all(map(bytes.startswith, texts, alone))  # a warm-up by checks is longer
-                row = {
-                    "preset": run.name,
-                    "size": size,
-                    "prompt": prompt,
-                    "way": way,
-                    "has_head": model.ahead is not None,
-                    "favour": checks.EACH_EQUAL,
-                    "bytes_per_second": [round(rate) for rate in rates],
-                    "bytes_per_check": per_check,
-                    "times": round(statistics.median(map(truediv, rates, slow)), 3),
-                    "same": same,
-                }
-                rows.append(row)
-                print(row, flush=True)
-    return rows
+        rows = measure_texts(model, prompts, given.sizes, favours, given.bytes)
+        for row in chain(measure_several(model, given.several) if given.several else (), rows):
+            row = {"preset": name, "prompt": given.prompt} | row
+            print(json.dumps(row), flush=True)
+            results.save("checked_texts", [row], command=command, folder=given.out)
 
 
 def main() -> None:
@@ -207,20 +260,21 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=500)
     parser.add_argument("--run", type=Path, help="folder of a run, instead of presets")
     parser.add_argument("--text", type=Path, help="file that prompts are taken from")
-    parser.add_argument("--no-head", action="store_true", help="let the text alone propose")
-    parser.add_argument("--favour", type=float, default=checks.EACH_EQUAL, metavar="X")
+    parser.add_argument("--no-head", action="store_true", help="let the text alone propose, too")
+    parser.add_argument("--favour", type=float, nargs="+", default=[checks.EACH_EQUAL], metavar="X")
+    parser.add_argument("--bytes", type=int, default=2500, help="of each of the four texts")
+    parser.add_argument("--several", type=int, default=0, help="texts at once")
     parser.add_argument("--kernels", action="store_true", help="print the time of each kernel")
     given = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     if given.run:
-        checks.EACH_EQUAL = given.favour
-        rows = measure_texts(
-            given.run, given.text, given.sizes, given.prompt, has_head=not given.no_head
-        )
-        command = results.command_line("checks", "--run", given.run.name)
-        results.save("checks", rows, command=command, folder=given.out)
+        write_texts(given.run.name, load_model(given.run, device=device), given)
         return
     for name in given.presets:
         preset(name)
+        if given.text:
+            write_texts(name, build(name, device), given)
+            continue
         rows = measure(name, given.sizes, given.prompt, kernels=given.kernels)
         command = results.command_line("checks", name)
         results.save("checks", rows, command=command, folder=given.out)

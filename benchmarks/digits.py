@@ -51,7 +51,7 @@ def main() -> None:
 
 
 Comparison = tuple[dict, int, int | None, list[Callable]]
-"""What names the row, how often a call does it, bytes of the weights of one, both calls."""
+"""Names of the row, repetitions in a call, bytes of the weights of one, both calls."""
 
 
 def large_products(size: int) -> list[Comparison]:

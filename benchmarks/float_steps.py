@@ -18,7 +18,7 @@ from benchmarks.float_qwen import FloatQwen
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8
-CODED_BLOCK = 256
+CODE_BLOCK = 256
 """Values of a moment in eight bits that share their largest magnitude."""
 STEPS_OF_A_BLOCK = 25
 """Before BAdam goes on to another block."""
@@ -133,21 +133,21 @@ class ReleasedAdamW8(ReleasedAdamW):
 
     def start(self, weight: Tensor) -> tuple[Tensor, ...]:
         """Make codes and sizes of both moments; vectors and the embedding have them in bf16."""
-        if not self._is_coded(weight):
+        if not self._has_codes(weight):
             return super().start(weight)
-        blocks = weight.numel() // CODED_BLOCK
+        blocks = weight.numel() // CODE_BLOCK
         made: list[Tensor] = []
         for codes in self.codes:
             zero = int(codes.abs().argmin())
-            coded = torch.full((blocks, CODED_BLOCK), zero, dtype=torch.uint8)
-            made += [coded.to(weight.device), torch.zeros(blocks, 1, device=weight.device)]
+            moment = torch.full((blocks, CODE_BLOCK), zero, dtype=torch.uint8)
+            made += [moment.to(weight.device), torch.zeros(blocks, 1, device=weight.device)]
         return (*made, *self.codes)
 
     def function(self, weight: Tensor) -> Callable[..., None]:
         """Choose what steps a weight."""
-        return _adamw_of_codes if self._is_coded(weight) else _adamw
+        return _adamw_of_codes if self._has_codes(weight) else _adamw
 
-    def _is_coded(self, weight: Tensor) -> bool:
+    def _has_codes(self, weight: Tensor) -> bool:
         # second moments of rare symbols are far below those of others in the same block
         return weight.dim() == 2 and weight is not self.model.embedding
 
@@ -215,7 +215,7 @@ class Adapters(FloatSteps):
     Source: E. Hu et al., "LoRA", https://arxiv.org/abs/2106.09685
 
     Args:
-        model: whose weights they are beside.
+        model: whose weights they adapt.
         lr: learning rate.
         rank: of the adapters.
         names: matrices of a block that have one.

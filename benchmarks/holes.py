@@ -4,9 +4,10 @@ The first run is of a masked model, or has `objective=fill`: that reads both sid
 hole from left to right. The peers are a model of the next byte, which ignores the right side, and
 the first model where all of that is hidden from it, too. Every window has one hole, in its middle.
 The masked model fills it in a random order, for which the bound of `arbcli.masking` is estimated by
-some draws; or from left to right, for which its loss is exact.
+some draws; or from left to right, for which its loss is exact. Each length of a hole prints an
+object of JSON.
 
-    python -m benchmarks.holes MASKED|FILL NEXT TEXT
+    python -m benchmarks.holes MASKED|FILL NEXT TEXT [--hole BYTES...]
 """
 
 import argparse
@@ -101,19 +102,23 @@ def compare(
 
 
 def main() -> None:
-    """Compare two runs, and print one object of JSON."""
+    """Compare two runs, and print an object of JSON for each length of a hole."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("masked", "next", "text"):
         parser.add_argument(name, type=Path)
-    sizes = {"hole": 16, "windows": 512, "batch": 32, "draws": 16}
+    parser.add_argument("--hole", type=int, nargs="+", default=[16])
+    sizes = {"windows": 512, "batch": 32, "draws": 16}
     for name, usual in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=usual)
     given = parser.parse_args()
     masked, following = load_model(given.masked), load_model(given.next)
     how = {name: getattr(given, name) for name in sizes}
-    with deterministic(), use_backend(resolve_backend(None, masked.device)):
-        losses = compare(masked, following, Text([given.text]), **how)
-    print(json.dumps({"device": str(masked.device), **how, "nats_per_byte": losses}))
+    text = Text([given.text])
+    for hole in given.hole:
+        with deterministic(), use_backend(resolve_backend(None, masked.device)):
+            losses = compare(masked, following, text, hole=hole, **how)
+        found = {"run": given.masked.name, "device": str(masked.device), "hole": hole}
+        print(json.dumps(found | how | {"nats_per_byte": losses}), flush=True)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Case:
     batch: int = 1
     recompute: bool = True
     gib: int | None = None
-    """What the process may take."""
+    """Return the memory that the process may take."""
 
     @property
     def documents(self) -> bool:

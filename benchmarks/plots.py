@@ -49,7 +49,7 @@ LABELS = {
     "--weights float --lr 1e-3": "float, AdamW",
     "--weights float --optimizer muon --lr 3e-3": "float, Muon",
 }
-"""What is drawn, by options of a run."""
+"""Curves, by options of a run."""
 
 
 def draw_loss(runs: Runs) -> Any:

@@ -116,8 +116,8 @@ def compare_few_rows(found: Comparisons, size: int) -> None:
         one, one_twin = partial(multiply, x, weights[0]), partial(torch.matmul, x, twins[0].T)
         all_, all_twins = partial(in_a_row, multiply, x, weights), partial(twins_in_a_row, x)
         for what, ours, peer, number in (
-            ("arranged", one, one_twin, 1),
-            ("arranged, in a row", all_, all_twins, len(weights)),
+            ("prepacked", one, one_twin, 1),
+            ("prepacked, in a row", all_, all_twins, len(weights)),
         ):
             found.compare(
                 (size, size), rows, what, ours, peer, number=number, weight=weights[0].pieces

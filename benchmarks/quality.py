@@ -38,7 +38,7 @@ WEIGHTS = settings_of(ModelConfig)["digits"].setting.words
 """Fields that a word of `--weights` sets."""
 DIGITS = {"trit": "ternary", "all": "all digits", "fade": "ternary"}
 KINDS = {"float": "float", "ste": "straight-through"}
-"""What tables call the weights of a twin."""
+"""Names of the weights of a twin in tables."""
 
 
 def measure(options: str, common: str, text: list[str], seed: int, every: int | None) -> dict:

@@ -1,4 +1,4 @@
-"""What was measured, as files: `docs/results/NAME.json`, one a benchmark.
+"""Measurements as files: `docs/results/NAME.json`, one a benchmark.
 
 A file is `{"name": ..., "runs": [...]}`, and a run says where its rows come from: `command`,
 `commit`, `dirty` (whether the tree had changes), `hardware`, `versions`. A row that is
@@ -26,6 +26,7 @@ KEYS = {
     "generation": ("preset", "prompt_bytes", "kind"),
     "several_texts": ("preset", "batch", "kind"),
     "checks": ("preset", "size", "prompt", "way"),
+    "checked_texts": ("preset", "prompt", "way", "size", "has_head", "favour"),
     "kv_cache": ("preset", "ctx", "kv"),
     "products": ("size", "rows", "what"),
     "arb_3b": ("kind", "batch", "recompute"),
@@ -38,7 +39,7 @@ KEYS = {
     "large_tuning": ("shape", "kind"),
     "tuning": ("part", "kind", "lr", "seed"),
     "low_rates": ("kind", "rounding", "lr", "seed"),
-    "ternary_tuning": ("kind", "lr", "taught", "seed"),
+    "ternary_tuning": ("kind", "lr", "taught", "fade_from", "fade_to", "seed"),
     "hnet": ("preset", "kind"),
     "long": ("preset", "kind"),
     "long_quality": ("kind", "seconds", "batch", "seed"),

@@ -1,6 +1,6 @@
 """Time generation of several texts at once against a float model in bf16, both captured.
 
-    python -m benchmarks.several_texts [PRESET...] [--batch B...] [--beside float|one] [--out DIR]
+    python -m benchmarks.several_texts [PRESET...] [--batch B...] [--against float|one] [--out DIR]
 
 The peer is `benchmarks.float_several`, in the faster of its modes: products by cuBLAS, the rest
 compiled; or a single text of the same model. Texts begin with one byte, so both read as much of
@@ -62,13 +62,19 @@ def make_one(model: LanguageModel) -> Callable[[], None]:
     return decoder._step
 
 
+def synchronise() -> None:
+    """Wait for a GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def steps_per_second(step: Callable[[], None], steps: int) -> float:
     """Time some steps."""
-    torch.cuda.synchronize()
+    synchronise()
     started = time.perf_counter()
     for _ in range(steps):
         step()
-    torch.cuda.synchronize()
+    synchronise()
     return steps / (time.perf_counter() - started)
 
 
@@ -101,7 +107,7 @@ def measure(name: str, batches: list[int]) -> list[dict]:
     return rows
 
 
-def measure_beside_one(name: str, batches: list[int]) -> None:
+def measure_against_one(name: str, batches: list[int]) -> None:
     """Print the bytes a second of several texts, and of one."""
     model = build(name, "ternary")
     with torch.no_grad(), model.prepared_weights():
@@ -126,12 +132,12 @@ def main() -> None:
     parser = results.options("several_texts", "Time several texts against a float model in bf16.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", default=["1b"])
     parser.add_argument("--batch", nargs="+", type=int, default=[4, 16, 64])
-    parser.add_argument("--beside", choices=("float", "one"), default="float")
+    parser.add_argument("--against", choices=("float", "one"), default="float")
     given = parser.parse_args()
     for name in given.presets:
         preset(name)
-        if given.beside == "one":
-            measure_beside_one(name, given.batch)
+        if given.against == "one":
+            measure_against_one(name, given.batch)
             continue
         rows = measure(name, given.batch)
         for ours, peer in zip(rows[::2], rows[1::2], strict=True):

@@ -47,7 +47,7 @@ KINDS = {
     "norms and gates": r"norm|gate|silu",
     "embedding and loss": r"embedding|cross_entropy",
 }
-"""What kernels of the model do, by their names; the first that fits."""
+"""Purposes of kernels of the model, by their names; the first that fits."""
 UPDATE, OTHERS = "updates", "copies, sums and others"
 METHODS = ("__call__", "step_held", "finish")
 """Of the updater, which launch all that steps weights."""

@@ -131,7 +131,7 @@ def _functions(body: list[ast.stmt], owner: str) -> Iterator[tuple[str, ast.Func
 
 
 def _computes(function: ast.FunctionDef) -> bool:
-    """Tell whether a function is more than a default of a class: a constant, nothing, an error."""
+    """Return whether a function is more than a default of a class: constant, nothing, error."""
     return any(isinstance(node, ast.Call | ast.Name) for s in function.body for node in ast.walk(s)
                if not isinstance(s, ast.Raise))  # fmt: skip
 

@@ -129,7 +129,7 @@ def changes_of(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 
 def decides(mutant: Mutant) -> bool:
-    """Tell whether a change turns a condition around."""
+    """Return whether a change turns a condition around."""
     before, after = mutant.before, mutant.after
     return after.startswith(("not (", "(not (")) or (" else " in before and " else " in after)
 

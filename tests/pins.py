@@ -1,4 +1,4 @@
-"""What a configuration decides for good: the tensors of its model, and their first weights.
+"""Tensors of a model and their first weights, which its configuration fixes.
 
 `python tests/pins.py` computes the facts of `model/old_configs.json` anew. A change of one of them
 is a change of what checkpoints hold, or of how runs begin.

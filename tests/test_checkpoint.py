@@ -410,7 +410,7 @@ def test_latest_is_of_the_step_that_its_name_says(tmp_path):
     shutil.copy(path, path.with_name("step-000300.safetensors"))
     assert latest_checkpoint(tmp_path, notes.append).step == 100
     (note,) = notes
-    assert "step-000300.safetensors`: refused: it is of step 100; using the one before" in note
+    assert "step-000300.safetensors`: refused: it belongs to step 100; using the one before" in note
 
 
 def test_best_that_cannot_be_named_leaves_the_one_before(tmp_path, monkeypatch):

@@ -14,6 +14,8 @@ import torch
 
 from arbcli import __main__, cli, environment, sockets
 from arbcli.commands import train
+from arbcli.config.presets import preset
+from arbcli.config.training import trains_ternary
 from arbcli.environment import free_threads, set_environment, trains_twin
 from arbcli.errors import ArbError
 from arbcli.signals import HANGUP, STOPPING, Interrupted, RaisedSignal, RememberedSignal, exit_code
@@ -40,6 +42,13 @@ def test_threads_of_a_twin_spin_as_libgomp_has_it(line, empty):
     set_environment(line.split())
     assert ("GOMP_SPINCOUNT" in empty) != LINES[line]
     assert empty["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_saved_float_twin_is_known_as_one():
+    twin = preset("tiny", weights="float")
+    found = {weights: trains_ternary(twin, weights) for weights in (None, "ste", "ternary")}
+    assert found == {None: False, "ste": False, "ternary": True}
+    assert trains_ternary("tiny", None)
 
 
 def test_what_the_user_has_set_stays(empty):
@@ -184,7 +193,7 @@ def test_one_socket_is_refused(machine, monkeypatch):
 
 def test_system_that_pins_nothing_is_refused(monkeypatch):
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
-    with pytest.raises(ArbError, match="pins no threads"):
+    with pytest.raises(ArbError, match="threads cannot be pinned"):
         sockets.pin_to_socket(0, on_cpu=True)
 
 

@@ -66,6 +66,20 @@ def test_what_is_not_a_batch_of_bytes_is_refused_in_a_sentence(ids, message, run
         load_model(run, device="cpu")(ids)
 
 
+CONTRADICTIONS = (
+    {"tscale_type": "T8", "scale_type": "T32"}, {"wire": "int8", "reduce_dtype": "int12"},
+    {"weights": "int8", "digits": "trit"}, {"optimizer": "sign", "direction": "factored"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("given", CONTRADICTIONS)
+def test_names_of_one_setting_have_one_value(given):
+    told = " and ".join(f"`{name}={value}`" for name, value in given.items())
+    with pytest.raises(ArbError, match=told) as caught:
+        arbcli.configure(**SMALL, **given)
+    assert caught.value.hint == "give one of them"
+
+
 @pytest.mark.slow
 def test_options_have_their_own_names_and_those_of_settings(book):
     options = {"reduce_dtype": "int8", "tscale_type": "T8", "optimizer": "sign", "weights": "int8"}
@@ -126,7 +140,9 @@ def test_every_argument_reaches_what_it_is_for(book, monkeypatch):
     arbcli.generate("model", "é", 5, **how, kv="fp8")
     model, prompt, length, sampling = made.call_args.args
     assert (model, prompt, length, asdict(sampling)) == ("model", "é".encode(), 5, how)
-    assert made.call_args.kwargs == {"kv": "fp8"}
+    assert made.call_args.kwargs == {"kv": "fp8", "ahead": 1}
+    arbcli.generate("model", "é", 5, ahead=4)
+    assert made.call_args.kwargs == {"kv": None, "ahead": 4}
     model = mock.Mock(device=torch.device("cpu"))
     arbcli.evaluate(model, [str(book)], stride=3, batch=4, kv="int8")
     assert measured.call_args.args[0] is model
@@ -155,6 +171,8 @@ def test_texts_are_made_in_deterministic_mode(monkeypatch):
     assert modes == [2, 2]
     with pytest.raises(ArbError, match="`batch` is for several prompts"):
         arbcli.generate("model", "a", 5, batch=1)
+    with pytest.raises(ArbError, match="`ahead` is for a single prompt"):
+        arbcli.generate("model", ["a"], 5, ahead=2)
 
 
 def test_every_argument_of_several_prompts_reaches_what_it_is_for(monkeypatch):

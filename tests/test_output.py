@@ -1,4 +1,4 @@
-"""What comes from elsewhere is shown to a terminal, and never obeyed by it."""
+"""Text from elsewhere is shown on a terminal, and its control codes are not obeyed."""
 
 import io
 import math

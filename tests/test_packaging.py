@@ -1,4 +1,4 @@
-"""What is published: the wheel and the source distribution have all that `arb` needs."""
+"""Published files: the wheel and the source distribution have all that `arb` needs."""
 
 import os
 import re
@@ -22,7 +22,7 @@ COPIED = {
     place: sources.split()
     for sources, place in re.findall(r"^COPY (.+) (\S+)$", CONTAINERFILE, re.MULTILINE)
 }
-"""What the container file takes of the tree, by where it puts it."""
+"""Files that the container file copies, by their place in the container."""
 SOURCES = [name for names in COPIED.values() for name in names]
 BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
 

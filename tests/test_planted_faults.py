@@ -853,7 +853,7 @@ def document_failures() -> list[str]:
 
 
 OF_KERNELS = {spec.name for spec in KERNELS}
-"""What kernels without a fault give is in tests/kernels/test_every_kernel.py."""
+"""Kernels without a fault are tested in tests/kernels/test_every_kernel.py."""
 CHECKS = sorted({fault.caught_by for fault in FAULTS})
 
 

@@ -1,4 +1,4 @@
-"""What `make test-portable` sets is known to what reads it, and its plugin moves last bits."""
+"""Variables of `make test-portable` are known to their readers; its plugin moves last bits."""
 
 import portable
 import pytest

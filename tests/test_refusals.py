@@ -1,4 +1,4 @@
-"""What is refused somewhere, and what is said then: each names what it is about, and its value."""
+"""Refusals and their messages: each names the setting or file, and its value."""
 
 import ast
 import errno
@@ -53,7 +53,7 @@ CONFIGURATIONS = {
     "fix of votes twice": (of_model("tiny", rule="votes", votes_fixes=("order", "order")),
         "names a fix twice", "name it once", ("votes_fixes",)),
     "fixes of another rule": (of_model("tiny", votes_fixes=("order",)),
-        "of the rule `votes` alone", "leave them out, or use `rule=votes`",
+        "only applies to the rule `votes`", "leave it out, or use `rule=votes`",
         ("votes_fixes", "rule")),
     "digits of votes": (of_model("tiny", rule="votes", digits="all"),
         "the rule `votes` stores no digits",
@@ -62,7 +62,7 @@ CONFIGURATIONS = {
         "a float twin stores no digits", "moment", ("digits",)),
     "heads": (of_model("tiny", dim=36, heads=4), "4 heads do not divide a width of 36",
         "make `dim` a multiple of 8", ("dim", "heads")),
-    "rotary": (of_model("arb-tiny", heads=128), "heads of 2 have no even part of", "larger `dim`",
+    "rotary": (of_model("arb-tiny", heads=128), "of 2 numbers of a head,", "larger `dim`",
         ("dim", "heads")),
     "half keys": (of_model("arb-tiny", top_k=2000), "`top_k` is 2000", "half keys", ("top_k",)),
     "second half keys": (of_model("arb-tiny", codes=(64, 3)), "`top_k` is 4", "half keys",
@@ -71,32 +71,36 @@ CONFIGURATIONS = {
         "half keys", ("top_k",)),
     "experts": (of_model("arb-tiny", moe_top_k=9), "`moe_top_k` is 9 of 8 experts", "use 1 to 8",
         ("moe_top_k",)),
-    "stages": (of_model("hnet-tiny", outer_dim=(32, 32)), "of 1 stages, and `outer_dim` of 2",
+    "stages": (of_model("hnet-tiny", outer_dim=(32, 32)), "for 1 stages, and `outer_dim` for 2",
         "1 to 8", ("outer_layers", "outer_dim")),
     "best of a twin": (of_run(weights="float", keep_best=True), "a float twin keeps no checkpoint",
         "leave `keep_best=True` out", ("keep_best",)),
     "end of a constant rate": (of_run(schedule="constant", final_lr=0.5),
-        "has no other at the end", "`final_lr` out, or choose another `schedule`",
+        "does not change at the end", "`final_lr` out, or choose another `schedule`",
         ("final_lr", "schedule")),
-    "fading of other weights": (of_run(digits="all", fade_from=0.1), "do not fade have no step",
+    "fading of other weights": (of_run(digits="all", fade_from=0.1), "do not fade have no steps",
         "`fade_from` out, or use `digits=fade`", ("fade_from", "digits")),
-    "fading beyond the end": (of_run(digits="fade", fade_from=0.6), "`fade_from` is 0.6",
-        "use 0 to 0.5, as fading takes 0.5 of the steps", ("fade_from",)),
+    "end of no fading": (of_run(digits="trit", fade_to=0.1), "do not fade have no steps",
+        "`fade_to` out, or use `digits=fade`", ("fade_to", "digits")),
+    "fading beyond the end": (of_run(digits="fade", fade_from=0.6), "fade from 0.6 to 1.1 of the",
+        "a larger `fade_to` of at most 1", ("fade_from", "fade_to")),
+    "fading that ends before": (of_run(digits="fade", fade_to=0.3), "fade from 0.4 to 0.3 of the",
+        "`fade_from` of 0 or more, and a larger `fade_to`", ("fade_from", "fade_to")),
     "schedule": (of_run(schedule="step"), "`schedule` is `step`",
         "`cosine`, `linear`, `wsd`, `constant`", ("schedule",)),
-    "odd rotary": (of_model("arb-tiny", rotary=5), "heads of 64 have no even part of 5",
+    "odd rotary": (of_model("arb-tiny", rotary=5), "of 64 numbers of a head, 5 cannot be rotated",
         "larger `dim`", ("dim", "heads")),
     "streams of others": (of_model("arb-tiny", streams=2), "read one residual stream",
         "use `streams = 1`", ("streams",)),
     "streams": (of_model("tiny", streams=3), "`streams` is `3`", "`1`, `2`, `4`, `8`",
         ("streams",)),
     "wire of a twin": (of_run(weights="float", wire="int8"),
-        "gradients of a float twin travel as they are", "leave `wire` out", ("wire",)),
+        "gradients of a float twin are not rounded", "leave `wire` out", ("wire",)),
     "too many parts": (of_run(wire="int16", accum=4097), "sums of 4,097 parts of int16 could wrap",
         "use `accum` of up to 4,096", ("accum", "wire")),
-    "fp8 of a twin": (of_run(weights="ste", compute="fp8"), "multiplied in bf16",
+    "fp8 of a twin": (of_run(weights="ste", compute="fp8"), "in bf16",
         "`compute=fp8` out", ("compute",)),
-    "nvfp4 of a twin": (of_run(weights="float", compute="nvfp4"), "multiplied in bf16",
+    "nvfp4 of a twin": (of_run(weights="float", compute="nvfp4"), "in bf16",
         "`compute=nvfp4` out", ("compute",)),
     "higher rate at the end": (of_run(lr=0.5, final_lr=0.75), "`final_lr` is 0.75",
         "use 0 to 0.5, the learning rate", ("final_lr",)),
@@ -146,14 +150,14 @@ def text(value: bytes) -> bytes:
 
 
 FILES = {
-    "version": (gguf(version=2), "it is of version 2, not 3"),
+    "version": (gguf(version=2), "its version is 2, not 3"),
     "entries": (gguf(keys=2**20 + 1), "it has 1048577 entries, which cannot be"),
     "type": (gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IQIQ", 1, 32, 99, 0)),
-        "`a.weight` is of a type that arb does not write: 99"),
+        "`a.weight` has a type that arb does not write: 99"),
     "blocks": (gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IQIQ", 1, 33, 2, 0)),
-        "`a.weight` has rows of no whole blocks"),
+        "`a.weight` has rows that are not whole blocks"),
     "sizes": (gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IIQ", 0, 0, 0)),
-        "`a.weight` has rows of no whole blocks"),
+        "`a.weight` has rows that are not whole blocks"),
     "beyond": (gguf(tensors=1, rest=text(b"a.weight") + struct.pack("<IQIQ", 1, 32, 0, 0)),
         "it is truncated: `a.weight` ends beyond it"),
     "value": (gguf(keys=1, rest=text(b"a") + struct.pack("<I", 77)), "the type 77, which is none"),
@@ -198,7 +202,7 @@ def test_folder_of_transformers_that_is_damaged_is_refused(saved, tmp_path):
             lambda: config.write_text(
                 whole[0].replace('"num_hidden_layers": 2', '"num_hidden_layers": 999')
             ),
-            "which arb has not",
+            "which arb does not support",
         ),
         (lambda: weights.write_bytes(moved(whole[1])), "is at the bytes"),
     ):  # fmt: skip
@@ -358,7 +362,7 @@ def test_counters_of_another_version_are_refused(small_graph):
     model = build_model(preset("tiny", dim=32, layers=1, heads=1, ffn=32))
     updater = Updater(model.weights().values(), 0, torch.float32)
     for counters, named in (({"refused": 1}, "`refused`"), ({}, "none")):
-        with pytest.raises(ArbError, match=f"the checkpoint counts other things: {named}"):
+        with pytest.raises(ArbError, match=f"the checkpoint has other counters: {named}"):
             updater.restore(counters)
     updater.restore({"refused": 5, "nonfinite_steps": 2})
     assert updater.counters() == {"refused": 5, "nonfinite_steps": 2}
@@ -376,7 +380,7 @@ def test_queries_of_latent_attention_are_not_rounded(small_graph):
     given = {name: value for name, value in small_graph.items() if name != "batch"}
     model = build_model(preset(given.pop("preset"), **given))
     with (
-        pytest.raises(ArbError, match="queries of latent attention are not kept in eight bits"),
+        pytest.raises(ArbError, match="queries of latent attention cannot be kept in eight bits"),
         model.keeping("int8-queries"),
     ):
         pass

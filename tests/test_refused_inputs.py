@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
                                sound="mulaw", tokenizer="a"),
         "a tokenizer reads text, and `sound` asks for bytes of other kinds"),
     "mixed documents": (
-        lambda _: chats(Mixture.__new__(Mixture)), "documents are not mixed by weights"),
+        lambda _: chats(Mixture.__new__(Mixture)), "documents cannot be mixed by weights"),
     "messages without a template": (
         lambda _: chats(), "`--field messages` has messages, and no chat template lies next to"),
     "long record": (
@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "no text in files": (
         lambda _: check_named([str(text(""))], None), "there is no text in `a.txt`"),
     "field of plain texts": (
-        lambda _: check_named([str(text("a"))], "body"), "`--field body` is of records"),
+        lambda _: check_named([str(text("a"))], "body"), "`--field body` only applies to records"),
     "compressed sound": (
         lambda _: plain_file(text("a", "a.wav.gz"), Conversion()),
         "`a.wav.gz` is a compressed sound or picture"),
@@ -190,10 +190,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         lambda _: conversation.Conversation(SimpleNamespace(tokenizer=None), Path("run/step-1")),
         "`run` has no chat template"),
     "long prompt file": (
-        smaller(generate, "MOST_PROMPT_BYTES", 3, lambda: generate._lines(text("four"))),
+        smaller(generate, "MOST_PROMPT_BYTES", 3, lambda: generate._read_lines(text("four"))),
         "`a.txt` has more than 3 bytes of prompts"),
     "prompt of a file that is gone": (
-        lambda _: generate._lines(Path("gone")), "cannot read `gone`"),
+        lambda _: generate._read_lines(Path("gone")), "cannot read `gone`"),
     "import of a file": (
         lambda _: import_model.import_model(text("a")), "`a.txt` is not a folder"),
     "audit of other ranks": (
@@ -201,10 +201,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         "`--ranks` is 4, and `torchrun` has started 2 processes"),
     "audit of other changes": (
         lambda _: audit_memory._check_ranks(4, 1, what_if=True, snapshot=None),
-        "`--what-if` is of one process"),
+        "`--what-if` only works with a single process"),
     "snapshot of ranks": (
         lambda _: audit_memory._check_ranks(4, 4, what_if=False, snapshot=Path("a")),
-        "`--snapshot` is of one process"),
+        "`--snapshot` only works with a single process"),
     "folder without a checkpoint": (
         lambda _: _options.find_run(text("", "run/config.json").parent, loads=True),
         "there is no checkpoint in `run`"),
@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "documents of a probe": (probed(packs=True), "a probe reads plain text, and these are"),
     "ranks without a wire": (
         lambda _: ranks._report(SimpleNamespace(wire=None), [], None),
-        "processes share a run by a wire, and none is set"),
+        "processes can only share a run whose `wire` is set"),
     "rest of a text": (
         lambda _: continuing.prompt_and_length(b"a text", 0.5, 9),
         "`--keep` only applies to a sound or a picture"),
@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         "`--field messages` has documents, and the model reads bytes"),
     "text of a folder": (
         lambda _: directory.held_out_text(Path()), "`.` has no text of its own"),
-    "student that fills holes": (masked_and_next, "a model that fills holes has no teacher"),
+    "student that fills holes": (masked_and_next, "a model that fills holes cannot have a teacher"),
     "name of a file": (
         lambda _: run_files.step_of(Path("model.safetensors")),
         "`model.safetensors` does not name a checkpoint"),

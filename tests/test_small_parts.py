@@ -133,7 +133,7 @@ def test_template_of_a_run_is_kept_and_one_that_is_there_stays(tmp_path):
 def test_kind_of_a_text_is_shown_with_what_it_is_measured_by(peers):
     loss = SimpleNamespace(kind="sound", nats_per_byte=1.5, bytes=1000, bits_per_unit=3.0,
                            unit="sample", units=500, peer_bits_per_unit=peers)  # fmt: skip
-    shown = str(evaluate._of_kind(loss))
+    shown = str(evaluate._kind_rows(loss))
     assert "this model 3.000" in shown
     assert ("pip install 'arb[media]'" in shown) == (peers is None)
     assert ("FLAC 2.000" in shown) == (peers is not None)
@@ -155,5 +155,5 @@ def test_import_says_that_a_tokenizer_is_missing(vocabulary, there, tmp_path, mo
     monkeypatch.setattr(importing, "import_folder", lambda *_, **__: report)
     import_model.import_model(tmp_path, out=run, print_config=False, as_json=True)
     missing = vocabulary != 256 and not there
-    line = f"`{tmp_path}` has no `tokenizer.json`: put one into `the run` to read text"
+    line = f"`{tmp_path}` has no `tokenizer.json`: copy one to `the run` to read text"
     assert said == [line] * missing

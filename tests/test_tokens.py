@@ -125,7 +125,7 @@ def test_characters_come_as_soon_as_they_are_whole(tokenizer):
 def test_file_that_is_not_a_tokenizer_is_refused_in_one_line(content, tmp_path, tokenizer_file):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(ArbError, match="describes no tokenizer") as refused:
+    with pytest.raises(ArbError, match="is not a tokenizer") as refused:
         Tokenizer.read(path)
     assert "\n" not in str(refused.value)
 
@@ -146,8 +146,8 @@ def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
     text_file, tokenizer_file, tmp_path, arb_here
 ):
     run = tmp_path / "run"
-    about = ["--data", str(text_file), "--tokenizer", str(tokenizer_file), "--quiet"]
-    *_, last, _ = run_json(arb_here, "train", *SMALL, *about, "--out", str(run))
+    text = ["--data", str(text_file), "--tokenizer", str(tokenizer_file)]
+    *_, last, _ = run_json(arb_here, "train", *SMALL, *text, "--quiet", "--out", str(run))
     tokenizer = Tokenizer.read(tokenizer_file)
     texts = open_texts([str(text_file)], None, seed=0, context=12)
     val = tokenised(texts.val, tokenizer)
@@ -187,8 +187,8 @@ def test_tokenizer_of_words_that_makes_nothing_of_a_newline_ends_with_a_sample(
     path = tmp_path / "words.json"
     by_words.save(str(path))
     assert Tokenizer.read(path).encode(b"\n") == []
-    about = ["--data", str(text_file), "--tokenizer", str(path), "--no-save"]
-    done = arb_here("train", *SMALL, *about)
+    text = ["--data", str(text_file), "--tokenizer", str(path)]
+    done = arb_here("train", *SMALL, *text, "--no-save")
     assert done.returncode == 0, done.stderr
     sample = done.stderr.partition("\nsample\n")[2].split()
     assert {*WORDS, "?"} & {*sample}
@@ -196,8 +196,8 @@ def test_tokenizer_of_words_that_makes_nothing_of_a_newline_ends_with_a_sample(
 
 def test_probe_measures_a_model_of_tokens(text_file, tokenizer_file, arb_here):
     shape = [word for word in SMALL if word not in ("--steps", "3")]
-    about = ["--data", str(text_file), "--tokenizer", str(tokenizer_file), "--steps", "8"]
-    (report,) = run_json(arb_here, "probe-loss", *shape, *about)
+    text = ["--data", str(text_file), "--tokenizer", str(tokenizer_file)]
+    (report,) = run_json(arb_here, "probe-loss", *shape, *text, "--steps", "8")
     size = Tokenizer.read(tokenizer_file).size
     assert report["uniform_loss"] == pytest.approx(math.log(size))
     assert report["acausal_logits"] == 0

@@ -295,7 +295,7 @@ def test_checkpoint_under_the_name_of_another_step_is_passed_over(run):
     notes: list[str] = []
     report = open_saved(run, notes.append).report()
     assert report.step == 2
-    assert "it is of step 3; using the one before it" in notes[0]
+    assert "it belongs to step 3; using the one before it" in notes[0]
 
 
 def test_path_with_a_byte_0_is_none(run):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-WHERE = ("arbcli", "tests", "docs", "README.md", "CONTRIBUTING.md")
+WHERE = ("arbcli", "benchmarks", "examples", "tests", "docs", "README.md", "CONTRIBUTING.md")
 COMPARED = "better closer earlier faster further larger later less longer lower more narrower other"
 COMPARED += " slower smaller wider worse"
 

@@ -23,10 +23,10 @@ MARK = "> "
 
 
 class Continued:
-    """A text that goes on: a line is continued as it is, without a newline after it.
+    """A text to which input and output are appended; input gets no newline after it.
 
     Args:
-        context: bytes of the end of the whole text that the model sees.
+        context: number of last bytes of the text that the model reads.
     """
 
     ends: Collection[int] = ()
@@ -34,13 +34,13 @@ class Continued:
     def __init__(self, context: int) -> None:
         self._context, self._text = context, b""
 
-    def ask(self, said: bytes) -> bytes:
-        """Add a line, with a newline before it."""
-        self._text += (b"\n" if said and self._text else b"") + said
+    def ask(self, line: bytes) -> bytes:
+        """Append a line of input after a newline; return the prompt for the model."""
+        self._text += (b"\n" if line and self._text else b"") + line
         return (self._text or b"\n")[-self._context :]
 
     def answered(self, made: bytes) -> None:
-        """Add what the model made of it."""
+        """Append the model's output."""
         self._text += made
 
 
@@ -52,48 +52,48 @@ def chat(
     kv: str | None = None,
     conversation: "Conversation | None" = None,
 ) -> None:
-    """Continue what is typed, or answer it, line after line, until there is no more.
+    """Read lines from the terminal and generate a continuation of, or answer to, each.
 
     Args:
-        model: any `LanguageModel`.
-        length: bytes to make each time.
-        sampling: how they are chosen; the seed goes up by one each time.
-        backend: what runs the kernels.
-        kv: what keys and values are kept in.
-        conversation: in which lines are messages; None continues them: see `Continued`.
+        model: the model that generates.
+        length: bytes to generate for each line.
+        sampling: parameters of sampling; the seed is incremented after each line.
+        backend: kernel backend.
+        kv: storage dtype of keys and values; None is that of activations.
+        conversation: formats lines as chat messages; None appends them to one text (`Continued`).
     """
     from arbcli.infer.generation import generate
 
     text = conversation or Continued(model.config.ctx)
 
-    with suppress(ImportError):  # Windows has none
-        import readline  # noqa: F401  # lines are edited, and found again by the arrows
+    with suppress(ImportError):  # on Windows
+        import readline  # noqa: F401  # gives `input` line editing and history
     note(WELCOME_TO_CHAT if conversation else WELCOME)
     while True:
         try:
             with RaisedSignal():
                 line = read_line(MARK)
         except Interrupted as stopped:
-            _only_of_a_person(stopped)
-            note("")  # a line that was given up
+            _raise_unless_sigint(stopped)
+            note("")  # Ctrl-C discards the line
             continue
         if line is None:
             return
         seen, made = text.ask(os.fsencode(line)), bytearray()
-        how: dict[str, Any] = {"backend": backend, "kv": kv, "ends": text.ends}
+        options: dict[str, Any] = {"backend": backend, "kv": kv, "ends": text.ends}
         try:
             with RaisedSignal(), TextWriter() as writer:
-                for part in generate(model, seen, length, sampling, **how):
+                for part in generate(model, seen, length, sampling, **options):
                     made += part
                     writer.write(part)
         except Interrupted as stopped:
-            _only_of_a_person(stopped)
+            _raise_unless_sigint(stopped)
         note("")
         text.answered(bytes(made))
         sampling = dataclasses.replace(sampling, seed=(sampling.seed + 1) % 2**31)
 
 
-def _only_of_a_person(stopped: Interrupted) -> None:
-    """Let any signal but Ctrl-C end the program."""
+def _raise_unless_sigint(stopped: Interrupted) -> None:
+    """Raise the interruption again unless it is a Ctrl-C."""
     if stopped.name != "SIGINT":
         raise stopped

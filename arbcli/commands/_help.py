@@ -1,4 +1,4 @@
-"""Pages of help: options in groups, with types that a person reads."""
+"""Help pages with options in groups and readable placeholders of values."""
 
 import inspect
 import re
@@ -11,21 +11,21 @@ from arbcli.config.settings import GROUPS
 
 _RANGE = re.compile(r"(?:\s*\[|; )[^\[\];]*\bx[<>]=?[^\[\];]*(\]?)")
 _TYPE = re.compile(r" (<.+>|[A-Z][A-Z ]*)$")
-"""The type that Typer writes after an option, in the words of present and earlier versions."""
+"""The type that Typer prints after an option, in its present and earlier formats."""
 TYPES = {"int": "N", "float": "X", "path": "PATH", "list": "PATH"}
-"""Placeholders of values, by the type in the words of Typer; any other is NAME."""
+"""Placeholders by the first letters of Typer's type; all other types are NAME."""
 
 
 def summary(command: Callable) -> str:
-    """Find what a command does in a line of the list of commands: its first line, no example."""
+    """Return the first line of a command's docstring without its example, for `arb --help`."""
     return re.split(r": `|[;.]", (inspect.getdoc(command) or "").splitlines()[0])[0] + "."
 
 
 class Command(TyperCommand):
-    """A command whose page of help has headings."""
+    """A command whose help page groups its options under headings."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options, a group at a time."""
+        """Write the options, group by group."""
         groups: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *GROUPS)}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -40,13 +40,13 @@ class Command(TyperCommand):
 
 
 def _without_range(text: str) -> str:
-    """Leave the range out of `[default: 200; x>=1]`, or of `[x>=1]`; one space is before either."""
+    """Remove the range from `[default: 200; x>=1]` or `[x>=1]`, with one space before the rest."""
     text = _RANGE.sub(lambda found: found[1] if found[0][0] == ";" else "", text)
     return text.replace("  [", " [")
 
 
 def _with_readable_type(param: Any, text: str) -> str:
-    """Write `--steps N` for `--steps <int range>`."""
+    """Return `--steps N` for `--steps <int range>`."""
     if param.metavar is not None:
         return text.partition(" <")[0]
 

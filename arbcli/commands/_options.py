@@ -37,17 +37,17 @@ from arbcli.rules import FADING
 
 
 def option_of(field: str) -> str:
-    """Return the name of the option that sets a field, and of its negation after a `/`."""
+    """Return the option that sets a field, with its negation after a `/` if it has one."""
     if field in SETTINGS:
         return SETTINGS[field].option
     return "--model" if field == "model_file" else f"--{field.replace('_', '-')}"
 
 
 def in_options(text: str, fields: Iterable[str]) -> str:
-    """Rewrite what an error says of fields, `name` or `name=value`, as a command line has it."""
+    """Replace quoted fields of an error, `name` or `name=value`, by command-line options."""
     for field in fields:
         text = re.sub(rf"`{field}=(\w+)`", lambda found: _with_value(field, found[1]), text)  # noqa: B023
-        # the first: a value may be called so
+        # only the first one: a later one may be a value of the same spelling
         text = text.replace(f"`{field}`", f"`{option_of(field)}`", 1)
     return text
 
@@ -62,49 +62,45 @@ def _with_value(field: str, value: str) -> str:
 
 
 def given_options(**values: Any) -> dict[str, Any]:
-    """List the options that were given by the fields that they set; the others are None."""
+    """Return the options that were given (not None), by the fields that they set."""
     return spelled_out({field: value for field, value in values.items() if value is not None})
 
 
-def with_model_file(given: dict[str, Any]) -> dict[str, Any]:
-    """Read the file of `--model`, and put its model in the place of a preset's name.
+def with_model_file(settings: dict[str, Any]) -> dict[str, Any]:
+    """Replace `model_file`, the path of `--model`, by `preset` with the model that it describes.
 
     Raises:
-        ArbError: a preset is named, too, or the file has no model.
+        ArbError: `--preset` is given too, or the file does not describe a model.
     """
-    given = dict(given)
-    path = given.pop("model_file", None)
+    settings = dict(settings)
+    path = settings.pop("model_file", None)
     if path is None:
-        return given
-    if given.get("preset") is not None:
+        return settings
+    if settings.get("preset") is not None:
         raise ArbError("`--model` and `--preset` both name a model", hint="give one of them")
-    return given | {"preset": read_model(path)}
+    return settings | {"preset": read_model(path)}
 
 
 KEPT_IN = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed", "fp8-queries", "int8-queries")
 """Choices of `--kv`."""
 REPEATED = ("--data", "--val")
-"""Options of several values, which may follow one another: a shell makes them of `*.txt`."""
-
-
+"""Options that accept several values in a row, as a shell expands `*.txt` to."""
 OPTIONAL = {"--profile": "3", "--attention": "latent"}
-"""Options that may stand without a value, which is then this."""
+"""Options whose value may be omitted, with its default."""
 VALUE_OF = {"--profile": "-?[0-9]+", "--attention": "[a-z]+"}
-"""Pattern of a value of such an option."""
+"""Patterns of the values of `OPTIONAL`."""
 SHORT = {"--no-attention": ("--attention", "none")}
-"""Words that stand for others."""
-
-
+"""Abbreviations, with the arguments that they expand to."""
 RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     "--digits": ("--weights", {"trit": "ternary", "all": "int8", "fade": "anneal"}),
     "--direction": ("--optimizer", {"orthogonal": "muon", "factored": "adafactor"}),
     "--wire": ("--reduce-dtype", {}),
 }
-"""Options of version 0.1, with the present ones and their words; to be removed in version 0.3."""
+"""Options of version 0.1, each with its new name and new values; to be removed in version 0.3."""
 
 
 def rename_options(words: list[str]) -> list[str]:
-    """Write options of version 0.1 as the present ones, and say so."""
+    """Replace options of version 0.1 by the present ones, with a note on stderr."""
     found: list[str] = []
     if {"--digits", "--weights"} <= {*words}:
         place = words.index("--weights")
@@ -126,7 +122,7 @@ def rename_options(words: list[str]) -> list[str]:
 
 
 def fill_options(words: list[str]) -> list[str]:
-    """Write `--profile` as `--profile 3`, as Typer reads no option whose value may be left out."""
+    """Expand `SHORT`, and add omitted values, as Typer does not support optional ones."""
     found: list[str] = []
     for word, following in pairwise([*words, ""]):
         found += SHORT.get(word, (word,))
@@ -136,7 +132,7 @@ def fill_options(words: list[str]) -> list[str]:
 
 
 def repeat_options(words: list[str]) -> list[str]:
-    """Write `--data a.txt b.txt` as `--data a.txt --data b.txt`, which is all that Typer reads."""
+    """Expand `--data a.txt b.txt` to `--data a.txt --data b.txt`, the form that Typer parses."""
     found: list[str] = []
     option, values = None, 0
     for word in words:
@@ -150,11 +146,11 @@ def repeat_options(words: list[str]) -> list[str]:
     return found
 
 
-def the_one(run: Path | None, checkpoint: Path | None) -> Path:
-    """Return the model that an argument or `--checkpoint` names.
+def one_path(run: Path | None, checkpoint: Path | None) -> Path:
+    """Return the path that either the argument or `--checkpoint` gives.
 
     Raises:
-        ArbError: neither does, or both do.
+        ArbError: neither or both were given.
     """
     if run is not None and checkpoint is not None:
         raise ArbError(f"`{run}` and `--checkpoint` both name a model", hint="give one of them")
@@ -167,17 +163,17 @@ def the_one(run: Path | None, checkpoint: Path | None) -> Path:
 
 
 def find_run(path: Path, root: Path | None = None, *, loads: bool = False) -> Path:
-    """Find the run that `auto` stands for: the last one in `root`, or in `runs`.
+    """Resolve `auto` to the latest run, and check that any other path exists.
 
-    Any other path is what it is. It is refused before torch is imported, which takes seconds.
+    The check needs no torch, whose import takes seconds.
 
     Args:
-        path: `auto`, or what there is.
-        root: of the runs.
-        loads: whether a checkpoint is to be loaded, which a directory must have.
+        path: `auto`, a run or a saved file.
+        root: directory of the runs; None is `runs`.
+        loads: whether a checkpoint is to be loaded, so that a directory must have one.
 
     Raises:
-        ArbError: there is no such file, or no checkpoint.
+        ArbError: the path does not exist, or has no checkpoint.
     """
     if str(path) == "auto":
         path = run_files.latest_run(root or run_files.RUNS)
@@ -191,38 +187,38 @@ def find_run(path: Path, root: Path | None = None, *, loads: bool = False) -> Pa
     return path
 
 
-def check_settings(given: dict[str, Any]) -> None:
-    """Refuse settings that do not fit each other, before torch is imported.
+def check_settings(settings: dict[str, Any]) -> None:
+    """Check that the settings of a run are consistent, before torch is imported.
 
     Args:
-        given: fields of `TrainConfig` and of the preset's model, without the place to compute.
+        settings: fields of `TrainConfig` and of the preset's model, without device and backend.
 
     Raises:
-        ArbError: they do not, or a text is not there.
+        ArbError: settings are incompatible, or a file does not exist.
     """
-    place = {"device": "cpu", "backend": "torch"}
-    train_config(**{"preset": "tiny", "compute": "fp32"} | given | place)
-    if given.get("tokenizer"):
-        check_regular(Path(given["tokenizer"]))
-    if given.get("teacher"):
-        find_run(Path(given["teacher"]), loads=True)
-    check_weights(given.get("data", ()))
-    check_texts(given)
+    machine = {"device": "cpu", "backend": "torch"}
+    train_config(**{"preset": "tiny", "compute": "fp32"} | settings | machine)
+    if settings.get("tokenizer"):
+        check_regular(Path(settings["tokenizer"]))
+    if settings.get("teacher"):
+        find_run(Path(settings["teacher"]), loads=True)
+    check_weights(settings.get("data", ()))
+    check_texts(settings)
 
 
-def check_texts(given: dict[str, Any]) -> None:
-    """Refuse texts of a run that are not there, or have no field; documents have other files."""
-    field = given.get("field")
-    named = [*given.get("data", ()), *given.get("val", ())]
-    check_named(named, None if has_documents(field) else field)
+def check_texts(settings: dict[str, Any]) -> None:
+    """Check that the files of `data` and `val` exist, and that `field` suits their types."""
+    field = settings.get("field")
+    paths = [*settings.get("data", ()), *settings.get("val", ())]
+    check_named(paths, None if has_documents(field) else field)
 
 
 MOST_METAVAR = 32
-"""Letters of what stands for a value in a page of help."""
+"""Maximum length of a value's placeholder in a help page."""
 
 
 def one_of(field: str, known: Iterable[str]) -> Callable[[str | None], str | None]:
-    """Make a callback that refuses a name before torch is imported, which takes seconds."""
+    """Return a callback that refuses unknown names before torch is imported."""
 
     def check(value: str | None) -> str | None:
         if value is not None:
@@ -245,10 +241,10 @@ def _check_device_name(name: str | None) -> str | None:
 
 
 def check_device(name: str | None) -> str | None:
-    """Refuse a device before torch is imported, as far as that can be told without it.
+    """Check the name of a device, and that a GPU's driver is installed, without torch.
 
     Raises:
-        ArbError: no device has this name, or there is no driver of a GPU.
+        ArbError: the name is unknown, or there is no GPU driver.
     """
     _check_device_name(name)
     if name is not None and name.startswith("cuda") and not may_have_gpu():
@@ -271,7 +267,7 @@ def _check_run_backend(name: str | None) -> str | None:
 
 
 def _checked(name: str, setting: Setting, *, splits: bool) -> Callable[[Any], Any]:
-    """Make a callback that refuses a value while options are read, before torch is imported."""
+    """Return a callback that validates a value while options are parsed."""
 
     def check(value: Any) -> Any:
         if splits and value is not None:
@@ -283,12 +279,12 @@ def _checked(name: str, setting: Setting, *, splits: bool) -> Callable[[Any], An
 
 
 def option_for(*names: str, callback: Callable | None = None, **changes: Any) -> Any:
-    """Make the option of a setting, as the annotation of a parameter.
+    """Return the annotation of a parameter that is the option of a setting.
 
     Args:
-        names: of the field; several where fields share the option.
-        callback: checks the value; None checks the choices and the bounds.
-        changes: fields of `Setting` that differ for this command.
+        names: field of the setting; several if fields share the option.
+        callback: validates the value; None checks choices and bounds of the setting.
+        changes: fields of `Setting` to replace for this command.
     """
     first, *others = (replaced(SETTINGS[name], **changes) for name in names)
     setting = first.setting
@@ -302,13 +298,13 @@ def option_for(*names: str, callback: Callable | None = None, **changes: Any) ->
     if setting.choices and metavar is None:
         metavar = "|".join(setting.choices)
         metavar = metavar if len(metavar) <= MOST_METAVAR else first.option[2:].upper()
-    said = " ".join(one.setting.help for one in (first, *others))
-    said = in_options(said, SETTINGS).replace("`", "")
+    text = " ".join(one.setting.help for one in (first, *others))
+    text = in_options(text, SETTINGS).replace("`", "")
     return Annotated[
         (str if splits else kind) | None,
         typer.Option(
             first.option,
-            help=f"{said} [default: {first.default}]" if first.default else said,
+            help=f"{text} [default: {first.default}]" if first.default else text,
             metavar=metavar,
             callback=callback or _checked(first.name, setting, splits=splits),
             rich_help_panel=setting.group,
@@ -322,40 +318,41 @@ def _device(callback: Callable[[str | None], str | None]) -> Any:
 
 Device = _device(check_device)
 PredictedDevice = _device(_check_device_name)
-"""One that need not be here."""
+"""A device that need not exist on this machine."""
 Backend = option_for("backend", callback=_check_run_backend)
 VerifiedBackend = option_for("backend", callback=_check_backend)
-"""One for whose sake kernels are defined anew."""
+"""A backend for which `verify-kernels` defines the kernels itself."""
 PredictedBackend = option_for("backend")
-"""One whose device need not be here."""
+"""A backend whose device need not exist on this machine."""
 Seed = option_for("seed")
 Field = option_for("field")
 ScaleType = option_for("scale_type", default="T32")
 ComputeOfRun = option_for(
     "compute",
     choices=("bf16", "fp32"),
-    help="Activations.",
+    help="Dtype of activations.",
     group=RUN,
     default="as the run was trained",
 )
-HalfWarmup = option_for("warmup", default="half of them")
+HalfWarmup = option_for("warmup", default="half of --steps")
 RuleToCome = option_for(
     "rule",
     choices=FADING,
-    help="Rule of later training, which sets the number of levels: 255 with moment, 43 with"
+    help="Update rule for later training. It sets the number of levels: 255 with moment, 43 with"
     " nibble.",
     default="",
 )
 ScaleTypeToCome = option_for("scale_type", default="")
 DirectionToCome = option_for(
-    "direction", help="Direction of later training, which the state is made for.", default=""
+    "direction", help="Optimizer for later training; the state is laid out for it.", default=""
 )
 KeptIn = Annotated[
     str | None,
     typer.Option(
         "--kv",
-        help="Keys and values: bf16, or eight bits as fp8 or int8. With -mixed, the elements of"
-        " keys that rotary embedding rotates stay as activations. [default: as activations]",
+        help="Storage of keys and values: bf16, or eight bits as fp8 or int8. With -mixed, the"
+        " elements of keys that rotary embedding rotates keep the dtype of activations. [default:"
+        " that of activations]",
         metavar="|".join(KEPT_IN),
         callback=one_of("kv", KEPT_IN),
         rich_help_panel=RUN,
@@ -375,7 +372,7 @@ Json = Annotated[
     bool,
     typer.Option("--json", help="Print JSON on stdout, and no table.", rich_help_panel=OUTPUT),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.", rich_help_panel=OUTPUT)]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Hide progress.", rich_help_panel=OUTPUT)]
 BY_HAND = {
     "preset": Annotated[
         str | None,
@@ -384,9 +381,9 @@ BY_HAND = {
             metavar="PRESET",
             help="Kind and size of the model. Dense blocks: tiny, small, base or 1b. Compressed"
             " attention: arb-long; with experts and four residual streams: arb-deep-small or"
-            " arb-deep. N-grams, codebooks, experts and a graph: arb-tiny or arb-3b. Chunks that"
-            " the model finds: hnet-tiny, hnet-small, hnet-base or hnet-two-stage; chunks of 16"
-            " bytes: hnet-every, of 32: hnet-long. [default: tiny]",
+            " arb-deep. N-grams, codebooks, experts and a graph: arb-tiny or arb-3b. Dynamic"
+            " chunks: hnet-tiny, hnet-small, hnet-base or hnet-two-stage; chunks of 16 bytes:"
+            " hnet-every, of 32: hnet-long. [default: tiny]",
             callback=_check_preset,
             rich_help_panel=MODEL,
         ),
@@ -396,47 +393,50 @@ BY_HAND = {
         typer.Option(
             "--model",
             metavar="FILE",
-            help="A file with a whole model, as --print-config writes it, instead of a preset."
-            " Only --ctx and options of how weights are stored can be combined with it.",
+            help="TOML file that defines the model, as --print-config writes it, instead of a"
+            " preset. Only --ctx and options for the storage of weights can be combined with it.",
             rich_help_panel=MODEL,
         ),
     ],
     "attention": Annotated[
         str | None,
         typer.Option(
-            help="Of dense blocks: dense, or compressed, to entries of several bytes. Of arb-tiny"
-            " and arb-3b: latent, or none (--no-attention). [default: the preset's]",
+            help="Kind of attention. Dense blocks: dense, or compressed, to entries of several"
+            " bytes. arb-tiny, arb-3b: latent, or none (--no-attention). [default: the"
+            " preset's]",
             metavar="|".join(ATTENTIONS + GRAPH_ATTENTIONS),
             callback=one_of("attention", ATTENTIONS + GRAPH_ATTENTIONS),
             rich_help_panel=MODEL,
         ),
     ],
 }
-"""Options of a model that choose between several fields."""
+"""Options of a model that set more than one field."""
 
 
 def takes_settings(*names: str) -> Callable[[Callable], Callable]:
-    """Give a command options that set fields, in place of its `**given`, which gets their values.
+    """Return a decorator that gives a command one option for each setting.
+
+    The command receives their values in its `**settings`.
 
     Args:
-        names: of settings of a run, besides all settings of a model but `weights`.
+        names: settings of a run to add; those of a model are always added, but for `weights`.
     """
     sharing: dict[str, list[str]] = {}
     for name in (*(name for name in MODEL_SETTINGS if name != "weights"), *names):
         sharing.setdefault(SETTINGS[name].option, []).append(name)
-    options = BY_HAND | {shared[0]: option_for(*shared) for shared in sharing.values()}
+    options = BY_HAND | {fields[0]: option_for(*fields) for fields in sharing.values()}
 
     def add(command: Callable) -> Callable:
         signature = inspect.signature(command)
         *own, _ = signature.parameters.values()
-        taken = {one.name for one in own}
+        own_names = {parameter.name for parameter in own}
         added = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
             for name, kind in options.items()
-            if name not in taken
+            if name not in own_names
         ]
-        added_to: Any = command
-        added_to.__signature__ = signature.replace(parameters=[*own, *added])
+        result: Any = command
+        result.__signature__ = signature.replace(parameters=[*own, *added])
         return command
 
     return add

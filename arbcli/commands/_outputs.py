@@ -1,4 +1,4 @@
-"""Refuse a place to write to before any work begins, rather than after it."""
+"""Checks of output paths, made before any work begins."""
 
 import os
 from pathlib import Path
@@ -9,12 +9,12 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def check_file(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
-    """Refuse a file that cannot be written, or whose name is not of its kind.
+    """Check that a file can be written and has one of the suffixes.
 
-    The suffix keeps a text or a checkpoint from being written over by a picture.
+    The suffix prevents a plot from overwriting a text or a checkpoint.
 
     Raises:
-        ArbError: it is refused.
+        ArbError: the suffix is wrong, or the file cannot be written.
     """
     hint = f"choose another `{option}`"
     if path.suffix.lower() not in suffixes:
@@ -24,20 +24,20 @@ def check_file(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
     if path.is_dir():
         raise ArbError(f"cannot write `{path}`: it is a folder", hint=hint)
     if not path.parent.is_dir():
-        raise ArbError(f"cannot write `{path}`: there is not a folder `{path.parent}`", hint=hint)
+        raise ArbError(f"cannot write `{path}`: there is no folder `{path.parent}`", hint=hint)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ArbError(f"cannot write `{path}`: Permission denied", hint=hint)
 
 
 def check_folder(path: Path, option: str) -> None:
-    """Refuse a folder that cannot be made or written to.
+    """Check that a folder can be created or written to.
 
     Raises:
-        ArbError: it is refused.
+        ArbError: a parent is not a folder, or permission is denied.
     """
     hint = f"choose another `{option}`"
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise ArbError(f"cannot write `{path}`: `{there}` is not a folder", hint=hint)
-    if not os.access(there, os.W_OK):
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not existing.is_dir():
+        raise ArbError(f"cannot write `{path}`: `{existing}` is not a folder", hint=hint)
+    if not os.access(existing, os.W_OK):
         raise ArbError(f"cannot write `{path}`: Permission denied", hint=hint)

@@ -1,4 +1,4 @@
-"""The parts of a model, as a table that is indented like a tree; `lr` is the factor of its rate."""
+"""The table of a model's parts, indented like a tree."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ COLUMNS = ["part", "kind", "shape", "weights", "MB", "lr"]
 
 
 def parts_table(parts: Iterable["PartReport"]) -> Table:
-    """Lay out the parts of a model, those inside of one below it."""
+    """Lay out the parts of a model in tree order; `lr` is the factor of the learning rate."""
     rows = [
         [
             _name(part),

@@ -1,4 +1,4 @@
-"""Start a command in several processes, and end with their exit code."""
+"""Launch of a command in several processes."""
 
 import os
 import signal
@@ -11,14 +11,14 @@ from arbcli.output import note
 from arbcli.train.parallel.launch import STORE, launch, this_process
 
 SHARED = ("train", "audit-memory")
-"""Commands that several processes run together."""
+"""Commands that can run in several processes."""
 
 
 def check_shared(command: str) -> None:
-    """Refuse a command that cannot be shared in a process that is one of several.
+    """Refuse a single-process command in one of several processes.
 
     Raises:
-        ArbError: it would do the same in each of them.
+        ArbError: each process would do the same work.
     """
     place = this_process()
     if place.size > 1 and command not in SHARED:
@@ -29,12 +29,12 @@ def check_shared(command: str) -> None:
 
 
 def start_processes(number: int) -> None:
-    """Run this command in so many processes, and exit when they have ended.
+    """Run this command in `number` processes, and exit with their exit code.
 
-    It returns in a process that it has started itself.
+    Returns only in the processes that it has started.
 
     Raises:
-        ArbError: this process is one of several that `torchrun` has started.
+        ArbError: this process was started by `torchrun`.
     """
     if STORE in os.environ:
         return
@@ -43,7 +43,7 @@ def start_processes(number: int) -> None:
             "`--gpus` starts processes, and this is one that `torchrun` has started",
             hint="leave `--gpus` out",
         )
-    # `-m` imports from the current folder first, which the script `arb` does not
+    # unlike the script `arb`, `-m` would import from the current folder first
     safe = [] if sys.path[:1] == [os.getcwd()] else ["-P"]
     failure = launch([sys.executable, *safe, "-m", "arbcli", *sys.argv[1:]], number)
     if failure is None:

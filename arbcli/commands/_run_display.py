@@ -1,4 +1,4 @@
-"""Display of a run for `arb train`."""
+"""Progress display of `arb train`."""
 
 import math
 import time
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 ESTIMATE_AFTER = 10.0
-"""Seconds of training after which a person is told how long the run takes."""
+"""Seconds of training after which the estimated duration is printed."""
 LONG_SECONDS = 15 * 60
-"""A run on a CPU that takes longer is told what is quicker."""
+"""Estimated duration above which a run on a CPU prints faster alternatives."""
 SMALL_WEIGHTS = 4e6
-"""Weights of a model than which no preset is much smaller."""
+"""Number of weights below which no preset is much smaller."""
 BAR_COLUMNS = 24
 NOT_SAVED = "nothing was saved"
 
 
 class RunDisplay:
-    """Shows a run: a live line and tables for a person, or a JSON object a record.
+    """Shows the progress of a run on stderr, and with `as_json` its records on stdout.
 
     Args:
-        quiet: shows no progress.
-        as_json: prints records as JSON.
-        advises: says what is quicker where a run on a CPU takes long.
+        quiet: whether to hide progress.
+        as_json: whether to print each record as a JSON object.
+        advises: whether to suggest faster alternatives if a run on a CPU takes long.
     """
 
     def __init__(self, *, quiet: bool, as_json: bool, advises: bool = False) -> None:
@@ -40,7 +40,7 @@ class RunDisplay:
         self.line = LiveLine(moves=True)
         self._time_left: TimeLeft | None = None
         self._figures: list[str] = []
-        """Of the last record."""
+        """Formatted values of the last record."""
         self._estimate: Timer | None = None
         self.symbols, self.symbol_bytes = VOCABULARY, 1.0
 
@@ -54,14 +54,14 @@ class RunDisplay:
         self.line.__exit__(*exception)
 
     def wait(self, what: str) -> None:
-        """Show what is waited for, until there is something else to show."""
+        """Show a temporary line until the next one."""
         if not self.quiet:
             self.line.show_wait(what)
 
     def started(self, run: Path | None, trainer: "Trainer", facts: dict[str, Any]) -> None:
         if self.quiet:
             return
-        from arbcli.kernels.runtime import native  # with torch, which is loaded by now
+        from arbcli.kernels.runtime import native  # torch is loaded by now
 
         config, text = trainer.config, facts["text"]
         self.steps, self.keeps_lines = config.steps, config.log_every is not None
@@ -108,7 +108,7 @@ class RunDisplay:
             self._time_left.stepped(step, time.perf_counter())
 
     def tell_estimate(self) -> None:
-        """Say how long the run takes, and if that is long what is quicker."""
+        """Print the estimated duration, and faster alternatives if it is long."""
         if self._time_left is None:
             return
         now = time.perf_counter()
@@ -120,7 +120,7 @@ class RunDisplay:
             note(f"        quicker, from the start: {self._advice}")
 
     def _progress(self, width: int) -> str:
-        """Make the line that is shown between records, of at most `width` columns."""
+        """Return the status line between records, of at most `width` columns."""
         now, left = time.perf_counter(), self._time_left
         if left is None:
             return ""
@@ -139,7 +139,7 @@ class RunDisplay:
         note(
             f"before  loss {first.loss:.4f} nats = {bits:.4f} bits a byte, before step {first.step}"
         )
-        note(f"        step {first.step} took {first.seconds:.2f} s{_of_compiling(first)}")
+        note(f"        step {first.step} took {first.seconds:.2f} s{_compile_time(first)}")
 
     def recorded(self, record: "Record") -> None:
         self._emit(record.as_json())
@@ -168,13 +168,13 @@ class RunDisplay:
             self.line.show(f"\nsample at step {record.step}\n{record.sample}\n", keep=True)
 
     def _uniform(self) -> str:
-        """Say what a model that knows nothing has."""
+        """Return the loss of a uniform prediction as text."""
         nats = math.log(self.symbols) / self.symbol_bytes
         of_token = "" if self.symbol_bytes == 1 else f" over {self.symbol_bytes:.2f} bytes a token"
         return f"{nats:.4f} nats is uniform, ln {self.symbols}{of_token}"
 
     def _emit(self, value: dict[str, Any]) -> None:
-        """Print an object if objects are wanted, as long as somebody reads them."""
+        """Print a JSON object with `as_json`, until stdout is closed."""
         if not self.as_json:
             return
         try:
@@ -182,17 +182,17 @@ class RunDisplay:
         except OutputError as error:
             self.as_json = False
             kept = ", and its directory has every record" if self.is_saved else ""
-            note(f"{error}; the run goes on{kept}")
+            note(f"{error}; the run continues{kept}")
 
     def noted(self, message: str) -> None:
         note(message)
 
     def ended(self, report: "TrainReport") -> None:
-        """Show no progress any more, and nothing else yet: the curve may still be drawn."""
+        """Remove the progress line; `finished` prints the result, after a plot is drawn."""
         self.wait("")
 
     def finished(self, report: "TrainReport") -> None:
-        """Show how the run ended."""
+        """Print the result of the run."""
         self._emit(report.as_json())
         if report.stopped_by:
             note(f"stopped by {report.stopped_by} after step {report.steps}")
@@ -201,7 +201,7 @@ class RunDisplay:
             if report.checkpoint:
                 note(f"continue with: arb train --resume {report.run}")
             return
-        if not self.quiet and report.sample:  # a run that was finished before makes none
+        if not self.quiet and report.sample:  # None if the run was already finished
             note_text(f"\nsample\n{report.sample}\n")
             if report.val_loss is None:
                 note("held-out loss  none: with `--eval-every 0` nothing is evaluated")
@@ -215,8 +215,8 @@ class RunDisplay:
         note(f"checkpoint     {report.checkpoint or f'none: {why}'}")
 
 
-def _of_compiling(first: "FirstStep") -> str:
-    """Say what compiling has to do with the time of a step."""
+def _compile_time(first: "FirstStep") -> str:
+    """Return the compile time of the first step as text."""
     if first.compile_seconds is None:
         return ", in which torch compiles the twin"
     compiled, loaded = first.kernels_compiled, first.kernels_loaded
@@ -229,7 +229,7 @@ def _of_compiling(first: "FirstStep") -> str:
 
 
 def fitted(parts: Sequence[str], width: int) -> str:
-    """Join as many of the first parts as a line of `width` columns has room for."""
+    """Join as many leading parts as fit into `width` columns; the first one always."""
     line = parts[0]
     for part in parts[1:]:
         if len(line) + 2 + len(part) > width:
@@ -239,7 +239,7 @@ def fitted(parts: Sequence[str], width: int) -> str:
 
 
 def _figures(record: "Record") -> list[str]:
-    """Show what a record says, what matters most first."""
+    """Format the values of a record, most important first."""
     shown = []
     if record.val_loss is not None:
         shown.append(f"held-out {record.val_loss:.4f}")
@@ -261,7 +261,7 @@ def _figures(record: "Record") -> list[str]:
 
 
 def _gauges(gauges: dict[str, float]) -> str:
-    """Show what a model measures of itself: shares, lengths, the load of its fullest expert."""
+    """Format the gauges of a model, such as shares and the load of the fullest expert."""
     shown = {
         "alive_codes": "{:.1%} of codes alive",
         "alive_knowledge": "{:.1%} of knowledge alive",

@@ -1,4 +1,4 @@
-"""Look at a saved model without importing torch, which takes seconds."""
+"""Checks of saved models that do not import torch, which takes seconds."""
 
 from pathlib import Path
 
@@ -10,13 +10,13 @@ from arbcli.reading import LARGEST_FILE, open_regular, parse_json
 
 
 def saved_config(path: Path) -> ModelConfig | None:
-    """Read the configuration of a saved model off the header of its file, which is not checked.
+    """Read a model's configuration from the header of its checkpoint, without a checksum.
 
     Args:
-        path: of a run, whose newest checkpoint is looked at, or of a checkpoint.
+        path: a checkpoint, or a run, whose newest checkpoint is read.
 
     Returns:
-        None if it cannot be told: what loads the model says why.
+        The configuration; None if it cannot be read, as loading the model reports the reason.
     """
     try:
         file = run_files.checkpoints(path)[0] if path.is_dir() else path
@@ -29,10 +29,10 @@ def saved_config(path: Path) -> ModelConfig | None:
 
 
 def check_saved(path: Path) -> None:
-    """Refuse a folder without a saved model, and a file that does not begin like one.
+    """Check that a folder has a checkpoint, or that a file has the header of a saved model.
 
     Raises:
-        ArbError: it is neither a run nor a checkpoint nor an export.
+        ArbError: `path` is neither a run nor a checkpoint nor an export.
     """
     if path.is_dir():
         if not any(path.glob("*.safetensors*")):
@@ -40,7 +40,7 @@ def check_saved(path: Path) -> None:
         return
     with open_regular(path) as file:
         head = file.read(9)
-    # after the length of a header, which all of safetensors have
+    # the JSON header of a safetensors file follows its 8-byte length
     if not head.startswith(b"GGUF") and head[8:] != b"{":
         raise ArbError(
             f"`{path}` is not a saved model", hint="name a run, a checkpoint or an export"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def ledger_tables(found: "Ledger") -> "Group":
-    """Lay out what was found: kernels, model, compilation, and what failed."""
+    """Lay out results for kernels, models and compilation, and the failures."""
     from rich.console import Group, RenderableType
     from rich.text import Text
 
@@ -82,7 +82,7 @@ def ledger_tables(found: "Ledger") -> "Group":
 
 
 def emit_gates(*, as_json: bool) -> None:
-    """Print every kernel with what it has to keep to, and why."""
+    """Print each kernel with its tolerance and the reason for it."""
     from arbcli.verify.kernels import KERNELS
 
     if as_json:

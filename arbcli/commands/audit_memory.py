@@ -1,4 +1,4 @@
-"""`arb audit-memory`: what training takes, predicted, then measured in real steps."""
+"""`arb audit-memory`: memory of training, predicted and then measured in real steps."""
 
 import dataclasses
 import re
@@ -44,39 +44,35 @@ STAGES = {
 
 @takes_settings("batch", "accum", "compute", "recompute", "teacher", "seed")
 def audit_memory(
-    steps: Annotated[int, typer.Option(min=2, help="Real steps to measure.")] = 3,
+    steps: Annotated[int, typer.Option(min=2, help="Number of steps to measure.")] = 3,
     budget: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE", help="Only tell whether a step fits, by prediction: 6GiB, 500MiB, 4GB."
-        ),
+        typer.Option(metavar="SIZE", help="Only predict whether a step fits: 6GiB, 500MiB, 4GB."),
     ] = None,
     what_if: Annotated[
-        bool, typer.Option("--what-if", help="Only predict all rules and scale types.")
+        bool, typer.Option("--what-if", help="Only predict the state of all rules and scale types.")
     ] = False,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            min=2, help="Processes that share the run; with --budget not started. [default: 1]"
-        ),
+        typer.Option(min=2, help="Number of processes; --budget only predicts them. [default: 1]"),
     ] = None,
     snapshot: Annotated[
         Path | None, typer.Option(help="Write torch's own memory snapshot; CUDA only.")
     ] = None,
     floats: Annotated[
-        bool, typer.Option("--floats", help="List every float tensor of the first step.")
+        bool, typer.Option("--floats", help="List all float tensors of the first step.")
     ] = False,
     device: PredictedDevice = None,
     backend: PredictedBackend = None,
     as_json: Json = False,
-    **given: Any,
+    **settings: Any,
 ) -> None:
     """Measure real steps: `arb audit-memory --preset small`; exit 1 on float state or growth."""
     if budget is not None and what_if:
-        raise ArbError("`--budget` and `--what-if` are two questions", hint="ask one at a time")
+        raise ArbError("`--budget` cannot be combined with `--what-if`", hint="give one of them")
     if floats and (budget is not None or what_if or ranks is not None):
         raise ArbError(
-            "`--floats` lists what a real step of one process makes",
+            "`--floats` only works with a measured step of one process",
             hint="leave `--budget`, `--what-if` and `--ranks` out",
         )
     if snapshot is not None:
@@ -87,24 +83,24 @@ def audit_memory(
         if budget is None and processes == 1:
             start_processes(ranks)
     if budget is not None:
-        budget_bytes(budget)  # refuses what is none, before torch is imported
+        budget_bytes(budget)  # refuses a malformed size before torch is imported
     else:
         check_device(device)
-    given = given_options(**given, steps=steps)
-    given = with_model_file(given)
+    settings = given_options(**settings, steps=steps)
+    settings = with_model_file(settings)
     if ranks is not None:
-        given = {"accum": ranks, "wire": "int12"} | given
-    check_settings(given)
+        settings = {"accum": ranks, "wire": "int12"} | settings
+    check_settings(settings)
     with LiveLine() as line:
         line.show_wait("loading")
-        # torch takes seconds to import, so not for `arb --help`
+        # slow to import, and not needed for `arb --help`
         from arbcli.inspect import audit, memory
         from arbcli.train.configure import new_config
 
     if budget is not None and (device or "").startswith("cuda"):
-        config = audit.config_of_any_gpu(**given)
+        config = audit.config_of_any_gpu(**settings)
     else:
-        config = new_config(**given, device=device, backend=backend)
+        config = new_config(**settings, device=device, backend=backend)
     if what_if:
         choices = memory.what_if(config.model)
         emit(choices, _what_if_table(choices), as_json=as_json)
@@ -133,19 +129,19 @@ def audit_memory(
 
         with LiveLine() as line:
 
-            def tell(predicted: "PeakReport") -> None:
+            def show_prediction(predicted: "PeakReport") -> None:
                 state, peak = bytes_text(predicted.state_bytes), bytes_text(predicted.peak_bytes)
                 text = f"predicted: {state} of state, a peak of {peak}; measuring {steps} steps"
                 line.show(text, keep=True)
 
             line.show_wait("predicting")
-            report = audit.audit(config, snapshot, tell, floats=floats)
+            report = audit.audit(config, snapshot, show_prediction, floats=floats)
         emit(report, _audit_tables(report), as_json=as_json)
         raise typer.Exit(0 if report.passed else 1)
 
 
 def _audit_ranks(config: "TrainConfig") -> "RanksReport":
-    """Join the others that were started, and measure."""
+    """Join the process group and measure this process."""
     import torch  # takes seconds to import
 
     from arbcli.inspect.ranks import audit_ranks
@@ -159,7 +155,7 @@ def _audit_ranks(config: "TrainConfig") -> "RanksReport":
 def _check_ranks(ranks: int, processes: int, *, what_if: bool, snapshot: Path | None) -> None:
     if what_if or snapshot is not None:
         other = "--what-if" if what_if else "--snapshot"
-        raise ArbError(f"`{other}` is of one process", hint="leave `--ranks` out")
+        raise ArbError(f"`{other}` only works with a single process", hint="leave `--ranks` out")
     if processes not in (1, ranks):
         raise ArbError(
             f"`--ranks` is {ranks}, and `torchrun` has started {processes} processes",
@@ -172,9 +168,9 @@ def _mib(size: int | None) -> str:
 
 
 def _part_of(function: str) -> str:
-    """Name the part of the program that a function is of: `data.batch` is of `data`."""
-    place = function.rpartition(" in ")[2]  # the part after an operation of torch
-    return place.split(".")[-2].replace("_", " ") if "." in place else place
+    """Return the module of a qualified function: `data` for `data.batch`."""
+    name = function.rpartition(" in ")[2]  # drops `OPERATION in `
+    return name.split(".")[-2].replace("_", " ") if "." in name else name
 
 
 def _what_if_table(report: "WhatIfReport") -> Table:
@@ -237,7 +233,7 @@ def _ranks_table(report: "RanksReport") -> Table:
 
 
 def _floats_table(floats: "tuple[FloatTensor, ...]") -> Table:
-    """Lay out the float tensors of a step; those of blocks that are alike share a row."""
+    """Lay out the float tensors of a step; equal ones of different blocks share a row."""
     rows: dict[tuple[str, ...], list[FloatTensor]] = {}
     for each in floats:
         module = re.sub(r"\b[0-9]+\b", "*", each.module)

@@ -1,4 +1,4 @@
-"""`arb check`: every file of a run verified, and what a resume would do."""
+"""`arb check`: verification of a run's files, and a preview of a resume."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Group
 
-from arbcli.commands._options import Checkpoint, Json, Run, find_run, the_one
+from arbcli.commands._options import Checkpoint, Json, Run, find_run, one_path
 from arbcli.output import LiveLine, emit, table
 from arbcli.run_files import directory_of
 
@@ -19,23 +19,23 @@ def check(
     checkpoint: Checkpoint = None,
     as_json: Json = False,
 ) -> None:
-    """Verify every file of a run, and tell what a resume would do: `arb check RUN`.
+    """Verify all files of a run and preview a resume: `arb check RUN`.
 
-    Nothing is changed. Exit 0 if all is well, 1 if something is damaged or cannot be used.
+    Changes nothing. Exit 0 if all files are valid, 1 if one is damaged or cannot be used.
     """
-    raise typer.Exit(show_check(the_one(run, checkpoint), as_json=as_json))
+    raise typer.Exit(print_check(one_path(run, checkpoint), as_json=as_json))
 
 
-def show_check(
+def print_check(
     run: Path, *, as_json: bool, root: Path | None = None, steps: int | None = None
 ) -> int:
-    """Check a run, print what a resume would do, and return the exit code.
+    """Check a run, print the report, and return the exit code.
 
     Args:
-        run: its directory, a checkpoint in it, or `auto`.
-        as_json: whether as JSON.
-        root: of the runs whose last one is `auto`.
-        steps: that the resume would give to the run; None are its own.
+        run: a run directory, a checkpoint in one, or `auto`.
+        as_json: whether to print JSON.
+        root: directory of the runs, for `auto`.
+        steps: number of steps that the resume would set; None keeps the run's own.
     """
     run = find_run(run, root)
     directory_of(run)  # refuses another path before torch is imported
@@ -44,16 +44,16 @@ def show_check(
         from arbcli.train.check import check_run  # torch takes seconds to import
 
         report = check_run(run, steps)
-    emit(report, _shown(report), as_json=as_json)
+    emit(report, _tables(report), as_json=as_json)
     return 0 if report.passed else 1
 
 
-def _shown(report: "CheckReport") -> Group:
+def _tables(report: "CheckReport") -> Group:
     rows = [[finding.name, finding.state, finding.detail] for finding in report.findings]
-    return Group(table(f"Files of {report.run}", ["", "", ""], rows, left=3), *_plan(report))
+    return Group(table(f"Files of {report.run}", ["", "", ""], rows, left=3), *_resume_plan(report))
 
 
-def _plan(report: "CheckReport") -> list[str]:
+def _resume_plan(report: "CheckReport") -> list[str]:
     if report.resumes_at is None or report.steps is None:
         return [f"a resume   would not start: {report.stops}"]
     left = report.steps - report.resumes_at

@@ -1,4 +1,4 @@
-"""`arb count-params`: what a model takes, before there is one."""
+"""`arb count-params`: weights and bytes of a model that need not exist."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 @takes_settings()
-def count_params(as_json: Json = False, **given: Any) -> None:
-    """Count weights and bytes of a model without making it: `arb count-params --preset 1b`."""
-    given = with_model_file(given_options(**given))
-    config = assembled(given.pop("preset", "tiny"), **given)
+def count_params(as_json: Json = False, **settings: Any) -> None:
+    """Count weights and bytes of a model without building it: `arb count-params --preset 1b`."""
+    settings = with_model_file(given_options(**settings))
+    config = assembled(settings.pop("preset", "tiny"), **settings)
     from arbcli.inspect.memory import predict_parts  # imports torch, which takes seconds
 
     report = predict_parts(config)
@@ -27,7 +27,7 @@ def count_params(as_json: Json = False, **given: Any) -> None:
 
 
 def state_table(report: "StateReport") -> Table:
-    """Lay out the state by area and by kind, and what AdamW would keep for it."""
+    """Lay out the state by area and by kind, next to the state of AdamW."""
     config, total = report.config, report.total
     title = f"State: {config.scale_type}, {config.rule}, {config.direction or 'no'} direction"
     columns = ["", "weights", "padding", "MB", "MiB", "B/weight"]

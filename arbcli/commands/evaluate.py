@@ -1,4 +1,4 @@
-"""`arb evaluate`: how well a saved model predicts the whole of a text."""
+"""`arb evaluate`: loss of a saved model over a whole text."""
 
 import math
 import time
@@ -18,12 +18,12 @@ from arbcli.commands._options import (
     Quiet,
     Run,
     find_run,
-    the_one,
+    one_path,
 )
 from arbcli.commands._saved import saved_config
 from arbcli.data import check_named, open_text
 from arbcli.errors import ArbError
-from arbcli.infer.asked import check_of_masked, check_stride
+from arbcli.infer.option_checks import check_masked_option, check_stride
 from arbcli.output import PIPE_SECONDS, LiveLine, emit, note, table
 from arbcli.run_files import run_of
 
@@ -38,8 +38,8 @@ def evaluate(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="File, folder or glob; may be given again, for one text."
-            " [default: the run's held-out text]"
+            help="File, folder or glob; several are concatenated. [default: the run's held-out"
+            " text]"
         ),
     ] = None,
     field: Field = None,
@@ -51,13 +51,13 @@ def evaluate(
             " a masked model's]",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Windows at once.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Windows per forward pass.")] = 16,
     draws: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=4096,
-            help="Only of a masked model: how often bytes of each window are hidden. [default: 16]",
+            help="Masked models only: random masks drawn for each window. [default: 16]",
         ),
     ] = None,
     compute: ComputeOfRun = None,
@@ -67,21 +67,21 @@ def evaluate(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Measure bits per byte over all of a text: `arb evaluate RUN --data book.txt`.
+    """Measure bits per byte over a whole text: `arb evaluate RUN --data book.txt`.
 
-    Every byte but the first is predicted once, with at least the context less the stride before it.
+    Each byte after the first is predicted once, from at least context - stride bytes before it.
     """
     if field is not None and not data:
-        raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
-    checkpoint = find_run(the_one(run, checkpoint), loads=True)
+        raise ArbError("`--field` only applies with `--data`", hint="add `--data`")
+    checkpoint = find_run(one_path(run, checkpoint), loads=True)
     check_named(data or (), field)
     if config := saved_config(checkpoint):
-        check_of_masked(config, "--draws", draws)
+        check_masked_option(config, "--draws", draws)
         check_stride(config, stride)
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.device import resolve_backend, resolve_device
-        from arbcli.infer import evaluation  # torch takes seconds, so not for `arb --help`
+        from arbcli.infer import evaluation  # imports torch: slow, and not needed for `arb --help`
         from arbcli.infer.load import load_named_model
         from arbcli.train.directory import held_out_text, run_conversion
 
@@ -111,7 +111,7 @@ def _ignore(*_: object) -> None:
 
 
 class _Progress:
-    """Shows how far it is: each per cent in a terminal, else each tenth, or in `PIPE_SECONDS`."""
+    """Shows progress: each per cent on a terminal, else each tenth, or every `PIPE_SECONDS`."""
 
     def __init__(self, line: LiveLine) -> None:
         self.line, self.shown, self.last = line, 0, time.perf_counter()
@@ -130,7 +130,7 @@ def _table(report: "EvaluateReport") -> Table:
         ["text", report.text],
         ["nats a byte" + (", at most" if report.draws else ""), f"{report.nats_per_byte:.4f}"],
         ["bits a byte", f"{report.bits_per_byte:.4f}"],
-        *_of_tokens(report),
+        *_token_rows(report),
         ["bytes", f"{report.bytes:,}"],
         ["order-0 entropy, nats", f"{report.entropy:.4f}"],
         ["compression ratio", f"{report.compression_ratio:.3f}"],
@@ -149,11 +149,11 @@ def _table(report: "EvaluateReport") -> Table:
                 [f"at positions {part.first:,} to {part.last:,}", f"{part.nats_per_byte:.4f}"]
             )
     for kind in report.by_kind:
-        rows += _of_kind(kind)
+        rows += _kind_rows(kind)
     return table(f"Loss of a whole text: {report.device}, backend {report.backend}", ["", ""], rows)
 
 
-def _of_kind(kind: "KindLoss") -> list[list[str]]:
+def _kind_rows(kind: "KindLoss") -> list[list[str]]:
     rows = [[f"{kind.kind}: nats a byte, bytes", f"{kind.nats_per_byte:.4f}, {kind.bytes:,}"]]
     if kind.bits_per_unit is not None:
         sizes = {"this model": kind.bits_per_unit, **(kind.peer_bits_per_unit or {})}
@@ -164,7 +164,7 @@ def _of_kind(kind: "KindLoss") -> list[list[str]]:
     return rows
 
 
-def _of_tokens(report: "EvaluateReport") -> list[list[str]]:
+def _token_rows(report: "EvaluateReport") -> list[list[str]]:
     if report.tokens is None:
         return []
     return [["nats a token", f"{report.nats_per_token:.4f}"], ["tokens", f"{report.tokens:,}"]]

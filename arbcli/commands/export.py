@@ -1,4 +1,4 @@
-"""`arb export`: a trained model for other programs."""
+"""`arb export`: conversion of a trained model to formats of other programs."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from arbcli.commands._options import Checkpoint, Json, Run, find_run, one_of, the_one
+from arbcli.commands._options import Checkpoint, Json, Run, find_run, one_of, one_path
 from arbcli.commands._outputs import check_folder
 from arbcli.export.formats import FORMATS, TYPES, output_path
 from arbcli.output import bytes_text, emit, note, table
@@ -32,23 +32,26 @@ def export(
         typer.Option(
             "--type",
             metavar="TYPE",
-            help=f"Of the weights: {', '.join(TYPES)}; bf16 or f32 for hf. [default: the smallest"
-            " that holds what they are made of; bf16 for hf]",
+            help=f"Type of the weights: {', '.join(TYPES)}; bf16 or f32 for hf. [default: the"
+            " smallest lossless one; bf16 for hf]",
             callback=one_of("type", TYPES),
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="File or folder. [default: one here, named for the run]")
+        Path | None,
+        typer.Option(
+            help="File or folder to write. [default: one in this folder, named for the run]"
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a trained model for other programs: `arb export RUN --to gguf`.
+    """Convert a trained model to another format: `arb export RUN --to gguf`.
 
-    A type that does not hold the weights is refused.
+    A type that cannot represent the weights exactly is refused.
     """
     if out is not None:
         check_folder(out.parent, "--out")
-    run = find_run(the_one(run, checkpoint), loads=True)
+    run = find_run(one_path(run, checkpoint), loads=True)
     output_path(run, to, out)
     from arbcli.export import run as exporting  # torch takes seconds to import
 

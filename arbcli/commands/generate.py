@@ -1,4 +1,4 @@
-"""`arb generate`: text from a saved model."""
+"""`arb generate`: text generation from a saved model."""
 
 import os
 import sys
@@ -22,11 +22,11 @@ from arbcli.commands._options import (
     Run,
     Seed,
     find_run,
-    the_one,
+    one_path,
 )
 from arbcli.commands._saved import saved_config
 from arbcli.errors import ArbError
-from arbcli.infer.asked import check_ahead, check_fills, check_of_masked
+from arbcli.infer.option_checks import check_ahead, check_fills, check_masked_option
 from arbcli.media.continuing import kind_of, prompt_and_length, write_first
 from arbcli.output import (
     PIPE_SECONDS,
@@ -44,9 +44,9 @@ from arbcli.plain_text import plain_file
 from arbcli.reading import check_regular, open_regular
 
 LENGTH = 512
-"""Bytes, or tokens, that are made by default."""
+"""Default number of bytes, or tokens, to generate."""
 MOST_PROMPT_BYTES = 2**26
-"""Of a file of prompts, or of a prompt."""
+"""Maximum size of a prompt, or of a file of prompts."""
 
 if TYPE_CHECKING:
     from arbcli.config.model import ModelConfig
@@ -62,7 +62,7 @@ def generate(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="What to continue, or - for stdin. [default: asked for on a terminal, else a"
+            help="Text to continue, or - for stdin. [default: interactive on a terminal, else a"
             " newline]",
         ),
     ] = None,
@@ -70,16 +70,16 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A text to continue, or a sound or picture, half of which is the prompt and the"
-            " rest is made.",
+            help="File with a text to continue, or a sound or picture, whose second half is"
+            " generated.",
         ),
     ] = None,
     infill: Annotated[
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Only of a model that fills holes: a text to complete, with an ellipsis, U+2026,"
-            " for each hole of --length bytes. [default length: 32]",
+            help="Models that fill holes only: text to complete, with an ellipsis, U+2026, for each"
+            " hole of --length bytes. [default length: 32]",
         ),
     ] = None,
     steps: Annotated[
@@ -87,41 +87,41 @@ def generate(
         typer.Option(
             min=1,
             max=2**24,
-            help="Only of a masked model: forwards in which all holes are filled; fewer are faster."
-            " [default: one for each byte]",
+            help="Masked models only: number of forward passes that fill all holes; fewer are"
+            " faster. [default: one for each byte]",
         ),
     ] = None,
     keep: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, help="Share of a sound or picture that is the prompt. [default: 0.5]"
+            min=0, max=1, help="Fraction of a sound or picture used as prompt. [default: 0.5]"
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the sound or picture that is made: .wav, .flac, .ogg, .png, .jpg or .webp.",
+            help="Write the generated sound or picture: .wav, .flac, .ogg, .png, .jpg or .webp.",
         ),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Continue many prompts, several at once: a JSON a line, - for stdin. Texts come as"
+            help="Continue many prompts in batches: JSON lines, - for stdin. Texts are printed as"
             " JSON lines.",
         ),
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, max=64, help="How many texts of --prompts at once. [default: 16]"),
+        typer.Option(min=1, max=64, help="Prompts of --prompts in a batch. [default: 16]"),
     ] = None,
     length: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=2**24,
-            help="Bytes, or tokens, to make. [default: 512, or the rest of a file]",
+            help="Bytes, or tokens, to generate. [default: 512, or the rest of a file]",
         ),
     ] = None,
     temperature: Annotated[
@@ -137,9 +137,9 @@ def generate(
         typer.Option(
             min=1,
             max=8,
-            help="Bytes that a step makes at most: a head of the model, if it has one, and what the"
-            " text repeats propose them, and the model checks them. The text is the same; on a CPU"
-            " it takes longer. [default: 1]",
+            help="Speculative decoding: maximum number of bytes per step. A head of the model, if"
+            " it has one, and repetitions of the text propose them, and the model checks them."
+            " The text is the same; slower on a CPU. [default: 1]",
         ),
     ] = None,
     compute: ComputeOfRun = None,
@@ -148,81 +148,81 @@ def generate(
     backend: Backend = None,
     chats: Annotated[
         bool,
-        typer.Option("--chat", help="The prompt is a message, answered by the chat template."),
+        typer.Option("--chat", help="Format the prompt as a message by the chat template."),
     ] = False,
     raw: Annotated[
-        bool, typer.Option("--bytes", help="Write bytes as they come, not as UTF-8.")
+        bool, typer.Option("--bytes", help="Write raw bytes rather than UTF-8.")
     ] = False,
     chunks: Annotated[
         bool,
         typer.Option(
             "--chunks",
-            help="Only with hnet presets: write prompt and text in the end, in colours by chunk, or"
-            " with marks where stdout is not a terminal.",
+            help="hnet presets only: print prompt and text at the end, coloured by chunk, or with"
+            " marks where stdout is not a terminal.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt: `arb generate runs/001-256x4-moment --prompt "import "`.
 
-    The text that follows the prompt goes to stdout as it is made. Without a prompt, on a terminal,
-    it asks for one again and again. A model that fills holes completes the text of --infill, a
-    masked one a prompt too, and the whole text goes to stdout.
+    The generated text, without the prompt, is streamed to stdout. On a terminal, without a prompt,
+    prompts are read interactively. A model that fills holes completes the text of --infill, a
+    masked one a prompt too, and the whole text is written to stdout.
     """
     if raw and as_json:
-        raise ArbError("`--bytes` and `--json` are two outputs", hint="choose one")
+        raise ArbError("`--bytes` cannot be combined with `--json`", hint="choose one")
     if raw and out is not None:
-        raise ArbError("`--bytes` and `--out` are two outputs", hint="choose one")
+        raise ArbError("`--bytes` cannot be combined with `--out`", hint="choose one")
     if raw and chunks:
-        raise ArbError("`--chunks` marks text, and `--bytes` has none", hint="choose one")
+        raise ArbError("`--bytes` cannot be combined with `--chunks`", hint="choose one")
     if prompts is None and batch is not None:
-        raise ArbError("`--batch` is for several prompts", hint="give them by `--prompts FILE`")
+        raise ArbError("`--batch` only applies with `--prompts`", hint="add `--prompts FILE`")
     if prompt is not None and prompt_file is not None:
         raise ArbError("`--prompt` and `--prompt-file` both give a prompt", hint="give one of them")
     if keep is not None and prompt_file is None:
         raise ArbError("`--keep` only applies with `--prompt-file`", hint="give a sound or picture")
     if out is not None:
         kind_of(out)
-    of_text = {
+    not_with_infill = {
         "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
         "--chat": chats, "--chunks": chunks, "--ahead": ahead is not None, "--kv": kv is not None,
     }  # fmt: skip
-    for option, is_given in of_text.items():
+    for option, is_given in not_with_infill.items():
         if infill is not None and is_given:
             raise ArbError(
-                "`--infill` has a text of its own with holes", hint=f"leave `{option}` out"
+                f"`{option}` cannot be combined with `--infill`", hint=f"leave `{option}` out"
             )
-    alone = {
+    not_with_prompts = {
         "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
         "--out": out is not None, "--chat": chats, "--bytes": raw, "--chunks": chunks,
         "--ahead": ahead is not None, "--infill": infill is not None, "--steps": steps is not None,
         "--json": as_json,
     }  # fmt: skip
-    for option, is_given in alone.items():
+    for option, is_given in not_with_prompts.items():
         if prompts is not None and is_given:
             raise ArbError(
-                "`--prompts` has prompts of its own and writes JSON lines",
+                f"`{option}` cannot be combined with `--prompts`",
                 hint=f"leave `{option}` out",
             )
-    checkpoint = find_run(the_one(run, checkpoint), loads=True)
+    checkpoint = find_run(one_path(run, checkpoint), loads=True)
     if prompt_file is not None:
         check_regular(prompt_file)
-    of_next = {
+    next_byte_options = {
         "--chat": chats, "--chunks": chunks, "--ahead": ahead is not None, "--kv": kv is not None,
     }  # fmt: skip
-    asked = of_next, ahead or 1, steps, infill is not None
+    model_options = next_byte_options, ahead or 1, steps, infill is not None
     if config := saved_config(checkpoint):
-        _check_asked(config, *asked)
+        _check_model(config, *model_options)
         if chats:
             template_of(checkpoint if checkpoint.is_dir() else checkpoint.parent)
-    lines = _lines(prompts) if prompts else []
+    lines = _read_lines(prompts) if prompts else []
     texts = prompt, prompt_file, infill, prompts
-    asks = all(text is None for text in texts) and not (raw or as_json or chunks or out)
-    asks = asks and is_terminal()
-    with LiveLine() as line, typing_dropped() if asks else nullcontext():
+    is_interactive = all(text is None for text in texts) and not (raw or as_json or chunks or out)
+    is_interactive = is_interactive and is_terminal()
+    with LiveLine() as line, typing_dropped() if is_interactive else nullcontext():
         line.show_wait("loading")
         from arbcli.device import resolve_backend, resolve_device
-        from arbcli.infer import generation  # torch takes seconds, so not for `arb --help`
+        from arbcli.infer import generation  # imports torch: slow, and not needed for `arb --help`
         from arbcli.infer.chunks import check_chunks, chunk_depths
         from arbcli.infer.conversation import Conversation
         from arbcli.infer.holes import HOLE, HOLE_LENGTH, fill_text
@@ -242,19 +242,19 @@ def generate(
     if requests:
         _continue_several(model, requests, batch, backend, kv)
         return
-    _check_asked(model.config, *asked)
+    _check_model(model.config, *model_options)
     fills = infill is not None or model.config.is_masked
     conversation = Conversation(model, Path(name)) if chats and not fills else None
-    if asks and not fills:
+    if is_interactive and not fills:
         chat(model, length or LENGTH, sampling, backend, kv, conversation)
         return
     if prompt_file is not None:
-        given, length = _prompt_of(prompt_file, checkpoint, model, keep, length)
+        prompt_bytes, length = _read_prompt(prompt_file, checkpoint, model, keep, length)
     else:
         prompt = "\n" if prompt is None else prompt
-        given = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
+        prompt_bytes = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
     if fills:
-        parts = [given, b""] if infill is None else os.fsencode(infill).split(HOLE.encode())
+        parts = [prompt_bytes, b""] if infill is None else os.fsencode(infill).split(HOLE.encode())
         filled, content = fill_text(
             model, name, parts, length or HOLE_LENGTH, steps, sampling, backend=backend
         )
@@ -263,9 +263,9 @@ def generate(
     length = length or LENGTH
     if chunks:
         check_chunks(model)
-    read = conversation.ask(given) if conversation else given
-    made, collects = bytearray(given), as_json or chunks or out is not None
-    with _ReadPrompt() as reading, TextWriter() as text:
+    read = conversation.ask(prompt_bytes) if conversation else prompt_bytes
+    text_bytes, collects = bytearray(prompt_bytes), as_json or chunks or out is not None
+    with _PromptProgress() as reading, TextWriter() as text:
         report = generation.continue_text(
             model,
             name,
@@ -277,54 +277,62 @@ def generate(
             ends=conversation.ends if conversation else (),
             ahead=ahead or 1,
             on_prompt=reading.show,
-            on_bytes=write_bytes if raw else made.extend if collects else text.write,
+            on_bytes=write_bytes if raw else text_bytes.extend if collects else text.write,
         )
     if out is not None:
-        note(f"`{out}` has {write_first(out, bytes(made))}")
-    depths = chunk_depths(model, bytes(made), backend) if chunks else None
+        note(f"`{out}` has {write_first(out, bytes(text_bytes))}")
+    depths = chunk_depths(model, bytes(text_bytes), backend) if chunks else None
     if as_json:
         emit_json(asdict(report) | ({"chunk_depths": depths} if chunks else {}))
     elif depths is not None:
-        write_chunks(bytes(made), depths)
-    made_of = "bytes" if model.tokenizer is None else "tokens"
-    checked = report.bytes_per_check
-    by_checks = "" if checked is None else f", {checked:.2f} bytes a check"
+        write_chunks(bytes(text_bytes), depths)
+    unit = "bytes" if model.tokenizer is None else "tokens"
+    bytes_per_check = report.bytes_per_check
+    checks = "" if bytes_per_check is None else f", {bytes_per_check:.2f} bytes a check"
     rate, cache = f"{report.bytes_per_second:,.0f}", f"{report.cache_bytes:,}"
     note("")
     note(
-        f"{report.length} {made_of}, {rate} bytes/s on {place}, backend {backend}, cache of"
-        f" {cache} bytes in {report.kv}{by_checks}"
+        f"{report.length} {unit}, {rate} bytes/s on {place}, backend {backend}, cache of"
+        f" {cache} bytes in {report.kv}{checks}"
     )
 
 
-def _check_asked(
-    config: "ModelConfig", of_next: dict[str, bool], ahead: int, steps: int | None, fills: bool
+def _check_model(
+    config: "ModelConfig",
+    next_byte_options: dict[str, bool],
+    ahead: int,
+    steps: int | None,
+    fills: bool,
 ) -> None:
-    """Refuse what a model does not do.
+    """Check that a model supports the options.
 
     Args:
-        config: of the model.
-        of_next: options of models that predict the next byte, and whether each was given.
-        ahead: bytes that a step makes.
-        steps: in which holes are filled, if that was asked for.
-        fills: whether there is a text with holes.
+        config: configuration of the model.
+        next_byte_options: options for models that predict the next byte, each with whether it was
+            given.
+        ahead: maximum number of bytes per step.
+        steps: value of `--steps`, if given.
+        fills: whether the text has holes.
 
     Raises:
-        ArbError: it does not.
+        ArbError: the model does not support an option.
     """
-    check_of_masked(config, "--steps", steps)
+    check_masked_option(config, "--steps", steps)
     if fills:
         check_fills(config)
-    for option, is_given in of_next.items():
+    for option, is_given in next_byte_options.items():
         if is_given and (config.is_masked or fills):
-            raise ArbError("holes are filled from both sides", hint=f"leave `{option}` out")
+            raise ArbError(
+                f"`{option}` only applies to text that is generated from left to right",
+                hint=f"leave `{option}` out",
+            )
     check_ahead(config, ahead)
 
 
-class _ReadPrompt:
-    """Shows how far a long prompt is read, and how long the rest takes, until all of it is.
+class _PromptProgress:
+    """Shows the progress of reading a long prompt, with the remaining time.
 
-    That is a line that is written over each second, or one in `PIPE_SECONDS`.
+    The line is updated every second on a terminal, and every `PIPE_SECONDS` elsewhere.
     """
 
     def __init__(self) -> None:
@@ -332,15 +340,15 @@ class _ReadPrompt:
         self._begun = time.perf_counter()
         self._next = self._begun + 1
 
-    def __enter__(self) -> "_ReadPrompt":
+    def __enter__(self) -> "_PromptProgress":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take the line away."""
+        """Remove the line."""
         self._stack.close()
 
     def show(self, done: int, size: int) -> None:
-        """Show that so many symbols of so many are read."""
+        """Show that `done` of `size` symbols are read."""
         now = time.perf_counter()
         if done == size:
             self._stack.close()
@@ -356,7 +364,7 @@ class _ReadPrompt:
 def _write_filled(
     report: "FillReport", content: bytes, out: Path | None, *, raw: bool, as_json: bool
 ) -> None:
-    """Write a text whose holes were filled, and how fast that was."""
+    """Write a text whose holes were filled, and a note with the time."""
     if out is not None:
         note(f"`{out}` has {write_first(out, content)}")
     elif as_json:
@@ -373,10 +381,10 @@ def _write_filled(
     )
 
 
-def _prompt_of(
+def _read_prompt(
     file: Path, checkpoint: Path, model: "LanguageModel", keep: float | None, length: int | None
 ) -> tuple[bytes, int | None]:
-    """Read a file as the run's texts were read; return the prompt, and the bytes to make."""
+    """Read a file as the run reads its texts; return the prompt and the length to generate."""
     from arbcli.train.directory import run_conversion
 
     plain = plain_file(file, run_conversion(checkpoint))
@@ -388,13 +396,13 @@ def _prompt_of(
         )
     if model.tokenizer is not None and plain != file:
         raise ArbError(
-            "a model of tokens reads text alone", hint="give a file of text, or a model of bytes"
+            "a model with a tokenizer only reads text", hint="give a text file, or use a byte model"
         )
     return prompt_and_length(content, keep, length)
 
 
-def _lines(file: Path) -> list[bytes]:
-    """Read the lines of a file, or of stdin."""
+def _read_lines(file: Path) -> list[bytes]:
+    """Read the lines of a file, or of stdin for `-`."""
     try:
         with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as source:
             content = source.read(MOST_PROMPT_BYTES + 1)
@@ -418,7 +426,7 @@ def _continue_several(
     backend: str,
     kv: str | None,
 ) -> None:
-    """Write a JSON line for each text, and how fast they were made."""
+    """Print a JSON line for each text, and a note with the speed."""
     from arbcli.infer.several import continue_several
 
     def write(text: "TextReport") -> None:

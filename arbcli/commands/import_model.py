@@ -1,4 +1,4 @@
-"""`arb import`: a model of other programs, as integers to train on."""
+"""`arb import`: conversion of a Hugging Face model to quantised weights that can be trained."""
 
 import re
 from dataclasses import asdict
@@ -29,27 +29,27 @@ def import_model(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="A folder for Transformers: config.json, safetensors, tokenizer.json.",
+            help="Model folder of Transformers: config.json, safetensors, tokenizer.json.",
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Run to make. [default: runs/imported-NAME]")
+        Path | None, typer.Option(help="Run to create. [default: runs/imported-NAME]")
     ] = None,
     rule: RuleToCome = "moment",
     scale_type: ScaleTypeToCome = "T32",
     direction: DirectionToCome = "muon",
     print_config: Annotated[
         bool,
-        typer.Option("--print-config", help="Print the model as TOML, and read no weights."),
+        typer.Option("--print-config", help="Print the model as TOML without reading weights."),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Read a Llama, Mistral, Qwen 2 or Qwen 3 into a run: `arb import DIR`.
+    """Convert a Llama, Mistral, Qwen 2 or Qwen 3 model to a run: `arb import DIR`.
 
-    Weights become all digits; `arb train --init-from` goes on from there.
+    Weights are quantised to int8; `arb train --init-from` trains them further.
     """
     if not folder.is_dir():
-        raise ArbError(f"`{folder}` is not a folder", hint="name one with `config.json` in it")
+        raise ArbError(f"`{folder}` is not a folder", hint="name a folder with `config.json` in it")
     storage = spelled_out({"rule": rule, "scale_type": scale_type, "direction": direction})
     config = read_folder_config(folder, **storage, digits="all")
     if print_config:
@@ -64,9 +64,9 @@ def import_model(
         report = importing.import_folder(folder, run, **storage, told=line.show_wait)
     emit(report, _tables(report), as_json=as_json)
     if report.vocabulary != VOCABULARY and not (run / TOKENIZER).exists():
-        note(f"`{folder}` has no `{TOKENIZER}`: put one into `{report.run}` to read text")
+        note(f"`{folder}` has no `{TOKENIZER}`: copy one to `{report.run}` to read text")
     if not as_json:
-        note(f"go on with `arb train --init-from {report.run}`")
+        note(f"continue with `arb train --init-from {report.run}`")
 
 
 def _tables(report: "ImportReport") -> Group:
@@ -84,7 +84,7 @@ def _tables(report: "ImportReport") -> Group:
 
 
 def _tensor_table(report: "ImportReport") -> Table:
-    """Lay out the tensors; those of layers that are alike share a row."""
+    """Lay out the tensors; those of equal layers share a row."""
     alike: dict[str, list[TensorReport]] = {}
     for each in report.tensors:
         alike.setdefault(re.sub(r"\b[0-9]+\b", "*", each.name), []).append(each)

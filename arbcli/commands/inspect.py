@@ -1,4 +1,4 @@
-"""`arb inspect`: what a saved model is, and how two differ."""
+"""`arb inspect`: contents of a saved model, and differences between two."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Group, RenderableType
 
-from arbcli.commands._options import NAMED, Checkpoint, Json, find_run, the_one
+from arbcli.commands._options import NAMED, Checkpoint, Json, find_run, one_path
 from arbcli.commands._parts_table import parts_table
 from arbcli.commands._saved import check_saved
 from arbcli.output import bytes_text, emit, note, table
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from arbcli.inspect.saved import DifferenceReport, SavedReport
 
 SHOWN = 30
-"""Tensors that a table of differences lists; JSON has all."""
+"""Maximum number of tensors in the table of differences; JSON has all."""
 
 
 def inspect(
@@ -28,11 +28,13 @@ def inspect(
         ),
     ] = None,
     checkpoint: Checkpoint = None,
-    diff: Annotated[Path | None, typer.Option(metavar=NAMED, help="Compare with another.")] = None,
+    diff: Annotated[
+        Path | None, typer.Option(metavar=NAMED, help="Compare with another file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a saved model is: `arb inspect RUN`. Digests are checked, if it has any."""
-    file, other = find_run(the_one(file, checkpoint)), diff and find_run(diff)
+    """Show the contents of a saved model: `arb inspect RUN`. Verifies its digests, if any."""
+    file, other = find_run(one_path(file, checkpoint)), diff and find_run(diff)
     for path in filter(None, (file, other)):
         check_saved(path)
     from arbcli.inspect import saved  # torch takes seconds to import, so not for `arb --help`
@@ -55,7 +57,7 @@ def _tables(report: "SavedReport") -> RenderableType:
         "export of": report.origin,
         "weights": f"{report.num_weights:,}",
         "bytes": bytes_text(report.bytes),
-        **{f"model.{name}": value for name, value in _of_all_parts(report)},
+        **{f"model.{name}": value for name, value in _model_fields(report)},
         **{f"run.{name}": value for name, value in report.settings.items()},
         **dict(_flat(report.run)),
     }
@@ -77,15 +79,15 @@ def _tables(report: "SavedReport") -> RenderableType:
     )
 
 
-def _of_all_parts(report: "SavedReport") -> Iterator[tuple[str, Any]]:
-    """List what a file says of the model; what it says of single parts stands in their table."""
+def _model_fields(report: "SavedReport") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of the model's configuration that are not shown in the table of parts."""
     for name, value in report.config.items():
         if not report.parts or not isinstance(value, dict | list):
             yield name, value
 
 
 def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """List what is in a dictionary and in those that it holds."""
+    """Yield the items of nested dictionaries, with keys joined by dots."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}.")

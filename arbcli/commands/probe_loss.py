@@ -1,4 +1,4 @@
-"""`arb probe-loss`: a few training steps under the microscope."""
+"""`arb probe-loss`: diagnostics of a few training steps."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -22,9 +22,9 @@ from arbcli.commands._options import (
     check_settings,
     find_run,
     given_options,
+    one_path,
     option_of,
     takes_settings,
-    the_one,
     with_model_file,
 )
 from arbcli.commands._outputs import PICTURES, check_file
@@ -35,89 +35,89 @@ if TYPE_CHECKING:
     from arbcli.inspect.probe import ChunkReport, ProbeReport, TensorReport
 
 STEPS = 12
-"""Enough for the warm-up to reach full speed, and for votes to gather, flip and gather again."""
-OF_A_STEP = ("data", "val", "field", "batch", "lr", "seed", "compute")
-"""Fields that can be given with a saved model; the others are its own."""
+"""Enough for warm-up to end, and for votes to accumulate, flip and accumulate again."""
+STEP_FIELDS = ("data", "val", "field", "batch", "lr", "seed", "compute")
+"""Fields that can be set for a saved model; it keeps its own values of all others."""
 
 
 @takes_settings("data", "val", "field", "tokenizer", "batch", "lr", "seed", "compute")
 def probe_loss(
     run: Annotated[
         Path | None,
-        typer.Argument(metavar=NAMED, help=f"Probe a saved model, left as it is: {NAMES_RUN}"),
+        typer.Argument(metavar=NAMED, help=f"Saved model to probe, not changed: {NAMES_RUN}"),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to do.")] = STEPS,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps.")] = STEPS,
     warmup: HalfWarmup = None,
     backend: Backend = None,
     device: Device = None,
     checkpoint: Checkpoint = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw stream, flips, loss, logits: .png, .pdf or .svg.")
+        Path | None,
+        typer.Option(help="Plot residual stream, flips, loss, logits: .png, .pdf or .svg."),
     ] = None,
     as_json: Json = False,
-    **given: Any,
+    **settings: Any,
 ) -> None:
-    """Do a few steps, measure everything, name what is wrong: `arb probe-loss --rule votes`.
+    """Diagnose a few training steps: `arb probe-loss --rule votes`.
 
-    A new model does a whole training of `--steps` steps in miniature. Exit 0 if the verdict is ok,
-    1 if it is not.
+    A new model runs a complete schedule of `--steps` steps. Exit 0 if the verdict is ok, else 1.
     """
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
-    given = given_options(**given, warmup=warmup)
-    named = None if run is None and checkpoint is None else the_one(run, checkpoint)
-    if named is None:
-        given = with_model_file(given)
-        check_settings(given | {"steps": steps})
+    settings = given_options(**settings, warmup=warmup)
+    path = None if run is None and checkpoint is None else one_path(run, checkpoint)
+    if path is None:
+        settings = with_model_file(settings)
+        check_settings(settings | {"steps": steps})
     else:
-        _refuse_changes(given)
-        if "field" in given and "data" not in given:
-            raise ArbError("`--field` is of `--data`", hint="give it, or leave `--field` out")
-        named = find_run(named, loads=True)
+        _refuse_changes(settings)
+        if "field" in settings and "data" not in settings:
+            raise ArbError("`--field` only applies with `--data`", hint="add `--data`")
+        path = find_run(path, loads=True)
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.inspect.plots import plot_probe, require_matplotlib
 
         if plot is not None:
             require_matplotlib()
-        report = _probe(given, steps, named, device, backend, line.show_wait)
-    emit(report, _shown(report), as_json=as_json)
+        report = _probe(settings, steps, path, device, backend, line.show_wait)
+    emit(report, _tables(report), as_json=as_json)
     if plot is not None:
         plot_probe(dataclasses.asdict(report), plot)
     raise typer.Exit(0 if report.passed else 1)
 
 
 def _probe(
-    given: dict[str, Any],
+    settings: dict[str, Any],
     steps: int,
     checkpoint: Path | None,
     device: str | None,
     backend: str | None,
     progress: Callable[[str], None],
 ) -> "ProbeReport":
-    from arbcli.inspect import probe, room  # torch takes seconds to import, so not for `arb --help`
+    from arbcli.inspect import probe, room  # slow to import, and not needed for `arb --help`
     from arbcli.train.configure import new_config
 
     if checkpoint is None:
-        config = new_config(steps=steps, device=device, backend=backend, **given)
+        config = new_config(steps=steps, device=device, backend=backend, **settings)
         room.check_memory(config)
         return probe.probe(config, steps=steps, progress=progress)
     config, saved = probe.open_saved(
-        checkpoint, steps=steps, note=note, device=device, backend=backend, **given
+        checkpoint, steps=steps, note=note, device=device, backend=backend, **settings
     )
     return probe.probe(config, steps=steps, checkpoint=saved, progress=progress)
 
 
-def _refuse_changes(given: dict[str, Any]) -> None:
-    changed = [f"`{option_of(name)}`" for name in given if name not in OF_A_STEP]
+def _refuse_changes(settings: dict[str, Any]) -> None:
+    changed = [f"`{option_of(name)}`" for name in settings if name not in STEP_FIELDS]
     if changed:
         raise ArbError(
-            f"a saved model keeps its own settings, so {', '.join(changed)} cannot be given to it",
+            f"a saved model keeps its own settings, so {', '.join(changed)} cannot be changed",
             hint="leave them out, or probe a new model",
         )
 
 
-def _shown(report: "ProbeReport") -> Group:
+def _tables(report: "ProbeReport") -> Group:
     config, model, last = report.config, report.config["model"], report.readings[-1]
     starts = [*report.position_starts, model["ctx"]]
     buckets = zip(pairwise(starts), last.loss_by_position, strict=True)
@@ -140,7 +140,7 @@ def _shown(report: "ProbeReport") -> Group:
         f"scales            v from {lowest} to {highest}, in 1/128 octaves",
         f"first NaN or Inf  {report.first_nonfinite or 'none'}",
         f"causality         {report.acausal_logits} predictions moved by a later byte"
-        + _of_layers(report.acausal_layers),
+        + _layers_text(report.acausal_layers),
         *(_chunks(report.chunks) if report.chunks else ()),
         f"memory            {bytes_text(report.state_bytes)} state,"
         f" {bytes_text(last.live_bytes)} live, {bytes_text(report.peak_bytes)} peak",
@@ -148,7 +148,7 @@ def _shown(report: "ProbeReport") -> Group:
     )
 
 
-def _of_layers(moved: tuple[int, ...]) -> str:
+def _layers_text(moved: tuple[int, ...]) -> str:
     return f", and {sum(moved)} positions of {len(moved)} layers" if moved else ""
 
 
@@ -194,7 +194,7 @@ def _layers(report: "ProbeReport") -> Table:
 
 
 def _streams(report: "ProbeReport") -> Iterator[Table]:
-    """Show what several streams are read and written by, the least and the largest."""
+    """Show the ranges of the weights that read and write the residual streams."""
     ranges = report.readings[-1].stream_ranges
     if ranges:
         rows = [

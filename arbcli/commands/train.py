@@ -24,16 +24,16 @@ from arbcli.commands._options import (
 from arbcli.commands._outputs import PICTURES, check_file, check_folder
 from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands._run_display import RunDisplay
-from arbcli.commands.check import show_check
+from arbcli.commands.check import print_check
 from arbcli.config.file import read_settings, settings_text
 from arbcli.config.initial import KEPT
 from arbcli.config.settings import OPTIMISATION, OUTPUT, RUN
-from arbcli.config.training import RUN_SETTINGS, train_config_dict
-from arbcli.environment import free_threads, may_have_gpu
+from arbcli.config.training import RUN_SETTINGS, train_config_dict, trains_ternary
+from arbcli.environment import free_threads, is_for_cpu, may_have_gpu
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.output import LiveLine, emit_json, note, write_bytes
-from arbcli.rules import LR_OF_TUNING
+from arbcli.rules import LR_OF_FADING_TUNING, LR_OF_TUNING
 from arbcli.signals import exit_code
 from arbcli.sockets import pin_to_socket
 
@@ -53,7 +53,7 @@ def train(
         float | None,
         typer.Option(
             min=0.01,
-            help="Train as many steps as fit into this time, instead of --steps.",
+            help="Training time, instead of --steps, whose number follows from timing a few.",
             rich_help_panel=OPTIMISATION,
         ),
     ] = None,
@@ -77,7 +77,7 @@ def train(
         bool,
         typer.Option(
             "--print-config",
-            help="Print the settings as TOML, and do not train.",
+            help="Print the settings as TOML instead of training.",
             rich_help_panel=RUN,
         ),
     ] = False,
@@ -92,7 +92,7 @@ def train(
         str | None,
         typer.Option(
             metavar="auto|PATH",
-            help="Continue the last run, or the one that is named.",
+            help="Continue the last run, or the given one.",
             rich_help_panel=RUN,
         ),
     ] = None,
@@ -100,7 +100,7 @@ def train(
         bool,
         typer.Option(
             "--no-save",
-            help="Write nothing: no run, no checkpoint, no record.",
+            help="Write no files: no run directory, checkpoints or records.",
             rich_help_panel=RUN,
         ),
     ] = False,
@@ -108,7 +108,7 @@ def train(
         int | None,
         typer.Option(
             min=1,
-            help="Processes to start here, one for each GPU. --accum must be a multiple."
+            help="Number of processes to start, one for each GPU. --accum must be a multiple of it."
             " [default: 1]",
             rich_help_panel=RUN,
         ),
@@ -119,7 +119,7 @@ def train(
         bool,
         typer.Option(
             "--pin",
-            help="Keep the threads on one CPU socket, where there are several.",
+            help="Pin the threads to one CPU socket, if there are several.",
             rich_help_panel=RUN,
         ),
     ] = False,
@@ -157,84 +157,88 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="With --resume: only say what would be done, as arb check does.",
+            help="With --resume: only print what it would do, as arb check does.",
             rich_help_panel=RUN,
         ),
     ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
-    **given: Any,
+    **settings: Any,
 ) -> None:
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
-    given = given_options(**given)
-    steps = given.get("steps")
+    settings = given_options(**settings)
+    steps = settings.get("steps")
     if no_save:
-        kept = {name: given.get(name) for name in ("save_every", "keep", "keep_best")}
+        kept = {name: settings.get(name) for name in ("save_every", "keep", "keep_best")}
         kept |= {"out": out, "resume": resume, "dry_run": dry_run or None}
-        _refuse_kept(given_options(**kept, plot=plot, log=log, profile=profile))
+        _refuse_outputs(given_options(**kept, plot=plot, log=log, profile=profile))
     if gpus is not None and not dry_run and not print_config:
         if resume is None and config_file is None:
-            _check_shares(given.get("accum", 1), gpus, device)
+            _check_shares(settings.get("accum", 1), gpus, device)
         start_processes(gpus)
     if pin and not dry_run and not print_config:
         _pin(device)
     if print_config and (resume or init_from):
-        raise ArbError("what is saved has its own settings", hint="read them with `arb inspect`")
+        raise ArbError(
+            "`--print-config` only applies to new models",
+            hint="`arb inspect` shows the settings of a saved one",
+        )
     if resume is not None:
-        others = {name: value for name, value in given.items() if name != "steps"}
+        others = {name: value for name, value in settings.items() if name != "steps"}
         others |= given_options(minutes=minutes, init_from=init_from, config=config_file)
         _refuse_changes(others)
     else:
-        given = _with_files(given, config_file, init_from)
+        settings = _with_files(settings, config_file, init_from)
         if minutes is not None and steps is not None:
-            raise ArbError("`--minutes` and `--steps` both say how long", hint="give one of them")
+            raise ArbError(
+                "`--minutes` and `--steps` both set the length of the run", hint="give one of them"
+            )
     if dry_run:
         if resume is None:
-            raise ArbError(
-                "`--dry-run` tells what a resume would do", hint="give `--resume` with it"
-            )
-        raise typer.Exit(show_check(Path(resume), as_json=as_json, root=out, steps=steps))
+            raise ArbError("`--dry-run` only applies with `--resume`", hint="add `--resume RUN`")
+        raise typer.Exit(print_check(Path(resume), as_json=as_json, root=out, steps=steps))
     if resume is None:
-        _check_new(given, init_from, out)
+        _check_new(settings, init_from, out)
     else:
         latest = resume == "auto"
         run = run_files.latest_run(out or run_files.RUNS) if latest else find_run(Path(resume))
         run_files.directory_of(run)  # refuses another path before torch is imported
     machine = given_options(device=device, backend=backend)
     if print_config:
-        _show_settings(given | machine, as_json=as_json)
+        _show_settings(settings | machine, as_json=as_json)
         return
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
     rank, processes, *_ = this_process()
-    if processes > 1 and given.get("weights", "ternary") == "ternary" and resume is None:
-        given.setdefault("wire", "int12")
-    alone = rank == 0  # in showing anything
+    ternary = trains_ternary(settings.get("preset", "tiny"), settings.get("weights"))
+    if processes > 1 and ternary and resume is None:
+        settings.setdefault("wire", "int12")
+    is_first = rank == 0  # only this process prints
     advises = minutes is None and resume is None
     with RunDisplay(
-        quiet=quiet or not alone, as_json=as_json and alone, advises=advises
+        quiet=quiet or not is_first, as_json=as_json and is_first, advises=advises
     ) as display:
         display.wait("loading")
-        from arbcli.inspect import plots, room  # torch takes seconds, so not for `arb --help`
+        from arbcli.inspect import plots, room  # imports torch: not needed for `arb --help`
         from arbcli.train.configure import new_config
         from arbcli.train.run import Observers, resume_run, start_run
 
         if plot is not None:
             plots.require_matplotlib()
         loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
-        # the display has all that an observer has; to inherit it would be to import torch
+        # the display has all methods of Observer; inheriting from it would import torch
         observer = Observers([display, *loggers])  # type: ignore[list-item]
-        if resume is None and given.get("weights", "ternary") not in ("float", "ste"):
+        if resume is None and ternary:
             _leave_busy_processors(device, display)
         if resume is not None:
             report = resume_run(
                 run, observer, device=device, backend=backend, steps=steps, profile=profile
             )
         else:
-            initial = None if init_from is None else _read_initial(init_from, given, display)
+            initial = None if init_from is None else _read_initial(init_from, settings, display)
             hint = f"{room.HINT}, or `--force` to try it"
             report = start_run(
-                new_config(**given | machine),
+                new_config(**settings | machine),
                 out,
                 observer,
                 minutes=minutes,
@@ -243,12 +247,12 @@ def train(
                 check=lambda config: None if force else room.check_memory(config, hint),
                 save=not no_save,
             )
-    if plot is not None and alone and report.run is not None:
+    if plot is not None and is_first and report.run is not None:
         plots.plot_training(Path(report.run), plot)
-    if alone:
+    if is_first:
         display.finished(report)
-    # the first process speaks for all: the others are ended as soon as one fails
-    if report.stopped_by is not None and alone:
+    # only the first process reports: the launcher ends all others as soon as one fails
+    if report.stopped_by is not None and is_first:
         raise typer.Exit(exit_code(report.stopped_by))
 
 
@@ -273,10 +277,10 @@ def _pin(device: str | None) -> None:
 
 
 def _leave_busy_processors(device: str | None, display: RunDisplay) -> None:
-    """Have fewer threads compute on a CPU that other programs use, too, and say so."""
+    """Compute with fewer threads while other programs use the CPU, and print a note."""
     import torch
 
-    if device != "cpu" and torch.cuda.is_available():
+    if not is_for_cpu(device):
         return
     usual = torch.get_num_threads()
     threads = free_threads(usual, os.cpu_count() or 1)
@@ -286,80 +290,80 @@ def _leave_busy_processors(device: str | None, display: RunDisplay) -> None:
 
 
 def _with_files(
-    given: dict[str, Any], config_file: Path | None, init_from: Path | None
+    settings: dict[str, Any], config_file: Path | None, init_from: Path | None
 ) -> dict[str, Any]:
-    """Add the settings of the files that options name."""
+    """Add the settings of the files given by `--model` and `--config`."""
     if init_from is None:
-        given = with_model_file(given)
+        settings = with_model_file(settings)
     if config_file is not None:
-        given = read_settings(config_file) | given
+        settings = read_settings(config_file) | settings
     if init_from is not None:
-        _refuse_shapes(given)
-    return given
+        _refuse_model_settings(settings)
+    return settings
 
 
-def _check_new(given: dict[str, Any], init_from: Path | None, out: Path | None) -> None:
-    """Refuse a new run that cannot start, before torch is imported."""
+def _check_new(settings: dict[str, Any], init_from: Path | None, out: Path | None) -> None:
+    """Check that a new run can start, before torch is imported."""
     if init_from is None:
-        check_settings(given)
+        check_settings(settings)
     else:
         find_run(init_from, loads=True)
-        check_texts(given)
+        check_texts(settings)
     if out is not None:
         run_files.check_free(out)
         check_folder(out, "--out")
 
 
-def _read_initial(path: Path, given: dict[str, Any], display: RunDisplay) -> "SavedModel":
-    """Read a saved model to start from, and add its configuration and tokenizer to the settings."""
+def _read_initial(path: Path, settings: dict[str, Any], display: RunDisplay) -> "SavedModel":
+    """Read the initial model, and add its configuration and tokenizer to the settings."""
     from arbcli.infer.load import read_saved, saved_config
     from arbcli.infer.tokens import FILE, saved_tokenizer
 
     initial = read_saved(path, display.noted)
-    given["preset"] = saved = saved_config(initial.checkpoint)
+    settings["preset"] = saved = saved_config(initial.checkpoint)
     if saved_tokenizer(*initial, saved):
-        given.setdefault("tokenizer", str(initial.path.with_name(FILE)))
+        settings.setdefault("tokenizer", str(initial.path.with_name(FILE)))
     if saved.digits != "trit" and (initial.path.parent / run_files.COMPANIONS).exists():
-        given.setdefault("lr", LR_OF_TUNING)
+        fades = settings.get("digits") == "fade"
+        settings.setdefault("lr", LR_OF_FADING_TUNING if fades else LR_OF_TUNING)
     return initial
 
 
-def _show_settings(given: dict[str, Any], *, as_json: bool) -> None:
-    """Print the settings of the run that there would be."""
+def _show_settings(settings: dict[str, Any], *, as_json: bool) -> None:
+    """Print the settings that a run would have."""
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.train.configure import new_config  # torch takes seconds to import
 
-        config = new_config(**given)
+        config = new_config(**settings)
     if as_json:
         emit_json(train_config_dict(config))
     else:
         write_bytes(settings_text(config).encode())
 
 
-def _refuse_changes(given: dict[str, Any]) -> None:
-    if given:
-        options = ", ".join(dict.fromkeys(f"`{option_of(field)}`" for field in given))
+def _refuse_changes(settings: dict[str, Any]) -> None:
+    if settings:
+        options = ", ".join(dict.fromkeys(f"`{option_of(field)}`" for field in settings))
         raise ArbError(
-            f"a run goes on with its own settings, so {options} cannot be given to it",
+            f"{options} cannot be changed when resuming",
             hint="leave them out, or start a new run without `--resume`",
         )
 
 
-def _refuse_kept(given: dict[str, Any]) -> None:
-    if given:
-        options = ", ".join(dict.fromkeys(f"`{option_of(field)}`" for field in given))
+def _refuse_outputs(settings: dict[str, Any]) -> None:
+    if settings:
+        options = ", ".join(dict.fromkeys(f"`{option_of(field)}`" for field in settings))
         raise ArbError(
-            f"`--no-save` leaves no run, so {options} cannot be given with it",
-            hint="leave one or the other out",
+            f"`--no-save` cannot be combined with {options}", hint="leave one or the other out"
         )
 
 
-def _refuse_shapes(given: dict[str, Any]) -> None:
-    kept = {name for name in given if name in (*KEPT, "preset", "model_file")}
-    kept -= {"weights"} if given.get("weights") == "ternary" else set()
-    if own := [f"`{option_of(name)}`" for name in given if name in kept]:
+def _refuse_model_settings(settings: dict[str, Any]) -> None:
+    kept = {name for name in settings if name in (*KEPT, "preset", "model_file")}
+    kept -= {"weights"} if settings.get("weights") == "ternary" else set()
+    if own := [f"`{option_of(name)}`" for name in settings if name in kept]:
         raise ArbError(
-            f"a saved model keeps its own settings, so {', '.join(own)} cannot be given to it",
+            f"a saved model keeps its own settings, so {', '.join(own)} cannot be changed",
             hint="leave them out, or start without `--init-from`",
         )

@@ -1,4 +1,4 @@
-"""`arb verify-kernels`: compare kernels, and the model made of them, with their references."""
+"""`arb verify-kernels`: comparison of kernels and models with their references."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,41 +33,41 @@ def verify_kernels(
         bool,
         typer.Option(
             "--exhaustive",
-            help="Check all cases in all scale types in Triton too, of which a sample is the"
-            " default.",
+            help="Check all cases in all scale types on Triton, instead of a sample.",
         ),
     ] = False,
     fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Verify again what passed before and has not changed since."),
+        typer.Option("--fresh", help="Verify everything again, even if unchanged since it passed."),
     ] = False,
     fuzz: Annotated[
-        int, typer.Option(min=0, help="Check this many random cases a kernel, and nothing else.")
+        int, typer.Option(min=0, help="Only check this many random cases for each kernel.")
     ] = 0,
     seed: Seed = None,
     targets: Annotated[
         str | None,
         typer.Option(
             metavar="all|TARGET,...",
-            help=f"Also compile for GPUs that need not be here: {', '.join(TARGETS)}.",
+            help=f"Also cross-compile for GPUs: {', '.join(TARGETS)}.",
         ),
     ] = None,
     timed: Annotated[
         bool,
         typer.Option(
             "--time",
-            help="Also time the kernels that pass, against torch and the GPU's roofline.",
+            help="Also time the kernels that pass, next to torch and the GPU's roofline.",
         ),
     ] = False,
     ledger: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write what was verified to this folder.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the results to this folder."),
     ] = None,
     compare: Annotated[
         Path | None,
         typer.Option(metavar="OLD.json", help="Show what changed since that ledger."),
     ] = None,
     list_only: Annotated[
-        bool, typer.Option("--list", help="List the kernels and their gates, and check nothing.")
+        bool, typer.Option("--list", help="List the kernels and their gates, without checking.")
     ] = False,
     device: Device = None,
     backend: VerifiedBackend = None,
@@ -88,7 +88,7 @@ def verify_kernels(
     with _stopped_before_any(), LiveLine() as line:
         line.show_wait("loading")
         interpret_kernels_without_gpu(device)
-        # torch takes seconds to import, so not for `arb --help`
+        # slow to import, and not needed for `arb --help`
         from arbcli.verify.ledger import compare_ledgers, read_ledger, write_ledger
         from arbcli.verify.run import DEFAULT_SCALE_TYPE, VerifyRequest, verify
 
@@ -116,14 +116,14 @@ def verify_kernels(
         note(f"ledger  {' and '.join(map(str, write_ledger(found, ledger)))}")
     emit(found, ledger_tables(found), as_json=as_json)
     if found.interrupted:
-        note(f"stopped by {found.interrupted}: what was not reached is not verified")
+        note(f"stopped by {found.interrupted}: the remaining checks were not run")
         raise typer.Exit(exit_code(found.interrupted))
     raise typer.Exit(0 if found.passed else 1)
 
 
 @contextmanager
 def _stopped_before_any() -> Iterator[None]:
-    """End with the exit code of a signal that comes before anything is verified."""
+    """Exit with the code of a signal that arrives before anything is verified."""
     try:
         yield
     except Interrupted as stopped:

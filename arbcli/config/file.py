@@ -23,9 +23,9 @@ from arbcli.config.presets import config_from_dict
 from arbcli.config.settings import plain_type
 from arbcli.config.short_forms import ARGUMENTS
 from arbcli.config.training import (
-    OF_OPTIONS,
     OPTIMIZERS,
     TrainConfig,
+    field_of,
     spelled_out,
     train_config_dict,
 )
@@ -68,12 +68,12 @@ def read_settings(path: Path) -> dict[str, Any]:
             raise ArbError(f"`preset` of `{path}` is `{found}`", hint="name a preset in quotes")
     of_models = {name: plain_type(one.annotation) for name, one in ARGUMENTS.items()}
     for table, types, where in ((values, TOP, ""), (model, of_models, "model.")):
-        for name, value in table.items():
-            name = OF_OPTIONS.get(name, name)
+        for spelling, value in table.items():
+            name = field_of(spelling)
             if name not in types:
                 raise _unknown(path, where, name, types, of_models)
             if value is not None:  # JSON has null where nothing was given
-                settings[name] = _checked(path, where + name, value, types[name])
+                settings[spelling] = _checked(path, where + name, value, types[name])
     if settings.get("optimizer") == OPTIMIZERS["ternary"][0]:  # follows from the weights
         del settings["optimizer"]
     return spelled_out(settings)
@@ -129,7 +129,7 @@ def _unknown(
         )
     if where and name in {*(field.name for field in dataclasses.fields(ModelConfig)), "block"}:
         return ArbError(
-            f"`{path}` has `{where}{name}`, which is of a model with stages",
+            f"`{path}` has `{where}{name}`, which only a model with stages has",
             hint="write the stages as `[[model.stage]]`, as docs/models.md has them",
         )
     names = ", ".join(f"`{setting}`" for setting in known)

@@ -33,7 +33,7 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
     if difference := first_difference(wanted, found):
         name, ours, theirs = difference
         raise ArbError(
-            f"`{name}` is {ours}, and in the saved model {theirs}",
+            f"`{name}` is {ours}, and {theirs} in the saved model",
             hint="make the run's configuration of the saved model's, with"
             " `preset=saved_config(...)`",
             fields=(name,),
@@ -41,8 +41,8 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
     able = digits_after(saved.digits)
     if model.digits not in able:
         raise ArbError(
-            f"`digits={model.digits}` reads other weights than those that are saved",
-            hint=f"use {' or '.join(f'`digits={one}`' for one in able)}, which read what is saved",
+            f"`digits={model.digits}` does not match the saved weights",
+            hint=f"use {' or '.join(f'`digits={one}`' for one in able)}, which match them",
             fields=("digits",),
         )
 

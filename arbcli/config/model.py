@@ -20,12 +20,13 @@ from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.settings import PRESETS_OWN, Setting
 from arbcli.config.site import NORM_EPS, SCALE_TYPES, Site
 from arbcli.directions import DIRECTIONS
+from arbcli.environment import TWINS
 from arbcli.errors import ArbError
 from arbcli.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
 
 VOCABULARY = 256
 """Symbols of a model that reads bytes."""
-WEIGHTS = ("ternary", "float", "ste")
+WEIGHTS = ("ternary", *TWINS)
 OBJECTIVES = ("next", "masked", "fill")
 FILL_SYMBOLS = 3
 """Marks that a model reads which fills holes from left to right: see `arbcli.filling`."""
@@ -377,8 +378,8 @@ class ModelConfig:
             )
         if self.votes_fixes and (self.rule != "votes" or self.weights != "ternary"):
             raise ArbError(
-                "`votes_fixes` are of the rule `votes` alone",
-                hint="leave them out, or use `rule=votes`",
+                "`votes_fixes` only applies to the rule `votes`",
+                hint="leave it out, or use `rule=votes`",
                 fields=("votes_fixes", "rule"),
             )
 

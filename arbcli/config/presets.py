@@ -269,7 +269,7 @@ def from_fields(kind: type, values: Any, where: str) -> Any:
     known = {name: field for name, field in every.items() if field.init}
     fields = dict(values)
     if "kind" in every and fields.pop("kind", every["kind"].default) != every["kind"].default:
-        raise TypeError(f"`{where}` is of another kind than `{every['kind'].default}`")
+        raise TypeError(f"`{where}` is not of the kind `{every['kind'].default}`")
     if unknown := [name for name in fields if name not in known]:
         raise TypeError(f"`{where}` has no field `{shown(unknown[0])}`")
     needed = [name for name, field in known.items() if field.default is dataclasses.MISSING]

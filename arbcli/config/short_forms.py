@@ -176,7 +176,7 @@ def channels(
         }
         if names := [name for name, is_given in given.items() if is_given]:
             raise ArbError(
-                f"`{names[0]}` is of experts, and the model has none",
+                f"`{names[0]}` only applies to experts, and the model has none",
                 hint="give `experts` too",
                 fields=(names[0], "experts"),
             )
@@ -340,7 +340,7 @@ def graph(
         str,
         Setting(
             "How rows of codebooks are found: keys, several by product keys; nearest, the nearest"
-            " code of a vector quantiser, whatever top_k is.",
+            " code of a vector quantiser, whatever `top_k` is.",
             GRAPH,
             choices=CODE_SEARCHES,
         ),
@@ -463,7 +463,7 @@ def hnet(
     for name, values in sizes.items():
         if len(values) != number or not number:
             raise ArbError(
-                f"`{name}` is of {len(values)} stages, and `outer_dim` of {number}",
+                f"`{name}` has numbers for {len(values)} stages, and `outer_dim` for {number}",
                 hint=f"give a number for each stage, of which there are 1 to {MOST_OUTER_STAGES}",
                 fields=(name, "outer_dim"),
             )

@@ -26,8 +26,12 @@ LOSSES = ("text", "ponder", "ratio", "indexer")
 """Parts of a loss: see `LanguageModel.losses`."""
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 """Choices of `schedule`."""
+FADE_FROM = 0.4
+"""Share of a run after which weights fade from all digits to the trit, if it does not say so."""
 FADING_SHARE = 0.5
-"""Of a run, in which weights fade from all digits to the trit."""
+"""Of a run, in which they fade, if it does not say how long."""
+FADE_LEARNT_TO = 0.1
+"""Share of a run after which weights are trits that begin it with all digits of another."""
 COMPUTES = ("bf16", "fp8", "nvfp4", "fp32")
 """Choices of `compute`."""
 BACKENDS = ("triton", "native", "torch", "interpreter")
@@ -155,10 +159,21 @@ class TrainConfig:
     fade_from: Annotated[
         float | None,
         Setting(
-            "Share of the steps after which weights anneal, which takes half of the steps.",
+            "Share of the steps after which weights anneal.",
             OPTIMISATION,
             least=0,
             default="0.4, or 0 for a run that begins with weights of all digits",
+            decisive=True,
+        ),
+    ] = None
+    fade_to: Annotated[
+        float | None,
+        Setting(
+            "Share of the steps after which annealed weights are trits.",
+            OPTIMISATION,
+            least=0,
+            default="half of the steps after they begin to, or 0.1 for a run that begins with"
+            " weights of all digits",
             decisive=True,
         ),
     ] = None
@@ -278,14 +293,14 @@ class TrainConfig:
         self._check_media()
         if self.teacher is not None and self.model.weights != "ternary":
             raise ArbError(
-                "a float twin learns from the text alone",
+                "a float twin cannot have a teacher",
                 hint="leave `teacher` out, or use `weights=ternary`",
                 fields=("teacher", "weights"),
             )
         if self.wire is not None:
             if self.model.weights != "ternary":
                 raise ArbError(
-                    "gradients of a float twin travel as they are",
+                    "gradients of a float twin are not rounded",
                     hint="leave `wire` out",
                     fields=("wire",),
                 )
@@ -297,7 +312,7 @@ class TrainConfig:
                 )
         if self.compute in ("fp8", "nvfp4") and self.model.weights != "ternary":
             raise ArbError(
-                "a float twin is multiplied in bf16",
+                "the products of a float twin are in bf16",
                 hint=f"leave `compute={self.compute}` out",
                 fields=("compute",),
             )
@@ -309,13 +324,13 @@ class TrainConfig:
             )
         if self.keep_best and self.eval_interval == 0:
             raise ArbError(
-                "no checkpoint is the best of a run that is never evaluated",
+                "a run that is never evaluated has no best checkpoint",
                 hint="leave `keep_best=True` out, or use `eval_every` of 1 or more",
                 fields=("keep_best", "eval_every"),
             )
         if self.model.digits == "fade" and self.keep_best:
             raise ArbError(
-                "the best checkpoint is of before the weights have become ternary",
+                "the best checkpoint would be from before the weights are ternary",
                 hint="leave `keep_best=True` out, or use `digits=all` or `digits=trit`",
                 fields=("keep_best", "digits"),
             )
@@ -335,17 +350,19 @@ class TrainConfig:
             raise ArbError(
                 f"`lr` is {self.lr}", hint="use a number above 0 and at most 64", fields=("lr",)
             )
-        if self.fade_from is not None and self.model.digits != "fade":
+        given = [name for name in ("fade_from", "fade_to") if getattr(self, name) is not None]
+        if given and self.model.digits != "fade":
             raise ArbError(
-                "weights that do not fade have no step at which they begin to",
-                hint="leave `fade_from` out, or use `digits=fade`",
-                fields=("fade_from", "digits"),
+                "weights that do not fade have no steps in which they do",
+                hint=f"leave `{given[0]}` out, or use `digits=fade`",
+                fields=(*given, "digits"),
             )
-        if self.fade_from is not None and not 0 <= self.fade_from <= 1 - FADING_SHARE:
+        begin, end = self.fades
+        if not 0 <= begin < end <= 1:
             raise ArbError(
-                f"`fade_from` is {self.fade_from}",
-                hint=f"use 0 to {1 - FADING_SHARE}, as fading takes {FADING_SHARE} of the steps",
-                fields=("fade_from",),
+                f"weights are to fade from {begin:g} to {end:g} of the steps",
+                hint="use `fade_from` of 0 or more, and a larger `fade_to` of at most 1",
+                fields=("fade_from", "fade_to"),
             )
         if self.final_lr is not None and not 0 <= self.final_lr <= self.lr:
             raise ArbError(
@@ -355,7 +372,7 @@ class TrainConfig:
             )
         if self.final_lr is not None and self.schedule == "constant":
             raise ArbError(
-                "a constant learning rate has no other at the end",
+                "a constant learning rate does not change at the end",
                 hint="leave `final_lr` out, or choose another `schedule`",
                 fields=("final_lr", "schedule"),
             )
@@ -413,6 +430,12 @@ class TrainConfig:
         return routes
 
     @property
+    def fades(self) -> tuple[float, float]:
+        """Shares of the steps after which weights begin to fade, and are trits, if they fade."""
+        begin = FADE_FROM if self.fade_from is None else self.fade_from
+        return begin, begin + FADING_SHARE if self.fade_to is None else self.fade_to
+
+    @property
     def eval_interval(self) -> int:
         """Steps between evaluations; 0 if there are none."""
         if self.eval_every is not None:
@@ -436,6 +459,11 @@ OF_OPTIONS = {
 """Names of settings by those of their options, with `_` for `-`."""
 
 
+def field_of(name: str) -> str:
+    """Find the field or argument that a name, or that of an option, sets."""
+    return name if name in ARGUMENTS else OF_OPTIONS.get(name, name)
+
+
 def words_of(option: str) -> dict[str, Mapping[str, str]]:
     """List the words of an option, with the fields that each sets."""
     shared = (one.setting.words for one in SETTINGS.values() if one.option == option)
@@ -443,17 +471,40 @@ def words_of(option: str) -> dict[str, Mapping[str, str]]:
 
 
 def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
-    """Replace names and words of options by the fields that they set, and the values of these."""
+    """Replace names and words of options by the fields that they set, and the values of these.
+
+    Raises:
+        ArbError: two of them set a field to different values.
+    """
     found: dict[str, Any] = {}
-    for name, value in given.items():
-        name = name if name in ARGUMENTS else OF_OPTIONS.get(name, name)
+    givers: dict[str, str] = {}
+    for spelling, value in given.items():
+        name = field_of(spelling)
         known = SETTINGS.get(name)
-        if known is None or value in (*known.setting.choices, *known.setting.also):
-            found[name] = value
-        else:
+        fields: Mapping[str, Any] = {name: value}
+        if known is not None and value not in (*known.setting.choices, *known.setting.also):
             words = words_of(known.option)
-            found |= words[value] if isinstance(value, str) and value in words else {name: value}
+            fields = words.get(value, fields) if isinstance(value, str) else fields
+        for field, setting in fields.items():
+            giver = givers.setdefault(field, spelling)
+            if giver != spelling and found[field] != setting:
+                raise ArbError(
+                    f"`{giver}={given[giver]}` and `{spelling}={value}` contradict each other",
+                    hint="give one of them",
+                )
+            found[field] = setting
     return found
+
+
+def trains_ternary(preset: str | ModelConfig, weights: str | None) -> bool:
+    """Return whether a model is trained as packed trits, and not as a float twin.
+
+    Args:
+        preset: name of a preset, or a model with weights of its own.
+        weights: that were asked for; None are the model's.
+    """
+    own = "ternary" if isinstance(preset, str) else preset.weights
+    return (weights or own) == "ternary"
 
 
 def train_config(
@@ -473,8 +524,7 @@ def train_config(
     """
     given = spelled_out(given)
     shape = {name: given.pop(name) for name in list(given) if name in ARGUMENTS}
-    own_weights = "ternary" if isinstance(preset, str) else preset.weights
-    ternary = shape.get("weights", own_weights) == "ternary"
+    ternary = trains_ternary(preset, shape.get("weights"))
     if ternary and given.get("optimizer") == "muon":  # one word, which both kinds of weights know
         shape.setdefault("direction", "orthogonal")
         del given["optimizer"]

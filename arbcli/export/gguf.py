@@ -197,7 +197,7 @@ def check_model(model: LanguageModel) -> None:
     shape = shape_of(model.config)
     if shape is None:
         raise ArbError(
-            "GGUF has no architecture for a model of more than dense blocks and attention",
+            "GGUF has no architecture with more than dense blocks of attention",
             hint="use `--to safetensors`, or train one of tiny, small, base and 1b",
         )
     if shape.sub_norms:

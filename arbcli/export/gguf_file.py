@@ -144,7 +144,7 @@ class GGUFFile:
         self._at = 4
         (version,) = self._take("<I")
         if version != VERSION:
-            raise self._refused(f"it is of version {version}, not {VERSION}")
+            raise self._refused(f"its version is {version}, not {VERSION}")
         num_tensors, num_keys = self._take("<QQ")
         for _ in range(self._count(num_keys)):
             name = self._text()
@@ -158,10 +158,10 @@ class GGUFFile:
             sizes = self._take(f"<{num_sizes}Q")
             number, offset = self._take("<IQ")
             if number not in BY_NUMBER:
-                raise self._refused(f"`{name}` is of a type that arb does not write: {number}")
+                raise self._refused(f"`{name}` has a type that arb does not write: {number}")
             kind = BY_NUMBER[number]
             if not sizes or not all(sizes) or sizes[0] % kind.block:
-                raise self._refused(f"`{name}` has rows of no whole blocks")
+                raise self._refused(f"`{name}` has rows that are not whole blocks")
             self.entries[name] = Entry(name, sizes[::-1], kind)
             offsets[name] = offset
         begin = _padded(self._at)

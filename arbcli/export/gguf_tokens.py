@@ -59,9 +59,7 @@ def token_keys(
 
     def place(text: Any, index: Any, kind: int) -> None:
         if not (is_of(text, str) and is_of(index, int) and 0 <= index < config.vocabulary):
-            raise ArbError(
-                f"`{path}` has a token that the model has not: {text!r:.60}", hint=ALTERED
-            )
+            raise ArbError(f"`{path}` has a token that the model lacks: {text!r:.60}", hint=ALTERED)
         tokens[index], kinds[index] = text, kind
 
     for text, index in tokenizer["model"]["vocab"].items():
@@ -124,7 +122,7 @@ def _rules(tokenizer: dict[str, Any], path: Path) -> str:
 
 
 def _begins(tokenizer: dict[str, Any], tokens: list[str | None], begin: int | None) -> bool:
-    """Tell whether the tokenizer puts the first token before a text."""
+    """Return whether the tokenizer puts the first token before a text."""
     wanted = {"SpecialToken": {"id": None if begin is None else tokens[begin], "type_id": 0}}
     steps = _steps(tokenizer, "post_processor", "processors")
     return any(is_of(step.get("single"), list) and wanted in step["single"] for step in steps)

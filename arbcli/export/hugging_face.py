@@ -64,7 +64,7 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> B
     check_attention(config)
     if shape_of(config) is None:
         raise ArbError(
-            "Transformers has no model that is more than dense blocks and attention",
+            "Transformers has no model with more than dense blocks of attention",
             hint="use `--to safetensors`, which arb reads",
         )
     companions = companions_of(weights.path.parent, config)
@@ -151,7 +151,7 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
     windows = [min(window or config.ctx, config.ctx) for window in shape.windows]
     if len(set(windows)) > 1:
         raise ArbError(
-            "the blocks have windows of several lengths, which Transformers has not",
+            "the blocks have windows of several lengths, which Transformers does not support",
             hint="use `--to safetensors`, which arb reads",
         )
     values = {
@@ -178,7 +178,7 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
     if architecture.model_type == "llama":
         if windows[0] < config.ctx:
             raise ArbError(
-                "Llama, which has all biases, has no window",
+                "the Llama of Transformers, which has all biases, has no window",
                 hint="use `--to safetensors`, which arb reads",
             )
     else:

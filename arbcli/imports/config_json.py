@@ -65,7 +65,9 @@ class _Fields:
 
     def refused(self, name: str, value: Any) -> ArbError:
         """Make the error of a value that no model here can have."""
-        return ArbError(f"{self.where}: `{name}` is `{shown(value)}`, which arb has not", hint=HINT)
+        return ArbError(
+            f"{self.where}: `{name}` is `{shown(value)}`, which arb does not support", hint=HINT
+        )
 
     def end(self) -> None:
         """Refuse the first field that was not taken."""

@@ -166,7 +166,7 @@ def known_shape(config: ModelConfig) -> Shape:
     """
     shape = shape_of(config)
     if shape is None:
-        raise ValueError("the model has more than dense blocks and attention")
+        raise ValueError("the model has more than dense blocks of attention")
     return shape
 
 
@@ -179,7 +179,7 @@ def check_attention(config: ModelConfig) -> None:
     for _, part in config.sited_parts():
         if isinstance(part, AttentionConfig) and (unsaid := _unsaid(part)):
             raise ArbError(
-                f"no architecture of exports has {unsaid}",
+                f"no export format supports {unsaid}",
                 hint="use `--to safetensors`, which arb reads",
             )
 

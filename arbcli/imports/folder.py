@@ -181,6 +181,6 @@ def check_tensors(folder: WeightFolder, model: LanguageModel) -> None:
         tied = model.config.tied and name == f"{HEAD}.weight"
         if not tied and not name.endswith(UNREAD):
             raise ArbError(
-                f"`{folder.path}` has `{name}`, for which the architecture has no place",
+                f"`{folder.path}` has `{name}`, which the architecture does not have",
                 hint="import a Llama, Mistral, Qwen 2 or Qwen 3 without additions",
             )

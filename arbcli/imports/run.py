@@ -102,7 +102,7 @@ def import_folder(
     if known_shape(config).sub_norms:
         raise ArbError(
             f"`{source}` is an export of a model with sub-norms",
-            hint="load the checkpoint that it was made of",
+            hint="load the checkpoint that it was exported from",
         )
     folder = WeightFolder(source)
     with torch.device("meta"):

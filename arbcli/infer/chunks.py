@@ -16,8 +16,8 @@ def check_chunks(model: LanguageModel) -> None:
     """
     if not model.stages:
         raise ArbError(
-            "this model reads bytes one by one, and has no chunks",
-            hint="train a preset that has, such as `hnet-tiny`",
+            "this model reads bytes one by one, without chunks",
+            hint="train a preset with chunks, such as `hnet-tiny`",
         )
 
 

@@ -47,7 +47,8 @@ class Conversation:
         text = said.decode(errors="replace")
         if found := [name for name in self._tokenizer.specials if name in text]:
             raise ArbError(
-                f"the message has `{found[0]}`, which is a special token", hint="write it otherwise"
+                f"the message has `{found[0]}`, which is a special token",
+                hint="write it differently",
             )
         self.messages.append({"role": "user", "content": text})
         written = self._template.render(self.messages, asks=True)

@@ -21,8 +21,8 @@ from torch import Tensor
 from arbcli.data import Text, entropy
 from arbcli.device import deterministic, explained_out_of_memory
 from arbcli.errors import ArbError
-from arbcli.infer.asked import check_of_masked, check_stride
 from arbcli.infer.media import KindLoss, MediaLosses
+from arbcli.infer.option_checks import check_masked_option, check_stride
 from arbcli.infer.tokens import check_vocabulary
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.masking import hide
@@ -223,14 +223,14 @@ def evaluate(
             is not enough.
     """
     context, is_masked = model.config.ctx, model.config.is_masked
-    check_of_masked(model.config, "--draws", draws)
+    check_masked_option(model.config, "--draws", draws)
     draws = DRAWS if draws is None else draws
     stride = check_stride(model.config, stride)
     check_vocabulary(model.config, model.tokenizer, "")
     if model.tokenizer is not None and text.source is text:
         text = tokenised(text, model.tokenizer)
     if len(text) < 2:
-        raise ArbError("a text of one byte has none to predict", hint="name a longer text")
+        raise ArbError("a text of one byte has no byte to predict", hint="name a longer text")
     started = time.perf_counter()
     with (
         deterministic(),

@@ -21,8 +21,8 @@ from arbcli.config.model import MOST, VOCABULARY
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.device import capturing, deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
-from arbcli.infer.asked import check_ahead
 from arbcli.infer.checks import Checks
+from arbcli.infer.option_checks import check_ahead
 from arbcli.infer.step_graph import StepGraph
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_byte import choose_byte_
@@ -47,7 +47,7 @@ class Sampling:
     """How the next byte, or token, is chosen from its logits."""
 
     temperature: float = 0.8
-    """Divides the logits; 0 always takes the likeliest byte."""
+    """Sampling temperature, which divides the logits; 0 is greedy."""
     top_k: int = VOCABULARY
     """Choose among so many of the likeliest symbols; all of them if there are fewer."""
     top_p: float = 1.0
@@ -121,8 +121,8 @@ class Decoder:
     ) -> None:
         if positions > LONGEST_TEXT:
             raise ArbError(
-                f"a prompt and what follows it are {positions:,} bytes",
-                hint=f"use `--length` for {LONGEST_TEXT:,} together at most",
+                f"the prompt and the text after it are {positions:,} bytes",
+                hint=f"reduce `--length`: together they have {LONGEST_TEXT:,} at most",
             )
         self.model, self.sampling = model, sampling or Sampling()
         reach = model.config.reach

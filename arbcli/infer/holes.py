@@ -15,8 +15,8 @@ from torch import Tensor
 from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.filling import EXTRA, in_layout
-from arbcli.infer.asked import check_fills
 from arbcli.infer.generation import OUT_OF_MEMORY, Decoder, Sampling, text_dtype
+from arbcli.infer.option_checks import check_fills
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import use_backend

@@ -142,8 +142,8 @@ def check_trainable(checkpoint: Checkpoint) -> None:
     """
     if is_export(checkpoint):
         raise ArbError(
-            "the file has the weights alone, and no state to train on from",
-            hint="name a checkpoint of the run that it is an export of",
+            "the file only has weights, and no state to continue training from",
+            hint="name a checkpoint of the run that was exported",
         )
 
 

@@ -83,7 +83,7 @@ def _request(fields: dict[str, Any], index: int, length: int, sampling: Sampling
     try:
         prompt = fields["prompt"].encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
-        raise ArbError("`prompt` has half a character", hint="write it as one") from error
+        raise ArbError("`prompt` has an unpaired surrogate", hint="write it as one") from error
     return Request(
         prompt=prompt,
         length=fields.get("length", length),

@@ -54,7 +54,7 @@ def saved_tokenizer(file: Path, checkpoint: Checkpoint, config: ModelConfig) -> 
     path = file.parent / FILE
     if not path.exists():
         raise ArbError(
-            f"`{file}` is of a model of tokens, and there is no `{path}`",
+            f"`{file}` holds a model of tokens, and its tokenizer `{path}` is missing",
             hint=f"put the run's own `{FILE}` next to it",
         )
     tokenizer = Tokenizer.read(path)

@@ -111,7 +111,7 @@ def config_of_any_gpu(**given: Any) -> TrainConfig:
 
 
 def check_fit(config: TrainConfig, budget: str) -> FitReport:
-    """Tell whether the steps and evaluations of a run fit into a budget: `6GiB`, `6G`, `4GB`.
+    """Return whether the steps and evaluations of a run fit into a budget: `6GiB`, `6G`, `4GB`.
 
     Raises:
         ArbError: that is not a number of bytes, or the batches alone are beyond any machine.

@@ -121,7 +121,7 @@ def _declared(config: TrainConfig) -> tuple[list[TernaryTensor], int]:
 def _report(config: TrainConfig, ranks: list[RankReport], budget: int | None) -> RanksReport:
     fits = budget is None or all(r.predicted_peak.evaluated_bytes <= budget for r in ranks)
     if config.wire is None:
-        raise ValueError("processes share a run by a wire, and none is set")
+        raise ValueError("processes can only share a run whose `wire` is set")
     return RanksReport(
         device=torch.device(config.device).type,
         batch=config.batch,

@@ -203,7 +203,7 @@ class KnownShapes:
 
 
 def _has_its_own_storage(result: Tensor, arguments: Any) -> bool:
-    """Tell whether a result fills a storage that is none of an argument's.
+    """Return whether a result fills a storage that is none of an argument's.
 
     A schema does not tell: that of `_unsafe_view`, with which torch ends a product of stacks, is of
     a new tensor.

@@ -24,7 +24,7 @@ class BoundedFile:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, most: int = HEADER_BYTES) -> None:
+    def __init__(self, path: Path, most: int) -> None:
         self._file, self._left, self._allowed = path.open("rb"), most, most
         self._size = os.fstat(self._file.fileno()).st_size
         self.cut_by = ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbcli.errors import ArbError
-from arbcli.media.bounded import BoundedFile
+from arbcli.media.bounded import HEADER_BYTES, BoundedFile
 from arbcli.media.spans import MOST_CHANNELS, SoundHeader
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def sound_bytes(path: Path, form: str) -> Iterator[bytes]:
         ArbError: the package is missing, or the file is damaged, empty, or has too many channels.
     """
     soundfile = _package(path)
-    with BoundedFile(path) as content:
+    with BoundedFile(path, HEADER_BYTES) as content:
         try:
             yield from _blocks(soundfile, content, path, form)
         except soundfile.SoundFileError as error:

@@ -221,7 +221,7 @@ class SeveralCache(Cache):
         """(B,) int32: 1 where a step reads one byte more of a text, 0 where it leaves it alone."""
         going_on = self.tracks[0].clock.going_on
         if going_on is None:
-            raise ValueError("the clock is of one text")
+            raise ValueError("the clock only counts one text")
         return going_on
 
     @contextmanager

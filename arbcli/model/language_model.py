@@ -435,7 +435,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def can_check(self) -> bool:
-        """Tell whether there is a `check`, inside of `prepared_weights`.
+        """Return whether there is a `check`, inside of `prepared_weights`.
 
         It needs fused steps, a single stage and stream of blocks whose parts `steps_ahead`, nothing
         that reads the text besides, no holes, and keys and values as they are.
@@ -565,7 +565,7 @@ class LanguageModel(nn.Module):
     def _check_causal(self) -> None:
         if self.config.is_masked:
             raise ArbError(
-                "the model predicts hidden symbols, and makes no text from left to right",
+                "the model predicts hidden symbols, and cannot generate from left to right",
                 hint="fill holes: `arb generate RUN --infill TEXT`",
             )
 
@@ -705,7 +705,7 @@ class LanguageModel(nn.Module):
             raise ArbError("this model keeps no keys and values", hint="leave `--kv` out")
         if kept.queries and not all(part.rounds_queries for part in attentions):
             raise ArbError(
-                "queries of latent attention are not kept in eight bits",
+                "queries of latent attention cannot be kept in eight bits",
                 hint=f"use `--kv {kept._replace(queries=False).name('')}`",
             )
         keeping: list[LanguageModel | CachedAttention] = [self, *attentions]

@@ -147,7 +147,7 @@ def bounded(x: Tensor, most: float) -> Tensor:
 
 
 def is_compiled(block: Block) -> bool:
-    """Tell whether `block.compile()` was called."""
+    """Return whether `block.compile()` was called."""
     return block._compiled_call_impl is not None
 
 

@@ -43,6 +43,8 @@ LR_OF_FADING = LR_OF_DIGITS | {"moment": 0.35}
 """The same where they begin so, and end as trits."""
 LR_OF_TUNING = 0.03
 """The same of a model that another program trained: as gentle as AdamW at 3e-4."""
+LR_OF_FADING_TUNING = 0.2
+"""The same of such a model whose weights fade to trits."""
 
 
 VOTES_FIXES = ("threshold", "order", "start", "bound")

@@ -29,7 +29,7 @@ from arbcli.plain_text import PLAIN, Conversion
 from arbcli.reading import read_json
 from arbcli.run_files import CONFIG, RUNS, run_of
 from arbcli.tokens import FILE, Tokenizer, tokenised
-from arbcli.train.schedule import fade_from, fade_stage
+from arbcli.train.schedule import fade_stage
 from arbcli.train.trainer import text_digest
 from arbcli.version import __version__
 
@@ -172,7 +172,7 @@ def check_same_run(
         wanted["steps"] = made_with["steps"]
     if config.model.digits == "fade":
         steps = wanted.get("steps", config.steps)
-        wanted["digits"] = fade_stage(checkpoint.step, steps, fade_from(config))
+        wanted["digits"] = fade_stage(checkpoint.step, steps, config.fades)
     found = [
         first_difference(made_with.get(name, "missing"), wanted.get(name, "missing"), name)
         for name in sorted(made_with.keys() | wanted.keys())
@@ -184,8 +184,8 @@ def check_same_run(
     if differing:
         more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
         raise ArbError(
-            f"the checkpoint of step {checkpoint.step} is of another run than `{run / CONFIG}`:"
-            f" {', '.join(differing[:MOST_NAMED])}{more}",
+            f"the checkpoint of step {checkpoint.step} belongs to another run than"
+            f" `{run / CONFIG}`: {', '.join(differing[:MOST_NAMED])}{more}",
             hint=hint,
         )
 

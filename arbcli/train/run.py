@@ -28,7 +28,12 @@ from arbcli.checkpoint import (
     write_json,
 )
 from arbcli.config.initial import check_initial
-from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
+from arbcli.config.training import (
+    FADE_LEARNT_TO,
+    TrainConfig,
+    train_config_dict,
+    train_config_from,
+)
 from arbcli.data import Texts
 from arbcli.device import (
     check_compute,
@@ -221,7 +226,9 @@ def start_run(
         begun = saved_config(initial.checkpoint)
         check_initial(config.model, begun)
         if (begun.digits, config.model.digits, config.fade_from) == ("all", "fade", None):
-            config = dataclasses.replace(config, fade_from=0.0)  # its digits have been learnt
+            # its digits have been learnt
+            end = FADE_LEARNT_TO if config.fade_to is None else config.fade_to
+            config = dataclasses.replace(config, fade_from=0.0, fade_to=end)
     if run is not None:
         check_free(run)
     config = dataclasses.replace(config, device=str(own_device(torch.device(config.device))))
@@ -466,7 +473,7 @@ def _locked(run: Path | None, group: Group) -> AbstractContextManager:
 
 
 def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
-    """Tell whether a run never got to save anything, and needs no weights of another run.
+    """Return whether a run never got to save anything, and needs no weights of another run.
 
     The first checkpoint is saved before the first record.
     """

@@ -5,13 +5,11 @@ The rate is a linear warm-up times a shape that ends at the final rate.
 
 import math
 
-from arbcli.config.training import FADING_SHARE, SCHEDULES, TrainConfig
+from arbcli.config.training import SCHEDULES, TrainConfig
 from arbcli.rules import STAGES, find_rule
 
 FINAL_SHARE = 0.05
 """Of the learning rate, where no final one is given."""
-FADE_FROM = 0.4
-"""Share of a run after which weights fade from all digits to the trit, if it does not say so."""
 DECAY_SHARE = 0.2
 """Of the steps, at the end, in which `wsd` (warm-up, stable, decay) decays."""
 SHAPES = {
@@ -45,7 +43,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     """Compute the learning rate of a step of a run."""
     final = FINAL_SHARE if config.final_lr is None else config.final_lr / config.lr
     lr = config.lr * schedule(step, config.steps, config.warmup, config.schedule, final)
-    return lr * (1 + (fade_growth(config) - 1) * fade_share(step, config.steps, fade_from(config)))
+    return lr * (1 + (fade_growth(config) - 1) * fade_share(step, config.steps, config.fades))
 
 
 def fade_growth(config: TrainConfig) -> float:
@@ -54,16 +52,18 @@ def fade_growth(config: TrainConfig) -> float:
     return find_rule(model.rule, "fade").fade_growth if model.digits == "fade" else 1.0
 
 
-def fade_from(config: TrainConfig) -> float:
-    """Find the share of a run after which its weights fade, if they do."""
-    return FADE_FROM if config.fade_from is None else config.fade_from
+def fade_share(step: int, steps: int, fades: tuple[float, float]) -> float:
+    """Find how far the fading is at `step` of `steps`.
+
+    Args:
+        step: from 0.
+        steps: of the run.
+        fades: shares of the steps up to which it is 0, and after which it is 1.
+    """
+    begin, end = fades
+    return min(1.0, max(0.0, (step / steps - begin) / (end - begin)))
 
 
-def fade_share(step: int, steps: int, begin: float) -> float:
-    """Find how far the fading is at `step` of `steps`: 0 up to `begin` of them, and 1 after it."""
-    return min(1.0, max(0.0, (step / steps - begin) / FADING_SHARE))
-
-
-def fade_stage(step: int, steps: int, begin: float) -> str:
+def fade_stage(step: int, steps: int, fades: tuple[float, float]) -> str:
     """Find what weights are at `step` of `steps`: the later `STAGES` take equal turns."""
-    return STAGES[math.ceil(fade_share(step, steps, begin) * (len(STAGES) - 1))]
+    return STAGES[math.ceil(fade_share(step, steps, fades) * (len(STAGES) - 1))]

@@ -91,7 +91,7 @@ class TrainingStep:
     ) -> None:
         """Find the slopes of the scales of some areas by parts of the loss, and step nothing."""
         if not isinstance(self.updates, Updater):
-            raise ValueError("slopes are found of packed weights, in one process")
+            raise ValueError("slopes need packed weights and a single process")
         with self.updates.finding_slopes(areas):
             parts = self.model.losses(*given)
             chosen = {name: parts[name] for name in names if name in parts}

@@ -32,7 +32,7 @@ def read_teacher(
     known = saved_config(saved.checkpoint)
     if known.fills or config.model.fills:
         raise ArbError(
-            "a model that fills holes has no teacher, and is none",
+            "a model that fills holes cannot have a teacher, or be one",
             hint="leave `teacher` out, or train both with `objective=next`",
             fields=("teacher", "objective"),
         )

@@ -19,13 +19,13 @@ def text_warnings(texts: Texts) -> list[str]:
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         warnings.append(
-            f"warning: `{found[0]}`{more} have bytes of 0, as no text has: leave them out, unless"
-            " they are meant"
+            f"warning: `{found[0]}`{more} have NUL bytes, so they are probably binary: leave them"
+            " out, unless they are meant"
         )
     train, val = map(entropy, both)
     if abs(train - val) > FAR_NATS:
         warnings.append(
-            f"warning: the held-out text is of another kind than the training text: its order-0"
+            f"warning: the held-out text is unlike the training text: its order-0"
             f" entropy is {val:.2f} nats, and not {train:.2f}; name another with `--val`"
         )
     return warnings

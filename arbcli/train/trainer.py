@@ -30,7 +30,7 @@ from arbcli.train.float_optimizer import FloatOptimizer
 from arbcli.train.parallel.group import Group
 from arbcli.train.parallel.replicas import Replicas
 from arbcli.train.parallel.shared_updater import SharedUpdater
-from arbcli.train.schedule import fade_from, fade_growth, fade_stage, learning_rate
+from arbcli.train.schedule import fade_growth, fade_stage, learning_rate
 from arbcli.train.step import TrainingStep, minimised
 from arbcli.train.teacher import frozen_model
 from arbcli.train.updater import HELD_BYTES, Updater
@@ -62,8 +62,8 @@ def check_shares(config: TrainConfig, size: int) -> None:
         )
     if size > 1 and config.model.weights == "ternary" and config.wire is None:
         raise ArbError(
-            "the run steps by each gradient as it comes, which one process does alone",
-            hint="go on with one process, or start a run with `wire=int12`",
+            "gradients can only be shared by several processes as integers",
+            hint="continue with one process, or start a run with `wire=int12`",
             fields=("wire",),
         )
 
@@ -348,7 +348,7 @@ class Trainer:
         """Read the weights as the stage of this step has them, where they fade."""
         if self.config.model.digits != "fade":
             return
-        stage = fade_stage(self.step, self.config.steps, fade_from(self.config))
+        stage = fade_stage(self.step, self.config.steps, self.config.fades)
         if stage == self.digits:
             return
         self.digits, rule = stage, stage_rule(self.config.model.rule, stage)

@@ -291,7 +291,7 @@ class Updater:
         elif where is None:
             self._update_whole(tensor, grad)
         elif isinstance(grad, SignGradient):
-            raise ValueError("signs are of the one matrix of a tensor")
+            raise ValueError("signs need a tensor of one matrix")
         elif isinstance(where, range):
             direction = tensor.direction
             values, averaged = grad, []
@@ -535,8 +535,8 @@ class Updater:
         if counters.keys() != self.counters().keys():
             names = ", ".join(f"`{name}`" for name in counters)
             raise ArbError(
-                f"the checkpoint counts other things: {names or 'none'}",
-                hint="it is of another version of arb, or was altered: name another",
+                f"the checkpoint has other counters: {names or 'none'}",
+                hint="another version of arb wrote it, or it was altered: name another",
             )
         self._nonfinite_steps.fill_(counters["nonfinite_steps"])
         self._refused.zero_()

@@ -176,8 +176,9 @@ def begin_kernels(
     jobs = _jobs(parts, checks)
     whole_jobs = _WholeJobs(jobs, progress)
     memory, workers = memory or Memory(), workers or Workers()
-    about = (KernelResult, _sources, _turn, _ahead)
-    finish = memory.begin(workers, _verify_parts, jobs, whole_jobs.add, *about)
+    finish = memory.begin(
+        workers, _verify_parts, jobs, whole_jobs.add, KernelResult, _sources, _turn, _ahead
+    )
 
     def report() -> VerifyReport:
         finish()
@@ -565,7 +566,7 @@ def _is_chosen(
     sample: CompiledSample | None,
     kinds: set[str],
 ) -> bool:
-    """Tell whether a case is in the sample of a backend; torch on a GPU has that of Triton.
+    """Return whether a case is in the sample of a backend; torch on a GPU has that of Triton.
 
     In scale types of further paths the interpreter has the first case of each of `kinds`.
     """

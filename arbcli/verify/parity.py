@@ -433,8 +433,10 @@ def begin_parity(
         subjects = _sample(subjects, scale_types)
     jobs = [(s.name, s.backend, s) for s in subjects]
     memory, workers = memory or Memory(), workers or Workers()
-    about = (ParityResult, lambda _: all_sources(), lambda _: LAST, _ahead, AHEAD)
-    finish = memory.begin(workers, _check, jobs, progress, *about)
+    finish = memory.begin(
+        workers, _check, jobs, progress, kind=ParityResult, sources=lambda _: all_sources(),
+        turn=lambda _: LAST, ahead=_ahead, turn_ahead=AHEAD,
+    )  # fmt: skip
     return lambda: (*_rotary(device), *(result for results in finish() for result in results))
 
 
@@ -531,7 +533,7 @@ def matrix_shapes() -> tuple[tuple[int, int], ...]:
 
 
 def has_mamba(config: ModelConfig) -> bool:
-    """Tell whether a model has Mamba blocks.
+    """Return whether a model has Mamba blocks.
 
     In bf16 they are not compared: their gated outputs are normalised, and where one is nearly 0,
     what was rounded before is most of it.

@@ -99,7 +99,7 @@ def kind_of(label: str) -> str:
 
 
 def is_long(kernel: str, label: str) -> bool:
-    """Tell whether the interpreter leaves a case of a kernel out of the sample."""
+    """Return whether the interpreter leaves a case of a kernel out of the sample."""
     return any(fnmatchcase(label, pattern) for pattern in LONG_CASES.get(kernel, ()))
 
 
@@ -126,14 +126,14 @@ class CompiledSample:
         """Real matrices that `has` has turned down."""
 
     def may_take(self, part: Hashable, label: str) -> bool:
-        """Tell whether a real matrix is worth drawing: none of its order of magnitude was drawn."""
+        """Return whether a real matrix is worth drawing: none of its magnitude was drawn."""
         order = part, _order(label)
         worth = order not in self._tried
         self._tried.add(order)
         return worth
 
     def has(self, part: Hashable, label: str) -> bool:
-        """Tell whether a real matrix was chosen, in some type."""
+        """Return whether a real matrix was chosen, in some type."""
         found = not {(part, label), (part, f"{label} bf16")}.isdisjoint(self.chosen)
         self.not_drawn += not found
         return found

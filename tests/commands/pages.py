@@ -1,4 +1,4 @@
-"""What commands show of their reports, as plain text, of reports in which no two values are equal.
+"""Output of commands as plain text, from reports in which no two values are equal.
 
 `python tests/commands/pages.py` writes it to the folder of this name, where it is read before it is
 committed; `test_options.py` compares. A figure in the wrong place, or in another unit, changes it.
@@ -236,7 +236,7 @@ def _shown_by_probe() -> str:
         for reading in other.readings
     ]
     other = dataclasses.replace(other, readings=tuple(plain_one))
-    return plain(probe_loss._shown(report)) + "\n\n" + plain(probe_loss._shown(other))
+    return plain(probe_loss._tables(report)) + "\n\n" + plain(probe_loss._tables(other))
 
 
 def _shown_by_count() -> str:
@@ -284,7 +284,7 @@ def _shown_by_check() -> str:
         dataclasses.replace(goes_on, steps=goes_on.resumes_at + 1, steps_before=7_000_000),
         dataclasses.replace(report, resumes_at=None),
     )
-    return "\n".join(plain(check._shown(each)) for each in reports)
+    return "\n".join(plain(check._tables(each)) for each in reports)
 
 
 def _shown_by_audit() -> str:
@@ -407,7 +407,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "export": lambda: plain(export._table(filled(ExportReport))),
     "import": lambda: plain(import_model._tables(filled(ImportReport))),
 }  # fmt: skip
-"""What each command shows, by its name."""
+"""Output of each command, by its name."""
 
 
 def page(name: str) -> str:

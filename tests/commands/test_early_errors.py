@@ -32,12 +32,12 @@ MISTAKES = {
     "train --resume auto --out nofile": "there is no run in `nofile`",
     "train --out text.txt/run": "cannot write `text.txt/run`",
     f"train --data text.txt --out {'x' * 300}": f"cannot use `{'x' * 300}`: File name too long",
-    "train --data text.txt:0.5 text.txt": "`text.txt` has no weight above 0",
+    "train --data text.txt:0.5 text.txt": "`text.txt` has no valid weight",
     "train --data empty.txt": "there is no text in `empty.txt`",
     "evaluate run --data empty.txt": "there is no text in `empty.txt`",
-    "train --data text.txt --field body": "`--field body` is of records",
-    "train --init-from run --data text.txt --field body": "`--field body` is of records",
-    "evaluate run --data text.txt --field body": "`--field body` is of records",
+    "train --data text.txt --field body": "`--field body` only applies to records",
+    "train --init-from run --data text.txt --field body": "`--field body` only applies to records",
+    "evaluate run --data text.txt --field body": "`--field body` only applies to records",
     "train --tokenizer nofile": "cannot read `nofile`",
     "train --teacher nofile": "there is no run at `nofile`",
     "train --out text.txt": "`text.txt` is a file",
@@ -59,24 +59,24 @@ MISTAKES = {
     "train --no-attention": "`--attention` is `none`",
     "train --preset arb-tiny --graph --no-codebook": "the graph joins codes, and without the",
     "train --weights float --keep-best": "a float twin keeps no checkpoint",
-    "train --weights anneal --keep-best": "the best checkpoint is of before the weights have become"
+    "train --weights anneal --keep-best": "the best checkpoint would be from before the weights are"
         " ternary\nhint: leave `--keep-best` out, or use `--weights int8` or `--weights ternary`\n",
     "train --eval-every 0 --keep-best":
-        "no checkpoint is the best of a run that is never evaluated",
+        "a run that is never evaluated has no best checkpoint",
     "train --no-save --keep-best --keep 1":
-        "`--no-save` leaves no run, so `--keep`, `--keep-best` cannot be given with it",
+        "`--no-save` cannot be combined with `--keep`, `--keep-best`",
     "train --data text.txt --plot text.txt": "`--plot` is `text.txt`",
-    "train --plot nowhere/a.svg": "cannot write `nowhere/a.svg`: there is not a folder `nowhere`",
+    "train --plot nowhere/a.svg": "cannot write `nowhere/a.svg`: there is no folder `nowhere`",
     "train --log paper": "no logger is named `paper`",
     "train --log-every 1001": "`--log-every` is 1,001",
     "train --steps 3000000000": "`--steps` is 3,000,000,000",
     "train --accum 2000000000": "400 steps of 2,000,000,000 batches are too many to number",
     "train --layers 1000000000": "`--layers` is 1,000,000,000",
-    "train --minutes 1 --steps 9": "`--minutes` and `--steps` both say how long",
+    "train --minutes 1 --steps 9": "`--minutes` and `--steps` both set the length of the run",
     "train --model nofile": "cannot read `nofile`",
     "train --model model.toml --no-sub-norms": "`--sub-norms/--no-sub-norms` only applies",
     "train --model model.toml --init-from a":
-        "a saved model keeps its own settings, so `--model` cannot be given to it",
+        "a saved model keeps its own settings, so `--model` cannot be changed",
     "train --config nofile": "cannot read `nofile`",
     "train --resume nofile": "there is no run at `nofile`",
     "train --gpus 2": "there is no GPU for `--gpus 2`",
@@ -94,24 +94,24 @@ MISTAKES = {
     "generate run --length 16777217": "Invalid value for '--length': Input should be less than or",
     "generate made --kv fp4": "`--kv` is `fp4`",
     "generate made --device cpu --backend triton": "the `triton` backend needs a CUDA device",
-    "generate made --bytes --json": "`--bytes` and `--json` are two outputs",
-    "generate made --chunks --bytes": "`--chunks` marks text, and `--bytes` has none",
-    "generate made --batch 2": "`--batch` is for several prompts",
-    "generate masked --infill a…b --prompt c": "`--infill` has a text of its own with holes\n"
+    "generate made --bytes --json": "`--bytes` cannot be combined with `--json`",
+    "generate made --chunks --bytes": "`--bytes` cannot be combined with `--chunks`",
+    "generate made --batch 2": "`--batch` only applies with `--prompts`",
+    "generate masked --infill a…b --prompt c": "`--prompt` cannot be combined with `--infill`\n"
         "hint: leave `--prompt` out\n",
-    "generate masked --prompt a --kv int8": "holes are filled from both sides\n"
+    "generate masked --prompt a --kv int8": "`--kv` only applies to text that is generated from"
+        " left to right\nhint: leave `--kv` out\n",
+    "generate fill --infill a…b --kv int8": "`--kv` cannot be combined with `--infill`\n"
         "hint: leave `--kv` out\n",
-    "generate fill --infill a…b --kv int8": "`--infill` has a text of its own with holes\n"
-        "hint: leave `--kv` out\n",
-    "generate fill --steps 3": "`--steps` is of a masked model",
-    "evaluate made --field said": "`--field` is of `--data`",
+    "generate fill --steps 3": "`--steps` only applies to masked models",
+    "evaluate made --field said": "`--field` only applies with `--data`",
     "evaluate --checkpoint nofile": "there is no run at `nofile`",
     "evaluate run --data nofile": "nothing matches `nofile`",
     "evaluate made --stride 65": "`--stride` is 65, and a window has 64 bytes",
-    "evaluate made --draws 3": "`--draws` is of a masked model",
+    "evaluate made --draws 3": "`--draws` only applies to masked models",
     "generate made --chat": "`made` has no chat template",
-    "generate made --steps 9": "`--steps` is of a masked model",
-    "generate made --infill …": "the model predicts the next byte, and fills no holes",
+    "generate made --steps 9": "`--steps` only applies to masked models",
+    "generate made --infill …": "this model predicts the next byte and cannot fill holes",
     "generate made/step-000001.safetensors --chat": "`made` has no chat template",
     "generate made --backend interpreter": "the `interpreter` backend was not asked for",
     "export auto": "Missing option '--to'.\nhint: `arb export --help` lists what there is\n",
@@ -140,18 +140,18 @@ MISTAKES = {
         "`--tscale-type` and `--all-tscale-types` exclude each other",
     "verify-kernels --backend numpy": "`--backend` is `numpy`",
     "audit-memory --budget much": "`--budget` is `much`",
-    "audit-memory --budget 6GiB --what-if": "`--budget` and `--what-if` are two questions",
+    "audit-memory --budget 6GiB --what-if": "`--budget` cannot be combined with `--what-if`",
     "audit-memory --ctx 999999999": "`--ctx` is 999,999,999",
     "audit-memory --dim 33": "4 heads do not divide a width of 33",
-    "audit-memory --ranks 2 --what-if": "`--what-if` is of one process",
-    "audit-memory --ranks 2 --snapshot a.pickle": "`--snapshot` is of one process",
+    "audit-memory --ranks 2 --what-if": "`--what-if` only works with a single process",
+    "audit-memory --ranks 2 --snapshot a.pickle": "`--snapshot` only works with a single process",
     "audit-memory --snapshot text.txt": "`--snapshot` is `text.txt`",
     "audit-memory --snapshot nowhere/a.pickle": "cannot write `nowhere/a.pickle`",
     "audit-memory --model model.toml --experts 3": "`--experts` only applies to a preset",
     "count-params --dim 33": "4 heads do not divide a width of 33",
     "count-params --preset huge": "no preset is named `huge`",
     "count-params --preset arb-tiny --moe-top-k 99": "`--moe-top-k` is 99 of 8 experts",
-    "count-params --preset arb-tiny --heads 16": "heads of 16 have no even part of 32 to turn",
+    "count-params --preset arb-tiny --heads 16": "of 16 numbers of a head, 32 cannot be rotated",
     "count-params --model model.toml --dim 8": "`--dim` only applies to a preset",
     "count-params --model model.toml --preset tiny": "`--model` and `--preset` both name a model",
     "count-params --model preset.toml": "`preset.toml` has no whole model",
@@ -163,9 +163,9 @@ MISTAKES = {
     "probe-loss --checkpoint nofile": "there is no run at `nofile`",
     "probe-loss --checkpoint made --rule votes --tscale-type T8 --no-knowledge":
         "a saved model keeps its own settings, so `--tscale-type`, `--rule`, `--knowledge/--no-kno",
-    "probe-loss --checkpoint made --field body": "`--field` is of `--data`",
+    "probe-loss --checkpoint made --field body": "`--field` only applies with `--data`",
     "probe-loss --checkpoint made --model model.toml":
-        "a saved model keeps its own settings, so `--model` cannot be given to it",
+        "a saved model keeps its own settings, so `--model` cannot be changed",
     "probe-loss --model model.toml --no-moe": "`--moe/--no-moe` only applies to a preset",
     "probe-loss --data nofile": "nothing matches `nofile`",
     "probe-loss --plot a.gif": "`--plot` is `a.gif`",
@@ -178,16 +178,16 @@ MISTAKES = {
                            ("inspect", ""), ("check", ""))
 } | {
     f"generate made --prompts text.txt {words}":
-        f"`--prompts` has prompts of its own and writes JSON lines\nhint: leave `{words.split()[0]}"
+        f"`{words.split()[0]}` cannot be combined with `--prompts`\nhint: leave `{words.split()[0]}"
     for words in ("--prompt a", "--bytes", "--chunks", "--json")
 } | {
     f"train --resume auto {words}":
-        f"a run goes on with its own settings, so `{option or words.split()[0]}` cannot be given"
+        f"`{option or words.split()[0]}` cannot be changed when resuming"
     for words, option in (
         ("--config a.toml", ""), ("--minutes 3", ""), ("--init-from y", ""), ("--batch 2", ""),
         ("--lr 1", ""), ("--model model.toml", ""), ("--no-moe", "--moe/--no-moe"))
 } | {
-    f"train --no-save {words}": f"`--no-save` leaves no run, so `{words.split()[0]}` cannot be"
+    f"train --no-save {words}": f"`--no-save` cannot be combined with `{words.split()[0]}`"
     for words in ("--resume auto", "--save-every 1", "--out x", "--profile", "--plot a.svg")
 } | {
     f"train --{option} {value}": f"`--{option}` is `{value}`\nhint: choose one of: "

@@ -199,7 +199,7 @@ def test_generate_stops_quietly_when_nobody_reads(run):
 def test_generate_refuses_a_prompt_with_what_follows_beyond_any_text(run, arb_here, monkeypatch):
     monkeypatch.setattr("arbcli.infer.generation.LONGEST_TEXT", 20)
     done = arb_here("generate", "--checkpoint", run, "--length", "20", "--prompt", "ab")
-    assert "a prompt and what follows it are 22 bytes" in done.stderr
+    assert "the prompt and the text after it are 22 bytes" in done.stderr
     assert arb_here("generate", "--checkpoint", run, "--length", "18", "--prompt", "ab").stdout
 
 
@@ -241,7 +241,7 @@ def test_evaluate_prints_a_table_or_one_object(run, tmp_path, arb_here):
 ERRORS = {
     "empty prompt": ("generate {run} --prompt=", "the prompt is empty"),
     "nothing kept": ("generate {run} --top-p 0", "`--top-p` is 0.0"),
-    "no chunks": ("generate {run} --chunks", "has no chunks"),
+    "no chunks": ("generate {run} --chunks", "without chunks"),
     "damaged prompts": ("generate {run} --prompts {bad}", "line 2 of"),
     "bf16 of fp32": (
         "evaluate {run} --compute fp32 --kv bf16", "kept in the dtype of activations"),

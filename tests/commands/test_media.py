@@ -96,7 +96,7 @@ def test_half_picture_is_completed(call, folder, tmp_path):
         (["--prompt", "a", "--prompt-file", "c.jsonl"], "both give a prompt"),
         (["--prompt-file", "a.wav", "--keep", "1"], "nothing is left to make"),
         (["--prompt-file", "gone.wav"], "cannot read"),
-        (["--bytes", "--out", "x.wav"], "are two outputs"),
+        (["--bytes", "--out", "x.wav"], "`--bytes` cannot be combined with `--out`"),
     ],
 )
 def test_mistake_is_one_line(words, message, call, folder, monkeypatch):

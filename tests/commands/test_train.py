@@ -212,7 +212,7 @@ def test_no_option_comes_or_goes_unnoticed(command):
 def test_list_of_commands_has_whole_sentences():
     page = CliRunner().invoke(app, ["--help"], terminal_width=100).stdout
     assert "..." not in page.partition("Commands:")[2]
-    assert "Verify every file of a run, and tell what a resume would do.\n" in page
+    assert "Verify all files of a run and preview a resume.\n" in page
 
 
 def test_help_comes_without_torch():

@@ -1,4 +1,4 @@
-"""What a command is told reaches the function that does its work, each thing where it belongs."""
+"""Options of a command reach the function that does its work, each in its argument."""
 
 import inspect
 import io
@@ -18,7 +18,7 @@ from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.infer import load, tokens
 from arbcli.inspect import room
-from arbcli.rules import LR_OF_TUNING
+from arbcli.rules import LR_OF_FADING_TUNING, LR_OF_TUNING
 from arbcli.run_files import COMPANIONS
 from arbcli.train import run as runs
 
@@ -93,6 +93,7 @@ def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "lr", "tokenizer"),
     [([], LR_OF_TUNING, "some/run/tokenizer.json"),
+     (["--weights", "anneal"], LR_OF_FADING_TUNING, "some/run/tokenizer.json"),
      (["--lr", "0.3", "--tokenizer", "x"], 0.3, "x")],
 )  # fmt: skip
 def test_model_that_is_tuned_brings_what_was_not_asked_for(

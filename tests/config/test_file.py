@@ -59,12 +59,13 @@ WRONG = {
     "stepps = 1": "has no setting `stepps`",
     "dim = 32": "`dim` in `.*` is a setting of the model",
     "[model]\nwidth = 3": "has no setting `model.width`",
-    "[model]\ncomposite = { sound = 1 }": "has `model.composite`, which is of a model with stages",
+    "[model]\ncomposite = { sound = 1 }": "has `model.composite`, which only a model with stages",
     'steps = "many"': "`steps` in `.*` is `many`",
     "steps = true": "`steps` in `.*` is `True`",
     "lr = [1.0]": "`lr` in `.*` is ",
     "data = [1]": "`data` in `.*` is ",
     "[model]\nsub_norms = 1": "`model.sub_norms` in `.*` is `1`",
+    "[model]\ntscale_type = 'T8'\nscale_type = 'T32'": "`tscale_type=T8` and `scale_type=T32`",
     "model = 1": "has no settings by name",
     "preset = 1": "`preset` of `.*` is `1`",
 }
@@ -101,4 +102,4 @@ def test_command_prints_settings_and_options_go_first(tmp_path, arb_here):
     assert (as_json["steps"], as_json["model"]["stages"][0]["dim"]) == (9, 32)
     done = arb_here("train", "--resume", "auto", "--print-config")
     assert done.returncode == 2
-    assert "its own settings" in done.stderr
+    assert "only applies to new models" in done.stderr

@@ -25,7 +25,7 @@ RUN = {
     "final_lr": ((0, 1.0), (-1e-9, 1.001, nan, inf)),
     "seed": ((0, MOST), (-1, MOST + 1)),
 }
-"""What a setting of a run may be, and what it may not; the learning rate is 1."""
+"""Values that a setting of a run takes, and others that it refuses; the learning rate is 1."""
 MODELS = {
     ("tiny", "layers"): ((1, 1024), (0, 1025)),
     ("tiny", "ctx"): ((1, 2**20), (0, 2**20 + 1)),

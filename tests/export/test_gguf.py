@@ -50,7 +50,7 @@ def test_all_digits_are_off_by_the_rounding_alone(saved, tmp_path, rule):
 
 
 def test_bytes_are_written_as_byte_level_tokenizers_write_them():
-    """What shows in print is itself; what does not comes from 256 on, in its order."""
+    """Printable bytes stand for themselves; the others follow from 256 on, in their order."""
     symbols = byte_symbols()
     shown = [chr(b).isprintable() and not chr(b).isspace() for b in range(256)]
     assert [len(symbol) for symbol in symbols] == [1] * 256

@@ -59,7 +59,7 @@ CONFIG = {
     "sliding_window": 48, "tie_word_embeddings": False, "use_cache": True,
     "use_sliding_window": True, "vocab_size": 256, "arb.step": 7,
 }  # fmt: skip
-"""What Transformers is told of a model of three blocks with a context of 48 bytes."""
+"""Configuration that Transformers reads, of a model of three blocks with a context of 48 bytes."""
 KIND = {
     False: {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
     True: {"architectures": ["ArbForCausalLM"], "model_type": "arb_byte_lm",

@@ -1,4 +1,4 @@
-"""What is exported is computed again by an equation of Qwen3 of its own, from files alone."""
+"""An exported model is computed again by an equation of Qwen3 of its own, from files alone."""
 
 import json
 import math
@@ -130,7 +130,7 @@ UNSAID = {
 @pytest.mark.parametrize("format", ["gguf", "hf"])
 @pytest.mark.parametrize("name", UNSAID)
 def test_attention_that_no_architecture_has_is_refused_by_name(name, format, saved, tmp_path):
-    with pytest.raises(ArbError, match=f"no architecture of exports has {name}") as caught:
+    with pytest.raises(ArbError, match=f"no export format supports {name}") as caught:
         export(saved(grouped(**UNSAID[name])), format, out=tmp_path / "model")
     assert "--to safetensors" in caught.value.hint
     assert not (tmp_path / "model").exists()

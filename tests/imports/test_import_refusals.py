@@ -80,7 +80,10 @@ def test_damaged_files_are_refused(tmp_path):
             import_folder(folder, tmp_path / "run")
     for changed, why in (
         ({name: torch.full((48, 32), torch.nan)}, "not finite"),
-        ({"model.layers.1.mlp.up_proj.weight": weights[name].clone()}, "no place"),
+        (
+            {"model.layers.1.mlp.up_proj.weight": weights[name].clone()},
+            "the architecture does not have",
+        ),
     ):
         save_file(weights | changed, file)
         assert why in refused(folder, tmp_path)

@@ -27,7 +27,7 @@ PROMPT = "def main 1234 naïve\n  it's"
 NUM_IDS = 12
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 KINDS = {"Llama 3": "llama-bpe", "Qwen 3, tied": "qwen2"}
-"""What llama.cpp calls their rules of splitting."""
+"""Names that llama.cpp has for their rules of splitting."""
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_file_says_what_the_tokens_are(transformers, tmp_path, arb_here, monkeyp
         ({"pre_tokenizer": {"type": "Whitespace"}}, "no rules"),
         ({"model": known["model"] | {"type": "Unigram"}}, "not byte-level BPE"),
         ({"model": known["model"] | {"byte_fallback": True}}, "not byte-level BPE"),
-        ({"model": known["model"] | {"vocab": {"a": 320}}}, "that the model has not"),
+        ({"model": known["model"] | {"vocab": {"a": 320}}}, "that the model lacks"),
     ):
         path.write_text(json.dumps(known | changed))
         with pytest.raises(ArbError, match=why):

@@ -150,7 +150,7 @@ OURS = {
         {"norm_eps": 1e-5},
     ),
 }  # fmt: skip
-"""What attention and model have, by the class that computes the same."""
+"""Options of attention and model, by the class that computes the same."""
 
 
 @torch.no_grad()

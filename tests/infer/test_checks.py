@@ -197,7 +197,7 @@ def test_eight_bits_of_keys_and_torch_alone_are_refused():
 def test_tokens_and_more_bytes_than_there_are_are_refused():
     """So are they by the command, before torch is imported: `check_ahead`."""
     lm = LanguageModel(replace(preset("tiny", **SMALL), vocabulary=300), DTYPES[0])
-    for ahead, message in ((2, "the model makes tokens"), (9, "`--ahead` is 9")):
+    for ahead, message in ((2, "this one has a tokenizer"), (9, "`--ahead` is 9")):
         with pytest.raises(ArbError, match=message) as caught:
             Decoder(lm, 30, backend="torch", ahead=ahead)
         assert caught.value.hint

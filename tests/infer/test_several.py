@@ -280,7 +280,7 @@ def test_lines_say_what_to_make():
         ('{"prompt": "a", "length": true}', "`length` is true"),
         ('{"prompt": "a", "length": 0}', "0 bytes are to follow"),
         ('{"prompt": ""}', "the prompt is empty"),
-        ('{"prompt": "\\ud800"}', "half a character"),
+        ('{"prompt": "\\ud800"}', "an unpaired surrogate"),
         ('{"prompt": "a", "temperature": NaN}', "is not JSON"),
         ('{"prompt": "a", "top_p": 2}', "`--top-p` is 2"),
     ],

@@ -203,7 +203,7 @@ def test_every_step_returns_to_the_level_of_the_first(ends, passed):
     ],
 )  # fmt: skip
 def test_state_is_as_predicted_in_the_model_and_in_all_that_loading_left(found, loaded, passed):
-    """What hides outside of the model counts as much as what hangs on it."""
+    """Tensors outside of the model count as much as those on it."""
     check = _check_prediction(1000, SimpleNamespace(state_bytes=found), loaded)
     assert check.passed == passed
     hidden = f", {loaded - found} outside it"

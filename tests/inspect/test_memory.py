@@ -1,4 +1,4 @@
-"""What is predicted from a configuration equals what hangs on the model, to the byte."""
+"""Memory predicted from a configuration equals that of the model's tensors, to the byte."""
 
 import dataclasses
 from collections import deque

@@ -1,4 +1,4 @@
-"""What each process of a shared run holds is what was predicted."""
+"""Each process of a shared run holds the memory that was predicted."""
 
 import dataclasses
 from types import SimpleNamespace

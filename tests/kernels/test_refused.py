@@ -1,4 +1,4 @@
-"""What operations refuse: inputs of a type, a number of dimensions, a size or a layout not theirs.
+"""Inputs that operations refuse, by type, number of dimensions, size or layout.
 
 A launch that reads beyond its inputs gives numbers all the same, so that no result would tell.
 """
@@ -275,7 +275,7 @@ VALUES = {
         {0: zeros(0, 7, 37, dtype=torch.int32), 3: zeros(0, 7, dtype=INT8)}),
     "unit_gain": ({1: None},),
 }  # fmt: skip
-"""What inputs cannot be together, by their places."""
+"""Inputs that do not fit together, by their places."""
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -1,4 +1,4 @@
-"""What no interpreter and no small case can show, read off the sources of all kernels.
+"""Mistakes that no interpreter and no small case can show, read off the sources of all kernels.
 
 The interpreter counts in Python's integers or numpy's, and knows no alignment; a GPU wraps around
 at 2**31 and refuses to load what is not aligned.
@@ -16,7 +16,7 @@ import arbcli.kernels
 
 FILES = sorted(Path(arbcli.kernels.__file__).parent.rglob("*.py"))
 OF_A_ROW = {"k", "offs_b", "offs_g", "block", "j", "kv", "h", "g"}
-"""What columns, their bytes and groups, and heads are called: products of them stay in one row or
+"""Names of columns, their bytes and groups, and heads: products of them stay in one row or
 position, and are int32."""
 NARROW = {"decode_weight"}
 """Files whose kernels are given matrices of fewer than 2**31 weights."""

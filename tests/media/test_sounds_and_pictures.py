@@ -221,7 +221,7 @@ def test_no_more_than_a_bound_is_read_of_a_file_that_makes_decoders_read_on(
 def test_size_of_webp_is_that_of_its_pixels(mode, lossless, more, tmp_path):
     pixels = np.zeros((33, 70, len(mode)), np.uint8).squeeze()
     Image.fromarray(pixels).save(tmp_path / "a.webp", lossless=lossless, **more)
-    with bounded.BoundedFile(tmp_path / "a.webp") as content:
+    with bounded.BoundedFile(tmp_path / "a.webp", bounded.HEADER_BYTES) as content:
         assert pictures.webp_size(content) == (70, 33)
         assert content.tell() == 0
 

@@ -1,4 +1,4 @@
-"""What is read byte by byte, or in chunks, against one forward over the whole text."""
+"""Texts that are read byte by byte, or in chunks, against one forward over the whole text."""
 
 import pytest
 import torch

@@ -261,7 +261,7 @@ def test_attention_of_a_preset_is_chosen_by_name():
     ("options", "said"),
     [
         ({"kv_heads": 3}, "do not divide"), ({"head_width": 3}, "`head_width` is 3"),
-        ({"ratios": (4, 1)}, "`ratios`"), ({"rotary": 40}, "no even part"),
+        ({"ratios": (4, 1)}, "`ratios`"), ({"rotary": 40}, "40 cannot be rotated"),
         ({"index_width": 6}, "`index_width` is 6"),
     ],
 )  # fmt: skip

@@ -200,7 +200,10 @@ def test_one_number_is_for_every_stage():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"chunk_length": (3, 3)}, "`chunk_length` is of 2 stages, and `outer_dim` of 1"),
+        (
+            {"chunk_length": (3, 3)},
+            "`chunk_length` has numbers for 2 stages, and `outer_dim`",
+        ),
         ({"chunk_length": 1}, "`chunk_length` is 1"),
         ({"boundaries": "words"}, "`boundaries` is `words`"),
         ({"window": 0}, "`window` is 0"),

@@ -1,4 +1,4 @@
-"""What weights are before the first step: as wide as the table says by kind, and new each time."""
+"""Weights before the first step: as wide as the table says by kind, and new each time."""
 
 import itertools
 

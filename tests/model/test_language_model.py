@@ -1,4 +1,4 @@
-"""What every model has: parts that can be left out, and weights that are prepared once."""
+"""Parts of every model: those that can be left out, and weights that are prepared once."""
 
 import pytest
 import torch

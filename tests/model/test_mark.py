@@ -61,7 +61,7 @@ def equal(some, others) -> bool:
 
 
 def rewinds(lm: LanguageModel, rounds: tuple = ROUNDS) -> bool:
-    """Tell whether nothing is left of what is read after marks and not accepted."""
+    """Return whether nothing is left of what is read after marks and not accepted."""
     cache, other = lm.new_cache(POSITIONS), lm.new_cache(POSITIONS)
     for each in (cache, other):
         read(lm, each, text(BEFORE, 0))

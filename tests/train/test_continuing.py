@@ -108,7 +108,7 @@ def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_
 
 
 def test_run_of_a_gpu_goes_on_where_it_is_told_to(text, tmp_path, monkeypatch):
-    """What ran its kernels there is not asked to run them on another device."""
+    """A run on another device does not use the backend of the first."""
     run = tmp_path / "run"
     start_run(new_config(**SMALL, data=[text], steps=1), run, Observer())
     facts = read_facts(run)
@@ -193,11 +193,16 @@ def test_saved_weights_of_all_digits_fade_from_the_first_step_unless_it_is_said(
         start_run(config, tmp_path / digits, Observer())
     assert train_config_from(read_facts(tmp_path / "fade")).fade_from is None
     initial = read_saved(tmp_path / "all", pytest.fail)
-    for given, wanted in ((None, 0.0), (0.4, 0.4)):
-        fading = dataclasses.replace(config, fade_from=given)
-        run = tmp_path / f"from {wanted}"
+    for given, wanted in (
+        ((None, None), (0.0, 0.1)),
+        ((None, 0.6), (0.0, 0.6)),
+        ((0.4, None), (0.4, 0.9)),
+        ((0.2, 0.3), (0.2, 0.3)),
+    ):
+        fading = dataclasses.replace(config, fade_from=given[0], fade_to=given[1])
+        run = tmp_path / f"{given}"
         start_run(fading, run, Observer(), initial=initial)
-        assert train_config_from(read_facts(run)).fade_from == wanted
+        assert train_config_from(read_facts(run)).fades == wanted
 
 
 def test_weights_of_another_model_or_alone_are_refused(text, tmp_path):
@@ -215,7 +220,7 @@ def test_weights_of_another_model_or_alone_are_refused(text, tmp_path):
     export(tmp_path / "a", "safetensors", out=tmp_path / "weights.safetensors")
     alone = read_saved(tmp_path / "weights.safetensors", pytest.fail)
     config = new_config(**SMALL, data=[text], steps=1)
-    with pytest.raises(ArbError, match="the weights alone"):
+    with pytest.raises(ArbError, match="only has weights"):
         start_run(config, tmp_path / "b", Observer(), initial=alone)
     assert not (tmp_path / "b").exists()
 

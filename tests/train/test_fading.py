@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from arbcli.checkpoint import load_checkpoint
-from arbcli.config.training import FADING_SHARE
+from arbcli.config.training import FADE_FROM, FADING_SHARE
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.errors import ArbError
@@ -22,9 +22,10 @@ from arbcli.run_files import checkpoint_path
 from arbcli.train import trainer as training
 from arbcli.train.configure import new_config
 from arbcli.train.run import Observer, resume_run, start_run
-from arbcli.train.schedule import FADE_FROM, fade_share, fade_stage, learning_rate
+from arbcli.train.schedule import fade_share, fade_stage, learning_rate
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 
+FADES = (FADE_FROM, FADE_FROM + FADING_SHARE)
 SMALL = {
     "dim": 32, "layers": 1, "heads": 1, "ffn": 32, "ctx": 16, "batch": 2, "steps": 20,
     "rule": "nibble", "digits": "fade", "device": "cpu", "warmup": 2,
@@ -37,15 +38,16 @@ def trainer_of(text: str, **options) -> Trainer:
 
 
 def test_stages_take_equal_turns_and_the_last_one_stays():
-    found = [fade_stage(step, 1000, FADE_FROM) for step in range(1001)]
+    found = [fade_stage(step, 1000, FADES) for step in range(1001)]
     assert tuple(dict.fromkeys(found)) == STAGES
     assert found[int(1000 * FADE_FROM)] == "all" != found[int(1000 * FADE_FROM) + 1]
     turn = 1000 * FADING_SHARE / 16
     assert all(found.count(stage) == pytest.approx(turn, abs=1) for stage in STAGES[1:-1])
-    assert [fade_stage(step, 1, FADE_FROM) for step in (0, 1)] == ["all", "trit"]
-    early = [fade_stage(step, 1000, 0.0) for step in range(1001)]
+    assert [fade_stage(step, 1, FADES) for step in (0, 1)] == ["all", "trit"]
+    early = [fade_stage(step, 1000, (0.0, 0.5)) for step in range(1001)]
     assert (early[0], early[1], early[500]) == ("all", "15/16", "trit")
     assert early[:600] == found[400:1000]
+    assert [fade_stage(step, 1000, (0.0, 0.25)) for step in range(501)] == early[::2]
 
 
 @pytest.mark.parametrize("rule", FADING)
@@ -88,7 +90,7 @@ def test_run_resumed_while_it_fades_ends_with_the_same_bits(text, tmp_path):
     start_run(new_config(**SMALL, data=[text], save_every=at, keep=3), run, Observer())
     last = load_checkpoint(checkpoint_path(run, 20))
     middle = checkpoint_path(run, at)
-    assert saved_config(load_checkpoint(middle)).digits == fade_stage(at, 20, FADE_FROM)
+    assert saved_config(load_checkpoint(middle)).digits == fade_stage(at, 20, FADES)
     assert saved_config(load_checkpoint(middle)).digits in FADED
     resume_run(middle, Observer())
     again = load_checkpoint(checkpoint_path(run, 20))
@@ -96,7 +98,7 @@ def test_run_resumed_while_it_fades_ends_with_the_same_bits(text, tmp_path):
     assert saved_config(again).digits == "trit"
     resume_run(run, Observer(), steps=28)  # which is in the middle of a longer run
     assert saved_config(load_checkpoint(checkpoint_path(run, 24))).digits == fade_stage(
-        24, 28, FADE_FROM
+        24, 28, FADES
     )
     assert saved_config(load_checkpoint(checkpoint_path(run, 28))).digits == "trit"
 
@@ -120,7 +122,7 @@ def test_checkpoints_of_the_middle_are_read_and_not_exported(text, tmp_path):
 
 
 def test_best_of_a_run_that_fades_is_refused():
-    with pytest.raises(ArbError, match="before the weights have become ternary"):
+    with pytest.raises(ArbError, match="from before the weights are ternary"):
         new_config(**SMALL | {"keep_best": True})
 
 
@@ -128,12 +130,13 @@ def test_rate_grows_to_that_of_the_trit_while_weights_fade():
     config = new_config(**SMALL | {"rule": "moment", "schedule": "constant", "warmup": 0})
     growth = find_rule("moment", "all").fade_growth
     for step in (0, 8, 13, 18, 20):
-        wanted = config.lr * (1 + (growth - 1) * fade_share(step, 20, FADE_FROM))
+        wanted = config.lr * (1 + (growth - 1) * fade_share(step, 20, FADES))
         assert learning_rate(config, step) == pytest.approx(wanted)
-    assert fade_share(8, 20, FADE_FROM) == 0 != fade_share(9, 20, FADE_FROM)
-    assert fade_share(18, 20, FADE_FROM) == 1
-    early = dataclasses.replace(config, fade_from=0.0)
-    assert learning_rate(early, 5) == pytest.approx(config.lr * (1 + (growth - 1) / 2))
+    assert fade_share(8, 20, FADES) == 0 != fade_share(9, 20, FADES)
+    assert fade_share(18, 20, FADES) == 1
+    for given, step in (({"fade_from": 0.0}, 5), ({"fade_from": 0.2, "fade_to": 0.4}, 6)):
+        early = dataclasses.replace(config, **given)
+        assert learning_rate(early, step) == pytest.approx(config.lr * (1 + (growth - 1) / 2))
 
 
 @pytest.mark.gpu
@@ -158,7 +161,7 @@ def test_captured_steps_fade_with_the_bits_of_eager_ones(rule, text):
 
 
 class Graph:
-    """What stands for a CUDA graph on a CPU: a replay computes the step anew, to the same place."""
+    """Substitute of a CUDA graph on a CPU: a replay computes the step anew, to the same place."""
 
     def __init__(self) -> None:
         self.parts: dict[str, torch.Tensor] = {}

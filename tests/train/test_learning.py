@@ -105,7 +105,7 @@ def test_rule_with_a_direction_learns_as_well_as_it_did(of, losses):
 
 @pytest.mark.slow
 def test_all_rules_together_learn_as_well_as_they_did(losses):
-    """What makes every run a little worse, by half a per cent or more, is seen here."""
+    """A mistake that makes every run half a per cent worse is seen here."""
     assert abs(statistics.mean(excess(losses(of), KNOWN[of]) for of in KNOWN)) <= BAR_OF_ALL
 
 

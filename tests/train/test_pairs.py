@@ -85,8 +85,8 @@ REFUSED = (
     ("weights", TWINS, "digits", ("all", "fade"), "stores no digits below"),
     ("weights", VOTES, "direction", ("orthogonal", "factored", "sign"), "takes no direction"),
     ("weights", TWINS, "direction", ("factored", "sign"), "trained by AdamW or Muon"),
-    ("weights", TWINS, "wire", ("int8", "int12", "int16"), "travel as they are"),
-    ("weights", TWINS, "compute", ("fp8", "nvfp4"), "multiplied in bf16"),
+    ("weights", TWINS, "wire", ("int8", "int12", "int16"), "are not rounded"),
+    ("weights", TWINS, "compute", ("fp8", "nvfp4"), "products of a float twin are in bf16"),
     ("weights", TWINS, "scales", ("routed",), "which has no scales"),
     ("weights", ("votes mended",), "scales", ("routed",), "the fix `order` of votes"),
     ("micro-batches", ("2", "3"), "scales", ("routed",), "several batches a step"),
@@ -116,7 +116,7 @@ def refused_pairs() -> dict[frozenset, str]:
 
 
 def fits(chosen: dict[str, str], refused: dict[frozenset, str]) -> bool:
-    """Tell whether values of some settings can be together."""
+    """Return whether values of some settings can be together."""
     if any(frozenset(pair) in refused for pair in itertools.combinations(chosen.items(), 2)):
         return False
     # several processes step ternary weights by what travelled

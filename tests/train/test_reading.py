@@ -1,4 +1,4 @@
-"""What a run reads of which text and when, and that its records say what happened."""
+"""The parts of each text that a run reads, their order, and what its records say."""
 
 import dataclasses
 import json
@@ -105,7 +105,7 @@ def test_model_is_measured_on_the_held_out_text_alone(options, monkeypatch):
 
 @pytest.mark.parametrize(("before", "after"), [(None, "int8"), ("int8", None), ("int8", "int16")])
 def test_weights_are_taken_from_a_run_whose_gradients_travelled_otherwise(before, after, options):
-    """What only the way of gradients needs is a trainer's own, unless both have it."""
+    """State that only sharing gradients needs is new, unless both trainers have it."""
     first, second = (trainer_of(options, wire=wire, seed=seed) for seed, wire in
                      enumerate((before, after)))  # fmt: skip
     first.train_step()

@@ -563,7 +563,7 @@ def test_checkpoint_of_another_run_is_refused_by_field(started):
         before = dict(place)
         place[name] = value
         named = re.escape(f" its `{field}` is {value}, not")
-        with pytest.raises(ArbError, match=f"is of another run .*{named}"):
+        with pytest.raises(ArbError, match=f"belongs to another run .*{named}"):
             accept(saved)
         place.clear()
         place.update(before)

@@ -41,12 +41,12 @@ PATHS = {
     "160 % GROUP == 0", "packed.group_size == PLANE", "group_size == PLANE", "GROUP == LANES",
     "group_size >= 8",
 }  # fmt: skip
-"""What code asks of a group size: each is in the `scale_path` of the kernels that ask it."""
+"""Conditions of code on a group size: each is in the `scale_path` of the kernels that ask it."""
 MASKS = {
     "within < GROUP", "group * GROUP < D", "lane % LANES < GROUP",
     "whole * group_size < in_features",
 }  # fmt: skip
-"""What it asks where the same code runs for every answer, or `scale_path` has it in other words."""
+"""Those where the same code runs for every answer, or `scale_path` has it in other words."""
 
 
 def test_what_code_asks_of_a_group_size_is_known():

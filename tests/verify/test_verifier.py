@@ -232,7 +232,7 @@ def test_error_of_one_job_is_not_lost():
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_batches_share_a_queue(number, monkeypatch):
-    """What is waited for first need not be done first, and no job is done twice."""
+    """The first job that is waited for may be done later, and no job is done twice."""
     end_in_order(monkeypatch, [2, 1, 0, 3])
     told, workers = [], Workers(number)
     begun = [workers.begin(negated, [(i,), (i + 1,)], told.append) for i in (0, 2)]
@@ -268,7 +268,7 @@ SKIPPED = {
     "presets without codebooks from the bytes on": {}, "float twins and their optimizers": {},
     "speed": {},
 }  # fmt: skip
-"""What a request leaves out, by the beginning of how the ledger says so."""
+"""Parts that a request leaves out, by the beginning of how the ledger says so."""
 
 
 @pytest.mark.parametrize("what", SKIPPED)

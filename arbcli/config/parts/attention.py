@@ -99,8 +99,8 @@ class AttentionConfig(PartConfig):
         if self.rotated(site) < 2 or self.rotated(site) % 2:
             raise ArbError(
                 f"`share` is {self.rotary.share}, and {self.rotated(site)} of {self.width(site)}"
-                " numbers of a head would turn",
-                hint="choose a share of which an even number turns",
+                " numbers of a head would be rotated",
+                hint="choose a share that rotates an even number",
                 fields=("share",),
             )
 

@@ -35,7 +35,7 @@ class ChunkingConfig(PartConfig):
         if self.length < 2:
             raise ArbError(
                 f"`chunk_length` is {self.length}",
-                hint="use 2 or more: chunks of one position are not chunks",
+                hint="use 2 or more",
                 fields=("chunk_length",),
             )
 

@@ -73,7 +73,7 @@ class CompressedAttentionConfig(PartConfig):
         width, rotated = self.width(site), self.rotated(site)
         if width % 2 or rotated > width or width > WIDEST_HEAD:
             raise ArbError(
-                f"heads of {width} have no even part of {rotated} to turn",
+                f"of {width} numbers of a head, {rotated} cannot be rotated",
                 hint=f"use heads of 2 to {WIDEST_HEAD} numbers, of which no more are rotated",
                 fields=("head_width", "rotary"),
             )

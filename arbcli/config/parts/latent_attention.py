@@ -30,7 +30,7 @@ class LatentAttentionConfig(PartConfig):
         width = self.head_width(site)
         if self.rotary % 2 or self.rotary > width:
             raise ArbError(
-                f"heads of {width} have no even part of {self.rotary} to turn",
+                f"of {width} numbers of a head, {self.rotary} cannot be rotated",
                 hint="use a larger `dim`, or fewer `heads`",
                 fields=("dim", "heads"),
             )

@@ -21,7 +21,7 @@ from arbcli.kernels.attention.rotation import normalise_reference, rotate, rotat
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, SOME_REAL, Arguments, Array, Number
-from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, cases_of
 from arbcli.kernels.timed import Timed
 
 
@@ -293,11 +293,6 @@ def _draw(device: torch.device) -> Iterator[tuple[str, tuple]]:
             yield label, (rows, beta, angle.cos(), angle.sin(), heads, 1e-6)
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, inputs in _draw(device):
-        yield Case(label, inputs)
-
-
 def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(1)
     for label, inputs in _draw(device):
@@ -359,7 +354,7 @@ _TIMED = [
 ]
 compress_blocks = Operation(
     "compress_blocks", _compress_blocks_triton, _compress_blocks_torch, compress_blocks_reference,
-    _cases, _GATE, _ARGUMENTS, where=_WHERE, draw=_draw_blocks, needs_rows=True,
+    cases_of(_draw), _GATE, _ARGUMENTS, where=_WHERE, draw=_draw_blocks, needs_rows=True,
     torch_is_peer=True, timed=_TIMED,
 )  # fmt: skip
 """Turn what was projected of bytes from position 0 on into what is attended to.

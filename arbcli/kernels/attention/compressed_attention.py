@@ -33,7 +33,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, Arguments, Array, Number
 from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Gate, Operation, Timing, cases_of
 
 
 class Sight(NamedTuple):
@@ -495,11 +495,6 @@ def draw_timed(device: torch.device) -> Iterator[tuple[str, tuple]]:
         yield f"16384 bytes, entries of {sight.ratio} bf16", (*real, *rest, 1e-6)
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, inputs in draw_cases(device):
-        yield Case(label, inputs)
-
-
 def _those_there_are(_inputs: tuple, found: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     return tuple(part for part in found if part is not None)
 
@@ -569,7 +564,7 @@ ATTENTION_WHERE = (
 
 compressed_attention = Operation(
     "compressed_attention", _compressed_attention_triton, _compressed_attention_torch,
-    _reference, _cases, GATE, ATTENTION,
+    _reference, cases_of(draw_cases), GATE, ATTENTION,
     where=ATTENTION_WHERE, compared=_those_there_are, draw=draw_attention, needs_rows=True,
     torch_is_peer=True, timings=_timings,
 )  # fmt: skip

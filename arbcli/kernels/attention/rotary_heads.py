@@ -25,7 +25,7 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing, cases_of
 from arbcli.kernels.timed import Timed
 
 TILES = 8
@@ -291,11 +291,6 @@ def _inputs(
         )
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, _, qkv, *inputs in _inputs(device):
-        yield Case(label, (qkv, *inputs))
-
-
 def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for label, generator, qkv, gains, cos, sin, kv, eps in _inputs(device):
         batch, length, heads, width = qkv.shape
@@ -348,8 +343,8 @@ _GAINS = Array("2, D", FLOAT, dense=True, optional=True)
 _TABLE = Array("T, D // 2", FLOAT, dense=True)
 _EPS = Number((), optional=True)
 rotary_heads = Operation(
-    "rotary_heads", _rotary_heads_triton, _rotary_heads_torch, rotary_heads_reference, _cases,
-    _GATE,
+    "rotary_heads", _rotary_heads_triton, _rotary_heads_torch, rotary_heads_reference,
+    cases_of(_inputs, lambda _, *inputs: inputs), _GATE,
     {
         "qkv": Array("B, T, H, D", dense=True), "gains": _GAINS, "cos": _TABLE, "sin": _TABLE,
         "kv": Number(()), "eps": _EPS,

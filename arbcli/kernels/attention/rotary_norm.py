@@ -18,7 +18,7 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing, cases_of
 from arbcli.kernels.timed import Timed
 
 
@@ -243,11 +243,6 @@ def _inputs(device: torch.device) -> Iterator[tuple[str, torch.Generator, Tensor
         )
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, _, *inputs in _inputs(device):
-        yield Case(label, (*inputs, 0.1))
-
-
 def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for label, generator, qkv, cos, sin in _inputs(device):
         r = _rotary_norm_torch(qkv, cos, sin, 0.1)
@@ -300,7 +295,8 @@ def _with_qkv(inputs: tuple, r: Tensor) -> tuple[Tensor, Tensor]:
 
 
 rotary_norm_ = Operation(
-    "rotary_norm", _rotary_norm_triton, _rotary_norm_torch, rotary_norm_reference, _cases, _GATE,
+    "rotary_norm", _rotary_norm_triton, _rotary_norm_torch, rotary_norm_reference,
+    cases_of(_inputs, lambda _, *inputs: (*inputs, 0.1)), _GATE,
     {"qkv": _QKV, "cos": _TABLE, "sin": _TABLE, "eps": Number(())},
     where=("D % 2 == 0",), compared=_with_qkv, draw=_draw, needs_rows=True,
     timed=[Timed("8x2048x16x128 bf16", B=8, T=2048, H=16, D=128, eps=1e-6)],

@@ -224,8 +224,8 @@ Returns:
 """
 boundary_scores_backward = Operation(
     "boundary_scores_backward", _boundary_scores_backward_triton, _boundary_scores_backward_torch,
-    boundary_scores_backward_reference, cases_of(_draw, backward=True), _GATE,
-    {"grad_p": Array("B, T", FLOAT), **_ARGUMENTS}, sizes=_SIZES,
+    boundary_scores_backward_reference, cases_of(_draw, lambda inputs, grads: (*grads, *inputs)),
+    _GATE, {"grad_p": Array("B, T", FLOAT), **_ARGUMENTS}, sizes=_SIZES,
     timed=[Timed("32x4096x512 bf16", _boundary_scores_backward_torch, B=32, T=4096, D=512)],
 )  # fmt: skip
 """Propagate a gradient back through `boundary_scores`.

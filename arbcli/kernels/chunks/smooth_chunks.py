@@ -21,7 +21,7 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.runtime.operation import Gate, Operation, cases_of
 from arbcli.kernels.timed import Timed
 
 
@@ -193,16 +193,6 @@ def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
         yield "3x700x776 bf16", z, shares(3, 700), normal(3, 700, 776)
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, z, p, _ in _draw(device):
-        yield Case(label, (z, p))
-
-
-def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, z, p, grad in _draw(device):
-        yield Case(label, (grad, z, p, smooth_chunks_reference(z, p).float()))
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums over chunks and columns; in bf16 no worse than one rounding",
@@ -215,16 +205,10 @@ _TIMED = [
           B=32, C=1024, D=512)
 ]  # fmt: skip
 smooth_chunks = Operation(
-    "smooth_chunks",
-    _smooth_chunks_triton,
-    _smooth_chunks_torch,
-    smooth_chunks_reference,
-    _cases,
-    _GATE,
-    _ARGUMENTS,
-    sizes={"B": (1, 3), "C": "m"},
-    timed=_TIMED,
-)
+    "smooth_chunks", _smooth_chunks_triton, _smooth_chunks_torch, smooth_chunks_reference,
+    cases_of(_draw, lambda z, p, _: (z, p)), _GATE, _ARGUMENTS,
+    sizes={"B": (1, 3), "C": "m"}, timed=_TIMED,
+)  # fmt: skip
 """Average each chunk with those before it.
 
 Args:
@@ -243,7 +227,8 @@ def _draw_backward(dice: Dice, *sizes: int) -> tuple:
 
 smooth_chunks_backward = Operation(
     "smooth_chunks_backward", _smooth_chunks_backward_triton, _smooth_chunks_backward_torch,
-    smooth_chunks_backward_reference, _backward_cases, _GATE,
+    smooth_chunks_backward_reference,
+    cases_of(_draw, lambda z, p, grad: (grad, z, p, smooth_chunks_reference(z, p).float())), _GATE,
     {"grad_s": Array("B, C, D", FLOAT), **_ARGUMENTS, "s": Array("B, C, D", FLOAT)},
     draw=_draw_backward, needs_rows=True,
     timed=_TIMED,

@@ -19,7 +19,7 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array
 from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.runtime.operation import Gate, Operation, cases_of
 from arbcli.kernels.timed import Timed
 
 
@@ -163,16 +163,6 @@ def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, T
         yield "3x700 in 200 of 776 bf16", x, normal(3, 200, 776), found.owner, found.first
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, x, s, owner, _ in _draw(device):
-        yield Case(label, (x, s, owner))
-
-
-def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, *inputs in _draw(device):
-        yield Case(label, tuple(inputs))
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums over a chunk or a row; in bf16 no worse than one rounding",
@@ -194,8 +184,8 @@ _TIMED: dict[str, Any] = {
     "first": lambda dice, *shape: torch.arange(0, 4096, 4, device=dice.device).repeat(32, 1),
 }  # fmt: skip
 spread_chunks = Operation(
-    "spread_chunks", _spread_chunks_triton, _spread_chunks_torch, spread_chunks_reference, _cases,
-    _GATE, {"x": Array("B, T, D"), **_OTHERS},
+    "spread_chunks", _spread_chunks_triton, _spread_chunks_torch, spread_chunks_reference,
+    cases_of(_draw, lambda *inputs: inputs[:3]), _GATE, {"x": Array("B, T, D"), **_OTHERS},
     sizes={"B": (1, 3), "T": "m", "C": (1, 7, "m")},
     timed=[Timed("32x4096 in 1024 of 512 bf16", _spread_chunks_torch, **_TIMED)],
 )  # fmt: skip
@@ -211,7 +201,7 @@ Returns:
 """
 spread_chunks_backward = Operation(
     "spread_chunks_backward", _spread_chunks_backward_triton, _spread_chunks_backward_torch,
-    spread_chunks_backward_reference, _backward_cases, _GATE,
+    spread_chunks_backward_reference, cases_of(_draw, lambda *inputs: inputs), _GATE,
     {"grad_y": Array("B, T, D"), **_OTHERS, "first": Array("B, C", INT64)},
     draw=_draw_backward, needs_rows=True,
     timed=[Timed("32x4096 in 1024 of 512 bf16", _spread_chunks_backward_torch, **_TIMED)],

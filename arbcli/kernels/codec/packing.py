@@ -15,7 +15,7 @@ from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 
 
 def in_planes(group_size: int) -> bool:
-    """Tell whether groups are whole planes, so that a plane of a block has one scale."""
+    """Return whether groups are whole planes, so that a plane of a block has one scale."""
     return group_size % PLANE == 0
 
 

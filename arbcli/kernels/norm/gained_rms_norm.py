@@ -31,7 +31,7 @@ from arbcli.kernels.norm.rms_norm import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing, cases_of
 from arbcli.kernels.timed import Timed
 
 LEAST_TILES = 4
@@ -170,16 +170,6 @@ def _inputs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor,
             yield f"{label} transposed", x, grad, other, gain, eps
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, x, _, _, gain, eps in _inputs(device):
-        yield Case(label, (x, gain, eps))
-
-
-def _add_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, x, added, _, gain, eps in _inputs(device):
-        yield Case(label, (x, added, gain, eps))
-
-
 def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     for label, x, grad_y, other, gain, eps in _inputs(device):
         yield Case(f"{label} added", (grad_y, x, gain, eps, other))
@@ -213,7 +203,8 @@ _GAIN = Array("D", FLOAT, dense=True)
 _TIMED = [Timed("16384x2048 bf16", B=(16384,), D=2048, eps=TIMED_EPS)]
 
 gained_rms_norm = Operation(
-    "gained_rms_norm", rms_norm.triton, rms_norm.torch, gained_rms_norm_reference, _cases, _GATE,
+    "gained_rms_norm", rms_norm.triton, rms_norm.torch, gained_rms_norm_reference,
+    cases_of(_inputs, lambda x, _grad, _other, *gain: (x, *gain)), _GATE,
     {"x": ROWS, "weight": _GAIN, "eps": EPS}, sizes=ROW_SIZES,
     timed=_TIMED, native=rms_norm.native,
 )  # fmt: skip
@@ -229,7 +220,8 @@ Returns:
 """
 add_gained_rms_norm = Operation(
     "add_gained_rms_norm", add_rms_norm.triton, add_rms_norm.torch, add_gained_rms_norm_reference,
-    _add_cases, _GATE, {"x": ROWS, "added": ROWS, "weight": _GAIN, "eps": EPS}, sizes=ROW_SIZES,
+    cases_of(_inputs, lambda x, added, _other, *gain: (x, added, *gain)), _GATE,
+    {"x": ROWS, "added": ROWS, "weight": _GAIN, "eps": EPS}, sizes=ROW_SIZES,
     timed=_TIMED, native=add_rms_norm.native,
 )  # fmt: skip
 """Add to the rows of `x`, and normalise them as `gained_rms_norm` does.

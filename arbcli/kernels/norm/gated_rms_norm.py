@@ -72,7 +72,7 @@ def _gated_rms_norm_torch(gate_up: Tensor, weight: Packed | None, eps: float | N
 
 
 def _place_of_gradient(gate_up: Tensor, overwrite: bool) -> Tensor:
-    """Find where the gradient goes: in place of what it is of, or a place of its own."""
+    """Return the buffer of the gradient: the input itself (in place), or a new tensor."""
     if overwrite and gate_up.is_contiguous():
         return gate_up
     return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)

@@ -222,8 +222,8 @@ Returns:
 """
 expert_combine_backward = Operation(
     "expert_combine_backward", _expert_combine_backward_triton, _expert_combine_backward_torch,
-    expert_combine_backward_reference, cases_of(_draw, backward=True), _GATE,
-    {"grad_y": Array("M, D"), **_ARGUMENTS}, where=_WHERE, needs_rows=True,
+    expert_combine_backward_reference, cases_of(_draw, lambda inputs, grads: (*grads, *inputs)),
+    _GATE, {"grad_y": Array("M, D"), **_ARGUMENTS}, where=_WHERE, needs_rows=True,
     draw=lambda dice, g, m, n, k: (dice.reals(m, k), *_draw_slots(dice, g, m, n, k)),
     timed=[Timed("4096x4 of 1280 bf16", _expert_combine_backward_torch, **_TIMED)],
 )  # fmt: skip

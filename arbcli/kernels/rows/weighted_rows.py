@@ -331,7 +331,7 @@ def _weighted_rows_grad_kernel(
 
 
 def _scale_path(group_size: int) -> tuple[bool, bool]:
-    """Tell whether groups are as wide as the wider chunks, and whether some chunks are short."""
+    """Return whether groups are as wide as the wider chunks, and whether some chunks are short."""
     return group_size >= 8, group_size % 4 > 0
 
 

@@ -74,7 +74,7 @@ class _Missing(Exception):
 
 
 def available() -> bool:
-    """Tell whether the loops can run here; the first call may compile them.
+    """Return whether the loops can run here; the first call may compile them.
 
     Raises:
         ArbError: `ARB_NATIVE_LEVEL` names a level that this CPU does not have.
@@ -296,7 +296,7 @@ def dense_rows(x: Tensor) -> Tensor:
 
 
 def in_rows(matrix: Tensor) -> bool:
-    """Tell whether the columns of a matrix lie next to each other, as the loops need."""
+    """Return whether the columns of a matrix lie next to each other, as the loops need."""
     return matrix.shape[1] <= 1 or matrix.stride(1) == 1
 
 

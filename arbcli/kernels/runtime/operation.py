@@ -76,12 +76,18 @@ Drawn = tuple[str, tuple, tuple]
 """A label, the inputs of an operation, and the gradients of its results."""
 
 
-def cases_of(draw: Callable[[torch.device], Iterator[Drawn]], backward: bool = False) -> MakeCases:
-    """Make the cases of an operation, or of its backward, which takes gradients before inputs."""
+def cases_of(
+    draw: Callable[[torch.device], Iterator[tuple]],
+    choose: Callable[..., Iterable] = lambda inputs, *_: inputs,
+) -> MakeCases:
+    """Make the cases of an operation: `choose` finds its inputs in all that is drawn with a label.
+
+    Operations whose cases are drawn together share the draw.
+    """
 
     def cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-        for label, inputs, grads in draw(device):
-            yield Case(label, (*grads, *inputs) if backward else inputs)
+        for label, *drawn in draw(device):
+            yield Case(label, tuple(choose(*drawn)))
 
     return cases
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing, cases_of
 from arbcli.kernels.timed import Timed
 
 MOST_TAPS = 8
@@ -149,11 +149,6 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(f"{label}{' reverse' if reverse else ''}", (x, w, reverse))
 
 
-def _grad_w_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, x, w, grad_y in _draw(device):
-        yield Case(label, (grad_y, x, w.shape[1]))
-
-
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     x = torch.randn(16, 4096, 1152, device=device, dtype=torch.bfloat16)
     w = torch.randn(1152, 4, device=device)
@@ -185,7 +180,8 @@ Returns:
 """
 causal_conv_grad_w = Operation(
     "causal_conv_grad_w", _causal_conv_grad_w_triton, _causal_conv_grad_w_torch,
-    causal_conv_grad_w_reference, _grad_w_cases, _GATE,
+    causal_conv_grad_w_reference,
+    cases_of(_draw, lambda x, w, grad_y: (grad_y, x, w.shape[1])), _GATE,
     {"grad_y": Array("B, T, D"), "x": Array("B, T, D"), "taps": Number((1, 4, 8))},
     where=(f"0 < taps <= {MOST_TAPS}",), sizes={"B": (1, 3), "T": "m + 8"},
     timed=[

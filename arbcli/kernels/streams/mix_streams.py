@@ -233,8 +233,7 @@ _SIZES = {"S": STREAMS, "R": STREAMS}
 
 mix_streams = Operation(
     "mix_streams", _mix_streams_triton, mix_streams_torch, mix_streams_reference,
-    cases_of(_draw), _GATE,
-    _ARGUMENTS, where=_WHERE, sizes=_SIZES, timings=_timings,
+    cases_of(_draw), _GATE, _ARGUMENTS, where=_WHERE, sizes=_SIZES, timings=_timings,
 )  # fmt: skip
 """Mix streams, and add to each of them a share of one more vector.
 
@@ -249,7 +248,7 @@ Returns:
 """
 mix_streams_backward = Operation(
     "mix_streams_backward", _mix_streams_backward_triton, _mix_streams_backward_torch,
-    mix_streams_backward_reference, cases_of(_draw, backward=True), _GATE,
+    mix_streams_backward_reference, cases_of(_draw, lambda inputs, grads: (*grads, *inputs)), _GATE,
     {"grad_y": Array("M, R, D"), **_ARGUMENTS}, where=_WHERE, sizes=_SIZES,
     timings=_backward_timings,
 )  # fmt: skip

@@ -320,8 +320,8 @@ Returns:
 """
 stream_weights_backward = Operation(
     "stream_weights_backward", _stream_weights_backward_triton, _stream_weights_backward_torch,
-    stream_weights_backward_reference, cases_of(_draw, backward=True), _GATE,
-    {
+    stream_weights_backward_reference, cases_of(_draw, lambda inputs, grads: (*grads, *inputs)),
+    _GATE, {
         "grad_a": Array("M, S", FLOAT), "grad_b": Array("M, S, S", FLOAT),
         "grad_c": Array("M, S", FLOAT), "raw": Array("M, S * (S + 2)"),
         "bias": Array("S * (S + 2)", FLOAT, dense=True), "rounds": _ROUNDS,

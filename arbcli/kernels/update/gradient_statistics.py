@@ -296,7 +296,7 @@ def _read_groups(
 
 
 def _scale_path(group_size: int) -> tuple[bool, bool]:
-    """Tell whether groups are planes, and whether their lanes are all of them."""
+    """Return whether groups are planes, and whether their lanes are all of them."""
     return group_size == PLANE, group_size & (group_size - 1) == 0
 
 

@@ -124,7 +124,7 @@ def _sign_gradient_kernel(
 
 
 def _scale_path(group_size: int) -> bool:
-    """Tell whether the lanes of groups are all of them."""
+    """Return whether the lanes of groups are all of them."""
     return group_size & (group_size - 1) == 0
 
 

@@ -403,7 +403,7 @@ class TernaryLinear(nn.Module):
         weight = self._prepacked
         if isinstance(x, AttentionParts):
             if not isinstance(weight, Prepacked):
-                raise ValueError("parts of attention need weights of trits")
+                raise ValueError("parts of attention need ternary weights")
             return row_matmul(x, weight, eps, added, early=early).view(1, 1, -1)
         rows, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
         if isinstance(weight, PrepackedDigits):

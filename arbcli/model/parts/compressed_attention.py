@@ -262,7 +262,7 @@ def rotated(x: Tensor, angles: Angles) -> Tensor:
 
 
 def takes_all(chosen: Tensor | None, number: int, sight: Sight) -> bool:
-    """Tell whether choices are of all entries: attention is that without any then, bit by bit."""
+    """Return whether choices are of all entries: attention is that without any then, bit by bit."""
     return chosen is not None and chosen.shape[-1] >= number <= sight.most
 
 

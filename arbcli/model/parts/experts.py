@@ -314,7 +314,7 @@ class Experts(Part):
         if self.gate.kind != "hash":
             return None
         if reading is None or reading.grams is None:
-            raise ValueError("experts that are chosen by the text need it")
+            raise ValueError("experts that are chosen by a hash need the text")
         return hashed_experts(reading.grams, self.gate.experts, self.gate.top_k)
 
     def mix(

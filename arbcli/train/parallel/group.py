@@ -234,7 +234,7 @@ def explained_loss() -> Iterator[None]:
         reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise ArbError(
             f"another process of the run is gone, or does not answer: {reason}",
-            hint="go on from the last checkpoint with `--resume`, on any number of processes",
+            hint="continue from the last checkpoint with `--resume`, with any number of processes",
         ) from error
 
 

@@ -103,7 +103,7 @@ def launch(command: Sequence[str], number: int) -> Failure | None:
 
 
 def is_said(message: str) -> bool:
-    """Tell whether a process of the same `launch` has printed this error, and note that one has."""
+    """Return whether a process of the same `launch` has printed this error; note that one has."""
     if STORE not in os.environ:
         return False
     name = sha256(message.encode(errors="backslashreplace")).hexdigest()

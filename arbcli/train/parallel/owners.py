@@ -131,7 +131,7 @@ def told(tensor: TernaryTensor) -> dict[str, Tensor]:
 
 
 def are_told_by_bits(tensor: TernaryTensor, lr: float) -> bool:
-    """Tell whether four bits say what a step makes of the digits of a tensor.
+    """Return whether four bits say what a step makes of the digits of a tensor.
 
     They do where all digits are read, and no step moves z by more than `LARGEST_CHANGE`. Rows of a
     table may be far off, and are told as they are.

@@ -101,7 +101,7 @@ def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(before, need
 
 
 def test_largest_exponent_of_a_forward_serves_its_backward_alone(monkeypatch):
-    """What a captured forward did not find itself would be that of other weights when replayed."""
+    """A replayed forward would use old weights if it had not decoded them itself."""
     found, layer = [], linear(32, 48)
     find = linear_module.largest_exponents
     monkeypatch.setattr(linear_module, "largest_exponents", lambda p: found.append(p) or find(p))

@@ -98,7 +98,7 @@ def test_last_micro_batch_of_a_step_brings_the_gradients_of_a_twin(local):
 def test_gradient_of_a_twin_is_the_mean_of_its_process_and_the_loss_that_of_all(
     size, gradient, monkeypatch
 ):
-    """What is left to do, the mean over processes, is torch's."""
+    """The mean over processes is all that is left to torch."""
     weight = torch.ones((), requires_grad=True)
     model = mock.Mock(losses=lambda ids, _: {"text": weight * ids})
     group = Group(0, size)

@@ -156,7 +156,7 @@ def launched(tmp_path):
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether a process runs; one that has ended may wait for its parent."""
+    """Return whether a process runs; one that has ended may wait for its parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -198,7 +198,7 @@ def test_batches_that_cannot_be_dealt_out_are_refused(texts):
     config = new_config(**(DECIDED | SMALL))
     with pytest.raises(ArbError, match="4 micro-batches cannot be dealt out evenly to 3"):
         Trainer(config, texts, group=Group(0, 3))
-    with pytest.raises(ArbError, match="which one process does alone"):
+    with pytest.raises(ArbError, match="by several processes as integers"):
         Trainer(dataclasses.replace(config, wire=None), texts, group=Group(0, 2))
 
 
