@@ -26,7 +26,7 @@ TOLERANCE = 0.1
 """Of numbers with a point: of losses after few steps, on another machine."""
 MEASURED = re.compile(
     r"seconds|_ms|per_s|time|free|available|peak|threads|machine|version|commit|python|torch|"
-    r"triton|digest|sample$|origin|begun|started|octaves|different|largest|num_equal|^text$|created|compiled|loaded|mfu|allocat|reserv"
+    r"triton|digest|sample$|origin|begun|started|live_bytes|octaves|different|largest|num_equal|^text$|created|compiled|loaded|mfu|allocat|reserv"
 )
 """Names of what a machine measures, or of programs."""
 TINY = ["--preset", "tiny", "--dim", "32", "--layers", "2", "--heads", "2", "--ffn", "48",
@@ -34,7 +34,8 @@ TINY = ["--preset", "tiny", "--dim", "32", "--layers", "2", "--heads", "2", "--f
 PLACE = ["--device", "cpu", "--backend", "torch", "--compute", "fp32"]
 RUN = ["--data", "text.txt", "--seed", "5", *PLACE]
 SCENES: dict[str, list[str]] = {
-    "train": ["train", *TINY, *RUN, "--batch", "3", "--steps", "4", "--warmup", "2", "--accum", "2", "--out", "a",
+    "train": ["train", *TINY, *RUN, "--batch", "3", "--steps", "4", "--warmup", "2",
+              "--accum", "2", "--out", "a",
               "--log-every", "2", "--eval-every", "3", "--save-every", "2", "--sample-every", "3",
               "--keep", "2", "--keep-best", "--lr", "0.5", "--schedule", "linear",
               "--final-lr", "0.125"],
