@@ -54,7 +54,7 @@ def _found(body: list[ast.stmt], owner: str) -> Iterator[str]:
             yield from _found(node.body, f"{owner}{node.name}.")
         elif isinstance(node, ast.FunctionDef):
             yield from _defaults(node, owner)
-            if written := seams.numbers(node):
+            if written := seams.written_in(node):
                 yield f"{owner}{node.name}: {' '.join(written)}"
             yield from _found([n for n in node.body if isinstance(n, ast.FunctionDef)], owner)
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value:

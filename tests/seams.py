@@ -67,11 +67,22 @@ def never_read(trees: dict[str, ast.Module]) -> Iterator[str]:
                 yield f"{place}: {name} is read by nothing"
 
 
-def numbers(function: ast.FunctionDef) -> list[str]:
-    """List the numbers that are written in a function, without 0 and 1."""
+def written_in(function: ast.FunctionDef) -> list[str]:
+    """List the numbers and the patterns that are written in a function, without 0 and 1."""
     inner = [node for part in function.body for node in _within(part)]
-    values = (node.value for node in inner if isinstance(node, ast.Constant))
-    return [repr(one) for one in values if type(one) in (int, float) and one not in (0, 1)]
+    patterns = {
+        id(node.args[0])
+        for node in inner
+        if isinstance(node, ast.Call)
+        and getattr(getattr(node.func, "value", None), "id", "") == "re"
+        and node.args
+    }
+    constants = [node for node in inner if isinstance(node, ast.Constant)]
+    return [
+        repr(node.value)
+        for node in constants
+        if id(node) in patterns or (type(node.value) in (int, float) and node.value not in (0, 1))
+    ]
 
 
 def _within(node: ast.AST) -> Iterator[ast.AST]:
