@@ -1,25 +1,25 @@
-"""Checkpoints and the other files of a run: state to disk and back, whole or not at all.
+"""Checkpoints and other files of a run, written atomically.
 
-`step-000200.safetensors` is a function of the state and the settings of its run, byte for byte, and
-a safetensors file:
+`step-000200.safetensors` is a safetensors file whose bytes only depend on the state and the
+settings of the run:
 
     8 bytes  length of the header, little-endian
     header   canonical JSON, padded with spaces to a multiple of 8: the dtype, shape and offsets of
              every tensor, and `__metadata__` with the one key `arb`
-    data     the tensors, row-major, in order of name, with nothing between
+    data     the tensors, row-major, in order of name, without gaps
 
-The last part of a tensor's name tells its dtype: `trits` is packed trits, uint8 with no byte above
-242; `source`, `target` and `hand` are int32, little-endian, at whatever offset they come to lie;
-all others are int8: an `exponent` is within -96..31, a `fraction`, `score`, `strength`, `usage`,
-`uses` or `lives` not below 0.
+The last part of a tensor's name determines its dtype: `trits` is packed trits, uint8 up to 242;
+`source`, `target` and `hand` are int32, little-endian and possibly unaligned; all others are int8.
+An `exponent` is in -96..31, and a `fraction`, `score`, `strength`, `usage`, `uses` or `lives` is
+not negative.
 
-`arb` is canonical JSON too: `format`, `step`, `config`, `counters`, `data`, `digests` (the SHA-256
-of each tensor) and `digest` (the SHA-256 of all that). Canonical is what Python's `json` writes
-with sorted keys, no spaces and ASCII only. A file with any other bytes than these is refused.
+`arb` is canonical JSON, too: `format`, `step`, `config`, `counters`, `data`, `digests` (the SHA-256
+of each tensor) and `digest` (the SHA-256 of all these fields). Canonical means: as written by
+Python's `json` with sorted keys, without spaces, in ASCII. Files with any other bytes are refused.
 
-The safetensors package is not used: it writes from one buffer that holds the whole file, where
-tensors are hashed and written one at a time here, and it reads what a checkpoint must refuse, such
-as another order of tensors. Tests open our files with it.
+The safetensors package is not used, as it writes from one buffer with the complete file, whereas
+tensors are hashed and written one at a time here; and it accepts files that a checkpoint must
+refuse, such as another order of tensors. Tests read checkpoints with it.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ except ImportError:  # Windows
 
 FORMAT = 1
 LARGEST_HEADER = 2**22
-"""Bytes; room for ten thousand tensors, and little enough to parse before it is trusted."""
+"""Maximum size of a header: enough for ten thousand tensors, and safe to parse untrusted."""
 FIELDS = {
     "format": int, "step": int, "config": dict, "counters": dict, "data": dict,
     "digests": dict, "digest": str,
@@ -71,18 +71,18 @@ FIELDS = {
 """Contents of the metadata key `arb`."""
 
 IN_HAND = 2**30
-"""Bytes of tensors that are on their way between a device, the threads and the disk."""
+"""Maximum size of tensors in flight between device, threads and disk, in bytes."""
 THREADS = min(16, os.cpu_count() or 1)
 
 _CODES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32"}
 _DTYPES = {"trits": torch.uint8, "source": torch.int32, "target": torch.int32, "hand": torch.int32}
-"""By the last part of a name; any other is int8."""
+"""Dtypes by the last part of a name; all others are int8."""
 _RANGES = {
     "exponent": (LOWEST_EXPONENT, HIGHEST_EXPONENT),
     "fraction": (0, OCTAVE - 1),
     **dict.fromkeys(("score", "strength", "usage", "uses", "lives"), (0, 127)),
 }
-"""Least and most, by the last part of a name; any other may have all values of its dtype."""
+"""Ranges by the last part of a name; all others have the range of their dtype."""
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _READ_HINT = "check the path and its permissions"
 _WRITE_HINT = "check permissions and free space; whatever was saved before is intact"
@@ -90,53 +90,53 @@ _REFUSED_HINT = "it is not a checkpoint of arb, or was truncated or altered: nam
 
 
 class DamagedError(ArbError):
-    """The bytes of a checkpoint are not those that were written.
+    """The contents of a checkpoint have changed since it was written.
 
-    Whatever else keeps a checkpoint from being read, such as permissions, a fault of the disk or an
-    older arb than the one that wrote it, is not such an error: the file may be whole.
+    Other failures, such as permissions, disk errors or a newer version, do not raise this error, as
+    the file may be intact.
     """
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """Everything a run needs to go on as if it had never stopped; all but tensors is plain JSON."""
+    """The complete state of a run; all fields except for the tensors are JSON values."""
 
     step: int
-    """Steps done."""
+    """Number of steps done."""
     config: dict[str, Any]
     """Configuration of the model."""
     counters: dict[str, int]
     """Counters of the run."""
     data: dict[str, Any]
-    """Which text, by its digest, the position in it, and the settings that decide the run."""
+    """Digest of the text, position in it, and the settings that determine the run."""
     tensors: Mapping[str, Tensor]
-    """By name, whose last part tells the dtype: see above."""
+    """Tensors by name: see the module's docstring."""
     digest: str = ""
-    """Of the file that it was read from, see above; empty for one that was not."""
+    """Digest of the file that it was read from; empty if it was not read from a file."""
 
 
 def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
-    """Write a checkpoint whole or not at all, then delete those older than the newest `keep`.
+    """Write a checkpoint atomically, then delete those older than the newest `keep`.
 
-    One process at a time saves into a directory: hold `run_lock`.
+    Only one process may save to a directory at a time: hold `run_lock`.
 
     Args:
-        directory: the run, which exists.
-        checkpoint: what to save; of tensors on a GPU `IN_HAND` bytes are copied at a time.
-        keep: how many to leave, this one included. Those of later steps are left alone.
+        directory: directory of the run, which exists.
+        checkpoint: the checkpoint; tensors on a GPU are copied `IN_HAND` bytes at a time.
+        keep: number of checkpoints to keep, including this one; later steps are not deleted.
 
     Returns:
         The path of the checkpoint.
 
     Raises:
-        ArbError: it cannot be written; every earlier checkpoint is intact.
-        ValueError: a tensor is not what its name says, or the name is not plain ASCII.
+        ArbError: it cannot be written; earlier checkpoints are intact.
+        ValueError: the dtype or the range of a tensor does not match its name.
     """
     if checkpoint.step < 0 or keep < 1:
         raise ValueError(f"cannot save step {checkpoint.step} and keep {keep}")
     path = checkpoint_path(directory, checkpoint.step)
     with _os_errors("write", path, _WRITE_HINT):
-        for stale in directory.glob(".step-*.tmp"):  # a killed process left it
+        for stale in directory.glob(".step-*.tmp"):  # left by a killed process
             stale.unlink()
     write_checkpoint(path, checkpoint)
     with _os_errors("write", path, _WRITE_HINT):
@@ -147,11 +147,11 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint to a file of any name, whole or not at all.
+    """Write a checkpoint to a file of any name, atomically.
 
     Raises:
-        ArbError: it cannot be written; what was there before is intact.
-        ValueError: a tensor is not what its name says, or the name is not plain ASCII.
+        ArbError: it cannot be written; an existing file is intact.
+        ValueError: the dtype or the range of a tensor does not match its name.
     """
     tensors = dict(sorted(checkpoint.tensors.items()))
     for name, tensor in tensors.items():
@@ -165,13 +165,13 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     def header(digests: dict[str, str]) -> bytes:
         return _header(_seal(metadata | {"digests": digests}), shapes)
 
-    longest = tensor_digest("", torch.empty(0))  # all are of this length
-    room = header(dict.fromkeys(tensors, longest))
-    assert len(room) <= LARGEST_HEADER, "more tensors than a header has room for"
+    any_digest = tensor_digest("", torch.empty(0))  # all digests have this length
+    placeholder = header(dict.fromkeys(tensors, any_digest))
+    assert len(placeholder) <= LARGEST_HEADER, "too many tensors for the header"
 
     def write(file: BufferedIOBase) -> None:
         digests = {}
-        file.write(room)
+        file.write(placeholder)
         for name, data, digest in _in_threads(_to_save, tensors.items()):
             file.write(data)
             digests[name] = digest
@@ -182,28 +182,28 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 Accept = Callable[[Checkpoint], Container[str] | None]
-"""Is shown a checkpoint whose tensors are on `meta`, without values, and raises ArbError to refuse
-it before room is made for any of them. It names the tensors to keep, the others being checked and
-forgotten; None keeps all."""
+"""Check of a checkpoint before its tensors are allocated; they are on `meta`. It raises `ArbError`
+to refuse it, and returns the names of the tensors to keep, or None for all. The other tensors are
+verified and discarded."""
 
 
 def _accept_any(_: Checkpoint) -> None:
-    """Refuse nothing, and keep all."""
+    """Accept any checkpoint, and keep all tensors."""
 
 
 def load_checkpoint(path: Path, accept: Accept = _accept_any) -> Checkpoint:
-    """Read a checkpoint, trusting nothing in the file before it is checked.
+    """Read and verify an untrusted checkpoint.
 
     Args:
-        path: of the file.
-        accept: may refuse it by its header, and choose what to keep.
+        path: path of the file.
+        accept: check of the header, which also selects the tensors to keep.
 
     Returns:
-        The checkpoint, its tensors on the CPU and in memory of their own.
+        The checkpoint, with tensors on the CPU.
 
     Raises:
-        DamagedError: the file is not to the last byte what `save_checkpoint` wrote.
-        ArbError: it cannot be read, a newer arb wrote it, or it is refused.
+        DamagedError: the file is not exactly as `save_checkpoint` wrote it.
+        ArbError: it cannot be read, was written by a newer version, or is refused by `accept`.
     """
     with _os_errors("read", path, _READ_HINT):
         try:
@@ -221,15 +221,15 @@ def load_checkpoint(path: Path, accept: Accept = _accept_any) -> Checkpoint:
 def latest_checkpoint(
     directory: Path, note: Callable[[str], None], accept: Accept = _accept_any
 ) -> Checkpoint:
-    """Load the newest checkpoint that is intact, passing over those that are damaged.
+    """Load the newest intact checkpoint of a run.
 
     Args:
-        directory: the run.
-        note: is told of each checkpoint that is passed over, and why.
-        accept: may refuse one by its header, and with it all; and choose what to keep.
+        directory: directory of the run.
+        note: called with a message for each damaged checkpoint that is skipped.
+        accept: check of the header, see `load_checkpoint`; a refusal is not skipped.
 
     Raises:
-        ArbError: none can be used, or one cannot be read that may be whole.
+        ArbError: all are damaged, or a possibly intact one cannot be read or is refused.
     """
     refusals: list[str] = []
     for path in checkpoints(directory):
@@ -252,14 +252,14 @@ def latest_checkpoint(
 
 
 def set_aside(path: Path, *, leave: bool = False) -> Path:
-    """Give a file a name that is not a checkpoint's, so that nothing here reads or removes it.
+    """Rename a file with the suffix `.aside`, so that it is neither read nor deleted.
 
     Args:
-        path: of the file.
-        leave: whether it keeps its own name besides, until another file takes that.
+        path: path of the file.
+        leave: whether to keep the old name too, as a hard link, until it is overwritten.
 
     Returns:
-        The name: that of the file and `.aside`, with a number if there is one already.
+        The new name, with a number if `.aside` is taken.
 
     Raises:
         ArbError: it cannot be renamed.
@@ -268,7 +268,7 @@ def set_aside(path: Path, *, leave: bool = False) -> Path:
     aside = next(name for name in names if not name.exists())
     with _os_errors("rename", path, _WRITE_HINT):
         if leave:
-            with suppress(OSError):  # not every file system has links
+            with suppress(OSError):  # the file system may lack hard links
                 os.link(path, aside)
                 return aside
         path.rename(aside)
@@ -276,17 +276,17 @@ def set_aside(path: Path, *, leave: bool = False) -> Path:
 
 
 def keep_best(path: Path) -> Path:
-    """Give a checkpoint a second name, `best-000200.safetensors`, in place of the one that had it.
+    """Link a checkpoint as `best-000200.safetensors`, and remove the previous best one.
 
     Raises:
-        ArbError: the name cannot be given; the one before is intact.
+        ArbError: it cannot be linked; the previous one is intact.
     """
     best = path.with_name(f"best-{step_of(path):06d}.safetensors")
     with _os_errors("write", best, _WRITE_HINT):
         if not best.exists():
             try:
                 os.link(path, best)
-            except OSError:  # not every file system has links
+            except OSError:  # the file system lacks hard links
                 _write_whole(best, lambda file: _copy(path, file))
         for other in best_checkpoints(path.parent):
             if other != best:
@@ -300,11 +300,14 @@ def _copy(path: Path, file: BufferedIOBase) -> None:
 
 
 def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise ArbError at the first name, dtype or shape in which a checkpoint and a model differ.
+    """Check that a checkpoint has the tensors of a model.
 
     Args:
-        tensors: those of a checkpoint.
-        expected: the model's own state, on any device, `meta` included.
+        tensors: tensors of the checkpoint.
+        expected: state of the model, on any device including `meta`.
+
+    Raises:
+        ArbError: a name, dtype or shape differs.
     """
     for name in sorted(tensors.keys() | expected.keys()):
         found, wanted = (
@@ -319,32 +322,32 @@ def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write readable JSON, whole or not at all: keys sorted, no NaN.
+    """Write indented JSON atomically, with sorted keys and without NaN.
 
     Raises:
-        ArbError: it cannot be written; what was there before is intact.
+        ArbError: it cannot be written; an existing file is intact.
     """
     write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text, whole or not at all.
+    """Write text atomically.
 
     Raises:
-        ArbError: it cannot be written; what was there before is intact.
+        ArbError: it cannot be written; an existing file is intact.
     """
     write_file(path, lambda file: file.write(text.encode()))
 
 
 def write_file(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
-    """Write a file, whole or not at all.
+    """Write a file atomically.
 
     Args:
-        path: of the file.
-        write: writes what it holds to a file that is open.
+        path: path of the file.
+        write: writes the contents to an open file.
 
     Raises:
-        ArbError: it cannot be written; what was there before is intact.
+        ArbError: it cannot be written; an existing file is intact.
     """
     with _os_errors("write", path, _WRITE_HINT):
         _write_whole(path, write)
@@ -352,12 +355,12 @@ def write_file(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
-    """Keep every other process out of a run; the lock dies with the process, however it ends.
+    """Hold an exclusive lock on a run; it is released when the process ends.
 
-    Where there is no `flock` (Windows) nothing is locked, and a warning says so.
+    Without `flock`, on Windows, it only warns.
 
     Raises:
-        ArbError: another process holds the lock, or the file system has none.
+        ArbError: another process holds the lock, or the file system does not support locks.
     """
     if fcntl is None:
         warnings.warn(f"`{directory}` is not locked: do not train in it twice", stacklevel=3)
@@ -378,7 +381,7 @@ def run_lock(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _os_errors(action: str, path: Path, hint: str) -> Iterator[None]:
-    """Turn an error of the operating system into one that names the file."""
+    """Convert an `OSError` to an `ArbError` that names the file."""
     try:
         yield
     except OSError as error:
@@ -407,12 +410,12 @@ def _is_legal(name: str, tensor: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """View a tensor as bytes, or a copy of it if it is on a GPU or not contiguous."""
+    """View a tensor as bytes; copies it if it is on a GPU or not contiguous."""
     return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 def tensor_digest(name: str, tensor: Tensor) -> str:
-    """Hash dtype, shape and bytes: `U8[3, 5]`, then fifteen bytes."""
+    """Return the SHA-256 of dtype, shape and bytes, such as `U8[3, 5]` and fifteen bytes."""
     digest = hashlib.sha256(f"{_CODES[_dtype(name)]}{list(tensor.shape)}".encode())
     digest.update(_bytes(tensor))
     return digest.hexdigest()
@@ -421,10 +424,10 @@ def tensor_digest(name: str, tensor: Tensor) -> str:
 def _in_threads(
     work: Callable[[str, Tensor], Any], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[Any]:
-    """Do the same to all tensors, several at a time, and yield the results in their order.
+    """Map a function over tensors in threads, and yield the results in order.
 
-    Hashing and copying leave Python's lock, so threads are enough. A tensor is taken from the
-    iterable only while those whose results were not yet taken have less than `IN_HAND` bytes.
+    Hashing and copying release the GIL. Tensors are only taken from the iterable while those with
+    pending results have less than `IN_HAND` bytes.
     """
     waiting: deque[tuple[int, Future]] = deque()
     in_hand = 0
@@ -457,13 +460,13 @@ def _canonical(value: Any) -> str:
 
 
 def _seal(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Add the digest of everything else, so that no step or counter can change unseen."""
+    """Add the digest of all other fields."""
     rest = {field: value for field, value in metadata.items() if field != "digest"}
     return rest | {"digest": hashlib.sha256(_canonical(rest).encode()).hexdigest()}
 
 
 def _header(metadata: dict[str, Any], shapes: Mapping[str, list[int]]) -> bytes:
-    """Form the header and its length: the only one there is for this metadata and these shapes."""
+    """Return length and header, which are unique for given metadata and shapes."""
     entries: dict[str, Any] = {"__metadata__": {"arb": _canonical(metadata)}}
     end = 0
     for name, shape in sorted(shapes.items()):
@@ -480,7 +483,7 @@ def _size(name: str, shape: list[int]) -> int:
 
 
 def _read_checkpoint(file: BufferedReader, accept: Accept) -> Checkpoint:
-    """Read the header, and what it says only once the header is found to be ours."""
+    """Read and verify the header, then the tensors."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(8)
     length = int.from_bytes(prefix, "little")
@@ -520,7 +523,7 @@ def _read_checkpoint(file: BufferedReader, accept: Accept) -> Checkpoint:
 
 
 def _read_metadata(entry: Any) -> dict[str, Any]:
-    """Parse and check what `arb` holds."""
+    """Parse and check the metadata key `arb`."""
     one_key = isinstance(entry, dict) and entry.keys() == {"arb"} and type(entry["arb"]) is str
     _require(one_key, "its metadata is not the one key `arb`")
     metadata = _parse_object(entry["arb"].encode(errors="replace"), "metadata")
@@ -538,7 +541,7 @@ def _read_metadata(entry: Any) -> dict[str, Any]:
 
 
 def _read_shape(name: str, entry: Any) -> list[int]:
-    """Check a tensor's name, its dtype, and that torch can represent its shape."""
+    """Check name, dtype and shape of a tensor; return the shape."""
     tensor = _TENSOR_NAME.fullmatch(name) is not None and isinstance(entry, dict)
     _require(tensor, "its header has an entry that is not a tensor")
     _require(entry.get("dtype") == _CODES[_dtype(name)], f"`{name}` is not {_dtype(name)}")
@@ -550,7 +553,7 @@ def _read_shape(name: str, entry: Any) -> list[int]:
 
 
 def _parse_object(text: bytes, what: str) -> dict[str, Any]:
-    """Parse a canonical JSON object: no NaN, no key twice, no space but padding."""
+    """Parse a canonical JSON object: no NaN, no duplicate keys, no spaces except for padding."""
     try:
         value = json.loads(text.decode("ascii"))
         canonical = _canonical(value).encode() == text.rstrip(b" ")
@@ -561,7 +564,7 @@ def _parse_object(text: bytes, what: str) -> dict[str, Any]:
 
 
 def _write_whole(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
-    """Write to a temporary file next to `path`, and rename it once it is on the disk."""
+    """Write to a temporary file next to `path`, sync it, and rename it."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -573,7 +576,7 @@ def _write_whole(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
         temporary.unlink(missing_ok=True)
         raise
     if hasattr(os, "O_DIRECTORY"):  # elsewhere a directory cannot be synced
-        with suppress(OSError):  # some network file systems refuse; the file itself is synced
+        with suppress(OSError):  # not supported by some network file systems
             descriptor = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(descriptor)

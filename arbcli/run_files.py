@@ -1,4 +1,4 @@
-"""Which runs and checkpoints there are, by the names of their files; it takes no torch to tell."""
+"""Names of runs and checkpoints, and how to find them, without importing torch."""
 
 import re
 from pathlib import Path
@@ -7,34 +7,34 @@ from arbcli.errors import ArbError
 from arbcli.reading import read_json
 
 CONFIG = "config.json"
-"""File of what a run computes, of its text, and of the versions that began it."""
+"""File of a run with its configuration, its text, and the versions at its start."""
 COMPANIONS = "hugging_face"
-"""Folder in a run with the files that came with an imported model, and go along when it leaves."""
+"""Folder of a run with other files of an imported model, which exports include."""
 RUNS = Path("runs")
-"""Where runs are kept unless another place is named."""
+"""Default directory of runs."""
 _FILE_NAME = re.compile(r"step-([0-9]{6,})\.safetensors")
 _BEST_NAME = re.compile(r"best-([0-9]{6,})\.safetensors")
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Name the checkpoint of a step."""
+    """Return the path of the checkpoint of a step."""
     return directory / f"step-{step:06d}.safetensors"
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """List the checkpoints of a run by their names, the highest step first."""
+    """Return the checkpoints of a run, highest step first."""
     paths = directory.glob("step-*.safetensors")
     found = (path for path in paths if _FILE_NAME.fullmatch(path.name) and not path.is_dir())
     return sorted(found, key=step_of, reverse=True)
 
 
 def best_checkpoints(directory: Path) -> list[Path]:
-    """List what `keep_best` has named, at most one unless it was ended in between."""
+    """Return the best checkpoint of a run; two if `keep_best` was interrupted."""
     return sorted(p for p in directory.glob("best-*.safetensors") if _BEST_NAME.fullmatch(p.name))
 
 
 def step_of(path: Path) -> int:
-    """Read the step off the name of a checkpoint, or of one that is kept as the best.
+    """Return the step in the name of a checkpoint or best checkpoint.
 
     Raises:
         ValueError: the file has another name.
@@ -46,15 +46,15 @@ def step_of(path: Path) -> int:
 
 
 def without_checkpoint(directory: Path) -> ArbError:
-    """Make the error of a directory that has none."""
+    """Return the error for a directory without a checkpoint."""
     return ArbError(
         f"there is no checkpoint in `{directory}`",
-        hint="give the directory of a run that has saved one",
+        hint="name the directory of a run with a checkpoint",
     )
 
 
 def run_of(path: Path) -> Path:
-    """Return the directory of a checkpoint, or a directory itself, whether it has a run or not."""
+    """Return the directory of a checkpoint, or `path` itself if it is a directory."""
     return path if path.is_dir() else path.parent
 
 
@@ -71,10 +71,10 @@ def directory_of(path: Path) -> Path:
 
 
 def latest_run(root: Path = RUNS) -> Path:
-    """Find the run that was started last, of those with a checkpoint.
+    """Return the run with a checkpoint that was started last.
 
     Raises:
-        ArbError: there is none, or a `config.json` is not JSON.
+        ArbError: there is none, or a `config.json` is invalid.
     """
     runs = [path.parent for path in root.glob(f"*/{CONFIG}") if checkpoints(path.parent)]
     if not runs:
@@ -84,7 +84,7 @@ def latest_run(root: Path = RUNS) -> Path:
         )
 
     def begun(run: Path) -> tuple[int, str, str]:
-        # no time of a file: a copy has another; and a clock may be set back
+        # modification times change with copies, and the clock may have been set back
         facts = read_json(run / CONFIG, {"number": int | None, "started": str | None})
         return facts.get("number") or 0, facts.get("started") or "", run.name
 
@@ -92,15 +92,15 @@ def latest_run(root: Path = RUNS) -> Path:
 
 
 def check_free(run: Path) -> None:
-    """Refuse a directory that holds a run, or is a file.
+    """Check that a path can become the directory of a new run.
 
     Raises:
-        ArbError: it does, or is.
+        ArbError: it is a file, or contains a run.
     """
     if run.is_file():
         raise ArbError(f"`{run}` is a file", hint="choose another `--out`")
     if (run / CONFIG).exists():
         raise ArbError(
-            f"`{run}` holds a run already",
+            f"`{run}` already contains a run",
             hint=f"continue it with `--resume {run}`, or choose another `--out`",
         )

@@ -1,7 +1,4 @@
-"""Signals that ask to stop: remembered until there is time for them, or raised out of a call.
-
-They are SIGINT, SIGTERM and, of a terminal that is closed, SIGHUP.
-"""
+"""Handling of the stopping signals SIGINT, SIGTERM and SIGHUP: recorded, or raised."""
 
 import signal
 from collections.abc import Callable
@@ -10,14 +7,14 @@ from typing import Any
 HANGUP: int | None = getattr(signal, "SIGHUP", None)  # Windows has none
 STOPPING = (signal.SIGINT, signal.SIGTERM, *([HANGUP] if HANGUP else []))
 STOPPED_UNSAVED = 3
-"""Exit code of a program that a signal ended before it saved anything."""
+"""Exit code of a program that a signal stopped before it saved anything."""
 
 
 class Interrupted(BaseException):
-    """A signal asked to stop; no `Exception`, so nothing takes it for a fault of its own.
+    """A stopping signal was received; not an `Exception`, so that handlers do not catch it.
 
     Args:
-        name: of the signal.
+        name: name of the signal.
     """
 
     def __init__(self, name: str) -> None:
@@ -26,10 +23,10 @@ class Interrupted(BaseException):
 
 
 class _Listener:
-    """Receives the first stopping signal; a second one has the effect that it had before.
+    """Handles the first stopping signal; a second one has its previous effect.
 
-    But a SIGHUP that comes second has none: a terminal that is closed sends more than one. Where
-    it is ignored from the start, as `nohup` has it, it stays so.
+    A second SIGHUP is ignored, as closing a terminal sends several. If SIGHUP is ignored from the
+    start, as under `nohup`, it stays ignored.
     """
 
     def __init__(self) -> None:
@@ -41,7 +38,7 @@ class _Listener:
                 continue
             try:
                 self._before[number] = signal.signal(number, self._receive)
-            except ValueError:  # only the main thread may listen
+            except ValueError:  # only the main thread can set handlers
                 break
         return self
 
@@ -65,7 +62,7 @@ class _Listener:
 
 
 class RememberedSignal(_Listener):
-    """Keeps the signal in `received`, for a loop that looks there between its steps."""
+    """Records the signal in `received`, for a loop that checks it between steps."""
 
     received: signal.Signals | None = None
 
@@ -74,12 +71,12 @@ class RememberedSignal(_Listener):
 
 
 class RaisedSignal(_Listener):
-    """Raises `Interrupted` at once, out of whatever is being computed."""
+    """Raises `Interrupted` immediately."""
 
     def _act(self, received: signal.Signals) -> None:
         raise Interrupted(received.name)
 
 
 def exit_code(name: str) -> int:
-    """Find the exit code of a program that a signal of this name has ended."""
+    """Return the exit code of a program that was stopped by a signal."""
     return 128 + signal.Signals[name]

@@ -1,4 +1,4 @@
-"""Keep the threads of a process on the processors of one socket, near its memory and its GPU."""
+"""CPU affinity: pins the threads of a process to one socket, near its memory and GPU."""
 
 import os
 from pathlib import Path
@@ -9,10 +9,10 @@ ROOT = Path("/")
 
 
 def sockets(root: Path = ROOT) -> dict[int, set[int]]:
-    """List the processors that this process may use, by the number of their socket.
+    """Return the processors that this process may use, by socket number.
 
     Args:
-        root: of the file system that the kernel describes them in.
+        root: root of the file system with `/sys`.
     """
     found: dict[int, set[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
@@ -26,11 +26,11 @@ def sockets(root: Path = ROOT) -> dict[int, set[int]]:
 
 
 def near_gpu(index: int, root: Path = ROOT) -> set[int]:
-    """List the processors that are near a GPU of NVIDIA; none if the system does not say.
+    """Return the processors that are near an NVIDIA GPU; empty if unknown.
 
     Args:
-        index: of the GPU among those that are visible.
-        root: as of `sockets`.
+        index: index of the GPU among the visible ones.
+        root: as in `sockets`.
     """
     try:
         addresses = sorted(path.name for path in (root / "proc/driver/nvidia/gpus").iterdir())
@@ -43,7 +43,7 @@ def near_gpu(index: int, root: Path = ROOT) -> set[int]:
 
 
 def _numbers(text: str) -> set[int]:
-    """Read a list of processors, such as `0-31,64-95`."""
+    """Parse a list of processors, such as `0-31,64-95`."""
     found: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -52,27 +52,27 @@ def _numbers(text: str) -> set[int]:
 
 
 def pin_to_socket(process: int, *, on_cpu: bool, root: Path = ROOT) -> tuple[int, set[int]]:
-    """Let all threads of this process, and those that they start, run on one socket alone.
+    """Pin all threads of this process, and those that they start, to one socket.
 
-    It is the socket near the GPU of the process; without one, processes take sockets in turn.
+    This is the socket near the process's GPU, or on a CPU the sockets in turn.
 
     Args:
-        process: its number among those of this machine.
+        process: local rank of the process.
         on_cpu: whether it computes on the CPU.
-        root: as of `sockets`.
+        root: as in `sockets`.
 
     Returns:
         The number of the socket, and its processors.
 
     Raises:
-        ArbError: the system cannot do so, or has one socket.
+        ArbError: the system does not support affinity, or has one socket.
     """
     if not hasattr(os, "sched_setaffinity"):
-        raise ArbError("threads cannot be pinned on this system", hint="leave `--pin` out")
+        raise ArbError("this system does not support pinning", hint="leave `--pin` out")
     known = sockets(root)
     if len(known) < 2:
         raise ArbError(
-            "this process may only use one socket",
+            "`--pin` needs several sockets, and this process may only use one",
             hint="leave `--pin` out",
         )
     near = set() if on_cpu else near_gpu(process, root)

@@ -282,6 +282,6 @@ def test_command_trains_on_chats_and_resumes_to_the_same_bits(tmp_path, folder, 
     assert report["prompt"] == "<|im_start|>user\nyou<|im_end|>\n<|im_start|>assistant\n"
     done = arb_here(*ask, "--prompt", "<|im_end|>")
     assert done.returncode == 2
-    assert "which is a special token" in done.stderr
+    assert "contains the special token" in done.stderr
     done = arb_here("evaluate", "--checkpoint", str(run))
     assert "was trained on documents" in done.stderr

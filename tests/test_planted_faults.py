@@ -711,9 +711,9 @@ FAULTS = [
     Fault("causality", "positions of a document see later ones",
         edit(method(Documents, "of"), rewrite("(a == b) & c", "(a == b)")), "documents"),
     Fault("threshold", "what is not learnt counts",
-        edit(method(LanguageModel, "_learnt_loss"), rewrite("v >= 0", "v >= -1")), "documents"),
+        edit(method(LanguageModel, "_mean_loss"), rewrite("v >= 0", "v >= -1")), "documents"),
     Fault("normaliser", "loss of answers averaged over all positions", edit(method(LanguageModel,
-        "_learnt_loss"), rewrite("v.sum().clamp(min=1)", "v.numel()")), "documents"),
+        "_mean_loss"), rewrite("v.sum().clamp(min=1)", "v.numel()")), "documents"),
     # checkpoints
     module("unchecked file", "altered tensors accepted", "checkpoint", skip_check("` was altered"),
         "checkpoint"),

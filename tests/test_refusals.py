@@ -362,7 +362,7 @@ def test_counters_of_another_version_are_refused(small_graph):
     model = build_model(preset("tiny", dim=32, layers=1, heads=1, ffn=32))
     updater = Updater(model.weights().values(), 0, torch.float32)
     for counters, named in (({"refused": 1}, "`refused`"), ({}, "none")):
-        with pytest.raises(ArbError, match=f"the checkpoint has other counters: {named}"):
+        with pytest.raises(ArbError, match=f"the checkpoint has different counters: {named}"):
             updater.restore(counters)
     updater.restore({"refused": 5, "nonfinite_steps": 2})
     assert updater.counters() == {"refused": 5, "nonfinite_steps": 2}
@@ -372,7 +372,7 @@ def test_model_without_keys_and_values_keeps_none_in_eight_bits():
     mamba = {"outer_blocks": "mamba", "outer_dim": 32, "outer_heads": 1, "outer_ffn": 32}
     model = build_model(preset("hnet-tiny", dim=32, layers=1, heads=1, ffn=32, **mamba))
     model.blocks = torch.nn.ModuleList()
-    with pytest.raises(ArbError, match="keeps no keys and values"), model.keeping("int8"):
+    with pytest.raises(ArbError, match="has no keys and values"), model.keeping("int8"):
         pass
 
 
@@ -380,7 +380,7 @@ def test_queries_of_latent_attention_are_not_rounded(small_graph):
     given = {name: value for name, value in small_graph.items() if name != "batch"}
     model = build_model(preset(given.pop("preset"), **given))
     with (
-        pytest.raises(ArbError, match="queries of latent attention cannot be kept in eight bits"),
+        pytest.raises(ArbError, match="queries of latent attention cannot be stored in eight bits"),
         model.keeping("int8-queries"),
     ):
         pass

@@ -253,11 +253,11 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "resume of no run": (
         lambda _: run.resume_run(Path("gone"), run.Observer()), "there is no run at `gone`"),
     "documents of bytes": (
-        lambda _: directory._of_documents(None, None, SimpleNamespace(field="messages")),
-        "`--field messages` has documents, and the model reads bytes"),
+        lambda _: directory._document_texts(None, None, SimpleNamespace(field="messages")),
+        "`--field messages` needs a tokenizer, as it has documents"),
     "text of a folder": (
-        lambda _: directory.held_out_text(Path()), "`.` has no text of its own"),
-    "student that fills holes": (masked_and_next, "a model that fills holes cannot have a teacher"),
+        lambda _: directory.held_out_text(Path()), "`.` has no held-out text"),
+    "student that fills holes": (masked_and_next, "models that fill holes cannot have a teacher"),
     "name of a file": (
         lambda _: run_files.step_of(Path("model.safetensors")),
         "`model.safetensors` does not name a checkpoint"),

@@ -213,7 +213,7 @@ MODEL = (
     ("vocabulary", "with_tokenizer", "words", "said"),
     [
         (300, False, [], "--tokenizer"),
-        (200, True, [], "has tokens up to {last:,}, and the model 200 symbols"),
+        (200, True, [], "has tokens up to {last:,}, and the model's vocabulary has 200"),
         (None, True, [*SMALL, "--ctx", "200"], "201 tokens or more"),
     ],
 )

@@ -59,7 +59,7 @@ def test_no_prose_has_a_word_that_is_retired(pattern):
     assert found == []
 
 
-STORED = {"beside", "BESIDE", "_Beside"}
+STORED = {"beside", "BESIDE"}
 """Names that files store: a part next to the embedding."""
 
 

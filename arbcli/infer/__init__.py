@@ -1,1 +1,1 @@
-"""Using a trained model: text from it, and its loss on a text."""
+"""Inference: loading, generation, evaluation and filling of holes."""

@@ -1,7 +1,7 @@
-"""Several bytes of a text in a step: some are proposed, and the model checks them at once.
+"""Speculative decoding: several bytes are proposed, and the model verifies them in one step.
 
-A head of the model proposes them, if it has one, and the text itself, where it repeats what was
-there before.
+Proposals come from the model's multi-byte prediction head, if it has one, and from repetitions in
+the text.
 """
 
 from typing import TYPE_CHECKING
@@ -22,19 +22,18 @@ if TYPE_CHECKING:
     from arbcli.infer.generation import Sampling
 
 EACH_EQUAL = 0.2
-"""Added to the logit of a byte that is repeated, for each byte that was equal before it: a head
-proposes it sooner the longer the repetition is."""
+"""Logit bonus of the byte that continues a repetition, for each matching byte before it."""
 
 
 class Checks:
-    """Steps that each propose bytes of a text, check them at once, and accept those that are right.
+    """Steps that propose bytes, verify them together, and accept the correct ones.
 
-    All of it happens on the device. The text is the one that is made a byte at a time.
+    The steps run on the device without synchronisation. The text equals that of single-byte steps.
 
     Args:
-        model: that `can_check`.
-        cache: of the text.
-        size: bytes of a check: the last one of the text, and proposals after it.
+        model: a model that `can_check`.
+        cache: decoding cache of the text.
+        size: bytes per step: the last one of the text and the proposals after it.
     """
 
     def __init__(self, model: LanguageModel, cache: Cache, size: int) -> None:
@@ -47,36 +46,36 @@ class Checks:
         self._equal = torch.zeros((), **integers)
         self._places = torch.zeros(size, **integers)
         self.accepted = torch.zeros(2, **integers)
-        """(2,) int32: positions before the last check, and how many bytes it made."""
+        """(2,) int32: position before the last step, and number of bytes that it generated."""
         dtype = model.compute_dtype
         self._last = torch.zeros(1, 1, model.config.dim, dtype=dtype, device=device)
         self._table = table_of(cache.kept(size))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is not stored yet."""
+        """Size of the buffers of speculative keys and values in bytes."""
         return sum(part.new.nbytes for part in self._table.rings)
 
     @property
     def byte(self) -> Tensor:
-        """The last byte of the text, of one element."""
+        """The last byte of the text, a tensor of one element."""
         return self._ids[0, :1]
 
     def begin(self, byte: Tensor) -> None:
-        """Go on from a text whose last byte, of one element, is not read yet."""
+        """Start after the last byte of the text, which the cache has not read yet."""
         self.byte.copy_(byte.flatten())
         numbers = torch.arange(self.size, dtype=torch.int32, device=byte.device)
         self._places.copy_(self._cache.position + numbers)
 
-    def run(self, text: Tensor, key: Tensor, how: "Sampling") -> None:
-        """Do a check; the text gets one byte more at least, and `size` at most.
+    def run(self, text: Tensor, key: Tensor, sampling: "Sampling") -> None:
+        """Run a step, which appends 1 to `size` bytes to the text.
 
         Args:
-            text: (P,) uint8, with room for `size` bytes.
-            key: of the random numbers.
-            how: bytes are chosen.
+            text: (P,) uint8, with room for `size` more bytes.
+            key: key of the random numbers.
+            sampling: parameters of sampling.
         """
-        settings = how.temperature, how.top_k, how.top_p
+        settings = sampling.temperature, sampling.top_k, sampling.top_p
         position = self._cache.position
         self._propose(text, key, settings)
         logits, rows = self._model.check(self._ids, self._cache)

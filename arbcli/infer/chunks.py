@@ -1,4 +1,4 @@
-"""Where a model puts the boundaries of its chunks in a text."""
+"""Chunk boundaries of an H-Net model in a text."""
 
 import torch
 
@@ -9,7 +9,7 @@ from arbcli.model.language_model import LanguageModel
 
 
 def check_chunks(model: LanguageModel) -> None:
-    """Refuse a model that has no chunks.
+    """Check that a model has chunks.
 
     Raises:
         ArbError: it has none.
@@ -23,14 +23,14 @@ def check_chunks(model: LanguageModel) -> None:
 
 @torch.no_grad()
 def chunk_depths(model: LanguageModel, text: bytes, backend: str) -> list[int]:
-    """Count, for every byte of a text, the stages that begin a chunk there.
+    """Return the number of stages that begin a chunk at each byte of a text.
 
-    The text is read as in generation: chunks are never joined for want of slots.
+    The text is read as in generation, without a limit on the number of chunks.
 
     Args:
-        model: one with chunks.
+        model: a model with chunks.
         text: at least one byte.
-        backend: what runs the kernels.
+        backend: kernel backend.
     """
     cache, depths = model.new_cache(len(text)), []
     ids = torch.tensor(list(text), device=model.device)[None]

@@ -1,4 +1,4 @@
-"""A chat with a model: messages to tokens by its template, and the tokens that end an answer."""
+"""Chats: messages are formatted by the model's template, and answers end at special tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,14 @@ GENERATION = "generation_config.json"
 
 
 class Conversation:
-    """Messages so far, and the answers to them.
+    """The messages of a chat so far.
 
     Args:
-        model: of tokens.
-        checkpoint: its path; its tokenizer and what came with it lie next to it.
+        model: a model with a tokenizer.
+        checkpoint: path of its checkpoint, next to which are its tokenizer and template.
 
     Raises:
-        ArbError: it has no chat template, or a damaged one.
+        ArbError: the chat template is missing or invalid.
     """
 
     def __init__(self, model: LanguageModel, checkpoint: Path) -> None:
@@ -38,23 +38,22 @@ class Conversation:
         found = found if isinstance(found, list) else [found]
         return {token for token in [own, *found] if isinstance(token, int)}
 
-    def ask(self, said: bytes) -> list[int]:
-        """Add a message, and write all so far as tokens, up to where an answer begins.
+    def ask(self, message: bytes) -> list[int]:
+        """Append a message of the user; return the tokens of the chat up to the next answer.
 
         Raises:
-            ArbError: it has the text of a special token, or the template refuses it.
+            ArbError: the message contains a special token, or the template rejects it.
         """
-        text = said.decode(errors="replace")
+        text = message.decode(errors="replace")
         if found := [name for name in self._tokenizer.specials if name in text]:
             raise ArbError(
-                f"the message has `{found[0]}`, which is a special token",
-                hint="write it differently",
+                f"the message contains the special token `{found[0]}`", hint="rephrase it"
             )
         self.messages.append({"role": "user", "content": text})
         written = self._template.render(self.messages, asks=True)
         return [token for token, _ in self._tokenizer.encode_marked(written)]
 
     def answered(self, made: bytes) -> None:
-        """Add what the model answered."""
+        """Append the model's answer."""
         text = made.decode(errors="replace")
         self.messages.append({"role": "assistant", "content": text})

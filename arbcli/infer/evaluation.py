@@ -1,12 +1,11 @@
-"""How well a model predicts a whole text: every byte once, each with context before it.
+"""Evaluation of a model on a whole text with sliding windows; each byte is predicted once.
 
-A window of T bytes predicts the T bytes after its first one. Windows begin a stride apart, and of
-each but the first only the predictions beyond the window before are counted: they have at least
-T - stride bytes before them, and no byte is counted twice. The last window is moved back so that
-it is whole.
+A window of T bytes predicts the T bytes after its first one. Windows begin a stride apart. Of each
+window after the first, only the predictions beyond the previous window count, which have at least
+T - stride bytes of context. The last window is moved back so that it is complete.
 
-Of a masked model it is the bound of `arbcli.masking`. A byte that two windows have costs in the
-later one what it does given some of those before it, as chance hides them: a bound, too.
+For a masked model the result is the bound of `arbcli.masking`. Bytes that two windows share are
+predicted in the later one from a random subset of the bytes before them, which is a bound, too.
 """
 
 import itertools
@@ -30,17 +29,16 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.tokens import tokenised
 
 DRAWS = 16
-"""Of what is hidden in a window, by default."""
+"""Default number of random masks for each window."""
 SEED = 7
-"""Of these."""
+"""Seed of the random masks."""
 NEAR = 1024
-"""Positions of the first part that losses are told of; each further one is as long as all before
-it."""
+"""Positions of the first bucket of `by_position`; each further bucket doubles the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfPositions:
-    """The loss of some positions of windows."""
+    """The mean loss over a range of positions in windows."""
 
     first: int
     last: int
@@ -49,52 +47,52 @@ class OfPositions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateReport:
-    """How well a model predicts a text."""
+    """Result of an evaluation."""
 
     checkpoint: str
     text: str
     """Name of the text, and its number of files."""
     bytes: int
-    """Of the text, of which all but the first are predicted."""
+    """Size of the text in bytes, all but the first of which are predicted."""
     nats_per_byte: float
     bits_per_byte: float
     tokens: int | None
-    """Of the text, which are predicted then; None of a model of bytes."""
+    """Size of the text in tokens; None for a model of bytes."""
     nats_per_token: float | None
     entropy: float
-    """Order-0 entropy of the text, nats a byte."""
+    """Order-0 entropy of the text in nats per byte."""
     compression_ratio: float
-    """Bytes of the text over those that it takes if every byte costs what the model makes of it,
-    and the first one eight bits."""
+    """Size of the text relative to its code length under the model, with eight bits for the first
+    byte."""
     context: int
-    """Bytes of a window."""
+    """Length of a window in bytes."""
     stride: int
-    """Bytes from one window to the next."""
+    """Distance between the starts of two windows in bytes."""
     seconds: float
     bytes_per_second: float
     kv: str
-    """Type that keys and values were rounded to."""
+    """Storage format to which keys and values were rounded."""
     draws: int | None
-    """Of a masked model, whose losses are a bound: how often bytes of a window were hidden."""
+    """Random masks for each window of a masked model, whose losses are a bound; else None."""
     by_position: tuple["OfPositions", ...]
-    """Loss of bytes by how many a window has before them. Those that two windows predict count
-    twice, so that every part has nearly all of the text."""
+    """Loss by the position in a window. It includes bytes that two windows predict, so that each
+    bucket covers nearly all of the text."""
     by_kind: tuple[KindLoss, ...]
-    """Loss of text, sounds and pictures, of a text that has any of the latter."""
+    """Loss of text, sounds and pictures, if the text has any of the latter."""
     device: str
     backend: str
 
 
 def windows(num_bytes: int, context: int, stride: int) -> Iterator[tuple[int, int]]:
-    """Cut a text into windows of min(context, num_bytes - 1) bytes.
+    """Split a text into overlapping windows of min(context, num_bytes - 1) bytes.
 
     Args:
-        num_bytes: of the text; at least 2.
-        context: the largest window.
-        stride: from one window to the next; 1 to `context`.
+        num_bytes: size of the text, at least 2.
+        context: maximum length of a window.
+        stride: distance between the starts of two windows, 1 to `context`.
 
     Yields:
-        (start, counted): how many of the window's last predictions no window before it made.
+        (start, counted): `counted` last predictions of the window are not made by earlier ones.
     """
     length = min(context, num_bytes - 1)
     done, last = 0, num_bytes - 1 - length
@@ -115,18 +113,18 @@ def mean_loss(
     media: MediaLosses | None = None,
     draws: int = DRAWS,
 ) -> float:
-    """Average the loss over all symbols of a text but the first, in nats a symbol.
+    """Compute the mean loss over all symbols of a text but the first, in nats per symbol.
 
     Args:
-        model: any `LanguageModel`.
-        text: at least 2 symbols, which the model reads.
-        stride: from one window of `config.ctx` symbols to the next; 1 to `config.ctx`.
-        batch: windows at once.
-        progress: is told after every batch how many symbols were predicted, and their mean loss.
-        sums: (T,) float64, to which all losses of each position are added, T being `config.ctx`,
-            or one less than the bytes of the text if these are fewer.
-        media: the losses of the text's sounds and pictures are added to it.
-        draws: of a masked model, how often symbols of a window are hidden.
+        model: the model to evaluate.
+        text: at least 2 symbols of the model's vocabulary.
+        stride: distance between the starts of two windows, 1 to `config.ctx`.
+        batch: windows in a forward pass.
+        progress: called after each batch with the number of predicted symbols and their mean loss.
+        sums: (T,) float64, to which the losses of each position are added; T is `config.ctx`, or
+            the number of predicted symbols if that is smaller.
+        media: accumulates the losses of sounds and pictures.
+        draws: random masks for each window of a masked model.
     """
     length = min(model.config.ctx, len(text) - 1)
     index = torch.arange(length, device=model.device)
@@ -151,15 +149,15 @@ def mean_loss(
 
 
 def _masked_losses(model: LanguageModel, ids: Tensor, numbers: range, draws: int) -> Tensor:
-    """Average the terms of the bound over draws of what is hidden: (B, T) float32.
+    """Average the terms of the bound over random masks: (B, T) float32.
 
-    Shares that are hidden are spread evenly over the draws of a window.
+    The hidden shares of the masks of a window are evenly spaced.
 
     Args:
-        model: a masked one.
+        model: a masked model.
         ids: (B, T) int64.
-        numbers: of the windows in the text, which the draws follow from.
-        draws: how many.
+        numbers: indices of the windows in the text, which seed the masks.
+        draws: number of masks for each window.
     """
     pairs = [
         hide(
@@ -172,15 +170,20 @@ def _masked_losses(model: LanguageModel, ids: Tensor, numbers: range, draws: int
         )
         for number, row in zip(numbers, ids, strict=True)
     ]
-    given, targets = (torch.stack(parts, dim=1) for parts in zip(*pairs, strict=True))
+    masked, targets = (torch.stack(parts, dim=1) for parts in zip(*pairs, strict=True))
     losses = torch.zeros(ids.shape, device=ids.device)
     for draw in range(draws):
-        losses += model.position_losses(given[draw], targets[draw]) / draws
+        losses += model.position_losses(masked[draw], targets[draw]) / draws
     return losses
 
 
 def _by_position(sums: Tensor, count: float) -> tuple[OfPositions, ...]:
-    """Divide the sums of losses of parts by `count`: windows, times the bytes of a symbol."""
+    """Average the sums of losses in buckets of positions.
+
+    Args:
+        sums: (T,) float64, sum of the losses of each position in nats.
+        count: number of windows, times the bytes per symbol.
+    """
     found, first = [], 0
     while first < len(sums):
         end = min(len(sums), max(NEAR, 2 * first))
@@ -203,24 +206,24 @@ def evaluate(
     draws: int | None = None,
     progress: Callable[[int, int, float], None] = lambda *_: None,
 ) -> EvaluateReport:
-    """Measure how well a model predicts a text.
+    """Evaluate a model on a text.
 
     Args:
-        model: any `LanguageModel`.
-        checkpoint: its name, for the report.
-        text: what to predict; a model of tokens reads it as its tokenizer has it.
-        description: of the text, for the report.
-        stride: from one window to the next: see `check_stride`.
-        batch: windows at once.
-        backend: what runs the kernels.
-        kv: what keys and values are rounded to, as in a cache: see `LanguageModel.keeping`.
-        draws: of a masked model, how often bytes of a window are hidden; None is `DRAWS`.
-        progress: is told after every batch how many bytes were predicted, of how many, and their
+        model: the model to evaluate.
+        checkpoint: name of the checkpoint, for the report.
+        text: the text in bytes; a model with a tokenizer encodes it.
+        description: name of the text, for the report.
+        stride: distance between the starts of two windows: see `check_stride`.
+        batch: windows in a forward pass.
+        backend: kernel backend.
+        kv: format to which keys and values are rounded: see `LanguageModel.keeping`.
+        draws: random masks for each window of a masked model; None is `DRAWS`.
+        progress: called after each batch with the predicted bytes, their total number, and their
             mean loss in nats.
 
     Raises:
-        ArbError: the text or the stride does not do, the model keeps nothing so, or a GPU's memory
-            is not enough.
+        ArbError: the text is too short, an option does not suit the model, or GPU memory is
+            exhausted.
     """
     context, is_masked = model.config.ctx, model.config.is_masked
     check_masked_option(model.config, "--draws", draws)
@@ -230,7 +233,7 @@ def evaluate(
     if model.tokenizer is not None and text.source is text:
         text = tokenised(text, model.tokenizer)
     if len(text) < 2:
-        raise ArbError("a text of one byte has no byte to predict", hint="name a longer text")
+        raise ArbError("a text of one byte has nothing to predict", hint="name a longer text")
     started = time.perf_counter()
     with (
         deterministic(),
@@ -242,7 +245,7 @@ def evaluate(
         length = min(context, len(text) - 1)
         each, last = text.symbol_bytes, len(text) - 1
 
-        def told(done: int, loss: float) -> None:
+        def report_progress(done: int, loss: float) -> None:
             progress(round(done * each), round(last * each), loss / each)
 
         sums = torch.zeros(length, dtype=torch.float64, device=model.device)
@@ -252,7 +255,7 @@ def evaluate(
             text,
             stride=stride,
             batch=batch,
-            progress=told,
+            progress=report_progress,
             sums=sums,
             media=media,
             draws=draws,

@@ -1,9 +1,9 @@
-"""Text from a model, a byte at a time: read a prompt at once, then step, each step one byte.
+"""Text generation: prefill of the prompt, then decoding steps of one byte each.
 
-A step has the same shapes wherever it is in the text, and nothing in it waits for the device: the
-position is read there, the byte is chosen there, and fetched while later steps run. So on a GPU the
-whole step is one CUDA graph. A model that leaves parts of itself out for some bytes has a graph for
-each phase of a step, and the host waits to know which of them to run.
+A step has fixed shapes at any position, and does not synchronise with the device: it reads the
+position and samples the byte on the device, and the host fetches bytes while later steps run. On a
+GPU the step is one CUDA graph. A model that skips parts for some bytes has a graph for each phase
+of a step; without conditional nodes, the host waits to learn which phases to run.
 """
 
 import dataclasses
@@ -34,36 +34,36 @@ from arbcli.model.cache import Cache
 from arbcli.model.language_model import LanguageModel, Phase
 
 WARM_UP_STEPS = 3
-"""Steps before one is captured: kernels compile and libraries make up their minds in them."""
+"""Steps before the capture, in which kernels are compiled and libraries choose algorithms."""
 FETCHED_STEPS = 16
-"""Bytes that come from a GPU at once."""
+"""Number of bytes that are fetched from a GPU at once."""
 LONGEST_TEXT = 2**24
-"""Bytes of a prompt and what follows it; positions beyond have no exact angle in float32."""
+"""Maximum length of prompt and generated text; float32 has no exact integers beyond."""
 OUT_OF_MEMORY = "close what else uses the GPU, or use `--device cpu`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next byte, or token, is chosen from its logits."""
+    """Parameters of sampling from logits."""
 
     temperature: float = 0.8
-    """Sampling temperature, which divides the logits; 0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_k: int = VOCABULARY
-    """Choose among so many of the likeliest symbols; all of them if there are fewer."""
+    """Sample from the k likeliest symbols, or from all if there are fewer."""
     top_p: float = 1.0
-    """Then among the likeliest ones that together have at least this share."""
+    """Nucleus (top-p) sampling, applied after `top_k`."""
     seed: int = 0
-    """The random numbers of a byte follow from this and its position, on every device."""
+    """Seed of the random numbers, which only depend on it and the position on any device."""
 
     def __post_init__(self) -> None:
-        """Refuse what no byte can be chosen by.
+        """Check the ranges of the parameters.
 
         Raises:
-            ArbError: a number is out of range.
+            ArbError: a parameter is out of range.
         """
-        heat = self.temperature
+        t = self.temperature
         for option, value, fits, hint in (
-            ("temperature", heat, heat == 0 or 1e-6 <= heat <= 1e6, "0, or 1e-6 to 1e6"),
+            ("temperature", t, t == 0 or 1e-6 <= t <= 1e6, "0, or 1e-6 to 1e6"),
             ("top-k", self.top_k, 1 <= self.top_k <= MOST, f"1 to {MOST:,}"),
             ("top-p", self.top_p, 0 < self.top_p <= 1, "a number above 0 and at most 1"),
             ("seed", self.seed, 0 <= self.seed < 2**31, f"0 to {2**31 - 1}"),
@@ -73,37 +73,37 @@ class Sampling:
 
 
 class _Fetch(NamedTuple):
-    """Checks that were launched, and their results on the way to the host."""
+    """Launched speculative steps, whose results are being copied to the host."""
 
     checks: int
+    """Number of steps."""
     begin: int
-    """Bytes of the text that were known when they were launched."""
+    """Number of bytes of the text on the host when they were launched."""
     position: Callable[[], Sequence[int]]
-    """Waits for the position after them."""
+    """Wait for the position after the steps."""
     text: Callable[[], Sequence[int]]
-    """Waits for the bytes from `begin` on, and what may be after them."""
+    """Wait for the bytes from `begin`, followed by unused ones."""
 
 
 class Decoder:
-    """A model, its cache, and the text so far.
+    """Generates one text with a model and a cache.
 
     Args:
-        model: any `LanguageModel`. It is faster inside `model.prepared_weights()`; what was
-            captured there cannot be used outside.
-        positions: bytes that the text can have: the prompt and what follows.
-        sampling: how bytes are chosen.
-        backend: what runs the kernels; None is the device's own.
-        capture: whether a step is replayed as one CUDA graph, or on a CPU as one list of loops,
-            which gives the same bits; None is wherever it can be.
-        stream: which of the random streams of the seed.
-        ahead: bytes that a step makes at most: all but the first are proposed, by a head of the
-            model if it has one and where the text repeats itself, and the model checks them. It
-            changes no bit of the text.
-        prompt: bytes that are read first, at least: a long one takes less memory if it is known.
+        model: the model. It is faster within `model.prepared_weights()`, whose captured steps must
+            not be used outside.
+        positions: maximum length of the text, including the prompt.
+        sampling: parameters of sampling.
+        backend: kernel backend; None is the default of the device.
+        capture: whether to replay a step as a CUDA graph, or on a CPU as a recorded list of loops,
+            with the same bits; None does so if possible.
+        stream: index of the seed's random stream.
+        ahead: maximum number of bytes per step (speculative decoding). Proposals come from a head
+            of the model, if it has one, and from repetitions of the text. The text does not depend
+            on it.
+        prompt: minimum length of the first `read`; a known long prompt takes less memory.
 
     Raises:
-        ArbError: several bytes are to be checked, and the model cannot.
-        ArbError: the text is longer than `LONGEST_TEXT`.
+        ArbError: the model does not support `ahead`, or the text is longer than `LONGEST_TEXT`.
     """
 
     @torch.no_grad()
@@ -121,34 +121,34 @@ class Decoder:
     ) -> None:
         if positions > LONGEST_TEXT:
             raise ArbError(
-                f"the prompt and the text after it are {positions:,} bytes",
-                hint=f"reduce `--length`: together they have {LONGEST_TEXT:,} at most",
+                f"prompt and generated text have {positions:,} bytes",
+                hint=f"use a `--length` such that they have at most {LONGEST_TEXT:,}",
             )
         self.model, self.sampling = model, sampling or Sampling()
         reach = model.config.reach
-        # as many as are counted whatever the window, or fewer
+        # at most the number of positions that `read_symbols` skips
         first = 0 if reach is None else max(0, prompt - 1 - reach - 2 * model.config.ctx)
         self.cache = model.new_cache(positions, first)
         self.kept_in = model.kept_in
-        """Type of keys and values in the cache."""
+        """Storage format of keys and values in the cache."""
         self._prompt = prompt
         device = self.device = self.cache.position.device
         self.backend = backend or default_backend(device)
         self.length = 0
-        """Bytes of the text so far."""
+        """Length of the text so far."""
         dtype = text_dtype(model.config.vocabulary)
         self._text = torch.zeros(positions, dtype=dtype, device=device)
-        self._byte = torch.zeros(1, 1, dtype=torch.int64, device=device)  # the last one
+        self._byte = torch.zeros(1, 1, dtype=torch.int64, device=device)  # last byte of the text
         seed = torch.tensor(self.sampling.seed, dtype=torch.int32, device=device)
         self._key = stream_keys(seed, torch.full_like(seed, stream), 1, 1)[0, 0]
         self._phases = model.step_phases(self._byte, self.cache)
         self.checks = self._new_checks(ahead)
-        """Makes several bytes at once; None is one at a time."""
+        """Speculative decoding; None for single-byte steps."""
         self.checks_made, self.checked_bytes = 0, 0
-        """Checks, and bytes that they made."""
+        """Number of speculative steps, and of the bytes that they generated."""
         self._check_graph: torch.cuda.CUDAGraph | None = None
         self.recorded = False
-        """Whether a step is replayed as one list of loops."""
+        """Whether a step is replayed as a recorded list of loops."""
         can_capture = device.type == "cuda" and self.backend == "triton"
         if can_capture if capture is None else capture:
             self._capture()
@@ -157,27 +157,27 @@ class Decoder:
 
     @property
     def bytes_per_check(self) -> float | None:
-        """Bytes that a check made, on average."""
+        """Mean number of bytes per speculative step; None without one."""
         return self.checked_bytes / self.checks_made if self.checks_made else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that keys, values and other states of the text take."""
+        """Memory of keys, values and other states in bytes."""
         return self.cache.nbytes + (self.checks.nbytes if self.checks else 0)
 
     @torch.no_grad()
     def read(
         self, prompt: Sequence[int], progress: Callable[[int, int], None] = lambda *_: None
     ) -> None:
-        """Add bytes, or tokens, to the text, all at once or in chunks of the window.
+        """Append bytes, or tokens, to the text, and prefill the cache in chunks of the window.
 
         Args:
             prompt: the symbols.
-            progress: is told after each chunk how many were read, and of how many that are.
+            progress: called after each chunk with the number of symbols read and in total.
 
         Raises:
-            ArbError: there is none.
-            ValueError: the text cannot have so many, or a longer prompt was expected.
+            ArbError: `prompt` is empty.
+            ValueError: the text would be too long, or a longer prompt was announced.
         """
         if not prompt:
             raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
@@ -185,7 +185,7 @@ class Decoder:
             raise ValueError(f"a prompt of {self._prompt} bytes was expected, got {len(prompt)}")
         if self.length + len(prompt) > len(self._text):
             raise ValueError(f"no room for {len(prompt)} bytes after {self.length}")
-        marked = self.model.config.symbols > VOCABULARY  # of marks the text has the low bits
+        marked = self.model.config.symbols > VOCABULARY  # the text has the low bits of marks
         ids = symbols_on(self.device, prompt, torch.int32 if marked else self._text.dtype)
         self._text[self.length : self.length + len(ids)] = ids
         if self.length:
@@ -196,10 +196,10 @@ class Decoder:
         self.length += len(prompt)
 
     def stream(self, length: int) -> Iterator[Sequence[int]]:
-        """Make `length` symbols more, and yield them some at a time, while later ones are made.
+        """Generate `length` symbols, and yield them in pieces while later ones are computed.
 
         Raises:
-            ValueError: the text cannot have so many, or nothing was read.
+            ValueError: the text would be too long, or no prompt was read.
         """
         if not 0 < self.length <= len(self._text) - length:
             raise ValueError(f"no room for {length} bytes after {self.length}")
@@ -218,7 +218,7 @@ class Decoder:
         yield from (fetch() for fetch in fetched)
 
     def _new_checks(self, ahead: int) -> Checks | None:
-        """Make what checks several bytes at once, if that is asked for and the text has as many."""
+        """Create the speculative steps, if `ahead` is above 1 and the text is long enough."""
         model, size = self.model, min(ahead, self.cache.window, len(self._text) - 1)
         if ahead == 1:
             return None
@@ -228,12 +228,12 @@ class Decoder:
         with use_backend(self.backend):
             if model.kept.stored:
                 raise ArbError(
-                    f"bytes cannot be checked several at once with a cache in {model.kept_in}",
+                    f"`--ahead` does not work with a cache in {model.kept_in}",
                     hint="leave `--kv` or `--ahead` out",
                 )
             if not model.can_check():
                 raise ArbError(
-                    "bytes of this model cannot be checked several at once",
+                    "this model does not support `--ahead`",
                     hint="leave `--ahead` out; docs/models.md says which models can",
                 )
             return Checks(model, self.cache, size) if size > 1 else None
@@ -247,26 +247,26 @@ class Decoder:
                 self.checks.run(self._text, self._key, self.sampling)
 
     def _stream_checked(self, checks: Checks, length: int) -> Generator[Sequence[int], None, int]:
-        """Make bytes by checks as long as each has room, while later checks run.
+        """Generate bytes by speculative steps, as long as the text has room for a complete one.
 
         Returns:
-            Bytes that are left to be made one at a time.
+            The number of bytes left for single-byte steps.
         """
         end, size = self.length + length, checks.size
         together = FETCHED_STEPS if self.device.type == "cuda" else 1
         checks.begin(self._byte)
-        under_way: deque[_Fetch] = deque()
+        in_flight: deque[_Fetch] = deque()
         while True:
-            launched = sum(group.checks for group in under_way)
+            launched = sum(group.checks for group in in_flight)
             more = min(together, (end - self.length) // size - launched)
-            if more > 0 and len(under_way) < 2:
+            if more > 0 and len(in_flight) < 2:
                 for _ in range(more):
                     self._run_check()
                 most = self._text[self.length : self.length + (launched + more) * size]
                 position = copied_to_host(self.cache.position[None])
-                under_way.append(_Fetch(more, self.length, position, copied_to_host(most)))
-            elif under_way:
-                group, begin = under_way.popleft(), self.length
+                in_flight.append(_Fetch(more, self.length, position, copied_to_host(most)))
+            elif in_flight:
+                group, begin = in_flight.popleft(), self.length
                 self.length = group.position()[0] + 1
                 self.checks_made += group.checks
                 self.checked_bytes += self.length - begin
@@ -287,11 +287,11 @@ class Decoder:
         self.length += 1
 
     def _compute(self, phase: Phase) -> None:
-        """Do a phase of reading the last byte, and choose the next one when it is the last.
+        """Run a phase of a step; the last phase samples the next byte.
 
-        Every tensor is where it always is.
+        All tensors have fixed addresses, so that the phase can be captured.
         """
-        how = self.sampling
+        sampling = self.sampling
         with use_backend(self.backend), overlapping():
             logits = phase.run()
             if logits is None:
@@ -300,15 +300,15 @@ class Decoder:
                 self._byte,
                 self._text,
                 logits[0, 0],
-                self.cache.position,  # by now that of the byte to choose
+                self.cache.position,  # already incremented: position of the next byte
                 self._key,
-                how.temperature,
-                how.top_k,
-                how.top_p,
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
             )
 
     def _capture(self) -> None:
-        """Record a step as CUDA graphs, after a few steps whose bytes are then forgotten."""
+        """Capture a step as CUDA graphs, after warm-up steps, and reset the cache."""
         joined = self._phases[0].handle is not None
         for _ in range(WARM_UP_STEPS):
             self.cache.reset()
@@ -338,11 +338,11 @@ class Decoder:
         self.cache.reset()
 
     def _record(self) -> None:
-        """Record a step as one list of loops, where it is nothing else, and forget its byte."""
+        """Record a step as a list of loops, if it only consists of such, and reset the cache."""
         if len(self._phases) > 1:
             return
         with use_backend(self.backend):
-            self._phases[0].run()  # weights are prepacked when first used
+            self._phases[0].run()  # prepacks the weights
             step = native.Recording()
             try:
                 with step:
@@ -356,7 +356,7 @@ class Decoder:
         self.cache.reset()
 
     def _fetch(self, begin: int) -> Callable[[], Sequence[int]]:
-        """Copy the text from `begin` on to the host; the function returned waits for it."""
+        """Start copying the text from `begin` to the host; return a function that waits for it."""
         return copied_to_host(self._text[begin : self.length])
 
 
@@ -366,16 +366,16 @@ def read_symbols(
     cache: Cache,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> None:
-    """Let a model read symbols, in chunks of the window.
+    """Prefill a cache with symbols, in chunks of the window.
 
-    Symbols that nothing after the last one depends on are counted only. The others are in the
-    chunks that they would be in otherwise, so no bit of what follows is another.
+    Symbols beyond the model's reach, on which no later symbol depends, are only counted. Chunk
+    boundaries do not depend on this, so the bits of the result do not either.
 
     Args:
-        model: that reads.
+        model: the model.
         ids: (N,) integers.
-        cache: of a text, to which they are added.
-        progress: is told after each chunk how many were read, and of how many that are.
+        cache: cache of the text, to which the symbols are appended.
+        progress: called after each chunk with the number of symbols read and in total.
     """
     skipped, reach, window = 0, model.config.reach, cache.window
     if reach is not None and not cache.is_marked:
@@ -388,28 +388,28 @@ def read_symbols(
 
 
 def text_dtype(vocabulary: int) -> torch.dtype:
-    """Choose the dtype of the symbols of a text on a device: uint8 of bytes, int32 of more."""
+    """Return the dtype of a text on a device: uint8 for bytes, int32 for larger vocabularies."""
     return torch.uint8 if vocabulary <= VOCABULARY else torch.int32
 
 
 def symbols_on(device: torch.device, symbols: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Copy bytes, where the dtype is uint8, or tokens, in int32, to a device: (N,)."""
+    """Copy bytes (uint8) or tokens (int32) to a device: (N,)."""
     if dtype == torch.uint8:
         return torch.frombuffer(bytearray(symbols), dtype=dtype).to(device)
     return torch.tensor([*symbols], dtype=dtype, device="cpu").to(device)
 
 
-def copied_to_host(made: Tensor) -> Callable[[], Sequence[int]]:
-    """Copy symbols, (N,), as they are now; the function returned waits until they are there.
+def copied_to_host(symbols: Tensor) -> Callable[[], Sequence[int]]:
+    """Start copying symbols, (N,), to the host; return a function that waits for the copy.
 
-    What it gives are `bytes` where the dtype is uint8.
+    It returns `bytes` if the dtype is uint8, else a list.
     """
-    kind = bytes if made.dtype == torch.uint8 else list
-    if made.device.type == "cpu":
-        copied = kind(made.tolist())
+    kind = bytes if symbols.dtype == torch.uint8 else list
+    if symbols.device.type == "cpu":
+        copied = kind(symbols.tolist())
         return lambda: copied
-    on_host = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
-    on_host.copy_(made, non_blocking=True)
+    on_host = torch.empty(symbols.shape, dtype=symbols.dtype, pin_memory=True)
+    on_host.copy_(symbols, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
 
@@ -426,7 +426,7 @@ def _replayed_loops(step: native.Recording, logits: Tensor) -> Tensor:
 
 
 def _replayed(phase: Phase, graph: torch.cuda.CUDAGraph) -> Phase:
-    """Make the phase that a graph recorded; what it leads to is read where the graph writes it."""
+    """Return a phase that replays a graph; `leads_deeper` reads the tensor that it writes."""
     leads_deeper = phase.leads_deeper and partial(Tensor.detach, phase.leads_deeper())
     return Phase(phase.depth, graph.replay, leads_deeper)
 
@@ -445,20 +445,21 @@ def generate(
     """Continue a prompt.
 
     Args:
-        model: any `LanguageModel`; every byte sees the `config.ctx` - 1 before it.
-        prompt: at least one byte; a model of tokens reads them as its tokenizer has it. Or tokens.
-        length: bytes, or tokens, to make.
-        sampling: how they are chosen.
-        backend: what runs the kernels; None is the device's own.
-        kv: what keys and values are kept in: see `LanguageModel.keeping`.
-        ends: symbols before which the text ends.
-        ahead: bytes that a step makes at most: see `Decoder`.
+        model: the model; each byte attends to the `config.ctx` - 1 before it.
+        prompt: at least one byte, encoded by a model with a tokenizer; or a list of tokens.
+        length: number of bytes, or tokens, to generate.
+        sampling: parameters of sampling.
+        backend: kernel backend; None is the default of the device.
+        kv: storage format of keys and values: see `LanguageModel.keeping`.
+        ends: stop symbols, which are not part of the text.
+        ahead: maximum number of bytes per step: see `Decoder`.
 
     Yields:
-        One or more bytes at a time.
+        Pieces of one or more bytes.
 
     Raises:
-        ArbError: the prompt is empty, the model keeps nothing so, or a GPU's memory is not enough.
+        ArbError: the prompt is empty, an option does not suit the model, or GPU memory is
+            exhausted.
     """
     room = spare_bytes(model.device)
     with explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
@@ -477,7 +478,7 @@ def _decoder_for(
     kv: str | None,
     ahead: int,
 ) -> Decoder:
-    """Make the decoder of a text, which has not read its prompt yet."""
+    """Create the decoder of a text, before it reads the prompt."""
     with model.keeping(kv):
         return Decoder(
             model,
@@ -490,7 +491,7 @@ def _decoder_for(
 
 
 def _until(parts: Iterator[Sequence[int]], ends: Collection[int]) -> Iterator[Sequence[int]]:
-    """Hand on symbols up to the first of `ends`."""
+    """Yield symbols up to the first one in `ends`."""
     for part in parts:
         place = next((i for i, symbol in enumerate(part) if symbol in ends), None)
         yield part[:place]
@@ -506,29 +507,29 @@ def _counting(parts: Iterator[Sequence[int]], counted: list[int]) -> Iterator[Se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateReport:
-    """A prompt and what a model made of it."""
+    """A prompt, the generated text, and the parameters and speed of generation."""
 
     checkpoint: str
     prompt: str
-    """Bytes that are not UTF-8 are shown as U+FFFD, here and in `text`."""
+    """The prompt; invalid UTF-8 becomes U+FFFD, as in `text`."""
     text: str
     """Continuation of the prompt."""
     length: int
-    """Bytes of it, or tokens of a model that makes those."""
+    """Length of `text` in bytes, or tokens."""
     bytes_per_second: float
-    """Once the prompt was read and a step was captured."""
+    """Speed of decoding, without prefill and capture."""
     seed: int
     temperature: float
     top_k: int
     top_p: float
     kv: str
-    """Type of keys and values in the cache."""
+    """Storage format of keys and values."""
     cache_bytes: int
-    """Size of the cache of this text, or of a model's states."""
+    """Size of the decoding cache."""
     ahead: int
-    """Bytes that a step makes at most."""
+    """Maximum number of bytes per step."""
     bytes_per_check: float | None
-    """Bytes that a check of several made, on average; None where there was none."""
+    """Mean number of bytes per speculative step; None without one."""
     device: str
     backend: str
 
@@ -547,25 +548,26 @@ def continue_text(
     on_prompt: Callable[[int, int], None] = lambda *_: None,
     on_bytes: Callable[[bytes], None] = lambda _: None,
 ) -> GenerateReport:
-    """Continue a prompt and measure how fast; the same bits every time on the same machine.
+    """Continue a prompt and measure the speed; deterministic on a given machine.
 
     Args:
-        model: any `LanguageModel`.
-        checkpoint: its name, for the report.
+        model: the model.
+        checkpoint: name of the checkpoint, for the report.
         prompt: at least one byte, or token.
-        length: bytes, or tokens, to make.
-        sampling: how they are chosen.
-        backend: what runs the kernels.
-        kv: what keys and values are kept in: see `LanguageModel.keeping`.
-        ends: symbols before which the text ends.
-        ahead: bytes that a step makes at most: see `Decoder`.
-        on_prompt: is told how much of the prompt is read: see `Decoder.read`.
-        on_bytes: is given the bytes as they come.
+        length: number of bytes, or tokens, to generate.
+        sampling: parameters of sampling.
+        backend: kernel backend.
+        kv: storage format of keys and values: see `LanguageModel.keeping`.
+        ends: stop symbols, which are not part of the text.
+        ahead: maximum number of bytes per step: see `Decoder`.
+        on_prompt: called during prefill with the symbols read and in total.
+        on_bytes: called with each piece of generated bytes.
 
     Raises:
-        ArbError: the prompt is empty, the model keeps nothing so, or a GPU's memory is not enough.
+        ArbError: the prompt is empty, an option does not suit the model, or GPU memory is
+            exhausted.
     """
-    made = bytearray()
+    text = bytearray()
     room = spare_bytes(model.device)
     with deterministic(), explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
         symbols = symbols_of(model, prompt)
@@ -576,19 +578,19 @@ def continue_text(
         started, counted = time.perf_counter(), [0]
         parts = _counting(_until(decoder.stream(length), ends), counted)
         for part in bytes_of(model, symbols, parts):
-            made += part
+            text += part
             on_bytes(part)
         seconds = time.perf_counter() - started
     if isinstance(prompt, bytes):
-        asked = prompt.decode(errors="replace")
+        prompt_text = prompt.decode(errors="replace")
     else:
-        asked = model.tokenizer.decode(prompt)
+        prompt_text = model.tokenizer.decode(prompt)
     return GenerateReport(
         checkpoint=checkpoint,
-        prompt=asked,
-        text=made.decode(errors="replace"),
+        prompt=prompt_text,
+        text=text.decode(errors="replace"),
         length=counted[0],
-        bytes_per_second=len(made) / seconds,
+        bytes_per_second=len(text) / seconds,
         **dataclasses.asdict(sampling),
         kv=decoder.kept_in,
         cache_bytes=decoder.nbytes,

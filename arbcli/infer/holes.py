@@ -1,7 +1,7 @@
-"""Texts with holes, which a model fills: one after another, or some symbols of all in every step.
+"""Infilling: models fill the holes of a text, in order or, if masked, all holes in parallel.
 
-The second are masked models. The window that one of them reads has `ctx` positions, as in training;
-what is after the text stays hidden, and is left out.
+A masked model reads windows of `ctx` positions, as in training; positions after the text stay
+hidden and are discarded.
 """
 
 import dataclasses
@@ -24,24 +24,24 @@ from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.language_model import LanguageModel
 
 HOLE = "…"
-"""Stands for a hole in a text."""
+"""Marks a hole in a text."""
 HOLE_LENGTH = 32
-"""Symbols of a hole by default."""
+"""Default length of a hole in symbols."""
 ROWS = 256
-"""Symbols that are chosen at once."""
+"""Number of symbols that are sampled in one launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillReport:
-    """A text whose holes a model has filled."""
+    """A text with filled holes, and the parameters and speed of infilling."""
 
     checkpoint: str
     text: str
-    """All of it; bytes that are not UTF-8 are shown as U+FFFD."""
+    """The complete text; invalid UTF-8 becomes U+FFFD."""
     length: int
-    """Bytes, or tokens, that were filled in."""
+    """Number of bytes, or tokens, that were filled in."""
     steps: int
-    """Forwards that it took."""
+    """Number of forward passes."""
     seconds: float
     seed: int
     temperature: float
@@ -53,24 +53,24 @@ class FillReport:
 
 @torch.no_grad()
 def fill(model: LanguageModel, symbols: Sequence[int], steps: int, sampling: Sampling) -> list[int]:
-    """Choose the hidden symbols of a text, which are `config.vocabulary` in it.
+    """Sample the hidden symbols of a text, marked by `config.vocabulary`.
 
-    At a temperature of 0 a step takes those that the model is surest of. Else they come in a random
-    order; one at a step, at a temperature of 1, they are drawn from the model's own distribution.
+    At temperature 0 each step fills the symbols with the highest confidence, else random ones. With
+    one symbol per step at temperature 1, the text is a sample of the model's distribution.
 
     Args:
-        model: a masked one.
-        symbols: at most `config.ctx`.
-        steps: in which as many symbols each are chosen; at most as many as are hidden.
-        sampling: how they are chosen, in words of the next byte.
+        model: a masked model.
+        symbols: the text, at most `config.ctx` symbols.
+        steps: number of steps, each with equally many symbols; at most the number hidden.
+        sampling: parameters of sampling for each symbol.
     """
     config, device = model.config, model.device
     hidden = [place for place, symbol in enumerate(symbols) if symbol == config.vocabulary]
     seed = torch.tensor(sampling.seed, dtype=torch.int32, device=device)
     key = stream_keys(seed, torch.zeros_like(seed), 1, 1)[0, 0]
     if sampling.temperature > 0:
-        about = torch.Generator().manual_seed(sampling.seed)
-        hidden = [hidden[i] for i in torch.randperm(len(hidden), generator=about).tolist()]
+        generator = torch.Generator().manual_seed(sampling.seed)
+        hidden = [hidden[i] for i in torch.randperm(len(hidden), generator=generator).tolist()]
     left = torch.tensor(hidden, device=device)
     ids = torch.full((1, config.ctx), config.vocabulary, device=device)
     ids[0, : len(symbols)] = torch.tensor(symbols, device=device)
@@ -78,10 +78,11 @@ def fill(model: LanguageModel, symbols: Sequence[int], steps: int, sampling: Sam
         now = -(-len(left) // (steps - step))
         logits = model(ids)[0, left]
         if sampling.temperature == 0:
-            sure = logits.float().softmax(dim=-1).amax(dim=-1).argsort(descending=True, stable=True)
-            left, logits = left[sure], logits[sure]
-        for places, some in zip(left[:now].split(ROWS), logits[:now].split(ROWS), strict=True):
-            ids[0, places] = _choose(some.contiguous(), places, key, sampling, config.ctx)
+            confidence = logits.float().softmax(dim=-1).amax(dim=-1)
+            order = confidence.argsort(descending=True, stable=True)
+            left, logits = left[order], logits[order]
+        for places, rows in zip(left[:now].split(ROWS), logits[:now].split(ROWS), strict=True):
+            ids[0, places] = _choose(rows.contiguous(), places, key, sampling, config.ctx)
         left = left[now:]
     return ids[0, : len(symbols)].tolist()
 
@@ -89,12 +90,12 @@ def fill(model: LanguageModel, symbols: Sequence[int], steps: int, sampling: Sam
 def _choose(
     logits: Tensor, places: Tensor, key: Tensor, sampling: Sampling, positions: int
 ) -> Tensor:
-    """Choose a symbol for each row of logits, (N, V), by the random numbers of its place: (N,)."""
+    """Sample a symbol from each row of logits, (N, V), with the random number of its position."""
     number, symbols = logits.shape
     chosen = torch.zeros(number, 1, dtype=torch.int64, device=logits.device)
     dtype = text_dtype(symbols)
-    texts = torch.zeros(number, positions, dtype=dtype, device=logits.device)  # written, not read
-    how = (
+    texts = torch.zeros(number, positions, dtype=dtype, device=logits.device)  # unused output
+    parameters = (
         torch.full((number,), value, dtype=dtype, device=logits.device)
         for value, dtype in (
             (sampling.temperature, torch.float32),
@@ -102,14 +103,14 @@ def _choose(
             (sampling.top_p, torch.float32),
         )
     )
-    choose_bytes_(chosen, texts, logits, places.int(), key.repeat(number), *how)
+    choose_bytes_(chosen, texts, logits, places.int(), key.repeat(number), *parameters)
     return chosen[:, 0]
 
 
 def filled(
     model: LanguageModel, length: int, steps: int, sampling: Sampling, *, backend: str
 ) -> Iterator[bytes]:
-    """Make a text of `length` symbols of nothing but a hole, and yield its bytes."""
+    """Generate a text of `length` symbols from a single hole, and yield its bytes."""
     hidden = [model.config.vocabulary] * length
     with use_backend(backend), model.prepared_weights(spare_bytes(model.device)):
         found = fill(model, hidden, min(steps, length), sampling)
@@ -119,23 +120,23 @@ def filled(
 def fill_in_order(
     model: LanguageModel, parts: Sequence[list[int]], length: int, sampling: Sampling, backend: str
 ) -> list[int]:
-    """Fill holes from the first to the last; each follows the text up to the next hole.
+    """Fill holes in order, each given the text before it and the part up to the next hole.
 
     Args:
-        model: one with `objective=fill`.
-        parts: symbols of the text between holes.
-        length: of each hole.
-        sampling: how symbols are chosen.
-        backend: what runs the kernels.
+        model: a model with `objective=fill`.
+        parts: symbols of the text between the holes.
+        length: length of each hole.
+        sampling: parameters of sampling.
+        backend: kernel backend.
     """
     text = torch.tensor(parts[0], dtype=torch.int64)
     for part in parts[1:]:
         after, hole = torch.tensor(part, dtype=torch.int64), text.new_zeros(length)
-        given = in_layout(text, hole, after, model.config.vocabulary)[:-length]
-        decoder = Decoder(model, len(given) + length, sampling, backend=backend)
-        decoder.read(given.tolist())
-        made = [symbol for some in decoder.stream(length) for symbol in some]
-        text = torch.cat([text, text.new_tensor(made), after])
+        prompt = in_layout(text, hole, after, model.config.vocabulary)[:-length]
+        decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
+        decoder.read(prompt.tolist())
+        middle = [symbol for piece in decoder.stream(length) for symbol in piece]
+        text = torch.cat([text, text.new_tensor(middle), after])
     return text.tolist()
 
 
@@ -149,23 +150,22 @@ def fill_text(
     *,
     backend: str,
 ) -> tuple[FillReport, bytes]:
-    """Fill the holes between the parts of a text; the same bits every time on the same machine.
+    """Fill the holes between the parts of a text; deterministic on a given machine.
 
     Args:
-        model: any `LanguageModel`.
-        checkpoint: its name, for the report.
-        parts: of the text, two or more; there is a hole between any two.
-        length: bytes, or tokens, of each hole.
-        steps: forwards in which a masked model fills them; None is one for each of them.
-        sampling: how they are chosen.
-        backend: what runs the kernels.
+        model: the model.
+        checkpoint: name of the checkpoint, for the report.
+        parts: two or more parts of the text, with a hole between each two.
+        length: length of each hole in bytes, or tokens.
+        steps: forward passes of a masked model; None is one for each hidden symbol.
+        sampling: parameters of sampling.
+        backend: kernel backend.
 
     Returns:
-        The report, and the whole text.
+        The report, and the complete text.
 
     Raises:
-        ArbError: the model was not trained for it, the text does not fit, or a GPU's memory is not
-            enough.
+        ArbError: the model does not fill holes, the text is too long, or GPU memory is exhausted.
     """
     config, filled = model.config, length * (len(parts) - 1)
     check_fills(config)
@@ -193,8 +193,8 @@ def fill_text(
     ):
         if config.is_masked:
             hidden = [config.vocabulary] * length
-            whole = [*symbols[0], *(one for part in symbols[1:] for one in (*hidden, *part))]
-            found = fill(model, whole, steps, sampling)
+            masked = [*symbols[0], *(one for part in symbols[1:] for one in (*hidden, *part))]
+            found = fill(model, masked, steps, sampling)
         else:
             found = fill_in_order(model, symbols, length, sampling, backend)
     content = b"".join(bytes_of(model, found[:before], [found[before:]]))

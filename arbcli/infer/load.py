@@ -1,4 +1,4 @@
-"""A trained model from a run or a checkpoint."""
+"""Loading of trained models from runs and checkpoints."""
 
 import dataclasses
 import re
@@ -28,15 +28,15 @@ from arbcli.run_files import checkpoint_path
 def load_model(
     path: Path | str, *, device: str | None = None, compute: str | None = None
 ) -> LanguageModel:
-    """Load a trained model; a warning tells of each damaged checkpoint that is passed over.
+    """Load a trained model, with a warning for each damaged checkpoint that is skipped.
 
     Args:
-        path: a run directory, whose newest intact checkpoint is taken, or a checkpoint.
-        device: where to put it; None is the GPU if there is one.
-        compute: dtype of activations; None is the one that the run was trained in.
+        path: a checkpoint, or a run directory, whose newest intact checkpoint is loaded.
+        device: device of the model; None is the GPU if there is one.
+        compute: dtype of activations; None is that of training.
 
     Returns:
-        The model, ready to generate, evaluate or train on.
+        The model.
 
     Raises:
         ArbError: there is no checkpoint, or it is damaged.
@@ -51,14 +51,14 @@ def load_model(
 
 
 def _take_any_integers(model: LanguageModel, inputs: tuple) -> tuple:
-    """Convert bytes of any integer dtype, and refuse what is not a batch of them."""
+    """Convert ids of any integer dtype to int64, and check that they are a batch."""
     ids, *others = inputs
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ValueError(f"a model takes bytes as integers, and got {ids.dtype}")
+        raise ValueError(f"expected bytes as integers, got {ids.dtype}")
     if ids.ndim != 2:
         raise ValueError(
-            f"a model takes bytes of shape (batch, length), and got {tuple(ids.shape)}; of one text"
-            " `ids[None]` is a batch"
+            f"expected bytes of shape (batch, length), got {tuple(ids.shape)}; for one text pass"
+            " `ids[None]`"
         )
     return ids.long(), *others
 
@@ -66,13 +66,13 @@ def _take_any_integers(model: LanguageModel, inputs: tuple) -> tuple:
 def load_named_model(
     path: Path, place: torch.device, note: Callable[[str], None], compute: str | None = None
 ) -> tuple[LanguageModel, str]:
-    """Load a trained model, and find out which checkpoint that is.
+    """Load a trained model, and return it with the path of its checkpoint.
 
     Args:
-        path: a run directory, whose newest intact checkpoint is taken, or a checkpoint.
-        place: where to put it.
-        note: is told of each checkpoint that is passed over.
-        compute: dtype of activations; None is the one that the run was trained in.
+        path: a checkpoint, or a run directory, whose newest intact checkpoint is loaded.
+        place: device of the model.
+        note: called with a message for each checkpoint that is skipped.
+        compute: dtype of activations; None is that of training.
 
     Raises:
         ArbError: there is no checkpoint, or it is damaged.
@@ -89,29 +89,29 @@ def load_named_model(
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """A trained model without what only a step needs, and where it comes from."""
+    """A trained model without training state, with its checkpoint."""
 
     model: LanguageModel
-    """On the CPU, in float32."""
+    """The model, on the CPU with float32 activations."""
     checkpoint: Checkpoint
-    """Checkpoint that it was read from; its tensors are those of the model."""
+    """The checkpoint, which shares its tensors with the model."""
     path: Path
-    """Of the checkpoint."""
+    """Path of the checkpoint."""
     compute: str
-    """Dtype of the activations in training."""
+    """Dtype of activations in training."""
 
     @property
     def origin(self) -> str:
-        """Digest of the checkpoint that training wrote, also where this is an export of it."""
+        """Digest of the training checkpoint, also if this one is an export of it."""
         return self.checkpoint.data.get("origin", self.checkpoint.digest)
 
 
 def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
-    """Load a trained model to be written in another form; training state is checked and forgotten.
+    """Load the weights of a trained model for export; training state is verified but not kept.
 
     Args:
-        path: a run directory, whose newest intact checkpoint is taken, or a checkpoint.
-        note: is told of each checkpoint that is passed over.
+        path: a checkpoint, or a run directory, whose newest intact checkpoint is loaded.
+        note: called with a message for each checkpoint that is skipped.
 
     Raises:
         ArbError: there is no checkpoint, or it is damaged.
@@ -124,26 +124,26 @@ def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
 
 
 def accept_weights(checkpoint: Checkpoint) -> set[str]:
-    """Refuse as `check_saved` does, and choose the tensors that are not training state."""
+    """Check like `check_saved`, and select the tensors that are not training state."""
     check_saved(checkpoint)
     return set(empty_model(checkpoint, weights_only=True).state_dict())
 
 
 def is_export(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint has the weights only, as `arb export --to safetensors` writes it."""
+    """Return whether a checkpoint only has weights, as `arb export --to safetensors` writes it."""
     return "origin" in checkpoint.data
 
 
 def check_trainable(checkpoint: Checkpoint) -> None:
-    """Refuse what no run can begin with or go on from.
+    """Check that a checkpoint has training state.
 
     Raises:
-        ArbError: it has no state of rule and direction.
+        ArbError: it is an export, which only has weights.
     """
     if is_export(checkpoint):
         raise ArbError(
-            "the file only has weights, and no state to continue training from",
-            hint="name a checkpoint of the run that was exported",
+            "the file is an export without training state",
+            hint="name a checkpoint of the run that it was exported from",
         )
 
 
@@ -154,16 +154,16 @@ def empty_model(
     *,
     weights_only: bool = False,
 ) -> LanguageModel:
-    """Make the model that a checkpoint fits, its weights not yet set.
+    """Build the model of a checkpoint, with uninitialised weights.
 
     Args:
-        checkpoint: what to fit.
-        place: where to put it; None is torch's `meta` device.
-        dtype: of activations.
-        weights_only: leaves out what only a step needs, as an export does.
+        checkpoint: checkpoint with the configuration.
+        place: device of the model; None is torch's `meta` device.
+        dtype: dtype of activations.
+        weights_only: whether to omit training state, as in an export.
 
     Raises:
-        ArbError: it is of no model that this version can make.
+        ArbError: this version does not support the configuration.
     """
     with place or torch.device("meta"):
         model = build_model(saved_config(checkpoint), dtype)
@@ -182,15 +182,15 @@ class SavedModel(NamedTuple):
 
 
 def read_saved(path: Path, note: Callable[[str], None], accept: Accept | None = None) -> SavedModel:
-    """Read a checkpoint, or the newest intact one of a run, once it is known to be of a model.
+    """Read a checkpoint, or the newest intact one of a run.
 
     Args:
-        path: a run directory, or a checkpoint.
-        note: is told of each checkpoint that is passed over.
-        accept: may refuse it; None is `check_saved`.
+        path: a checkpoint or a run directory.
+        note: called with a message for each checkpoint that is skipped.
+        accept: check of the checkpoint before its tensors are read; None is `check_saved`.
 
     Raises:
-        ArbError: there is no checkpoint, or it is damaged, or of no model.
+        ArbError: there is no checkpoint, it is damaged, or its tensors do not match its model.
     """
     accept = accept or check_saved
     if not path.is_dir():
@@ -200,24 +200,24 @@ def read_saved(path: Path, note: Callable[[str], None], accept: Accept | None = 
 
 
 def saved_config(checkpoint: Checkpoint) -> ModelConfig:
-    """Find out what model a checkpoint is of.
+    """Return the model configuration of a checkpoint.
 
     Raises:
-        ArbError: of none that this version can make.
+        ArbError: this version does not support the configuration.
     """
     try:
         return config_from_dict(checkpoint.config)
     except TypeError as error:
         raise ArbError(
-            f"it holds a model of another version of arb: {error}",
+            f"the model is of another version of arb: {error}",
             hint="load it with the version that wrote it",
         ) from None
 
 
 def _count_tensors(checkpoint: Checkpoint) -> int:
-    """Count the tensors of the model that a checkpoint says it is of.
+    """Count the tensors of a checkpoint's model.
 
-    As many blocks take time to build, a model is built that has each different block once.
+    To save time, only one of each kind of block is built.
     """
     config = saved_config(checkpoint)
     few = dataclasses.replace(config, stages=tuple(map(_with_few_blocks, config.stages)))
@@ -234,7 +234,7 @@ def _count_tensors(checkpoint: Checkpoint) -> int:
 
 
 def _with_few_blocks(stage: StageConfig) -> StageConfig:
-    """Keep each different block of a list once."""
+    """Return a stage that has each distinct block once."""
 
     def few(blocks: Blocks) -> Blocks:
         return tuple(dict.fromkeys(blocks))
@@ -250,27 +250,27 @@ def _with_few_blocks(stage: StageConfig) -> StageConfig:
 
 
 def _block_of(name: str) -> str | None:
-    """Name the block that a tensor belongs to, if it does to one."""
+    """Return the name of the block that a tensor belongs to; None for other tensors."""
     found = re.match(r"(blocks|stages\.\d+\.(?:encoder|decoder))\.\d+", name)
     return found[0] if found else None
 
 
 def check_saved(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose tensors are not those of its own model, or too large; see `Accept`.
+    """Check that a checkpoint's tensors match its model and fit into memory: see `Accept`.
 
-    A file alone takes no room: the model is built where tensors have no memory.
+    The check allocates no memory, as the model is built on the `meta` device.
 
     Args:
-        checkpoint: its tensors may be on `meta`.
+        checkpoint: the checkpoint; its tensors may be on `meta`.
 
     Raises:
-        ArbError: it is refused.
+        ArbError: the tensors do not match, or are too large.
     """
     tensors = checkpoint.tensors
-    if len(tensors) != (wanted := _count_tensors(checkpoint)):
+    if len(tensors) != (expected := _count_tensors(checkpoint)):
         raise ArbError(
-            f"it has {len(tensors)} tensors, and the model of its configuration {wanted}",
-            hint="it was altered: name another",
+            f"it has {len(tensors)} tensors, and the model of its configuration {expected}",
+            hint="the file was modified: use another one",
         )
     check_layout(tensors, empty_model(checkpoint).state_dict())
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -278,14 +278,14 @@ def check_saved(checkpoint: Checkpoint) -> None:
 
 
 def _trained_in(file: Path, checkpoint: Checkpoint, place: torch.device) -> str:
-    """Find the dtype of activations of a run, or of the device if a checkpoint lies alone."""
+    """Return the dtype of activations in training, or the device's default without a run."""
     path, hint = file.parent / "config.json", "give `--compute`"
-    if is_export(checkpoint):  # which says it, wherever it lies
-        says = checkpoint.data
-        check_schema(says, {"compute": str}, f"`{file}`", hint)
+    if is_export(checkpoint):  # exports have the dtype in their metadata
+        data = checkpoint.data
+        check_schema(data, {"compute": str}, f"`{file}`", hint)
     elif not path.exists():
         return default_compute(place)
     else:
-        says = read_json(path, {"config": dict, "config.compute": str}, hint)["config"]
-    check_choice("compute", says["compute"], COMPUTE)
-    return says["compute"]
+        data = read_json(path, {"config": dict, "config.compute": str}, hint)["config"]
+    check_choice("compute", data["compute"], COMPUTE)
+    return data["compute"]

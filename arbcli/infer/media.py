@@ -1,4 +1,4 @@
-"""Loss of the sounds and pictures in a text, next to the size of the same data in other formats."""
+"""Loss of the sounds and pictures in a text, compared with lossless formats."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,76 +17,75 @@ from arbcli.media.spans import Header, SoundHeader, find_spans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindLoss:
-    """The loss of all bytes of one kind."""
+    """Mean loss over all bytes of one kind."""
 
     kind: str
     """`text`, `sound` or `picture`."""
     bytes: int
     nats_per_byte: float
     unit: str | None = None
-    """`sample` of a sound, `pixel` of a picture; None of text."""
+    """`sample` for sounds, `pixel` for pictures; None for text."""
     units: int | None = None
-    """How many; samples are those of all channels."""
+    """Number of units; samples of all channels are counted."""
     bits_per_unit: float | None = None
-    """Headers included, as in the sizes of files."""
+    """Bits per unit, including headers."""
     peer_bits_per_unit: dict[str, float] | None = None
-    """Of the same samples or pixels in a lossless format, by its name; None where the package that
-    writes it is not installed."""
+    """Bits per unit of lossless formats, by name; None if their packages are not installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of a sound or a picture that is in a text; offsets are those of the text."""
+    """The part of a sound or picture that a text contains; offsets are relative to the text."""
 
     header: Header
     body: int
-    """Offset of the body, which may be before that of the part, and negative."""
+    """Offset of the body; it may be before the part, and negative."""
     start: int
     stop: int
 
     @property
     def body_range(self) -> tuple[int, int]:
-        """Offset and length of the body within the part, from the first whole frame or row on."""
+        """Offset and length of the body in the part, from its first complete frame or row."""
         size = self.header.item_bytes
         first = self.body + max(0, -(-(self.start - self.body) // size)) * size
         return first, max(0, self.stop - first)
 
 
 class MediaLosses:
-    """Sums up the losses of a text by sound, by picture, and over the text between them.
+    """Accumulates the losses of each sound and picture, and of the text between them.
 
-    The part of a sound that is in the text counts. A picture that is not wholly in it is text.
+    Sounds may be partially contained in the text. Incomplete pictures count as text.
 
     Args:
-        text: bytes, of which the first is not predicted and counts eight bits.
-        device: of the losses.
+        text: bytes; the first one is not predicted, and counts as eight bits.
+        device: device of the losses.
     """
 
     def __init__(self, text: Text, device: torch.device) -> None:
         self.text, self.parts = text, list(parts_of(text))
         edges = [edge for part in self.parts for edge in (part.start, part.stop)]
         self._edges = torch.tensor(edges, dtype=torch.int64, device=device)
-        # of the text before the first part, of that part, of the text after it, and so on
+        # sums of the text before the first part, the first part, the text after it, and so on
         self._sums = torch.zeros(len(edges) + 1, dtype=torch.float64, device=device)
 
     def add(self, starts: Sequence[int], losses: Tensor, is_counted: Tensor) -> None:
-        """Add the losses of some windows.
+        """Add the losses of a batch of windows.
 
         Args:
             starts: B offsets of windows in the text.
-            losses: (B, T) nats; the first is of the byte after the window's first.
-            is_counted: (B, T) bool.
+            losses: (B, T) nats, from the second byte of the window.
+            is_counted: (B, T) bool mask of the losses to add.
         """
         if not self.parts:
             return
         offsets = torch.arange(1, losses.shape[1] + 1, device=losses.device)
         places = torch.tensor(starts, device=losses.device)[:, None] + offsets
         interval = torch.bucketize(places[is_counted], self._edges, right=True)
-        # in a fixed order, as `bincount` is not on a GPU
+        # deterministic, unlike `bincount` on a GPU
         self._sums.index_add_(0, interval, losses[is_counted].double())
 
     def report(self) -> tuple[KindLoss, ...]:
-        """Return the loss by kind, in the order text, sound, picture; empty for text alone."""
+        """Return the loss by kind, in the order text, sound, picture; empty for plain text."""
         if not self.parts:
             return ()
         sums = self._sums.tolist()
@@ -110,7 +109,7 @@ class MediaLosses:
         for part, _ in each:
             body, header = self.text.read(*part.body_range), part.header
             sizes: dict[str, int] = {}
-            with suppress(ImportError):  # without the packages there are no peers
+            with suppress(ImportError):  # optional packages
                 if isinstance(header, SoundHeader):
                     values = decode_samples(body, header)
                     units += values.size
@@ -134,7 +133,7 @@ class MediaLosses:
 
 
 def parts_of(text: Text) -> Iterator[Part]:
-    """Find the sounds in a text, and the pictures that are wholly in it."""
+    """Yield the sounds in a text, possibly partial, and its complete pictures."""
     begin = 0
     for path, start, stop in text.pieces:
         shift = begin - start

@@ -1,4 +1,4 @@
-"""Prompts from a file: one JSON object a line, or one JSON string."""
+"""Prompts from a JSON lines file, with an object or a string on each line."""
 
 import json
 from collections.abc import Iterable
@@ -19,20 +19,20 @@ SHOWN_LENGTH = 40
 def read_prompts(
     lines: Iterable[bytes], name: str, length: int, sampling: Sampling
 ) -> list[Request]:
-    """Read what is to be made, and check all of it.
+    """Parse and validate prompts.
 
-    A line is `{"prompt": "It was"}`, with any of `length`, `temperature`, `top_k`, `top_p` and
-    `seed` besides, or a JSON string, which is a prompt. Empty lines are left out. A line without a
-    seed of its own has the stream of random numbers of its number, from 0 on.
+    A line is an object such as `{"prompt": "It was"}` with optional `length`, `temperature`,
+    `top_k`, `top_p` and `seed`, or a string, which is the prompt. Empty lines are skipped. A line
+    without a seed uses the random stream of its index, from 0.
 
     Args:
-        lines: of the file.
-        name: of the file, for errors.
-        length: bytes to make where a line does not say.
-        sampling: how, where a line does not say.
+        lines: lines of the file.
+        name: name of the file, for errors.
+        length: default number of bytes to generate.
+        sampling: default parameters of sampling.
 
     Raises:
-        ArbError: a line is wrong, or there is none.
+        ArbError: a line is invalid, or there is no prompt.
     """
     requests: list[Request] = []
     for number, line in enumerate(lines, 1):
@@ -62,31 +62,31 @@ def _fields(line: bytes) -> dict[str, Any]:
         value = {"prompt": value}
     if not isinstance(value, dict) or "prompt" not in value:
         raise ArbError("there is no `prompt`", hint='write {"prompt": "It was"}')
-    for name, given in value.items():
+    for name, field in value.items():
         if name not in FIELDS:
-            known = ", ".join(f"`{field}`" for field in FIELDS)
+            known = ", ".join(map("`{}`".format, FIELDS))
             raise ArbError(f"no field is named `{name}`", hint=f"use some of: {known}")
         kind = FIELDS[name]
-        if not is_of(given, kind):
+        if not is_of(field, kind):
             words = {str: "a string", int: "an integer", float: "a number"}
             raise ArbError(
-                f"`{name}` is {json.dumps(given)[:SHOWN_LENGTH]}", hint=f"give {words[kind]}"
+                f"`{name}` is {json.dumps(field)[:SHOWN_LENGTH]}", hint=f"give {words[kind]}"
             )
     return value
 
 
 def _request(fields: dict[str, Any], index: int, length: int, sampling: Sampling) -> Request:
-    how = {
+    options = {
         name: fields.get(name, getattr(sampling, name))
         for name in ("temperature", "top_k", "top_p", "seed")
     }
     try:
         prompt = fields["prompt"].encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
-        raise ArbError("`prompt` has an unpaired surrogate", hint="write it as one") from error
+        raise ArbError("`prompt` has an unpaired surrogate", hint="use valid Unicode") from error
     return Request(
         prompt=prompt,
         length=fields.get("length", length),
-        sampling=Sampling(**how),
+        sampling=Sampling(**options),
         stream=0 if "seed" in fields else index,
     )

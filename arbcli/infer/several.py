@@ -1,9 +1,9 @@
-"""Several texts from a model at once: what a text is does not depend on the others.
+"""Batched generation with continuous batching; a text does not depend on the others in the batch.
 
-Each step makes one byte of every text that goes on. A text that is done gives its place to the next
-prompt, which is read by itself, as if it were alone. A step gives each text the bits that it would
-have among any others, at any number of them: its kernels promise that of a row, and what has no
-such kernels is computed for one text after another, within the same step.
+Each step generates one byte of each active text. When a text is finished, the next prompt takes its
+slot, and is prefilled separately. The bits of a text depend neither on the other texts nor on their
+number: kernels guarantee that for each row, and parts without such kernels process one text after
+another within the step.
 """
 
 import dataclasses
@@ -42,51 +42,52 @@ from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.language_model import LanguageModel
 
 MOST_AT_ONCE = 64
-"""Texts that the kernels of a step take."""
+"""Maximum batch size of the kernels."""
 USUALLY_AT_ONCE = 16
+"""Default batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt, and what to make of it."""
+    """A prompt, with the parameters of its generation."""
 
     prompt: bytes
     length: int
-    """Bytes that follow."""
+    """Number of bytes to generate."""
     sampling: Sampling
     stream: int = 0
-    """Which of the random streams of the seed; a single text has stream 0."""
+    """Index of the seed's random stream; 0 for a single text."""
 
     def __post_init__(self) -> None:
-        """Refuse what no text can be made of.
+        """Check prompt and length.
 
         Raises:
-            ArbError: the prompt is empty, or the text has no or too many bytes.
+            ArbError: the prompt is empty, or the length is out of range.
         """
         if not self.prompt:
             raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
         if self.length < 1 or self.positions > LONGEST_TEXT:
             raise ArbError(
-                f"{self.length:,} bytes are to follow a prompt of {len(self.prompt):,}",
-                hint=f"make at least one, and {LONGEST_TEXT:,} with the prompt at most",
+                f"`length` is {self.length:,} after a prompt of {len(self.prompt):,} bytes",
+                hint=f"use at least 1, and at most {LONGEST_TEXT:,} with the prompt",
             )
 
     @property
     def positions(self) -> int:
-        """Bytes of the text, its prompt among them."""
+        """Length of the text, including the prompt."""
         return len(self.prompt) + self.length
 
     def key(self, device: torch.device) -> Tensor:
-        """Make the key of its random numbers, an int32 scalar."""
+        """Return the key of the random numbers, an int32 scalar."""
         seed, stream = torch.tensor([self.sampling.seed, self.stream], dtype=torch.int32).unbind()
         return stream_keys(seed, stream, 1, 1)[0, 0].to(device)
 
 
 def check_at_once(batch: int | None) -> int:
-    """Choose how many texts a step makes; None is what is usual.
+    """Return the batch size; None is the default.
 
     Raises:
-        ArbError: a step makes no such number.
+        ArbError: it is out of range.
     """
     if batch is None:
         return USUALLY_AT_ONCE
@@ -96,22 +97,22 @@ def check_at_once(batch: int | None) -> int:
 
 
 def cache_bytes(model: LanguageModel, texts: int, positions: int) -> int:
-    """Count the bytes that the states of several texts take."""
+    """Return the memory of the states of a batch of texts in bytes."""
     return model.new_several_cache(texts, positions, torch.device("meta")).nbytes
 
 
 class SeveralDecoder:
-    """A model, a cache for several texts, and what they have so far.
+    """Generates a batch of texts, in slots that can be reused.
 
     Args:
-        model: any `LanguageModel`, inside `model.prepared_weights()`.
-        texts: how many are made at once.
-        positions: bytes that the longest of them can have.
-        backend: what runs the kernels; None is the device's own.
-        capture: whether a step is replayed as one CUDA graph; None is wherever it can be.
+        model: the model, within `model.prepared_weights()`.
+        texts: batch size.
+        positions: maximum length of a text, including the prompt.
+        backend: kernel backend; None is the default of the device.
+        capture: whether to replay a step as a CUDA graph; None does so if possible.
 
     Raises:
-        ArbError: there is no memory for the cache.
+        ArbError: there is not enough memory for the cache.
     """
 
     @torch.no_grad()
@@ -125,7 +126,7 @@ class SeveralDecoder:
         capture: bool | None = None,
     ) -> None:
         self.model, device = model, model.device
-        texts = max(2, texts)  # a single row would have a kernel that adds up in another order
+        texts = max(2, texts)  # the kernel for a single row sums in another order
         if device.type == "cuda":
             needed = cache_bytes(model, texts, positions)
             free, _ = torch.cuda.mem_get_info(device)
@@ -137,8 +138,8 @@ class SeveralDecoder:
         integers: TensorOptions = {"dtype": torch.int32, "device": device}
         dtype = text_dtype(model.config.vocabulary)
         self._text = torch.zeros(texts, positions, dtype=dtype, device=device)
-        self._prompts: dict[int, Sequence[int]] = {}  # what was read of each place
-        self._byte = torch.zeros(texts, 1, dtype=torch.int64, device=device)  # the last ones
+        self._prompts: dict[int, Sequence[int]] = {}  # symbols of the prompt in each slot
+        self._byte = torch.zeros(texts, 1, dtype=torch.int64, device=device)  # last bytes
         self._key = torch.zeros(texts, **integers)
         self._temperature = torch.zeros(texts, device=device)
         self._top_k = torch.ones(texts, **integers)
@@ -149,31 +150,31 @@ class SeveralDecoder:
             self._capture()
 
     @torch.no_grad()
-    def begin(self, place: int, request: Request) -> None:
-        """Begin a text in one of the places, by reading its prompt."""
-        cache, how, device = self.cache.texts[place], request.sampling, self._text.device
-        prompt = self._prompts[place] = symbols_of(self.model, request.prompt)
+    def begin(self, slot: int, request: Request) -> None:
+        """Begin a text in a slot: prefill its prompt."""
+        cache, sampling, device = self.cache.texts[slot], request.sampling, self._text.device
+        prompt = self._prompts[slot] = symbols_of(self.model, request.prompt)
         ids = symbols_on(device, prompt, self._text.dtype)
-        self._text[place, : len(ids)] = ids
-        self._key[place] = request.key(device)
-        self._temperature[place], self._top_p[place] = how.temperature, how.top_p
-        self._top_k[place] = how.top_k
+        self._text[slot, : len(ids)] = ids
+        self._key[slot] = request.key(device)
+        self._temperature[slot], self._top_p[slot] = sampling.temperature, sampling.top_p
+        self._top_k[slot] = sampling.top_k
         cache.reset()
         with use_backend(self.backend):
             read_symbols(self.model, ids[:-1], cache)
-        self._byte[place] = ids[-1]
-        self.cache.going_on[place] = 1
+        self._byte[slot] = ids[-1]
+        self.cache.active[slot] = 1
 
-    def end(self, place: int, request: Request) -> Callable[[], bytes]:
-        """End a text; the function returned waits for its bytes, without those of the prompt."""
-        self.cache.going_on[place] = 0
-        prompt = self._prompts.pop(place)
-        made = copied_to_host(self._text[place, len(prompt) : len(prompt) + request.length])
+    def end(self, slot: int, request: Request) -> Callable[[], bytes]:
+        """End the text of a slot; return a function that waits for its generated bytes."""
+        self.cache.active[slot] = 0
+        prompt = self._prompts.pop(slot)
+        made = copied_to_host(self._text[slot, len(prompt) : len(prompt) + request.length])
         return lambda: b"".join(bytes_of(self.model, prompt, [made()]))
 
     @torch.no_grad()
     def step(self) -> None:
-        """Make one byte of every text that was begun and not ended."""
+        """Generate one byte of each active text."""
         if self._graph is None:
             self._compute()
         else:
@@ -186,7 +187,7 @@ class SeveralDecoder:
                 self._byte,
                 self._text,
                 logits,
-                self.cache.position,  # by now those of the bytes to choose
+                self.cache.position,  # already incremented: positions of the next bytes
                 self._key,
                 self._temperature,
                 self._top_k,
@@ -194,7 +195,7 @@ class SeveralDecoder:
             )
 
     def _capture(self) -> None:
-        """Record a step as a CUDA graph, after a few steps whose bytes are then forgotten."""
+        """Capture a step as a CUDA graph, after warm-up steps, and reset the cache."""
         for _ in range(WARM_UP_STEPS):
             self._compute()
         self._graph = torch.cuda.CUDAGraph()
@@ -211,66 +212,66 @@ def generate_several(
     backend: str | None = None,
     kv: str | None = None,
 ) -> Iterator[tuple[int, bytes]]:
-    """Make texts of several prompts.
+    """Generate the texts of a list of requests.
 
     Args:
-        model: any `LanguageModel`.
-        requests: what to make.
-        batch: texts at once, 1 to 64; None is as many as is usual. It changes no text.
-        backend: what runs the kernels; None is the device's own.
-        kv: what keys and values are kept in: see `LanguageModel.keeping`.
+        model: the model.
+        requests: prompts with their parameters.
+        batch: batch size, 1 to 64; None is the default. The texts do not depend on it.
+        backend: kernel backend; None is the default of the device.
+        kv: storage format of keys and values: see `LanguageModel.keeping`.
 
     Yields:
-        The index of a request, and the bytes that follow its prompt, in the order in which they
-        are done.
+        The index of a request and its generated bytes, in the order of completion.
 
     Raises:
-        ArbError: no step makes so many, the model keeps nothing so, or memory is not enough.
+        ArbError: the batch size is out of range, an option does not suit the model, or memory is
+            exhausted.
     """
     backend, batch = backend or default_backend(model.device), check_at_once(batch)
     if not requests:
         return
     positions = max(len(symbols_of(model, each.prompt)) + each.length for each in requests)
-    places = min(batch, len(requests))
+    slots = min(batch, len(requests))
     weights = model.prepared_weights(spare_bytes(model.device))
     with explained_out_of_memory(OUT_OF_MEMORY), weights, use_backend(backend):
         with model.keeping(kv):
-            decoder = SeveralDecoder(model, places, positions, backend=backend)
-        yield from _in_places(decoder, places, requests)
+            decoder = SeveralDecoder(model, slots, positions, backend=backend)
+        yield from _run_requests(decoder, slots, requests)
 
 
-def _in_places(
-    decoder: SeveralDecoder, places: int, requests: Sequence[Request]
+def _run_requests(
+    decoder: SeveralDecoder, slots: int, requests: Sequence[Request]
 ) -> Iterator[tuple[int, bytes]]:
-    waiting, free = deque(enumerate(requests)), list(range(places))
-    left: dict[int, int] = {}  # bytes that a place still makes
-    made: dict[int, int] = {}  # which request a place has
+    waiting, free = deque(enumerate(requests)), list(range(slots))
+    left: dict[int, int] = {}  # remaining bytes of each slot
+    request_of: dict[int, int] = {}  # index of the request in each slot
     ended: list[tuple[int, Callable[[], bytes]]] = []
     while waiting or left:
-        for place in free[: len(waiting)]:
+        for slot in free[: len(waiting)]:
             index, request = waiting.popleft()
-            decoder.begin(place, request)
-            left[place], made[place] = request.length, index
+            decoder.begin(slot, request)
+            left[slot], request_of[slot] = request.length, index
         steps = min(left.values())
         for _ in range(steps):
             decoder.step()
-        yield from ((index, fetch()) for index, fetch in ended)  # while these steps run
-        left = {place: length - steps for place, length in left.items()}
-        free = [place for place, length in left.items() if length == 0]
-        ended = [(made[place], decoder.end(place, requests[made[place]])) for place in free]
-        left = {place: length for place, length in left.items() if length}
+        yield from ((index, fetch()) for index, fetch in ended)  # while the steps run on the GPU
+        left = {slot: length - steps for slot, length in left.items()}
+        free = [slot for slot, length in left.items() if length == 0]
+        ended = [(request_of[slot], decoder.end(slot, requests[request_of[slot]])) for slot in free]
+        left = {slot: length for slot, length in left.items() if length}
     yield from ((index, fetch()) for index, fetch in ended)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeveralReport:
-    """How texts were made."""
+    """Summary of a batched generation."""
 
     texts: int
     length: int
-    """Bytes of all of them."""
+    """Total number of generated bytes."""
     seconds: float
-    """From the first prompt on, kernels and captures included."""
+    """Total time, including prefill, compilation and capture."""
     batch: int
     device: str
     backend: str
@@ -278,12 +279,12 @@ class SeveralReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextReport:
-    """A prompt of several and what a model made of it."""
+    """A prompt of a batch, the generated text, and its parameters."""
 
     index: int
-    """Of the prompt, from 0 on."""
+    """Index of the prompt, from 0."""
     prompt: str
-    """Bytes that are not UTF-8 are shown as U+FFFD, here and in `text`."""
+    """The prompt; invalid UTF-8 becomes U+FFFD, as in `text`."""
     text: str
     """Continuation of the prompt."""
     length: int
@@ -302,26 +303,27 @@ def continue_several(
     kv: str | None = None,
     on_text: Callable[[TextReport], None] = lambda _: None,
 ) -> SeveralReport:
-    """Make texts of several prompts, and tell of each in the order of the prompts.
+    """Generate the texts of a list of requests, and report them in order.
 
     Args:
-        model: any `LanguageModel`.
-        requests: what to make.
-        batch: texts at once: see `generate_several`.
-        backend: what runs the kernels.
-        kv: what keys and values are kept in.
-        on_text: is given each text as soon as it and all before it are done.
+        model: the model.
+        requests: prompts with their parameters.
+        batch: batch size: see `generate_several`.
+        backend: kernel backend.
+        kv: storage format of keys and values: see `LanguageModel.keeping`.
+        on_text: called with each text, once it and all earlier ones are complete.
 
     Raises:
-        ArbError: no step makes so many, the model keeps nothing so, or memory is not enough.
+        ArbError: the batch size is out of range, an option does not suit the model, or memory is
+            exhausted.
     """
-    started, done, told = time.perf_counter(), {}, 0
+    started, done, next_index = time.perf_counter(), {}, 0
     with deterministic():
         for index, text in generate_several(model, requests, batch, backend=backend, kv=kv):
             done[index] = text
-            while told in done:
-                on_text(_report(told, requests[told], done.pop(told)))
-                told += 1
+            while next_index in done:
+                on_text(_report(next_index, requests[next_index], done.pop(next_index)))
+                next_index += 1
     return SeveralReport(
         texts=len(requests),
         length=sum(request.length for request in requests),

@@ -1,9 +1,9 @@
-"""A step as one CUDA graph: its phases, of which the device itself leaves some out.
+"""A decoding step as one CUDA graph, with conditional nodes for phases that may be skipped.
 
-torch captures a graph for each phase, and the driver joins them: a phase that leads deeper is
-followed by a conditional node, whose body has the phases that are deeper. So the host launches a
-step without having to know which of its phases run. torch has no function for conditional nodes in
-all of the versions that are supported here, so the driver's own are called.
+torch captures a graph for each phase. The graphs are joined with driver calls: a phase that may
+lead deeper is followed by a conditional node, whose body has the deeper phases, so that the host
+can launch a step without knowing which phases run. The driver is called directly, as not all
+supported versions of torch have conditional nodes.
 """
 
 import ctypes
@@ -18,11 +18,11 @@ from arbcli.kernels.runtime.conditions import driver
 from arbcli.model.language_model import Phase
 
 _CONDITIONAL, _IF = 13, 0
-"""A type of nodes, and a type of conditions, in the driver's header."""
+"""Node type and condition type in the driver's header."""
 
 
 class _NodeParams(ctypes.Structure):
-    """The driver's `CUgraphNodeParams`, of a conditional node."""
+    """The driver's `CUgraphNodeParams` for a conditional node."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -37,10 +37,10 @@ class _NodeParams(ctypes.Structure):
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Call a function of the driver.
+    """Call a driver function.
 
     Raises:
-        RuntimeError: it refuses.
+        RuntimeError: it returns an error.
     """
     status = getattr(driver(), name)(*arguments)
     if status:
@@ -48,16 +48,16 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 class StepGraph:
-    """The phases of a step, joined.
+    """The executable graph of a step.
 
     Args:
-        phases: in the order of the step; `handle` of each is written here.
-        graphs: that torch captured of them, of `keep_graph`. They are kept as long as the step,
-            since what they compute in is theirs.
+        phases: phases of the step in order; their `handle` tensors are set.
+        graphs: the graphs of the phases, captured with `keep_graph`. They are kept alive, as they
+            own the memory pool.
         device: a GPU.
 
     Raises:
-        RuntimeError: the driver refuses a call.
+        RuntimeError: a driver call failed.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class StepGraph:
         self._graphs, self._device = graphs, device
         self._context, self._executable = ctypes.c_void_p(), ctypes.c_void_p()
         _call("cuCtxGetCurrent", ctypes.byref(self._context))
-        whole = ctypes.c_void_p()
-        _call("cuGraphCreate", ctypes.byref(whole), 0)
+        graph = ctypes.c_void_p()
+        _call("cuGraphCreate", ctypes.byref(graph), 0)
         try:
-            self._fill(whole, deque(zip(phases, graphs, strict=True)), 0)
+            self._fill(graph, deque(zip(phases, graphs, strict=True)), 0)
             to, flags = ctypes.byref(self._executable), ctypes.c_ulonglong(0)
-            _call("cuGraphInstantiateWithFlags", to, whole, flags)
+            _call("cuGraphInstantiateWithFlags", to, graph, flags)
         finally:
-            _call("cuGraphDestroy", whole)
+            _call("cuGraphDestroy", graph)
         weakref.finalize(self, _call, "cuGraphExecDestroy", self._executable).atexit = False
 
     def replay(self) -> None:
@@ -81,38 +81,38 @@ class StepGraph:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         _call("cuGraphLaunch", self._executable, ctypes.c_void_p(stream))
 
-    def _fill(self, whole: ctypes.c_void_p, parts: deque, depth: int) -> None:
-        """Add phases from the first on that are this deep or deeper, one after another."""
+    def _fill(self, parent: ctypes.c_void_p, parts: deque, depth: int) -> None:
+        """Add the next phases of at least this depth to a graph, in sequence."""
         last = None
         while parts and parts[0][0].depth == depth:
             phase, graph = parts.popleft()
             node, captured = ctypes.c_void_p(), ctypes.c_void_p(graph.raw_cuda_graph())
             to = ctypes.byref(node)
-            _call("cuGraphAddChildGraphNode", to, whole, *_after(last), captured)
+            _call("cuGraphAddChildGraphNode", to, parent, *_after(last), captured)
             last = node
             if phase.leads_deeper is not None:
-                body, last = self._add_condition(whole, last, phase.handle)
+                body, last = self._add_condition(parent, last, phase.handle)
                 self._fill(body, parts, depth + 1)
 
     def _add_condition(
-        self, whole: ctypes.c_void_p, last: ctypes.c_void_p, handle: Tensor
+        self, graph: ctypes.c_void_p, last: ctypes.c_void_p, handle: Tensor
     ) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
         """Add a conditional node after the last one; return its empty body, and the node."""
         found = ctypes.c_uint64()
-        flags = ctypes.c_uint(0), ctypes.c_uint(0)  # what it is at first does not matter
-        _call("cuGraphConditionalHandleCreate", ctypes.byref(found), whole, self._context, *flags)
+        flags = ctypes.c_uint(0), ctypes.c_uint(0)  # no default value
+        _call("cuGraphConditionalHandleCreate", ctypes.byref(found), graph, self._context, *flags)
         handle.fill_(ctypes.c_int64(found.value).value)
         params = _NodeParams(type=_CONDITIONAL, handle=found, condition=_IF, size=1)
         params.context = self._context
         node, (before, count) = ctypes.c_void_p(), _after(last)
         _call(
-            "cuGraphAddNode_v2", ctypes.byref(node), whole, before, None, count,
+            "cuGraphAddNode_v2", ctypes.byref(node), graph, before, None, count,
             ctypes.byref(params),
         )  # fmt: skip
         return ctypes.c_void_p(params.bodies[0]), node
 
 
 def _after(node: ctypes.c_void_p | None) -> tuple:
-    """Name what a node depends on: an array of nodes, and how many there are."""
+    """Return a node's dependencies as an array and its length."""
     before = None if node is None else ctypes.byref(node)
     return before, ctypes.c_size_t(0 if node is None else 1)

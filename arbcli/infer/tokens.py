@@ -1,4 +1,4 @@
-"""The tokenizer of a saved model, and prompts and texts in its tokens."""
+"""The tokenizer of a saved model, and conversion between texts and symbols."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,19 +10,19 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.tokens import FILE, Tokenizer
 
 DIGEST = "tokenizer"
-"""Name of its digest in the `data` of a checkpoint."""
+"""Key of the tokenizer's digest in the `data` of a checkpoint."""
 
 
 def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer | None, name: str) -> None:
-    """Refuse a tokenizer that a model has no symbols for, and tokens without a tokenizer.
+    """Check that a model's vocabulary matches its tokenizer.
 
     Args:
-        config: of the model.
-        tokenizer: None is bytes.
-        name: of its file, for the error.
+        config: configuration of the model.
+        tokenizer: the tokenizer; None for bytes.
+        name: path of the tokenizer, for the error.
 
     Raises:
-        ArbError: they do not fit.
+        ArbError: the tokenizer is missing, or has more tokens than the vocabulary.
     """
     if tokenizer is None and config.vocabulary != VOCABULARY:
         raise ArbError(
@@ -31,22 +31,22 @@ def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer | None, name: str
         )
     if tokenizer is not None and tokenizer.size > config.vocabulary:
         raise ArbError(
-            f"`{name}` has tokens up to {tokenizer.size - 1:,}, and the model"
-            f" {config.vocabulary:,} symbols",
+            f"`{name}` has tokens up to {tokenizer.size - 1:,}, and the model's vocabulary has"
+            f" {config.vocabulary:,}",
             hint="use the model's own tokenizer, or a larger `vocabulary`",
         )
 
 
 def saved_tokenizer(file: Path, checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer | None:
-    """Read the tokenizer that lies next to a checkpoint; None of a model of bytes.
+    """Read the tokenizer next to a checkpoint; None for a model of bytes.
 
     Args:
-        file: of the checkpoint.
-        checkpoint: which knows the digest of its tokenizer.
-        config: of its model.
+        file: path of the checkpoint.
+        checkpoint: the checkpoint, which has the digest of its tokenizer.
+        config: configuration of its model.
 
     Raises:
-        ArbError: it is missing, or another.
+        ArbError: the tokenizer is missing, or has another digest.
     """
     digest = checkpoint.data.get(DIGEST)
     if digest is None and config.vocabulary == VOCABULARY:
@@ -54,8 +54,8 @@ def saved_tokenizer(file: Path, checkpoint: Checkpoint, config: ModelConfig) -> 
     path = file.parent / FILE
     if not path.exists():
         raise ArbError(
-            f"`{file}` holds a model of tokens, and its tokenizer `{path}` is missing",
-            hint=f"put the run's own `{FILE}` next to it",
+            f"the model of `{file}` needs its tokenizer, and there is no `{path}`",
+            hint=f"copy the run's `{FILE}` to this folder",
         )
     tokenizer = Tokenizer.read(path)
     check_digest(tokenizer, digest, path)
@@ -64,25 +64,25 @@ def saved_tokenizer(file: Path, checkpoint: Checkpoint, config: ModelConfig) -> 
 
 
 def check_digest(tokenizer: Tokenizer, digest: str | None, path: Path) -> None:
-    """Refuse a tokenizer that is not the one a model was trained with; None is not known.
+    """Check that a tokenizer is the one of training, by its digest; None if that is unknown.
 
     Raises:
-        ArbError: it is another.
+        ArbError: the digests differ.
     """
     if digest not in (None, tokenizer.digest):
         raise ArbError(
             f"`{path}` is not the tokenizer that the model was trained with",
-            hint="put back the one of the run",
+            hint="restore the tokenizer of the run",
         )
 
 
 def symbols_of(model: LanguageModel, text: bytes | list[int]) -> Sequence[int]:
-    """Turn a prompt into what a model reads: the bytes, or tokens, and those that belong before.
+    """Encode a prompt to the model's symbols, with the special tokens at the beginning.
 
-    A list is of tokens already.
+    A list is already encoded.
 
     Raises:
-        ArbError: the model reads tokens and has no tokenizer.
+        ArbError: the tokenizer is missing.
     """
     if isinstance(text, list):
         return text
@@ -95,12 +95,12 @@ def symbols_of(model: LanguageModel, text: bytes | list[int]) -> Sequence[int]:
 def bytes_of(
     model: LanguageModel, prompt: Sequence[int], parts: Iterable[Sequence[int]]
 ) -> Iterator[bytes]:
-    """Turn what a model makes into bytes, a part after another.
+    """Decode generated symbols to bytes, piece by piece.
 
     Args:
-        model: which made it.
-        prompt: symbols before.
-        parts: of symbols.
+        model: the model, which has the tokenizer.
+        prompt: symbols before the generated ones.
+        parts: pieces of generated symbols.
     """
     if model.tokenizer is None:
         return map(bytes, parts)

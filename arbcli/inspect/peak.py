@@ -21,7 +21,7 @@ from arbcli.device import COMPUTE, deterministic
 from arbcli.inspect.allocator import Allocator, round_up
 from arbcli.inspect.trace import META, KnownShapes, Storages, calling_function, without_memory
 from arbcli.kernels.runtime.backend import compile_for, num_processors
-from arbcli.train.parallel.group import Group, Travelling
+from arbcli.train.parallel.group import Group, PendingTensor
 from arbcli.train.teacher import read_teacher
 from arbcli.train.trainer import Trainer
 
@@ -343,14 +343,14 @@ class _Imagined(Group):
     It allocates what a process does, which is all that a prediction looks at.
     """
 
-    def send_to_owners(self, sent: Tensor, sizes: Sequence[int]) -> Travelling:
+    def send_to_owners(self, sent: Tensor, sizes: Sequence[int]) -> PendingTensor:
         """Take memory for what all would send."""
         arrived = sent.new_empty(self.size, sizes[self.rank])
-        return Travelling(arrived, SimpleNamespace(wait=lambda: None), sent)
+        return PendingTensor(arrived, SimpleNamespace(wait=lambda: None), sent)
 
-    def tell_all(self, tensor: Tensor, owner: int) -> Travelling:
+    def broadcast(self, tensor: Tensor, owner: int) -> PendingTensor:
         """Do nothing: a message arrives where it is expected."""
-        return Travelling(tensor)
+        return PendingTensor(tensor)
 
     def in_order(self, tensors: list[Tensor]) -> list[Tensor]:
         """Take memory for what all have."""

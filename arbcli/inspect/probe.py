@@ -498,7 +498,7 @@ def _projected(model: LanguageModel) -> Iterator[list[Tensor]]:
     found: list[Tensor] = []
 
     def take(_module: nn.Module, _args: Any, output: Tensor | Flow) -> None:
-        x = output.whole() if isinstance(output, Flow) else output
+        x = output.total() if isinstance(output, Flow) else output
         x = x.flatten(2).double()
         along = torch.arange(1, x.shape[2] + 1, dtype=torch.float64, device=x.device)
         along = along * 2.0**0.5 % 1 - 0.5  # uniform, of variance 1/12

@@ -10,7 +10,7 @@ from arbcli.inspect.peak import PeakReport, predict_peak
 from arbcli.model.build import build_model
 from arbcli.model.packed import TernaryTensor
 from arbcli.train.parallel.group import Group
-from arbcli.train.parallel.owners import deal_out, kept
+from arbcli.train.parallel.owners import assign_owners, owner_buffers
 from arbcli.train.trainer import check_shares
 
 
@@ -96,12 +96,12 @@ def audit_ranks(config: TrainConfig, group: Group) -> RanksReport:
 def share_out(config: TrainConfig, size: int) -> list[Share]:
     """Find what each of so many processes holds between steps."""
     tensors, whole = _declared(config)
-    owners = deal_out(tensors, size)
+    owners = assign_owners(tensors, size)
     weights, own = [0] * size, [0] * size
     for tensor in tensors:
         owner = owners[id(tensor)]
         weights[owner] += tensor.num_weights
-        own[owner] += sum(part.nbytes for part in kept(tensor).values())
+        own[owner] += sum(part.nbytes for part in owner_buffers(tensor).values())
     told = whole - sum(own)
     return [
         Share(rank=rank, weights=weights[rank], kept_bytes=own[rank], state_bytes=told + own[rank])

@@ -1,1 +1,1 @@
-"""The model: its configuration, its packed tensors, their update rules and its layers."""
+"""The model: packed tensors, layers, parts, stages and the language model built from them."""

@@ -1,4 +1,7 @@
-"""The same layers with float weights, to compare with: plain, or ternary by straight-through."""
+"""Layers with float32 weights for baselines: plain, or ternary with a straight-through estimator.
+
+Each layer has the interface of its packed counterpart in `arbcli.model.layers`.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,11 +25,11 @@ from arbcli.model.layers.rotary import rotary_table
 from arbcli.model.layers.table import SPARSE_SPREAD
 
 TINY = 1e-30
-"""Least scale: a matrix of zeros, which some are at the start, has none."""
+"""Minimum scale, for matrices that are initialised to zero."""
 
 
 class FloatWeight(nn.Module):
-    """A float32 matrix; with `ste` its forward is ternary, the gradient passing straight through.
+    """A float32 matrix; with `ste` the forward uses ternary weights, and the gradient ignores that.
 
     w = clip(round(latent / s), -1, 1) * s with s = mean |latent| over the matrix.
     Source: S. Ma et al., "The Era of 1-bit LLMs", https://arxiv.org/abs/2402.17764, eq. 1-3.
@@ -41,12 +44,12 @@ class FloatWeight(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, index: int) -> None:
-        """Draw from a normal distribution; `seed` and `index` decide, not the global generator."""
+        """Draw from a normal distribution that only depends on `seed` and `index`."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
         self.latent.copy_(torch.randn(self.latent.shape, generator=generator) * self.std)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """Make what the forward multiplies by: (N, K) of `dtype`; or give what was made of it."""
+        """Return the weight that the forward multiplies by, (N, K) of `dtype`."""
         if self._cast is not None and self._cast.dtype == dtype:
             return self._cast
         weight = self.latent
@@ -58,7 +61,7 @@ class FloatWeight(nn.Module):
 
     @contextmanager
     def cast_once(self, dtype: torch.dtype) -> Iterator[None]:
-        """Make the weight once for many forwards; meanwhile it must not be trained."""
+        """Cache the cast weight for many forward passes; it must not be trained meanwhile."""
         with torch.no_grad():
             self._cast = self.weight(dtype)
         try:
@@ -68,7 +71,7 @@ class FloatWeight(nn.Module):
 
 
 class FloatLinear(nn.Module):
-    """y = x @ w.T with float or straight-through weights; it takes what `TernaryLinear` does."""
+    """y = x @ w.T with float or straight-through weights; the counterpart of `TernaryLinear`."""
 
     def __init__(
         self,
@@ -94,10 +97,10 @@ class FloatLinear(nn.Module):
         *,
         consumes: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Apply `before` and multiply (..., K) activations to (..., N) of the same dtype.
+        """Multiply before(x) by the weight: (..., K) to (..., N) of the same dtype.
 
-        What is `added` to x comes first, and then the sum is returned, too. Autograd keeps what it
-        needs, whatever may be consumed.
+        With `added`, x + added takes the place of x and is returned too. `consumes` has no effect,
+        as autograd saves its inputs.
         """
         if added is not None:
             x = x + added
@@ -116,18 +119,19 @@ class FloatEmbedding(nn.Module):
         self.weight = FloatWeight(num_embeddings, dim, site, std=std)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Turn (...) int64 ids into (..., D) vectors of `dtype`.
+        """Look up (...) int64 ids: (..., D) of `dtype`.
 
-        Where gradients are wanted the cast comes last, so that those of a row are added in float32.
+        While gradients are recorded the cast comes last, so that those of a row are summed in
+        float32.
         """
         table = self.weight.weight(torch.float32 if torch.is_grad_enabled() else dtype)
         return functional.embedding(ids, table).to(dtype)
 
 
 class FloatTable(nn.Module):
-    """Add up weighted rows of a float or straight-through table; it takes what `TernaryTable` does.
+    """Weighted sums of rows of a float or straight-through table; counterpart of `TernaryTable`.
 
-    Rows begin as small as there, where nearly all trits are zero.
+    The initial standard deviation is also that of `TernaryTable`, whose trits are nearly all zero.
     """
 
     def __init__(self, num_rows: int, dim: int, site: Site, *, area: str) -> None:
@@ -136,18 +140,18 @@ class FloatTable(nn.Module):
         self.weight = FloatWeight(num_rows, dim, site, std=std)
 
     def forward(self, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """Turn (M, k) int64 ids and float32 weights into (M, D) of `dtype`, added in float32.
+        """Sum the rows of (M, k) int64 ids with float32 weights: (M, D) of `dtype`.
 
-        An id outside of the table, such as -1, is not a row.
+        Ids outside of the table, such as -1, are ignored. Sums are in float32.
         """
         table = self.weight.weight(torch.float32)
-        there = (ids >= 0) & (ids < len(table))
-        rows = functional.embedding(ids * there, table)
-        return torch.einsum("mk,mkd->md", weights * there, rows).to(dtype)
+        valid = (ids >= 0) & (ids < len(table))
+        rows = functional.embedding(ids * valid, table)
+        return torch.einsum("mk,mkd->md", weights * valid, rows).to(dtype)
 
 
 class FloatVector(nn.Module):
-    """A float vector of n numbers; it takes what `TernaryVector` does."""
+    """A float vector of n numbers; the counterpart of `TernaryVector`."""
 
     def __init__(self, values: Sequence[float], site: Site, *, area: str) -> None:
         super().__init__()
@@ -155,37 +159,37 @@ class FloatVector(nn.Module):
         self.weight.values = tuple(values)
 
     def forward(self) -> Tensor:
-        """Read (n,) float32."""
+        """Return the vector, (n,) float32."""
         return self.weight.latent.flatten()
 
 
 class FloatTaps(nn.Module):
-    """Float taps, so many for each channel; it takes what `TernaryTaps` does."""
+    """Float taps of a depthwise convolution; the counterpart of `TernaryTaps`."""
 
     def __init__(self, channels: int, taps: int, site: Site, *, area: str) -> None:
         super().__init__()
         self.weight = FloatNumbers(channels, taps, site, std=1 / math.sqrt(taps))
 
     def forward(self) -> Tensor:
-        """Read (D, W) float32."""
+        """Return the taps, (D, W) float32."""
         return self.weight.latent
 
 
 class FloatNumbers(FloatWeight):
-    """Float32 numbers that are read as they are; `values`, if there are any, are the first ones."""
+    """Float32 numbers that are never quantised; `values` are their initial values, if given."""
 
     values: tuple[float, ...] | None = None
 
     @torch.no_grad()
     def initialise(self, seed: int, index: int) -> None:
-        """Set the first values, or draw them."""
+        """Set the initial values, or draw them from a normal distribution."""
         super().initialise(seed, index)
         if self.values is not None:
             self.latent.copy_(torch.tensor(self.values)[:, None])
 
 
 class FloatRMSNorm(nn.Module):
-    """Divide by the root-mean-square; no gain, as the ternary norm's stays the identity."""
+    """RMS norm without gain, as the gain of `TernaryRMSNorm` is always 1."""
 
     def __init__(self, dim: int, site: Site) -> None:
         super().__init__()
@@ -195,14 +199,14 @@ class FloatRMSNorm(nn.Module):
         """Normalise the last dimension of (..., D), in float32."""
         return functional.rms_norm(x.float(), (self.dim,), eps=NORM_EPS).to(x.dtype)
 
-    def of_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + added, and that normalised."""
+    def add_and_norm(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + added, and the normalised sum."""
         x = x + added
         return x, self(x)
 
 
 class FloatGainedRMSNorm(FloatVector):
-    """Divide by the root-mean-square, then multiply by float gains, which begin as ones."""
+    """RMS norm with trained float gains, initially 1."""
 
     def __init__(self, dim: int, site: Site) -> None:
         super().__init__([1.0] * dim, site, area="norms")
@@ -215,29 +219,29 @@ class FloatGainedRMSNorm(FloatVector):
 
 
 class FloatGate(FloatRMSNorm):
-    """The middle of a gated MLP: silu of the first half times the second, normalised or not."""
+    """silu(gate) * up of a gated MLP, with an optional RMS norm."""
 
     def __init__(self, dim: int, site: Site, *, normalise: bool) -> None:
         super().__init__(dim, site)
         self.normalise = normalise
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        """Turn (..., 2 D) into (..., D)."""
+        """Compute (..., D) from gate and up, the halves of (..., 2 D)."""
         gate, up = gate_up.chunk(2, dim=-1)
         product = functional.silu(gate) * up
         return super().forward(product) if self.normalise else product
 
 
 class FloatClampedGate(FloatGate):
-    """A `FloatGate` of bounded inputs: see `arbcli.model.layers.norm.ClampedGate`."""
+    """A `FloatGate` with clamped inputs: see `arbcli.model.layers.norm.ClampedGate`."""
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        """Turn (..., 2 D) into (..., D)."""
+        """Compute (..., D) from gate and up, the halves of (..., 2 D)."""
         return super().forward(clamp_halves(gate_up))
 
 
 class FloatExpertWeight(FloatWeight):
-    """One float matrix for each expert, one above the other; it takes what `ExpertWeight` does."""
+    """Float matrices of all experts, stacked by rows; the counterpart of `ExpertWeight`."""
 
     def __init__(
         self,
@@ -256,7 +260,7 @@ class FloatExpertWeight(FloatWeight):
     def multiply(self, x: Tensor, bounds: Tensor, before: nn.Module | None) -> Tensor:
         """Multiply the slots of each expert, (S, K), by its matrix: (S, N).
 
-        On a GPU in bf16 this is torch's grouped product; elsewhere our own.
+        Uses torch's grouped product in bf16 on a GPU, and `grouped_matmul` elsewhere.
         """
         x = before(x) if before else x
         w = self.weight(x.dtype).unflatten(0, (self.experts, -1))
@@ -284,9 +288,9 @@ _grouped_product = operator(_GroupedProduct, lambda x, w, bounds: x.new_empty(le
 
 
 class FloatRotaryAngles(nn.Module):
-    """The angles of positions: see `rotary_table`.
+    """The table of rotary angles: see `rotary_table`.
 
-    The table is a buffer, so that a compiler reads it and does not trace how it was made.
+    It is a buffer, so that a compiler does not trace its computation.
     """
 
     cos: Tensor
@@ -299,19 +303,19 @@ class FloatRotaryAngles(nn.Module):
             self.register_buffer(name, part, persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Give the rows of the positions of (B, T, ...)."""
+        """Return cosines and sines of the T positions of x, (B, T, ...)."""
         return self.cos[: x.shape[1]], self.sin[: x.shape[1]]
 
 
 class FloatRotaryNorm(FloatRotaryAngles):
-    """Turn queries and keys by the angles of their positions, and normalise each head."""
+    """Rotate queries and keys (RoPE), and normalise each head."""
 
     def forward(  # type: ignore[override]
         self, qkv: Tensor, table: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Turn (B, T, 3, heads, d) into queries, keys and values, (B, heads, T, d) each.
+        """Split (B, T, 3, heads, d) into queries, keys and values, (B, heads, T, d) each.
 
-        `table` is T rows of a `rotary_table`; None is its first ones, for positions from 0 on.
+        `table` has T rows of a `rotary_table`; None is the first T, for positions from 0.
         """
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         cos, sin = table or super().forward(qkv)
@@ -323,7 +327,7 @@ class FloatRotaryNorm(FloatRotaryAngles):
 
 
 class FloatTurnedHeads(FloatRotaryAngles):
-    """Normalise, scale and turn queries and keys: see `turned_heads`."""
+    """Normalise, scale and rotate queries and keys: see `turned_heads`."""
 
     def forward(  # type: ignore[override]
         self,
@@ -333,27 +337,27 @@ class FloatTurnedHeads(FloatRotaryAngles):
         eps: float | None,
         table: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Part (B, T, H, d) into queries, keys and values, (B, their heads, T, d)."""
+        """Split (B, T, H, d) into queries, keys and values, (B, their heads, T, d)."""
         angles = table or super().forward(qkv)
         q, k, v = qkv.transpose(1, 2).split((qkv.shape[2] - 2 * kv, kv, kv), dim=1)
 
-        def turned(x: Tensor, part: int) -> Tensor:
+        def rotated(x: Tensor, part: int) -> Tensor:
             y = x.float()
             if eps is not None:
                 gain = None if gains is None else gains[part]
                 y = functional.rms_norm(y, y.shape[-1:], gain, eps)
             return rotate(y, *angles).to(x.dtype)
 
-        return turned(q, 0), turned(k, 1), v
+        return rotated(q, 0), rotated(k, 1), v
 
 
 def mix_streams(
     x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
 ) -> Tensor:
-    """Mix streams by plain operations: see `arbcli.kernels.streams.mix_streams`."""
+    """Mix residual streams in plain torch: see `arbcli.kernels.streams.mix_streams`."""
     return mix_streams_torch(x, weights, added, gains)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Average the cross-entropy of (M, V) logits and (M,) int64 targets: nats, float32 scalar."""
+    """Compute the mean cross-entropy of (M, V) logits and (M,) int64 targets, in nats."""
     return functional.cross_entropy(logits.float(), targets)

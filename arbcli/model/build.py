@@ -1,4 +1,4 @@
-"""From a configuration to its model."""
+"""Construction of a model from its configuration."""
 
 import torch
 
@@ -19,33 +19,33 @@ def build_model(
     fp8: bool = False,
     nvfp4: bool = False,
 ) -> LanguageModel:
-    """Make the model of a configuration, its weights not yet set.
+    """Build the model of a configuration, with uninitialised weights.
 
     Args:
-        config: its shape and storage.
-        compute_dtype: of activations; bfloat16, or float32.
-        recompute: whether a backward computes what is inside a block again.
-        fp8: whether linear layers multiply in eight bits: all but the head, and those with a size
-            that is not a multiple of `MULTIPLE`; and whether indexers choose by such products.
-        nvfp4: whether these multiply in four bits, emulated, and experts too.
+        config: the model's configuration.
+        compute_dtype: dtype of activations, bfloat16 or float32.
+        recompute: whether to use activation checkpointing: the backward recomputes each block.
+        fp8: whether to multiply in FP8 in indexers and in linear layers, except for the head and
+            for layers with a size that is not a multiple of `MULTIPLE`.
+        nvfp4: whether to multiply in NVFP4, emulated, in the same linear layers and in experts.
 
     Raises:
-        ArbError: there is no such layer.
+        ArbError: no layer of the model can multiply in the format.
     """
     model = LanguageModel(config, compute_dtype, recompute=recompute)
     if fp8 or nvfp4:
-        chosen = [
+        weights = [
             weight
             for weight in model.weights().values()
             if isinstance(weight, (LinearWeight, ExpertWeight)) and _fits(weight, nvfp4)
         ]
-        if not chosen:
+        if not weights:
             raise ArbError(
                 f"`--compute {'fp8' if fp8 else 'nvfp4'}` multiplies matrices whose sizes are"
                 f" multiples of {MULTIPLE}, and this model has none",
                 hint="choose other sizes, or use `--compute bf16`",
             )
-        for weight in chosen:
+        for weight in weights:
             weight.nvfp4 = nvfp4
             if isinstance(weight, LinearWeight):
                 weight.fp8 = fp8
@@ -56,9 +56,9 @@ def build_model(
 
 
 def _fits(weight: LinearWeight | ExpertWeight, nvfp4: bool) -> bool:
-    """Whether a weight is multiplied in eight bits, or in four."""
+    """Return whether a weight can be multiplied in FP8, or in NVFP4."""
     if isinstance(weight, ExpertWeight):
-        rows, chosen = weight.of_one, nvfp4
+        rows, allowed = weight.expert_rows, nvfp4
     else:
-        rows, chosen = weight.out_features, weight.in_eight_bits
-    return chosen and rows % MULTIPLE == 0 and weight.in_features % MULTIPLE == 0
+        rows, allowed = weight.out_features, weight.in_eight_bits
+    return allowed and rows % MULTIPLE == 0 and weight.in_features % MULTIPLE == 0

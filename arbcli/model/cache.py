@@ -1,4 +1,4 @@
-"""The state of a text: the states of the parts, and the last bytes."""
+"""The decoding cache of a text, or of a batch of texts: states of all parts, and the last bytes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,45 +10,44 @@ from torch import Tensor
 from arbcli.kernels.attention.attend_ahead import Kept
 from arbcli.model.mark import Mark, Written
 from arbcli.model.parts.ngrams import HISTORY
-from arbcli.model.state import KeptTexts, Track
+from arbcli.model.state import StateSpec, Track
 
 if TYPE_CHECKING:
     from arbcli.model.language_model import LanguageModel
 
 
 class _Markable:
-    """States from which positions can be taken back: see `mark`."""
+    """A cache whose last positions can be undone: see `mark`."""
 
     is_marked = False
-    """Whether positions that are read can be taken back."""
+    """Whether there is a mark to rewind to."""
     _marks: tuple[Mark, ...] = ()
     _marked = _read = 0
 
     def mark(self, positions: int) -> None:
-        """Mark where texts are, so that positions after it can be taken back.
+        """Mark the present positions, so that `rewind` can undo later ones.
 
-        Memory for that, part of `nbytes`, is kept for the next mark of as many positions. Steps
-        that a captured graph replays are not seen and cannot be taken back.
+        The memory for it, part of `nbytes`, is reused by the next mark for the same number of
+        positions. Steps that a captured graph replays are not recorded and cannot be undone.
 
         Args:
-            positions: that are read after the mark, at most.
+            positions: maximum number of positions that are read after the mark.
         """
         if not (self._marks and self._marked == positions):
             self._marks = tuple(self._new_marks(positions))
         self._marked, self._read, self.is_marked = positions, 0, True
 
     def rewind(self, accepted: int | Tensor) -> None:
-        """Take back the positions after the mark but for the first ones, and remove the mark.
+        """Undo the positions after the mark except for the first `accepted`, and remove the mark.
 
-        Every tensor is what it would be had the others never been read. Nobody waits for it.
+        Every tensor is as if the other positions had never been read. Does not synchronise.
 
         Args:
-            accepted: how many positions stay, at most as many as were read; of several texts (B,)
-                integers on the device. A text that goes on for fewer steps than others has read so
-                many.
+            accepted: number of positions to keep, at most as many as were read; (B,) integers on
+                the device for a batch, whose texts may have read different numbers of positions.
 
         Raises:
-            ValueError: there is no mark, or more is accepted than was read.
+            ValueError: there is no mark, or `accepted` exceeds the positions read.
         """
         if not self.is_marked:
             raise ValueError("there is no mark to rewind to: call `mark` first")
@@ -64,12 +63,12 @@ class _Markable:
 
     @property
     def position(self) -> Tensor:
-        """Positions read."""
+        """Number of positions read."""
         raise NotImplementedError
 
     @property
     def reads_at_once(self) -> bool:
-        """Whether a marked text takes several positions at once, or one after another."""
+        """Whether a marked text can read several positions at once rather than one by one."""
         return len(self._marks) == 1 and self._marks[0].reads_at_once
 
     def _new_marks(self, positions: int) -> Iterator[Mark]:
@@ -90,14 +89,14 @@ class _Markable:
 
 
 class Cache(_Markable):
-    """The states of one text, or of several, allocated once.
+    """The states of one text, or of a batch of texts, allocated once.
 
     Args:
-        model: that reads the text.
-        positions: bytes that the text can have.
-        texts: B, how many have steps that are computed together; None is one text by itself.
-        device: where it is; None is the model's.
-        first: position before which none is read: those before it are counted only.
+        model: the model that reads the text.
+        positions: maximum length of the text in bytes.
+        texts: batch size B; None for a single text, whose tensors have no batch dimension.
+        device: device of the states; None is the model's.
+        first: first position that is read; earlier ones are only counted.
     """
 
     def __init__(
@@ -111,28 +110,28 @@ class Cache(_Markable):
     ) -> None:
         device, slots = device or model.device, model.config.slots
         self.positions = positions
-        kept = KeptTexts(positions, model.compute_dtype, device, texts, model.kept, first)
+        kept = StateSpec(positions, model.compute_dtype, device, texts, model.kept, first)
         self.stages = [
             stage.new_state(ctx, kept) for stage, ctx in zip(model.stages, slots, strict=False)
         ]
         self.main = model.blocks.new_track(slots[-1], kept)
         self.history: Tensor | None = None
-        """(B, `HISTORY`) int64, the last bytes, where a part reads them; B is 1 of one text."""
+        """The last bytes, (B, `HISTORY`) int64, if a part reads them; B is 1 for a single text."""
         if model.config.beside or model.config.reads_text:
             self.history = torch.full((texts or 1, HISTORY), -1, dtype=torch.int64, device=device)
         clocks = [track.clock for track in self.tracks]
         self.window = min(clock.window for clock in clocks)
-        """Bytes that can be read at once, at most."""
+        """Maximum number of bytes that can be read at once."""
 
     @property
     def tracks(self) -> list[Track]:
-        """The states of all lists of blocks, the outermost first."""
+        """The states of all stacks of blocks, outermost first."""
         outer = [track for stage in self.stages for track in (stage.encoder, stage.decoder)]
         return [*outer, self.main]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the states and a mark take."""
+        """Memory of the states and a mark in bytes."""
         return sum(track.nbytes for track in self.tracks) + self._mark_bytes
 
     def _new_marks(self, positions: int) -> Iterator[Mark]:
@@ -142,22 +141,22 @@ class Cache(_Markable):
         yield self.main.mark(positions, *([] if self.history is None else [Written(self.history)]))
 
     def kept(self, positions: int) -> list[Kept]:
-        """Name the rings, and what a `LanguageModel.check` of so many positions leaves for them."""
+        """Return the rings, each with the keys and values that a `check` of `positions` leaves."""
         states = (state for state in self.main.blocks if state)
         return [part for state in states for part in state.kept(positions)]
 
     @property
     def position(self) -> Tensor:
-        """Bytes read; a step reads it on the device, and nobody waits for it."""
+        """Number of bytes read, a tensor on the device."""
         return self.tracks[0].position
 
     def depths(self) -> Tensor:
-        """Count the stages that began a chunk at each byte that was read last: (T,) int64."""
+        """Return the number of stages that began a chunk at each byte read last, (T,) int64."""
         counts = torch.zeros_like(self.stages[0].begins[0], dtype=torch.int64)
         places = torch.arange(len(counts), device=counts.device)
         for stage in self.stages:
             places = places[stage.begins[0]]
-            if not len(places):  # what is inside has read nothing
+            if not len(places):  # inner stages read no position
                 break
             counts[places] += 1
         return counts
@@ -169,36 +168,36 @@ class Cache(_Markable):
 
     @contextmanager
     def reading(self, ids: Tensor) -> Iterator[Tensor]:
-        """Remember the last bytes of a text, where a part reads them.
+        """Prepend the last bytes to those read in the block, and keep the history up to date.
 
         Args:
-            ids: (B, T) int64, the bytes that are read inside; B is 1 of one text.
+            ids: (B, T) int64, the bytes read in the block; B is 1 for a single text.
 
         Yields:
-            (B, history + T) int64: the bytes with those before them, negative where there are none.
+            (B, history + T) int64: history and bytes; negative before the beginning of the text.
         """
         self._save(ids.shape[1])
         if self.history is None:
             yield ids
             return
-        # the first byte of a text forgets those of a text before it, as captured steps start anew
+        # captured steps begin a new text by setting the position to 0, without a reset
         before = torch.where(self.position.view(-1, 1) == 0, -1, self.history)
         text = torch.cat((before, ids), dim=1)
         yield text
-        self.history.copy_(self._kept_of(text[:, ids.shape[1] :]))
+        self.history.copy_(self._updated_history(text[:, ids.shape[1] :]))
 
-    def _kept_of(self, history: Tensor) -> Tensor:
+    def _updated_history(self, history: Tensor) -> Tensor:
         return history
 
 
 class SeveralCache(Cache):
-    """The states of several texts, whose steps are computed together.
+    """The states of a batch of texts, which are decoded together.
 
     Args:
-        model: that reads the texts.
-        texts: B, how many.
-        positions: bytes that the longest text can have.
-        device: where it is; None is the model's.
+        model: the model that reads the texts.
+        texts: batch size B.
+        positions: maximum length of a text in bytes.
+        device: device of the states; None is the model's.
     """
 
     def __init__(
@@ -213,40 +212,40 @@ class SeveralCache(Cache):
         inside = [*(stage.clock for stage in self.stages[1:]), self.main.clock]
         for stage, clock in zip(self.stages, inside, strict=False):
             stage.inner = clock
-        self.texts = [OneOfSeveral(self, index) for index in range(texts)]
-        """The cache of each text, to read its prompt by itself."""
+        self.texts = [TextCache(self, index) for index in range(texts)]
+        """One cache for each text, to read its prompt; views of the same tensors."""
 
     @property
-    def going_on(self) -> Tensor:
-        """(B,) int32: 1 where a step reads one byte more of a text, 0 where it leaves it alone."""
-        going_on = self.tracks[0].clock.going_on
-        if going_on is None:
-            raise ValueError("the clock only counts one text")
-        return going_on
+    def active(self) -> Tensor:
+        """Mask of the texts that a step continues, (B,) int32, 1 or 0."""
+        active = self.tracks[0].clock.active
+        if active is None:
+            raise ValueError("the clock belongs to a single text")
+        return active
 
     @contextmanager
     def reading(self, ids: Tensor) -> Iterator[Tensor]:
-        """Let a byte more of each text that goes on be read: see `Cache.reading`.
+        """Read one byte of each active text: see `Cache.reading`.
 
         Raises:
-            ValueError: more than one byte.
+            ValueError: `ids` has more than one byte for each text.
         """
         if ids.shape[1] != 1:
-            raise ValueError(f"several texts are read one byte at a time, got {ids.shape[1]}")
+            raise ValueError(f"a batch of texts is read one byte at a time, got {ids.shape[1]}")
         with super().reading(ids) as text:
             yield text
 
-    def _kept_of(self, history: Tensor) -> Tensor:
+    def _updated_history(self, history: Tensor) -> Tensor:
         if self.history is None:
             return history
-        return torch.where(self.going_on[:, None] > 0, history, self.history)
+        return torch.where(self.active[:, None] > 0, history, self.history)
 
 
-class OneOfSeveral(Cache):
-    """The part of a `SeveralCache` that belongs to one text, as a cache by itself."""
+class TextCache(Cache):
+    """A view of one text in a `SeveralCache`."""
 
-    def __init__(self, whole: SeveralCache, index: int) -> None:
-        self.positions, self.window = whole.positions, whole.window
-        self.stages = [stage.each[index] for stage in whole.stages]
-        self.main = whole.main.each[index]
-        self.history = None if whole.history is None else whole.history[index : index + 1]
+    def __init__(self, batch: SeveralCache, index: int) -> None:
+        self.positions, self.window = batch.positions, batch.window
+        self.stages = [stage.each[index] for stage in batch.stages]
+        self.main = batch.main.each[index]
+        self.history = None if batch.history is None else batch.history[index : index + 1]

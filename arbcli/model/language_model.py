@@ -1,9 +1,9 @@
-"""`LanguageModel`: embedding, stages of blocks, norm and head, assembled from a configuration.
+"""`LanguageModel`: embedding, stages of blocks, norm and head, built from a configuration.
 
 bytes -> embedding, n-grams -> [encoder -> chunks ->] blocks, memories [-> decoder] -> norm -> head
 
-The outer stages are `stages`, and the blocks of the innermost one are `blocks`. A part that the
-configuration leaves out is None and has no weights.
+`stages` has the outer stages, and `blocks` the blocks of the innermost one. Optional parts that the
+configuration omits are None.
 """
 
 import itertools
@@ -48,35 +48,34 @@ from arbcli.model.step_memory import StepMemory
 LOSS_WEIGHTS = {
     "ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0, "commitment": 0.25,
 }  # fmt: skip
-"""Weight of each part of the loss, that of the text being 1.
+"""Weights of the auxiliary losses, relative to the loss of the text.
 
-The source of `ratio` has 0.03. With ten times that chunks keep to the length that was asked for.
-Weights that learn by `indexer` learn by nothing else.
+H-Net uses 0.03 for `ratio`; with ten times that, chunks keep their target length. The weight of
+`indexer` is arbitrary, as the indexers' parameters have no other loss.
 """
 
 
 class Phase(NamedTuple):
-    """A part of reading one byte of a text, with the same shapes every time."""
+    """A part of a decoding step with fixed shapes, which can be captured as a CUDA graph."""
 
     depth: int
-    """It runs if the phases before it have led so deep; the first ones, of depth 0, always do."""
+    """Nesting depth; phases of depth 0 always run, deeper ones if `leads_deeper` says so."""
     run: Callable[[], Tensor | None]
-    """Do it; that of the last phase returns the logits, (1, 1, V)."""
+    """Run the phase; the last one returns the logits, (1, 1, V)."""
     leads_deeper: Callable[[], Tensor] | None = None
-    """Afterwards, a tensor of one bool: whether phases that are one deeper run; None: no."""
+    """Return a bool tensor of one element, true if the phases one level deeper run; None: never."""
     handle: Tensor | None = None
-    """Int64 of one element: that of the conditional node that is told so, 0 being none; None where
-    there can be none."""
+    """Handle of the conditional node for deeper phases, int64 of one element, 0 for no node; None
+    if conditional nodes are not supported."""
 
 
 class LanguageModel(nn.Module):
     """A language model over bytes or tokens.
 
     Args:
-        config: its parts, and how its weights are stored.
-        compute_dtype: of activations; bfloat16, or float32.
-        recompute: whether a backward computes what is inside a block again, so that only the
-            blocks' inputs are kept for it.
+        config: configuration of the parts and of weight storage.
+        compute_dtype: dtype of activations, bfloat16 or float32.
+        recompute: whether to use activation checkpointing, which only saves the inputs of blocks.
     """
 
     codebook: Codebook | Quantiser | None
@@ -95,13 +94,13 @@ class LanguageModel(nn.Module):
         main, memories = config.main, config.main.memories
         parts = layers_for(outermost)
         self.cross_entropy = parts.cross_entropy
-        # the order of modules is that of first values and of random bits: it never changes
+        # initialisation and random bits depend on the order of modules: never change it
         self.embedding = symbol_embedding(config)
         beside = {BESIDE[type(part)][0]: part for part in config.beside}
         for name, kind in BESIDE.values():
             part = beside.get(name)
             setattr(self, name, kind(part, outermost) if part else None)
-        self.stages: Any  # a `ModuleList` does not say that it has each a `Stage`
+        self.stages: Any  # a `ModuleList` of `Stage`
         if config.outer:
             self.stages = nn.ModuleList(Stage(config, index) for index in range(len(config.outer)))
         else:
@@ -128,35 +127,37 @@ class LanguageModel(nn.Module):
         self._counts: Tensor | None = None
 
     def forward(self, ids: Tensor, cache: Cache | SeveralCache | None = None) -> Tensor:
-        """Compute (B, T, V) logits, in `compute_dtype`, from (B, T) int64 bytes or tokens.
+        """Compute logits, (B, T, V) in `compute_dtype`, from bytes or tokens, (B, T) int64.
 
-        With a cache B is 1: they follow on those that it has seen, and are added to it. With one of
-        several texts T is 1, and a byte of each is read; what a text gives does not depend on the
-        others.
+        With a `Cache`, B is 1, and the symbols continue the text of the cache. With a
+        `SeveralCache`, T is 1: one symbol of each text is read, and the logits of a text do not
+        depend on the others.
         """
         if cache is None:
-            return self._logits(self._whole(ids, []))
+            return self._logits(self._hidden(ids, []))
         if cache.is_marked and not cache.reads_at_once and ids.shape[1] > 1:
             return torch.cat([self(part, cache) for part in ids.split(1, dim=1)], dim=1)
-        if self.stages and isinstance(cache, SeveralCache):  # almost every time some chunk begins
+        if self.stages and isinstance(
+            cache, SeveralCache
+        ):  # some text nearly always begins a chunk
             *_, logits = [phase.run() for phase in self.step_phases(ids, cache)]
-            assert logits is not None  # the last phase makes them
+            assert logits is not None  # the last phase returns them
             return logits
         with cache.reading(ids) as text:
-            x, reading = self._embed_after(text, ids.shape[1])
+            x, reading = self._embed_continuation(text, ids.shape[1])
             if self.stages:
-                return self._logits(self._follow(0, x, ids, reading, cache))
+                return self._logits(self._continue_stages(0, x, ids, reading, cache))
             fused = self._fuses(x)
             with cache.main.clock.reading(ids.shape[1]):
-                flow = self._inside(x, reading, cache.main, fused=fused)
+                flow = self._run_innermost(x, reading, cache.main, fused=fused)
             if fused:
                 return self._fused_logits(flow.x)
             if len(x) > 1:
-                return each_text(lambda row: self._logits(Flow(row)), flow.whole())
+                return each_text(lambda row: self._logits(Flow(row)), flow.total())
             return self._logits(flow)
 
     def loss(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Average the cross-entropy, in nats a symbol: see `losses`."""
+        """Compute the mean cross-entropy in nats per symbol: see `losses`."""
         return self.losses(ids, targets, documents)["text"]
 
     def losses(
@@ -167,28 +168,30 @@ class LanguageModel(nn.Module):
         *,
         teacher: "LanguageModel | None" = None,
     ) -> dict[str, Tensor]:
-        """Compute the parts of the loss that a step minimises, each times its `loss_weights`.
+        """Compute the terms of the training loss, which is their sum weighted by `loss_weights`.
 
         Args:
             ids: (B, T) int64.
-            targets: (B, T) int64. With `documents` those that are negative count for nothing, and
-                the mean is over the others. Those of a model that fills holes are of `hide` or
-                `cut`. With a composite head 256 is added to bytes of sounds, and 512 to pictures'.
-            documents: (B, T) int64, numbers of the documents of each window, which know nothing of
-                each other; None is windows of one text.
-            teacher: a model of the same symbols, whose predictions are learnt besides.
+            targets: (B, T) int64. With `documents`, negative ones are ignored. For models that fill
+                holes they come from `hide` or `cut`. With a composite head, 256 is added to bytes
+                of sounds, and 512 to those of pictures.
+            documents: (B, T) int64, number of each position's document in its window; attention
+                stays within a document. None if each window is one text.
+            teacher: a model with the same vocabulary, for knowledge distillation.
 
         Returns:
-            Float32 scalars by name: `text`, the cross-entropy in nats a symbol, or the bound of a
-            masked model; `ponder`, see
-            `Iterated.ponder_cost`; `ratio`, the sum over the stages that learn where chunks begin;
-            `indexer`, the mean over the blocks with an indexer; `commitment`, over quantisers, see
-            `Found.cost`; `of_text`, `of_sound` and `of_picture`, see `CompositeHead`; `next_2` and
-            so on, see `Ahead`;
-            `teacher`, the mean divergence from the teacher's predictions, in nats a symbol.
+            Float32 scalars by name:
+            `text`, the cross-entropy in nats per symbol, or the bound of a masked model;
+            `ponder`, see `Iterated.ponder_cost`;
+            `ratio`, the sum over the stages with learned boundaries;
+            `indexer`, the mean over the blocks with an indexer;
+            `commitment`, the mean over quantisers, see `Found.cost`;
+            `of_text`, `of_sound` and `of_picture`, see `CompositeHead`;
+            `next_2` and so on, see `Ahead`;
+            `teacher`, the mean divergence from the teacher's predictions in nats per symbol.
         """
         seen: list[Chunked] = []
-        flow = self._whole(ids, seen, documents)
+        flow = self._hidden(ids, seen, documents)
         if seen and torch.is_grad_enabled():
             self._counts = torch.stack([stage.counts for stage in seen])
         if self.config.composite:
@@ -196,7 +199,7 @@ class LanguageModel(nn.Module):
         elif self.config.is_masked:
             losses = {"text": self._masked_losses(flow, targets).mean()}
         elif self.config.fills or documents is not None:
-            losses = {"text": self._learnt_loss(flow, targets)}
+            losses = {"text": self._mean_loss(flow, targets)}
         else:
             losses = {"text": self._text_loss(flow, targets)}
         for name in ("ponder", "indexer", "commitment"):
@@ -204,7 +207,7 @@ class LanguageModel(nn.Module):
                 losses[name] = cast(Tensor, sum(found)) / len(found) if len(found) > 1 else found[0]
         ratios = [stage.ratio for stage in seen if stage.ratio is not None]
         if self.ahead:
-            losses |= self.ahead.losses(flow.whole(), ids)
+            losses |= self.ahead.losses(flow.total(), ids)
         if teacher is not None:
             apart = self._divergences(flow, teacher, ids, documents)
             learnt = torch.ones_like(targets) if documents is None else targets >= 0
@@ -213,7 +216,7 @@ class LanguageModel(nn.Module):
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """Weight of each part of the loss, that of the text being 1."""
+        """Weight of each term of `losses`; that of the text is 1."""
         ahead = self.config.ahead
         if self.config.composite:
             return LOSS_WEIGHTS | self.config.composite.loss_weights
@@ -222,7 +225,7 @@ class LanguageModel(nn.Module):
         return LOSS_WEIGHTS | dict.fromkeys(ahead.losses, ahead.weight / len(ahead.losses))
 
     def _composite_losses(self, flow: Flow, targets: Tensor) -> dict[str, Tensor]:
-        """Compute the loss of the next byte, and that of each head over the bytes of its kind."""
+        """Compute the loss of the next byte, and of each head over the bytes of its kind."""
         kinds, targets = targets // VOCABULARY, targets % VOCABULARY
         logits, each = self.head(self._before_head(flow), self.norm)
         of_text = self.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -234,22 +237,23 @@ class LanguageModel(nn.Module):
         logits = self._logits(flow)
         return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def _learnt_loss(self, flow: Flow, targets: Tensor) -> Tensor:
-        """Average over the targets that are not negative."""
+    def _mean_loss(self, flow: Flow, targets: Tensor) -> Tensor:
+        """Compute the mean loss over the targets that are not negative."""
         learnt = targets >= 0
         return self._symbol_losses(flow, targets).sum() / learnt.sum().clamp(min=1)
 
     def _masked_losses(self, flow: Flow, targets: Tensor) -> Tensor:
-        """Compute (B, T) float32, whose mean is the bound of `arbcli.masking`: 0 at what is seen.
+        """Compute (B, T) float32 losses, whose mean is the bound of `arbcli.masking`.
 
-        The cross-entropy of each of the k hidden symbols of a window counts T / k times.
+        The cross-entropy of each of a window's k hidden symbols is weighted by T / k; the loss of
+        visible symbols is 0.
         """
         hidden = targets >= 0
         weights = targets.shape[1] / hidden.sum(dim=1, keepdim=True)
         return self._symbol_losses(flow, targets) * weights
 
     def _symbol_losses(self, flow: Flow, targets: Tensor) -> Tensor:
-        """Compute the cross-entropy of each of (B, T) targets, in float32; 0 of negative ones."""
+        """Compute the cross-entropy of each target, (B, T) float32; 0 for negative targets."""
         if self.scores_in_chunks:
             return self._score(flow, targets) * (targets >= 0)
         logits, numbers = self._logits(flow).float().flatten(0, 1), targets.clamp(min=-1).flatten()
@@ -258,22 +262,22 @@ class LanguageModel(nn.Module):
 
     @property
     def scores_in_chunks(self) -> bool:
-        """Whether losses are computed a chunk of symbols at a time, and logits never are."""
+        """Whether losses are computed in chunks of the vocabulary, without storing all logits."""
         return self.config.weights == "ternary" and in_chunks(self.config.vocabulary)
 
     def _score(self, flow: Flow, targets: Tensor | Predictions) -> Tensor:
         return self.head.losses(self._before_head(flow), targets, self.norm)
 
     def _before_head(self, flow: Flow) -> Tensor:
-        x = flow.whole()
+        x = flow.total()
         return x + self.byte_mlp(x, self.byte_norm).added if self.config.head else x
 
     def _divergences(
         self, flow: Flow, teacher: "LanguageModel", ids: Tensor, documents: Tensor | None
     ) -> Tensor:
-        """Compute the divergence of each position from a teacher's predictions, (B, T) float32."""
+        """Compute the KL divergence from the teacher's predictions, (B, T) float32, in nats."""
         with torch.no_grad():
-            known = teacher._whole(ids, [], documents)
+            known = teacher._hidden(ids, [], documents)
             if self.scores_in_chunks:
                 theirs = teacher.head.predictions(teacher._before_head(known), teacher.norm)
             else:
@@ -283,15 +287,15 @@ class LanguageModel(nn.Module):
         return divergence(self._logits(flow).flatten(0, 1), logits).view(ids.shape)
 
     def position_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Compute the cross-entropy of each of (B, T) int64 targets: (B, T) float32, in nats.
+        """Compute the cross-entropy of each target, (B, T) int64: (B, T) float32, in nats.
 
-        Of a masked model they are the terms of its bound, for ids and targets of `hide`.
+        For a masked model these are the terms of its bound, with ids and targets from `hide`.
         """
         of_symbols = self._masked_losses if self.config.is_masked else self._symbol_losses
-        return of_symbols(self._whole(ids, []), targets)
+        return of_symbols(self._hidden(ids, []), targets)
 
     def _embed(self, text: Tensor, length: int) -> Tensor:
-        """Look up the last bytes of (B, history + T), and what is added to them: (B, T, D)."""
+        """Embed the last T symbols of (B, history + T), with all added parts: (B, T, D)."""
         x = self.embedding(text[:, -length:], self.compute_dtype)
         for name, _ in BESIDE.values():
             part = getattr(self, name)
@@ -299,8 +303,8 @@ class LanguageModel(nn.Module):
                 x = x + part(text, length, self.compute_dtype)
         return x
 
-    def _embed_after(self, text: Tensor, length: int) -> tuple[Tensor, Reading]:
-        """Do the same after a past, each text by itself, and tell what is read besides."""
+    def _embed_continuation(self, text: Tensor, length: int) -> tuple[Tensor, Reading]:
+        """Embed while decoding, each text separately; also return the additional inputs."""
         if self.config.beside:
             x = each_text(lambda row: self._embed(row, length), text)
         else:
@@ -310,59 +314,61 @@ class LanguageModel(nn.Module):
     def _reading(self, text: Tensor, length: int) -> Reading:
         return Reading.of_text(text, length) if self.config.reads_text else Reading()
 
-    def _whole(self, ids: Tensor, seen: list[Chunked], documents: Tensor | None = None) -> Flow:
-        """Compute the stream before the head; what the stages make of the batch is `seen`."""
+    def _hidden(self, ids: Tensor, seen: list[Chunked], documents: Tensor | None = None) -> Flow:
+        """Compute the stream before the head; the chunks of each stage are appended to `seen`."""
         length = ids.shape[1]
         x, reading = self._embed(ids, length), self._reading(ids, length)
         if documents is not None:
             reading = reading._replace(documents=Documents.of(documents))
-        return self._through(0, x, ids, seen, reading)
+        return self._run_stages(0, x, ids, seen, reading)
 
-    def _through(
+    def _run_stages(
         self, index: int, x: Tensor, ids: Tensor, seen: list[Chunked], reading: Reading
     ) -> Flow:
-        """Pass the stream through a stage and all inside it; after the last come the blocks."""
+        """Run the stream through stage `index` and all inner ones, down to the blocks."""
         if index == len(self.stages):
-            return self._inside(x, reading)
+            return self._run_innermost(x, reading)
 
         def inner(x: Tensor, inside: Reading) -> Flow:
-            return self._through(index + 1, x, ids, seen, inside)
+            return self._run_stages(index + 1, x, ids, seen, inside)
 
         return self.stages[index](x, ids, reading, inner, seen, recompute=self.recompute)
 
-    def _inside(
+    def _run_innermost(
         self, x: Tensor, reading: Reading, track: Track | None = None, *, fused: bool = False
     ) -> Flow:
-        """Pass the stream through the innermost stage.
+        """Run the stream through the innermost stage.
 
         Args:
             x: the stream.
-            reading: what is read besides.
-            track: of the text before; None is whole windows.
-            fused: whether the positions are one of each text, computed by kernels for that.
+            reading: additional inputs.
+            track: decoding states; None for complete windows.
+            fused: whether to use the fused kernels for one position of each text.
         """
 
-        def run(x: Tensor, some: slice) -> Flow:
+        def run(x: Tensor, span: slice) -> Flow:
             if track is not None and fused:
-                return Flow(self.blocks.step(x, track, reading, some))
-            return self.blocks(x, reading, track, recompute=self.recompute, some=some)
+                return Flow(self.blocks.step(x, track, reading, span))
+            return self.blocks(x, reading, track, recompute=self.recompute, span=span)
 
         memories, taps = self.config.main.memories, [x]
         if memories is None:
             flow = run(x, slice(None))
         else:
             before = run(x, slice(0, memories.place))
-            remember = self._remember_each if track and track.each else self._remember
-            x, losses = remember(before.whole(), taps, reading)
+            remember = self._run_memories_by_text if track and track.each else self._run_memories
+            x, losses = remember(before.total(), taps, reading)
             flow = run(x, slice(memories.place, None))
             flow = flow._replace(losses=merge(before.losses, losses, flow.losses))
         if self.router:
-            route = self._route_each if track and track.each else self.router
-            flow = Flow(route([flow.whole(), *taps]), None, flow.losses)
+            route = self._route_by_text if track and track.each else self.router
+            flow = Flow(route([flow.total(), *taps]), None, flow.losses)
         return flow
 
-    def _remember(self, x: Tensor, taps: list[Tensor], reading: Reading) -> tuple[Tensor, Losses]:
-        """Add what codebooks find for the stream, and iterate; `taps` gets what each found."""
+    def _run_memories(
+        self, x: Tensor, taps: list[Tensor], reading: Reading
+    ) -> tuple[Tensor, Losses]:
+        """Add the outputs of codebooks and graph to the stream; append the former to `taps`."""
         found = [book(x) for book in (self.codebook, self.knowledge) if book]
         taps += [each.y for each in found]
         for each in found:
@@ -373,30 +379,30 @@ class LanguageModel(nn.Module):
             return x, losses
         first = found[0] if self.codebook else None
         iterated = self.moe_graph(x, self.codebook, first, reading)
-        # a cost of what nobody asks for would be computed in vain
+        # only training needs the cost
         ponder = {"ponder": [iterated.ponder_cost()]} if torch.is_grad_enabled() else {}
         return iterated.x, losses | ponder
 
-    def _remember_each(
+    def _run_memories_by_text(
         self, x: Tensor, taps: list[Tensor], reading: Reading
     ) -> tuple[Tensor, Losses]:
-        """Do the same for a position of each of several texts, one after another."""
+        """Run `_run_memories` for one position of each text of a batch, separately."""
         found = []
         for text, row in enumerate(rows_of(x)):
             own: list[Tensor] = []
-            found.append((self._remember(row, own, reading.of(text))[0], *own))
+            found.append((self._run_memories(row, own, reading.of(text))[0], *own))
         x, *books = (torch.cat(parts) for parts in zip(*found, strict=True))
         taps += books
         return x, {}
 
-    def _route_each(self, streams: list[Tensor]) -> Tensor:
-        """Weigh streams of a position of each of several texts, one after another."""
+    def _route_by_text(self, streams: list[Tensor]) -> Tensor:
+        """Run the router for one position of each text of a batch, separately."""
         assert self.router is not None
         route, rows = self.router, zip(*map(rows_of, streams), strict=True)
         return torch.cat([route([*row]) for row in rows])
 
     def _logits(self, flow: Flow) -> Tensor:
-        """Compute logits of what the stages give."""
+        """Compute logits from the stream."""
         if self.config.composite:
             return self.head(self._before_head(flow), self.norm).logits
         if self.config.head:
@@ -406,28 +412,28 @@ class LanguageModel(nn.Module):
         return self.head(flow.x, self.norm, flow.added)[0]
 
     def _fused_logits(self, x: Tensor) -> Tensor:
-        """Do the same of one position of each text, by kernels for that."""
+        """Compute logits of one position of each text with fused kernels."""
         if self.config.composite:
             return each_text(lambda row: self._logits(Flow(row)), x)
         if self.config.head:
             if self.byte_mlp.steps_fused:
                 x = self.byte_mlp.step(x)
             else:
-                x = each_text(lambda row: self.byte_mlp(row, self.byte_norm).whole(), x)
+                x = each_text(lambda row: self.byte_mlp(row, self.byte_norm).total(), x)
         return self.head.fused(x, normalise=True)
 
     def check(self, ids: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
-        """Read bytes of a text that may be taken back, each with the bits that it has by itself.
+        """Compute logits of speculative bytes, bitwise equal to those of single steps.
 
-        The cache is left as it is, but for what `Cache.kept` names: `keep_accepted_` stores those
-        that stay, and the caller counts them. It is for models that `can_check`.
+        The cache does not advance: `keep_accepted_` stores the accepted positions from the buffers
+        that `Cache.kept` returns, and the caller counts them. For models that `can_check`.
 
         Args:
             ids: (1, M) int64, at most as many bytes as a ring has slots.
-            cache: of `new_cache`.
+            cache: from `new_cache`.
 
         Returns:
-            (1, M, 256) logits, and the stream after the last block, (1, M, D).
+            Logits, (1, M, 256), and the stream after the last block, (1, M, D).
         """
         with cache.main.clock.checking():
             x = self.blocks.step(self.embedding(ids, self.compute_dtype), cache.main)
@@ -435,10 +441,10 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def can_check(self) -> bool:
-        """Return whether there is a `check`, inside of `prepared_weights`.
+        """Return whether `check` is supported; call it within `prepared_weights`.
 
-        It needs fused steps, a single stage and stream of blocks whose parts `steps_ahead`, nothing
-        that reads the text besides, no holes, and keys and values as they are.
+        It needs fused steps, a single stage and stream whose parts all have `steps_ahead`, no other
+        part that reads the text, no holes, and unquantised keys and values.
         """
         main, config = self.config.main, self.config
         others = config.outer, config.beside, config.reads_text, config.composite, config.fills
@@ -451,14 +457,14 @@ class LanguageModel(nn.Module):
         return self._fuses(x) and all(part.steps_ahead and part.steps_fused for part in parts)
 
     def propose(self, x: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
-        """Predict the byte after one that follows, by the head beyond the next byte.
+        """Predict the byte after `byte` with the multi-byte prediction head.
 
         Args:
-            x: (1, 1, D), of the position before `byte`: its stream, or what this returned.
+            x: (1, 1, D), stream of the position before `byte`, or the x of the last call.
             byte: (1, 1) int64.
 
         Returns:
-            What to go on with, like x, and (256,) logits.
+            x for the next call, (1, 1, D), and logits, (256,).
         """
         assert self.ahead is not None
         fused = self._fuses(x) and self.ahead.mlp.steps_fused
@@ -466,22 +472,22 @@ class LanguageModel(nn.Module):
         return x, logits[0, 0]
 
     def boundaries(self, ids: Tensor) -> list[Tensor]:
-        """Find where chunks begin in (B, T) bytes: for each stage (B, T) bool, at bytes."""
+        """Return the chunk boundaries of (B, T) bytes: for each stage a (B, T) bool mask."""
         seen: list[Chunked] = []
         with torch.no_grad():
-            self._whole(ids, seen)
-        # slots without a chunk mark the first byte, which begins one anyway
+            self._hidden(ids, seen)
+        # empty slots mark the first byte, which always begins a chunk
         marks = torch.zeros_like(ids, dtype=torch.bool)
         return [marks.scatter(1, stage.first.clamp(min=0), True) for stage in seen]
 
     def step_phases(self, ids: Tensor, cache: Cache) -> list[Phase]:
-        """List what reading one byte takes, in order.
+        """Return the phases of a decoding step, in order.
 
-        A byte that begins no chunk needs but the outer stages.
+        A byte that does not begin a chunk only needs the outer stages.
 
         Args:
-            ids: (1, 1) int64, read anew in every step; (B, 1) of several texts.
-            cache: of `new_cache`, or `new_several_cache`; read and written in place.
+            ids: (1, 1) int64, or (B, 1) for a batch; read by each run of the phases.
+            cache: from `new_cache` or `new_several_cache`; updated in place.
         """
         last = len(self.stages)
         if not last:
@@ -492,7 +498,7 @@ class LanguageModel(nn.Module):
             nonlocal reading, is_fused
             if index == 0:
                 with cache.reading(ids) as text:
-                    x, reading = self._embed_after(text, 1)
+                    x, reading = self._embed_continuation(text, 1)
                 is_fused = self._fuses(x)
             else:
                 x = self.stages[index - 1].step_inward(cache.stages[index - 1], fused=is_fused)
@@ -508,7 +514,7 @@ class LanguageModel(nn.Module):
         def up(index: int) -> Tensor | None:
             past = cache.stages[index]
             x = self.stages[index].step_up(reading, past, fused=is_fused)
-            if index:  # stages count their positions themselves
+            if index:  # stages count their own positions
                 before = cache.stages[index - 1]
                 return self.stages[index - 1].step_outward(x, before, None, fused=is_fused)
             if is_fused:
@@ -522,35 +528,37 @@ class LanguageModel(nn.Module):
         phases.append(Phase(last, main))
         return phases + [Phase(index, partial(up, index)) for index in reversed(range(last))]
 
-    def _follow(self, index: int, x: Tensor, ids: Tensor, reading: Reading, cache: Cache) -> Flow:
-        """Do as `_through` does, after a past."""
+    def _continue_stages(
+        self, index: int, x: Tensor, ids: Tensor, reading: Reading, cache: Cache
+    ) -> Flow:
+        """Run stage `index` and all inner ones for new positions of a text, like `_run_stages`."""
         if index == len(self.stages):
             with cache.main.clock.reading(x.shape[1]):
-                return self._inside(x, reading, cache.main)
+                return self._run_innermost(x, reading, cache.main)
 
         def inner(x: Tensor, inside: Reading) -> Flow:
-            return self._follow(index + 1, x, ids, inside, cache)
+            return self._continue_stages(index + 1, x, ids, inside, cache)
 
         return self.stages[index].follow(x, ids, reading, cache.stages[index], inner)
 
     def _fuses(self, x: Tensor) -> bool:
-        """Return whether steps multiply in kernels that do what is around the products, too.
+        """Return whether decoding steps use the fused kernels.
 
         Args:
-            x: the stream, (B, 1, D) of one position of each text.
+            x: the stream, (B, 1, D).
         """
         fits = self.weights_are_prepared and fits_prepacked(x, self.config.site().group_size)
-        stages = self.config.stages  # kernels of a row read eight numbers at once
+        stages = self.config.stages  # kernels read rows in vectors of eight elements
         plain = all(stage.dim % 8 == 0 and stage.adds_plainly for stage in stages)
         return fits and plain and self.plain_norms and self.fits_bytes
 
     def new_cache(self, positions: int, first: int = 0) -> Cache:
-        """Make a cache for a text of at most `positions` bytes; no gradient passes through it.
+        """Create the decoding cache of a text of at most `positions` bytes.
 
-        Those before `first` will be counted and not read.
+        Positions before `first` are counted but never read.
 
         Raises:
-            ArbError: the model makes no text from left to right.
+            ArbError: the model is masked, and does not generate from left to right.
         """
         self._check_causal()
         return Cache(self, positions, first=first)
@@ -558,40 +566,40 @@ class LanguageModel(nn.Module):
     def new_several_cache(
         self, texts: int, positions: int, device: torch.device | None = None
     ) -> SeveralCache:
-        """Make a cache for several texts of at most `positions` bytes each: see `new_cache`."""
+        """Create the decoding cache of a batch of texts of at most `positions` bytes each."""
         self._check_causal()
         return SeveralCache(self, texts, positions, device=device)
 
     def _check_causal(self) -> None:
         if self.config.is_masked:
             raise ArbError(
-                "the model predicts hidden symbols, and cannot generate from left to right",
+                "this model is masked and cannot generate text from left to right",
                 hint="fill holes: `arb generate RUN --infill TEXT`",
             )
 
     def stacks(self) -> list[Stack]:
-        """List the lists of blocks, the outermost first."""
+        """Return the stacks of blocks, outermost first."""
         outer = [stack for stage in self.stages for stack in (stage.encoder, stage.decoder)]
         return [*outer, self.blocks]
 
     def after_step(self) -> None:
-        """Let integer memories take in what a step has seen; all of it on the device."""
+        """Update the parts that learn without gradients, after a step; does not synchronise."""
         for part in self._memories():
             part.after_step()
 
     def join(self, group: Any) -> None:
-        """Bring together what each process has seen of a step, before `after_step`.
+        """Combine the statistics of all processes, before `after_step`.
 
         Args:
-            group: `arbcli.train.parallel.group.Group`.
+            group: the `arbcli.train.parallel.group.Group` of the run.
         """
-        if self._counts is not None:  # of the last micro-batch, which one process has seen
+        if self._counts is not None:  # the last micro-batch, which one process has computed
             self._counts = group.in_order([self._counts])[-1]
         for part in self._memories():
             part.join(group)
 
     def forget_uses(self) -> None:
-        """Forget forwards whose backward never came, as after an error."""
+        """Discard forward passes whose backward was not run, as after an error."""
         for part in self.modules():
             if isinstance(part, StreamedTensor | StepMemory):
                 part.forget()
@@ -600,13 +608,13 @@ class LanguageModel(nn.Module):
         return [part for part in self.modules() if isinstance(part, StepMemory)]
 
     def gauges(self) -> dict[str, float]:
-        """Measure what is worth a line in the log with the loss; waits for the device.
+        """Return metrics for the log; synchronises with the device.
 
         Returns:
-            What `gauges` of the parts say, the largest where several say it; and of stages
-            chunk_length: bytes of a chunk on average; chunk_length_2 and so on, positions of a
-                chunk of the stages inside.
-            joined: share of the boundaries that found no slot, so that chunks were joined.
+            `gauges` of all parts, the maximum if several have the same name, and for stages
+            chunk_length: mean length of a chunk in bytes; chunk_length_2 and so on, in positions of
+                the stage around.
+            joined: share of the boundaries without a slot, whose chunks were merged.
         """
         found: dict[str, float] = {}
         for part in self.modules():
@@ -623,35 +631,33 @@ class LanguageModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(itertools.chain(self.buffers(), self.parameters())).device
 
     @property
     def plain_norms(self) -> bool:
-        """Whether there are norms, and the weights of all of them are known to be ones."""
+        """Whether there are norms, and the weights of all of them are known to be 1."""
         norms = [part for part in self.modules() if isinstance(part, TernaryRMSNorm)]
         return bool(norms) and all(norm.plain for norm in norms)
 
     @property
     def fits_bytes(self) -> bool:
-        """Whether what each weight of its linear layers is made of is within a byte."""
+        """Whether the integer values of all linear layers' weights fit in int8."""
         return all(matrix.rule.fits_a_byte for matrix in self._matrices())
 
     tokenizer: Any = None
-    """The `arbcli.tokens.Tokenizer` of the symbols; None if these are bytes, or it is not known."""
+    """The `arbcli.tokens.Tokenizer`; None for a model of bytes, or if it is unknown."""
     weights_are_prepared = False
-    """Whether this is inside `prepared_weights`."""
+    """Whether the model is within `prepared_weights`."""
 
     @contextmanager
     def prepared_weights(self, spare_bytes: int = 0) -> Iterator[None]:
-        """Make what follows from the weights once, not in every forward.
+        """Cache tensors derived from the weights, which must not change within the block.
 
-        Those of a float twin are cast; matrices stay packed, but steps of a text prepack them anew.
-        Meanwhile no weight must change.
+        Float weights are cast once. Packed matrices are prepacked for decoding steps.
 
         Args:
-            spare_bytes: where products are torch's, matrices are decoded once and kept if all of
-                them take no more.
+            spare_bytes: memory for decoded matrices, which the torch backend keeps if all fit.
         """
         with ExitStack() as stack:
             if self.decoded_bytes <= spare_bytes:
@@ -670,42 +676,42 @@ class LanguageModel(nn.Module):
 
     @property
     def decoded_bytes(self) -> int:
-        """Bytes of all matrices of linear layers, decoded to the dtype of activations."""
+        """Size of all linear layers' matrices, decoded to the dtype of activations, in bytes."""
         return sum(weight.num_weights for weight in self._matrices()) * self.compute_dtype.itemsize
 
     def _matrices(self) -> list[LinearWeight]:
         return [part for part in self.modules() if isinstance(part, LinearWeight)]
 
     kept = KeptIn()
-    """Format of keys and values in a cache."""
+    """Storage format of keys and values in caches."""
 
     @contextmanager
     def keeping(self, kv: str | None) -> Iterator[None]:
-        """Keep keys and values in another type in caches that are made here.
+        """Set the storage format of keys and values for caches created within the block.
 
-        A forward without a cache rounds them as such a cache does, so that its losses are those of
-        a text that is read byte by byte. It is for reading only: no gradient is promised.
+        A forward without a cache rounds keys and values likewise, so that its losses equal those of
+        decoding. For inference only.
 
         Args:
-            kv: `bf16`, which activations must be too, `fp8` or `int8`; None is the dtype of
-                activations. With `-mixed`, elements of keys that are rotated stay in it; with
-                `-queries` queries are rounded likewise.
+            kv: `fp8`, `int8`, `bf16` if activations are bfloat16, or None for the dtype of
+                activations. With `-mixed`, elements of keys that RoPE rotates are not quantised;
+                with `-queries`, queries are quantised too.
 
         Raises:
-            ArbError: the model keeps none, or not so.
+            ArbError: the model has no keys and values, or does not support the format.
         """
         if kv == "bf16" and self.compute_dtype != torch.bfloat16:
             raise ArbError(
-                "keys and values are kept in the dtype of activations, which is float32",
-                hint="leave `--kv` out, or give `--compute bf16` too",
+                "`--kv bf16` needs activations in bf16, and they are float32",
+                hint="leave `--kv` out, or add `--compute bf16`",
             )
         kept, before = KeptIn.named(kv), self.kept
         attentions = [part for part in self.modules() if isinstance(part, CachedAttention)]
         if kept.stored and not attentions:
-            raise ArbError("this model keeps no keys and values", hint="leave `--kv` out")
+            raise ArbError("this model has no keys and values", hint="leave `--kv` out")
         if kept.queries and not all(part.rounds_queries for part in attentions):
             raise ArbError(
-                "queries of latent attention cannot be kept in eight bits",
+                "queries of latent attention cannot be stored in eight bits",
                 hint=f"use `--kv {kept._replace(queries=False).name('')}`",
             )
         keeping: list[LanguageModel | CachedAttention] = [self, *attentions]
@@ -719,34 +725,34 @@ class LanguageModel(nn.Module):
 
     @property
     def kept_in(self) -> str:
-        """Name the type that keys and values are kept in."""
+        """Name of the storage format of keys and values."""
         return self.kept.name("bf16" if self.compute_dtype == torch.bfloat16 else "fp32")
 
     def initialise(self, seed: int) -> None:
-        """Draw all weights anew, as each layer declares: see `initial`."""
+        """Initialise all weights from a seed: see `arbcli.model.initial`."""
         for index, weight in enumerate(self.weights().values()):
             weight.initialise(seed, index)
 
     def drop_training_state(self) -> None:
-        """Forget what only a step needs, for good: see `TernaryTensor.drop_training_state`."""
+        """Delete the buffers that only training needs: see `TernaryTensor.drop_training_state`."""
         for weight in self.packed_tensors().values():
             weight.drop_training_state()
 
     def declare_wire(self) -> None:
-        """Declare what a run that is shared out keeps besides: `TernaryTensor.declare_wire`."""
+        """Declare the buffers for several processes: see `TernaryTensor.declare_wire`."""
         for weight in self.packed_tensors().values():
             weight.declare_wire()
 
     def state_modules(self) -> Iterator[StateModule]:
-        """Go through everything that declares buffers, in the order of the model."""
+        """Yield all modules with persistent buffers, in the order of the model."""
         return (part for part in self.modules() if isinstance(part, StateModule))
 
     def packed_tensors(self) -> dict[str, TernaryTensor]:
-        """Name every packed tensor, in the order of the model; a float twin has none."""
+        """Return all packed tensors by name, in the order of the model; none for a baseline."""
         tensors = self.weights().items()
         return {name: part for name, part in tensors if isinstance(part, TernaryTensor)}
 
     def weights(self) -> dict[str, TernaryTensor | FloatWeight]:
-        """Name every weight, in the order of the model."""
+        """Return all weights by name, in the order of the model."""
         kinds = (TernaryTensor, FloatWeight)
         return {name: part for name, part in self.named_modules() if isinstance(part, kinds)}

@@ -1,9 +1,9 @@
-"""Marks: what positions after a mark write over in states, so that they can be taken back.
+"""Undo log of decoding states: restores the slots that positions after a mark overwrite.
 
-Each state declares its tensors as `Written`, with the slot that a position goes to. Before a
-position is read, what is in its slots is copied. To take positions back, each slot gets what it had
-before the first of them that wrote there. So nothing is left of them, however often a ring has come
-round, and each of several texts may take back as many as it likes. It all happens on the device.
+Each state declares its tensors as `Written`, with the slot that a position writes. Before a
+position is read, the contents of its slots are saved. To undo positions, each slot is restored to
+its contents before the first undone position that wrote it, so that rings may wrap around any
+number of times. Each text of a batch can undo a different number. Everything happens on the device.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,29 +14,29 @@ from torch import Tensor
 
 
 class Written(NamedTuple):
-    """A tensor of a state, and what reading a position writes to it."""
+    """A tensor of a state, with the slot that reading a position writes."""
 
     tensor: Tensor
-    """Of several texts, their dimension comes first."""
+    """The tensor; with a batch dimension in front if there are several texts."""
     slot: Callable[[Tensor], Tensor] | None = None
-    """From positions, of any shape, to the slots that they write to; None is all of the tensor."""
+    """Maps positions of any shape to slots; None if a position writes the complete tensor."""
     dim: int = -2
     """Dimension of the slots, counted from the last one."""
 
     def rows(self, texts: bool) -> Tensor:
-        """View the tensor as (B, slots, ...), in integers where torch indexes no floats so."""
+        """View the tensor as (B, slots, ...); e4m3, which torch cannot index, as int8."""
         tensor = self.tensor if texts else self.tensor[None]
         tensor = tensor[:, None] if self.slot is None else tensor.movedim(self.dim, 1)
         return tensor.view(torch.int8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 class Mark:
-    """Copies of the slots that some positions write over, for states that share a clock.
+    """Saved contents of the slots that later positions overwrite, for states that share a clock.
 
     Args:
-        position: positions that were read, a scalar, or (B,) of several texts; counted elsewhere.
+        position: number of positions read, a scalar or (B,) tensor that the clock updates.
         written: tensors of the states.
-        positions: that can be read after the mark.
+        positions: maximum number of positions after the mark.
     """
 
     def __init__(self, position: Tensor, written: Iterable[Written], positions: int) -> None:
@@ -50,40 +50,40 @@ class Mark:
 
     @property
     def reads_at_once(self) -> bool:
-        """Whether several positions may be read at once: each has slots of its own."""
+        """Whether several positions may be read at once, as each writes separate slots."""
         return None not in self._slots
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
+        """Memory of the saved contents in bytes."""
         return sum(part.nbytes for part in (self._places, *self._saved))
 
     def save(self, first: int, length: int) -> None:
-        """Copy what positions are about to write over.
+        """Save the slots that the next positions overwrite.
 
         Args:
-            first: positions that were read since the mark.
-            length: positions that are read next.
+            first: number of positions read since the mark.
+            length: number of positions that are read next.
         """
-        some = slice(first, first + length)
-        self._places[:, some] = self._position + torch.arange(
+        span = slice(first, first + length)
+        self._places[:, span] = self._position + torch.arange(
             length, dtype=torch.int32, device=self._position.device
         )
-        for rows, saved, slots in self._each(some):
-            saved[:, some] = rows[self._texts, slots]
+        for rows, saved, slots in self._each(span):
+            saved[:, span] = rows[self._texts, slots]
 
     def rewind(self, accepted: Tensor, length: int) -> None:
-        """Take back the positions after those that are accepted.
+        """Undo the positions after the accepted ones.
 
         Args:
-            accepted: (B,) int64, positions that stay, 0..length.
-            length: positions that were read since the mark.
+            accepted: (B,) int64, number of positions to keep, 0..length.
+            length: number of positions read since the mark.
         """
         numbers, accepted = torch.arange(length, device=accepted.device), accepted[:, None]
         self._count_back(accepted, length)
         rejected = (numbers >= accepted)[:, None]  # (B, 1, length)
         for rows, saved, slots in self._each(slice(0, length)):
-            if slots.shape[1] < length:  # all of a tensor is one slot
+            if slots.shape[1] < length:  # the complete tensor is one slot
                 first = accepted
             else:
                 wrote = rejected & (slots[:, :, None] == slots[:, None])
@@ -96,8 +96,8 @@ class Mark:
         place = self._places.gather(1, accepted.clamp(max=length - 1))
         self._position.copy_(torch.where(accepted < length, place, self._position))
 
-    def _each(self, some: slice) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
-        """List the rows of each tensor, what is saved of them, and slots, (B, n) int64."""
-        places = self._places[:, some].long()
+    def _each(self, span: slice) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the rows of each tensor, their saved contents, and slots, (B, n) int64."""
+        places = self._places[:, span].long()
         for rows, saved, slot in zip(self._rows, self._saved, self._slots, strict=True):
             yield rows, saved, torch.zeros_like(places[:, :1]) if slot is None else slot(places)

@@ -1,4 +1,4 @@
-"""The packed tensor: trits, scales and the digits its update rule keeps, all uint8 and int8."""
+"""The packed tensor: trits, scales and training state in uint8 and int8."""
 
 import math
 from collections.abc import Callable
@@ -30,57 +30,57 @@ from arbcli.rules.start import quantiles
 
 
 class StateModule(nn.Module):
-    """A module with buffers that survive a step: integers, each declared where it is made.
+    """A module whose persistent buffers are integers, each declared with its purpose.
 
-    Counting, prediction and the audit read what is declared here.
+    Counting, memory prediction and the audit read these declarations.
 
     Args:
-        area: the part of the model that the buffers belong to, as reports name it.
+        area: parameter group of the buffers, as reports name it.
     """
 
     def __init__(self, area: str) -> None:
         super().__init__()
         self.area = area
         self.kinds: dict[str, str] = {}
-        """Purpose of each buffer, by its name."""
+        """Purpose of each buffer, by name."""
 
     def declare(self, name: str, tensor: Tensor, kind: str) -> None:
-        """Register an integer tensor as a buffer of some kind, such as `trits` or `counters`."""
+        """Register an integer buffer with its purpose, such as `trits` or `counters`."""
         self.register_buffer(name, tensor)
         self.kinds[name] = kind
 
 
 class TernaryTensor(StateModule):
-    """A matrix of N outputs by K inputs that is never stored as anything but integers.
+    """An N by K weight matrix that is stored as packed trits with integer scales.
 
-    Buffers, besides those that its rule and its direction declare:
+    Buffers, in addition to those of its rule and direction:
         trits: (N, row_bytes(K)) uint8, five weights a byte.
         exponent, fraction: (N, ceil(K / G)) int8, the digits E and F of each scale.
 
     Args:
         out_features: N.
         in_features: K.
-        site: says how it is stored.
-        area: the part of the model that it belongs to.
-        std: standard deviation of the weights at the start.
-        spread: standard deviation of z at the start, as a share of the rule's; 0 is all zero.
-        direction: of its steps; None is that of `site`.
-        lr_factor: what the learning rate is multiplied by.
-        frozen: whether it is never stepped; its weights are ones, and it has trits and scales only.
-        matrices: how many matrices lie one above the other; each is stepped as one.
+        site: storage settings of the stage that it belongs to.
+        area: parameter group, as reports name it.
+        std: initial standard deviation of the weights.
+        spread: initial standard deviation of z relative to the rule's; 0 initialises to zero.
+        direction: direction of its steps; None is that of `site`.
+        lr_factor: factor of the learning rate.
+        frozen: whether it is never stepped; its weights are 1, and it only has trits and scales.
+        matrices: number of matrices stacked by rows, each of which is stepped separately.
     """
 
     trits: Tensor
     exponent: Tensor
     fraction: Tensor
-    """Missing where the rule has none."""
+    """Absent for rules without fractions."""
     remainder: Tensor
-    """Missing where the rule has none, or keeps it under another name."""
+    """Absent for rules without a remainder."""
     row_statistic: Tensor
     column_statistic: Tensor
-    """There if its direction averages."""
+    """Present if the direction averages statistics."""
     wire_exponent: Tensor
-    """There after `declare_wire`."""
+    """Present after `declare_wire`."""
 
     def __init__(
         self,
@@ -101,18 +101,18 @@ class TernaryTensor(StateModule):
         self.lr_factor = lr_factor
         self.std, self.spread, self.frozen, self.matrices = std, spread, frozen, matrices
         self.updates = 0
-        """How often kernels have been told to step it, as far as Python knows."""
+        """Number of steps launched by Python; steps in CUDA graphs are not counted."""
         self.group_size = site.group_size
         self.rule = find_rule(site.rule, "trit" if frozen else site.digits, site.votes_fixes)
         self.reads_digits = self.rule.reads_all
-        """Whether forwards read what is below the trit; where weights fade, the first ones do."""
+        """Whether forward passes read the remainder; fading weights do so until they have faded."""
         name = direction or site.direction
         self.direction = find_direction(name) if name and DIRECTION[site.rule] else None
         groups = num_groups(in_features, site.group_size)
         trits = torch.empty(out_features, row_bytes(in_features), dtype=torch.uint8)
         self.declare("trits", trits, "trits")
-        self.of_training: tuple[str, ...] = ()
-        """Names of the buffers that a step needs and a forward does not."""
+        self.training_only: tuple[str, ...] = ()
+        """Names of the buffers that only training needs."""
         self._declare_int8("exponent", (out_features, groups), "scales")
         if frozen or self.rule.has_fraction:
             self._declare_int8("fraction", (out_features, groups), "scales")
@@ -124,46 +124,46 @@ class TernaryTensor(StateModule):
         for name, buffer in buffers.items():
             self._declare_int8(name, *buffer)
         read = {"remainder"} if self.reads_digits else set()
-        self.of_training = tuple(name for name in buffers if name not in read)
+        self.training_only = tuple(name for name in buffers if name not in read)
 
     def drop_training_state(self) -> None:
-        """Forget what only a step needs, for good: the weights can be read and no more."""
-        for name in self.of_training:
+        """Delete the buffers that only training needs; the weights can no longer be stepped."""
+        for name in self.training_only:
             delattr(self, name)
             del self.kinds[name]
-        self.of_training = ()
+        self.training_only = ()
 
     def declare_wire(self) -> None:
-        """Declare what the gradients of each row are divided by where they travel as integers.
+        """Declare the quantisation scales of gradients in the all-reduce between processes.
 
-        `wire_exponent`, (N, 1) int8, is a power of two, or `NONE` before the first gradient. It
-        belongs to a run that is shared out, and to its checkpoints.
+        `wire_exponent`, (N, 1) int8, has the exponent of two for each row, or `NONE` before the
+        first gradient. It is saved in checkpoints of runs with several processes.
         """
         if not self.frozen:
             exponents = torch.full((self.out_features, 1), NONE, dtype=torch.int8)
             self.declare("wire_exponent", exponents.to(self.trits.device), "wire")
-            self.of_training += ("wire_exponent",)
+            self.training_only += ("wire_exponent",)
 
     def _declare_int8(self, name: str, shape: tuple[int, int], kind: str) -> None:
         self.declare(name, torch.empty(shape, dtype=torch.int8), kind)
 
     @property
     def num_weights(self) -> int:
-        """Logical weights: one a trit, padding not counted."""
+        """Number of weights, without padding."""
         return self.out_features * self.in_features
 
     @property
     def scales(self) -> tuple[Tensor, Tensor | None]:
-        """The exponent and the fraction of the scales; None where the rule has no fraction."""
+        """Exponent and fraction of the scales; the fraction is None for rules without one."""
         return self.exponent, getattr(self, "fraction", None)
 
     @property
     def packed(self) -> Packed:
-        """Views of trits and scales, from which kernels read weights."""
+        """The weights as kernels read them: views of trits, scales and remainder."""
         return self.packed_of(self.state)
 
     def packed_of(self, state: State) -> Packed:
-        """Do as `packed` does, for the state of one of the matrices, or of some rows."""
+        """Return `packed` for a partial state, of one matrix or of some rows."""
         scales = state["exponent"], state.get("fraction")
         packed = Packed(state["trits"], *scales, self.in_features, self.group_size)
         return packed if self.frozen else self.rule.read(packed, state)
@@ -174,7 +174,7 @@ class TernaryTensor(StateModule):
 
     @property
     def state(self) -> State:
-        """The buffers that rule and direction step, by name."""
+        """The buffers that a step reads and writes, by name."""
         return {
             name: getattr(self, name)
             for name, kind in self.kinds.items()
@@ -183,13 +183,13 @@ class TernaryTensor(StateModule):
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Count the changes of trits and scales: by updates, and in place by torch."""
+        """Version counters of trits and scales: of updates, and of in-place changes by torch."""
         return self.updates, *(
             part._version for part in (self.trits, *self.scales) if part is not None
         )
 
     def matrix(self, index: int) -> State:
-        """View the state of one of the matrices."""
+        """Return the state of one of the stacked matrices, as views."""
         if self.matrices == 1:
             return self.state
         rows = self.rows_of(range(index, index + 1))
@@ -200,43 +200,43 @@ class TernaryTensor(StateModule):
 
     @property
     def matrix_rows(self) -> int:
-        """Rows of each of the matrices; the last one has what is left."""
+        """Rows of each stacked matrix; the last one may have fewer."""
         return -(-self.out_features // self.matrices)
 
     def rows_of(self, matrices: range) -> slice:
-        """Find the rows of some of the matrices."""
+        """Return the rows of a range of the stacked matrices."""
         start, stop = matrices.start * self.matrix_rows, matrices.stop * self.matrix_rows
         return slice(start, min(stop, self.out_features))
 
     always_has_gradients = False
-    """Whether each of several matrices has a gradient in every micro-batch."""
+    """Whether each stacked matrix has a gradient in every micro-batch."""
 
     def gradient_ranges(self) -> list[range]:
-        """List which of the matrices have their gradients formed together, in their order."""
+        """Return the ranges of stacked matrices whose gradients are computed together, in order."""
         return [range(self.matrices)]
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether the direction of a step is that of the moment, which is of gradients."""
+        """Whether the moment averages gradients, and its direction is taken afterwards."""
         takes_average = self.direction is not None and self.direction.takes_average
         return self.rule.averages_gradients and takes_average
 
     def gather(self, rows: Tensor) -> State:
-        """Copy the state of some rows, (R,) int64; a row that does not exist is zeros."""
+        """Copy the state of rows, (R,) int64; rows out of range are zero."""
         return {
             name: part if name == "column_statistic" else gather_rows(part, rows)
             for name, part in self.state.items()
         }
 
     def scatter(self, rows: Tensor, state: State) -> None:
-        """Write back what `gather` copied; that of a row that does not exist is dropped."""
+        """Write back the state of rows from `gather`; rows out of range are ignored."""
         for name, part in state.items():
             if name != "column_statistic":
                 scatter_rows_(getattr(self, name), rows, part)
 
     @torch.no_grad()
     def fill(self, trit: int = 1) -> None:
-        """Set every weight to `trit` times a scale of 1."""
+        """Set all weights to `trit`, with scales of 1 and zero training state."""
         for buffer in self.buffers():
             buffer.zero_()
         row = torch.full((1, self.in_features), trit, dtype=torch.int8, device=self.trits.device)
@@ -244,15 +244,14 @@ class TernaryTensor(StateModule):
 
     @torch.no_grad()
     def initialise(self, seed: int, index: int) -> None:
-        """Draw the weights straight into packed form, a block of rows at a time.
+        """Initialise the weights directly in packed form, in blocks of rows.
 
-        z = clamp(round(spread P n)), n normal, looked up by 16 counter-based random bits in a table
-        of its quantiles: the same integers on every device, whatever the block size. Frozen weights
-        are ones.
+        z = clamp(round(spread P n)) for a normal n: 16 counter-based random bits index a table of
+        quantiles, which gives the same integers on all devices. Frozen weights are set to 1.
 
         Args:
-            seed: of the run, 0..2**31-1.
-            index: which tensor of the model this is.
+            seed: seed of the run, 0..2**31-1.
+            index: number of this tensor in the model.
         """
         if self.frozen:
             self.fill(1)
@@ -261,7 +260,7 @@ class TernaryTensor(StateModule):
         radix, largest = rule.radix, rule.radix + rule.remainder_max
         device = self.trits.device
         integer: TensorOptions = {"dtype": torch.int32, "device": device}
-        ticks = torch.tensor(-1 - index, **integer)  # those of updates are not negative
+        ticks = torch.tensor(-1 - index, **integer)  # updates have ticks from 0
         key = stream_keys(torch.tensor(seed, **integer), ticks, 1, 1)[0, 0]
         drawn = quantiles(self.spread * rule.spread * radix, largest)
         table = torch.tensor(np.frombuffer(drawn, np.int16), device=device)
@@ -290,4 +289,4 @@ class TernaryTensor(StateModule):
 
 
 GradientSink = Callable[..., None]
-"""Consumer of gradients, called once per tensor and backward: an `Updater`."""
+"""Consumer of gradients, such as an `Updater`; called once per tensor and backward."""

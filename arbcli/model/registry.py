@@ -1,4 +1,4 @@
-"""From the configuration of a part to its module: the one place that knows which is whose."""
+"""The module class of each part's configuration class."""
 
 from torch import nn
 
@@ -35,21 +35,21 @@ PARTS: dict[type[PartConfig], type[Part]] = {
     MLPConfig: MLP,
     ExpertsConfig: Experts,
 }
-"""Mixers and channel mixers of blocks."""
+"""Modules of mixers and channel mixers, by configuration."""
 BESIDE: dict[type[PartConfig], tuple[str, type[nn.Module]]] = {
     SequencerConfig: ("sequencer", TextSequencer),
     MemGramConfig: ("memgram", MemGram),
 }
-"""Parts added to the embedding: the name of the tensors, and the module."""
+"""Parts whose output is added to the embedding: attribute name in the model, and module."""
 
 
 def build_book(config: BookConfig, site: Site, area: str) -> Codebook | Quantiser:
-    """Make a codebook, its weights not yet set."""
+    """Build a codebook with uninitialised weights."""
     if isinstance(config, CodebookConfig):
         return Codebook(config, site, area)
     return Quantiser(config, site, area)
 
 
 def build_part(config: PartConfig, site: Site) -> Part:
-    """Make a part of a block, its weights not yet set."""
+    """Build a part of a block with uninitialised weights."""
     return PARTS[type(config)](config, site)

@@ -1,4 +1,4 @@
-"""Blocks, and lists of them on one stream."""
+"""Blocks, and stacks of blocks on a residual stream."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -19,17 +19,17 @@ from arbcli.model.layers.streams import average_streams, spread_streams
 from arbcli.model.parts.base import Part
 from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.model.registry import build_part
-from arbcli.model.state import Clock, KeptTexts, State, Track
+from arbcli.model.state import Clock, State, StateSpec, Track
 
 recomputed = partial(
     checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none",
     context_fn=recompute_contexts,
 )  # fmt: skip
-"""Has torch compute a block again: there is no dropout, and shapes do not change."""
+"""Activation checkpointing of a block, which has no dropout and a fixed shape."""
 
 
 class Branch(NamedTuple):
-    """A part of a block with its norm, and its hyper-connection where there are several streams."""
+    """A part of a block with its norm, and its hyper-connection if there are several streams."""
 
     part: Part
     norm: nn.Module
@@ -37,13 +37,13 @@ class Branch(NamedTuple):
 
 
 class Block(nn.Module):
-    """A mixer and a channel mixer, each after its norm and added to the residual stream.
+    """A pre-norm residual block of a mixer and a channel mixer.
 
     Args:
-        config: of the block.
-        stage: that it belongs to.
-        site: where it stands.
-        first: number of its first branch in the list of blocks; branches read streams in turns.
+        config: configuration of the block.
+        stage: configuration of the stage that it belongs to.
+        site: storage settings and width of the stage.
+        first: index of its first branch in the stack; branches read the streams in turn.
     """
 
     def __init__(self, config: BlockConfig, stage: StageConfig, site: Site, first: int = 0) -> None:
@@ -61,7 +61,7 @@ class Block(nn.Module):
             if connection:
                 self.add_module(f"{part.name}_streams", connection)
         self.branches = [*map(Branch, parts, norms, connections)]
-        """The parts in their order, which are modules under their own names."""
+        """The parts in order; each is also a submodule under its own name."""
 
     def forward(
         self,
@@ -70,17 +70,17 @@ class Block(nn.Module):
         reading: Reading | None = None,
         state: State | None = None,
         *,
-        whole: bool = True,
+        add_residual: bool = True,
     ) -> Flow:
-        """Add what the parts make of the stream.
+        """Add the outputs of the parts to the residual stream.
 
         Args:
             x: the stream, (B, T, D), or (B, T, n, D).
-            added: what is still to be added to it.
-            reading: what is read besides.
-            state: of the text before, which the positions are added to; B is 1.
-            whole: whether to add what the last part makes, too; else it is left to the next norm,
-                which adds it at no cost.
+            added: pending addition to the stream.
+            reading: additional inputs.
+            state: decoding state, to which the positions are added; B is 1.
+            add_residual: whether to add the output of the last part; else it stays pending, and is
+                fused into the next norm.
         """
         losses: list[Losses] = []
 
@@ -96,19 +96,19 @@ class Block(nn.Module):
                 x, added, _ = apply(branch, x, added)
             else:
                 x = branch.connection(x, lambda h, branch=branch: apply(branch, h).added)
-        if (whole or self.bound is not None) and added is not None:
+        if (add_residual or self.bound is not None) and added is not None:
             x, added = x + added, None
         return Flow(x if self.bound is None else bounded(x, self.bound), added, merge(*losses))
 
     def step(self, x: Tensor, state: State | None, reading: Reading | None = None) -> Tensor:
-        """Add to positions of a text, or one of several: by kernels where parts have any."""
+        """Run the block for positions of a text, or one of each text, by fused kernels if any."""
         read = reading or Reading()
 
-        def apply(branch: Branch, x: Tensor, *, whole: bool) -> Tensor:
+        def apply(branch: Branch, x: Tensor, *, add_residual: bool) -> Tensor:
             part, norm, _ = branch
             fits = x.shape[1] == 1 or part.steps_along
             if fits and part.steps_fused and getattr(state, "fuses", True):
-                return part.step(x, state, whole=whole)
+                return part.step(x, state, add_residual=add_residual)
             if len(x) == 1:
                 added = part(x, norm, None, reading, state).added
             elif part.steps_texts:
@@ -119,29 +119,29 @@ class Block(nn.Module):
                     for text, row in enumerate(rows_of(x))
                 ]
                 added = torch.cat(rows)
-            return x + added if whole else added
+            return x + added if add_residual else added
 
         for branch in self.branches:
             if branch.connection is None:
-                x = apply(branch, x, whole=True)
+                x = apply(branch, x, add_residual=True)
             else:
-                add = partial(apply, branch, whole=False)
+                add = partial(apply, branch, add_residual=False)
                 x = branch.connection(x, add, fused=True)
         return x
 
     def new_state(self, clock: Clock) -> State | None:
-        """Make the state of a text."""
+        """Create the decoding state of a text."""
         found = [branch.part.new_state(clock) for branch in self.branches]
         return next(filter(None, found), None)
 
     def linears(self) -> list[nn.Module] | None:
-        """List the linear layers in the order of a forward; None if a part decodes its own."""
+        """Return the linear layers in order of use; None if a part decodes its own weights."""
         found = [branch.part.linears() for branch in self.branches]
         return [layer for layers in found for layer in layers] if all(found) else None
 
 
 def bounded(x: Tensor, most: float) -> Tensor:
-    """Scale vectors (..., D) down whose root-mean-square is above `most`, in float32."""
+    """Scale down vectors (..., D) whose RMS exceeds `most`, in float32."""
     inverse = torch.rsqrt(x.float().square().mean(dim=-1, keepdim=True) + NORM_EPS)
     return (x * (most * inverse).clamp(max=1)).to(x.dtype)
 
@@ -152,13 +152,13 @@ def is_compiled(block: Block) -> bool:
 
 
 class Stack(nn.ModuleList):
-    """A list of blocks on one stream, or on several that begin and end as one.
+    """A list of blocks on one residual stream, or on several that are expanded and averaged.
 
     Args:
-        blocks: configurations.
-        stage: that they belong to.
-        site: where they stand.
-        grouped: whether small matrices are decoded several at a time, if the blocks are equal.
+        blocks: configurations of the blocks.
+        stage: configuration of the stage that they belong to.
+        site: storage settings and width of the stage.
+        grouped: whether to decode several small matrices in one launch, if the blocks are equal.
     """
 
     if TYPE_CHECKING:
@@ -196,41 +196,41 @@ class Stack(nn.ModuleList):
         track: Track | None = None,
         *,
         recompute: bool = False,
-        some: slice = slice(None),
+        span: slice = slice(None),
     ) -> Flow:
-        """Pass the stream (B, T, D) through blocks.
+        """Run the stream (B, T, D) through the blocks.
 
         Args:
             x: the stream.
-            reading: what is read besides.
-            track: states of the text before, inside of `clock.reading`. Those of several texts take
-                a position of each, one text after another.
-            recompute: whether a backward computes what is inside a block again.
-            some: which blocks.
+            reading: additional inputs.
+            track: decoding states, within `clock.reading`. In a batch of texts x has one position
+                of each, which are computed one text after another.
+            recompute: whether to use activation checkpointing.
+            span: slice of blocks to run.
 
         Returns:
-            The stream, (B, T, D), and what is still to be added to it.
+            The stream, (B, T, D), with a pending addition.
         """
         if track and track.each:
             texts = enumerate(zip(rows_of(x), track.each, strict=True))
             read = reading or Reading()
-            rows = [self(row, read.of(text), own, some=some) for text, (row, own) in texts]
-            return Flow(torch.cat([flow.whole() for flow in rows]))
+            rows = [self(row, read.of(text), own, span=span) for text, (row, own) in texts]
+            return Flow(torch.cat([flow.total() for flow in rows]))
         if self.streams > 1:
             x = spread_streams(x, self.streams)
             if any(map(is_compiled, self)):
-                x = x.contiguous()  # for strides of its own a block would be compiled once more
+                x = x.contiguous()  # other strides would compile the block again
         added: Tensor | None = None
         losses: list[Losses] = []
-        states = track.blocks[some] if track else None
-        for index, block in enumerate([*self][some]):
+        states = track.blocks[span] if track else None
+        for index, block in enumerate([*self][span]):
             if recompute and torch.is_grad_enabled():
                 flow = recomputed(block, x, None, reading)
             else:
-                # a hook sees the whole stream; what is compiled adds up by itself
-                whole = self.float_twin or is_compiled(block) or bool(block._forward_hooks)
+                # hooks expect the complete stream, and compiled blocks fuse the addition themselves
+                add_residual = self.float_twin or is_compiled(block) or bool(block._forward_hooks)
                 state = states[index] if states else None
-                flow = block(x, added, reading, state, whole=whole)
+                flow = block(x, added, reading, state, add_residual=add_residual)
             x, added = flow.x, flow.added
             losses.append(flow.losses)
         if self.streams > 1:
@@ -238,16 +238,16 @@ class Stack(nn.ModuleList):
         return Flow(x, added, merge(*losses))
 
     def step(
-        self, x: Tensor, track: Track, reading: Reading | None = None, some: slice = slice(None)
+        self, x: Tensor, track: Track, reading: Reading | None = None, span: slice = slice(None)
     ) -> Tensor:
-        """Pass positions of a text, or one of several, through blocks: see `Block.step`."""
+        """Run positions of a text, or one of each text, through the blocks: see `Block.step`."""
         if self.streams > 1:
             x = spread_streams(x, self.streams)
-        for block, state in zip([*self][some], track.blocks[some], strict=True):
+        for block, state in zip([*self][span], track.blocks[span], strict=True):
             x = block.step(x, state, reading)
         return each_text(average_streams, x) if self.streams > 1 else x
 
-    def new_track(self, ctx: int, texts: KeptTexts) -> Track:
-        """Make the states of a text, or of several: see `Clock`."""
+    def new_track(self, ctx: int, texts: StateSpec) -> Track:
+        """Create the decoding states of a text, or of a batch of texts: see `Clock`."""
         clock = Clock(ctx, texts)
         return Track(clock, [block.new_state(clock) for block in self])

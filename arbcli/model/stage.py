@@ -1,6 +1,6 @@
-"""An outer stage: encoder, chunking, an inner network on the chunks, dechunking, decoder.
+"""An outer stage of H-Net: encoder, chunking, inner network on chunks, dechunking, decoder.
 
-The equations are those of `arbcli.model.parts.chunking`.
+`arbcli.model.parts.chunking` has the equations.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,26 +34,26 @@ from arbcli.model.parts.chunking import (
     take_chunks,
 )
 from arbcli.model.stack import Stack
-from arbcli.model.state import Clock, KeptTexts, State, Track
+from arbcli.model.state import Clock, State, StateSpec, Track
 
 
 class Chunked(NamedTuple):
-    """The chunks that a stage made of a batch."""
+    """The chunks of a batch in a stage."""
 
     ratio: Tensor | None
-    """Its ratio loss; None where nothing is learned."""
+    """Ratio loss of the stage; None if boundaries are not learned."""
     counts: Tensor
     """(3,) int64: positions, chunks, and boundaries that found no slot."""
     first: Tensor
-    """(B, C) int64, the byte that each chunk begins with; -1 for an empty slot."""
+    """(B, C) int64, index of the first byte of each chunk; -1 for an empty slot."""
 
 
 class Stage(nn.Module):
-    """Everything around an inner network.
+    """An outer stage, which wraps an inner network.
 
     Args:
-        config: of the model.
-        index: of the stage.
+        config: configuration of the model.
+        index: index of the stage, outermost first.
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -81,18 +81,18 @@ class Stage(nn.Module):
         *,
         recompute: bool = False,
     ) -> Flow:
-        """Pass (B, T, D) through the stage and all inside it.
+        """Run (B, T, D) through the stage and the inner network.
 
         Args:
             x: the stream.
             ids: (B, bytes) int64, the text.
-            reading: what is read besides.
-            inner: the network inside, on chunks.
-            seen: what the stages make of the batch is added to it.
-            recompute: whether a backward computes what is inside a block again.
+            reading: additional inputs.
+            inner: the inner network, on chunks.
+            seen: output list, to which the chunks of this stage and of inner stages are appended.
+            recompute: whether to use activation checkpointing.
         """
         before = self.encoder(x, reading, recompute=recompute)
-        x = norm(before.whole(), NORM_EPS)
+        x = norm(before.total(), NORM_EPS)
         valid = reading.valid
         routed = self._route(x, ids)
         if valid is not None:
@@ -123,8 +123,8 @@ class Stage(nn.Module):
         positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         return route_every(self.chunking.length, positions)
 
-    def new_state(self, ctx: int, texts: KeptTexts) -> "StageState":
-        """Make the state of a text, or of several: see `Clock`."""
+    def new_state(self, ctx: int, texts: StateSpec) -> "StageState":
+        """Create the decoding state of a text, or of a batch of texts: see `Clock`."""
         tracks = (stack.new_track(ctx, texts) for stack in (self.encoder, self.decoder))
         return StageState(self, *tracks)
 
@@ -136,20 +136,20 @@ class Stage(nn.Module):
         past: "StageState",
         inner: Callable[[Tensor, Reading], Flow],
     ) -> Flow:
-        """Do as `forward` does after a past, with (1, T, D); waits to know how many chunks begin.
+        """Run `forward` for new positions of a text, (1, T, D); synchronises to count the chunks.
 
         Args:
             x: the stream.
-            ids: (1, bytes) int64, the bytes that are read.
-            reading: what is read besides.
-            past: is brought up to these positions.
-            inner: the network inside, on the chunks that begin.
+            ids: (1, bytes) int64, the new bytes.
+            reading: additional inputs.
+            past: decoding state, updated in place.
+            inner: the inner network, on the chunks that begin.
         """
         clock = past.encoder.clock
         first = clock.position.clone()
         past.decoder.position.copy_(first)
         with clock.reading(x.shape[1]):
-            x = norm(self.encoder(x, reading, past.encoder).whole(), NORM_EPS)
+            x = norm(self.encoder(x, reading, past.encoder).total(), NORM_EPS)
         places = (first + torch.arange(x.shape[1], device=x.device))[None]
         if self.router:
             routed = past.route(x, self.router.query_key(x), places)
@@ -171,9 +171,9 @@ class Stage(nn.Module):
     def step_down(
         self, x: Tensor, ids: Tensor, reading: Reading, past: "StageState", *, fused: bool
     ) -> None:
-        """Encode one position, ask whether it begins a chunk, and take it to be none.
+        """Encode one position, decide whether it begins a chunk, and prepare the decoder input.
 
-        Positions are counted by the kernels that route, and by nothing else.
+        The routing kernel increments the positions of encoder and decoder.
         """
         x = pass_one(self.encoder, x, past.encoder, reading, fused=fused)
         query_key = self.router.query_key if self.router else None
@@ -188,7 +188,7 @@ class Stage(nn.Module):
         past.begin(x, rows, ids)
 
     def step_inward(self, past: "StageState", *, fused: bool) -> Tensor:
-        """Lead a position that begins a chunk to the inner network."""
+        """Project a position that begins a chunk to the inner network's width."""
         if fused:
             return self.inward.fused(past.x, normalise=True)
         return each_text(self.inward, norm(past.x, NORM_EPS))
@@ -196,13 +196,13 @@ class Stage(nn.Module):
     def step_outward(
         self, x: Tensor, past: "StageState", counted: Tensor | None, *, fused: bool
     ) -> None:
-        """Lead out what the inner network gives for it, and take its chunk for the last one.
+        """Project the inner network's output for a new chunk, and make that the current chunk.
 
         Args:
-            x: (B, 1, D) of the inner network.
-            past: of this stage.
-            counted: the inner network's position, to be counted; None if it counts itself.
-            fused: whether products do what is around them.
+            x: (B, 1, D), output of the inner network.
+            past: decoding state of this stage.
+            counted: position counter of the inner network to increment; None if it does so itself.
+            fused: whether to use fused kernels.
         """
         if fused:
             z = self.outward.fused(x, normalise=True, early=False)
@@ -211,66 +211,66 @@ class Stage(nn.Module):
         past.take(z, counted)
 
     def step_up(self, reading: Reading, past: "StageState", *, fused: bool) -> Tensor:
-        """Decode the position that `step_down` was given last."""
+        """Run the decoder for the position of the last `step_down`."""
         x = pass_one(self.decoder, past.y, past.decoder, reading, fused=fused)
-        if past.encoder.each:  # a mark reads it: of one text the next step sets it
+        if past.encoder.each:  # a mark reads the count; for a single text the next step sets it
             past.decoder.clock.count()
         return x
 
 
 def pass_one(stack: Stack, x: Tensor, track: Track, reading: Reading, *, fused: bool) -> Tensor:
-    """Pass one position of each text through blocks after their past; it is counted elsewhere."""
+    """Run one position of each text through a stack; the caller counts it."""
     with track.clock.reading_uncounted():
         if fused:
             return stack.step(x, track, reading)
-        return stack(x, reading, track).whole()
+        return stack(x, reading, track).total()
 
 
 class StageState(State):
-    """The state of a stage, and the output of its encoder that the decoder reads.
+    """The decoding state of a stage.
 
     Args:
-        stage: that it belongs to.
-        encoder: states of its blocks.
-        decoder: likewise.
+        stage: the stage.
+        encoder: states of the encoder's blocks.
+        decoder: states of the decoder's blocks.
     """
 
     by_text = ("last", "mean", "byte")
 
     x: Tensor
-    """(1, T, D), the new positions, encoded; normalised if there are several. Of several texts it
-    is one of each, (B, 1, D), here as below."""
+    """(1, T, D), the encoder's output for the new positions, normalised if T > 1. For a batch of
+    texts its shape is (B, 1, D); the same holds for the tensors below."""
     residual: Tensor
-    """(1, T, D), what of them goes past the inner network."""
+    """(1, T, D), the residual path around the inner network."""
     p: Tensor
-    """(1, T) float32, how likely chunks begin at them."""
+    """(1, T) float32, boundary probabilities."""
     begins: Tensor
-    """(1, T) bool, whether they do."""
+    """(1, T) bool, whether each position begins a chunk."""
     y: Tensor
-    """(B, 1, D), what the decoder is given of a single one of each text."""
+    """(B, 1, D), input of the decoder for a single position of each text."""
     inner: Clock
-    """Of several texts: that of the stage inside, which is told whose positions begin chunks."""
+    """Batches only: clock of the inner stage, which only steps texts that begin a chunk."""
 
     def __init__(self, stage: Stage, encoder: Track, decoder: Track) -> None:
         super().__init__(encoder.clock)
         self.chunking, self.encoder, self.decoder = stage.chunking, encoder, decoder
         clock, dim = encoder.clock, stage.config.stages[stage.index].dim
-        decoder.clock.going_on = clock.going_on
+        decoder.clock.active = clock.active
         self.last = clock.zeros(2, dim)
-        """The position before the new ones, encoded and normalised, and what is projected of it
-        for the position after it."""
+        """(2, D), the last position: its normalised encoding, and its query for the next boundary.
+        """
         self.mean = clock.zeros(dim, dtype=torch.float32)
-        """The last chunk, smoothed."""
+        """(D,) float32, the smoothed value of the current chunk."""
         self.byte = clock.zeros(1, 1, dtype=torch.int64)
         """The last byte."""
         conditional = has_conditions(clock.device) and clock.texts is None
         self.handle = torch.zeros_like(self.byte) if conditional else None
-        """That of a conditional node, which is told whether a single position begins a chunk."""
+        """Handle of a CUDA graph's conditional node that runs the inner network at a boundary."""
         self._means: Tensor | None = None
 
     @cached_property
     def each(self) -> list["StageState"]:
-        """The state of each of several texts, in the same tensors."""
+        """The state of each text of a batch, as views."""
         states = super().each
         for own, encoder, decoder in zip(states, self.encoder.each, self.decoder.each, strict=True):
             own.encoder, own.decoder = encoder, decoder
@@ -278,7 +278,7 @@ class StageState(State):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the states of blocks take."""
+        """Memory of the states of blocks in bytes."""
         return self.encoder.nbytes + self.decoder.nbytes
 
     def reset(self) -> None:
@@ -288,7 +288,7 @@ class StageState(State):
         self.mean.zero_()
 
     def written(self) -> Iterator[Written]:
-        """List what a position writes besides the states of blocks."""
+        """Yield the tensors that a position writes in addition to the states of blocks."""
         read = self.byte if self.chunking.boundaries == "space" else self.last
         yield from map(Written, (self.mean, read))
 
@@ -299,24 +299,24 @@ class StageState(State):
             self.chunking.boundaries, x.view(*texts, -1), rows.view(*texts, -1),
             self.mean.view(*texts, -1), self.last.view(*texts, -1), self.byte, ids.contiguous(),
             self.encoder.position, self.decoder.position, self.chunking.length, NORM_EPS,
-            self.handle, clock.going_on,
+            self.handle, clock.active,
         )  # fmt: skip
         self.x, self.y = x, y.view(x.shape)
         self.residual = rows[..., -x.shape[-1] :].contiguous()
-        if texts and self.inner.going_on is not None:
-            self.inner.going_on.copy_(self.begins[:, 0])
+        if texts and self.inner.active is not None:
+            self.inner.active.copy_(self.begins[:, 0])
 
     def take(self, z: Tensor, counted: Tensor | None) -> None:
-        """Take a single new chunk of each text: see `take_chunk_`."""
+        """Make a new chunk of each text the current one: see `take_chunk_`."""
         texts = self.clock.position.shape
         z, residual, y = (part.view(*texts, -1) for part in (z, self.residual, self.y))
-        begins = self.inner.going_on if texts else None
+        begins = self.inner.active if texts else None
         take_chunk_(z, self.p, residual, self.mean, y, counted, begins)
 
     def route(self, x: Tensor, query_key: Tensor, places: Tensor) -> Routed:
-        """Compare new positions (1, T, D) with those before them; `places` is where they are."""
+        """Find the boundaries among new positions x, (1, T, D), at `places`, (1, T)."""
         width = x.shape[-1]
-        # of the position before only the query counts
+        # only the query of the previous position is compared
         last_query_key = functional.pad(self.last[1], (0, width))
         before = (
             torch.cat((self.last[:1][None], x), dim=1),
@@ -328,18 +328,18 @@ class StageState(State):
         return Routed(p, p > 0.5)
 
     def chosen(self) -> Tensor:
-        """Take the new positions that begin chunks, (1, n, D)."""
+        """Return the new positions that begin chunks, (1, n, D)."""
         return self.x[self.begins][None]
 
     def take_in(self, z: Tensor) -> None:
-        """Smooth new chunks, (1, n, D) of what the inner network gives."""
+        """Smooth the inner network's outputs for new chunks, (1, n, D)."""
         p = self.p[self.begins][None]
         share = torch.cat((torch.ones_like(p[:, :1]), share_of(p)), dim=1)
         self._means = smooth_chunks(torch.cat((self.mean[None, None], z.float()), dim=1), share)
         self.mean.copy_(self._means[0, -1])
 
     def spread(self) -> Tensor:
-        """Give every new position its chunk, (1, T, D), and what went past the inner network."""
+        """Return each new position's chunk plus its residual path, (1, T, D)."""
         means, self._means = self._means, None
         if means is None:
             means, owner = self.mean[None, None], torch.zeros_like(self.begins, dtype=torch.int64)

@@ -1,8 +1,8 @@
-"""States of a text that is read piece by piece: counted positions, and tensors of parts.
+"""Decoding states: position counters, and the tensors that parts keep of a text.
 
-A part declares its own state, tensors of fixed shapes for the whole text, and nobody else looks
-inside. A state belongs to a clock, which counts the positions that its list of blocks has read: the
-encoder, the decoder and the network inside of a stage that makes chunks each have one of their own.
+Each part declares a state of fixed-shape tensors that only it accesses. A state belongs to a clock,
+which counts the positions that a stack of blocks has read. The encoder, the decoder and the inner
+network of a stage have a clock each.
 """
 
 import copy
@@ -28,77 +28,78 @@ from arbcli.model.flow import rows_of
 from arbcli.model.mark import Mark, Written
 
 
-class KeptTexts(NamedTuple):
-    """Sizes and types of the state of a text, or of several."""
+class StateSpec(NamedTuple):
+    """Sizes and dtypes of decoding states."""
 
     positions: int
-    """That a text can have, at most."""
+    """Maximum length of a text in positions."""
     dtype: torch.dtype
-    """Of activations."""
+    """Dtype of activations."""
     device: torch.device
-    """Where states are."""
+    """Device of the states."""
     texts: int | None = None
-    """Number of texts whose steps are computed together; None is one text, whose tensors have no
-    dimension for it."""
+    """Batch size; None is a single text, whose tensors have no batch dimension."""
     kept_in: KeptIn = KeptIn()
-    """The form of keys and values."""
+    """Storage format of keys and values."""
     first: int = 0
-    """Position before which none is read: those before it are counted only."""
+    """First position that is read; earlier ones are only counted."""
 
 
 class Clock:
-    """Counts the positions that a list of blocks has read.
+    """Counts the positions that a stack of blocks has read.
 
     Args:
-        ctx: positions of a window of training.
-        of: what is kept.
+        ctx: length of a training window in positions.
+        of: sizes and dtypes of the states.
     """
 
-    def __init__(self, ctx: int, of: KeptTexts) -> None:
+    def __init__(self, ctx: int, of: StateSpec) -> None:
         self.ctx, self.of = ctx, of
         self.positions, self.dtype, self.device, self.texts, self.kept_in, self.first = of
         self.position = self.zeros(dtype=torch.int32)
-        """Positions read; a step reads it on the device, and nobody waits for it."""
-        self.going_on = None if self.texts is None else self.zeros(dtype=torch.int32)
-        """(B,) int32 of several texts: 1 where a step reads a position, 0 where it leaves the text
-        alone; None where every position counts."""
+        """Number of positions read, an int32 tensor on the device."""
+        self.active = None if self.texts is None else self.zeros(dtype=torch.int32)
+        """Mask of the texts of a batch that a step continues, (B,) int32, 1 or 0; None for all."""
         self.window = self.positions
-        """Positions that can be read at once, at most."""
+        """Maximum number of positions that can be read at once."""
         self.checks = False
-        """Whether positions are read of which it is not said yet how many stay."""
+        """Whether the positions being read are speculative, so that some may be rejected."""
         self.length, self.start = 0, 0
-        """While positions are read: their number, and if there are several, that of those before.
+        """While positions are read: their number, and the first one's index if there are several.
         """
         self._kept: dict[Any, Any] = {}
         self._here: dict[Any, Any] = {}
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Make a tensor of a state, of `dtype` or that of activations; texts come first."""
+        """Create a tensor of a state, with a batch dimension in front if there is a batch.
+
+        `dtype` defaults to that of activations.
+        """
         shape = shape if self.texts is None else (self.texts, *shape)
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
 
     def limit(self, window: int) -> None:
-        """Let no more positions be read at once."""
+        """Lower the maximum number of positions that can be read at once to `window`."""
         self.window = min(self.window, window)
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Make what several states share, once."""
+        """Return the object of a key that states share, created by `make` at first use."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
     def here(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Make what several states share of the positions that are being read, once."""
+        """Return a shared object like `kept`, discarded after the positions being read."""
         if key not in self._here:
             self._here[key] = make()
         return self._here[key]
 
     @contextmanager
     def reading(self, length: int) -> Iterator[None]:
-        """Let states read `length` positions, and count them afterwards.
+        """Read `length` positions in the block, and count them afterwards.
 
         Raises:
-            ValueError: more than one position, and more than `window` or the text can have.
+            ValueError: `length` exceeds `window`, or the length of the text.
         """
         if length > 1:
             self.start = int(self.position)
@@ -109,30 +110,30 @@ class Clock:
         self.count(length)
 
     def count(self, length: int = 1) -> None:
-        """Count positions; of several texts one position of each that goes on."""
+        """Count `length` positions, or in a batch one position of each active text."""
         if self.texts is None:
             count_on_(self.position, length)
-        elif self.going_on is not None:
-            self.position += self.going_on
+        elif self.active is not None:
+            self.position += self.active
 
     @contextmanager
     def reading_uncounted(self, length: int = 1) -> Iterator[None]:
-        """Let states read `length` positions that are counted elsewhere."""
+        """Read `length` positions in the block, which the caller counts."""
         self.length = length
         for text, clock in enumerate(self.each):
             clock.length = length
-            clock.going_on = None if self.going_on is None else self.going_on[text]
+            clock.active = None if self.active is None else self.active[text]
         try:
             yield
         finally:
             for clock in (self, *self.each):
                 clock._here.clear()
             for clock in self.each:
-                clock.going_on = None
+                clock.active = None
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Let states read positions that are counted, and kept, once it is said how many stay."""
+        """Read speculative positions in the block, which are stored and counted once accepted."""
         self.checks = True
         try:
             yield
@@ -141,7 +142,7 @@ class Clock:
 
     @property
     def places(self) -> Tensor:
-        """Positions that are being read, (T,) int32."""
+        """Indices of the positions being read, (T,) int32."""
         return self.here(
             "places",
             lambda: self.position + torch.arange(self.length, device=self.device),
@@ -149,7 +150,7 @@ class Clock:
 
     @cached_property
     def each(self) -> list["Clock"]:
-        """The clock of each of several texts, which counts in the same tensor."""
+        """The clock of each text of a batch, with a view of the same counter."""
         clocks = []
         for text in range(self.texts or 0):
             clock = Clock(self.ctx, self.of._replace(texts=None))
@@ -159,32 +160,32 @@ class Clock:
 
 
 class State:
-    """The state of a part for a text, or for several; a subclass has the tensors."""
+    """The decoding state of a part for a text, or for a batch; subclasses add the tensors."""
 
     by_text: ClassVar[tuple[str, ...]] = ()
-    """Names of the attributes that have a dimension for several texts, in front."""
+    """Names of the attributes with a batch dimension in front."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
     def written(self) -> Iterator[Written]:
-        """List the tensors that the text is kept in, and what a position writes to each."""
+        """Yield the tensors of the state, each with the slot that a position writes."""
         raise NotImplementedError
 
     def tensors(self) -> Iterator[Tensor]:
-        """List the tensors that the text is kept in."""
+        """Yield the tensors of the state."""
         return (part.tensor for part in self.written())
 
     def kept(self, positions: int) -> Iterator[Kept]:
-        """List rings, and what positions leave for them that may be taken back."""
+        """Yield the rings, with the keys and values of speculative positions to store there."""
         yield from ()
 
     def reset(self) -> None:
-        """Begin a new text; what only its own positions are read from need not change."""
+        """Begin a new text; slots that are written before they are read need no reset."""
 
     @cached_property
     def each(self) -> list[Self]:
-        """The state of each of several texts, in the same tensors."""
+        """The state of each text of a batch, as views."""
         states = []
         for text, clock in enumerate(self.clock.each):
             own = copy.copy(self)
@@ -196,14 +197,14 @@ class State:
         return states
 
     def each_text(self, run: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-        """Compute something of a position of each text by itself.
+        """Apply a function to each text of a batch separately.
 
         Args:
-            run: what to compute, of the state of a text and its rows.
-            rows: (B, ...) tensors, of which `run` is given (1, ...).
+            run: function of the state of one text and its rows.
+            rows: (B, ...) tensors, passed to `run` as (1, ...).
 
         Returns:
-            The results, one after the other; without several texts, what `run` gives.
+            The concatenated results; for a single text, the result of `run`.
         """
         if self.clock.texts is None:
             return run(self, *rows)
@@ -212,18 +213,18 @@ class State:
 
 
 class Rows:
-    """Vectors in slots, (n, G, d), in a dtype or in eight bits with an exponent each.
+    """Storage of vectors in slots, (n, G, d): in a dtype, or in eight bits with an exponent each.
 
-    Those of several texts have a dimension for them in front.
+    A batch of texts has a batch dimension in front.
 
     Args:
-        clock: of the list of blocks, which says what they are kept in.
+        clock: clock of the stack of blocks, which has the storage format.
         slots: n.
         heads: G.
         width: d.
-        rotated: elements of a vector that RoPE rotates; they keep their dtype if `mixed`.
-        heads_first: whether vectors are (G, n, d), here and where they are put and read.
-        exponents: memory for these, (n, G) or (G, n) int8; None makes it.
+        rotated: number of elements that RoPE rotates; they keep their dtype in a mixed format.
+        heads_first: whether the layout is (G, n, d), in storage and in arguments.
+        exponents: memory for the exponents, (n, G) or (G, n) int8; None allocates it.
     """
 
     def __init__(
@@ -239,7 +240,7 @@ class Rows:
     ) -> None:
         self.dtype, self.unrounded = clock.dtype, rotated if clock.kept_in.mixed else 0
         stored, self.dim = clock.kept_in.stored, int(heads_first)
-        """`dim` is the dimension of slots, of one text."""
+        """`dim` is the dimension of slots, without the batch."""
         eight = stored is not None and self.unrounded < width
         shape = (heads, slots) if heads_first else (slots, heads)
         others = width - self.unrounded if eight else width
@@ -248,14 +249,14 @@ class Rows:
             exponents = clock.zeros(*shape, dtype=torch.int8)
         self.exponents = exponents
         self.rotated = clock.zeros(*shape, self.unrounded) if eight and self.unrounded else None
-        """(n, G, rotated), what stays next to the codes."""
+        """(n, G, rotated), elements that are not quantised."""
 
     def __len__(self) -> int:
-        """Count the slots."""
+        """Return the number of slots."""
         return self.codes.shape[self.dim - 3]
 
     def __getitem__(self, text: int) -> "Rows":
-        """Take those of one of several texts, in the same tensors."""
+        """Select one text of a batch, as views."""
         own = copy.copy(self)
         for name in ("codes", "exponents", "rotated"):
             part = getattr(self, name)
@@ -263,7 +264,7 @@ class Rows:
         return own
 
     def written(self, number: Callable[[Tensor], Tensor]) -> Iterator[Written]:
-        """List the tensors, where a position writes a row of some number."""
+        """Yield the tensors; `number` maps positions to vectors, which go to slots modulo n."""
 
         def slot(position: Tensor) -> Tensor:
             return number(position) % len(self)
@@ -273,7 +274,7 @@ class Rows:
                 yield Written(part, slot, last + self.dim)
 
     def put(self, slots: Tensor, rows: Tensor) -> Tensor:
-        """Store (n, G, d) in slots, (n,) int64; return them as they are read back."""
+        """Store vectors (n, G, d) in slots, (n,) int64; return them as `get` would."""
         rotated = None
         if self.rotated is not None:
             rotated, rows = part_rotated(rows, self.unrounded)
@@ -282,14 +283,14 @@ class Rows:
             self.codes.index_copy_(self.dim, slots, rows)
             return rows
         codes, exponents = quantise_entries(rows, self.codes.dtype)
-        # torch copies no e4m3 by index
+        # torch does not support index_copy_ for e4m3
         self.codes.view(torch.int8).index_copy_(self.dim, slots, codes.view(torch.int8))
         self.exponents.index_copy_(self.dim, slots, exponents)
         others = decode_entries(codes, exponents, rows.dtype)
         return others if rotated is None else join_rotated(rotated, others)
 
     def get(self, slots: Tensor | None = None) -> Tensor:
-        """Read slots, (n,) int64: (n, G, d); None is all, which may be the memory itself."""
+        """Read slots, (n,) int64, as (n, G, d); None reads all, without a copy if possible."""
         some: Any = ... if slots is None else (slice(None),) * self.dim + (slots,)
         if self.exponents is None:
             return self.codes[some]
@@ -298,18 +299,18 @@ class Rows:
         return others if self.rotated is None else join_rotated(self.rotated[some], others)
 
     def rounded(self, rows: Tensor) -> Tensor:
-        """Round (..., d) as they are read back once stored."""
+        """Round vectors (..., d) to the values that storing them would give."""
         if self.exponents is None:
             return rows
         return round_entries(rows, self.codes.dtype, self.unrounded)
 
 
 class Track:
-    """The states of a list of blocks, and their clock.
+    """The decoding states of a stack of blocks, and their clock.
 
     Args:
-        clock: theirs.
-        blocks: the state of each block; None where a block keeps nothing.
+        clock: counter of the stack's positions.
+        blocks: state of each block; None for a block without one.
     """
 
     def __init__(self, clock: Clock, blocks: list[State | None]) -> None:
@@ -317,12 +318,12 @@ class Track:
 
     @property
     def position(self) -> Tensor:
-        """Positions read."""
+        """Number of positions read."""
         return self.clock.position
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the states take."""
+        """Memory of the states in bytes."""
         return sum(tensor.nbytes for state in self.blocks if state for tensor in state.tensors())
 
     def reset(self) -> None:
@@ -333,18 +334,18 @@ class Track:
                 state.reset()
 
     def mark(self, positions: int, *others: Written) -> Mark:
-        """Make a mark, from which so many positions can be taken back.
+        """Create a mark, up to which later positions can be undone.
 
         Args:
-            positions: that can be read after it.
-            others: what they write besides the states of blocks.
+            positions: maximum number of positions after it.
+            others: tensors that positions write in addition to the states of blocks.
         """
         written = [part for state in self.blocks if state for part in state.written()]
         return Mark(self.clock.position, [*written, *others], positions)
 
     @cached_property
     def each(self) -> list["Track"]:
-        """The track of each of several texts, in the same tensors."""
+        """The track of each text of a batch, as views."""
         return [
             Track(clock, [state and state.each[text] for state in self.blocks])
             for text, clock in enumerate(self.clock.each)

@@ -1,4 +1,4 @@
-"""Parts whose integer state takes in what a step has seen, after the step."""
+"""Interface of parts whose integer state is updated after a step, without gradients."""
 
 from typing import Any
 
@@ -6,18 +6,18 @@ from arbcli.model.packed import StateModule
 
 
 class StepMemory(StateModule):
-    """A part that learns after a step, and by no gradient; all of it on the device."""
+    """A part that records statistics in forward passes, and updates its state after the step."""
 
     def after_step(self) -> None:
-        """Take in what the step has seen, and forget it."""
+        """Update the state from the recorded statistics, and clear them; does not synchronise."""
         raise NotImplementedError
 
     def join(self, group: Any) -> None:
-        """Bring together what each process has seen, before `after_step`.
+        """Combine the statistics of all processes, before `after_step`.
 
         Args:
-            group: `arbcli.train.parallel.group.Group`.
+            group: the `arbcli.train.parallel.group.Group` of the run.
         """
 
     def forget(self) -> None:
-        """Forget the forwards of a step that never ended."""
+        """Clear the statistics of a step that was aborted."""

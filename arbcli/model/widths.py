@@ -1,18 +1,18 @@
-"""How the step of a weight depends on the width of its model, so that one learning rate fits all.
+"""Learning-rate factors by width (muP), so that one learning rate transfers between sizes.
 
-A step is relative: it moves z, and with it a weight, by a share of how far weights spread at the
-start. What a product changes by should be the same share at every width (Yang et al.,
-https://arxiv.org/abs/2203.03466; by norms, https://arxiv.org/abs/2310.17813):
+Steps are relative to the initial standard deviation of a weight. The relative change of each
+product should not depend on the width (Yang et al., https://arxiv.org/abs/2203.03466; in terms of
+spectral norms, https://arxiv.org/abs/2310.17813):
 
-| weight | direction | its learning rate is multiplied by |
+| weight | direction | factor |
 |---|---|---|
-| inside the model | orthogonal: singular values are alike | 1 |
-| inside the model | factored, sign: elements are alike, and add up | sqrt(384 / width) |
-| head, whose 256 outputs do not grow | any | sqrt(384 / width) / 4 |
+| inner matrix | orthogonal: equal singular values | 1 |
+| inner matrix | factored, sign: equal elements, whose effects add up | sqrt(384 / width) |
+| head, which has 256 outputs at any width | any | sqrt(384 / width) / 4 |
 | embedding, tables, gains and vectors | any | 1 |
 
-384 is the width of `small`, where the rules' own learning rates were found, and where a quarter was
-found for the head.
+384 is the width of the preset `small`, for which the default learning rates and the factor 1/4 of
+the head were tuned.
 """
 
 import math
@@ -24,19 +24,19 @@ HEAD = 0.25
 
 
 def inner_lr_factor(site: Site, direction: str | None) -> float:
-    """Choose what the learning rate of a matrix inside a model is multiplied by.
+    """Return the learning-rate factor of a matrix inside the model.
 
     Args:
-        site: of the model, or of its stage.
-        direction: of the steps; None where a rule takes none.
+        site: site of the stage, which has its width.
+        direction: direction of the steps; None for a rule without one.
     """
-    return _falling(site) if direction in ("factored", "sign") else 1.0
+    return _width_factor(site) if direction in ("factored", "sign") else 1.0
 
 
 def head_lr_factor(site: Site) -> float:
-    """Choose that of the matrix that gives logits."""
-    return HEAD * _falling(site)
+    """Return the learning-rate factor of the head."""
+    return HEAD * _width_factor(site)
 
 
-def _falling(site: Site) -> float:
+def _width_factor(site: Site) -> float:
     return math.sqrt(REFERENCE_WIDTH / site.dim)

@@ -1,6 +1,7 @@
-"""Update rules: how a step changes packed weights, and what is stored next to them. One file each.
+"""Update rules: the training state stored next to packed weights, and the step that changes both.
 
-To add a rule, write its file and add its name here. A name is known without importing torch.
+Each rule is one module of this package. To add one, write its module and add its name to `RULES`,
+which can be read without importing torch.
 """
 
 from fractions import Fraction
@@ -12,53 +13,51 @@ if TYPE_CHECKING:
     from arbcli.rules.base import Rule
 
 RULES = ("moment", "nibble", "carry", "votes")
-"""Names of rules, each that of its file here, which defines `RULE`."""
+"""Names of the rules; each is a module of this package that defines `RULE`."""
 
 DIGITS = ("trit", "all", "fade")
-"""Forms of a weight: the trit of z = T * P + A, or all digits of z; or all of them at the beginning
-of a run and the trit at its end."""
+"""Forms of a weight z = T * P + A: `trit` is T, `all` is z, `fade` begins as z and ends as T."""
 FADE_PARTS = 16
-"""A remainder that fades loses this part of what it counts, so many times."""
+"""Number of steps in which the contribution of a fading remainder falls from 1 to 0."""
 _SHARES = tuple(Fraction(kept, FADE_PARTS) for kept in range(FADE_PARTS - 1, 0, -1))
 STAGES = ("all", *map(str, _SHARES), "trit")
-"""Stages of weights that fade: those in the middle by the share of the remainder that
-they count."""
+"""Stages of fading weights, in order; intermediate ones are named by the remainder's share."""
 FADED = dict(zip(STAGES[1:-1], _SHARES, strict=True)) | {
     name: Fraction(1, parts) for name, parts in (("half", 2), ("quarter", 4), ("eighth", 8))
 }
-"""That share, by what only a checkpoint in the middle of such a run has; the last three are names
-that earlier ones have."""
+"""Remainder's share of each intermediate stage, by its name in checkpoints; the last three names
+are those of older checkpoints."""
 WITH_DIGITS = ("moment", "nibble", "carry")
-"""Rules that keep digits below the trit; their files define `ALL_DIGITS` too."""
+"""Rules that keep digits below the trit; their modules define `ALL_DIGITS` too."""
 FADING = ("moment", "nibble")
-"""Rules that learn as well or better where weights fade."""
+"""Rules that support fading weights."""
 
 DIRECTION = {"moment": "orthogonal", "nibble": "orthogonal", "carry": "factored", "votes": None}
-"""Default direction of each rule; None where the rule takes none."""
+"""Default direction of each rule; None for a rule without one."""
 LR = {"moment": 0.7, "nibble": 0.4, "carry": 1.0, "votes": 1.0}
-"""Default learning rate of each rule, where weights are trits."""
+"""Default learning rate of each rule with `trit` weights."""
 LR_OF_DIGITS = {"moment": 0.5, "nibble": 0.4, "carry": 0.25}
-"""The same where they are all digits."""
+"""Default learning rate with `all` digits."""
 LR_OF_FADING = LR_OF_DIGITS | {"moment": 0.35}
-"""The same where they begin so, and end as trits."""
+"""Default learning rate with `fade`."""
 LR_OF_TUNING = 0.03
-"""The same of a model that another program trained: as gentle as AdamW at 3e-4."""
+"""Default learning rate for fine-tuning an imported model; about as large as 3e-4 of AdamW."""
 LR_OF_FADING_TUNING = 0.2
-"""The same of such a model whose weights fade to trits."""
+"""Default learning rate for fine-tuning an imported model with fading digits."""
 
 
 VOTES_FIXES = ("threshold", "order", "start", "bound")
-"""Changes of the rule `votes` to the reference system: see its file."""
+"""Optional changes of the rule `votes` relative to the reference system: see its module."""
 
 
 @cache
 def find_rule(name: str, digits: str = "trit", votes_fixes: tuple[str, ...] = ()) -> "Rule":
-    """Load the rule of a name in `RULES`.
+    """Load a rule by its name.
 
     Args:
-        name: of the rule.
-        digits: what weights are: one of `DIGITS`, of which `fade` begins as `all`, or of `FADED`.
-        votes_fixes: of the rule `votes`, names of `VOTES_FIXES`.
+        name: one of `RULES`.
+        digits: form of the weights: one of `DIGITS`, with `fade` as `all`, or a stage of `FADED`.
+        votes_fixes: names of `VOTES_FIXES`, for the rule `votes`.
     """
     module = import_module(f"arbcli.rules.{name}")
     if votes_fixes:
@@ -70,9 +69,10 @@ def find_rule(name: str, digits: str = "trit", votes_fixes: tuple[str, ...] = ()
 
 @cache
 def stage_rule(name: str, stage: str) -> "Rule":
-    """Load the rule of a stage of a run whose weights fade: the same steps in each.
+    """Load the rule for one of `STAGES` of a run whose weights fade; all of them step alike.
 
-    The last one differs from `find_rule(name, "trit")`, whose steps may have other constants.
+    The rule of the stage `trit` differs from `find_rule(name, "trit")`, which may have other
+    constants.
     """
     if stage != "trit":
         return find_rule(name, stage)

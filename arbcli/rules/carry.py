@@ -1,4 +1,4 @@
-"""`carry`: an int8 remainder and no moment. Every gradient steps z by its share at once."""
+"""`carry`: an int8 remainder and no moment. Each gradient steps z by its share immediately."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from arbcli.rules.base import TRIT, Buffer, Gradient, Rule, State, StepControl
 
 
 class Carry(Rule):
-    """A remainder, a byte."""
+    """An int8 remainder."""
 
     radix, remainder_max = 32, 127
 
@@ -16,7 +16,7 @@ class Carry(Rule):
         return {"remainder": Buffer((rows, columns), "remainder")}
 
     def digits(self, state: State) -> dict[str, tuple[Tensor, int]]:
-        """Read the remainder as it is."""
+        """Return the remainder."""
         return {"remainder": (state["remainder"], self.remainder_max)}
 
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
@@ -30,7 +30,7 @@ class Carry(Rule):
 
 
 class CarryOfAllDigits(Carry):
-    """The same, where weights are all digits of z."""
+    """`Carry` for weights that are all digits of z."""
 
     reads_all, radix, remainder_max, spread = True, 64, 63, 1.0
 

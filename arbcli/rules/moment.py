@@ -1,8 +1,8 @@
 """`moment`: an int8 remainder below the trit, and an int8 running mean.
 
 With the orthogonal direction it averages gradients g, as Muon does: m <- 0.9 m + 0.1 g / rms(g),
-then z <- z - lr * P / 16 * u(m). Of others it averages directions u: m <- 0.9 m + 0.1 u, then
-z <- z - lr * P / 16 * m / rms(m). All are rounded stochastically.
+then z <- z - lr * P / 16 * u(m). With other directions u it averages these: m <- 0.9 m + 0.1 u,
+then z <- z - lr * P / 16 * m / rms(m). All assignments round stochastically.
 """
 
 import torch
@@ -27,11 +27,11 @@ DECAY = 0.9
 
 
 class Moment(Rule):
-    """Remainder and moment, a byte each.
+    """An int8 remainder and an int8 moment.
 
-    The moment averages gradients, and is orthogonalised after that: of one step's gradient alone,
-    the orthogonal factor is mostly noise. A mean of gradients of unit root-mean-square has about
-    0.2 of it, so 0.5 clips few elements.
+    The moment averages gradients before it is orthogonalised, as the orthogonal factor of a single
+    gradient is mostly noise. An average of gradients of unit RMS has an RMS of about 0.2, so a
+    range of 0.5 clips few elements.
     """
 
     averages_gradients = True
@@ -45,14 +45,14 @@ class Moment(Rule):
         }
 
     def digits(self, state: State) -> dict[str, tuple[Tensor, int]]:
-        """Read remainder and moment as they are."""
+        """Return remainder and moment."""
         return {
             "remainder": (state["remainder"], self.remainder_max),
             "moment": (state["moment"], moment_max(self.share_a_byte)),
         }
 
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
-        """Blend the direction into the moment, and after the last one step along it."""
+        """Blend the direction into the moment; after the last gradient, step along the moment."""
         self.average(state, gradient, control)
         if not control.last:
             return
@@ -68,7 +68,7 @@ class Moment(Rule):
         )  # fmt: skip
 
     def average(self, state: State, gradient: Gradient, control: StepControl) -> None:
-        """Step scales, and blend what stands for the direction into the moment."""
+        """Step the scales, and blend the gradient or direction into the moment."""
         self.move_scales(state, gradient, control)
         moment = state["remainder"] if self.share_a_byte else state["moment"]
         decay = round(DECAY * UNIT) if control.first else UNIT
@@ -89,17 +89,14 @@ class Moment(Rule):
         )  # fmt: skip
 
     def _blend_gain(self, accumulation: int) -> tuple[int, int]:
-        """Find what a direction is multiplied by before it is added, in fixed point."""
+        """Return the fixed-point factor of a direction in the average."""
         units = moment_max(self.share_a_byte) / self.moment_range  # int8 units of one rms
         gain, shift = fixed_point_gain((1 - DECAY) * units / accumulation, bits=10)
         return (gain, shift) if gain < 1024 else (gain >> 1, shift - 1)
 
 
 class MomentOfAllDigits(Moment):
-    """The same, where weights are all digits of z: they are finer, and steps are smaller.
-
-    z is within +-127, which a byte holds.
-    """
+    """`Moment` for weights that are all digits of z, which fits in int8."""
 
     reads_all, remainder_max = True, 63
     spread, fade_growth = 1.0, 2.0

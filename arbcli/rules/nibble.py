@@ -1,4 +1,4 @@
-"""`nibble`: as `moment`, with remainder and moment in one byte: 16 * moment + (A mod 16)."""
+"""`nibble`: the rule `moment` in one byte: 16 * moment + (A mod 16)."""
 
 from torch import Tensor
 
@@ -8,10 +8,11 @@ from arbcli.rules.moment import Moment
 
 
 class Nibble(Moment):
-    """Four bits of remainder, four bits of moment, which hold a mean of directions better.
+    """A 4-bit remainder and a 4-bit moment, which averages directions, as they need less range.
 
-    P is the largest even number whose remainders of up to P / 2 have four bits. Steps are less than
-    a unit of z, so that rounding by bits of no order would be most of what z does: they are turned.
+    P is the largest even number whose remainders up to P / 2 fit in four bits. Steps are smaller
+    than a unit of z, so independent random bits would dominate its changes: the bits are offset
+    from step to step instead.
     """
 
     averages_gradients, turns_bits = False, True
@@ -19,15 +20,15 @@ class Nibble(Moment):
     share_a_byte = True
 
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
-        """Declare the byte of both."""
+        """Declare the byte that remainder and moment share."""
         return {"remainder": Buffer((rows, columns), "remainder")}
 
     def start(self, state: State, rows: slice, remainder: Tensor) -> None:
-        """Write remainders to the low four bits; the moment is zero."""
+        """Initialise the low four bits to remainders, and the moment to zero."""
         state["remainder"][rows] = remainder & 15
 
     def digits(self, state: State) -> dict[str, tuple[Tensor, int]]:
-        """Take the byte apart; both halves are two's complement."""
+        """Return remainder and moment, each sign-extended from four bits."""
         byte = state["remainder"]
         return {
             "remainder": (((byte & 15) ^ 8) - 8, self.remainder_max),
@@ -36,7 +37,7 @@ class Nibble(Moment):
 
 
 class NibbleOfAllDigits(Nibble):
-    """The same, where weights are all digits of z."""
+    """`Nibble` for weights that are all digits of z."""
 
     reads_all, spread = True, 0.85
 

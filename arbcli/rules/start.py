@@ -1,4 +1,4 @@
-"""The first values of z: quantiles of a normal distribution, rounded and clipped."""
+"""Initial values of z: quantiles of a normal distribution, rounded and clipped."""
 
 import math
 from array import array
@@ -11,7 +11,7 @@ def _normal_cdf(x: float) -> float:
 
 @cache
 def quantiles(spread: float, largest: int) -> array:
-    """List z = clamp(round(spread * n)) at 65536 evenly spaced quantiles of n, normal: int16."""
+    """Return clamp(round(spread * n)) at 65536 evenly spaced quantiles of a normal n, as int16."""
     if spread == 0:
         return array("h", bytes(2 * 2**16))
     table = array("h")
@@ -22,12 +22,12 @@ def quantiles(spread: float, largest: int) -> array:
 
 
 def share_of_nonzero(radix: int, spread: float) -> float:
-    """Find the share of trits that are not zero, where z is normal with spread times P."""
+    """Return the share of nonzero trits for a normal z of standard deviation `spread * radix`."""
     return 2 * _normal_cdf(-(radix // 2 + 0.5) / (spread * radix))
 
 
 @cache
 def root_mean_square(spread: float, largest: int) -> float:
-    """Find that of `quantiles`."""
+    """Return the RMS of `quantiles`."""
     table = quantiles(spread, largest)
     return math.sqrt(sum(z * z for z in table) / len(table))

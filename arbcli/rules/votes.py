@@ -1,12 +1,12 @@
-"""`votes`: the rule of the reference system, which does not learn; kept so that it can be shown.
+"""`votes`: the rule of the reference system, which does not learn; kept to demonstrate that.
 
-Each gradient votes by its sign; three votes flip a trit by one, and the votes begin anew. The fixes
-that were proposed for it are switches:
+The sign of each gradient is a vote; three votes change a trit by one and reset its counter. Fixes
+that were proposed are optional:
 
-- `threshold`: the votes that flip a trit are seven at first, and three from step 100 on.
-- `order`: the scales vote after the trits, with slopes of the trits as they are then.
-- `start`: the votes of trits are -2 to 2 at first, and not 0.
-- `bound`: a gradient flips 1 % of the trits of a matrix at most, those of the most votes first.
+- `threshold`: a trit needs seven votes at first, and three from step 100 on.
+- `order`: the scales vote after the trits, by slopes at the new trits.
+- `start`: counters of trits begin at -2 to 2 instead of 0.
+- `bound`: a gradient changes at most 1 % of a matrix's trits, those with the most votes first.
 """
 
 import math
@@ -20,17 +20,17 @@ from arbcli.kernels.update.hold_flips import hold_flips
 from arbcli.rules.base import TRIT, Buffer, Gradient, Rule, State, StepControl
 
 THRESHOLD = 3
-"""Votes that flip a trit."""
+"""Number of votes that change a trit."""
 FIRST_THRESHOLD, STEPS_OF_THRESHOLD = 7, 25
-"""With the fix `threshold`: the one of the first steps, and after how many it falls by one."""
+"""Fix `threshold`: initial number of votes, and the steps after which it falls by one."""
 FIRST_VOTES = 2
-"""With the fix `start`: the most votes that a trit has at first."""
+"""Fix `start`: largest initial number of votes of a trit."""
 FLIP_SHARE = 0.01
-"""With the fix `bound`: of the trits of a matrix, those that a gradient may flip; at least one."""
+"""Fix `bound`: maximum share of a matrix's trits that a gradient changes; at least one trit."""
 
 
 class Votes(Rule):
-    """Votes of weights and of scales, a byte each; scales have whole octaves.
+    """An int8 counter of votes for each weight and each scale; scales are powers of two.
 
     Args:
         fixes: names of `arbcli.rules.VOTES_FIXES`.
@@ -46,27 +46,27 @@ class Votes(Rule):
 
     @property
     def reads_signs(self) -> bool:
-        """Whether signs are enough: not where scales vote by the trits as they are afterwards."""
+        """Whether signs suffice: not with `order`, as slopes then depend on the new trits."""
         return "order" not in self.fixes
 
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
-        """Declare both kinds of votes."""
+        """Declare the votes of weights and scales."""
         return {
             "votes": Buffer((rows, columns), "votes"),
             "scale_votes": Buffer((rows, groups), "votes"),
         }
 
     def start(self, state: State, rows: slice, remainder: Tensor) -> None:
-        """Take the first votes, where there are any, from the remainders: they are as random."""
+        """Derive the initial votes of the fix `start` from the remainders, which are random."""
         if "start" in self.fixes:
             state["votes"][rows] = remainder % (2 * FIRST_VOTES + 1) - FIRST_VOTES
 
     def digits(self, state: State) -> dict[str, tuple[Tensor, int]]:
-        """Read the votes of the weights."""
+        """Return the votes of the weights."""
         return {"votes": (state["votes"], 127 if "bound" in self.fixes else THRESHOLD)}
 
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
-        """Cast the votes of scales, then of weights; or the other way round."""
+        """Cast the votes of scales, then of weights; with `order` in reverse."""
         if "order" not in self.fixes:
             self._vote_on_scales(state, gradient, gradient.statistics.slope)
         self._vote_on_trits(state, gradient, control)

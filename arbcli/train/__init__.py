@@ -1,7 +1,7 @@
-"""Training: the step, the run, what a run leaves on disk.
+"""Training: the step, the run, and the files of a run.
 
-`arbcli.train(config)` is a function, and `arbcli.train` this package: once anything of it has been
-imported, Python gives the package that name. So it can be called, and does what the function does.
+`arbcli.train` is both a function and this package: importing a submodule rebinds the name to the
+package. The package is therefore callable, and calls the function.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Every file of a run verified, and what a resume would do with them; nothing is changed."""
+"""Read-only verification of a run's files, and a preview of a resume."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -26,46 +26,46 @@ from arbcli.train.trainer import text_digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A file of a run, or its text."""
+    """The result of verifying a file of a run, its text or its teacher."""
 
     name: str
     state: str
-    """`ok`, `damaged`, `refused` (it may be whole, and cannot be used) or `left over`."""
+    """`ok`, `damaged`, `refused` (possibly intact, but unusable for this run) or `left over`."""
     detail: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """Files of a run, and the effect of a resume."""
+    """State of a run's files, and the effect of a resume."""
 
     run: str
     findings: tuple[Finding, ...]
     resumes_at: int | None
-    """Step of the checkpoint that a resume takes; None if it does not start."""
+    """Step of the checkpoint that a resume loads; None if it would fail."""
     stops: str | None
-    """Why it does not start."""
+    """Reason why a resume would fail."""
     steps: int | None
-    """Of the whole run, and with `--steps` those that it would have."""
+    """Total number of steps; with `--steps` the new number."""
     steps_before: int | None
-    """Where `--steps` would change them, how many there are now."""
+    """Present total number of steps, if `--steps` would change it."""
     drops_records: int
-    """Records of later steps, and the one that a stop wrote between those due: others come."""
+    """Number of records that are replaced: those of later steps, and an extra one of a stop."""
     evaluates_first: bool
-    """Whether it evaluates held-out text before its first step, as that record is missing."""
+    """Whether a resume begins with an evaluation, as the record of its step is missing."""
     sets_aside: tuple[str, ...]
     """Checkpoints of later steps, renamed at the first save, or at once if `--steps` changes."""
     removes: tuple[str, ...]
-    """Older checkpoints, removed at the first save, and what killed processes left."""
+    """Older checkpoints and temporary files, removed at the first save."""
     passed: bool
-    """Whether nothing is damaged or refused."""
+    """Whether no file is damaged or refused."""
 
 
 def check_run(path: Path, steps: int | None = None) -> CheckReport:
-    """Verify every file of a run to the last byte, and tell what a resume would do.
+    """Verify the contents of all files of a run, and predict the effect of a resume.
 
     Args:
-        path: a run directory, or the checkpoint in one that a resume would name.
-        steps: that a resume would give to it; None are its own.
+        path: a run directory, or the checkpoint from which to resume.
+        steps: number of steps that the resume would set; None keeps the run's own.
 
     Raises:
         ArbError: there is no run.
@@ -127,7 +127,7 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
         evaluates = is_evaluated(then, resumes_at) and not recorded
         sets_aside = [file.name for file in verified if step_of(file) > resumes_at]
         older = [file.name for file in verified if step_of(file) <= resumes_at]
-        if resumes_at < then.steps:  # else there is nothing to save
+        if resumes_at < then.steps:  # else nothing is saved
             removes += older[config.keep - 1 :]
     return CheckReport(
         run=str(run),
@@ -151,7 +151,7 @@ def _check_text(facts: dict[str, Any], config: TrainConfig) -> Finding:
     except ArbError as error:
         return Finding(name="text", state="refused", detail=str(error))
     if digest != facts["text"]["digest"]:
-        return Finding(name="text", state="refused", detail="it is not the one of the run")
+        return Finding(name="text", state="refused", detail="it has changed since the run began")
     size = f"{len(texts.train.source):,} + {len(texts.val.source):,} bytes"
     return Finding(name="text", state="ok", detail=f"{texts.description}, {size}")
 
@@ -166,7 +166,7 @@ def _check_teacher(facts: dict[str, Any], config: TrainConfig) -> Finding:
 
 def _check_records(good: int, bad: int) -> Finding:
     state = "damaged" if bad else "ok"
-    detail = f"{good:,} records" + (f", and {bad:,} lines that are none" if bad else "")
+    detail = f"{good:,} records" + (f", and {bad:,} invalid lines" if bad else "")
     return Finding(name=METRICS, state=state, detail=detail)
 
 
@@ -179,14 +179,14 @@ def _check_checkpoint(path: Path, accept: Accept) -> Finding:
         return Finding(name=path.name, state="refused", detail=str(error))
     size = sum(tensor.nbytes for tensor in found.tensors.values())
     if found.step != step_of(path):
-        return Finding(name=path.name, state="damaged", detail=f"it belongs to step {found.step:,}")
+        return Finding(name=path.name, state="damaged", detail=f"it has step {found.step:,}")
     return Finding(name=path.name, state="ok", detail=f"{size:,} bytes of state, as written")
 
 
 def _left_over(run: Path) -> Iterator[Finding]:
     kinds = {
-        ".*.tmp": "a process that was killed left it",
-        "*.aside*": "set aside by a resume; nothing here reads it",
+        ".*.tmp": "temporary file of a killed process",
+        "*.aside*": "set aside by a resume; no longer read",
     }
     for pattern, what in kinds.items():
         for path in sorted(run.glob(pattern)):
@@ -194,7 +194,7 @@ def _left_over(run: Path) -> Iterator[Finding]:
 
 
 def _start(verified: dict[Path, Finding], named: Path | None) -> tuple[int | None, str | None]:
-    """Find the checkpoint that a resume takes: its step, or why there is none."""
+    """Return the step of the checkpoint that a resume loads, or the reason why it fails."""
     for path, finding in verified.items():
         if named is not None and path.name != named.name:
             continue

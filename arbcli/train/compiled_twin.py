@@ -1,4 +1,4 @@
-"""A float twin as an expert runs it: compiled, and warmed up so that its step can be captured."""
+"""Float baselines under `torch.compile`, with a warm-up so that the step can be captured."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,26 +9,25 @@ import torch
 from arbcli.model.language_model import LanguageModel
 
 WHOLE_LAYERS = 8
-"""A model of more blocks, or one that recomputes them, is compiled by parts, blocks only once.
+"""Maximum number of blocks for the compilation of the complete model.
 
-A compiler takes minutes for many blocks as one piece, and gains one fused sum a block by it, which
-is nothing where a block is large.
+Larger models, and those that recompute blocks, are compiled block by block, once for equal blocks.
+Compiling many blocks together takes minutes, and only fuses one more addition per block.
 """
 COMPILATIONS = 64
-"""Of blocks, at most; torch's own limit is eight."""
+"""Limit of recompilations of a block; torch's default is eight."""
 
 
 def compile_twin(model: LanguageModel, backend: str = "inductor") -> None:
-    """Compile what a step of a float twin computes.
+    """Compile the losses of a float baseline; the compilation happens at the first use.
 
-    It is compiled when first used, as one piece in place of the model's `losses`. A large model is
-    compiled by parts where they stand, so that whatever else uses it finds them compiled; and so is
-    one with chunks, several streams, n-grams, memories or a router, as parts next to its blocks
-    launch kernels, or note what a step has seen.
+    The method `losses` is compiled as a whole. Large models are compiled block by block in place,
+    and so are models with chunks, several streams, n-grams, memories or a router, whose other parts
+    launch kernels or record statistics.
 
     Args:
-        model: with float weights.
-        backend: of `torch.compile`.
+        model: a model with float weights.
+        backend: backend of `torch.compile`.
     """
     compiled = partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
     blocks = [block for stack in model.stacks() for block in stack]
@@ -38,7 +37,7 @@ def compile_twin(model: LanguageModel, backend: str = "inductor") -> None:
     if len(blocks) <= WHOLE_LAYERS and not (model.stages or between or model.recompute):
         model.losses = compiled(model.losses)  # type: ignore[method-assign]
         return
-    # one for each kind and width of blocks, and once more for evaluations
+    # one compilation for each kind and width of blocks, and another one for evaluations
     torch._dynamo.config.recompile_limit = max(COMPILATIONS, torch._dynamo.config.recompile_limit)
     for part in (model.embedding, *blocks):
         part.compile(backend=backend, dynamic=False, fullgraph=True)
@@ -47,12 +46,11 @@ def compile_twin(model: LanguageModel, backend: str = "inductor") -> None:
 
 @contextmanager
 def side_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Queue work on a stream, after what was queued so far and before what comes next.
+    """Run the block on a stream, ordered with the current stream before and after it.
 
-    None is the stream that is in use.
-
-    Work before a capture must not be on the default stream: autograd may remember where a parameter
-    was last used, and a capture that touches the default stream fails.
+    None is the current stream. Work before a capture must not run on the default stream: autograd
+    may remember on which stream a parameter was last used, and a capture that touches the default
+    stream fails.
     """
     if stream is None:
         yield

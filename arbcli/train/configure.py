@@ -1,4 +1,4 @@
-"""The configuration of a run on this machine."""
+"""Construction of a run's configuration for this machine."""
 
 import dataclasses
 from typing import Any
@@ -16,30 +16,30 @@ def new_config(
     device: str | None = None,
     backend: str | None = None,
     compute: str | None = None,
-    **given: Any,
+    **settings: Any,
 ) -> TrainConfig:
-    """Build a configuration from the settings that were given, and defaults for the rest.
+    """Build a configuration from settings, with defaults for the others.
 
     Args:
-        preset: name of a preset, or a model as it is saved.
+        preset: name of a preset, or the configuration of a model.
         device: `cpu`, `cuda` or `mps`; None is the GPU if there is one.
-        backend: None is the device's own.
-        compute: dtype of activations; None is the one that the device multiplies natively.
-        given: fields of `TrainConfig` and of the preset's model.
+        backend: kernel backend; None is the default of the device.
+        compute: dtype of activations; None is the device's native one.
+        settings: fields of `TrainConfig` and of the preset's model.
 
     Raises:
-        ArbError: they do not fit each other, or this machine.
+        ArbError: settings are incompatible with each other or with this machine.
     """
     place = resolve_device(device)
     compute = compute or default_compute(place)
     check_compute(compute, place)
     backend = resolve_backend(backend, place)
-    config = train_config(preset, device=str(place), backend=backend, compute=compute, **given)
-    return config if config.tokenizer is None else _of_tokens(config, config.tokenizer)
+    config = train_config(preset, device=str(place), backend=backend, compute=compute, **settings)
+    return config if config.tokenizer is None else _with_tokenizer(config, config.tokenizer)
 
 
-def _of_tokens(config: TrainConfig, path: str) -> TrainConfig:
-    """Give the model of a run the vocabulary of its tokenizer, unless it has one of its own."""
+def _with_tokenizer(config: TrainConfig, path: str) -> TrainConfig:
+    """Set the model's vocabulary to that of the tokenizer, unless it has one already."""
     model, tokenizer = config.model, Tokenizer.read(path)
     if model.vocabulary == VOCABULARY:
         model = dataclasses.replace(model, vocabulary=tokenizer.size)

@@ -1,4 +1,4 @@
-"""The directory of a run: its name, its `config.json`, and which one was last."""
+"""The directory of a run: its name, its `config.json`, and its texts."""
 
 import dataclasses
 import json
@@ -34,18 +34,18 @@ from arbcli.train.trainer import text_digest
 from arbcli.version import __version__
 
 DATA = {"seed": "seed", "text": "digest", "tokenizer": "tokenizer", "wire": "wire"}
-"""Facts in every checkpoint besides its model, and their names in its `data`."""
+"""Facts about the run in each checkpoint, by their keys in its `data`."""
 MOST_NAMED = 3
-"""Fields that an error lists."""
+"""Maximum number of fields that an error lists."""
 THREADS_OF_A_CPU = 4
-"""The most that a run goes on with, as it began: more take longer than the run is worth."""
+"""Maximum threads per processor with which a run is resumed; more would be too slow."""
 
 
 def make_next_directory(config: TrainConfig, root: Path = RUNS) -> Path:
-    """Make the next free run directory: `runs/003-256x4-moment` and so on.
+    """Create the next free run directory, such as `runs/003-256x4-moment`.
 
     Raises:
-        ArbError: it cannot be made.
+        ArbError: it cannot be created.
     """
     kind = config.model.rule if config.model.weights == "ternary" else config.model.weights
     while True:
@@ -54,14 +54,14 @@ def make_next_directory(config: TrainConfig, root: Path = RUNS) -> Path:
         numbers = (re.match("[0-9]+(?=-)", name) for name in names)
         number = max((int(found[0]) for found in numbers if found), default=0) + 1
         run = root / f"{number:03d}-{config.model.dim}x{config.model.layers}-{kind}"
-        with suppress(FileExistsError), _explained_making(run):  # another start was faster
+        with suppress(FileExistsError), _explained_making(run):  # another process was faster
             root.mkdir(parents=True, exist_ok=True)
             run.mkdir()
             return run
 
 
 def next_number(root: Path) -> int:
-    """Return the number of a run that is started now: above those of the others in its folder."""
+    """Return the number of a new run: one more than the largest one in its folder."""
     numbers = [0]
     for path in root.glob(f"*/{CONFIG}"):
         with suppress(ArbError):  # damaged
@@ -70,10 +70,10 @@ def next_number(root: Path) -> int:
 
 
 def make_directory(run: Path) -> None:
-    """Make the directory of a new run.
+    """Create the directory of a new run.
 
     Raises:
-        ArbError: it cannot be made.
+        ArbError: it cannot be created.
     """
     try:
         with _explained_making(run):
@@ -116,15 +116,14 @@ FACTS = {
     "threads": int | None,
     "versions": dict[str, str] | None,
 }
-"""Schema of the fields of `config.json` that are read again; an earlier version, or a run without a
-use for a field, may leave out those that can be None."""
+"""Schema of the fields of `config.json` that a resume reads; optional ones can be None."""
 
 
 def read_facts(run: Path) -> dict[str, Any]:
-    """Read the `config.json` of a run; what is None there is left out.
+    """Read the `config.json` of a run, without fields that are None.
 
     Raises:
-        ArbError: it cannot be read, or something in it is missing or of another type.
+        ArbError: it cannot be read, or a field is missing or has the wrong type.
     """
     found = read_json(run / CONFIG, FACTS)
     facts = {name: value for name, value in found.items() if value is not None}
@@ -133,7 +132,7 @@ def read_facts(run: Path) -> dict[str, Any]:
 
 
 def field_digests(config: TrainConfig) -> dict[str, str]:
-    """Hash each setting that a checkpoint depends on, so that a change can be named."""
+    """Hash each setting that a checkpoint depends on, so that errors can name changed ones."""
     values = config.decisive()
     values |= {f"model.{name}": value for name, value in asdict(config.model).items()}
     return {name: sha256(json.dumps(value).encode()).hexdigest() for name, value in values.items()}
@@ -142,40 +141,40 @@ def field_digests(config: TrainConfig) -> dict[str, str]:
 def check_same_run(
     run: Path, facts: dict[str, Any], config: TrainConfig, checkpoint: Checkpoint
 ) -> None:
-    """Refuse to go on from a checkpoint with settings that are not those that made it.
+    """Check that a checkpoint was written with the settings of its run.
 
-    `config.json` is held against its digests of when the run began, and the checkpoint against
-    `config.json`. One of before the run was given more steps tells how many it had then.
+    `config.json` is compared with its digests from the start of the run, and the checkpoint with
+    `config.json`. A checkpoint from before the number of steps was changed has the earlier number.
 
     Raises:
-        ArbError: some differ.
+        ArbError: settings differ.
     """
-    hint = "put back what belongs to the run, or start a new run with `--out`"
-    began = facts.get("digests", {})  # absent from a run that an earlier version began
+    hint = "restore the files of the run, or start a new run with `--out`"
+    began = facts.get("digests", {})  # missing in runs of earlier versions
     now = field_digests(config)
     if changed := [name for name in now if name in began and began[name] != now[name]]:
         names = ", ".join(f"`{name}`" for name in changed)
         raise ArbError(f"`{run / CONFIG}` was changed since the run began: {names}", hint=hint)
     made_with = _all_fields(checkpoint.config)
     made_with |= {name: checkpoint.data.get(key) for name, key in DATA.items()}
-    wanted = json.loads(json.dumps(asdict(config.model)))
-    wanted |= {"seed": config.seed, "text": facts["text"]["digest"], "wire": config.wire}
-    wanted |= {"tokenizer": facts["text"].get("tokenizer")}
-    settings = checkpoint.data.get("settings", {})  # absent from one of an earlier version
+    expected = json.loads(json.dumps(asdict(config.model)))
+    expected |= {"seed": config.seed, "text": facts["text"]["digest"], "wire": config.wire}
+    expected |= {"tokenizer": facts["text"].get("tokenizer")}
+    settings = checkpoint.data.get("settings", {})  # missing in those of earlier versions
     if not isinstance(settings, dict):
         settings = {"settings": settings}
     known = config.decisive() | {"init_from": facts.get("init_digest")}
     known |= {"teacher": facts.get("teacher_digest")}
     made_with |= settings
-    wanted |= {name: known[name] for name in settings if name in known}
+    expected |= {name: known[name] for name in settings if name in known}
     if made_with.get("steps") in _earlier_steps(facts, checkpoint.step):
-        wanted["steps"] = made_with["steps"]
+        expected["steps"] = made_with["steps"]
     if config.model.digits == "fade":
-        steps = wanted.get("steps", config.steps)
-        wanted["digits"] = fade_stage(checkpoint.step, steps, config.fades)
+        steps = expected.get("steps", config.steps)
+        expected["digits"] = fade_stage(checkpoint.step, steps, config.fades)
     found = [
-        first_difference(made_with.get(name, "missing"), wanted.get(name, "missing"), name)
-        for name in sorted(made_with.keys() | wanted.keys())
+        first_difference(made_with.get(name, "missing"), expected.get(name, "missing"), name)
+        for name in sorted(made_with.keys() | expected.keys())
     ]
     differing = [
         f"its `{name}` is {ours!s:.60}, not {theirs!s:.60}"
@@ -184,24 +183,24 @@ def check_same_run(
     if differing:
         more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
         raise ArbError(
-            f"the checkpoint of step {checkpoint.step} belongs to another run than"
-            f" `{run / CONFIG}`: {', '.join(differing[:MOST_NAMED])}{more}",
+            f"the checkpoint of step {checkpoint.step} does not belong to `{run / CONFIG}`:"
+            f" {', '.join(differing[:MOST_NAMED])}{more}",
             hint=hint,
         )
 
 
 def _earlier_steps(facts: dict[str, Any], step: int) -> list[int]:
-    """List how many steps a run was to have before it was given others at `step` or later."""
+    """Return earlier total numbers of steps, which were changed at `step` or later."""
     found = []
     for change in facts.get("extended", []):
-        with suppress(TypeError, KeyError):  # what a person made of it is not such a change
+        with suppress(TypeError, KeyError):  # the file may have been edited
             if step <= change["at"]:
                 found.append(change["from"])
     return found
 
 
 def _all_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """List the fields of a model as this version has them, whichever saved it."""
+    """Convert a saved configuration to the fields of this version, if possible."""
     try:
         return json.loads(json.dumps(asdict(config_from_dict(config))))
     except (TypeError, ArbError):
@@ -213,13 +212,13 @@ def _absolute(entries: tuple[str, ...]) -> list[str]:
 
 
 def open_texts_again(facts: dict[str, Any], config: TrainConfig) -> Texts:
-    """Open the texts of a run where they were, or else where they were named from here.
+    """Open the texts of a run at their absolute paths, or else relative to the current folder.
 
     Raises:
         ArbError: they are at neither place.
     """
-    split = facts["text"].get("split", "files")  # as an earlier version did
-    if paths := facts["text"].get("paths"):  # absent from a run that an earlier version began
+    split = facts["text"].get("split", "files")  # the default of earlier versions
+    if paths := facts["text"].get("paths"):  # missing in runs of earlier versions
         with suppress(ArbError):
             return open_run_texts(config, paths, split)
     return open_run_texts(config, split=split)
@@ -228,48 +227,51 @@ def open_texts_again(facts: dict[str, Any], config: TrainConfig) -> Texts:
 def open_run_texts(
     config: TrainConfig, paths: dict[str, list[str]] | None = None, split: str | None = None
 ) -> Texts:
-    """Open the texts that a configuration names, or those of `data` and `val` in `paths`.
+    """Open the texts of a configuration.
 
-    `split` is how several files are split, as `Texts.split` has it; None chooses.
+    Args:
+        config: configuration of the run.
+        paths: paths by the names `data` and `val`; None takes those of `config`.
+        split: how several files are split, see `Texts.split`; None chooses.
 
     Raises:
-        ArbError: they are not there, or do not fit.
+        ArbError: files do not exist, or are not suitable.
     """
     data, val = (paths["data"], paths["val"]) if paths else (config.data, config.val)
-    of_documents = has_documents(config.field)
+    documents = has_documents(config.field)
     texts = open_texts(
         data,
         val,
         seed=config.seed,
-        context=1 if of_documents else config.model.ctx,
-        conversion=PLAIN if of_documents else config.conversion,
+        context=1 if documents else config.model.ctx,
+        conversion=PLAIN if documents else config.conversion,
         split=split,
     )
     tokenizer = None if config.tokenizer is None else Tokenizer.read(config.tokenizer)
     check_vocabulary(config.model, tokenizer, str(config.tokenizer))
-    if of_documents:
-        return _of_documents(texts, tokenizer, config)
-    return texts if tokenizer is None else _of_tokens(texts, tokenizer, config.model.ctx)
+    if documents:
+        return _document_texts(texts, tokenizer, config)
+    return texts if tokenizer is None else _tokenised_texts(texts, tokenizer, config.model.ctx)
 
 
-def _of_tokens(texts: Texts, tokenizer: Tokenizer, context: int) -> Texts:
+def _tokenised_texts(texts: Texts, tokenizer: Tokenizer, context: int) -> Texts:
     train, val = (tokenised(text, tokenizer) for text in (texts.train, texts.val))
     for text, role in ((train, "training"), (val, "validation")):
         if not text.windows(context + 1):
             raise ArbError(
                 f"a context of {context:,} needs a {role} text of {context + 1:,} tokens or more,"
                 f" and this one has {len(text):,}",
-                hint="choose a smaller `--ctx`, or name more text with `--data` and `--val`",
+                hint="use a smaller `--ctx`, or more text for `--data` and `--val`",
             )
     return dataclasses.replace(texts, train=train, val=val, tokenizer=tokenizer)
 
 
-def _of_documents(texts: Texts, tokenizer: Tokenizer | None, config: TrainConfig) -> Texts:
+def _document_texts(texts: Texts, tokenizer: Tokenizer | None, config: TrainConfig) -> Texts:
     field = config.field
     if tokenizer is None or field is None:
         raise ArbError(
-            f"`--field {field}` has documents, and the model reads bytes",
-            hint="name a tokenizer: `--tokenizer tokenizer.json`",
+            f"`--field {field}` needs a tokenizer, as it has documents",
+            hint="add `--tokenizer tokenizer.json`",
         )
     config.model.check_documents()
     template = find_template(str(config.tokenizer))
@@ -281,11 +283,11 @@ def _of_documents(texts: Texts, tokenizer: Tokenizer | None, config: TrainConfig
 
 
 def run_config(run: Path, facts: dict[str, Any]) -> TrainConfig:
-    """Rebuild the configuration of a run, whose tokenizer is the one in its directory.
+    """Return the configuration of a run, with the tokenizer in its directory.
 
     Raises:
-        ArbError: it was written by a version with other settings, or damaged, or the tokenizer is
-            missing or another.
+        ArbError: the configuration is damaged or of an incompatible version, or the tokenizer is
+            missing or has changed.
     """
     config = train_config_from(facts)
     if config.tokenizer is None:
@@ -296,11 +298,11 @@ def run_config(run: Path, facts: dict[str, Any]) -> TrainConfig:
 
 
 def run_conversion(path: Path, field: str | None = None) -> Conversion:
-    """Return how the run of a checkpoint converts files, plain where it has no `config.json`.
+    """Return how the run of a checkpoint converts text files; plain without `config.json`.
 
     Args:
-        path: of a run, or of a file that was saved.
-        field: of records, in place of the run's.
+        path: path of a run or checkpoint.
+        field: field of records, instead of the run's.
     """
     run = run_of(path)
     if not (run / CONFIG).exists():
@@ -312,18 +314,18 @@ def held_out_text(run: Path) -> tuple[Text, str]:
     """Open the held-out text of a run.
 
     Returns:
-        The text, and a few words for people.
+        The text, and its description.
 
     Raises:
-        ArbError: it is not there any more, or another.
+        ArbError: the text is missing or has changed.
     """
     if not (run / CONFIG).exists():
-        raise ArbError(f"`{run}` has no text of its own", hint="name one with `--data`")
+        raise ArbError(f"`{run}` has no held-out text", hint="name a text with `--data`")
     facts = read_facts(run)
     config = run_config(run, facts)
     if has_documents(config.field):
         raise ArbError(
-            f"`{run}` was trained on documents: its records have their held-out loss",
+            f"`{run}` was trained on documents, whose held-out loss is in its records",
             hint="name a text with `--data`",
         )
     texts = open_texts_again(facts, config)
@@ -332,16 +334,16 @@ def held_out_text(run: Path) -> tuple[Text, str]:
 
 
 def check_same_text(run: Path, facts: dict[str, Any], digest: str, otherwise: str) -> None:
-    """Refuse a text that is not the one of a run.
+    """Check that the text of a run has not changed.
 
     Args:
-        run: its directory.
-        facts: what `config.json` says.
-        digest: of the text as it is now.
-        otherwise: what can be done but to restore it.
+        run: directory of the run.
+        facts: contents of `config.json`.
+        digest: digest of the present text.
+        otherwise: alternative to restoring the text, for the hint.
 
     Raises:
-        ArbError: it is not.
+        ArbError: the digests differ.
     """
     if facts["text"]["digest"] != digest:
         raise ArbError(
@@ -351,7 +353,7 @@ def check_same_text(run: Path, facts: dict[str, Any], digest: str, otherwise: st
 
 
 def run_facts(run: Path | None, config: TrainConfig, texts: Texts) -> dict[str, Any]:
-    """Gather what the `config.json` of a run is to hold; without a directory it has no number."""
+    """Return the contents of a run's `config.json`; without a directory it has no number."""
     return {
         "config": train_config_dict(config),
         "digests": field_digests(config),

@@ -1,6 +1,7 @@
-"""The optimizers of the float twins: AdamW, torch's own, and Muon with equal shapes as a batch.
+"""Optimizers of the float baselines: torch's AdamW, and Muon batched over equal shapes.
 
-Whatever changes between steps is a tensor on the device, so a whole step can be one CUDA graph.
+All values that change between steps are tensors on the device, so that a step can be captured as a
+CUDA graph.
 """
 
 import math
@@ -24,12 +25,12 @@ LEAST_NORM = 1e-7
 
 
 class FloatOptimizer:
-    """AdamW for every weight, or Muon for those of the blocks and AdamW for the rest.
+    """AdamW for all weights, or Muon for those of the blocks and AdamW for the others.
 
     Args:
-        model: with float weights.
+        model: a model with float weights.
         name: `adamw` or `muon`.
-        compiled: whether Muon's step is compiled.
+        compiled: whether to compile the step of Muon.
     """
 
     def __init__(self, model: LanguageModel, name: str, *, compiled: bool = False) -> None:
@@ -44,12 +45,14 @@ class FloatOptimizer:
             self._muon = Muon(blocks, self._lr, WEIGHT_DECAY, compiled=compiled)
             blocks, decay = [], 0.0
         rest = blocks + others
-        # a decay would take numbers of given sizes away from them
-        given = [part for part in model.modules() if isinstance(part, FloatNumbers) and part.values]
-        sized = {id(part.latent) for part in given}
-        groups: list[dict[str, Any]] = [{"params": [p for p in rest if id(p) not in sized]}]
-        if sized:
-            kept = [p for p in rest if id(p) in sized]
+        # no weight decay for vectors with nonzero initial values, such as gains
+        vectors = [
+            part for part in model.modules() if isinstance(part, FloatNumbers) and part.values
+        ]
+        no_decay = {id(part.latent) for part in vectors}
+        groups: list[dict[str, Any]] = [{"params": [p for p in rest if id(p) not in no_decay]}]
+        if no_decay:
+            kept = [p for p in rest if id(p) in no_decay]
             groups.append({"params": kept, "weight_decay": 0.0})
         self._adamw = torch.optim.AdamW(
             groups,
@@ -61,17 +64,17 @@ class FloatOptimizer:
         )
 
     averages = False
-    """Gradients of micro-batches add up: each loss is to be divided by their number."""
+    """Gradients of micro-batches are summed, so the caller divides losses by their number."""
 
     def set_step(self, step: int, lr: float, accumulation: int = 1) -> None:
-        """Set the learning rate of the next step; nothing waits for the device."""
+        """Set the learning rate of the next step, without synchronisation."""
         self._lr.fill_(lr)
 
     def begin_micro(self, micro: int) -> None:
-        """Do nothing: gradients add up by themselves."""
+        """Do nothing, as autograd accumulates gradients."""
 
     def finish(self) -> None:
-        """Clip the gradients to a norm of `CLIP_NORM`, step every weight, drop the gradients."""
+        """Clip the gradients to a norm of `CLIP_NORM`, step all weights, and free the gradients."""
         nn.utils.clip_grad_norm_(self._parameters, CLIP_NORM)
         if self._muon:
             self._muon.step()
@@ -80,24 +83,24 @@ class FloatOptimizer:
             parameter.grad = None
 
     def state_tensors(self) -> list[Tensor]:
-        """List what the optimizers keep between steps."""
+        """Return the state of the optimizers."""
         states = (value for state in self._adamw.state.values() for value in state.values())
         momenta = self._muon.momenta if self._muon else []
         return [value for value in states if isinstance(value, Tensor)] + momenta
 
 
 class Muon:
-    """The steps of `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, a shape at a time.
+    """`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, batched over matrices of a shape.
 
-    All matrices of one shape are stepped as one batch. Source: K. Jordan et al., "Muon",
+    Source: K. Jordan et al., "Muon",
     https://kellerjordan.github.io/posts/muon/; J. Liu et al., "Muon is Scalable for LLM Training",
     https://arxiv.org/abs/2502.16982, eq. 4.
 
     Args:
-        parameters: matrices, float32.
-        lr: float32 scalar on their device, read in every step.
-        weight_decay: that `lr` is multiplied by.
-        compiled: whether a batch's step is compiled.
+        parameters: float32 matrices.
+        lr: float32 scalar tensor on their device, read in each step.
+        weight_decay: weight decay, multiplied by `lr`.
+        compiled: whether to compile the step of a batch.
     """
 
     def __init__(
@@ -108,13 +111,13 @@ class Muon:
             batches.setdefault(parameter.shape, []).append(parameter)
         self._batches = list(batches.values())
         self.momenta = [p[0].new_zeros(len(p), *p[0].shape) for p in self._batches]
-        """Of each batch: (matrices, N, K) float32."""
+        """Momentum of each batch, (matrices, N, K) float32."""
         self._lr, self._weight_decay = lr, weight_decay
         self._step = torch.compile(step_batch, dynamic=False) if compiled else step_batch
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step every matrix by its gradient."""
+        """Step all matrices by their gradients."""
         for batch, momentum in zip(self._batches, self.momenta, strict=True):
             grads = [parameter.grad for parameter in batch if parameter.grad is not None]
             self._step(batch, grads, momentum, self._lr, self._weight_decay)
@@ -127,31 +130,31 @@ def step_batch(
     lr: Tensor,
     weight_decay: float,
 ) -> None:
-    """Step matrices of one shape by Muon with Nesterov's momentum, in place.
+    """Step matrices of one shape by Muon with Nesterov momentum, in place.
 
     Args:
         parameters: (N, K) float32 each.
-        grads: like them.
-        momentum: (matrices, N, K) float32, updated.
-        lr: float32 scalar.
-        weight_decay: that `lr` is multiplied by.
+        grads: (N, K) float32 each.
+        momentum: (matrices, N, K) float32, updated in place.
+        lr: float32 scalar tensor.
+        weight_decay: weight decay, multiplied by `lr`.
     """
     grad = torch.stack(grads)
     momentum.lerp_(grad, 1 - MOMENTUM)
     update = orthogonalise(grad.lerp(momentum, MOMENTUM))
-    size = 0.2 * math.sqrt(max(momentum.shape[1:]))  # as large as a step of AdamW
+    size = 0.2 * math.sqrt(max(momentum.shape[1:]))  # matches the RMS of AdamW's steps
     torch._foreach_mul_(parameters, 1 - lr * weight_decay)
     torch._foreach_add_(parameters, list((update.float() * (-size * lr)).unbind()))
 
 
 def orthogonalise(update: Tensor) -> Tensor:
-    """Bring the singular values of a batch of matrices near 1, by Newton-Schulz steps in bf16.
+    """Orthogonalise a batch of matrices by Newton-Schulz iterations in bfloat16.
 
     Args:
         update: (matrices, N, K) float32.
 
     Returns:
-        The same in bfloat16, orthogonalised.
+        (matrices, N, K) bfloat16 with singular values near 1.
     """
     linear, cubic, quintic = NEWTON_SCHULZ
     tall = update.shape[1] > update.shape[2]

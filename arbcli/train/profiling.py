@@ -1,4 +1,4 @@
-"""A trace of a few steps of a run, by torch's profiler, for https://ui.perfetto.dev."""
+"""Traces of training steps by torch's profiler, for https://ui.perfetto.dev."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,30 +10,30 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 
 DISCARDED = 1
-"""Steps that are traced and thrown away, as the first one of a profiler is slow."""
+"""Traced steps that are discarded, as the profiler's first step is slow."""
 
 
 class StepTrace:
-    """Traces the first steps of a trainer that are like all later ones; used as a context.
+    """Context manager that traces the first steady-state steps of a trainer.
 
-    Steps that compile, or that record a CUDA graph, are left out, and so is one more.
+    Steps that compile or capture a CUDA graph are skipped, and so is one more.
 
     Args:
-        run: directory that the trace is written to.
-        trainer: whose steps they are.
-        steps: how many to trace.
-        tell: is told where the trace is, or why there is none.
+        run: directory of the trace.
+        trainer: the trainer.
+        steps: number of steps to trace.
+        tell: called with a message that has the path of the trace, or the reason for its absence.
     """
 
     def __init__(
         self, run: Path, trainer: Trainer, steps: int, tell: Callable[[str], None]
     ) -> None:
         self.tell = tell
-        # the first step of a graph is its first replay, whatever that still loads
+        # the first replay of a graph is skipped too, as it still loads code
         passed = EAGER_STEPS + 1 if trainer.captures else 1
         first = trainer.step + passed + DISCARDED + 1
         self.turns = (first - DISCARDED - 1, first - 1, first + steps - 1)
-        """Steps after which the profiler gets ready, begins, and writes: it takes its time."""
+        """Steps after which the profiler warms up, starts and writes, which takes time."""
         self.path = run / f"trace-{first:06d}.json.gz"
         self._left_out = passed + DISCARDED
         on_gpu = trainer.device.type == "cuda"
@@ -50,7 +50,7 @@ class StepTrace:
         return self
 
     def step_done(self) -> None:
-        """Count a step; after the last one that is traced the trace is written."""
+        """Count a step; the last traced one writes the trace."""
         if not self._done:
             self._left_out -= 1
             self._profiler.step()
@@ -61,11 +61,11 @@ class StepTrace:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Write what there is of a trace, if the run ends within it."""
+        """Write a partial trace, if the run ends within it."""
         if not self._done:
             self._profiler.stop()
         if not self._done:
-            self.tell("no step was traced: the run ended before those that `--profile` waits for")
+            self.tell("no step was traced: the run ended during the warm-up of `--profile`")
 
     def _write(self, profiler: profile) -> None:
         if self._left_out >= 0:  # none was traced
@@ -76,10 +76,10 @@ class StepTrace:
             profiler.export_chrome_trace(str(unfinished))
             unfinished.replace(self.path)
         except OSError as error:
-            self.tell(f"cannot write `{self.path}`: {error.strerror or error}; the run goes on")
+            self.tell(f"cannot write `{self.path}`: {error.strerror or error}; the run continues")
             unfinished.unlink(missing_ok=True)
         else:
             self.tell(f"the trace is `{self.path}`: open it at https://ui.perfetto.dev")
             kinds = {event.device_type for event in profiler.events()}
-            if self._wanted not in kinds:  # a driver may keep its counters to an administrator
-                self.tell("the trace has nothing of the GPU: its driver did not let it be traced")
+            if self._wanted not in kinds:  # drivers may restrict profiling to administrators
+                self.tell("the trace has no GPU events: the driver does not permit profiling")

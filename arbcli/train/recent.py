@@ -1,6 +1,6 @@
-"""Losses and flips of the last steps of a run: the next record averages them.
+"""Losses and flips of the last steps, which the next record averages.
 
-A checkpoint holds them, so the record after a resume averages the same steps as without the stop.
+Checkpoints contain them, so that the record after a resume averages the same steps.
 """
 
 import math
@@ -18,7 +18,7 @@ from arbcli.train.parallel.group import Group
 from arbcli.train.record import finite
 
 KEPT_STEPS = 10
-"""Steps whose figures a checkpoint holds, at least: as many as a record averages."""
+"""Minimum number of steps in a checkpoint, which is the interval of records."""
 FIELD = "recent"
 """Key of a checkpoint's `data`; absent from checkpoints of earlier versions."""
 SCHEMA = {
@@ -28,25 +28,25 @@ SCHEMA = {
     f"{FIELD}.parts": dict[str, float | None],
     f"{FIELD}.gauges": dict[str, float | None],
 }
-"""Records as a checkpoint holds them; None is a number that is not finite."""
+"""Schema of the field in checkpoints; None stands for a number that is not finite."""
 
 
 class Step(NamedTuple):
-    """Figures of one step."""
+    """Loss and flips of a step."""
 
     loss: float
-    """Nats a byte, before the step."""
+    """Loss before the step, in nats per byte."""
     flips: int | None
-    """Trits that the step changed; None for a float twin."""
+    """Number of trits that the step changed; None for a float baseline."""
 
 
 class RecentSteps:
-    """Figures of the last steps, which stay on the device until they are read.
+    """Losses and flips of the last steps, which stay on the device until they are read.
 
     Args:
-        group: the processes of the run; each counts the flips of its own tensors.
-        saved: what a checkpoint holds of the steps before; empty if it holds nothing.
-        kept: how many steps.
+        group: the processes of the run, each of which counts the flips of its own tensors.
+        saved: the field of a checkpoint for earlier steps; may be empty.
+        kept: maximum number of steps.
     """
 
     def __init__(self, group: Group, saved: Mapping[str, Any], kept: int = KEPT_STEPS) -> None:
@@ -61,14 +61,14 @@ class RecentSteps:
         """Append a step.
 
         Args:
-            loss: float32 scalar, in nats a byte.
-            flips: int64 scalar, the trits that this process has changed since the trainer was
-                built; None for a float twin.
+            loss: float32 scalar, in nats per byte.
+            flips: int64 scalar, number of trits that this process has changed since the trainer was
+                built; None for a float baseline.
         """
         self._unread.append((loss, flips))
 
     def last(self, number: int) -> list[Step]:
-        """Return the last steps, at most `number`; all processes call it. Waits for the device."""
+        """Return up to `number` last steps; collective, and synchronises with the device."""
         if self._unread:
             losses, totals = zip(*self._unread, strict=True)
             flips: Sequence[int | None] = totals
@@ -81,7 +81,7 @@ class RecentSteps:
         return [*self._read][max(0, len(self._read) - number) :]
 
     def as_json(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the steps."""
+        """Return the field for a checkpoint."""
         steps = self.last(self._read.maxlen or 0)
         return {
             "losses": finite([step.loss for step in steps]),
@@ -90,7 +90,7 @@ class RecentSteps:
 
 
 def as_numbers(values: Mapping[str, float | None]) -> dict[str, float]:
-    """Restore what `record.finite` replaced: None is a number that is not finite."""
+    """Replace None, which stands for a number that is not finite, by NaN."""
     return {name: _number(value) for name, value in values.items()}
 
 
@@ -99,12 +99,12 @@ def _number(value: float | None) -> float:
 
 
 def check_recent(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose figures of the last steps cannot be ones.
+    """Check the field of a checkpoint.
 
     Raises:
-        ArbError: they cannot.
+        ArbError: the field is invalid.
     """
-    hint = "it was altered: name another"
+    hint = "the file was modified: use another one"
     check_schema(checkpoint.data, SCHEMA, "its header", hint)
     saved = checkpoint.data.get(FIELD)
     if saved is None:

@@ -1,4 +1,4 @@
-"""Records of a run, its final report, and the file of records."""
+"""Records of a run and their file `metrics.jsonl`, and the final report."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from arbcli.errors import ArbError
 from arbcli.reading import open_regular, parse_json, test_of
 
 METRICS = "metrics.jsonl"
-"""File of a run's records, a JSON object a line."""
+"""File of a run's records in JSON lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,53 +22,53 @@ class Record:
     """One line of `metrics.jsonl`."""
 
     step: int
-    """Steps done."""
+    """Number of steps done."""
     loss: float
-    """Mean since the last record, nats a byte."""
+    """Mean training loss since the last record, in nats per byte."""
     bits_per_byte: float
-    """The same in bits."""
+    """`loss` in bits per byte."""
     val_loss: float | None
-    """Nats a byte of held-out text, where it was evaluated."""
+    """Held-out loss in nats per byte, if it was evaluated."""
     token_loss: float | None
-    """`loss` in nats a token; None of a model of bytes."""
+    """`loss` in nats per token; None for a model of bytes."""
     token_val_loss: float | None
-    """`val_loss` in nats a token."""
+    """`val_loss` in nats per token."""
     lr: float
     """Learning rate of the last step."""
     bytes_seen: int
-    """Of text, by all steps so far; what is seen again counts again."""
+    """Bytes of text read by all steps so far, counting repetitions."""
     seconds: float
-    """Since the run began, evaluations and saves too, but not while it was stopped."""
+    """Time since the run began, including evaluations and saves, but not interruptions."""
     bytes_per_second: float | None
-    """Text seen a second since the last record, evaluation not counted; None if no step was timed,
-    as where a run goes on at a step whose record is missing."""
+    """Training speed since the last record, without evaluations; None if no step was timed, as
+    after a resume at a step whose record is missing."""
     mfu: float | None
-    """Model FLOPs utilisation: the operations that the model needs, as a share of what the GPU can
-    do in bf16; None where the peak of the device is not known. See `model.operations`."""
+    """Model FLOPs utilisation relative to the GPU's bf16 peak; None if the peak is unknown. See
+    `model.operations`."""
     flip_share: float | None
-    """Share of the trits that changed in a step, on average since the last record."""
+    """Mean share of trits that a step changed, since the last record."""
     state_bytes: int
-    """Persistent state: weights and whatever the rule or the optimizer stores."""
+    """Persistent state: weights and the state of the rule or optimizer."""
     peak_bytes: int
-    """The most memory held at once: of the CUDA allocator, or of the process on a CPU."""
+    """Peak memory of the CUDA allocator, or of the process on a CPU."""
     seconds_left: float | None
-    """None if no step was timed."""
+    """Estimated remaining time; None if no step was timed."""
     nonfinite_steps: int
-    """Steps so far in which a gradient was not finite."""
+    """Number of steps so far with a gradient that was not finite."""
     parts: dict[str, float]
-    """Other losses of the last step, by name: see `LanguageModel.losses`."""
+    """Auxiliary losses of the last step by name: see `LanguageModel.losses`."""
     gauges: dict[str, float]
-    """Measurements that the model takes of itself."""
+    """Metrics of the model: see `LanguageModel.gauges`."""
     sample: str | None
-    """Sample of this step, where one was due."""
+    """Generated text, if a sample was due."""
 
     def as_json(self) -> dict[str, Any]:
-        """List the fields; a number that is not finite, which JSON has not, is None."""
+        """Return the fields, with None for numbers that are not finite, which JSON lacks."""
         return finite(dataclasses.asdict(self))
 
 
 def finite(value: Any) -> Any:
-    """Replace every float in a JSON value that is not finite by None."""
+    """Replace floats in a JSON value that are not finite by None."""
     if isinstance(value, dict):
         return {name: finite(part) for name, part in value.items()}
     if isinstance(value, list):
@@ -78,18 +78,18 @@ def finite(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstStep:
-    """The first step that a process does: kernels are compiled in it."""
+    """The first step of a process, in which kernels are compiled."""
 
     step: int
-    """Its number: 1, unless the run was resumed."""
+    """Number of the step: 1, unless the run was resumed."""
     loss: float
-    """Loss on its text before it changes the weights, nats a byte."""
+    """Loss before the update, in nats per byte."""
     seconds: float
     kernels_compiled: int
     kernels_loaded: int
-    """Kernels that were compiled by a process before this one."""
+    """Number of kernels that were loaded from the cache."""
     compile_seconds: float | None
-    """Time that both took; None for a float twin that torch compiles, which does not tell."""
+    """Time for compiling and loading; None for a baseline under `torch.compile`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,29 +99,28 @@ class TrainReport:
     run: str | None
     """None for a run that was not saved."""
     checkpoint: str | None
-    """None for a run that was not saved, and for a float twin, which is measured and not kept."""
+    """Path of the last checkpoint; None for a run that was not saved, and for float baselines."""
     steps: int
     val_loss: float | None
-    """Nats a byte; None if the run is never evaluated, or was stopped before its last
-    evaluation."""
+    """Held-out loss in nats per byte; None without a final evaluation."""
     bits_per_byte: float | None
     entropy: float
-    """Order-0 entropy of the held-out text, nats a byte."""
+    """Order-0 entropy of the held-out text in nats per byte."""
     seconds: float
     sample: str
-    """Empty if the run was stopped, or finished before."""
+    """Generated text; empty if the run was stopped, or was already finished."""
     stopped_by: str | None
     """Name of the signal that ended the run early."""
     first_step: FirstStep | None
-    """None if this process did no step."""
+    """The first step of this process; None if it made no step."""
 
     def as_json(self) -> dict[str, Any]:
-        """List the fields, as `Record.as_json` does."""
+        """Return the fields like `Record.as_json`."""
         return finite(dataclasses.asdict(self))
 
 
 def append_record(run: Path, record: Record) -> None:
-    """Add a line to the records of a run.
+    """Append a record to the file of a run.
 
     Raises:
         ArbError: it cannot be written.
@@ -141,19 +140,18 @@ _TYPES: dict[str, Any] = {field.name: field.type for field in dataclasses.fields
 SCHEMA: dict[str, Any] = {
     name: kind if name == "step" else kind | None for name, kind in _TYPES.items()
 } | {"parts": dict[str, float | None] | None, "gauges": dict[str, float | None] | None}
-"""Fields of a record as JSON has them. A version may lack some, and None is a number that is not
-finite."""
+"""JSON schema of a record; earlier versions lack fields, and None stands for NaN or infinity."""
 
 
 LONGEST_LINE = 2**20
-"""Bytes of a record."""
+"""Maximum size of a record in bytes."""
 
 
 _TESTS = {name: test_of(kind) for name, kind in SCHEMA.items()}
 
 
 def _lines(run: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Read the lines of the records of a run, each with what it holds; None: no record."""
+    """Yield the lines of a run's file of records, each with its record, or None if invalid."""
     path = run / METRICS
     if not os.path.lexists(path):
         return
@@ -163,7 +161,7 @@ def _lines(run: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Parse a line of the records; None if it is torn, or no record."""
+    """Parse a record; None if the line is truncated or invalid."""
     try:
         record = parse_json(line)
     except ValueError:
@@ -173,7 +171,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def read_records(run: Path) -> list[dict[str, Any]]:
-    """Read the records of a run, as `Record.as_json` has them; lines that are none are left out.
+    """Read the records of a run as dictionaries, without invalid lines.
 
     Raises:
         ArbError: the file cannot be read.
@@ -182,7 +180,7 @@ def read_records(run: Path) -> list[dict[str, Any]]:
 
 
 def read_all_records(run: Path) -> tuple[list[dict[str, Any]], int]:
-    """Read the records of a run, and count the lines that are none: torn, or altered.
+    """Read the records of a run, and count the invalid lines.
 
     Raises:
         ArbError: the file cannot be read.
@@ -193,10 +191,10 @@ def read_all_records(run: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def keep_records(run: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Drop the records of a run that `keep` is false for, and lines that are none.
+    """Remove the records of a run for which `keep` is false, and invalid lines.
 
     Raises:
-        ArbError: the file cannot be read or written; what was there before is intact.
+        ArbError: the file cannot be read or written; it is unchanged then.
     """
     lines = [*_lines(run)]
     kept = [line for line, record in lines if record is not None and keep(record)]
@@ -206,7 +204,7 @@ def keep_records(run: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def best_step(run: Path) -> int | None:
-    """Return the step with the lowest held-out loss of a run; None if it was never evaluated."""
+    """Return the step with the lowest held-out loss; None if the run was never evaluated."""
     found = [
         (record["val_loss"], record["step"])
         for record in read_records(run)
@@ -216,6 +214,6 @@ def best_step(run: Path) -> int | None:
 
 
 def seconds_until(run: Path, step: int) -> float:
-    """Return how long a run took until its last record up to a step; 0 if no record says so."""
+    """Return the training time up to a step by the records; 0 without one."""
     records = (record for record in read_records(run) if record["step"] <= step)
     return max((record.get("seconds") or 0.0 for record in records), default=0.0)

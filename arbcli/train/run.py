@@ -1,4 +1,4 @@
-"""A run: train a model in a new directory, or go on with one; save, evaluate, record, sample."""
+"""Runs: start or resume training, with checkpoints, evaluations, records and samples."""
 
 import dataclasses
 import math
@@ -104,85 +104,88 @@ from arbcli.train.trainer import (
     text_digest,
 )
 
-EMULATED = "products in four bits are emulated: the same numbers, at the speed of bf16 or less"
+EMULATED = "NVFP4 products are emulated on this device: same results, at most the speed of bf16"
 MOST_MINUTES = 60 * 24 * 366
 LOG_EVERY = KEPT_STEPS
-"""Steps between records where no number is given; reading a loss makes a GPU wait."""
+"""Default interval of records in steps; reading a loss synchronises with the GPU."""
 SAVE_SECONDS = 300
-"""A checkpoint is written as soon as the last is so old, whatever `save_every` says."""
+"""Maximum age of the last checkpoint, whatever `save_every` is."""
 MAX_NONFINITE_STEPS = 3
 TIMED_STEPS = 20
-"""Steps that are timed at most, and thrown away, to turn minutes into a number of steps."""
+"""Maximum number of steps that are timed, and discarded, to convert minutes to steps."""
 TIMED_SHARE = 0.1
-"""Of the minutes, that these take at most."""
+"""Maximum share of the minutes for the timed steps."""
 TIMED_BATCHES = 4
-"""Of an evaluation, that are timed."""
+"""Number of batches of an evaluation that are timed."""
 SAMPLE_BYTES = 256
 SAMPLE_STEPS = 32
-"""Of a masked model."""
+"""Forward passes for a sample of a masked model."""
 PROMPT = b"\n"
 PROMPT_BYTES = 16
-"""Of the held-out text, where a tokenizer makes nothing of `PROMPT`."""
+"""Length of the prompt from the held-out text, if the tokenizer drops `PROMPT`."""
 
 
 class Observer:
-    """Is told what happens in a run; what it does with that is its own affair."""
+    """Callbacks of a run; the methods do nothing by default."""
 
     def started(self, run: Path | None, trainer: Trainer, facts: dict[str, Any]) -> None:
-        """A run begins, or goes on, at `trainer.step`; `facts` is what `config.json` says.
+        """Called when a run starts or resumes, at `trainer.step`.
 
-        A run that is not saved has no directory: `run` is None.
+        Args:
+            run: directory of the run; None if it is not saved.
+            trainer: the trainer.
+            facts: contents of `config.json`.
         """
 
     def first_step(self, first: FirstStep) -> None:
-        """The first step of this process is done."""
+        """Called after the first step of this process."""
 
     def stepped(self, step: int) -> None:
-        """Step number `step` was done; a GPU may not be through with it yet."""
+        """Called after each step; a GPU may still be computing it."""
 
     def recorded(self, record: Record) -> None:
-        """A record was written."""
+        """Called after a record was written."""
 
     def noted(self, message: str) -> None:
-        """Something that a person should know."""
+        """Called with messages for the user."""
 
     def ended(self, report: TrainReport) -> None:
-        """The run has come to its end, or to a signal; an error is not told."""
+        """Called at the end of the run or after a signal, but not after an error."""
 
 
 class Observers(Observer):
-    """Tells several observers, in their order."""
+    """Forwards all calls to several observers in order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers
 
     def started(self, run: Path | None, trainer: Trainer, facts: dict[str, Any]) -> None:
-        """Tell that the run begins."""
+        """Forward the call."""
         for observer in self.observers:
             observer.started(run, trainer, facts)
 
     def stepped(self, step: int) -> None:
-        """Tell of a step."""
+        """Forward the call."""
         for observer in self.observers:
             observer.stepped(step)
 
     def first_step(self, first: FirstStep) -> None:
-        """Tell of the first step."""
+        """Forward the call."""
         for observer in self.observers:
             observer.first_step(first)
 
     def recorded(self, record: Record) -> None:
-        """Tell of a record."""
+        """Forward the call."""
         for observer in self.observers:
             observer.recorded(record)
 
     def noted(self, message: str) -> None:
-        """Tell what a person should know."""
+        """Forward the call."""
         for observer in self.observers:
             observer.noted(message)
 
     def ended(self, report: TrainReport) -> None:
-        """Tell how the run ended."""
+        """Forward the call."""
         for observer in self.observers:
             observer.ended(report)
 
@@ -198,27 +201,27 @@ def start_run(
     check: Callable[[TrainConfig], None] = lambda _: None,
     save: bool = True,
 ) -> TrainReport:
-    """Start a run in a new directory, or one that leaves no files.
+    """Start a run in a new directory, or without files.
 
     Args:
-        config: what to compute.
-        run: directory to make; it must not hold a run. None is the next free one in `RUNS`.
-        observer: is told of progress.
-        minutes: sets the number of steps by timing a few.
-        initial: what to begin with: the weights, and all that rule and direction keep with them;
-            it must be of the model of `config`: see `check_initial`. Weights of all digits fade
-            from the first step, unless `config` says when.
-        profile: steps to trace by torch's profiler, to a file in the directory: see `StepTrace`.
-        check: may refuse the run, once its text is known and before anything is made for it.
-        save: whether there is a directory. Without one there are no checkpoints and no records
-            but those that the observer is told.
+        config: configuration of the run.
+        run: directory to create, which must not contain a run; None is the next free one in `RUNS`.
+        observer: callbacks.
+        minutes: training time; the number of steps follows from timing a few.
+        initial: initial weights with their training state, of the model of `config`: see
+            `check_initial`. Weights with all digits fade from the first step, unless
+            `config.fade_from` is set.
+        profile: number of steps to trace with torch's profiler, to a file in the directory: see
+            `StepTrace`.
+        check: may raise to refuse the run, after the text is opened and before files are created.
+        save: whether to write files; otherwise records only go to the observer.
 
     Raises:
-        ArbError: something the user can fix; whatever was saved before is intact.
-        ValueError: a run that is not saved is given a directory, or steps to trace.
+        ArbError: a failure that the user can fix; earlier checkpoints stay intact.
+        ValueError: `save` is False, and `run` or `profile` is given.
     """
     if not save and (run is not None or profile is not None):
-        raise ValueError("a run that is not saved has no directory, and no place for a trace")
+        raise ValueError("a run that is not saved has no directory and no trace")
     if minutes is not None and not 0 < minutes <= MOST_MINUTES:
         raise ArbError(f"`--minutes` is {minutes}", hint=f"use a number up to {MOST_MINUTES:,}")
     if initial is not None:
@@ -226,7 +229,7 @@ def start_run(
         begun = saved_config(initial.checkpoint)
         check_initial(config.model, begun)
         if (begun.digits, config.model.digits, config.fade_from) == ("all", "fade", None):
-            # its digits have been learnt
+            # the digits are already trained
             end = FADE_LEARNT_TO if config.fade_to is None else config.fade_to
             config = dataclasses.replace(config, fade_from=0.0, fade_to=end)
     if run is not None:
@@ -241,10 +244,10 @@ def start_run(
             check_digest(texts.tokenizer, trained_with, Path(str(config.tokenizer)))
         initial_digest = initial and initial.checkpoint.digest
         teacher = read_teacher(config, observer.noted)
-        if teacher is not None:  # the file itself, as its run may go on
+        if teacher is not None:  # the checkpoint's own path, as its run may write later ones
             config = dataclasses.replace(config, teacher=os.path.abspath(teacher.path))
-        asked = {"teacher": teacher and teacher.checkpoint.digest, "init_from": initial_digest}
-        _compare_settings(config, texts, group, minutes=minutes, save=save, **asked)
+        digests = {"teacher": teacher and teacher.checkpoint.digest, "init_from": initial_digest}
+        _compare_settings(config, texts, group, minutes=minutes, save=save, **digests)
         check(config)
         for warning in text_warnings(texts):
             observer.noted(warning)
@@ -255,10 +258,10 @@ def start_run(
                 run = make_next_directory(config)
             else:
                 make_directory(run)
-        run = group.tell(run)
+        run = group.broadcast_object(run)
         with _locked(run, group), deterministic():
             if group.first and save:
-                check_free(run)  # nobody else can start one here from now on
+                check_free(run)  # the lock keeps other processes from starting a run here
             if minutes is not None:
                 config = _fit_to_minutes(config, texts, minutes, group, teacher)
             facts = run_facts(run, config, texts)
@@ -291,19 +294,19 @@ def resume_run(
     steps: int | None = None,
     profile: int | None = None,
 ) -> TrainReport:
-    """Continue a run from its newest intact checkpoint, or from the checkpoint that is named.
+    """Resume a run from its newest intact checkpoint, or from a given checkpoint.
 
     Args:
         path: a run directory, or a checkpoint in one.
-        observer: is told of progress.
-        device: where to go on; None is where it was. The same bits come only from the same kind
-            of machine.
-        backend: what runs the kernels; None is what ran them.
-        steps: that the run is to have from now on; its schedule becomes that of so many.
-        profile: steps to trace by torch's profiler, as `start_run` has it.
+        observer: callbacks.
+        device: device to compute on; None is that of the run. Results are only bitwise reproducible
+            on the same kind of machine.
+        backend: kernel backend; None is that of the run.
+        steps: new total number of steps, which also changes the schedule.
+        profile: number of steps to trace with torch's profiler: see `start_run`.
 
     Raises:
-        ArbError: there is nothing to continue, or the text has changed.
+        ArbError: there is no usable checkpoint, or the text has changed.
     """
     run = directory_of(path)
     facts = read_facts(run)
@@ -313,18 +316,20 @@ def resume_run(
     check_compute(config.compute, place)
     config = dataclasses.replace(config, device=str(place), backend=backend)
     if config.model.weights != "ternary":
-        raise ArbError("a float twin keeps no checkpoint", hint="start it again with `--out`")
+        raise ArbError("float baselines have no checkpoints to resume from", hint="start a new run")
     if config.compute == "nvfp4" and emulates_nvfp4(torch.device(config.device)):
         observer.noted(EMULATED)
     threads = facts.get("threads", now := torch.get_num_threads())
     if threads > THREADS_OF_A_CPU * (os.cpu_count() or 1):
         observer.noted(
             f"the run began with {threads:,} threads, too many for this machine: computing with"
-            f" {now}, which give other bits"
+            f" {now}, with different rounding"
         )
         threads = now
     elif threads != now and place.type == "cpu":
-        observer.noted(f"computing with {threads} threads, as the run began: {now} give other bits")
+        observer.noted(
+            f"computing with {threads} threads like before, as {now} would round differently"
+        )
     with joined(place, "train --resume") as group:
         observer = observer if group.first else Observer()
         check_shares(config, group.size)
@@ -333,7 +338,7 @@ def resume_run(
             accept = accept_of(run, facts, config)
             checkpoint = None
             if path == run and not checkpoints(run) and can_begin_again(run, facts):
-                observer.noted("the run was ended before it saved anything: it begins again")
+                observer.noted("the run has no checkpoint yet: starting again from step 0")
             else:
                 checkpoint = (
                     latest_checkpoint(run, observer.noted, accept)
@@ -369,18 +374,18 @@ def resume_run(
 def _finished_report(
     run: Path, facts: dict[str, Any], config: TrainConfig, observer: Observer, group: Group
 ) -> TrainReport | None:
-    """Report a run whose last checkpoint is there; None if its last record is not whole."""
+    """Return the report of a finished run; None if its last record is incomplete."""
     found = None
     if group.first:
         last = [record for record in read_records(run) if record["step"] == config.steps]
         found = (last[-1].get("val_loss"),) if last else None
-    found = group.tell(found)
+    found = group.broadcast_object(found)
     if found is None or (found[0] is None and is_evaluated(config, config.steps)):
         return None
     (val_loss,) = found
     saved = checkpoint_path(run, config.steps)
     if group.first and config.keep_best and best_step(run) == config.steps:
-        keep_best(saved)  # in case the run was killed just before
+        keep_best(saved)  # in case the run was killed before it did so
     held_out = "" if val_loss is None else f", held-out loss {val_loss:.4f} nats a byte"
     observer.noted(
         f"the run is finished: all {config.steps:,} steps are done{held_out};"
@@ -401,7 +406,7 @@ def _finished_report(
 
 
 def _intervals(config: TrainConfig) -> list[int]:
-    """List the intervals, in steps, after each of which a run writes a record."""
+    """Return the intervals in steps at which a run writes records."""
     others = filter(None, [config.eval_interval, config.sample_every])
     return [config.log_every or LOG_EVERY, *others]
 
@@ -413,43 +418,43 @@ def is_evaluated(config: TrainConfig, step: int) -> bool:
 
 
 def is_recorded(config: TrainConfig, step: int) -> bool:
-    """Return whether a run that is not stopped writes a record after a step."""
+    """Return whether an uninterrupted run writes a record after a step."""
     due = any(step % interval == 0 for interval in _intervals(config))
     return step == config.steps or (step > 0 and due)
 
 
 def stays(record: dict[str, Any], step: int, config: TrainConfig, has_recent: bool) -> bool:
-    """Return whether a record stays when the run goes on from the checkpoint of a step.
+    """Return whether a record is kept when the run resumes from the checkpoint of a step.
 
-    Later records are written again. So is the one of that step if its evaluation is missing. A run
-    that was stopped wrote one between those that are due; its steps count for the next one.
+    Later records are written again, and so is that of the step if its evaluation is missing. An
+    extra record of a stop is dropped, as its steps are included in the next one.
 
     Args:
         record: see `Record.as_json`.
-        step: of the checkpoint.
-        config: of the run.
-        has_recent: whether the checkpoint holds figures of the last steps.
+        step: step of the checkpoint.
+        config: configuration of the run.
+        has_recent: whether the checkpoint has losses of the last steps.
     """
     if record["step"] != step or record.get("val_loss") is not None:
         return record["step"] <= step
     return not is_evaluated(config, step) and (is_recorded(config, step) or not has_recent)
 
 
-def _compare_settings(config: TrainConfig, texts: Texts, group: Group, **asked: Any) -> None:
-    """Refuse processes that would train differently; one alone need not read its text for that.
+def _compare_settings(config: TrainConfig, texts: Texts, group: Group, **others: Any) -> None:
+    """Check that all processes have the same settings; a single process skips it.
 
     Args:
-        config: of this process.
-        texts: which it reads.
-        group: all of them.
-        asked: what was asked for besides, by name.
+        config: configuration in this process.
+        texts: texts of this process.
+        group: the processes of the run.
+        others: other values to compare, by name.
     """
     if group.size > 1:
-        group.compare(what_decides(config, texts) | asked, "setting")
+        group.compare(shared_settings(config, texts) | others, "setting")
 
 
-def what_decides(config: TrainConfig, texts: Texts) -> dict[str, Any]:
-    """List what must be the same in all processes of a run, by name."""
+def shared_settings(config: TrainConfig, texts: Texts) -> dict[str, Any]:
+    """Return the settings that must be the same in all processes of a run, by name."""
     device = torch.device(config.device)
     on_gpu = device.type == "cuda"
     return field_digests(config) | {
@@ -468,25 +473,25 @@ def what_decides(config: TrainConfig, texts: Texts) -> dict[str, Any]:
 
 
 def _locked(run: Path | None, group: Group) -> AbstractContextManager:
-    """Lock the directory of a run, if it has one, which its first process does for all of them."""
+    """Lock the directory of a run, if any, in the first process."""
     return run_lock(run) if group.first and run is not None else nullcontext()
 
 
 def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
-    """Return whether a run never got to save anything, and needs no weights of another run.
+    """Return whether a run has no state yet, so that it can restart from step 0.
 
-    The first checkpoint is saved before the first record.
+    The first checkpoint is saved before the first record. Runs with initial weights need these.
     """
     return "init_from" not in facts and not read_records(run)
 
 
 def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
-    """Make what refuses a checkpoint that a run cannot go on from.
+    """Return a check that a run can resume from a checkpoint.
 
     Args:
-        run: its directory.
-        facts: what `config.json` says.
-        config: made of that.
+        run: directory of the run.
+        facts: contents of `config.json`.
+        config: the configuration in `facts`.
     """
 
     def accept(checkpoint: Checkpoint) -> None:
@@ -498,15 +503,15 @@ def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
 
 
 def check_steps(run: Path, done: int, steps: int) -> None:
-    """Refuse a number of steps that a run has done.
+    """Check that a new total number of steps exceeds the steps that are done.
 
     Raises:
-        ArbError: it is not above the steps that are done.
+        ArbError: it does not.
     """
     if steps <= done:
         raise ArbError(
             f"the run has done {done:,} steps",
-            hint=f"use more than that, or `--resume {run}` alone",
+            hint=f"use a larger `--steps`, or only `--resume {run}`",
         )
 
 
@@ -519,16 +524,15 @@ def _extended(
     observer: Observer,
     group: Group,
 ) -> tuple[TrainConfig, dict[str, Any]]:
-    """Give a run another number of steps, and say what that does to its learning rate."""
+    """Change the total number of steps, with a note about the learning rate."""
     check_steps(run, done, steps)
     longer = dataclasses.replace(config, steps=steps)
     rates = [learning_rate(each, min(done, each.steps)) for each in (config, longer)]
     observer.noted(
-        f"{steps:,} steps instead of {config.steps:,}: the `{config.schedule}` schedule is that of"
-        f" {steps:,} from step {done:,} on, and its rate there {rates[1]:.4g} instead of"
-        f" {rates[0]:.4g}"
+        f"{steps:,} steps instead of {config.steps:,}: the `{config.schedule}` schedule changes at"
+        f" step {done:,}, where the learning rate is {rates[1]:.4g} instead of {rates[0]:.4g}"
     )
-    # if it is ended after this, it goes on from this checkpoint, not from one of the old schedule
+    # a later resume must not load a checkpoint of the old schedule
     if group.first:
         _note_aside([set_aside(path) for path in _later(run, done)], observer)
     changes = [*facts.get("extended", []), {"at": done, "from": config.steps, "to": steps}]
@@ -540,21 +544,21 @@ def _extended(
 
 
 def _times(texts: Texts) -> dict[Path, tuple[int, int]]:
-    """Return size and time of the last change of each file of both texts."""
+    """Return size and modification time of each file of both texts."""
     return texts.train.times() | texts.val.times()
 
 
 def teacher_again(facts: dict[str, Any], config: TrainConfig) -> SavedModel | None:
-    """Read the teacher of a run that goes on.
+    """Read the teacher of a resumed run.
 
     Raises:
-        ArbError: it is gone, or another.
+        ArbError: it is missing or has changed.
     """
     teacher = read_teacher(config)
     if teacher is not None and teacher.checkpoint.digest != facts.get("teacher_digest"):
         raise ArbError(
             f"`{teacher.path}` is not the teacher that the run began with",
-            hint="put it back, or start a new run with `--out`",
+            hint="restore it, or start a new run with `--out`",
         )
     return teacher
 
@@ -573,15 +577,15 @@ def _fit_to_minutes(
     group: Group,
     teacher: SavedModel | None,
 ) -> TrainConfig:
-    """Turn minutes into steps by timing a few, on a trainer that is thrown away.
+    """Convert minutes to steps by timing a few steps of a temporary trainer.
 
-    What that takes comes off the minutes, and so do evaluations.
+    The time for this and for evaluations is subtracted.
     """
     started, most = time.perf_counter(), minutes * 60
     trainer = _build(config, texts, group, teacher)
     for _ in range(EAGER_STEPS + 1 if trainer.captures else 1):
         loss = trainer.train_step()
-    float(loss)  # waits for a GPU
+    float(loss)  # synchronises with the GPU
     begun, done = time.perf_counter(), 0
 
     def is_enough() -> bool:
@@ -596,23 +600,24 @@ def _fit_to_minutes(
         trainer.evaluate(TIMED_BATCHES)
     trainer.release_graph()
     now = time.perf_counter()
-    of_step, of_evaluation = (ended - begun) / done, (now - ended) * EVAL_BATCHES / TIMED_BATCHES
+    step_seconds = (ended - begun) / done
+    evaluation_seconds = (now - ended) * EVAL_BATCHES / TIMED_BATCHES
     left = most - (now - started)
-    steps = max(1, int(left / of_step))
-    for _ in range(3):  # how often it is evaluated depends on the number of steps
+    steps = max(1, int(left / step_seconds))
+    for _ in range(3):  # the number of evaluations depends on the number of steps
         interval = dataclasses.replace(config, steps=steps).eval_interval
         evaluations = -(-steps // interval) if interval else 0
-        steps = max(1, int((left - evaluations * of_evaluation) / of_step))
-    return dataclasses.replace(config, steps=group.tell(steps))
+        steps = max(1, int((left - evaluations * evaluation_seconds) / step_seconds))
+    return dataclasses.replace(config, steps=group.broadcast_object(steps))
 
 
 class Resumed(NamedTuple):
-    """State of a training loop besides that of its trainer."""
+    """State of a resumed training loop, in addition to that of the trainer."""
 
     recent: Mapping[str, Any]
-    """Records of the last steps in the checkpoint, see `recent.SCHEMA`; empty if there are none."""
+    """Losses of the last steps in the checkpoint, see `recent.SCHEMA`; may be empty."""
     seconds: float
-    """How long the run took until then."""
+    """Training time so far."""
 
 
 def _run(
@@ -640,23 +645,23 @@ def _later(run: Path | None, step: int) -> list[Path]:
 def _note_aside(aside: Sequence[Path], observer: Observer) -> None:
     if aside:
         names = ", ".join(f"`{name}`" for name in aside)
-        observer.noted(f"checkpoints of before the run went back are set aside: {names}")
+        observer.noted(f"checkpoints of later steps are set aside: {names}")
 
 
 class _Diverged(ArbError):
-    """The state is of no use."""
+    """Training has diverged, so that the state must not be saved."""
 
 
 class _Loop:
-    """The steps of a run from where its trainer stands to the end, or to a signal.
+    """The training loop, from the trainer's step to the end or to a signal.
 
     Args:
-        trainer: of the run.
-        run: its directory; None saves nothing.
-        facts: what `config.json` says.
-        observer: is told of progress.
-        profile: steps to trace; None traces none.
-        resumed: what it goes on from; None at the start of a run.
+        trainer: the trainer.
+        run: directory of the run; None saves nothing.
+        facts: contents of `config.json`.
+        observer: callbacks.
+        profile: number of steps to trace; None for no trace.
+        resumed: state of a resumed run; None for a new one.
     """
 
     def __init__(
@@ -671,48 +676,48 @@ class _Loop:
         self.trainer, self.run_path, self.facts, self.observer = trainer, run, facts, observer
         self.config, self.group, self.texts = trainer.config, trainer.group, trainer.texts
         self.stopped_by: signals.Signals | None = None
-        """The signal that ended the run; of several processes one of them has received it."""
+        """The signal that ended the run, which any process may have received."""
         self._old = False
         self.saves = run is not None and trainer.updater is not None
-        """Whether checkpoints are written: of a float twin there are none."""
+        """Whether to write checkpoints; float baselines have none."""
         self.saved_step = trainer.step if resumed else None
         """Step of the newest checkpoint; None if there is none."""
         self.resumed, self.resumed_step = resumed or Resumed({}, 0.0), self.saved_step
         kept = max(KEPT_STEPS, self.config.log_every or 0)
         self.recent = RecentSteps(self.group, self.resumed.recent, kept)
         self.recorded_step = self._find_recorded() if resumed else 0
-        """Step of the last record, which the next one averages from."""
+        """Step of the last record; the next one averages the steps since then."""
         self.timed_steps = 0
-        """Steps since then that this process has done."""
+        """Number of steps since the last record that this process has done."""
         self.last_loss: Tensor | None = None
         self.first_step: FirstStep | None = None
-        """The first one of this process; None before it."""
+        """First step of this process; None before it."""
         traced = profile if self.group.first else None
         self.trace = StepTrace(run, trainer, traced, observer.noted) if run and traced else None
         self.later_ones = _later(run, trainer.step)
-        """Checkpoints of later steps, which the run, gone back, will come to again."""
+        """Checkpoints of later steps, which are set aside at the first save."""
         self.times = _times(trainer.texts)
-        """Of the files of the text, as the run last saw them."""
+        """Sizes and modification times of the text's files at the last check."""
         self.peak_operations = peak_operations(trainer.device)
         self.started = self.last_record = self.last_save = time.perf_counter()
         self.paused = 0.0
 
     @property
     def folder(self) -> Path:
-        """Directory of a run that has one: all that is saved is in it."""
+        """Directory of a run that is saved."""
         assert self.run_path is not None
         return self.run_path
 
     def _find_recorded(self) -> int:
-        """Find the step of the last record, or the one that was due last where it is missing."""
+        """Return the step of the last record, or of the last one that was due if it is missing."""
         step, found = self.trainer.step, 0
         if self.group.first:
             found = max((record["step"] for record in read_records(self.folder)), default=0)
         due = max((step - 1) // interval * interval for interval in _intervals(self.config))
-        return self.group.tell(max(found, due))
+        return self.group.broadcast_object(max(found, due))
 
     def run(self) -> TrainReport:
-        """Train to the end, or to a signal; then save, evaluate and sample."""
+        """Train to the end or to a signal, then evaluate, record, save and sample."""
         trainer, config = self.trainer, self.config
         self.observer.started(self.run_path, trainer, self.facts)
         val_loss, sample = None, ""
@@ -720,8 +725,8 @@ class _Loop:
             if self.saved_step is None:
                 self._save()
             elif self.recorded_step < trainer.step < config.steps:
-                self._report_step()  # the run was killed between this step's save and its record
-            self._keep_best()  # and here between the record and this
+                self._report_step()  # the run was killed between saving and recording this step
+            self._keep_best()  # or between recording and keeping the best
             with self.trace or nullcontext():
                 while trainer.step < config.steps and not self._is_stopped(signal):
                     if self.first_step is None:
@@ -730,7 +735,7 @@ class _Loop:
                         self._train_step()
                     if trainer.step < config.steps:
                         self._after_step(trainer.step)
-            # the end is saved last: a run that dies before gets there again, with the same record
+            # the final save is last: a run that is killed before it repeats the same record
             if not self._is_stopped(signal):
                 val_loss = self._evaluate() if is_evaluated(config, trainer.step) else None
                 self._record(val_loss)
@@ -742,7 +747,7 @@ class _Loop:
             self._keep_best()
             if not self._is_stopped(signal):
                 sample = self._sample() if self.group.first else ""
-            self.group.agree(0)  # let all be done before one leaves
+            self.group.agree(0)  # barrier before any process leaves
         saved = self.saved_step is not None and checkpoint_path(self.folder, self.saved_step)
         report = TrainReport(
             run=None if self.run_path is None else str(self.run_path),
@@ -760,7 +765,7 @@ class _Loop:
         return report
 
     def _is_stopped(self, signal: RememberedSignal) -> bool:
-        """Whether any process has been asked to stop; agree on whether a checkpoint is due."""
+        """Return whether any process was signalled to stop; also agree whether to save."""
         old = self.group.first and time.perf_counter() - self.last_save >= SAVE_SECONDS
         received, any_old = self.group.agree(signal.received or 0, old)
         self._old = bool(any_old)
@@ -770,23 +775,23 @@ class _Loop:
 
     @contextmanager
     def _saved_after_an_error(self) -> Iterator[None]:
-        """Save before an error ends the run, unless its state is what is wrong."""
+        """Save a checkpoint if an error ends the run, unless training has diverged."""
         try:
             yield
         except _Diverged:
             raise
         except Exception:
-            with suppress(Exception):  # the error that began it is what is told
-                alone = self.group.size == 1  # others may be elsewhere, or gone
+            with suppress(Exception):  # report the original error
+                alone = self.group.size == 1  # other processes may be at another step, or lost
                 new = self.saves and self.saved_step != self.trainer.step
                 if alone and self.trainer.between_steps and new:
                     self._save()
                     step = self.trainer.step
-                    self.observer.noted(f"step {step} is saved: go on with `--resume`")
+                    self.observer.noted(f"step {step} is saved: continue with `--resume`")
             raise
 
     def _train_first_step(self) -> None:
-        """Do a step, and tell what it cost: it waits for a GPU, as no other step does."""
+        """Run the first step and report its time; unlike others, it synchronises with the GPU."""
         trainer, started = self.trainer, time.perf_counter()
         with counted_compiling() as compiling:
             self._train_step()
@@ -811,16 +816,16 @@ class _Loop:
         self._count_traced()
 
     def _after_step(self, step: int) -> None:
-        """Do what is due after a step that is not the last."""
+        """Save, evaluate, record and sample, as far as due after a step that is not the last."""
         old = time.perf_counter() - self.last_save >= SAVE_SECONDS
         if self.group.size > 1:
-            old = self._old  # as all know it
+            old = self._old  # agreed by all processes
         if old or step % self.config.save_every == 0:
             self._save()
         self._report_step()
 
     def _report_step(self) -> None:
-        """Evaluate, make a sample, record and keep the best, where that is due after this step."""
+        """Evaluate, sample, record and keep the best checkpoint, as far as due."""
         step, every = self.trainer.step, self.config.sample_every
         if not is_recorded(self.config, step):
             return
@@ -838,7 +843,7 @@ class _Loop:
                 self.trace.step_done()
 
     def _sample_on_the_way(self) -> str | None:
-        """Make a sample; a run does not end for want of the memory that it takes."""
+        """Generate a sample; running out of memory does not end the run."""
         try:
             return self._sample()
         except ArbError as error:
@@ -848,9 +853,9 @@ class _Loop:
     def _sample(self) -> str:
         model, config = self.trainer.model, self.config
         sampling, prompt = Sampling(seed=config.seed), PROMPT
-        if not symbols_of(model, prompt):  # a tokenizer may drop it
+        if not symbols_of(model, prompt):  # the tokenizer drops it
             prompt = self.texts.val.source.read(0, PROMPT_BYTES)
-        # a large float twin is compiled block by block, for training and not for texts
+        # large float baselines are compiled block by block, for training only
         with self._not_timed(), torch.compiler.set_stance("force_eager"):
             if config.model.is_masked:
                 length = min(SAMPLE_BYTES, config.model.ctx)
@@ -862,7 +867,7 @@ class _Loop:
     @contextmanager
     def _not_timed(self) -> Iterator[None]:
         if self.last_loss is not None:
-            float(self.last_loss)  # let a GPU finish the steps that are timed
+            float(self.last_loss)  # wait until the GPU has finished the timed steps
         started = time.perf_counter()
         yield
         self.paused += time.perf_counter() - started
@@ -884,23 +889,23 @@ class _Loop:
         _note_aside(aside, self.observer)
 
     def _check_text(self) -> None:
-        """Refuse to save what was trained on another text than the run began with.
+        """Check that the text has not changed since the run began.
 
         Raises:
-            ArbError: in all processes, if a file was changed while it was read.
+            ArbError: in all processes, if a file was changed.
         """
         texts, same = self.trainer.texts, True
         if self.group.first and (times := _times(texts)) != self.times:
             same = text_digest(texts) == self.facts["text"]["digest"]
             self.times = times if same else self.times
-        if not self.group.tell(same):
+        if not self.group.broadcast_object(same):
             raise ArbError(
                 "the text was changed while the run read it",
                 hint=f"restore it, and continue with `--resume {self.run_path}`",
             )
 
     def _write(self, checkpoint: Checkpoint) -> list[Path]:
-        """Write a checkpoint; return what had to be set aside for it."""
+        """Write a checkpoint; return the files that were set aside."""
         path = checkpoint_path(self.folder, checkpoint.step)
         aside = [set_aside(path, leave=True)] if path in self.later_ones else []
         save_checkpoint(self.folder, checkpoint, self.config.keep)
@@ -911,10 +916,10 @@ class _Loop:
             self._save()
 
     def _keep_best(self) -> None:
-        """Keep the checkpoint of this step, if no other has a lower held-out loss."""
+        """Keep the checkpoint of this step as the best, if its held-out loss is the lowest."""
         if not (self.saves and self.config.keep_best):
             return
-        # the first process alone reads what it alone writes
+        # only the first process writes and reads records
         best = self.group.first and best_step(self.folder) == self.trainer.step
         if any(self.group.agree(best)):
             self._save_if_new()
@@ -926,26 +931,26 @@ class _Loop:
             return self.trainer.evaluate() / self.texts.val.symbol_bytes
 
     def _parts_and_gauges(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Read the other parts of the last step's loss, and the gauges of the model after it."""
+        """Return the auxiliary losses of the last step, and the gauges of the model after it."""
         trainer, saved = self.trainer, self.resumed.recent
-        if trainer.step == self.resumed_step:  # the checkpoint alone has those of its step
+        if trainer.step == self.resumed_step:  # only the checkpoint has the values of its step
             parts, gauges = (saved.get(name, {}) for name in ("parts", "gauges"))
             return as_numbers(parts), as_numbers(gauges)
         parts = {k: float(v) for k, v in trainer.loss_parts.items() if k != "text"}
         return parts, trainer.model.gauges()
 
-    def _of_tokens(self, loss: float, val_loss: float | None) -> dict[str, float | None]:
-        """Turn nats a byte into nats a token; of bytes there are none."""
+    def _token_losses(self, loss: float, val_loss: float | None) -> dict[str, float | None]:
+        """Convert nats per byte to nats per token; None for a model of bytes."""
         train, val = self.texts.train.symbol_bytes, self.texts.val.symbol_bytes
         if self.texts.tokenizer is None:
             return {"token_loss": None, "token_val_loss": None}
-        of_val = None if val_loss is None else val_loss * val
-        return {"token_loss": loss * train, "token_val_loss": of_val}
+        token_val_loss = None if val_loss is None else val_loss * val
+        return {"token_loss": loss * train, "token_val_loss": token_val_loss}
 
     def _record(self, val_loss: float | None, sample: str | None = None) -> None:
         trainer, config = self.trainer, self.config
-        steps = self.recent.last(trainer.step - self.recorded_step)  # waits for the GPU
-        now, loss = time.perf_counter(), math.nan  # of steps that a checkpoint tells nothing of
+        steps = self.recent.last(trainer.step - self.recorded_step)  # synchronises with the GPU
+        now, loss = time.perf_counter(), math.nan  # NaN if the checkpoint has no recent losses
         flip_share, nonfinite = None, 0
         if steps:
             loss = sum(step.loss for step in steps) / len(steps) / self.texts.train.symbol_bytes
@@ -962,7 +967,7 @@ class _Loop:
         if self.peak_operations and seconds:
             needed = config.batch * config.accum * step_operations(config.model)
             mfu = needed / seconds / (self.peak_operations * self.group.size)
-        # of the process with the most
+        # maximum over processes
         state, peak = self.group.agree(trainer.state_bytes(), peak_bytes(trainer.device))
         parts, gauges = self._parts_and_gauges()
         record = Record(
@@ -970,7 +975,7 @@ class _Loop:
             loss=loss,
             bits_per_byte=loss / math.log(2),
             val_loss=val_loss,
-            **self._of_tokens(loss, val_loss),
+            **self._token_losses(loss, val_loss),
             lr=learning_rate(config, trainer.step - 1),
             bytes_seen=trainer.step * step_bytes,
             seconds=self.resumed.seconds + now - self.started,

@@ -1,6 +1,6 @@
-"""Schedules: the learning rate, and the stages of weights that fade.
+"""Schedules of the learning rate, and of weights that fade.
 
-The rate is a linear warm-up times a shape that ends at the final rate.
+The learning rate is a linear warm-up times a decay to the final rate.
 """
 
 import math
@@ -9,30 +9,30 @@ from arbcli.config.training import SCHEDULES, TrainConfig
 from arbcli.rules import STAGES, find_rule
 
 FINAL_SHARE = 0.05
-"""Of the learning rate, where no final one is given."""
+"""Default final learning rate, relative to `lr`."""
 DECAY_SHARE = 0.2
-"""Of the steps, at the end, in which `wsd` (warm-up, stable, decay) decays."""
+"""Share of the steps, at the end, in which `wsd` (warm-up, stable, decay) decays."""
 SHAPES = {
     "cosine": lambda step, steps: (1 + math.cos(math.pi * step / steps)) / 2,
     "linear": lambda step, steps: 1 - step / steps,
     "wsd": lambda step, steps: min(1.0, (steps - step) / (DECAY_SHARE * steps)),
     "constant": lambda step, steps: 1.0,
 }
-"""From a step, of so many, to what falls from 1 to 0."""
+"""Decay from 1 to 0 as a function of the step and the number of steps."""
 assert tuple(SHAPES) == SCHEDULES
 
 
 def schedule(
     step: int, steps: int, warmup: int, shape: str = "cosine", final: float = FINAL_SHARE
 ) -> float:
-    """Compute the share of the learning rate at `step` of `steps`.
+    """Return the factor of the learning rate at a step.
 
     Args:
-        step: from 0.
-        steps: of the run.
-        warmup: steps of the rise, at most half of the run.
+        step: number of the step, from 0.
+        steps: total number of steps.
+        warmup: number of warm-up steps; at most half of `steps` are used.
         shape: a name of `SHAPES`.
-        final: the share at the end; `constant` never comes near it.
+        final: final factor; `constant` does not reach it.
     """
     warmup = min(warmup, steps // 2)
     rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
@@ -40,30 +40,30 @@ def schedule(
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Compute the learning rate of a step of a run."""
+    """Return the learning rate of a step."""
     final = FINAL_SHARE if config.final_lr is None else config.final_lr / config.lr
     lr = config.lr * schedule(step, config.steps, config.warmup, config.schedule, final)
     return lr * (1 + (fade_growth(config) - 1) * fade_share(step, config.steps, config.fades))
 
 
 def fade_growth(config: TrainConfig) -> float:
-    """Find what the learning rate is multiplied by once weights have faded; 1 if they do not."""
+    """Return the factor of the learning rate after weights have faded; 1 if they do not fade."""
     model = config.model
     return find_rule(model.rule, "fade").fade_growth if model.digits == "fade" else 1.0
 
 
 def fade_share(step: int, steps: int, fades: tuple[float, float]) -> float:
-    """Find how far the fading is at `step` of `steps`.
+    """Return the progress of fading at a step, from 0 to 1.
 
     Args:
-        step: from 0.
-        steps: of the run.
-        fades: shares of the steps up to which it is 0, and after which it is 1.
+        step: number of the step, from 0.
+        steps: total number of steps.
+        fades: shares of the steps at which fading begins and ends.
     """
     begin, end = fades
     return min(1.0, max(0.0, (step / steps - begin) / (end - begin)))
 
 
 def fade_stage(step: int, steps: int, fades: tuple[float, float]) -> str:
-    """Find what weights are at `step` of `steps`: the later `STAGES` take equal turns."""
+    """Return the name in `STAGES` at a step; all stages after the first last equally long."""
     return STAGES[math.ceil(fade_share(step, steps, fades) * (len(STAGES) - 1))]

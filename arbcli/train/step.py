@@ -1,4 +1,4 @@
-"""One training step: what a run, its captured replay and the audit have in common."""
+"""The computation of one training step, shared by runs, CUDA graphs and the audit."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,22 +12,23 @@ from arbcli.train.updater import Updater
 
 
 def minimised(parts: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
-    """Add the other parts of a loss, each times its weight, to that of the text, if that is one."""
+    """Return the weighted sum of the terms of a loss; the text's, if present, has weight 1."""
     others = [weights[name] * part for name, part in parts.items() if name != "text"]
     return sum(others, parts["text"]) if "text" in parts else sum(others[1:], others[0])
 
 
 class TrainingStep:
-    """Forward, backward and updates of every micro-batch of a step.
+    """Forward, backward and updates of all micro-batches of a step.
 
-    All of it happens on the device, and nothing waits for the host: a step can be captured as one
-    CUDA graph. What changes from step to step, the updater's control and the batches, is written
-    before: see `Updater.set_step`.
+    It does not synchronise with the host, so that it can be captured as a CUDA graph. Values that
+    change between steps, such as batches and learning rates, are written to the device before: see
+    `Updater.set_step`.
 
     Args:
-        model: to train.
-        updates: of packed weights, which step in the backward, or of float ones, after it.
-        accumulation: micro-batches of a step, of all processes.
+        model: the model to train.
+        updates: updater of packed weights, which steps in the backward, or a float optimizer, which
+            steps after it.
+        accumulation: number of micro-batches in a step, over all processes.
         group: the processes that share the step.
     """
 
@@ -41,33 +42,34 @@ class TrainingStep:
         self.model, self.updates, self.accumulation = model, updates, accumulation
         self.group = group
         self.losses: Callable[..., dict[str, Tensor]] | None = None
-        """Computes the losses instead of the model."""
+        """Replacement for the model's `losses`."""
         self.scale_routes: dict[tuple[str, ...], frozenset[str]] = {}
-        """Areas by the parts of the loss that alone move their scales."""
+        """Areas whose scales are only stepped by certain losses, by the names of these."""
 
     def __call__(
         self,
         micro_batches: Iterable[tuple[Tensor, ...]],
         reached: Callable[[str], None] = lambda stage: None,
     ) -> dict[str, Tensor]:
-        """Do the step.
+        """Run the step.
 
         Args:
-            micro_batches: of this process: what `LanguageModel.losses` takes, on the device.
-            reached: is told of each stage of a micro-batch that ends: `forward`, then `backward`.
+            micro_batches: arguments of `LanguageModel.losses` on the device, for this process.
+            reached: called at the end of each phase of a micro-batch: `forward`, then `backward`.
 
         Returns:
-            The parts of the loss before the step, float32 scalars by name, means of micro-batches.
+            The terms of the loss before the update, float32 scalars by name, averaged over
+            micro-batches.
         """
         totals: dict[str, Tensor] = {}
         shares: dict[str, list[Tensor]] = {}
         self.model.forget_uses()
         local = self.accumulation // self.group.size
-        for micro, given in enumerate(micro_batches):
+        for micro, inputs in enumerate(micro_batches):
             self.updates.begin_micro(micro)
             for names, areas in self.scale_routes.items():
-                self._find_slopes(names, areas, given)
-            parts = (self.losses or self.model.losses)(*given)
+                self._find_slopes(names, areas, inputs)
+            parts = (self.losses or self.model.losses)(*inputs)
             reached("forward")
             loss = minimised(parts, self.model.loss_weights)
             (loss if self.updates.averages else loss / local).backward()
@@ -87,13 +89,13 @@ class TrainingStep:
         return totals
 
     def _find_slopes(
-        self, names: tuple[str, ...], areas: frozenset[str], given: tuple[Tensor, ...]
+        self, names: tuple[str, ...], areas: frozenset[str], inputs: tuple[Tensor, ...]
     ) -> None:
-        """Find the slopes of the scales of some areas by parts of the loss, and step nothing."""
+        """Compute the slopes of areas' scales from the given losses, without an update."""
         if not isinstance(self.updates, Updater):
-            raise ValueError("slopes need packed weights and a single process")
+            raise ValueError("slopes need packed weights, and a single process")
         with self.updates.finding_slopes(areas):
-            parts = self.model.losses(*given)
+            parts = self.model.losses(*inputs)
             chosen = {name: parts[name] for name in names if name in parts}
             if chosen:
                 minimised(chosen, self.model.loss_weights).backward()

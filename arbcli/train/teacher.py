@@ -1,4 +1,4 @@
-"""A teacher: a trained model, frozen and packed, whose predictions a run learns."""
+"""Knowledge distillation: a frozen, packed model whose predictions a run learns."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +17,14 @@ from arbcli.tokens import Tokenizer
 def read_teacher(
     config: TrainConfig, note: Callable[[str], None] = lambda _: None
 ) -> SavedModel | None:
-    """Read the weights of the teacher that a run has; None if it has none.
+    """Read the weights of a run's teacher; None if it has none.
 
     Args:
-        config: of the run.
-        note: is told of each damaged checkpoint that is passed over.
+        config: configuration of the run.
+        note: called with a message for each damaged checkpoint that is skipped.
 
     Raises:
-        ArbError: there is no such checkpoint, or it is of other symbols.
+        ArbError: there is no checkpoint, or it has another vocabulary.
     """
     if config.teacher is None:
         return None
@@ -32,7 +32,7 @@ def read_teacher(
     known = saved_config(saved.checkpoint)
     if known.fills or config.model.fills:
         raise ArbError(
-            "a model that fills holes cannot have a teacher, or be one",
+            "models that fill holes cannot have a teacher or be one",
             hint="leave `teacher` out, or train both with `objective=next`",
             fields=("teacher", "objective"),
         )
@@ -51,8 +51,8 @@ def read_teacher(
 
 
 def frozen_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> LanguageModel:
-    """Make the model of a teacher, with nothing that only a step needs."""
+    """Build the model of a teacher, without training state."""
     model = empty_model(checkpoint, device, dtype, weights_only=True)
-    if model.device.type != "meta":  # which a prediction has no memory on
+    if model.device.type != "meta":  # used for memory predictions
         model.load_state_dict(checkpoint.tensors)
     return model

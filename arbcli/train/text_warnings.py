@@ -1,4 +1,4 @@
-"""Warnings about the texts of a run, given before it starts."""
+"""Warnings about the texts of a run before it starts."""
 
 from pathlib import Path
 
@@ -6,27 +6,27 @@ from arbcli.data import FAR_NATS, Text, Texts, entropy
 from arbcli.media.spans import HEADER
 
 LOOKED_AT_BYTES = 2**13
-"""Of each file, from its beginning."""
+"""Bytes at the beginning of each file that are checked."""
 MOST_FILES = 1000
-"""That are looked at."""
+"""Maximum number of files that are checked."""
 
 
 def text_warnings(texts: Texts) -> list[str]:
-    """Say whether texts have files that are neither text, sound nor picture, or are unlike."""
+    """Return warnings about binary files, and about dissimilar training and held-out texts."""
     both = texts.train.source, texts.val.source
     found = [file for text in both for file in _binary_files(text)]
     warnings = []
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         warnings.append(
-            f"warning: `{found[0]}`{more} have NUL bytes, so they are probably binary: leave them"
-            " out, unless they are meant"
+            f"warning: `{found[0]}`{more} contain NUL bytes; probably binary. Exclude them unless"
+            " intended"
         )
     train, val = map(entropy, both)
     if abs(train - val) > FAR_NATS:
         warnings.append(
-            f"warning: the held-out text is unlike the training text: its order-0"
-            f" entropy is {val:.2f} nats, and not {train:.2f}; name another with `--val`"
+            f"warning: the held-out text differs from the training text: its order-0 entropy is"
+            f" {val:.2f} nats, not {train:.2f}; name another with `--val`"
         )
     return warnings
 

@@ -1,4 +1,4 @@
-"""Training, one step at a time: what a run computes, and nothing of its files."""
+"""The trainer: model, updates and texts of a run, without its files."""
 
 import dataclasses
 import itertools
@@ -36,43 +36,43 @@ from arbcli.train.teacher import frozen_model
 from arbcli.train.updater import HELD_BYTES, Updater
 
 EAGER_STEPS = 3
-"""Steps before a step is captured: kernels compile and libraries make up their minds in them."""
+"""Steps before the capture, in which kernels are compiled and libraries choose algorithms."""
 EVAL_BATCHES = 40
-"""Of an evaluation."""
+"""Number of batches in an evaluation."""
 EVAL_SEED = 7
-"""Of what is hidden in them from a masked model."""
+"""Seed of the masks of a masked model in evaluations."""
 
 
-RELOAD = "go on from the last checkpoint with `--resume`; if it comes again, a GPU may be faulty"
+RELOAD = "continue from the last checkpoint with `--resume`; if it recurs, a GPU may be faulty"
 WIRE = ".wire_exponent"
-"""How the names end of what only a shared run keeps."""
+"""Suffix of the names of buffers that only runs with several processes have."""
 
 
 def check_shares(config: TrainConfig, size: int) -> None:
-    """Refuse to share a run among so many processes where that cannot be done.
+    """Check that a run can be shared by `size` processes.
 
     Raises:
         ArbError: it cannot.
     """
     if config.accum % size:
         raise ArbError(
-            f"{config.accum} micro-batches cannot be dealt out evenly to {size} processes",
+            f"{config.accum} micro-batches cannot be divided evenly among {size} processes",
             hint=f"use an `accum` that is a multiple of {size}",
             fields=("accum",),
         )
     if size > 1 and config.model.weights == "ternary" and config.wire is None:
         raise ArbError(
-            "gradients can only be shared by several processes as integers",
-            hint="continue with one process, or start a run with `wire=int12`",
+            "uncompressed gradients cannot be shared across processes",
+            hint="use one process, or start a run with `wire=int12`",
             fields=("wire",),
         )
 
 
 def check_areas(config: TrainConfig, model: LanguageModel) -> None:
-    """Refuse areas of `scale_losses` that the model has not.
+    """Check that the areas of `scale_losses` exist in the model.
 
     Raises:
-        ArbError: it has no such area.
+        ArbError: an area does not exist.
     """
     known = dict.fromkeys(getattr(weight, "area", None) for weight in model.weights().values())
     for area in itertools.chain(*config.scale_routes.values()):
@@ -86,25 +86,25 @@ def check_areas(config: TrainConfig, model: LanguageModel) -> None:
 
 
 def text_digest(texts: Texts) -> str:
-    """Name the content of both texts of a run."""
+    """Return the digest of both texts of a run."""
     return f"{digest(texts.train)}-{digest(texts.val)}"
 
 
 class Trainer:
-    """A model with its updates and its text, one step at a time.
+    """Trains a model step by step.
 
     Args:
-        config: what to compute.
-        texts: what to read.
-        capture: after a few steps, replay the step as one CUDA graph: the same kernels and the same
-            bits without the launches' cost. Hooks on the model see nothing of a replayed step. A
-            float twin is compiled besides, which moves its last bits.
-        group: the processes that share the run; None is this one alone.
-        teacher: checkpoint of the teacher that `config` names, as `read_teacher` reads it.
+        config: configuration of the run.
+        texts: training and held-out text.
+        capture: whether to replay the step as a CUDA graph after a few steps, with the same kernels
+            and bits. Hooks on the model are not called in a replay. Float baselines are also
+            compiled, which changes their rounding.
+        group: the processes that share the run; None is a single process.
+        teacher: checkpoint of the teacher of `config`, from `read_teacher`.
 
     Raises:
-        ArbError: the run cannot be shared out so.
-        ValueError: the teacher was not read.
+        ArbError: the run cannot be shared by the processes.
+        ValueError: `config` has a teacher, and `teacher` is None.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Trainer:
         teacher: Checkpoint | None = None,
     ) -> None:
         if config.teacher is not None and teacher is None:
-            raise ValueError("the teacher has to be read first: see `read_teacher`")
+            raise ValueError("the teacher must be read first: see `read_teacher`")
         self.config, self.texts = config, texts
         self.group = group or Group()
         check_shares(config, self.group.size)
@@ -135,12 +135,12 @@ class Trainer:
         capture = compiled = capture and config.backend == "triton"
         self.step = 0
         self.between_steps = True
-        """Whether the state is that of a whole number of steps; an error may end one half-way."""
+        """Whether the state is consistent; False after an error within a step."""
         self.loss_parts: dict[str, Tensor] = {}
-        """Parts of the last step's loss, float32 scalars by name."""
+        """Terms of the last step's loss, float32 scalars by name."""
         self.updater: Updater | SharedUpdater | None = None
         self.shared: SharedUpdater | None = None
-        """The updater, where gradients travel as integers."""
+        """The updater, if gradients are reduced as integers."""
         self.optimizer: FloatOptimizer | None = None
         with use_backend(config.backend):
             self.model.initialise(config.seed)
@@ -171,14 +171,14 @@ class Trainer:
             self._compute.losses = partial(self.model.losses, teacher=self.teacher)
         check_areas(config, self.model)
         self._kinds: dict[Text, ByteKinds] = {}
-        """Of the bytes of texts, for a composite head."""
+        """Kinds of the bytes of texts, for a composite head."""
         self._local = self.group.local(config.accum)
         if self.optimizer and self.group.size > 1:
             capture = False
             self._compute.losses = Replicas(self.model, len(self._local))
         self._warm_up_stream: torch.cuda.Stream | None = None
         self.is_compiled = compiled and self.optimizer is not None
-        """Whether torch compiles the model, as it does a twin on a GPU."""
+        """Whether `torch.compile` is used, as for float baselines on a GPU."""
         if self.is_compiled:
             tell_compiler()
             compile_twin(self.model)
@@ -187,26 +187,26 @@ class Trainer:
         self._capture_at = EAGER_STEPS if capture else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tables: Tensor | None = None
-        """Tables that merged launches of the graph read."""
+        """Argument tables of the graph's merged launches."""
         self._table_numbers = 0
-        """Integers in those of the last step that was no replay."""
+        """Number of integers in the tables of the last eager step."""
         self._batches: Tensor | None = None
         self._measured = False
-        """Whether what gradients are divided by is known."""
+        """Whether the quantisation scales of gradients are known."""
         self.digits = config.model.digits
-        """Form of the weights, as in `ModelConfig`; where they fade, the stage of this step."""
+        """Form of the weights as in `ModelConfig`; while they fade, the stage of this step."""
         self._fade()
 
     @property
     def captures(self) -> bool:
-        """Whether steps are, or will be, one CUDA graph."""
+        """Whether steps are, or will be, captured as a CUDA graph."""
         return self._capture_at is not None
 
     @property
     def num_weights(self) -> int:
-        """Weights of the model, those of norms too, which are frozen: as `arb count-params` says.
+        """Number of weights including frozen norms, as `arb count-params` counts them.
 
-        A float twin has its parameters.
+        For a float baseline, the number of parameters.
         """
         if self.updater:
             return sum(tensor.num_weights for tensor in self.model.packed_tensors().values())
@@ -214,7 +214,7 @@ class Trainer:
 
     @property
     def num_floats(self) -> tuple[int, int]:
-        """Elements of parameters, and of buffers that are not integers; none if ternary."""
+        """Numbers of elements of float parameters and of float buffers; 0 for ternary models."""
         parameters, buffers = self.model.parameters(), self.model.buffers()
         floats = (buffer for buffer in buffers if buffer.is_floating_point())
         return sum(each.numel() for each in parameters), sum(each.numel() for each in floats)
@@ -225,13 +225,14 @@ class Trainer:
         return learning_rate(self.config, self.step)
 
     def train_step(self, reached: Callable[[str], None] = lambda stage: None) -> Tensor:
-        """Do one step.
+        """Run one step.
 
         Args:
-            reached: is told of each stage that ends, see `TrainingStep`; not of a replayed step's.
+            reached: called at the end of each phase, see `TrainingStep`, except in replays.
 
         Returns:
-            The loss before it, a float32 scalar in nats a symbol; reading it waits for a GPU.
+            The loss before the update, a float32 scalar in nats per symbol; reading it synchronises
+            with the GPU.
         """
         self._load_batches()
         if self.shared and not self._measured:
@@ -249,14 +250,14 @@ class Trainer:
                 with side_stream(self._warm_up_stream):
                     self.loss_parts = self._compute(self._micro_batches, reached)
                 self._table_numbers = TABLES.brought - before
-            loss = self.loss_parts["text"].clone()  # a replay overwrites its own
+            loss = self.loss_parts["text"].clone()  # replays overwrite the tensor
         self.step += 1
         self._fade()
         self.between_steps = True
         return loss
 
     def fetch(self, micro: int, device: torch.device | str) -> tuple[Tensor, ...]:
-        """Draw a micro-batch of the next step, (B, T) int64 each: see `arbcli.data.batch`."""
+        """Sample a micro-batch of the next step, (B, T) int64 each: see `arbcli.data.batch`."""
         drawn = batch(
             self.texts.train,
             seed=self.config.seed,
@@ -268,10 +269,10 @@ class Trainer:
         )
         if self.config.model.composite:
             return self._with_kinds(drawn, self.texts.train, self.config.seed, self.step, micro)
-        # every micro-batch has windows of which few symbols are hidden, and many
+        # spreads the shares of hidden symbols evenly over each micro-batch
         windows = self.config.accum * self.config.batch
         numbers = range(micro, windows, self.config.accum)
-        return self._posed(drawn, self.config.seed, self.step, numbers, windows)
+        return self._for_objective(drawn, self.config.seed, self.step, numbers, windows)
 
     def _with_kinds(
         self, drawn: tuple[Tensor, ...], text: Text, seed: int, step: int, micro: int
@@ -284,10 +285,10 @@ class Trainer:
         kinds = self._kinds[text].windows([start + 1 for start in starts], ids.shape[1])
         return ids, targets + VOCABULARY * kinds.to(targets.device)
 
-    def _posed(
+    def _for_objective(
         self, drawn: tuple[Tensor, ...], seed: int, step: int, numbers: range, of: int
     ) -> tuple[Tensor, ...]:
-        """Hide symbols, or move holes to the end; for the next byte a batch is left as it is."""
+        """Mask symbols or cut holes, if the objective needs it."""
         model = self.config.model
         if not model.fills:
             return drawn
@@ -297,7 +298,7 @@ class Trainer:
         return hide(drawn[0], model.vocabulary, seed=seed, step=step, numbers=numbers, of=of)
 
     def _load_batches(self) -> None:
-        """Fetch the micro-batches of this step, on a GPU into the buffers that a graph reads."""
+        """Load the micro-batches of this step; on a GPU into the buffers that a graph reads."""
         batches = [self.fetch(micro, "cpu") for micro in self._local]
         if self.device.type == "cuda":
             loaded = torch.stack([torch.stack(pair) for pair in batches]).pin_memory()
@@ -310,34 +311,34 @@ class Trainer:
         self._micro_batches = batches
 
     @property
-    def _of_rule(self) -> Updater | SharedUpdater:
+    def _packed_updater(self) -> Updater | SharedUpdater:
         """The updater of packed weights.
 
         Raises:
             ValueError: the weights are floats.
         """
         if self.updater is None:
-            raise ValueError("a float twin has no updater")
+            raise ValueError("float baselines have no updater")
         return self.updater
 
     def _measure(self) -> None:
-        """Find how large the gradients of the first step are, where nobody knows that yet."""
+        """Measure the gradients of the first step, to choose their quantisation scales."""
         shared = self.shared
         if shared is not None and shared.needs_measuring:
             with use_backend(self.config.backend), shared.measuring():
-                for given in self._micro_batches:
+                for inputs in self._micro_batches:
                     self.model.forget_uses()
-                    losses = (self._compute.losses or self.model.losses)(*given)
+                    losses = (self._compute.losses or self.model.losses)(*inputs)
                     minimised(losses, self.model.loss_weights).backward()
                 self.model.forget_uses()
         self._measured = True
 
     def _capture(self) -> None:
-        """Record a step as a CUDA graph. Recording executes nothing, so no state changes."""
-        torch.cuda.empty_cache()  # what the steps before it held is held by the graph from now on
+        """Capture a step as a CUDA graph; capturing changes no state."""
+        torch.cuda.empty_cache()  # the graph has a memory pool of its own
         self._graph = torch.cuda.CUDAGraph()
         self.group.remember(self._graph)
-        # NCCL has a thread of its own that looks at events meanwhile
+        # NCCL's watchdog thread queries events during the capture
         mode = "global" if self.group.size == 1 else "thread_local"
         graph = capturing(self._graph, capture_error_mode=mode)
         room = TABLES.captured(self._table_numbers, self.device)
@@ -345,34 +346,34 @@ class Trainer:
             self._captured_parts = self._compute(self._micro_batches)
 
     def _fade(self) -> None:
-        """Read the weights as the stage of this step has them, where they fade."""
+        """Switch the rule to the stage of this step, if weights fade."""
         if self.config.model.digits != "fade":
             return
         stage = fade_stage(self.step, self.config.steps, self.config.fades)
         if stage == self.digits:
             return
         self.digits, rule = stage, stage_rule(self.config.model.rule, stage)
-        for tensor in self._of_rule.tensors:
+        for tensor in self._packed_updater.tensors:
             tensor.rule = rule
-        if self._capture_at is not None:  # what is captured reads the weights of the last stage
+        if self._capture_at is not None:  # the graph reads weights in the form of the last stage
             self.release_graph()
             self._capture_at = self.step + EAGER_STEPS
 
     def release_graph(self) -> None:
-        """Free the captured step, and the memory that it holds."""
+        """Free the captured graph and its memory."""
         if self._graph is not None:
-            torch.cuda.synchronize(self.device)  # it may still be replayed
+            torch.cuda.synchronize(self.device)  # a replay may be running
             self.loss_parts = {name: part.clone() for name, part in self.loss_parts.items()}
             self._captured_parts = {}
             self._graph.reset()
             self._graph = None
-            torch.cuda.empty_cache()  # what it held is of no use to steps that are not captured
+            torch.cuda.empty_cache()  # eager steps cannot reuse the graph's pool
 
     @torch.no_grad()
     def evaluate(self, num_batches: int = EVAL_BATCHES) -> float:
-        """Average the loss over fixed batches of the held-out text, in nats a symbol.
+        """Compute the mean loss over fixed batches of the held-out text, in nats per symbol.
 
-        Processes share them where they can be dealt out evenly.
+        Processes share the batches, if these can be divided evenly.
         """
         group = self.group if num_batches % self.group.size == 0 else Group()
         mine, losses = group.local(num_batches), []
@@ -386,27 +387,27 @@ class Trainer:
             )
             windows = range(self.config.batch)
             for number, drawn in itertools.islice(enumerate(batches), mine.start, mine.stop):
-                given = self._posed(drawn, EVAL_SEED, number, windows, len(windows))
+                inputs = self._for_objective(drawn, EVAL_SEED, number, windows, len(windows))
                 if self.config.model.composite:
-                    given = self._with_kinds(drawn, self.texts.val, EVAL_SEED, number, 0)
-                losses.append(self.model.loss(*given))
+                    inputs = self._with_kinds(drawn, self.texts.val, EVAL_SEED, number, 0)
+                losses.append(self.model.loss(*inputs))
         return float(torch.stack(group.in_order(losses)).mean())
 
     def state_bytes(self) -> int:
-        """Count what survives a step."""
+        """Return the size of the persistent state in bytes."""
         state = [*self.model.buffers(), *self.model.parameters()]
         if self.optimizer:
             state += self.optimizer.state_tensors()
         return sum(tensor.nbytes for tensor in state)
 
     def checkpoint(self, text_digest: str, init_digest: str | None = None) -> Checkpoint:
-        """Gather the whole state, and the settings that made it.
+        """Return a checkpoint of the complete state and its settings; collective.
 
-        Of several processes the first one has all of it, the others a part.
+        Only the first process has all tensors.
 
         Args:
-            text_digest: of both texts.
-            init_digest: of the checkpoint that the run began with; None if it began with none.
+            text_digest: digest of both texts.
+            init_digest: digest of the initial checkpoint; None without one.
         """
         settings = self.config.decisive() | {"init_from": init_digest}
         settings |= {"teacher": self.teacher_digest} if self.teacher else {}
@@ -418,7 +419,7 @@ class Trainer:
         return Checkpoint(
             step=self.step,
             config=dataclasses.asdict(self.config.model) | {"digits": self.digits},
-            counters=self._of_rule.counters(),
+            counters=self._packed_updater.counters(),
             data={
                 "digest": text_digest,
                 "seed": seed,
@@ -431,10 +432,10 @@ class Trainer:
         )
 
     def check_agreement(self) -> None:
-        """Compare what all processes keep of the state.
+        """Check that the replicated state is equal in all processes.
 
         Raises:
-            ArbError: in all of them, if one has something else.
+            ArbError: in all processes, if one differs.
         """
         if self.group.size > 1 and self.shared:
             parts = self.shared.common(self.model)
@@ -442,20 +443,20 @@ class Trainer:
             self.group.compare(found, "state", RELOAD)
 
     def wire_gauges(self) -> dict[str, float]:
-        """Measure the traffic of the last step; nothing of one process, or before its first step.
+        """Return the communication volume of the last step; empty for a single process.
 
         Returns:
-            wire: bytes that a process receives in a step for each weight.
+            wire: bytes per weight that a process received in the step.
         """
         if self.group.size == 1 or not (self.shared and self.shared.received):
             return {}
         return {"wire": self.shared.bytes_a_weight()}
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
-        """Begin with the state of a checkpoint, at step 0 and with counters of 0.
+        """Load the state of a checkpoint, but start at step 0 with zero counters.
 
         Raises:
-            ArbError: it is of another model.
+            ArbError: the checkpoint belongs to another model.
         """
         check_trainable(checkpoint)
         tensors = dict(checkpoint.tensors)
@@ -472,10 +473,10 @@ class Trainer:
         """Continue from a checkpoint.
 
         Raises:
-            ArbError: it is of another model.
+            ArbError: the checkpoint belongs to another model.
         """
         self.take_weights(checkpoint)
-        self._of_rule.restore(checkpoint.counters)
+        self._packed_updater.restore(checkpoint.counters)
         self.step = checkpoint.step
         self._fade()
         if self._capture_at is not None:

@@ -1,11 +1,11 @@
-"""Updates: each gradient steps its matrix, in place, and is forgotten.
+"""The updater: steps each matrix in place as soon as its gradient is available, and frees it.
 
-A large matrix steps at once. Gradients of small ones may be held, up to `HELD_BYTES`, and then step
-together: each kernel is launched once for all of them, and does the same as one by one.
+Large matrices step immediately. Gradients of small ones are held, up to `HELD_BYTES`, and step
+together in merged launches, with the same results as one by one.
 
-From the direction in int32 fixed point on, which kernels form where they use it, all is integer
-arithmetic: every backend agrees to the bit. The gradient is read in passes, and nothing else of the
-shape of the matrix is made but the orthogonalised gradient.
+From the direction on, which kernels compute in int32 fixed point, all arithmetic is on integers, so
+that all backends agree bitwise. The gradient is read in several passes. The only other tensor of a
+matrix's shape is the orthogonalised gradient.
 """
 
 import itertools
@@ -45,10 +45,10 @@ from arbcli.rules.base import (
 )
 
 HELD_BYTES = 2**25
-"""Of gradients of small matrices that wait for others."""
+"""Maximum size of held gradients."""
 ROW_CLIP = 2
-"""Largest step of a weight in a row of a table, in root-mean-squares of the direction: the few that
-are read most have most of the direction, and were seen to swing from one side to the other."""
+"""Maximum step of a weight in a row of a table, relative to the RMS of the direction. The most
+frequent rows dominate the direction, and oscillate with a larger limit."""
 
 
 class _StepSizes(NamedTuple):
@@ -59,30 +59,30 @@ class _StepSizes(NamedTuple):
     whole_gain: tuple[Tensor, Tensor]
     limit: Tensor
     row_limit: Tensor
-    """The limit of rows of tables."""
+    """Limit for rows of tables."""
     step_size: Tensor
 
 
 class _Target(NamedTuple):
-    """A matrix that a gradient is of, and what of its step that gradient makes."""
+    """A matrix to update by a gradient."""
 
     tensor: TernaryTensor
-    """Its rule and its direction are the matrix's."""
+    """The tensor that contains the matrix."""
     state: State
     number: int
-    """Of its keys and counters."""
+    """Index of the matrix for keys and counters."""
     refused: Tensor
-    """Counts bad gradients."""
+    """Counter of rejected gradients."""
     first: bool
-    """Whether the moment decays."""
+    """Whether this is the first gradient of the step, before which the moment decays."""
     last: bool
-    """Whether the weights step."""
+    """Whether this is the last gradient of the step, after which the weights step."""
     share: Tensor | None = None
-    """Of the rows, those that take part; the others' gradient is zero. None is all."""
+    """Share of rows with a gradient; None for all."""
 
 
 class _Averaged(NamedTuple):
-    """A matrix whose moment has taken in its gradients, and whose weights have yet to step."""
+    """A matrix whose moment is updated, and whose weights have yet to step along it."""
 
     tensor: TernaryTensor
     direction: Direction
@@ -92,26 +92,26 @@ class _Averaged(NamedTuple):
 
 
 def _step_one(averaged: _Averaged, values: Tensor) -> None:
-    """Step a matrix along what its direction made of its moment, (N, K)."""
+    """Step a matrix along the direction computed from its moment, (N, K)."""
     tensor, direction, state, gains, control = averaged
     ingredients = direction.ingredients(values, gains, control.share)
     tensor.rule.step_along(state, ingredients, gains.ok, control)
 
 
 def step_limit(step_size: float) -> int:
-    """Find the largest step of z, in units of 2**-16, of a root-mean-square of `step_size`."""
+    """Return the maximum step of z in units of 2**-16, for a step with an RMS of `step_size`."""
     return min(round(STEP_CLIP * step_size * UNIT), 2**30)
 
 
 def loaded(numbers: Tensor, before: Tensor) -> Tensor:
-    """Bring numbers of a step to the device, where a captured step reads them.
+    """Copy the parameters of a step to the device, in place for captured steps.
 
     Args:
-        numbers: on the host.
-        before: those of the step before, on the device; written over if they have the same shape.
+        numbers: parameters on the host.
+        before: parameters of the previous step on the device; overwritten if the shape is equal.
 
     Returns:
-        Where they are.
+        The parameters on the device.
     """
     if before.shape != numbers.shape:
         return numbers.to(before.device)
@@ -121,18 +121,16 @@ def loaded(numbers: Tensor, before: Tensor) -> Tensor:
 
 
 class Updater:
-    """Steps the weights of a model, each as soon as its gradient is there.
+    """Steps the packed weights of a model in the backward, as the `sink` of its tensors.
 
-    Connect it as the `sink` of the model's tensors; `begin` sets what the next backward's updates
-    use. Seed, number of the update and learning rate reach the kernels as integers on the device,
-    so a captured step can be replayed with new ones.
+    `begin` sets the parameters of the next backward's updates. Seed, step and learning rate are
+    integers on the device, so that a captured step can be replayed with new values.
 
     Args:
-        tensors: the packed tensors of the model, in an order that never changes.
-        seed: of the stochastic rounding, 0..2**31-1.
-        dtype: of the Newton-Schulz products.
-        held_bytes: of gradients that may be held, where kernels are launched; 0 steps every matrix
-            at once.
+        tensors: the packed tensors of the model, always in the same order.
+        seed: seed of the stochastic rounding, 0..2**31-1.
+        dtype: dtype of the Newton-Schulz products.
+        held_bytes: maximum size of held gradients; 0 steps each matrix immediately.
     """
 
     def __init__(
@@ -158,7 +156,7 @@ class Updater:
         self._control = torch.empty(0, dtype=torch.int64, device=self.device)
         self._steady_keys = self._keys_of(0).view(-1, NUM_STREAMS)[:, TRIT].to(self.seed)
         self._no_turn = torch.zeros_like(self.seed)
-        # one of each for every matrix, so that updates of several may run side by side
+        # one counter for each matrix, so that merged launches do not conflict
         counter: TensorOptions = {"dtype": torch.int64, "device": self.device}
         self._flips, self._refused, self._nonfinite, self._squares = (
             torch.zeros(self._num_matrices, **counter) for _ in range(4)
@@ -168,16 +166,16 @@ class Updater:
         self._unused = torch.zeros((), **counter)
         self._nonfinite_steps = torch.zeros((), **counter)
         self._finding: frozenset[str] | None = None
-        """Areas whose slopes are being found; None where weights step."""
+        """Areas whose slopes are being computed; None in normal updates."""
         self._routed: frozenset[str] = frozenset()
-        """Areas whose scales move by the slopes that were found."""
+        """Areas whose scales are stepped by the computed slopes."""
         self._slopes: dict[int, tuple[Tensor, Tensor]] = {}
-        """Slopes and their squares that were found, by number of the matrix."""
+        """Computed slopes and their squares, by index of the matrix."""
 
     takes_signs = True
-    """Whether a gradient may come as its signs, for rules that read no more."""
+    """Whether gradients may be passed as signs, for rules that read no more."""
     averages = True
-    """Every gradient counts by its share of the step: see `set_step`."""
+    """Each gradient is weighted by its share of the step: see `set_step`."""
 
     def begin(self, step: int, lr: float, micro: int = 0, accumulation: int = 1) -> None:
         """Prepare for the backward of one micro-batch: `set_step`, then `begin_micro`."""
@@ -185,16 +183,16 @@ class Updater:
         self.begin_micro(micro)
 
     def set_step(self, step: int, lr: float, accumulation: int = 1) -> None:
-        """Write what the updates of a step need to the device.
+        """Write the parameters of a step to the device.
 
         Args:
             step: number of the step, from 0.
-            lr: its learning rate.
-            accumulation: micro-batches of a step. The moment decays with the first and takes a
-                share of each; weights step with the last. Scales, and weights without a moment,
-                step by a share with each.
+            lr: learning rate.
+            accumulation: number of micro-batches. The moment decays before the first gradient and
+                averages all; weights step after the last. Scales, and weights without a moment,
+                step by a share after each gradient.
         """
-        self._held.clear()  # what an error left
+        self._held.clear()  # gradients of a step that was aborted
         self.accumulation = accumulation
         sizes = [self._step_sizes(lr * factor) for factor in self._lr_factors]
         step_sizes, others = zip(*sizes, strict=True)
@@ -206,13 +204,13 @@ class Updater:
         self._control = loaded(torch.cat([rows, keys], dim=1), self._control)
 
     def _keys_of(self, tick: int) -> Tensor:
-        """Derive the keys of all matrices on the host, where that takes no launches."""
+        """Compute the keys of all matrices on the host, which needs no launches."""
         number = torch.tensor(tick, dtype=torch.int64, device="cpu").to(torch.int32)
         keys = stream_keys(self._host_seed, number, self._num_matrices, NUM_STREAMS)
         return keys.flatten().to(torch.int64)
 
     def _step_sizes(self, lr: float) -> tuple[int, tuple[int, ...]]:
-        """Write what a learning rate makes of moments, slopes and directions, in fixed point."""
+        """Return the fixed-point factors of moment, slopes and directions for a learning rate."""
         step_size = lr * self.radix * STEP_OF_RADIX
         limit = step_limit(step_size)
         return round(step_size * 2**32), (
@@ -224,7 +222,7 @@ class Updater:
         )
 
     def begin_micro(self, micro: int) -> None:
-        """Prepare for the backward of micro-batch `micro`, from 0, by work on the device alone."""
+        """Prepare for the backward of micro-batch `micro`, from 0, on the device."""
         self.step_held()
         self.first, self.last = micro == 0, micro == self.accumulation - 1
         control, factors = self._control[micro], len(self._lr_factors)
@@ -247,10 +245,10 @@ class Updater:
         self._squares.zero_()
 
     def finish(self, of_all: Callable[[Tensor], Tensor] = lambda flag: flag) -> None:
-        """End a step: count it if one of its gradients was not finite.
+        """Finish a step: count it if one of its gradients was not finite.
 
         Args:
-            of_all: finds the largest of an integer of all processes.
+            of_all: maximum of an integer tensor over all processes.
         """
         self.step_held()
         self._slopes.clear()
@@ -265,20 +263,18 @@ class Updater:
         grad: Tensor | SignGradient,
         where: "range | TouchedRows | None" = None,
     ) -> None:
-        """Update one tensor from its gradient, at once or with others; a bad one changes nothing.
+        """Update a tensor from its gradient, immediately or with others; bad ones are ignored.
 
-        Matrices of experts that lie in one tensor, and rows of a table, may go without a gradient
-        in a micro-batch. So they step with every one that they have, by a share of the step, and
-        not with the last micro-batch alone.
+        Experts and rows of tables may have no gradient in a micro-batch. They step after each
+        gradient, by its share of the step, rather than after the last micro-batch.
 
         Args:
-            tensor: one of those the updater was made with.
-            grad: (N, K) float32 or bfloat16. It is bad if the sum of its squares is not within
-                2**-120 .. 2**120, and so if it is not finite, or all zero. Or its signs, of one
-                matrix, where the rule `reads_signs`.
-            where: which of the tensor's matrices the gradient is of, a stack (n, N, K) then; or
-                which rows, and then only they decay and step, and root-mean-squares are over them.
-                None is all of it.
+            tensor: one of the updater's tensors.
+            grad: (N, K) float32 or bfloat16, or signs for a rule that `reads_signs`. It is bad if
+                the sum of its squares is not in 2**-120 .. 2**120, as if it is not finite or zero.
+            where: range of stacked matrices that the gradient belongs to, with grad (n, N, K); or
+                the touched rows, so that only these decay and step, and RMS values are over them.
+                None is the complete tensor.
         """
         index = self._index[id(tensor)]
         if self._finding is not None:
@@ -291,7 +287,7 @@ class Updater:
         elif where is None:
             self._update_whole(tensor, grad)
         elif isinstance(grad, SignGradient):
-            raise ValueError("signs need a tensor of one matrix")
+            raise ValueError("signs are only supported for tensors with one matrix")
         elif isinstance(where, range):
             direction = tensor.direction
             values, averaged = grad, []
@@ -314,15 +310,15 @@ class Updater:
 
     @property
     def counts_rows(self) -> bool:
-        """Whether a table leaves its uses uncounted, as while nothing steps."""
+        """Whether tables should not count uses, as while slopes are computed."""
         return self._finding is not None
 
     @contextmanager
     def finding_slopes(self, areas: frozenset[str]) -> Iterator[None]:
-        """Take gradients for slopes of the scales of some areas, and step nothing.
+        """Only compute slopes of areas' scales from the gradients in the block.
 
-        With the next gradient of these areas scales move by the slopes that were found, and those
-        for which there were none stay.
+        The next gradients of these areas step scales by the computed slopes; scales without one do
+        not step.
         """
         self._finding, self._routed = areas, self._routed | areas
         try:
@@ -353,7 +349,7 @@ class Updater:
     def _with_own_slope(
         self, tensor: TernaryTensor, statistics: GradientStatistics, index: int
     ) -> GradientStatistics:
-        """Put the slopes in that were found for a matrix, or zeros where there are none."""
+        """Replace the slopes of a routed matrix by the computed ones, or by zero."""
         if tensor.area not in self._routed:
             return statistics
         if index in self._slopes:
@@ -363,13 +359,13 @@ class Updater:
         return statistics._replace(slope=slope, slope_squares=squares)
 
     def _may_hold(self, tensor: TernaryTensor) -> bool:
-        """Whether a gradient may wait: it is small, and its step is made of kernels alone."""
+        """Return whether a gradient may be held: small matrices with merged launches."""
         small = tensor.num_weights < LARGE_ELEMENTS
         return small and tensor.rule.merges and self._held_bytes > 0 and uses_triton(tensor.trits)
 
     @torch.no_grad()
     def step_held(self) -> None:
-        """Update the tensors whose gradients were held, together."""
+        """Update the tensors of all held gradients in merged launches."""
         held, self._held = self._held, []
         values = self._values_of(
             [(None if each.averages_gradients else each.direction, grad) for each, grad in held]
@@ -387,7 +383,7 @@ class Updater:
         self._step_along(averaged)
 
     def _together(self, parts: Iterable[Callable[[], None]]) -> None:
-        """Do what launches kernels alone, for several matrices by one launch of each kernel."""
+        """Run functions that only launch kernels, with one merged launch of each kernel."""
         parts = list(parts)
         if len(parts) == 1:
             parts[0]()
@@ -395,7 +391,7 @@ class Updater:
             merge_launches(parts, self.device)
 
     def _step_along(self, averaged: list[_Averaged]) -> None:
-        """Step weights along the direction of the moments that have taken in their gradients."""
+        """Step weights along the directions of their updated moments."""
         moments = [each.tensor.rule.digits(each.state)["moment"][0] for each in averaged]
         directions = [each.direction for each in averaged]
         squares = [each.control.squares for each in averaged]
@@ -412,11 +408,11 @@ class Updater:
     def _values_of(
         self, pairs: list[tuple[Direction | None, Tensor]], squares: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """Make what gains turn into directions, of matrices; one without a direction stays.
+        """Transform matrices by their directions; matrices without one are unchanged.
 
         Args:
             pairs: directions and matrices.
-            squares: the sum of the squares of each, if they are moments.
+            squares: sum of squares of each matrix, if they are moments.
         """
         values = [matrix for _, matrix in pairs]
         for direction in dict.fromkeys(direction for direction, _ in pairs):
@@ -430,7 +426,7 @@ class Updater:
         return values
 
     def _update_whole(self, tensor: TernaryTensor, grad: Tensor | SignGradient) -> None:
-        """Update the one matrix of a tensor."""
+        """Update a tensor with one matrix."""
         self._step_along(self._begin_whole(tensor, grad))
 
     def _begin_whole(
@@ -444,12 +440,12 @@ class Updater:
     def _begin(
         self, target: _Target, grad: Tensor | SignGradient, values: Tensor | None = None
     ) -> list[_Averaged]:
-        """Update one matrix, or the moment of one whose direction is that of its moment.
+        """Update a matrix, or only its moment if the direction is that of the moment.
 
         Args:
             target: the matrix.
-            grad: of all its rows.
-            values: what its direction is made of, if that is known.
+            grad: its gradient.
+            values: the gradient transformed by the direction, if it is known.
 
         Returns:
             The matrix, if its weights have yet to step: see `_step_along`.
@@ -458,7 +454,7 @@ class Updater:
         tensor.updates += 1
         keys, rule, direction = self.keys[index].unbind(), tensor.rule, tensor.direction
         turn = self._no_turn
-        if rule.turns_bits:  # from step to step, or with each gradient that steps by itself
+        if rule.turns_bits:  # offset for each step, or for each gradient that steps separately
             turn = self._turn_alone if first and last else self._turn
             keys = (*keys[:TRIT], self._steady_keys[index], *keys[TRIT + 1 :])
         sizes = self._sizes[tensor.lr_factor]
@@ -509,34 +505,34 @@ class Updater:
         return [_Averaged(tensor, direction, state, gains, control)] if last else []
 
     def index_of(self, tensor: TernaryTensor) -> int:
-        """Find the place of a tensor's first matrix among all matrices."""
+        """Return the index of a tensor's first matrix among all matrices."""
         return self._index[id(tensor)]
 
     @property
     def flips(self) -> Tensor:
-        """Trits that changed since the updater was built, an int64 scalar on the device."""
+        """Number of trits changed since the updater was built, an int64 scalar on the device."""
         return self._flips.sum()
 
     def counters(self) -> dict[str, int]:
-        """Count, since the start of the run, what went wrong; waits for the device.
+        """Return counters of rejected gradients since the start; synchronises with the device.
 
         Returns:
-            nonfinite_steps: steps in which a gradient was not finite.
-            refused: gradients that were not finite or all zero, and so changed nothing.
+            nonfinite_steps: number of steps with a gradient that was not finite.
+            refused: number of gradients that were not finite or zero, and were ignored.
         """
         return {"nonfinite_steps": int(self._nonfinite_steps), "refused": int(self._refused.sum())}
 
     def restore(self, counters: dict[str, int]) -> None:
-        """Continue the counters of an earlier run.
+        """Restore the counters of a checkpoint.
 
         Raises:
-            ArbError: they are others.
+            ArbError: the names of the counters differ.
         """
         if counters.keys() != self.counters().keys():
             names = ", ".join(f"`{name}`" for name in counters)
             raise ArbError(
-                f"the checkpoint has other counters: {names or 'none'}",
-                hint="another version of arb wrote it, or it was altered: name another",
+                f"the checkpoint has different counters: {names or 'none'}",
+                hint="it is of another version of arb, or was modified: use another one",
             )
         self._nonfinite_steps.fill_(counters["nonfinite_steps"])
         self._refused.zero_()

@@ -41,7 +41,7 @@ MISTAKES = {
     "train --tokenizer nofile": "cannot read `nofile`",
     "train --teacher nofile": "there is no run at `nofile`",
     "train --out text.txt": "`text.txt` is a file",
-    "train --out run": "`run` holds a run already",
+    "train --out run": "`run` already contains a run",
     "train --device tpu": "no device is named `tpu`\nhint: use `cpu`, `cuda`",
     "train --backend triton": "the `triton` backend needs a CUDA device",
     "train --preset huge": "no preset is named `huge`\nhint: choose one of",

@@ -199,7 +199,7 @@ def test_generate_stops_quietly_when_nobody_reads(run):
 def test_generate_refuses_a_prompt_with_what_follows_beyond_any_text(run, arb_here, monkeypatch):
     monkeypatch.setattr("arbcli.infer.generation.LONGEST_TEXT", 20)
     done = arb_here("generate", "--checkpoint", run, "--length", "20", "--prompt", "ab")
-    assert "the prompt and the text after it are 22 bytes" in done.stderr
+    assert "prompt and generated text have 22 bytes" in done.stderr
     assert arb_here("generate", "--checkpoint", run, "--length", "18", "--prompt", "ab").stdout
 
 
@@ -244,7 +244,7 @@ ERRORS = {
     "no chunks": ("generate {run} --chunks", "without chunks"),
     "damaged prompts": ("generate {run} --prompts {bad}", "line 2 of"),
     "bf16 of fp32": (
-        "evaluate {run} --compute fp32 --kv bf16", "kept in the dtype of activations"),
+        "evaluate {run} --compute fp32 --kv bf16", "needs activations in bf16"),
     "long stride": ("evaluate {run} --data {run}/config.json --stride 17", "`--stride` is 17"),
     "no hole": ("generate {masked} --infill abc", "has no `…`"),
     "long hole": ("generate {masked} --infill a…b --length 15", "17 symbols with its holes"),

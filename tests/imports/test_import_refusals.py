@@ -128,7 +128,7 @@ def test_pickle_is_refused_and_not_run(tmp_path):
 def test_run_is_not_written_over(tmp_path):
     plain_folder(tmp_path / "model")
     import_folder(tmp_path / "model", tmp_path / "run")
-    with pytest.raises(ArbError, match="holds a run already"):
+    with pytest.raises(ArbError, match="already contains a run"):
         import_folder(tmp_path / "model", tmp_path / "run")
 
 

@@ -32,7 +32,7 @@ class Fake(nn.Module):
         super().__init__()
         self.batches = []
 
-    def _whole(self, ids, _seen):
+    def _hidden(self, ids, _seen):
         return ids
 
     def _logits(self, ids):

@@ -88,12 +88,12 @@ def logits_of(lm: LanguageModel, prompts: tuple[bytes, ...], steps: int = 4) -> 
     """Read prompts, then a byte more of each text in every step: (steps, texts, 256)."""
     several = lm.new_several_cache(len(prompts), 24)
     if len(prompts) == 1:
-        several = SimpleNamespace(texts=[lm.new_cache(24)], going_on=torch.ones(1))
+        several = SimpleNamespace(texts=[lm.new_cache(24)], active=torch.ones(1))
     for prompt, cache in zip(prompts, several.texts, strict=True):
         ids = torch.tensor([[*prompt[:-1]]], dtype=torch.int64, device=lm.device)
         for part in ids.split(cache.window, dim=1) if len(prompt) > 1 else ():
             lm(part, cache)
-    several.going_on.fill_(1)
+    several.active.fill_(1)
     ids = torch.tensor([[prompt[-1]] for prompt in prompts], device=lm.device)
     whole = several.texts[0] if len(prompts) == 1 else several
     return torch.stack([lm((ids + 5 * step) % 256, whole)[:, 0] for step in range(steps)])
@@ -120,7 +120,7 @@ def test_text_of_every_cell_is_the_same_among_any_others_on_a_gpu(cell, kv):
     """In bf16, each at a place of its own among 2, 9 and 40 texts."""
     lm = in_cell(cell, torch.bfloat16, torch.device("cuda"))
     if kv and cell.mixer in ("mamba", "none"):
-        pytest.skip("keeps no keys and values")
+        pytest.skip("has no keys and values")
     many = [request(bytes([97 + n % 26]) * (1 + n % 13), 6, n) for n in range(40)]
 
     def made(requests: list[Request], batch: int) -> list[bytes]:
@@ -278,9 +278,9 @@ def test_lines_say_what_to_make():
         ('{"prompt": "a", "max": 3}', "no field is named `max`"),
         ('{"prompt": 3}', "`prompt` is 3"),
         ('{"prompt": "a", "length": true}', "`length` is true"),
-        ('{"prompt": "a", "length": 0}', "0 bytes are to follow"),
+        ('{"prompt": "a", "length": 0}', "`length` is 0 after a prompt"),
         ('{"prompt": ""}', "the prompt is empty"),
-        ('{"prompt": "\\ud800"}', "an unpaired surrogate"),
+        ('{"prompt": "\\ud800"}', "unpaired surrogate"),
         ('{"prompt": "a", "temperature": NaN}', "is not JSON"),
         ('{"prompt": "a", "top_p": 2}', "`--top-p` is 2"),
     ],

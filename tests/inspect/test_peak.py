@@ -68,7 +68,7 @@ def talked(group, sizes: list[int]) -> list[tuple]:
     sent = torch.zeros(sum(sizes), dtype=torch.uint8)
     rows = [torch.zeros(3, 2, dtype=torch.int32)] * 2
     got = [
-        group.send_to_owners(sent, sizes).wait(), group.tell_all(sent, 1).wait(),
+        group.send_to_owners(sent, sizes).wait(), group.broadcast(sent, 1).wait(),
         *group.in_order(rows), group.sum(rows[0]), group.largest(rows[0]),
     ]  # fmt: skip
     return [(tuple(part.shape), part.dtype) for part in got]

@@ -38,7 +38,7 @@ def test_two_processes_hold_what_was_predicted():
 
 
 def test_ranks_that_cannot_share_the_batch_are_refused():
-    with pytest.raises(ArbError, match="4 micro-batches cannot be dealt out evenly to 3"):
+    with pytest.raises(ArbError, match="4 micro-batches cannot be divided evenly among 3"):
         predict_ranks(new_config(**SHARED), 3)
 
 

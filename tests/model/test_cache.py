@@ -14,7 +14,7 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import attend as attend_module
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.parts.attention import Ring
-from arbcli.model.state import Clock, KeptTexts
+from arbcli.model.state import Clock, StateSpec
 
 WINDOW = 8
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": WINDOW}
@@ -222,7 +222,7 @@ def test_prompt_in_eight_bits_is_read_as_byte_by_byte(kv, device):
 
 def test_what_cannot_be_kept_so_is_refused(device):
     lm = model(device)
-    with pytest.raises(ArbError, match="dtype of activations"), lm.keeping("bf16"):
+    with pytest.raises(ArbError, match="needs activations in bf16"), lm.keeping("bf16"):
         pass
     with pytest.raises(RuntimeError), lm.keeping("int8"):
         raise RuntimeError
@@ -236,7 +236,7 @@ def test_what_cannot_be_kept_so_is_refused(device):
 def test_window_is_no_longer_than_context_or_text(window, positions, expected):
     def ring(stored=None) -> Ring:
         clock = Clock(
-            16, KeptTexts(positions, torch.float32, torch.device("cpu"), None, KeptIn(stored))
+            16, StateSpec(positions, torch.float32, torch.device("cpu"), None, KeptIn(stored))
         )
         return Ring(clock, 2, 16, window)
 

@@ -188,8 +188,8 @@ def test_several_texts_take_back_as_many_as_each_likes(cell):
     steps, accepted = torch.tensor([3, 4, 2]), torch.tensor([1, 4, 2])
     there, proposed, after = (text(length, length, 3) for length in (3, 4, 5))
 
-    def step(several: SeveralCache, ids: torch.Tensor, going_on: torch.Tensor) -> torch.Tensor:
-        several.going_on.copy_(going_on)
+    def step(several: SeveralCache, ids: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+        several.active.copy_(active)
         return lm(ids[:, None], several)
 
     with lm.prepared_weights():

@@ -81,12 +81,12 @@ def test_damage_is_found_and_a_resume_does_as_predicted(run):
     said = {finding.name: finding.detail for finding in report.findings}
     texts = f"{run.parent / 'text.txt'} (1 file), 2,790 + 310 bytes"
     assert said["text"] == texts
-    assert said["metrics.jsonl"] == "3 records, and 2 lines that are none"
+    assert said["metrics.jsonl"] == "3 records, and 2 invalid lines"
     tensors = load_checkpoint(run / "step-000002.safetensors").tensors.values()
     size = sum(tensor.nbytes for tensor in tensors)
     assert said["step-000002.safetensors"] == f"{size:,} bytes of state, as written"
     assert "was altered" in said["step-000003.safetensors"]
-    assert said[".step-000009.safetensors.tmp"] == "a process that was killed left it"
+    assert said[".step-000009.safetensors.tmp"] == "temporary file of a killed process"
     found = states(report)
     assert found["step-000003.safetensors"] == found["metrics.jsonl"] == "damaged"
     assert found[".step-000009.safetensors.tmp"] == "left over"

@@ -302,18 +302,18 @@ def test_first_process_samples_and_all_end_by_the_signal_of_one(options, tmp_pat
 def test_everything_that_decides_a_run_is_compared_between_processes(options, monkeypatch):
     config = new_config(**options | {"keep_best": False, "wire": "int8"})
     texts = open_texts(config.data, config.val, seed=0, context=16)
-    before = runs.what_decides(config, texts)
+    before = runs.shared_settings(config, texts)
     changes = {
         "save_every": 7, "eval_every": 3, "keep_best": True, "wire": "int16", "sample_every": 2,
         "log_every": 7,
         "backend": "interpreter", "seed": 1, "lr": 0.5, "steps": 9, "compute": "bf16",
     }  # fmt: skip
     for name, value in changes.items():
-        after = runs.what_decides(dataclasses.replace(config, **{name: value}), texts)
+        after = runs.shared_settings(dataclasses.replace(config, **{name: value}), texts)
         assert {key for key in before if before[key] != after[key]} == {name}
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     swapped = dataclasses.replace(texts, train=texts.val)
-    after = runs.what_decides(config, swapped)
+    after = runs.shared_settings(config, swapped)
     assert {key for key in before if before[key] != after[key]} == {"text", "threads"}
     assert after["threads"] == 77
 

@@ -161,7 +161,7 @@ def test_unsaved_run_is_the_same_run_and_leaves_nothing(
 
 @pytest.mark.parametrize("given", [{"run": Path("run")}, {"run": None, "profile": 3}])
 def test_unsaved_run_takes_no_place_for_files(given, text, device):
-    with pytest.raises(ValueError, match="no place for a trace"):
+    with pytest.raises(ValueError, match="no directory and no trace"):
         start_run(config(text, device), observer=Observer(), save=False, **given)
 
 
@@ -237,7 +237,7 @@ def test_error_between_steps_is_raised_after_a_save(text, tmp_path, device, monk
     observer.noted = (notes := []).append
     with pytest.raises(ZeroDivisionError):
         start_run(config(text, device), tmp_path / "run", observer)
-    assert notes == ["step 3 is saved: go on with `--resume`"]
+    assert notes == ["step 3 is saved: continue with `--resume`"]
     assert load_checkpoint(checkpoints(tmp_path / "run")[0]).step == 3
 
 
@@ -563,13 +563,13 @@ def test_checkpoint_of_another_run_is_refused_by_field(started):
         before = dict(place)
         place[name] = value
         named = re.escape(f" its `{field}` is {value}, not")
-        with pytest.raises(ArbError, match=f"belongs to another run .*{named}"):
+        with pytest.raises(ArbError, match=f"does not belong to .*{named}"):
             accept(saved)
         place.clear()
         place.update(before)
     names = config.decisive().keys() - {"scale_losses"}
     saved.data["settings"] = settings | dict.fromkeys(names, 7)
-    with pytest.raises(ArbError, match=r"its `accum` is 7, not 1, its `batch` .*, and 8 more"):
+    with pytest.raises(ArbError, match=r"its `accum` is 7, not 1, its `batch` .*, and 9 more"):
         accept(saved)
 
 
@@ -617,7 +617,7 @@ def test_resume_stops_at_a_checkpoint_that_may_be_whole(finished):
 
 def test_train_refuses_a_directory_that_holds_a_run(text, finished, device):
     before = final(finished)
-    with pytest.raises(ArbError, match="holds a run already"):
+    with pytest.raises(ArbError, match="already contains a run"):
         start_run(config(text, device), finished, Observer())
     assert final(finished) == before
 
@@ -655,7 +655,7 @@ def test_twin_stops_where_its_loss_is_not_finite_and_does_not_resume(text, tmp_p
     with pytest.raises(ArbError, match="the loss is nan") as caught:
         start_run(config(text, "cpu", weights="float"), tmp_path / "run", Observer())
     assert "smaller `--lr`" in caught.value.hint
-    with pytest.raises(ArbError, match="a float twin keeps no checkpoint") as caught:
+    with pytest.raises(ArbError, match="float baselines have no checkpoints") as caught:
         resume_run(tmp_path / "run", Observer())
     assert "`--out`" in caught.value.hint
 
@@ -687,7 +687,7 @@ def test_trace_that_cannot_be_written_or_has_no_gpu_is_told(tmp_path):
     for full, wanted, words in (
         (True, DeviceType.CPU, ["cannot write"]),
         (False, DeviceType.CPU, ["https://ui.perfetto.dev"]),
-        (False, DeviceType.CUDA, ["https://ui.perfetto.dev", "nothing of the GPU"]),
+        (False, DeviceType.CUDA, ["https://ui.perfetto.dev", "no GPU events"]),
     ):
         trace = StepTrace(tmp_path, trainer, 1, told.append)
         trace._left_out, trace._wanted = -1, wanted

@@ -49,13 +49,13 @@ _LEAST, _MOST = tl.constexpr(LEAST_SHARE), tl.constexpr(1 - LEAST_SHARE)
 def route_position_reference(
     router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
     encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None,
-    going_on: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute what `route_position_` returns and changes, in float64.
 
     Of p, a small difference of large numbers, it is 1 + p, and of `begins` a number.
     """
-    width, position, goes = len(x), int(encoder), 1 if going_on is None else int(going_on)
+    width, position, goes = len(x), int(encoder), 1 if active is None else int(active)
     before_last, p = last.double(), float(position == 0)
     last = last.clone()
     if router == "learned":
@@ -100,10 +100,10 @@ def take_chunk_reference(
 def _route_position_torch(
     router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
     encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None = None,
-    going_on: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     width, is_first = len(x), (encoder == 0)[None]
-    goes = torch.ones_like(encoder) if going_on is None else going_on
+    goes = torch.ones_like(encoder) if active is None else active
     if router == "learned":
         q, k = rows[: 2 * width].split(width)
         n = functional.rms_norm(x, x.shape, eps=eps)
@@ -153,7 +153,7 @@ def _inverse_length(u):
 @triton.jit
 def _route_position_kernel(
     x_ptr, rows_ptr, mean_ptr, last_ptr, byte_ptr, ids_ptr, encoder_ptr, decoder_ptr,
-    handle_ptr, going_on_ptr, p_ptr, begins_ptr, y_ptr,
+    handle_ptr, active_ptr, p_ptr, begins_ptr, y_ptr,
     D, LENGTH, eps,
     LEARNED: tl.constexpr, EVERY: tl.constexpr, TELLS: tl.constexpr,
     BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
@@ -166,8 +166,8 @@ def _route_position_kernel(
     # only the kernel before this one may still be running, which computes the rows
     position = tl.load(encoder_ptr + text)
     goes = 1
-    if going_on_ptr is not None:
-        goes = tl.load(going_on_ptr + text)
+    if active_ptr is not None:
+        goes = tl.load(active_ptr + text)
     kept = d < D * goes
     mean = tl.load(mean_ptr + d, mask=mask, other=0)
     dtype = y_ptr.dtype.element_ty
@@ -235,7 +235,7 @@ def _take_chunk_kernel(
 def _route_position_triton(
     router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
     encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None = None,
-    going_on: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     width = x.shape[-1]
     p = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
@@ -243,7 +243,7 @@ def _route_position_triton(
     y = torch.empty_like(x)
     _route_position_kernel[(p.numel(),)](
         x, rows, mean, last, byte, ids, encoder, decoder,
-        encoder if handle is None else handle, going_on, p, begins.view(torch.uint8), y,
+        encoder if handle is None else handle, active, p, begins.view(torch.uint8), y,
         width, length, eps,
         LEARNED=router == "learned", EVERY=router == "every", TELLS=handle is not None,
         **_blocks(width), **overlap_options(x),
@@ -300,8 +300,8 @@ def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(label, inputs)
             drawn.append(inputs)
         for texts in (drawn[:2], drawn[2:4], drawn[4:]):
-            going_on = torch.tensor([n % 3 != 1 for n in range(len(texts))], dtype=torch.int32)
-            inputs = (*stacked_texts(texts), going_on.to(device))
+            active = torch.tensor([n % 3 != 1 for n in range(len(texts))], dtype=torch.int32)
+            inputs = (*stacked_texts(texts), active.to(device))
             label = f"{len(texts)} texts of {inputs[0]} {width}{low}"
             yield Case(label, inputs)
 
@@ -364,7 +364,7 @@ route_position_ = Operation(
         "rows": Array("*T, D * (3 if router == 'learned' else 1)", dense=True), "mean": _MEAN,
         "last": Array("*T, 2 * D", dense=True), "byte": _ELEMENT, "ids": _ELEMENT,
         "encoder": _INT, "decoder": _INT, "length": Number((2, 4, 7)), "eps": Number((0.1,)),
-        "handle": replace(_ELEMENT, optional=True), "going_on": replace(_INT, optional=True),
+        "handle": replace(_ELEMENT, optional=True), "active": replace(_INT, optional=True),
     },
     where=("len(T) < 2",), compared=_routed, draw=_draw_route, torch_is_peer=True,
     timed=[
@@ -393,7 +393,7 @@ Args:
     eps: added to the mean square.
     handle: int64 of one element on the GPU of x: that of the conditional node that is told
         whether a chunk begins; 0 is none. Several texts have none.
-    going_on: int32 like `encoder`: 0 where a text does not go on; None is nowhere.
+    active: int32 like `encoder`: 0 for texts that the step skips; None for none.
 
 Returns:
     p, (1,) float32, begins, (1,) bool, and y, (D,) like x: residual + mean.

@@ -33,7 +33,7 @@ SHARED = (3, 4, 5, 6)
 @text_by_text(7, *SHARED)
 def mamba_step_reference(
     rows: Tensor, ring: Tensor, state: Tensor, taps: Tensor, rate: Tensor, bias: Tensor,
-    skip: Tensor, position: Tensor, going_on: Tensor | None = None,
+    skip: Tensor, position: Tensor, active: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute what `mamba_step` must return and change, a head at a time in float64."""
     heads, states, width = state.shape
@@ -54,14 +54,14 @@ def mamba_step_reference(
         decay = torch.exp(-torch.exp(rate[head].double()) * dt)
         state[head] = decay * state[head] + b[:, None] * (dt * u[own])
         y[own] = c @ state[head] + skip[head].double() * u[own]
-    stays = going_on is not None and not going_on
+    stays = active is not None and not active
     return z / (1 + torch.exp(-z)) * y, ring, before if stays else state
 
 
 @text_by_text(7, *SHARED)
 def _mamba_step_torch(
     rows: Tensor, ring: Tensor, state: Tensor, taps: Tensor, rate: Tensor, bias: Tensor,
-    skip: Tensor, position: Tensor, going_on: Tensor | None = None,
+    skip: Tensor, position: Tensor, active: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     heads, states, width = state.shape
     inner, num_taps = heads * width, len(ring)
@@ -76,7 +76,7 @@ def _mamba_step_torch(
     decay = (-rate.exp() * dt).exp()
     found = decay[:, None, None] * state + b[:, None] * values[:, None]
     y = ((c[:, None] * found).sum(dim=1) + skip[:, None] * u).flatten()
-    state.copy_(found if going_on is None else torch.where(going_on > 0, found, state))
+    state.copy_(found if active is None else torch.where(active > 0, found, state))
     return (functional.silu(z.float()) * y).to(rows.dtype)
 
 
@@ -110,7 +110,7 @@ def _convolve(ring_ptr, taps_ptr, channel, mask, position, MIXED, TAPS: tl.const
 @triton.jit
 def _mamba_step_kernel(
     rows_ptr, ring_ptr, state_ptr, taps_ptr, rate_ptr, bias_ptr, skip_ptr, position_ptr,
-    going_on_ptr, y_ptr, HEADS, N, P,
+    active_ptr, y_ptr, HEADS, N, P,
     TAPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head, text = tl.program_id(0), tl.program_id(1)
@@ -149,8 +149,8 @@ def _mamba_step_kernel(
     c = _silu(c + new_c.to(tl.float32) * last_c)
     state = tl.exp(-rate * dt) * state + b[:, None] * (u * dt)[None, :]
     y = tl.sum(c[:, None] * state, axis=0) + skip * u
-    if going_on_ptr is not None:
-        mask = mask & (n < tl.where(tl.load(going_on_ptr + text) > 0, N, 0))[:, None]
+    if active_ptr is not None:
+        mask = mask & (n < tl.where(tl.load(active_ptr + text) > 0, N, 0))[:, None]
     tl.store(state_ptrs, state, mask=mask)
     tl.store(y_ptr + of_u, (_silu(z) * y).to(y_ptr.dtype.element_ty), mask=mask_p)
     slot_ptr = ring_ptr + position % TAPS * MIXED
@@ -162,12 +162,12 @@ def _mamba_step_kernel(
 
 def _mamba_step_triton(
     rows: Tensor, ring: Tensor, state: Tensor, taps: Tensor, rate: Tensor, bias: Tensor,
-    skip: Tensor, position: Tensor, going_on: Tensor | None = None,
+    skip: Tensor, position: Tensor, active: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     heads, states, width = state.shape[-3:]
     y = rows.new_empty(*position.shape, heads * width)
     _mamba_step_kernel[(heads, position.numel())](
-        rows, ring, state, taps, rate, bias, skip, position, going_on, y, heads, states, width,
+        rows, ring, state, taps, rate, bias, skip, position, active, y, heads, states, width,
         TAPS=ring.shape[-2], BLOCK_N=triton.next_power_of_2(states),
         BLOCK_P=triton.next_power_of_2(width), num_warps=4, **overlap_options(rows),
     )  # fmt: skip
@@ -206,17 +206,17 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     rows, *rest = draw_step(2, 5, 3, 4, 9, torch.float32, generator)
     extremes = torch.tensor([-90.0, 30.0], device=device)  # dt of hardly anything, and of much
     yield Case("steps of all sizes", (torch.cat((rows[:-2], extremes)), *rest))
-    going_on = torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
+    active = torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
     texts = [draw_step(2, 7, 5, 4, at, torch.float32, generator) for at in (0, 6, 13)]
     texts = [(*inputs[:3], *texts[0][3:7], inputs[7]) for inputs in texts]
-    yield Case("three texts", (*stacked_texts(texts, *SHARED), going_on))
+    yield Case("three texts", (*stacked_texts(texts, *SHARED), active))
     if device.type == "cuda":  # the interpreter computes wrongly in bf16
         inputs = draw_step(16, 64, 64, 4, 9, torch.bfloat16, generator)
         yield Case("16x64x64 bf16", inputs)
         texts = [draw_step(16, 64, 64, 4, at, torch.bfloat16, generator) for at in range(9)]
         texts = [(*inputs[:3], *texts[0][3:7], inputs[7]) for inputs in texts]
-        going_on = torch.ones(9, dtype=torch.int32, device=device)
-        inputs = (*stacked_texts(texts, *SHARED), going_on)
+        active = torch.ones(9, dtype=torch.int32, device=device)
+        inputs = (*stacked_texts(texts, *SHARED), active)
         yield Case("9 texts of 16x64x64 bf16", inputs)
 
 
@@ -240,7 +240,7 @@ mamba_step = Operation(
         "state": Array("*X, H, N, P", FLOAT, dense=True),
         "taps": Array("H * P + 2 * N, W", FLOAT, dense=True),
         "rate": _OF_HEADS, "bias": _OF_HEADS, "skip": _OF_HEADS,
-        "position": _COUNT, "going_on": replace(_COUNT, optional=True),
+        "position": _COUNT, "active": replace(_COUNT, optional=True),
     },
     where=("len(X) < 2", "W > 0 and W & (W - 1) == 0"), compared=("ring", "state"), draw=_draw,
     torch_is_peer=True,
@@ -265,7 +265,7 @@ Args:
     bias: like `rate`.
     skip: like `rate`.
     position: int32 scalar tensor: how many positions came before. It is read on the device.
-    going_on: int32 like `position`, 0 where the state is to stay as it is; None is nowhere.
+    active: int32 like `position`, 0 for texts that the step skips; None for none.
 
 Returns:
     (H P,) like rows.

@@ -1,1 +1,1 @@
-"""Layers over packed tensors."""
+"""Layers with packed weights."""

@@ -1,4 +1,4 @@
-"""Attention of dense blocks, by the fastest kernels that repeat their bits, and with sinks."""
+"""Causal attention by the fastest deterministic kernels, and attention with sinks."""
 
 from functools import cache
 from typing import Any
@@ -15,22 +15,22 @@ from arbcli.kernels.attention.causal_attention_backward import (
 from arbcli.kernels.runtime.backend import capability, uses_triton
 
 HOPPER = (9, 0)
-"""The compute capability whose kernels in cuDNN were found to be faster than torch's own."""
+"""Compute capability on which cuDNN's attention is faster than torch's."""
 WIDTHS = (64, 128)
-"""Of heads, for which that was measured."""
+"""Head widths for which that was measured."""
 LENGTH_MULTIPLE = 64
-"""Of positions: other lengths take masks in cuDNN."""
+"""cuDNN needs a mask for sequence lengths that are not a multiple."""
 
 EXTRA = 8
-"""Numbers that a sink adds to a head; kernels read so many at once."""
+"""Elements that a sink adds to the width of a head, for aligned vector loads."""
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend from every position to itself and those before it, scores divided by sqrt(d).
+    """Compute causal attention with scores divided by sqrt(d).
 
-    The bits of the result and of its gradients are the same every time. So of cuDNN only the
-    forward is used: its backward adds up in any order, and torch has no switch for that. After it
-    goes `causal_attention_backward`, or on the `torch` backend torch's flash attention.
+    Results and gradients are deterministic. Only the forward of cuDNN is used, as its backward sums
+    in arbitrary order. The backward is `causal_attention_backward`, or torch's flash attention on
+    the `torch` backend.
 
     Args:
         q: (B, heads, T, d), any strides with the last one 1.
@@ -46,35 +46,35 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def repeat_heads(x: Tensor, times: int) -> Tensor:
-    """Repeat each head of (B, heads, T, d) for the heads of queries that it serves."""
+    """Repeat each key or value head of (B, heads, T, d) for the query heads of its group."""
     if times == 1:
         return x
     return x[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
 
 
 def attend_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, seen: Tensor) -> Tensor:
-    """Attend to positions, and to one more that has a logit of each head's own and no value.
+    """Compute attention with a sink: one more position with a logit for each head and value 0.
 
-    That position is a key after the others: `EXTRA` numbers are added to each head, two of which
-    are the logit in queries, rounded and what rounding left, and ones in this key alone.
+    The sink is appended as a key. The width of heads grows by `EXTRA`, with two elements in use:
+    in queries the rounded logit and its rounding error, in the key of the sink two ones.
 
     Args:
         q: (B, heads, T, d).
         k: (B, heads, S, d).
         v: like k.
         sink: (heads,) float32.
-        seen: (T, S) bool, or (B, 1, T, S), which positions each one attends to.
+        seen: attention mask, (T, S) or (B, 1, T, S) bool, True to attend.
 
     Returns:
         (B, heads, T, d).
     """
-    (batch, heads, length, width), (places, dtype) = q.shape, (k.shape[2], q.dtype)
+    (batch, heads, length, width), (num_keys, dtype) = q.shape, (k.shape[2], q.dtype)
     logit = (sink * width**0.5).view(1, heads, 1, 1).expand(batch, -1, length, -1)
     rounded = logit.to(dtype)
-    left = (logit - rounded.float()).to(dtype)
-    q = functional.pad(torch.cat((q, rounded, left), dim=-1), (0, EXTRA - 2))
+    error = (logit - rounded.float()).to(dtype)
+    q = functional.pad(torch.cat((q, rounded, error), dim=-1), (0, EXTRA - 2))
     k, v = (functional.pad(part, (0, EXTRA, 0, 1)) for part in (k, v))
-    k[:, :, places, width : width + 2] = 1
+    k[:, :, num_keys, width : width + 2] = 1
     seen = functional.pad(seen, (0, 1), value=True)
     y = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=width**-0.5)
     return y[..., :width]
@@ -83,14 +83,14 @@ def attend_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, seen: Tensor
 def attend_to(
     q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, sink: Tensor | None
 ) -> Tensor:
-    """Attend from new positions of a text to those that are kept of it, without gradients.
+    """Compute attention of new positions to cached keys and values, without gradients.
 
     Args:
         q: (1, H, T, d).
         keys: (heads, S, d), each for `H / heads` heads of queries.
         values: like keys.
-        seen: (T, S) bool, which of them each one attends to; None is causal, of S = T.
-        sink: (H,) float32, see `attend_with_sink`; None is none.
+        seen: attention mask, (T, S) bool; None is causal with S = T.
+        sink: (H,) float32, see `attend_with_sink`; None for no sink.
 
     Returns:
         (1, H, T, d).
@@ -101,7 +101,7 @@ def attend_to(
         if seen is None:
             seen = torch.ones(shape[2], shape[2], dtype=torch.bool, device=q.device).tril()
         return attend_with_sink(q, repeat_heads(k, times), repeat_heads(v, times), sink, seen)
-    if shape[2] == 1:  # queries of the heads that share keys are read as if they were positions
+    if shape[2] == 1:  # the query heads of a group take the place of positions
         q = q.view(1, len(keys), times, -1)
     else:
         k, v = repeat_heads(k, times), repeat_heads(v, times)
@@ -117,12 +117,12 @@ def _takes_cudnn(q: Tensor) -> bool:
 
 @cache
 def _has_cudnn() -> bool:
-    """Whether this torch has cuDNN; where there is no GPU, as one is assumed, it is, too."""
+    """Return whether torch has cuDNN; True without a GPU, for predictions of one."""
     return not torch.cuda.is_available() or torch.backends.cudnn.is_available()
 
 
 class _CausalAttention(Function):
-    """cuDNN's forward, whose sums are those that any backward takes."""
+    """cuDNN's forward, whose log-sum-exp is also the input of other backwards."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

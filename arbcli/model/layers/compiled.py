@@ -1,12 +1,12 @@
-"""Operators: functions of layers that a compiler takes whole.
+"""Custom operators for layers, which `torch.compile` treats as opaque.
 
-Layers launch kernels and decode packed weights, and their backwards step them: nothing that
-`torch.compile` could trace. So inside a compiled function each of them is one operator, and its
-backward another. Both are made of the `Function` that runs where nothing is compiled, and a user's
-own `torch.compile(block, fullgraph=True)` works, with one compilation for all blocks of a kind.
+Layers launch kernels and decode packed weights, and their backwards emit gradients, none of which
+`torch.compile` can trace. Within a compiled function each layer is one operator and its backward
+another, both built from the `Function` that runs in eager mode. `torch.compile(block,
+fullgraph=True)` works, with one compilation for all blocks of a kind.
 
-An operator is given tensors and numbers only. It finds a module by the memory of one of its
-tensors, `found_by`.
+Operators only take tensors and numbers. A module is passed as one of its tensors, `key_tensor`, and
+looked up by the address of its memory.
 """
 
 import re
@@ -23,20 +23,20 @@ from arbcli.kernels.runtime.backend import use_backend
 
 
 class Findable(nn.Module):
-    """A module that an operator can find by one of its tensors."""
+    """A module that an operator can look up by one of its tensors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _findable.add(self)
 
     def __setstate__(self, state: dict) -> None:
-        """Let a copy be found too."""
+        """Register copies too."""
         super().__setstate__(state)
         _findable.add(self)
 
     @property
-    def found_by(self) -> Tensor:
-        """A tensor whose memory no other module has, unless it would do the same."""
+    def key_tensor(self) -> Tensor:
+        """The tensor that identifies the module; only modules that are interchangeable share it."""
         raise NotImplementedError
 
 
@@ -45,17 +45,17 @@ _found: dict[int, "ref[Findable]"] = {}
 
 
 def find(tensor: Tensor) -> Findable:
-    """Find the module that has this tensor.
+    """Return the module that a tensor identifies.
 
     Raises:
-        LookupError: there is none: it is a copy.
+        LookupError: no module has it, as the compiler passed a copy.
     """
     place = tensor.data_ptr()
     known = _found.get(place, lambda: None)()
-    if known is None or known.found_by.data_ptr() != place:
-        known = next((part for part in _findable if part.found_by.data_ptr() == place), None)
+    if known is None or known.key_tensor.data_ptr() != place:
+        known = next((part for part in _findable if part.key_tensor.data_ptr() == place), None)
         if known is None:
-            raise LookupError("no layer has this tensor: a compiler gave a copy of it")
+            raise LookupError("no layer has this tensor: the compiler passed a copy of it")
         _found[place] = ref(known)
     return known
 
@@ -66,34 +66,34 @@ AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
 def anchor(like: Tensor) -> Tensor:
-    """Make an empty tensor that requires a gradient, so that a backward runs in any case."""
+    """Return an empty tensor that requires a gradient, so that autograd runs the backward."""
     return torch.empty(0, device=like.device, requires_grad=torch.is_grad_enabled())
 
 
 def operator(
     function: "type[Function] | Callable", fake: Callable | None = None
 ) -> Callable[..., Any]:
-    """Make what applies a function, as one operator where a compiler traces it.
+    """Return a callable that applies a function, as one custom operator under `torch.compile`.
 
     Args:
-        function: has `forward`, with annotations and without a context; `setup_context`, which
-            only saves tensors and sets attributes; and `backward`. Or it is a function without a
-            gradient. Inputs are tensors, numbers, strings, named tuples of numbers, and modules
-            that are `Findable`; results are tensors.
+        function: a `Function` with an annotated `forward` without a context, a `setup_context` that
+            only saves tensors and sets attributes, and a `backward`; or a plain function without a
+            gradient. Inputs are tensors, numbers, strings, named tuples of numbers, and `Findable`
+            modules; results are tensors.
 
-            Where the last inputs of `forward` are `anchor` and `trained`, the function is applied
-            without them. They are for a function whose backward hands on the gradient of a weight:
-            `trained` tells whether that backward will come.
-        fake: makes results of the same inputs, without values; modules are the tensors that they
-            are found by. None runs the function on the `torch` backend, which must not read a
-            module or the values of tensors then. Gradients are like the inputs that are saved; if
-            one is not saved that has a gradient, they are made on the `torch` backend, too.
+            If the last inputs of `forward` are `anchor` and `trained`, callers omit them. They are
+            for functions whose backward emits the gradient of a weight: `trained` says whether that
+            backward will run.
+        fake: returns empty results for the same inputs, with modules as their `key_tensor` tensors.
+            None runs the function on the `torch` backend, where it must not read modules or the
+            values of tensors. Fake gradients have the shapes of the saved inputs; if an input with
+            a gradient is not saved, the backward runs on the `torch` backend.
     """
     return _Operator(function, fake).apply
 
 
 class _Operator:
-    """A function and its two operators, `arb::name` and `arb::name_backward`."""
+    """A function with its operators `arb::name` and `arb::name_backward`."""
 
     def __init__(self, function: Any, fake: Callable | None) -> None:
         differentiable = isinstance(function, type)
@@ -126,85 +126,90 @@ class _Operator:
         """Apply the function."""
         compiled = torch.compiler.is_compiling()
         if self.trains:
-            inputs += (ANCHOR if compiled else anchor(_given(inputs[0])), torch.is_grad_enabled())
+            inputs += (
+                ANCHOR if compiled else anchor(_operator_input(inputs[0])),
+                torch.is_grad_enabled(),
+            )
         if not compiled:
             return self.run_plain(*inputs)
-        return self.forward(*map(_given, inputs))
+        return self.forward(*map(_operator_input, inputs))
 
-    def _forward(self, *given: Any) -> Any:
-        found = self.run(*self._found(given))
-        return self._returned(_own([found] if self.single else found, given))
+    def _forward(self, *inputs: Any) -> Any:
+        found = self.run(*self._found(inputs))
+        return self._returned(_own([found] if self.single else found, inputs))
 
-    def _fake(self, *given: Any) -> Any:
+    def _fake(self, *inputs: Any) -> Any:
         if self.fake:
-            found = self.fake(*given)
+            found = self.fake(*inputs)
         else:
             with use_backend("torch"):
-                found = self.run(*self._found(given))
+                found = self.run(*self._found(inputs))
         return self._returned(map(_like, [found] if self.single else found))
 
     def _keep(self, ctx: Any, inputs: tuple, output: Any) -> None:
-        """Save what the function saves, None in the places of all other tensors."""
-        noted = _Context(())
-        self.function.setup_context(noted, inputs, output)
+        """Save the tensors that the function saves, with None in place of all others."""
+        context = _Context(())
+        self.function.setup_context(context, inputs, output)
         outputs = [output] if self.single else output
         kept = [
-            part if kind.kept or _is_in(part, noted.saved_tensors) else None
+            part if kind.kept or _is_in(part, context.saved_tensors) else None
             for part, kind in zip(inputs, self.kinds, strict=True)
             if kind.tensor
         ]
-        kept += [part if _is_in(part, noted.saved_tensors) else None for part in outputs]
+        kept += [part if _is_in(part, context.saved_tensors) else None for part in outputs]
         ctx.save_for_backward(*kept)
-        ctx.mark_non_differentiable(*noted.still)
-        given = zip(inputs, self.kinds, strict=True)
-        ctx.numbers = [part for part, kind in given if not kind.tensor]
+        ctx.mark_non_differentiable(*context.non_differentiable)
+        pairs = zip(inputs, self.kinds, strict=True)
+        ctx.numbers = [part for part, kind in pairs if not kind.tensor]
 
     def _propagate(self, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = list(ctx.needs_input_grad[: len(self.kinds)])
-        found = self.backward(list(grads), list(ctx.saved_tensors), wanted, *ctx.numbers)
+        needs_grad = list(ctx.needs_input_grad[: len(self.kinds)])
+        found = self.backward(list(grads), list(ctx.saved_tensors), needs_grad, *ctx.numbers)
         found = iter(found)
-        return tuple(next(found) if some else None for some in wanted)
+        return tuple(next(found) if some else None for some in needs_grad)
 
-    def _backward(self, grads: list, kept: list, wanted: list[bool], *numbers: Any) -> list[Tensor]:
-        # a few torch backends differentiate, which torch leaves out inside of operators
+    def _backward(
+        self, grads: list, kept: list, needs_grad: list[bool], *numbers: Any
+    ) -> list[Tensor]:
+        # some backends use autograd, which torch disables within operators
         with torch._C._SetExcludeDispatchKeyGuard(AUTOGRAD, False):
-            found = self._gradients(grads, kept, wanted, *numbers)
+            found = self._gradients(grads, kept, needs_grad, *numbers)
         return _own(found, (*grads, *kept))
 
     def _gradients(
-        self, grads: list, kept: list, wanted: list[bool], *numbers: Any
+        self, grads: list, kept: list, needs_grad: list[bool], *numbers: Any
     ) -> list[Tensor]:
         inputs, outputs = self._inputs(kept, numbers)
-        ctx = _Context(wanted)
+        ctx = _Context(needs_grad)
         self.function.setup_context(ctx, self._found(inputs), self._returned(outputs))
         found = self.function.backward(ctx, *grads)
         found = found if isinstance(found, tuple) else (found,)
-        # that of an anchor is none
+        # the gradient of an anchor is None
         return [
             torch.empty(0, device="cpu") if part is None else part
-            for part, some in zip(found, wanted, strict=True)
+            for part, some in zip(found, needs_grad, strict=True)
             if some
         ]
 
     def _fake_backward(
-        self, grads: list, kept: list, wanted: list[bool], *numbers: Any
+        self, grads: list, kept: list, needs_grad: list[bool], *numbers: Any
     ) -> list[Tensor]:
         inputs, _ = self._inputs(kept, numbers)
-        found = [part for part, some in zip(inputs, wanted, strict=True) if some]
+        found = [part for part, some in zip(inputs, needs_grad, strict=True) if some]
         if any(part is None for part in found):
             with use_backend("torch"):
-                found = self._gradients(grads, kept, wanted, *numbers)
+                found = self._gradients(grads, kept, needs_grad, *numbers)
         return [_like(part) for part in found]
 
     def _inputs(self, kept: list, numbers: tuple) -> tuple[list, list]:
-        """Put tensors and numbers in their order: inputs, and outputs."""
+        """Merge tensors and numbers in the order of the inputs; return inputs and outputs."""
         tensors, others = iter(kept), iter(numbers)
         inputs = [next(tensors if kind.tensor else others) for kind in self.kinds]
         return inputs, [*tensors]
 
-    def _found(self, given: Iterable) -> tuple:
-        """Turn what an operator is given into what the function takes."""
-        parts = zip(given, self.kinds, strict=True)
+    def _found(self, inputs: Iterable) -> tuple:
+        """Convert the operator's inputs to those of the function."""
+        parts = zip(inputs, self.kinds, strict=True)
         return tuple(part if part is None else kind.make(part) for part, kind in parts)
 
     def _returned(self, found: Iterable[Tensor]) -> Any:
@@ -213,14 +218,14 @@ class _Operator:
 
 
 class _Kind(NamedTuple):
-    """An input of a function, as its operator takes it."""
+    """The type of an input of a function in its operator."""
 
     schema: str
     make: Callable[[Any], Any]
-    """From what the operator is given."""
+    """Converts the operator's input to the function's."""
     tensor: bool = False
     kept: bool = False
-    """Whether the backward is given it in any case."""
+    """Whether the backward always receives it."""
 
 
 def _kind(name: str, hint: Any) -> _Kind:
@@ -237,24 +242,24 @@ def _kind(name: str, hint: Any) -> _Kind:
 
 
 class _Context:
-    """Takes the place of autograd's, and notes what it is told."""
+    """A stand-in for autograd's context, which records the saved tensors."""
 
-    def __init__(self, wanted: Iterable[bool]) -> None:
-        self.needs_input_grad = tuple(wanted)
+    def __init__(self, needs_grad: Iterable[bool]) -> None:
+        self.needs_input_grad = tuple(needs_grad)
         self.saved_tensors: tuple = ()
-        self.still: tuple = ()
+        self.non_differentiable: tuple = ()
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        self.still = tensors
+        self.non_differentiable = tensors
 
 
-def _given(part: Any) -> Any:
-    """Turn an input of a function into one of its operator."""
+def _operator_input(part: Any) -> Any:
+    """Convert an input of a function to that of its operator."""
     if isinstance(part, Findable):
-        return part.found_by
+        return part.key_tensor
     return list(part) if isinstance(part, tuple) else part
 
 
@@ -266,9 +271,9 @@ def _like(part: Tensor) -> Tensor:
     return torch.empty(part.shape, dtype=part.dtype, device=part.device)
 
 
-def _own(results: Iterable[Tensor], given: Iterable) -> list[Tensor]:
-    """Make results contiguous, and copy those whose memory is not their own, as operators must."""
-    taken = {part.untyped_storage().data_ptr() for part in given if isinstance(part, Tensor)}
+def _own(results: Iterable[Tensor], inputs: Iterable) -> list[Tensor]:
+    """Make results contiguous, and copy those that alias an input, as operators require."""
+    taken = {part.untyped_storage().data_ptr() for part in inputs if isinstance(part, Tensor)}
     found = []
     for result in results:
         part = result.contiguous()

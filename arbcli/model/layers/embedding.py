@@ -1,4 +1,4 @@
-"""The embedding over a packed table that is read whole."""
+"""The embedding of symbols with a packed table."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ class EmbeddingWeight(StreamedTensor):
     """The weight of a `TernaryEmbedding`."""
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
-        """Sum the gradients of every symbol's occurrences."""
+        """Sum the gradients over all occurrences of each symbol."""
         return embedding_grad(grad_y, source, self.out_features)
 
 
 class ManyEmbeddingsWeight(SymbolWeight):
-    """The weight of a `TernaryEmbedding` of many symbols, stepped in chunks of rows.
+    """The weight of a `TernaryEmbedding` with a large vocabulary, stepped in chunks of rows.
 
-    A batch may read no row of a chunk. Then nothing of it is stepped.
+    Chunks of which a batch reads no row are not stepped.
     """
 
     always_has_gradients = False
@@ -34,7 +34,7 @@ class ManyEmbeddingsWeight(SymbolWeight):
 
 
 class _Embedding(Function):
-    """Rows of w. There is no gradient but that of w, which goes to the weight's sink."""
+    """Rows of w, whose gradient goes to the weight's sink."""
 
     @staticmethod
     def forward(
@@ -56,9 +56,9 @@ class TernaryEmbedding(nn.Module):
     Args:
         num_embeddings: V.
         dim: D.
-        site: where it stands.
-        area: the part of the model that the weights belong to.
-        tied: whether a `TiedHead` multiplies by the same weight.
+        site: storage settings and width of the stage.
+        area: parameter group of the weights.
+        tied: whether a `TiedHead` shares the weight.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class TernaryEmbedding(nn.Module):
         self.weight = kind(num_embeddings, dim, site, area=area)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Turn (...) int64 ids into (..., D) vectors of `dtype`."""
+        """Look up (...) int64 ids: (..., D) of `dtype`."""
         self.weight.note_use()
         y = _Embedding.apply(ids.reshape(-1), anchor(ids), self.weight, dtype)
         return y.view(*ids.shape, -1)

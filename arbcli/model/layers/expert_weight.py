@@ -1,4 +1,4 @@
-"""Matrices of experts, which multiply the slots of each expert in one grouped product."""
+"""Weights of experts, multiplied in a grouped matrix product."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 
 WEIGHTS_AT_ONCE = 2**25
-"""Weights of experts that are decoded, or have their gradient formed, at the same time."""
+"""Maximum number of weights that are decoded, or whose gradient is computed, at once."""
 
 
 class ExpertWeight(StreamedTensor):
-    """One matrix for each expert, one above the other, each stepped as a matrix of its own."""
+    """The matrices of all experts, stacked by rows and stepped separately."""
 
     nvfp4 = False
-    """Whether products of many slots are computed as if in four bits: see `build_model`."""
+    """Whether products of many slots emulate NVFP4: see `build_model`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ExpertWeight(StreamedTensor):
             std=std or projection_std(in_features),
             matrices=experts,
         )
-        self.of_one = out_features
+        self.expert_rows = out_features
 
     def multiply(self, x: Tensor, bounds: Tensor, before: TernaryRMSNorm | None) -> Tensor:
         """Multiply the slots of each expert by its matrix; differentiable.
@@ -52,7 +52,7 @@ class ExpertWeight(StreamedTensor):
         Args:
             x: (S, K) slots, sorted by expert.
             bounds: (E + 1,) int64: slots of expert e are bounds[e] to bounds[e + 1] - 1.
-            before: is applied to x first.
+            before: norm or gate that is applied to x first; None for none.
 
         Returns:
             (S, N).
@@ -62,31 +62,35 @@ class ExpertWeight(StreamedTensor):
     def product(
         self, x: Tensor, bounds: Tensor, *, transposed: bool = False, apart: bool = False
     ) -> Tensor:
-        """Multiply the slots of each expert, (S, K) sorted, by its matrix, or that transposed.
+        """Multiply the sorted slots, (S, K), by the matrix of their expert, or its transpose.
 
-        Where they are `apart`, the bits of a slot depend on no other.
+        With `apart`, the bits of a slot's result do not depend on the other slots.
         """
-        width = self.in_features if transposed else self.of_one
-        y = x.new_empty(len(x), width)  # every slot has an expert
+        width = self.in_features if transposed else self.expert_rows
+        y = x.new_empty(len(x), width)  # each slot has an expert, so all rows are written
         in_four_bits, scales = self.nvfp4 and len(x) > FUSED_ROWS, []
         if in_four_bits:
             x, of_x = round_nvfp4(x)
-        for some in self.gradient_ranges():
-            rows = slice(some.start * self.of_one, some.stop * self.of_one)
-            w = decode_weight(self.packed.rows(rows), x.dtype).view(len(some), self.of_one, -1)
+        for experts_range in self.gradient_ranges():
+            rows = slice(
+                experts_range.start * self.expert_rows, experts_range.stop * self.expert_rows
+            )
+            w = decode_weight(self.packed.rows(rows), x.dtype).view(
+                len(experts_range), self.expert_rows, -1
+            )
             w = w.transpose(1, 2) if transposed else w
             if in_four_bits:
                 w, of_w = round_stack_nvfp4(w)
                 scales.append(of_x * of_w)
-            grouped_matmul(x, w, bounds[some.start : some.stop + 1], y, apart)
+            grouped_matmul(x, w, bounds[experts_range.start : experts_range.stop + 1], y, apart)
         if in_four_bits:
             slots = torch.arange(len(x), device=x.device)
             owners = torch.searchsorted(bounds[1:], slots, right=True)
             y *= torch.cat(scales)[owners, None]
         return y
 
-    def hand_on(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
-        """Form the gradients of some experts at a time, and give these to the sink."""
+    def emit_gradient(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+        """Compute the gradients of ranges of experts, and pass them to the sink."""
         x, bounds = sources[0]
         if len(sources) > 1:
             owners_of_each = [
@@ -97,16 +101,16 @@ class ExpertWeight(StreamedTensor):
             x, grad_y = torch.cat([x for x, _ in sources])[order], grad_y[order]
             experts = torch.arange(self.matrices + 1, device=x.device)
             bounds = torch.searchsorted(owners, experts)
-        for some in self.gradient_ranges():
-            grads = grouped_grad_w(grad_y, x, bounds[some.start : some.stop + 1])
-            sink(self, grads, some)
+        for experts_range in self.gradient_ranges():
+            grads = grouped_grad_w(grad_y, x, bounds[experts_range.start : experts_range.stop + 1])
+            sink(self, grads, experts_range)
 
     def gradient_ranges(self) -> list[range]:
-        """List which of the matrices are decoded, or have their gradients formed, together."""
-        together = max(1, WEIGHTS_AT_ONCE // (self.of_one * self.in_features))
+        """Return the ranges of experts that are decoded, or have gradients computed, together."""
+        together = max(1, WEIGHTS_AT_ONCE // (self.expert_rows * self.in_features))
         together = min(together, MOST_EXPERTS)
-        everything = range(self.matrices)
-        return [everything[start : start + together] for start in everything[::together]]
+        all_experts = range(self.matrices)
+        return [all_experts[start : start + together] for start in all_experts[::together]]
 
 
 class _GroupedLinear(Function):

@@ -1,4 +1,4 @@
-"""The root-mean-square norm whose gains are trained."""
+"""RMS norm with trained gains."""
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from arbcli.model.layers.vector import VectorWeight
 
 
 class GainedRMSNorm(TernaryRMSNorm):
-    """Divide by the root-mean-square, then multiply by a packed vector, which begins as ones.
+    """RMS norm with a packed vector of gains, initially 1.
 
     Args:
         dim: D.
-        site: where it stands.
+        site: storage settings and width of the stage.
     """
 
     plain = False
@@ -32,8 +32,8 @@ class GainedRMSNorm(TernaryRMSNorm):
         self.eps = site.norm_eps
 
     @property
-    def found_by(self) -> Tensor:
-        """Digits of the scales: the vector itself is found by its trits."""
+    def key_tensor(self) -> Tensor:
+        """Exponents of the scales, as the trits identify the vector."""
         return self.weight.exponent
 
     @torch.no_grad()
@@ -42,33 +42,33 @@ class GainedRMSNorm(TernaryRMSNorm):
         return gained_rms_norm(x, *self._gains())
 
     @torch.no_grad()
-    def of_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + added, and that normalised; not differentiable."""
+    def add_and_norm(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + added, and the normalised sum; not differentiable."""
         return add_gained_rms_norm(x, added, *self._gains())
 
     @torch.no_grad()
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise (M, D), and round rows to e4m3: numbers and scales; not differentiable."""
+        """Normalise (M, D) and quantise rows to e4m3: codes and scales; not differentiable."""
         return quantise_rows(self(x))
 
     @torch.no_grad()
     def rounded_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x + added, (M, D), and what `rounded` makes of that; not differentiable."""
-        total, y = self.of_sum(x, added)
+        """Return x + added, (M, D), with the codes and scales of `rounded`; not differentiable."""
+        total, y = self.add_and_norm(x, added)
         return total, *quantise_rows(y)
 
     trained = True
 
     def await_backward(self) -> None:
-        """Expect the backward of one use more."""
+        """Register a use whose backward will run."""
         self.weight.await_backward()
 
     def backward(
         self, grad_y: Tensor, x: Tensor, other_grad: Tensor | None = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x, plus another one that it has, and the result again.
+        """Compute the gradient of x plus `other_grad`, and recompute the output.
 
-        That of the gains is handed on.
+        The gradient of the gains goes to the sink.
         """
         grad_x, y, grad = gained_rms_norm_backward(grad_y, x, *self._gains(), other_grad)
         self.weight.collect(None, grad)

@@ -1,4 +1,4 @@
-"""Which layers a kind of weights has: packed ones, or those of the float baselines."""
+"""The classes of layers for each kind of weights: packed, or float for baselines."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,9 +27,9 @@ from arbcli.model.widths import head_lr_factor
 
 
 class Layers(NamedTuple):
-    """Layers of a dense model; packed and float ones take the same arguments.
+    """Constructors of layers; packed and float ones take the same arguments.
 
-    What these make is either kind of layer. Steps of a text, such as `fused`, are of packed ones.
+    Only packed layers have fused decoding steps, such as `TernaryLinear.fused`.
     """
 
     linear: Callable[..., Any]
@@ -38,9 +38,9 @@ class Layers(NamedTuple):
     gained_norm: Callable[..., Any]
     gate: Callable[..., Any]
     rotary_norm: Callable[[int, int, RotaryConfig], Callable[..., tuple[Tensor, Tensor, Tensor]]]
-    """Makes the function, or the module, of a context, a width of heads and angles."""
+    """Takes context, head width and angles; returns a function or module."""
     turned_heads: Callable[[int, int, RotaryConfig], Callable[..., tuple[Tensor, Tensor, Tensor]]]
-    """Likewise, of heads of their own numbers, with gains or without a norm."""
+    """Like `rotary_norm`, with separate numbers of heads, optional gains and an optional norm."""
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     vector: Callable[..., Any]
     taps: Callable[..., Any]
@@ -52,7 +52,7 @@ class Layers(NamedTuple):
 
 
 def layers_for(site: Site) -> Layers:
-    """Choose the layers of the kind of weights that a configuration names."""
+    """Return the constructors for the kind of weights of a site."""
     if site.weights == "ternary":
         return Layers(
             TernaryLinear, TernaryEmbedding, TernaryRMSNorm, GainedRMSNorm, TernaryGate,
@@ -87,20 +87,20 @@ def _turned_heads(_ctx: int, _width: int, rotary: RotaryConfig) -> Callable:
 
 
 def stream_norm(site: Site) -> nn.Module:
-    """Make the norm of a stream before a part, or before the head."""
+    """Build the norm of the residual stream before a part or the head."""
     parts = layers_for(site)
     return (parts.gained_norm if site.norm_gain else parts.norm)(site.dim, site)
 
 
 def symbol_embedding(config: ModelConfig) -> nn.Module:
-    """Make the embedding of bytes or tokens."""
+    """Build the embedding of bytes or tokens."""
     site = config.site()
     kind = layers_for(site).embedding
     return kind(config.symbols, site.dim, site, area="embedding", tied=config.tied)
 
 
 def symbol_head(config: ModelConfig, embedding: Any) -> Any:
-    """Make the linear layer that gives logits; it is never multiplied in eight bits."""
+    """Build the head, a linear layer that is never multiplied in eight bits."""
     site, ternary = config.site(), config.weights == "ternary"
     if config.tied and ternary:
         return TiedHead(embedding.weight)
@@ -113,7 +113,7 @@ def symbol_head(config: ModelConfig, embedding: Any) -> Any:
 
 
 def linear_head(symbols: int, site: Site, *, area: str) -> Any:
-    """Make a linear layer that gives logits of few symbols."""
+    """Build a head for a small vocabulary."""
     return layers_for(site).linear(
         symbols,
         site.dim,

@@ -1,4 +1,4 @@
-"""The linear layer over a packed matrix, with the norm before it."""
+"""The linear layer with a packed matrix, fused with the norm before it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,40 +46,40 @@ class LinearWeight(StreamedTensor):
     """The weight of a `TernaryLinear`."""
 
     fp8 = False
-    """Whether products of many rows are computed in eight bits."""
+    """Whether products of many rows are computed in FP8."""
     nvfp4 = False
-    """Whether they are computed in four bits, or as if."""
+    """Whether products of many rows are computed in NVFP4, or emulate it."""
     in_eight_bits = True
-    """Whether they may be."""
+    """Whether FP8 and NVFP4 are allowed for this weight."""
     decodes_ahead = False
-    """Whether it is decoded with others: see `decode_in_groups`."""
+    """Whether it is decoded in a group: see `decode_in_groups`."""
     needed_after: "tuple[LinearWeight, ...]" = ()
-    """Weights that a forward decodes together with it."""
+    """Weights that a forward decodes in the same launch."""
     needed_before: "tuple[LinearWeight, ...]" = ()
-    """Weights that a backward decodes together with it."""
+    """Weights that a backward decodes in the same launch."""
     keeps_decoded = False
-    """Whether it is decoded once and kept, where products are torch's."""
+    """Whether the torch backend caches the decoded weight."""
     _kept: Tensor | None = None
     _decoded: tuple[tuple[int, ...], torch.dtype, Tensor] | None = None
-    """Weights that were decoded with another: their version, dtype and values."""
+    """Version, dtype and values of a weight that was decoded in another weight's launch."""
     _largest: tuple[tuple[int, ...] | None, Tensor | None] = None, None
-    """The largest exponent that a forward found, and of which version."""
+    """Version, and the largest exponents that the forward computed for it."""
 
     def multiply_sum(
         self, x: Tensor, added: Tensor, before: "TernaryRMSNorm"
     ) -> tuple[Tensor, Tensor]:
-        """Compute total = x + added, and before(total) @ w.T; returns that, and the total."""
+        """Compute total = x + added; return before(total) @ w.T and total."""
         if self._in_fp8(x):
             total, q, scale = before.rounded_sum(x, added)
             return self._multiply_rounded(q, scale, x.dtype), total
         if self._in_nvfp4(x):
             total = x + added
             return self.multiply(total, before), total
-        total, normal = before.of_sum(x, added)
+        total, normal = before.add_and_norm(x, added)
         return self._multiply(normal), total
 
     def multiply(self, x: Tensor, before: "TernaryRMSNorm | None") -> Tensor:
-        """Compute before(x) @ w.T of (M, K) activations."""
+        """Compute before(x) @ w.T for (M, K) activations."""
         if self._in_fp8(x):
             rounded = before.rounded(x) if before else quantise_rows(x)
             return self._multiply_rounded(*rounded, x.dtype)
@@ -98,16 +98,16 @@ class LinearWeight(StreamedTensor):
         return ternary_matmul(x, self.packed)
 
     def _multiply_rounded(self, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Compute the product in eight bits, and keep for the backward what it needs again.
+        """Compute the product in FP8, and save the largest exponents for the next backward.
 
-        It is kept for one backward and found anew in every forward, as a captured one has to.
+        Each forward computes them anew, so that captured graphs do too.
         """
         largest = largest_exponents(self.packed)
         self._largest = self.version, largest
         return fp8_matmul(q, scale, self.packed, dtype=dtype, largest=largest)
 
     def propagate(self, grad_y: Tensor) -> Tensor:
-        """Compute grad_y @ w of the (M, N) gradient of such a product."""
+        """Compute grad_y @ w, the gradient of x, from the (M, N) gradient of a product."""
         if self._in_fp8(grad_y):
             (version, largest), self._largest = self._largest, (None, None)
             known = largest if version == self.version else None
@@ -121,22 +121,22 @@ class LinearWeight(StreamedTensor):
             return grad_y @ self._dense(grad_y.dtype, self.needed_before)
         return ternary_matmul_grad_x(grad_y, self.packed)
 
-    def _dense(self, dtype: torch.dtype, fellows: "tuple[LinearWeight, ...]") -> Tensor:
-        """Decode the weights, and in the same launch those that are needed next.
+    def _dense(self, dtype: torch.dtype, group: "tuple[LinearWeight, ...]") -> Tensor:
+        """Decode the weight, and in the same launch those of `group`, which are needed next.
 
-        What was decoded before is used once, and only if the weights are still the same.
+        A weight decoded in advance is used once, if its version has not changed.
         """
         decoded, self._decoded = self._decoded, None
         if decoded is not None and decoded[:2] == (self.version, dtype):
             return decoded[2]
-        own, *others = decode_weights_triton([each.packed for each in (self, *fellows)], dtype)
-        for weight, dense in zip(fellows, others, strict=True):
+        own, *others = decode_weights_triton([each.packed for each in (self, *group)], dtype)
+        for weight, dense in zip(group, others, strict=True):
             weight._decoded = weight.version, dtype, dense
         return own
 
     @contextmanager
     def decoded_once(self) -> Iterator[None]:
-        """Keep the weights decoded once a product needed them; meanwhile they must not change."""
+        """Cache the decoded weight within the block; it must not change meanwhile."""
         self.keeps_decoded = True
         try:
             yield
@@ -149,19 +149,21 @@ class LinearWeight(StreamedTensor):
     def _in_nvfp4(self, rows: Tensor) -> bool:
         return self.nvfp4 and len(rows) > FUSED_ROWS
 
-    def hand_on(self, sink: GradientSink, sources: tuple[Tensor, ...], grad_y: Tensor) -> None:
-        """Form the gradient, or its signs alone where no more is read, and give it to the sink."""
+    def emit_gradient(
+        self, sink: GradientSink, sources: tuple[Tensor, ...], grad_y: Tensor
+    ) -> None:
+        """Compute the gradient, or only its signs if the rule reads no more, for the sink."""
         if self.rule.reads_signs and getattr(sink, "takes_signs", False):
             source = sources[0] if len(sources) == 1 else torch.cat(sources)
             sink(self, sign_gradient(grad_y, source, self.packed))
         else:
-            super().hand_on(sink, sources, grad_y)
+            super().emit_gradient(sink, sources, grad_y)
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
-        """Multiply grad_y.T by x, summed in float32 and rounded once to the dtype of x."""
+        """Compute grad_y.T @ x, with float32 accumulation and one rounding to the dtype of x."""
         return grad_y.T @ source
 
-    def pass_back(
+    def product_backward(
         self,
         grad_y: Tensor,
         x: Tensor,
@@ -171,15 +173,15 @@ class LinearWeight(StreamedTensor):
         other_grad: Tensor | None = None,
         overwrite: bool = False,
     ) -> Tensor | None:
-        """Take the gradient of what `multiply` gave: return that of x if it is wanted.
+        """Run the backward of `multiply`: collect the weight's gradient, and return that of x.
 
         Args:
             grad_y: (M, N).
-            x: (M, K), or what `before` makes that of.
-            before: as of `multiply`.
-            wanted: whether to return the gradient of x.
-            other_grad: the gradient that x has elsewhere, which `before` adds.
-            overwrite: whether the gradient of a gate may take the place of x.
+            x: (M, K), or the input of `before`.
+            before: as in `multiply`.
+            wanted: whether the gradient of x is needed; else the result may be None.
+            other_grad: another gradient of x, which `before` adds.
+            overwrite: whether the gradient of a gate may overwrite x.
         """
         grad_x, source = None, x
         if wanted or (before and before.trained):
@@ -193,14 +195,13 @@ class LinearWeight(StreamedTensor):
 
 
 def decode_in_groups(blocks: list[list[LinearWeight]]) -> None:
-    """Let small matrices be decoded several at a time, as decoding one takes less than its launch.
+    """Decode small matrices in groups, as decoding one takes less time than its launch.
 
-    A backward begins with smaller groups: most activations are still there then, and what waits to
-    be used would add to the peak. Later ones begin where a block's first one does.
+    A backward begins with smaller groups, as decoded weights would add to the peak while most
+    activations are still in memory. Later groups begin at the boundaries of blocks.
 
     Args:
-        blocks: the weights of each block, as many in all, in the order in which a forward needs
-            them, each once.
+        blocks: the weights of each block, equally many, in the order of a forward, each once.
     """
     weights, size = [weight for block in blocks for weight in block], len(blocks[0])
     large = any(weight.num_weights >= LARGE_ELEMENTS for weight in weights)
@@ -218,10 +219,10 @@ def decode_in_groups(blocks: list[list[LinearWeight]]) -> None:
 
 
 class _Linear(Function):
-    """y = before(x) @ w.T. The gradient of x is returned, that of w goes to the weight's sink.
+    """y = before(x) @ w.T. The gradient of w goes to the weight's sink.
 
-    `anchor` is an empty tensor that requires a gradient, so that the backward runs even where x
-    does not need one.
+    `anchor` is an empty tensor that requires a gradient, so that the backward also runs if x does
+    not require one.
     """
 
     @staticmethod
@@ -247,7 +248,7 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        grad_x = ctx.weight.pass_back(
+        grad_x = ctx.weight.product_backward(
             grad_y, x.detach(), ctx.before, ctx.needs_input_grad[0], overwrite=ctx.consumes
         )
         return grad_x, None, None, None, None, None
@@ -257,9 +258,9 @@ _linear = operator(_Linear, lambda x, trits, *_: x.new_empty(len(x), len(trits))
 
 
 class _LinearOfSum(Function):
-    """total = x + added, y = before(total) @ w.T; otherwise as `_Linear`.
+    """total = x + added, y = before(total) @ w.T; otherwise like `_Linear`.
 
-    Total is the stream, which goes on past the layer, so its gradient is that of both.
+    `total` is also an output, the residual stream, so its gradient is added.
     """
 
     @staticmethod
@@ -276,7 +277,7 @@ class _LinearOfSum(Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:
         (total,) = ctx.saved_tensors
-        grad = ctx.weight.pass_back(grad_y, total, ctx.before, True, other_grad=grad_total)
+        grad = ctx.weight.product_backward(grad_y, total, ctx.before, True, other_grad=grad_total)
         return grad, grad, None, None, None
 
 
@@ -286,16 +287,16 @@ class TernaryLinear(nn.Module):
     Args:
         out_features: N.
         in_features: K.
-        site: where it stands.
-        area: the part of the model that the weights belong to.
-        std: standard deviation of the weights at the start; None is `projection_std`.
-        spread: of z at the start, as a share of the rule's; 0 is weights of zero, which grow.
-        lr_factor: what the learning rate is multiplied by; None is `inner_lr_factor`.
-        in_eight_bits: whether products may be computed in eight bits where a run asks for it.
+        site: storage settings and width of the stage.
+        area: parameter group of the weights.
+        std: initial standard deviation of the weights; None is `projection_std`.
+        spread: initial standard deviation of z relative to the rule's; 0 initialises to zero.
+        lr_factor: factor of the learning rate; None is `inner_lr_factor`.
+        in_eight_bits: whether `--compute fp8` and `nvfp4` apply to the layer.
     """
 
     averages = True
-    """Whether `fused` may be given parts of attention."""
+    """Whether `fused` may take the partial results of split-KV attention."""
     _prepacked: Prepacked | PrepackedDigits | None = None
     _decoded: Tensor | None = None
 
@@ -335,11 +336,11 @@ class TernaryLinear(nn.Module):
 
         Args:
             x: activations.
-            before: is applied to x first, and differentiated with the product, so that only x
-                itself is saved.
-            added: to x before that; then the sum is returned, too.
-            consumes: whether nobody else needs x, so that the gradient that a gate before the
-                product passes on may take its place.
+            before: norm or gate applied to x first; its backward is part of the product's, so that
+                only x is saved.
+            added: tensor added to x before that; the sum is then returned too.
+            consumes: whether the caller no longer needs x, so that the backward of a gate may
+                overwrite it.
         """
         compiled = torch.compiler.is_compiling()
         if compiled and added is not None:
@@ -360,7 +361,7 @@ class TernaryLinear(nn.Module):
 
     @property
     def takes_parts(self) -> bool:
-        """Whether `fused` takes parts of attention: those of one row, for weights of trits."""
+        """Whether `fused` takes partial attention results: of one row, for ternary weights."""
         of_trits = not self.weight.rule.reads_all
         return self.averages and of_trits and self.weight.in_features <= MOST_COLUMNS
 
@@ -375,23 +376,22 @@ class TernaryLinear(nn.Module):
         also: "TernaryLinear | None" = None,
         early: bool = True,
     ) -> Tensor:
-        """Multiply few rows, (..., K) to (..., N), and do in the same kernel what is around that.
+        """Multiply few rows, (..., K) to (..., N), fused with norm, gate and residual addition.
 
-        The weights are prepacked when first used; `prepacked_once` says until when. Of several
-        texts, (B, 1, K), each has the same bits, whatever the others are. A single text has the
-        kernel that is the fastest for a row, which adds up in another order; up to 8 positions of
-        it, (1, T, K), have the bits that each has by itself.
+        The weights are prepacked at first use, until the end of `prepacked_once`. In a batch of
+        texts, (B, 1, K), the bits of each text do not depend on the others. A single text uses the
+        fastest kernel for one row, which sums in another order; up to 8 positions of it, (1, T, K),
+        have the same bits as one by one.
 
         Args:
-            x: activations; or parts of attention of one text, if the layer `takes_parts`.
-            normalise: whether to divide them by their root-mean-square first.
-            gated: whether silu of the first half of the result multiplies the second; always the
-                same for a layer.
-            added: what to add to the result, like it.
-            also: a layer of the same site whose results, of the same rows, come last; always
-                the same for a layer.
-            early: whether the kernel after this one waits before it reads anything that a step
-                computes, so that it may begin before the kernel before this one has ended.
+            x: activations; or partial attention results of one text, if the layer `takes_parts`.
+            normalise: whether to apply an RMS norm to x first.
+            gated: whether to return silu(first half) * second half; must not vary for a layer.
+            added: residual to add to the result, of its shape.
+            also: a layer of the same site, whose results for the same rows are appended; must not
+                vary for a layer.
+            early: whether the next kernel may start before this one has ended (programmatic
+                dependent launch), as it waits before it reads activations.
         """
         all_digits = self.weight.rule.reads_all
         eps = NORM_EPS if normalise else None
@@ -399,7 +399,7 @@ class TernaryLinear(nn.Module):
         if self._prepacked is None:
             of_digits = prepack_in_lanes if uses_native(self.weight.trits) else prepack_digits
             pack = of_digits if all_digits else prepack
-            self._prepacked = pack(self._above(also), gated)
+            self._prepacked = pack(self._stacked(also), gated)
         weight = self._prepacked
         if isinstance(x, AttentionParts):
             if not isinstance(weight, Prepacked):
@@ -407,13 +407,13 @@ class TernaryLinear(nn.Module):
             return row_matmul(x, weight, eps, added, early=early).view(1, 1, -1)
         rows, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
         if isinstance(weight, PrepackedDigits):
-            # of more rows a GPU may share out work otherwise; a loop does the same for each row
+            # the work division of the GPU kernel depends on the number of rows; C loops over rows
             most = MOST_ROWS if len(x) > 1 else ROWS_ALIKE
             most = len(rows) if uses_native(rows) else most
             pieces = [slice(at, at + most) for at in range(0, len(rows), most)]
             found = [
-                digits_matmul(rows[some], weight, eps, None if added is None else added[some])
-                for some in pieces
+                digits_matmul(rows[piece], weight, eps, None if added is None else added[piece])
+                for piece in pieces
             ]
             y = found[0] if len(found) == 1 else torch.cat(found)
         elif len(rows) == 1 and self.takes_parts:
@@ -424,20 +424,20 @@ class TernaryLinear(nn.Module):
             y = prepacked_rows(rows, weight, eps, added)
         return y.view(*shape, -1)
 
-    def _above(self, also: "TernaryLinear | None") -> Packed:
-        """Put the weights of another layer under these."""
+    def _stacked(self, also: "TernaryLinear | None") -> Packed:
+        """Stack the weights of another layer below these."""
         packed = self.weight.packed
         return packed if also is None else packed.above(also.weight.packed)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """Decode the weights for steps, (N, K) of `dtype`; `prepacked_once` says until when."""
+        """Return the decoded weight, (N, K) of `dtype`, cached within `prepacked_once`."""
         if self._decoded is None or self._decoded.dtype != dtype:
             self._decoded = self.weight.weight(dtype)
         return self._decoded
 
     @contextmanager
     def prepacked_once(self) -> Iterator[None]:
-        """Keep the weights as they are prepacked for steps; meanwhile they must not change."""
+        """Cache the prepacked weight within the block; it must not change meanwhile."""
         try:
             yield
         finally:

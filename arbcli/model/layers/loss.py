@@ -1,4 +1,4 @@
-"""The cross-entropy of bytes, and the divergence from what a teacher predicts."""
+"""Cross-entropy, and KL divergence from a teacher's predictions."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from arbcli.kernels.output.cross_entropy import cross_entropy_backward
 from arbcli.kernels.runtime.backend import row_chunks
 
 ELEMENTS_AT_ONCE = 1 << 22
-"""Logits of a divergence that are float32 at once."""
+"""Maximum number of logits that a divergence converts to float32 at once."""
 
 
 class _CrossEntropy(Function):
-    """Mean loss of all rows; the backward computes the probabilities again."""
+    """Mean loss over rows; the backward recomputes the probabilities."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -29,12 +29,12 @@ class _CrossEntropy(Function):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Average the cross-entropy of (M, V) logits and (M,) int64 targets: nats, float32 scalar."""
+    """Compute the mean cross-entropy of (M, V) logits and (M,) int64 targets, in nats."""
     return _CrossEntropy.apply(logits, targets)
 
 
 class _Divergence(Function):
-    """Divergence of each row; the backward computes the probabilities again."""
+    """Divergence of each row; the backward recomputes the probabilities."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, theirs: Tensor) -> Tensor:
@@ -57,14 +57,14 @@ class _Divergence(Function):
 
 
 def divergence(logits: Tensor, theirs: Tensor) -> Tensor:
-    """Compute the Kullback-Leibler divergence of each row from a teacher's, in nats.
+    """Compute the KL divergence of each row from the teacher's distribution, in nats.
 
-    Sum over the symbols of p (log p - log q), p being the softmax of `theirs`, q that of `logits`.
+    Sum over the symbols of p (log p - log q), with p = softmax(theirs) and q = softmax(logits).
     Source: Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network", 2015.
 
     Args:
         logits: (M, V) float32 or bfloat16.
-        theirs: (M, V), of the teacher, through which no gradient passes.
+        theirs: (M, V), the teacher's logits, which get no gradient.
 
     Returns:
         (M,) float32.
@@ -73,13 +73,13 @@ def divergence(logits: Tensor, theirs: Tensor) -> Tensor:
 
 
 def add_divergence_(found: Tensor, logits: Tensor, theirs: Tensor, their_total: Tensor) -> None:
-    """Add what some symbols make of the divergence but for totals: sum of p (theirs - logits).
+    """Add the contribution of a chunk of symbols to divergences: sum of p (theirs - logits).
 
     Args:
-        found: (M,) float32, added to in place.
+        found: (M,) float32, divergences, updated in place.
         logits: (M, N).
-        theirs: (M, N), of the teacher.
-        their_total: (M,) float32, logarithms of the sums of the exponentials of all of `theirs`.
+        theirs: (M, N), the teacher's logits.
+        their_total: (M,) float32, log-sum-exp of the teacher's logits over all symbols.
     """
     for rows in row_chunks(logits, ELEMENTS_AT_ONCE):
         other = theirs[rows].float()
@@ -90,14 +90,14 @@ def add_divergence_(found: Tensor, logits: Tensor, theirs: Tensor, their_total: 
 def grade_divergence_(
     logits: Tensor, theirs: Tensor, total: Tensor, their_total: Tensor, scale: Tensor
 ) -> None:
-    """Turn logits of some symbols into the gradient of scaled divergences, in place.
+    """Replace the logits of a chunk of symbols by the gradients of scaled divergences, in place.
 
     Args:
         logits: (M, N).
-        theirs: (M, N), of the teacher.
-        total: (M,) float32, logarithms of the sums of the exponentials of all logits of a row.
-        their_total: (M,) float32, those of the teacher.
-        scale: (M,) float32, of each row's divergence.
+        theirs: (M, N), the teacher's logits.
+        total: (M,) float32, log-sum-exp of the logits over all symbols.
+        their_total: (M,) float32, log-sum-exp of the teacher's logits.
+        scale: (M,) float32, gradient of each row's divergence.
     """
     for rows in row_chunks(logits, ELEMENTS_AT_ONCE):
         shares = (logits[rows].float() - total[rows, None]).exp_()

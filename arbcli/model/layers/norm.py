@@ -1,4 +1,4 @@
-"""Root-mean-square norms with packed weights, and the middle of a gated MLP."""
+"""RMS norms with packed weights, and gates of MLPs."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -21,16 +21,16 @@ from arbcli.model.layers.compiled import Findable
 from arbcli.model.packed import TernaryTensor
 
 LIMIT = 10.0
-"""Bound of the inputs of a `ClampedGate`."""
+"""Clamping limit of the inputs of a `ClampedGate`."""
 
 
 _NO_NORM = torch.zeros(1, device="cpu")
 
 
 class NormWeight(TernaryTensor):
-    """The frozen weights of a norm, one row, which knows when they are all ones.
+    """The frozen weights of a norm, one row, which tracks whether they are all 1.
 
-    That is found out where they are set, never in a forward, which must not wait for the device.
+    This is determined when they are set, as a forward must not synchronise with the device.
     """
 
     def __init__(self, dim: int, site: Site) -> None:
@@ -39,17 +39,17 @@ class NormWeight(TernaryTensor):
         self.register_load_state_dict_post_hook(_find_ones)
 
     def fill(self, trit: int = 1) -> None:
-        """Set every weight to `trit`."""
+        """Set all weights to `trit`."""
         super().fill(trit)
         self._versions_of_ones = self._versions() if trit == 1 else None
 
     def find_ones(self) -> None:
-        """Look whether all weights are ones; waits for the device."""
+        """Determine whether all weights are 1; synchronises with the device."""
         ones = bool((decode_digits_torch(self.packed, torch.float32) == 1).all())
         self._versions_of_ones = self._versions() if ones else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or copy the buffers, whose values stay; those of a move count no changes."""
+        """Move or copy the buffers; their values, and so `are_ones`, do not change."""
         ones = self.are_ones
         super()._apply(fn, recurse)
         self._versions_of_ones = self._versions() if ones else None
@@ -57,11 +57,11 @@ class NormWeight(TernaryTensor):
 
     @property
     def are_ones(self) -> bool:
-        """Whether all weights are known to be ones: nothing has changed them since."""
+        """Whether all weights are known to be 1, and have not changed since."""
         return self._versions_of_ones == self._versions()
 
     def _versions(self) -> list[int]:
-        """Count the changes in place of each buffer, as torch does."""
+        """Return torch's version counters of the buffers."""
         return [buffer._version for buffer in self._buffers.values() if buffer is not None]
 
 
@@ -70,9 +70,9 @@ def _find_ones(weight: NormWeight, _incompatible_keys: Any) -> None:
 
 
 class TernaryRMSNorm(Findable):
-    """Divide by the root-mean-square, then multiply by frozen ternary weights, all ones.
+    """RMS norm with frozen ternary weights, all 1.
 
-    A norm is part of the linear layer after it, which differentiates it: see `TernaryLinear`.
+    The linear layer after the norm runs it and its backward: see `TernaryLinear`.
     """
 
     def __init__(self, dim: int, site: Site) -> None:
@@ -80,7 +80,7 @@ class TernaryRMSNorm(Findable):
         self.weight = NormWeight(dim, site)
 
     @property
-    def found_by(self) -> Tensor:
+    def key_tensor(self) -> Tensor:
         """The trits of the weights."""
         return self.weight.trits
 
@@ -90,47 +90,47 @@ class TernaryRMSNorm(Findable):
         return rms_norm(x, *self._norm())
 
     @torch.no_grad()
-    def of_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + added, and that normalised; not differentiable."""
+    def add_and_norm(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + added, and the normalised sum; not differentiable."""
         return add_rms_norm(x, added, *self._norm())
 
     @torch.no_grad()
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise (M, D), and round rows to e4m3: numbers and scales; not differentiable."""
+        """Normalise (M, D) and quantise rows to e4m3: codes and scales; not differentiable."""
         return rms_norm_e4m3(x, *self._norm())
 
     @torch.no_grad()
     def rounded_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x + added, (M, D), and what `rounded` makes of that; not differentiable."""
+        """Return x + added, (M, D), with the codes and scales of `rounded`; not differentiable."""
         return add_rms_norm_e4m3(x, added, *self._norm())
 
     trained = False
-    """Whether a backward is needed for weights, too."""
+    """Whether the norm has trained weights, which need a backward."""
 
     def await_backward(self) -> None:
-        """Do nothing: a use whose backward will come counts where weights are trained."""
+        """Do nothing; norms with trained weights register the use."""
 
     def backward(
         self, grad_y: Tensor, x: Tensor, other_grad: Tensor | None = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x, plus another one that it has, and the result again."""
+        """Compute the gradient of x plus `other_grad`, and recompute the output."""
         return rms_norm_backward(grad_y, x, *self._norm(), other_grad)
 
     @property
     def plain(self) -> bool:
-        """Whether there are no weights to multiply by, or they are known to be ones."""
+        """Whether there are no weights, or they are known to be 1."""
         return self.weight.are_ones
 
     def _norm(self) -> tuple[Packed | None, float]:
-        """Give what kernels take for weights and eps; weights of ones are not even decoded."""
+        """Return weights and eps for kernels; None for weights that are all 1."""
         return None if self.plain else self.weight.packed, NORM_EPS
 
 
 class TernaryGate(TernaryRMSNorm):
-    """The middle of a gated MLP: silu of the first half times the second, normalised.
+    """silu(gate) * up of a gated MLP, with an RMS norm.
 
-    `normalise` False leaves the norm out, and there are no weights. Like a norm, it is part of the
-    linear layer after it.
+    Without `normalise` there are no norm and no weights. The linear layer after the gate runs it
+    and its backward.
     """
 
     def __init__(self, dim: int, site: Site, *, normalise: bool) -> None:
@@ -138,27 +138,27 @@ class TernaryGate(TernaryRMSNorm):
         self.weight = NormWeight(dim, site) if normalise else None  # type: ignore[assignment]
 
     @property
-    def found_by(self) -> Tensor:
-        """The trits of the weights; of gates without a norm any is found, all of them are equal."""
+    def key_tensor(self) -> Tensor:
+        """The trits of the weights; gates without a norm share one tensor, as all are equal."""
         return self.weight.trits if self.weight else _NO_NORM
 
     @torch.no_grad()
     def forward(self, gate_up: Tensor) -> Tensor:
-        """Turn (..., 2 D) into (..., D); not differentiable."""
+        """Compute (..., D) from gate and up, the halves of (..., 2 D); not differentiable."""
         return gated_rms_norm(gate_up, *self._norm_of_gate())
 
     @torch.no_grad()
     def rounded(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn (M, 2 D) into (M, D), and round rows to e4m3; not differentiable."""
+        """Compute (M, D) from (M, 2 D), and quantise rows to e4m3; not differentiable."""
         return gated_rms_norm_e4m3(gate_up, *self._norm_of_gate())
 
     def backward(
         self, grad_y: Tensor, x: Tensor, other_grad: Tensor | None = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x, in its place where it may be, and the result again.
+        """Compute the gradient of x, in place with `overwrite`, and recompute the output.
 
         Raises:
-            ValueError: x has another gradient, which nothing adds.
+            ValueError: `other_grad` is given, which is not supported.
         """
         if other_grad is not None:
             raise ValueError("a gate's input has no other gradient to add")
@@ -166,7 +166,7 @@ class TernaryGate(TernaryRMSNorm):
 
     @property
     def plain(self) -> bool:
-        """Whether there are no weights to multiply by, or they are known to be ones."""
+        """Whether there are no weights, or they are known to be 1."""
         return self.weight is None or super().plain
 
     def _norm_of_gate(self) -> tuple[Packed | None, float | None]:
@@ -174,29 +174,29 @@ class TernaryGate(TernaryRMSNorm):
 
 
 class ClampedGate(TernaryGate):
-    """A `TernaryGate` whose first half is at most `LIMIT`, and whose second half is within it."""
+    """A `TernaryGate` with gate clamped to at most `LIMIT`, and up to -`LIMIT`..`LIMIT`."""
 
     @torch.no_grad()
     def forward(self, gate_up: Tensor) -> Tensor:
-        """Turn (..., 2 D) into (..., D); not differentiable."""
+        """Compute (..., D) from gate and up, the halves of (..., 2 D); not differentiable."""
         return super().forward(clamp_halves(gate_up))
 
     @torch.no_grad()
     def rounded(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn (M, 2 D) into (M, D), and round rows to e4m3; not differentiable."""
+        """Compute (M, D) from (M, 2 D), and quantise rows to e4m3; not differentiable."""
         return super().rounded(clamp_halves(gate_up))
 
     def backward(
         self, grad_y: Tensor, x: Tensor, other_grad: Tensor | None = None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x, and the result again."""
+        """Compute the gradient of x, and recompute the output."""
         clamped = clamp_halves(x)
         grad, y = super().backward(grad_y, clamped, other_grad)
         return grad * (clamped == x), y
 
 
 def clamp_halves(gate_up: Tensor) -> Tensor:
-    """Bring the first half of (..., 2 D) to at most `LIMIT`, and the second within it."""
+    """Clamp the first half of (..., 2 D) to at most `LIMIT`, and the second to +-`LIMIT`."""
     clamped = gate_up.clamp(max=LIMIT)
     clamped[..., gate_up.shape[-1] // 2 :].clamp_(min=-LIMIT)
     return clamped

@@ -1,4 +1,4 @@
-"""Rotary positions: the table of angles, and queries and keys rotated in place."""
+"""Rotary position embedding (RoPE): the table of angles, and rotation of queries and keys."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,15 +19,15 @@ from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import NORM_EPS
 
 MOST_SPARE_ROWS = 2**16
-"""Of a table beyond the positions that a text has."""
+"""Maximum number of rows of a table beyond the length of a text."""
 ROWS_AT_ONCE = 2**16
-"""Of a table, that are computed in float64."""
+"""Rows of a table that are computed in float64 at once."""
 
 
 def _compute_table(
     length: int, head_dim: int, device: torch.device, rotated: int, rotary: RotaryConfig, first: int
 ) -> tuple[Tensor, Tensor]:
-    # in float32 far positions lose digits, and a GPU of Apple has no float64
+    # float32 is inaccurate for large positions, and MPS has no float64
     on_mps = torch.empty(0, device=device).is_mps
     place = torch.device("cpu") if on_mps else device
     exact: TensorOptions = {"device": place, "dtype": torch.float64}
@@ -39,7 +39,7 @@ def _compute_table(
     def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
         angle = torch.outer(torch.arange(start, stop, **exact), frequency)
         cos, sin = angle.cos(), angle.sin()
-        if rotary.stretch != 1:  # of what does not turn, too, so that whole scores are sharpened
+        if rotary.stretch != 1:  # unrotated elements too, so that complete scores are scaled
             cos, sin = cos * rotary.stretch, sin * rotary.stretch
         return cos.float().to(device), sin.float().to(device)
 
@@ -53,14 +53,14 @@ def _compute_table(
 
 
 def _zeros(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Make zeros, which take memory of a CPU only once something is written to them."""
+    """Allocate zeros; on a CPU the pages take memory when they are first written."""
     if device.type == "cpu":
         return torch.from_numpy(numpy.zeros((rows, columns), numpy.float32))
     return torch.zeros(rows, columns, device=device)
 
 
 def rotary_rates(rotated: int, rotary: RotaryConfig, device: torch.device | str = "cpu") -> Tensor:
-    """Compute the radians a position by which each pair turns, (rotated / 2,) float64."""
+    """Compute the angular frequency of each pair, (rotated / 2,) float64 radians per position."""
     places = torch.arange(0, rotated, 2, dtype=torch.float64, device=device)
     frequency = rotary.base ** (-places / rotated)
     if rotary.scaling == "none":
@@ -70,7 +70,7 @@ def rotary_rates(rotated: int, rotary: RotaryConfig, device: torch.device | str 
 
 
 def _kept_share(frequency: Tensor, rotary: RotaryConfig) -> Tensor | float:
-    """Compute the share of each frequency that a longer context leaves as it is.
+    """Compute the share of each frequency that context scaling leaves unchanged.
 
     Sources: Llama 3.1, `apply_scaling` of github.com/meta-llama/llama-models; B. Peng et al.,
     "YaRN", https://arxiv.org/abs/2309.00071, section 3.2, with its pairs rounded as in its code.
@@ -107,26 +107,27 @@ def rotary_table(
     rotary: RotaryConfig = PLAIN,
     first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin of every position's angles, (length, head_dim / 2) float32 each.
+    """Compute cosines and sines of all positions' angles, (length, head_dim / 2) float32 each.
 
-    Nobody asks for those of positions before `first`, which may be left out.
+    Rows before `first` are not read, and may be left zero.
 
-    Of a head `rotated` numbers turn, by angles as of a head of that width, and the others' angles
-    are 0; None is the share of `rotary`. Both are multiplied by `rotary.stretch`.
+    The first `rotated` elements of a head are rotated, with the frequencies of a head of that
+    width; the angles of the others are 0. None is the share that `rotary` rotates. Cosines and
+    sines are multiplied by `rotary.stretch`.
 
-    A derived constant: it follows from the configuration, so it is cached here and no part of the
-    state. Source: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 15.
+    The table follows from the configuration, so it is cached here and is not part of the state.
+    Source: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 15.
     """
     rotated = rotated or rotary.rotated(head_dim)
     if torch.compiler.is_compiling():
         like = torch.empty(0, device=device)
         return _copied_table(like, length, head_dim, rotated, *_numbers(rotary), rotary.scaling)
-    first = first if length > ROWS_AT_ONCE else 0  # so that texts share it
+    first = first if length > ROWS_AT_ONCE else 0  # so that texts share the cached table
     return _tables(length, head_dim, device, rotated, rotary, first)
 
 
 def _numbers(rotary: RotaryConfig) -> tuple[float, float, float, float, int]:
-    """List the numbers of a configuration that angles follow from; 0 is none."""
+    """Return the numbers of a configuration that determine the angles, with 0 for None."""
     return (
         rotary.base, rotary.factor, rotary.low or 0.0, rotary.high or 0.0, rotary.original_ctx or 0
     )  # fmt: skip
@@ -149,7 +150,7 @@ def _copy_table(
         original_ctx=original_ctx or None,
     )  # fmt: skip
     cos, sin = _tables(length, head_dim, like.device, rotated, rotary, 0)
-    return cos.clone(), sin.clone()  # a compiler may write over what an operator gave
+    return cos.clone(), sin.clone()  # the compiler may overwrite an operator's results
 
 
 def _empty_table(like: Tensor, length: int, head_dim: int, *_: object) -> tuple[Tensor, Tensor]:
@@ -161,14 +162,14 @@ _copied_table = operator(_copy_table, _empty_table)
 
 
 def table_rows(positions: int, context: int) -> int:
-    """Find the rows of the table for a text: whole contexts, so that texts can share it."""
+    """Return the number of rows for a text, rounded up to contexts, so that texts share a table."""
     unit = min(context, MOST_SPARE_ROWS)
     return -(-positions // unit) * unit
 
 
 @contextmanager
 def fresh_tables() -> Iterator[None]:
-    """Make tables anew inside, and forget them at the end, to count what a step leaves."""
+    """Use a separate cache of tables within the block, to measure the memory of a step."""
     global _tables
     before, _tables = _tables, _new_cache()
     try:
@@ -182,17 +183,17 @@ Angles = tuple[Tensor, Tensor]
 
 
 def rows_at(table: Angles, places: Tensor | slice) -> Angles:
-    """Take some rows of a table."""
+    """Return the rows of a table at the given positions."""
     return table[0][places], table[1][places]
 
 
 def for_heads(angles: Angles) -> Angles:
-    """View (T, d / 2) as (T, 1, d / 2), for rows of several heads."""
+    """View (T, d / 2) as (T, 1, d / 2), to broadcast over heads."""
     return angles[0][:, None], angles[1][:, None]
 
 
 class _RotaryNorm(Function):
-    """Turn and normalise queries and keys where they are; nothing else is kept of them."""
+    """Rotate and normalise queries and keys in place, and save only the result."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,7 +207,7 @@ class _RotaryNorm(Function):
 
 
 class _RotaryNormOfCopy(Function):
-    """Do the same to a copy, for a compiler: it puts that where nothing else needs the input."""
+    """Rotate and normalise a copy, for `torch.compile`, which may reuse the memory of the input."""
 
     @staticmethod
     def forward(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,12 +239,12 @@ def _parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def rotary_norm(
     qkv: Tensor, table: tuple[Tensor, Tensor] | None = None, *, rotary: RotaryConfig = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn queries and keys by the angles of their positions, and normalise each head.
+    """Rotate queries and keys by the angles of their positions, and normalise each head.
 
     Args:
         qkv: (B, T, 3, heads, d) contiguous; overwritten.
-        table: T rows of a `rotary_table`; None is its first ones, for positions from 0 on.
-        rotary: the angles of that table.
+        table: T rows of a `rotary_table`; None is the first T, for positions from 0.
+        rotary: configuration of the angles, for the default table.
 
     Returns:
         Queries, keys and values, views of (B, heads, T, d).
@@ -255,7 +256,7 @@ def rotary_norm(
 
 
 class _RotaryHeads(Function):
-    """Normalise, scale and turn queries and keys; what came is saved, and no other tensor."""
+    """Normalise, scale and rotate queries and keys; saves only the inputs."""
 
     @staticmethod
     def forward(
@@ -279,7 +280,7 @@ class _RotaryHeads(Function):
 
 
 def _eps(eps: float) -> float | None:
-    """Read what an operator is given, which takes no None."""
+    """Decode an eps that is passed to an operator, with -1 for None."""
     return None if eps < 0 else eps
 
 
@@ -295,15 +296,15 @@ def turned_heads(
     *,
     rotary: RotaryConfig = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise and scale queries and keys, and turn them by the angles of their positions.
+    """Normalise and scale queries and keys, and rotate them by the angles of their positions.
 
     Args:
         qkv: (B, T, H, d) contiguous: heads of queries, then of keys and of values.
-        gains: (2, d) float32, of queries and of keys; None is ones.
-        kv: heads of keys.
-        eps: added to the mean square; None leaves the norm out.
-        table: T rows of a `rotary_table`; None is its first ones, for positions from 0 on.
-        rotary: the angles of that table.
+        gains: (2, d) float32, gains of queries and of keys; None is 1.
+        kv: number of key heads.
+        eps: epsilon of the RMS norm; None for no norm.
+        table: T rows of a `rotary_table`; None is the first T, for positions from 0.
+        rotary: configuration of the angles, for the default table.
 
     Returns:
         Queries, keys and values, (B, their heads, T, d); the last are a view.

@@ -1,4 +1,4 @@
-"""Packed tensors whose gradient is formed in the backward of their last use, and handed on."""
+"""Packed tensors whose gradient is computed in the backward of their last use, for a sink."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,16 +14,15 @@ _recomputing = False
 
 
 def recompute_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Give torch's `checkpoint`, as its `context_fn`, what a forward and its recomputation are in.
+    """Return the contexts of forward and recomputation, as `context_fn` of torch's `checkpoint`.
 
-    A backward that computes a forward again would else count its uses, and wait for backwards of
-    them that never come.
+    A recomputed forward must not register uses, as no separate backward follows.
     """
     return nullcontext(), _recomputed()
 
 
 def recomputing() -> bool:
-    """Return whether a backward is computing a forward again."""
+    """Return whether a backward is recomputing a forward."""
     return _recomputing
 
 
@@ -38,42 +37,42 @@ def _recomputed() -> Iterator[None]:
 
 
 class StreamedTensor(Findable, TernaryTensor):
-    """A packed tensor whose gradient is formed in the backward of its last use, and handed on.
+    """A packed tensor whose gradient is passed to a sink in the backward of its last use.
 
-    The pairs of what a use saw (input, gradient of its output) are kept until the last one has
-    come, then one gradient is formed, given to `sink`, and dropped. Nothing weight-shaped is saved
-    between forward and backward: the packed state is decoded again.
+    Each backward contributes a pair of input and output gradient. After the last one, the gradient
+    is computed from all pairs, passed to `sink`, and freed. No tensor of the weight's shape is
+    saved between forward and backward: the backward decodes the packed state again.
     """
 
     sink: GradientSink | None = None
-    """Consumer of the gradient; None drops it."""
+    """Consumer of the gradient; None discards it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.forget()
 
     @property
-    def found_by(self) -> Tensor:
+    def key_tensor(self) -> Tensor:
         """The trits."""
         return self.trits
 
     def forget(self) -> None:
-        """Forget the uses of a forward whose backward never came."""
+        """Discard registered uses, as after a forward whose backward was not run."""
         self._awaited = 0
         self._pairs: list[tuple[Any, Tensor]] = []
 
     def note_use(self) -> None:
-        """Count a use whose backward will come; a recomputed forward is none."""
+        """Register a use while gradients are recorded."""
         if torch.is_grad_enabled():
             self.await_backward()
 
     def await_backward(self) -> None:
-        """Expect the backward of one use more; a recomputed forward has none of its own."""
+        """Register a use whose backward will run, unless the forward is recomputed."""
         if not _recomputing:
             self._awaited += 1
 
     def collect(self, source: Any, grad_y: Tensor) -> None:
-        """Take what the backward of one use saw; the last one forms the gradient."""
+        """Add the input and output gradient of one use; the last use computes the gradient."""
         self._pairs.append((source, grad_y))
         self._awaited -= 1
         if self._awaited > 0:
@@ -81,23 +80,23 @@ class StreamedTensor(Findable, TernaryTensor):
         uses = self._pairs
         self.forget()
         if self.sink is not None:
-            self.hand_on_uses(self.sink, uses)
+            self.emit_gradient_of_uses(self.sink, uses)
 
     @property
     def is_last_use(self) -> bool:
-        """Whether the next backward is that of the only use."""
+        """Whether only one use was registered, and its backward is next."""
         return self._awaited <= 1 and not self._pairs
 
-    def hand_on_uses(self, sink: GradientSink, uses: list[tuple[Any, Tensor]]) -> None:
-        """Form the gradient from the pairs of all uses, and give it to the sink."""
+    def emit_gradient_of_uses(self, sink: GradientSink, uses: list[tuple[Any, Tensor]]) -> None:
+        """Compute the gradient from the pairs of all uses, and pass it to the sink."""
         sources, grads = zip(*uses, strict=True)
-        self.hand_on(sink, sources, grads[0] if len(grads) == 1 else torch.cat(grads))
+        self.emit_gradient(sink, sources, grads[0] if len(grads) == 1 else torch.cat(grads))
 
-    def hand_on(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
-        """Form the gradient from what all uses saw, and give it to the sink."""
+    def emit_gradient(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+        """Compute the gradient from the inputs and concatenated output gradients, for the sink."""
         source = sources[0] if len(sources) == 1 else torch.cat(sources)
         sink(self, self.gradient(source, grad_y))
 
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
-        """Form dL/dw, (N, K) float32 or bfloat16, from what all uses saw."""
+        """Compute dL/dw, (N, K) float32 or bfloat16, from concatenated inputs and gradients."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Mixing of residual streams by the kernels, differentiable."""
+"""Differentiable mixing of residual streams."""
 
 from typing import Any
 
@@ -50,22 +50,22 @@ _stream_weights, _mix_streams = operator(_StreamWeights), operator(_MixStreams)
 
 
 def stream_weights(raw: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make the weights of streams: see `arbcli.kernels.streams.stream_weights`; differentiable."""
+    """Compute the weights of streams: see `arbcli.kernels.streams.stream_weights`."""
     return _stream_weights(raw, bias)
 
 
 def mix_streams(
     x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
 ) -> Tensor:
-    """Mix streams: see `arbcli.kernels.streams.mix_streams`; differentiable."""
+    """Mix streams: see `arbcli.kernels.streams.mix_streams`."""
     return _mix_streams(x, weights, added, gains)
 
 
 def spread_streams(x: Tensor, streams: int) -> Tensor:
-    """Begin every stream, (B, T, n, D), with the vectors (B, T, D)."""
+    """Expand (B, T, D) to n equal streams, (B, T, n, D)."""
     return x[:, :, None].expand(-1, -1, streams, -1)
 
 
 def average_streams(x: Tensor) -> Tensor:
-    """Average streams (B, T, n, D) to (B, T, D), in float32 and rounded once."""
+    """Average streams (B, T, n, D) to (B, T, D), with float32 accumulation."""
     return torch.mean(x, dim=2, dtype=torch.float32).to(x.dtype)

@@ -1,8 +1,8 @@
-"""The weight of an embedding or a head of many symbols, and one that both share.
+"""Embedding and head weights for large vocabularies, separate or tied.
 
-Of a large vocabulary it is stepped in chunks of rows, each a matrix of its own. Losses are computed
-from the stream a chunk of symbols at a time, and again in the backward, so that neither the logits
-of all positions nor the gradient of the whole weight ever exists.
+A large weight is stepped in chunks of rows, each a separate matrix. Losses are computed in chunks
+of the vocabulary, and recomputed in the backward, so that neither all logits nor the complete
+gradient of the weight are ever in memory.
 """
 
 from collections.abc import Iterator
@@ -26,39 +26,39 @@ from arbcli.model.packed import GradientSink
 from arbcli.model.widths import head_lr_factor
 
 MOST_AT_ONCE = 4096
-"""Symbols whose logits and gradients are formed at once; larger vocabularies take chunks."""
+"""Maximum number of symbols in a chunk; larger vocabularies are split."""
 ALIGNMENT = 64
-"""Rows of a chunk are a multiple."""
+"""The number of rows in a chunk is a multiple of this."""
 
 
 def in_chunks(vocabulary: int) -> bool:
-    """Return whether a vocabulary takes chunks."""
+    """Return whether a vocabulary is split into chunks."""
     return vocabulary > MOST_AT_ONCE
 
 
 class Predictions(NamedTuple):
-    """Inputs of a teacher's logits, which are computed a chunk of symbols at a time, too."""
+    """Inputs of a teacher's logits, which are computed in the same chunks."""
 
     x: Tensor
     """(M, D)."""
     weight: "SymbolWeight"
     total: Tensor
-    """(M,) float32, logarithms of the sums of exponentials."""
+    """(M,) float32, log-sum-exp of all logits."""
 
     def logits(self, rows: slice) -> Tensor:
-        """Compute those of some symbols, (M, N)."""
+        """Compute the logits of a slice of symbols, (M, N)."""
         return self.x @ self.weight.decode_rows(rows, self.x.dtype).T
 
 
 class Scored(NamedTuple):
-    """Inputs of the losses of a batch, kept for the backward."""
+    """Inputs of the losses of a batch, saved for the backward."""
 
     x: Tensor
     """(M, D)."""
     targets: Tensor | Predictions
-    """(M,) int64, or those of a teacher."""
+    """(M,) int64, or a teacher's predictions."""
     total: Tensor
-    """(M,) float32, logarithms of the sums of exponentials."""
+    """(M,) float32, log-sum-exp of all logits."""
 
 
 class SymbolWeight(LinearWeight):
@@ -67,10 +67,10 @@ class SymbolWeight(LinearWeight):
     Args:
         vocabulary: V.
         dim: D.
-        site: where it stands.
-        area: the part of the model that it belongs to.
-        std: standard deviation of the weights at the start; None is a head's.
-        lr_factor: what the learning rate is multiplied by; None is a head's.
+        site: storage settings and width of the stage.
+        area: parameter group of the weights.
+        std: initial standard deviation of the weights; None is that of a head.
+        lr_factor: factor of the learning rate; None is that of a head.
     """
 
     in_eight_bits = False
@@ -98,16 +98,16 @@ class SymbolWeight(LinearWeight):
 
     @property
     def matrix_rows(self) -> int:
-        """Rows of each chunk; the last one has what is left."""
+        """Rows of each chunk; the last one may have fewer."""
         rows = super().matrix_rows
         return rows if self.matrices == 1 else -(-rows // ALIGNMENT) * ALIGNMENT
 
     def gradient_ranges(self) -> list[range]:
-        """List the chunks, each by itself."""
+        """Return the chunks, one range each."""
         return [range(index, index + 1) for index in range(self.matrices)]
 
     def score(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the cross-entropy of each row, in nats, and what `Scored` calls its total."""
+        """Compute the cross-entropy of each row in nats, and the log-sum-exp of its logits."""
         total = torch.full((len(x),), -torch.inf, dtype=torch.float32, device=x.device)
         of_target = torch.zeros_like(total)
         for rows, w in self._chunks(x.dtype):
@@ -115,25 +115,25 @@ class SymbolWeight(LinearWeight):
         return total - of_target, total
 
     def diverge(self, x: Tensor, theirs: Predictions) -> tuple[Tensor, Tensor]:
-        """Compute the divergence of each row from a teacher's, in nats, and the total."""
+        """Compute the KL divergence of each row from the teacher, and the log-sum-exp."""
         total = torch.full((len(x),), -torch.inf, dtype=torch.float32, device=x.device)
         found, ignored = -theirs.total, torch.zeros_like(total)
-        nowhere = torch.full(total.shape, -1, device=x.device)
+        no_target = torch.full(total.shape, -1, device=x.device)
         for rows, w in self._chunks(x.dtype):
             logits = x @ w.T
-            add_symbols_(total, ignored, logits, nowhere)
+            add_symbols_(total, ignored, logits, no_target)
             add_divergence_(found, logits, theirs.logits(rows), theirs.total)
         return found + total, total
 
-    def pass_back_losses(self, scored: Scored, scale: Tensor) -> Tensor:
-        """Take the gradient of losses: step if this was the last use, and return that of x.
+    def losses_backward(self, scored: Scored, scale: Tensor) -> Tensor:
+        """Run the backward of losses; the last use passes the weight's gradient to the sink.
 
         Args:
-            scored: what they were computed from.
-            scale: (M,) float32, the gradient of each.
+            scored: inputs of the losses.
+            scale: (M,) float32, gradient of each loss.
 
         Returns:
-            (M, D) in the dtype of x.
+            The gradient of x, (M, D) in its dtype.
         """
         grad_x = torch.zeros(scored.x.shape, dtype=torch.float32, device=scored.x.device)
         if self.is_last_use:
@@ -145,27 +145,29 @@ class SymbolWeight(LinearWeight):
             self.collect(scored, scale)
         return grad_x.to(scored.x.dtype)
 
-    def hand_on_uses(self, sink: GradientSink, uses: list[tuple[Scored | Tensor, Tensor]]) -> None:
-        """Form the gradients of the chunks from what all uses saw, and give these to the sink."""
+    def emit_gradient_of_uses(
+        self, sink: GradientSink, uses: list[tuple[Scored | Tensor, Tensor]]
+    ) -> None:
+        """Compute the gradient of each chunk from all uses, and pass it to the sink."""
         self._form_gradients(uses)
 
     def _form_gradients(
         self, uses: list[tuple[Scored | Tensor, Tensor]], grad_x: Tensor | None = None
     ) -> None:
-        """Form the gradient of one chunk after another, and give each to the sink.
+        """Compute the gradients chunk by chunk, and pass each to the sink.
 
         Args:
-            uses: of losses, see `pass_back_losses`; of products, x and (M, V); of an embedding, ids
-                and (M, D).
-            grad_x: (M, D) float32, to which the gradient of x of losses is added.
+            uses: pairs of inputs and gradients: for losses those of `losses_backward`, for products
+                x and (M, V), for an embedding ids and (M, D).
+            grad_x: (M, D) float32, to which the losses' gradient of x is added.
         """
         looked_up = [use for use in uses if _are_ids(use[0])]
         uses = [use for use in uses if not _are_ids(use[0])]
         if looked_up:
             ids, grads = map(torch.cat, zip(*looked_up, strict=True))
             of_rows, touched = _gradient_of_rows(ids, grads, self.out_features)
-        for index, some in enumerate(self.gradient_ranges()):
-            rows = self.rows_of(some)
+        for index, chunk in enumerate(self.gradient_ranges()):
+            rows = self.rows_of(chunk)
             grad = self._gradient_of_chunk(uses, rows, grad_x)
             if looked_up:
                 shape = rows.stop - rows.start, self.in_features
@@ -183,7 +185,7 @@ class SymbolWeight(LinearWeight):
     def _gradient_of_chunk(
         self, uses: list[tuple[Scored | Tensor, Tensor]], rows: slice, grad_x: Tensor | None
     ) -> Tensor | None:
-        """Form that of some rows from losses and products; None if there are none."""
+        """Compute the gradient of a slice of rows from losses and products; None without these."""
         grad, w = None, None
         for source, of_result in uses:
             if isinstance(source, Scored):
@@ -198,13 +200,13 @@ class SymbolWeight(LinearWeight):
         return grad
 
     def decode_rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Decode the weights of some symbols, (N, D) of `dtype`."""
+        """Decode the weights of a slice of symbols, (N, D) of `dtype`."""
         return decode_weight(self.packed.rows(rows), dtype)
 
     def _chunks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """Decode one chunk after another: which rows, and their weights, (N, D) of `dtype`."""
-        for some in self.gradient_ranges():
-            rows = self.rows_of(some)
+        """Yield the rows of each chunk, and their decoded weights, (N, D) of `dtype`."""
+        for chunk in self.gradient_ranges():
+            rows = self.rows_of(chunk)
             yield rows, self.decode_rows(rows, dtype)
 
 
@@ -223,15 +225,15 @@ def _gradient_of_logits(scored: Scored, scale: Tensor, rows: slice, w: Tensor) -
 
 
 def _gradient_of_rows(ids: Tensor, grad_y: Tensor, num_rows: int) -> tuple[Tensor, TouchedRows]:
-    """Sum the gradients of rows that were looked up.
+    """Sum the gradients of the rows that were looked up.
 
     Args:
         ids: (M,) int64.
         grad_y: (M, D).
-        num_rows: V, of the table.
+        num_rows: rows of the table, V.
 
     Returns:
-        (R, D) float32, R being min(M, V), and which rows these are.
+        The gradients, (R, D) float32 with R = min(M, V), and the indices of these rows.
     """
     touched = touched_rows(ids, num_rows)
     ones = torch.ones(len(ids), dtype=torch.float32, device=ids.device)
@@ -240,7 +242,7 @@ def _gradient_of_rows(ids: Tensor, grad_y: Tensor, num_rows: int) -> tuple[Tenso
 
 
 class _Losses(Function):
-    """Cross-entropy of each row of before(x) @ w.T; the gradient of w goes to the weight's sink."""
+    """Losses of each row of before(x) @ w.T; the gradient of w goes to the weight's sink."""
 
     @staticmethod
     def forward(
@@ -267,12 +269,12 @@ class _Losses(Function):
         x, total, *own = ctx.saved_tensors
         before, targets = ctx.before, ctx.theirs or own[0]
         scored = Scored(before(x), targets, total)
-        grad_x, _ = before.backward(ctx.weight.pass_back_losses(scored, grad.contiguous()), x)
+        grad_x, _ = before.backward(ctx.weight.losses_backward(scored, grad.contiguous()), x)
         return grad_x, None, None, None, None
 
 
 class SymbolHead(TernaryLinear):
-    """The linear layer that gives logits of many symbols, or losses without them."""
+    """A head for a large vocabulary, which can compute losses without storing all logits."""
 
     weight: SymbolWeight
 
@@ -286,12 +288,12 @@ class SymbolHead(TernaryLinear):
         targets: Tensor | Predictions,
         before: TernaryRMSNorm,
     ) -> Tensor:
-        """Compute the cross-entropy of each position, in nats, or its divergence from a teacher.
+        """Compute the cross-entropy of each position in nats, or its divergence from a teacher.
 
         Args:
             x: (..., D), the stream.
-            targets: (...) int64, or what the teacher's head predicts.
-            before: is applied to x first.
+            targets: (...) int64, or a teacher's predictions.
+            before: norm that is applied to x first.
 
         Returns:
             (...) float32.
@@ -305,20 +307,20 @@ class SymbolHead(TernaryLinear):
 
     @torch.no_grad()
     def predictions(self, x: Tensor, before: TernaryRMSNorm) -> Predictions:
-        """Make what another head's losses compare with, of the stream of a teacher, (..., D)."""
+        """Return a teacher's predictions for its stream, (..., D), as targets of `losses`."""
         rows = before(x.reshape(-1, x.shape[-1]))
-        nowhere = torch.full((len(rows),), -1, device=x.device)
-        return Predictions(rows, self.weight, self.weight.score(rows, nowhere)[1])
+        no_target = torch.full((len(rows),), -1, device=x.device)
+        return Predictions(rows, self.weight, self.weight.score(rows, no_target)[1])
 
 
 class TiedHead(SymbolHead):
-    """A head that multiplies by the weight of an embedding."""
+    """A head that shares the weight of the embedding."""
 
     def __init__(self, weight: SymbolWeight) -> None:
         nn.Module.__init__(self)
-        self._of_embedding = (weight,)  # a tuple, so that the state has it once
+        self._embedding_weight = (weight,)  # a tuple, so that it is not registered twice
 
     @property
     def weight(self) -> SymbolWeight:  # type: ignore[override]
         """The weight of the embedding."""
-        return self._of_embedding[0]
+        return self._embedding_weight[0]

@@ -1,8 +1,8 @@
-"""Packed tables of many rows, of which a step reads and changes only a few.
+"""Large packed tables, of which a step reads and changes only a few rows (sparse updates).
 
-A row's gradient is summed over all that read it, and only then the row is stepped. No tensor of the
-shape of the table is ever made: rows are decoded where they are read, and those that were touched
-are copied together, stepped, and copied back.
+A row's gradient is summed over all its uses before it is stepped. No tensor of the table's shape is
+ever created: rows are decoded when they are read, and the touched rows are gathered, stepped and
+scattered back.
 """
 
 from typing import Any
@@ -24,16 +24,16 @@ from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 
 SPARSE_SPREAD = 0.2
-"""Spread of z at the start, as a share of the rule's: 4 % of the trits are not zero."""
+"""Initial standard deviation of z relative to the rule's: 4 % of the trits are nonzero."""
 MOST_USES = 127
-"""Where the counters of rows stop."""
+"""Maximum of the usage counters."""
 
 
 class TableWeight(StreamedTensor):
     """The rows of a `TernaryTable`.
 
-    Trits are nearly all zero at first, so that a row that was never read before adds no noise.
-    A further buffer, `usage`, (V, 1) int8, counts the steps that changed a row, up to 127.
+    Nearly all trits are initially zero, so that rows without training add no noise. The buffer
+    `usage`, (V, 1) int8, counts the steps that changed each row, up to 127.
     """
 
     usage: Tensor
@@ -43,8 +43,8 @@ class TableWeight(StreamedTensor):
         super().__init__(num_rows, dim, site, area=area, std=std, spread=SPARSE_SPREAD)
         self.declare("usage", torch.empty(num_rows, 1, dtype=torch.int8), "counters")
 
-    def hand_on(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
-        """Sum the gradients of the rows that were touched, and give these to the sink."""
+    def emit_gradient(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+        """Sum the gradients of the touched rows, and pass them to the sink."""
         ids: list[Tensor] = []
         weights: list[Tensor] = []
         tokens: list[Tensor] = []
@@ -62,15 +62,15 @@ class TableWeight(StreamedTensor):
             self.count_use(touched.rows)
 
     def count_use(self, rows: Tensor) -> None:
-        """Count a step of some rows, (R,) int64; one that does not exist is dropped."""
+        """Count a step of rows, (R,) int64; rows out of range are ignored."""
         used = gather_rows(self.usage, rows)
         scatter_rows_(self.usage, rows, used + (used < MOST_USES).to(torch.int8))
 
     def declare_wire(self) -> None:
-        """Declare nothing: what a step sends of a row has an exponent of its own."""
+        """Declare nothing, as the gradients of sparse rows are sent with their exponents."""
 
     def alive(self) -> float:
-        """Find the share of rows that any step has changed; waits for the device."""
+        """Return the share of rows that a step has changed; synchronises with the device."""
         return int(self.usage.count_nonzero()) / self.out_features
 
 
@@ -101,13 +101,13 @@ class _WeightedRows(Function):
 
 
 class TernaryTable(nn.Module):
-    """Look up rows of a packed ternary table, and add them up.
+    """Weighted sums of rows of a packed ternary table.
 
     Args:
         num_rows: V.
         dim: D.
-        site: where it stands.
-        area: the part of the model that the rows belong to.
+        site: storage settings and width of the stage.
+        area: parameter group of the rows.
     """
 
     def __init__(self, num_rows: int, dim: int, site: Site, *, area: str) -> None:
@@ -115,10 +115,10 @@ class TernaryTable(nn.Module):
         self.weight = TableWeight(num_rows, dim, site, area=area)
 
     def forward(self, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """Add up weighted rows.
+        """Sum weighted rows.
 
         Args:
-            ids: (M, k) int64; one outside 0..V-1, such as -1, is not a row.
+            ids: (M, k) int64; ids outside of 0..V-1, such as -1, are ignored.
             weights: (M, k) float32; differentiable.
             dtype: of the result.
 

@@ -1,7 +1,7 @@
-"""Packed vectors and taps: small tensors that are read whole, as numbers and not as a matrix.
+"""Packed vectors and convolution taps, which are decoded completely before use.
 
-A vector of n numbers is a packed matrix of (n, 1): every number has digits and a scale of its own.
-All of its digits count, also where the weights of matrices are trits alone.
+A vector of n numbers is a packed matrix of shape (n, 1): each number has its own digits and scale.
+Its value includes all digits, even if the weights of matrices are ternary.
 """
 
 import math
@@ -21,40 +21,40 @@ from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 
 DIRECTION = "factored"
-"""Of steps: rows have nothing to be orthogonal to, and gradients of sizes of their own."""
+"""Direction of the steps: orthogonalisation makes no sense for single columns."""
 
 
 class ReadWeight(StreamedTensor):
-    """A packed tensor that is decoded, and whose gradient comes as it is."""
+    """A packed tensor whose decoded values are the output of a layer."""
 
-    def hand_on(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
-        """Add up the gradients of all uses, and give that to the sink."""
+    def emit_gradient(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+        """Sum the gradients of all uses, and pass the sum to the sink."""
         sink(self, grad_y.view(len(sources), self.out_features, -1).sum(dim=0))
 
 
 SCALE_OF_ZERO = 0.1
-"""The value whose scale a number has that begins at zero: steps are shares of it."""
+"""Scale of numbers that are initialised to zero; their steps are relative to it."""
 
 
 class VectorWeight(ReadWeight):
-    """A packed vector whose first values are given."""
+    """A packed vector with given initial values."""
 
     def __init__(self, values: Sequence[float], site: Site, *, area: str) -> None:
         super().__init__(len(values), 1, site, area=area, direction=DIRECTION)
         self.values = tuple(values)
-        # a forward reads it here, whatever it reads elsewhere
-        self.of_training = tuple(name for name in self.of_training if name != "remainder")
+        # the forward of a vector always reads the remainder
+        self.training_only = tuple(name for name in self.training_only if name != "remainder")
 
     @torch.no_grad()
     def initialise(self, seed: int, index: int) -> None:
-        """Set digits to the signs of the first values, and scales to their sizes."""
+        """Set digits to the signs of the initial values, and scales to their magnitudes."""
         for buffer in self.buffers():
             buffer.zero_()
         rule, device, share = self.rule, self.trits.device, 1.0
         signs = torch.tensor([[(value > 0) - (value < 0)] for value in self.values], device=device)
         self.trits.copy_(pack_trits(signs.to(torch.int8)))
         if self.packed.remainder is not None:
-            # half-way to the end, where a unit is a small share and there is room to grow
+            # half of the range: fine resolution, and room to grow
             z = (rule.radix + rule.remainder_max) // 2
             rule.start(self.state, slice(None), ((z - rule.radix) * signs).to(torch.int8))
             share = z / self.packed.unit
@@ -71,9 +71,9 @@ class VectorWeight(ReadWeight):
             self.direction.start(self.state)
 
     def packed_of(self, state: State) -> Packed:
-        """Read all digits of the numbers, whatever the weights of the model are.
+        """Include all digits, whatever the form of the model's weights.
 
-        A trit alone would jump from its size to nothing: dt of a head was seen to.
+        A trit would jump between its scale and 0, which has been observed for dt of Mamba heads.
         """
         packed = super().packed_of(state)
         if "remainder" not in state:
@@ -107,36 +107,36 @@ _read = operator(
 )
 
 
-class _ReadWhole(nn.Module):
-    """A packed tensor that is decoded whole."""
+class _DecodedLayer(nn.Module):
+    """Base of layers whose output is a decoded packed tensor."""
 
     weight: ReadWeight
     _prepared: Tensor | None = None
 
     def prepared(self) -> Tensor:
-        """Decode once; `prepacked_once` says until when."""
+        """Return the decoded tensor, cached until the end of `prepacked_once`."""
         if self._prepared is None:
             self._prepared = self.weight.weight(torch.float32).squeeze(1)
-            if self._prepared.is_cuda:  # kernels that overlap read it without waiting for any
+            if self._prepared.is_cuda:  # kernels that overlap read it without synchronisation
                 torch.cuda.synchronize(self._prepared.device)
         return self._prepared
 
     @contextmanager
     def prepacked_once(self) -> Iterator[None]:
-        """Keep what was decoded for steps; meanwhile the weights must not change."""
+        """Cache the decoded tensor within the block; the weights must not change meanwhile."""
         try:
             yield
         finally:
             self._prepared = None
 
 
-class TernaryVector(_ReadWhole):
+class TernaryVector(_DecodedLayer):
     """A packed vector of n numbers.
 
     Args:
-        values: the first ones.
-        site: where it stands.
-        area: the part of the model that it belongs to.
+        values: initial values.
+        site: storage settings and width of the stage.
+        area: parameter group of the vector.
     """
 
     def __init__(self, values: Sequence[float], site: Site, *, area: str) -> None:
@@ -148,14 +148,14 @@ class TernaryVector(_ReadWhole):
         return _read(self.weight, 1).flatten()
 
 
-class TernaryTaps(_ReadWhole):
-    """The packed taps of a short convolution, so many for each channel.
+class TernaryTaps(_DecodedLayer):
+    """The packed taps of a short depthwise convolution.
 
     Args:
         channels: D.
-        taps: W.
-        site: where it stands.
-        area: the part of the model that they belong to.
+        taps: W, number of taps for each channel.
+        site: storage settings and width of the stage.
+        area: parameter group of the taps.
     """
 
     def __init__(self, channels: int, taps: int, site: Site, *, area: str) -> None:

@@ -1,1 +1,1 @@
-"""Blocks of layers, and the parts of models."""
+"""Parts of models: mixers, channel mixers, heads and memories."""

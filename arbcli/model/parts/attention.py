@@ -1,31 +1,32 @@
-"""Attention with fused projections and rotary positions.
+"""Multi-head attention with fused projections and rotary position embedding.
 
-With x the normalised stream, n(v) = v / sqrt(mean(v**2) + eps) over a head of d numbers, and R_t
-the turn by the angles of position t:
+With x the normalised stream, n(v) = v / sqrt(mean(v**2) + eps) over a head of width d, and R_t the
+rotation by the angles of position t:
 
-    (1) x Q^T + b = queries of the heads, and keys and values of their own, maybe fewer, heads
-    (2) q = R_t n(q) * g,  k = R_t n(k) * h                          `query_key_norm`: with `unit`
-                                                 g and h are ones; with `none` n is left out, too
+    (1) x Q^T + b = queries, keys and values; there may be fewer heads of keys and values
+    (2) q = R_t n(q) * g,  k = R_t n(k) * h                  `query_key_norm`: with `unit` g = h =
+    1;
+                                                             with `none` n is omitted, too
     (3) y[t] = sum over s of exp(q[t] . k[s] / sqrt(d)) v[s], divided by the sum of these weights
         and the exp of the head's sink, if there is one
     (4) stream + norm(y) O^T + c
 
-In (2) gains come before the turn, which turns the numbers i and i + d / 2 of a head as a pair: so
-do Llama and its descendants in Transformers. Without gains the order does not matter, and kernels
-turn first. Every head of keys serves as many heads of queries, which lie side by side. Of a
-window of several documents s goes through the positions of t's document alone; only differences of
-angles matter, so these need not begin anew with each.
+In (2) the gains are applied before the rotation, which rotates the elements i and i + d / 2 of a
+head as a pair, as Llama and its descendants do in Transformers. Without gains the order does not
+matter, and kernels rotate first. With grouped-query attention, adjacent query heads share a key
+head. If a window has several documents, s only runs over the positions of t's document. Angles need
+not begin anew with each document, as only their differences matter.
 
-Kernels compute all of this where `fits_kernels` says so. For other shapes a kernel makes q and k,
-and the rest is plain operations.
+Kernels compute all of this if `fits_kernels`. Otherwise a kernel computes q and k, and torch the
+rest.
 
-A model is trained on windows of `ctx` positions, so a position attends to itself and the `ctx` - 1
-before it, in every block. That is what a forward over the whole text would give with a banded
-causal mask: position i sees the positions i - ctx + 1 to i. Of a masked model it sees the whole
-window, or of a narrower one as many positions on the other side, too.
+A model is trained on windows of `ctx` positions, so in each block a position attends to itself and
+the `ctx` - 1 positions before it. This equals a forward over the complete text with a banded causal
+mask. In a masked model a position attends to the complete window, or with a sliding window to as
+many positions after it as before it.
 
-Keys and values may be kept in eight bits, as entries of `eight_bits`. Then a position attends to
-what was stored, its own key and value too, whether it is read by itself or with others.
+Keys and values can be stored in eight bits: see `eight_bits`. A position then attends to quantised
+keys and values, including its own, whether it is read alone or with others.
 """
 
 from collections.abc import Iterator
@@ -64,13 +65,13 @@ from arbcli.model.state import Clock, Rows, State
 
 
 def fits_kernels(config: AttentionConfig) -> bool:
-    """Return whether the kernels of whole steps take such queries, keys and values."""
+    """Return whether the fused attention kernels support a configuration."""
     unit = config.query_key_norm == "unit" and config.rotary.stretch == 1
     return unit and config.key_heads == config.heads and not (config.bias or config.sink)
 
 
 class Attention(CachedAttention):
-    """Self-attention over rotary positions."""
+    """Self-attention with rotary position embedding."""
 
     name = "attention"
     steps_along = rounds_queries = True
@@ -84,7 +85,7 @@ class Attention(CachedAttention):
         self.eps = None if config.query_key_norm == "none" else site.norm_eps
         inner, kv = self.heads * self.width, self.kv_heads * self.width
         self.fits_kernels = fits_kernels(config)
-        self.steps_fused = inner % 8 == 0  # kernels of a row read eight numbers at once
+        self.steps_fused = inner % 8 == 0  # kernels read rows in vectors of eight elements
         self.steps_ahead = self.fits_kernels
         rotary = site.ctx, self.width, self.rotary
         if self.fits_kernels:
@@ -114,7 +115,7 @@ class Attention(CachedAttention):
         reading: Reading | None = None,
         state: "Ring | None" = None,
     ) -> Flow:
-        """Mix every position of (B, T, D) with those that it sees: see `Part.forward`."""
+        """Attend from each position of (B, T, D): see `Part.forward`."""
         qkv, x = project(self.qkv, x, norm, added)
         batch, length, _ = x.shape
         if self.fits_kernels:
@@ -137,7 +138,7 @@ class Attention(CachedAttention):
     def _turned(
         self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute (1) and (2) of what the projection gave, (B, T, all heads * d).
+        """Compute (1) and (2) from the projection's output, (B, T, all heads * d).
 
         Returns:
             Queries (B, heads, T, d), keys and values (B, kv_heads, T, d).
@@ -151,7 +152,7 @@ class Attention(CachedAttention):
         return self.turned_heads(heads, gains, self.kv_heads, self.eps, angles)
 
     def _attend(self, qkv: Tensor, documents: Documents | None = None) -> Tensor:
-        """Attend within whole windows, or within each of their documents, (2) and (3)."""
+        """Compute (2) and (3) within windows, or within their documents."""
         prepare = self.rotary_norm if self.fits_kernels else self._turned
         q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
         length, sink = q.shape[-2], self._sinks()
@@ -177,26 +178,26 @@ class Attention(CachedAttention):
             return functional.scaled_dot_product_attention(q, k, v)
         return attend_causally(q, k, v)
 
-    def step(self, x: Tensor, state: "Ring", *, whole: bool = True) -> Tensor:
-        """Mix positions with those before them: see `Part.step`."""
+    def step(self, x: Tensor, state: "Ring", *, add_residual: bool = True) -> Tensor:
+        """Attend from new positions: see `Part.step`."""
         qkv = self.qkv.fused(x, normalise=True, early=self.fits_kernels)
         if self.fits_kernels:
             qkv = qkv.view(*x.shape[:2], 3, self.heads, self.width)
         if state.clock.checks:
             ahead = state.attend_ahead(qkv, in_parts=self.output.takes_parts)
-            return self._projected(ahead, x, whole=whole)
+            return self._projected(ahead, x, add_residual=add_residual)
         if not self.fits_kernels or x.shape[1] > 1:
             y = state.each_text(self._attend_after, qkv)
             y = y.transpose(1, 2).reshape(*x.shape[:2], -1)
         elif self.output.takes_parts and state.leaves_parts(qkv):
-            return self._projected(state.attend_in_parts(qkv), x, whole=whole)
+            return self._projected(state.attend_in_parts(qkv), x, add_residual=add_residual)
         else:
             y = state.attend_one(qkv).view(len(x), 1, -1)
-        return self._projected(y, x, whole=whole)
+        return self._projected(y, x, add_residual=add_residual)
 
-    def _projected(self, y: Tensor | AttentionParts, x: Tensor, *, whole: bool) -> Tensor:
+    def _projected(self, y: Tensor | AttentionParts, x: Tensor, *, add_residual: bool) -> Tensor:
         normalise, early = self.sub_norm is not None, self.output_bias is None
-        added = x if whole else None
+        added = x if add_residual else None
         return self._biased(self.output.fused(y, normalise=normalise, added=added, early=early))
 
     def _attend_after(self, state: "Ring", qkv: Tensor) -> Tensor:
@@ -208,43 +209,42 @@ class Attention(CachedAttention):
         return state.attend(q, k, v, self._sinks())
 
     def new_state(self, clock: Clock) -> "Ring":
-        """Make rings for keys and values."""
+        """Create the ring buffers of keys and values."""
         return Ring(clock, self.kv_heads, self.width, self.window, self.rotary, self.rotated)
 
     def linears(self) -> tuple[nn.Module, ...]:
-        """List the projections."""
+        """Return the projections."""
         return self.qkv, self.output
 
 
 @dataclass(frozen=True, slots=True)
 class _Here:
-    """Several positions that are being read."""
+    """Slots and attention mask of the positions being read."""
 
     slots: Tensor
-    """Where they go."""
+    """Slots of the new positions."""
     before: Tensor | None = None
-    """Slots of the positions before them, in the order of the text; None if they are the first."""
+    """Slots of the previous positions in the order of the text; None if there are none."""
     mask: Tensor | None = None
-    """(T, seen + T) bool: which of those before, and of themselves, each of them attends to; of one
-    position (1, W), which slots of the ring it attends to once it is stored."""
+    """(T, previous + T) bool attention mask over the previous and the new positions; for a single
+    position (1, W), over the slots of the ring after it is stored."""
 
 
 class Ring(State):
-    """Rings of keys and values, (heads, W, d) each, or (B, heads, W, d) of several texts.
+    """Ring buffers of keys and values, (heads, W, d) each, or (B, heads, W, d) for a batch.
 
-    The position p is in slot p mod W and stays until p + W comes; W is the window, or less for a
-    text that is shorter. Keys were rotated by angles that only ever grow with p, and only
-    differences of angles matter, so nothing is moved when the ring comes round. In eight bits keys
-    and values are codes, and `exponents`, (2, heads, W) int8, are those of both. If numbers of keys
-    that are rotated keep their dtype, plain operations read them.
+    Position p is in slot p mod W until p + W overwrites it; W is the window, or the length of a
+    shorter text. Keys are stored rotated, as only differences of angles matter. In eight bits, keys
+    and values are codes with `exponents`, (2, heads, W) int8. In a mixed format, whose rotated
+    elements are not quantised, torch reads them instead of the fused kernels.
 
     Args:
-        clock: of the list of blocks.
-        heads: of keys and values.
+        clock: clock of the stack of blocks.
+        heads: number of key heads.
         width: d.
-        window: positions that each one attends to; None is `ctx` of them.
-        rotary: the angles of positions.
-        rotated: numbers of a key that are.
+        window: number of positions that each one attends to; None is `ctx`.
+        rotary: configuration of the angles.
+        rotated: number of elements of a key that are rotated.
     """
 
     by_text: ClassVar[tuple[str, ...]] = ("keys", "values", "exponents", "semaphores")
@@ -262,12 +262,12 @@ class Ring(State):
         self.window = min(window or clock.ctx, clock.ctx, clock.positions)
         clock.limit(self.window)
         self.short = window is not None
-        """Whether the rings have the length of a window, however long the context."""
+        """Whether the length is that of a sliding window, independent of the context."""
         self.width, self.rotary = width, rotary
         rows = table_rows(clock.positions, clock.ctx)
         self.table = rotary_table(rows, width, clock.device, rotary=rotary, first=clock.first)
         self.fuses = not clock.kept_in.mixed
-        """Whether kernels of a step read what is kept."""
+        """Whether the fused kernels support the storage format."""
         self.exponents: Tensor | None = None
         if self.fuses and clock.kept_in.stored:
             self.exponents = clock.zeros(2, heads, self.window, dtype=torch.int8)
@@ -282,23 +282,23 @@ class Ring(State):
     _new: Tensor | None = None
 
     def written(self) -> Iterator[Written]:
-        """List the rings."""
+        """Yield the rings."""
         for rows in (self.keys, self.values):
             yield from rows.written(lambda position: position)
 
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
-        """Rows of the rotary table for the positions that are being read: (T, d / 2) each."""
+        """Cosines and sines of the positions being read, (T, d / 2) each."""
         clock, key = self.clock, ("angles", self.width, self.rotary)
         return clock.here(key, lambda: tuple(part[clock.places] for part in self.table))
 
     @property
     def here(self) -> _Here:
-        """Where the positions that are being read go, and what they attend to."""
+        """Slots and attention mask of the positions being read, shared by all rings."""
         return self.clock.here(("ring", self.window), self._here)
 
     def _here(self) -> _Here:
-        if self.clock.length == 1:  # no shape and no number of the host's depends on the position
+        if self.clock.length == 1:  # independent of the position on the host, for CUDA graphs
             position = self.clock.position
             seen = torch.arange(self.window, device=self.clock.device) <= position
             return _Here(self.clock.places % self.window, mask=seen[None])
@@ -312,15 +312,15 @@ class Ring(State):
         return _Here(slots, before, every.tril(number).triu(number - self.window + 1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
-        """Attend to the positions before and to the new ones, and store these.
+        """Store new positions, and attend from them to all positions.
 
-        For one position no shape depends on how many there were before.
+        For a single position no shape depends on the number of previous ones.
 
         Args:
-            q: (1, H, T, d), as they are multiplied with keys.
-            k: (1, heads, T, d), likewise.
+            q: (1, H, T, d), normalised and rotated.
+            k: (1, heads, T, d), normalised and rotated.
             v: like k.
-            sink: (H,) float32, logits of a position without a value; None is none.
+            sink: (H,) float32, logits of the sinks; None for no sinks.
 
         Returns:
             (1, H, T, d).
@@ -339,12 +339,12 @@ class Ring(State):
         return attend_to(q, keys, values, here.mask, sink)
 
     def attend_one(self, qkv: Tensor) -> Tensor:
-        """Store one new position of each text, and attend to the last W.
+        """Store one new position of each text, and attend from it to the last W.
 
         No shape depends on the position.
 
         Args:
-            qkv: (B, 1, 3, heads, d) as the projection gave it; B is 1 without several texts.
+            qkv: (B, 1, 3, heads, d), output of the projection; B is 1 for a single text.
 
         Returns:
             (B, heads, 1, d).
@@ -357,23 +357,23 @@ class Ring(State):
         return y.view(-1, *y.shape[-2:])[:, :, None]
 
     def leaves_parts(self, qkv: Tensor) -> bool:
-        """Whether `attend_in_parts` is for this; a short ring has a program for all of a head."""
+        """Return whether to use `attend_in_parts`: not for short rings, one program a head."""
         one = self.clock.texts is None
         return one and self.exponents is None and not self.short and fits_parts(qkv)
 
     def attend_in_parts(self, qkv: Tensor) -> AttentionParts:
-        """Do as `attend_one` of one text, but leave the parts to the kernel that reads them."""
+        """Run split-KV `attend_one` for a single text, without the final reduction."""
         cos, sin = self.table
         return attend_parts(
             qkv[0, 0], self.keys.codes, self.values.codes, self.clock.position, cos, sin, NORM_EPS
         )
 
     def attend_ahead(self, qkv: Tensor, *, in_parts: bool) -> Tensor:
-        """Attend from several new positions, which are not stored before some are accepted.
+        """Attend from speculative positions, which are only stored once they are accepted.
 
         Args:
-            qkv: (1, M, 3, heads, d) as the projection gave it.
-            in_parts: whether parts are left where a single position is read.
+            qkv: (1, M, 3, heads, d), output of the projection.
+            in_parts: whether single positions use `attend_in_parts`, whose bits these must have.
 
         Returns:
             (1, M, heads * d).
@@ -386,7 +386,7 @@ class Ring(State):
         return y.flatten(1)[None]
 
     def new_of(self, positions: int) -> Tensor:
-        """Return the memory of keys and values that are not stored yet, (2, M, heads, d)."""
+        """Return the buffer of speculative keys and values, (2, M, heads, d)."""
         heads, _, width = self.keys.codes.shape
         if self._new is None or self._new.shape[1] != positions:
             shape = 2, positions, heads, width
@@ -394,5 +394,5 @@ class Ring(State):
         return self._new
 
     def kept(self, positions: int) -> Iterator[Kept]:
-        """Name the rings, and the memory of what may be stored in them."""
+        """Yield the rings, with the buffer of speculative keys and values."""
         yield Kept(self.keys.codes, self.values.codes, self.new_of(positions))

@@ -1,4 +1,4 @@
-"""The interface of the parts of a block: mixers of positions, and channel mixers."""
+"""Interface of the parts of a block: mixers and channel mixers."""
 
 from typing import Any, ClassVar
 
@@ -10,21 +10,21 @@ from arbcli.model.state import Clock, State
 
 
 class Part(nn.Module):
-    """A mixer or a channel mixer; its first arguments are its configuration and its `Site`."""
+    """A mixer or a channel mixer, constructed from its configuration and its `Site`."""
 
     name: ClassVar[str]
-    """Of its tensors within a block."""
+    """Name of the part in its block, and prefix of its tensors."""
     norm_name: ClassVar[str | None] = None
-    """Of the norm before it; None is `name` with `_norm`."""
+    """Name of the norm before it; None is `name` with `_norm`."""
     steps_fused = False
-    """Whether `step` has kernels for one position of a text, where shapes and storage allow."""
+    """Whether `step` uses fused kernels for one position, if shapes and storage allow."""
     steps_texts = False
-    """Whether there is `step_texts`."""
+    """Whether `step_texts` is implemented."""
     steps_ahead = False
-    """Whether `step` takes several positions of a text that may be taken back; each has the bits
-    that it has by itself. Of these a state keeps nothing until it is told how many stay."""
+    """Whether `step` supports speculative positions, with the same bits as one by one. The state
+    only stores them once they are accepted."""
     steps_along = False
-    """Whether these kernels take several positions of a text, where they are loops on a CPU."""
+    """Whether `step` takes several positions of a text on a CPU, whose kernels loop over them."""
 
     def forward(
         self,
@@ -34,53 +34,53 @@ class Part(nn.Module):
         reading: Reading | None = None,
         state: Any = None,
     ) -> Flow:
-        """Compute what to add to the stream.
+        """Compute the part's contribution to the residual stream.
 
         Args:
             x: the stream, (B, T, D).
-            norm: before the part.
-            added: what is still to be added to x.
-            reading: what is read besides; None where no part reads any.
-            state: of the text before these positions, which are then added to it; B is 1. None is
-                whole windows.
+            norm: norm before the part.
+            added: pending addition to x.
+            reading: additional inputs; None if no part reads any.
+            state: decoding state, to which the positions are added; B is 1. None for complete
+                windows.
 
         Returns:
-            x with what was to be added, and what is to be added next.
+            x + added, with the part's output as the new pending addition.
         """
         raise NotImplementedError
 
-    def step(self, x: Tensor, state: Any, *, whole: bool = True) -> Tensor:
-        """Add to one position, (1, 1, D), or of several texts (B, 1, D): see `steps_fused`.
+    def step(self, x: Tensor, state: Any, *, add_residual: bool = True) -> Tensor:
+        """Run the part for one position of a text, (1, 1, D), or of a batch of texts, (B, 1, D).
 
-        A part that `steps_along` takes several of a text, (1, T, D), too.
+        With `steps_along` it also takes several positions of a text, (1, T, D).
 
         Args:
             x: the stream.
-            state: of the text before, or of several.
-            whole: whether to return the sum, or what is to be added alone.
+            state: decoding state of the text or of the batch.
+            add_residual: whether to return x plus the output, or only the output.
         """
         raise NotImplementedError
 
     def step_texts(self, x: Tensor, norm: nn.Module, reading: Reading) -> Tensor:
-        """Compute what to add to a position of each of several texts, (B, 1, D), without a state.
+        """Compute the contribution to one position of each text, (B, 1, D), without a state.
 
-        What a text gives has bits that depend on no other, nor on their number.
+        The bits of a text's result depend neither on the other texts nor on their number.
         """
         raise NotImplementedError
 
     def new_state(self, clock: Clock) -> State | None:
-        """Make the state of a text; None where nothing is kept."""
+        """Create the decoding state of a text; None for a part without state."""
         return None
 
     def linears(self) -> tuple[nn.Module, ...]:
-        """List the linear layers in the order of a forward, if they are decoded with others'."""
+        """Return the linear layers in order of use, if they can be decoded in groups."""
         return ()
 
 
 class CachedAttention(Part):
-    """Attention whose keys and values a state keeps."""
+    """Attention with a state of keys and values."""
 
     kept = KeptIn()
-    """Format that a forward without a state rounds them to, as a state in eight bits does."""
+    """Storage format, to which a forward without a state rounds keys and values too."""
     rounds_queries = False
-    """Whether queries may be in eight bits too."""
+    """Whether queries can be quantised too."""

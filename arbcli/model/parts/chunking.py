@@ -1,14 +1,14 @@
-"""From positions to chunks and back: where chunks begin, and what of them every position gets.
+"""Dynamic chunking of H-Net: boundaries, selection of chunks, and dechunking.
 
     p[t] = (1 - cos(q[t - 1], k[t])) / 2,   b[t] = p[t] > 1/2,   p[0] = 1                    (4)
-    the main network is given the positions with b = 1
+    inputs of the main network: the positions with b = 1
     s[j] = P[j] z[j] + (1 - P[j]) s[j - 1],   P the p of a chunk's first position            (5)
     c[t] = p[t] where b[t] = 1, else 1 - p[t]                                                (6)
     y[t] = STE(c[t]) s[chunk of t] + R(x[t]),   STE(c) = 1 with the gradient of c         (7, 8)
     ratio loss = N / (N - 1) ((N - 1) F G + (1 - F) (1 - G)),   F = mean b, G = mean p      (10)
 
-The numbers are those of the source. z is what the main network gives. A boundary that finds no slot
-free begins no chunk: its position belongs to the last one, and its c is 1 - p.
+The numbers are those of the source; z is the output of the main network. A boundary without a free
+slot does not begin a chunk: its position belongs to the previous chunk, and its c is 1 - p.
 
 Source: S. Hwang et al., "Dynamic Chunking for End-to-End Hierarchical Sequence Modeling",
 https://arxiv.org/abs/2507.07955.
@@ -32,46 +32,46 @@ from arbcli.model.layers.kinds import layers_for
 
 
 class Routed(NamedTuple):
-    """Where a router sees boundaries in sequences of T positions."""
+    """Boundaries of chunks in sequences of T positions."""
 
     p: Tensor
-    """(B, T) float32, how likely a chunk begins."""
+    """(B, T) float32, probability of a boundary."""
     begins: Tensor
-    """(B, T) bool, whether one does."""
+    """(B, T) bool, whether a chunk begins."""
 
 
 class BoundaryRouter(nn.Module):
-    """Learns where chunks begin: where neighbours, projected, differ in direction.
+    """Predicts boundaries from the cosine similarity of projected neighbours.
 
-    The projections are the identity plus packed weights, which are zero at first. A packed identity
-    would be exact too, but every weight of its row would have a scale of 1, and the first trit to
-    turn next to the diagonal would weigh as much as the diagonal.
+    The projections are the identity plus packed weights that are initially zero. A packed identity
+    would have scales of 1, so that the first off-diagonal trit to change would weigh as much as the
+    diagonal.
     """
 
     def __init__(self, site: Site) -> None:
         super().__init__()
-        how = {"area": "chunking", "spread": 0.0, "in_eight_bits": False}
-        self.query_key = layers_for(site).linear(2 * site.dim, site.dim, site, **how)
+        options = {"area": "chunking", "spread": 0.0, "in_eight_bits": False}
+        self.query_key = layers_for(site).linear(2 * site.dim, site.dim, site, **options)
 
     def forward(self, x: Tensor) -> Routed:
-        """Route normalised (B, T, D)."""
+        """Find the boundaries of a normalised stream, (B, T, D)."""
         p = _BoundaryScores.apply(x, self.query_key(x))
         return Routed(p, p > 0.5)
 
 
 def route_every(length: int, positions: Tensor) -> Routed:
-    """Begin a chunk at every position, (B, T) int64, that `length` divides."""
+    """Begin a chunk at each multiple of `length` among positions, (B, T) int64."""
     begins = positions % length == 0
     return Routed(begins.float(), begins)
 
 
 def route_words(ids: Tensor, before: Tensor) -> Routed:
-    """Begin a chunk at every byte that follows a space and is none.
+    """Begin a chunk at each byte after whitespace that is not whitespace itself.
 
     Args:
         ids: (B, T) int64 bytes.
-        before: (B, 1) int64, the byte before each; negative at the beginning of a text, which
-            begins a chunk in any case.
+        before: (B, 1) int64, the byte before each sequence; negative at the beginning of a text,
+            which always begins a chunk.
     """
     previous = torch.cat((before, ids[:, :-1]), dim=1)
     begins = (previous < 0) | (_are_spaces(previous) & ~_are_spaces(ids))
@@ -79,17 +79,17 @@ def route_words(ids: Tensor, before: Tensor) -> Routed:
 
 
 def _are_spaces(ids: Tensor) -> Tensor:
-    """Tell which bytes are ASCII's space, or a tab, or the end of a line or a page."""
+    """Return a mask of ASCII whitespace: space, tab, line and page breaks."""
     return (ids == 32) | ((ids >= 9) & (ids < 14))
 
 
 def ratio_loss(routed: Routed, length: int, valid: Tensor | None) -> Tensor:
-    """Measure how far chunks are from `length` positions on average: a scalar, 1 where they are.
+    """Compute the ratio loss, a scalar that is 1 for chunks of `length` positions on average.
 
     Args:
-        routed: of all sequences.
-        length: N.
-        valid: (B, T) bool, positions that there are; None is all.
+        routed: boundaries of all sequences.
+        length: target length N.
+        valid: (B, T) bool mask of the positions; None for all.
     """
     p, begins = routed.p, routed.begins.float()
     if valid is None:
@@ -101,18 +101,18 @@ def ratio_loss(routed: Routed, length: int, valid: Tensor | None) -> Tensor:
 
 
 def take_chunks(x: Tensor, chunks: Chunks) -> Tensor:
-    """Take the positions of (B, T, D) that chunks begin with: (B, C, D), zeros in spare slots."""
+    """Select the first position of each chunk from (B, T, D): (B, C, D), zeros in empty slots."""
     return _TakeChunks.apply(x, chunks)
 
 
 def spread(z: Tensor, p: Tensor, residual: Tensor, chunks: Chunks) -> Tensor:
-    """Smooth chunks, and add to every position that of its own.
+    """Smooth the chunks' outputs, and add each position's chunk to its residual.
 
     Args:
-        z: (B, C, D), what the main network gives.
-        p: (B, T) float32, of the router.
+        z: (B, C, D), outputs of the main network.
+        p: (B, T) float32, boundary probabilities.
         residual: (B, T, D) in the dtype of z.
-        chunks: of the same positions.
+        chunks: chunks of the positions.
 
     Returns:
         (B, T, D).
@@ -121,7 +121,7 @@ def spread(z: Tensor, p: Tensor, residual: Tensor, chunks: Chunks) -> Tensor:
 
 
 def share_of(p: Tensor) -> Tensor:
-    """Hold p of a chunk's first position away from 0 and 1."""
+    """Clamp the boundary probability of a chunk's first position away from 0 and 1."""
     return p.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
 
 
@@ -154,8 +154,8 @@ class _Spread(Function):
         share = share_of(of_chunks)
         s = smooth_chunks(z, share)
         ctx.save_for_backward(z, share, s, *chunks[:3])
-        # what `share_of` moved has no gradient
-        ctx.moved = of_chunks != share if ctx.needs_input_grad[1] else None
+        # clamped probabilities have no gradient
+        ctx.clamped = of_chunks != share if ctx.needs_input_grad[1] else None
         return spread_chunks(residual, s, chunks.owner)
 
     @staticmethod
@@ -165,12 +165,12 @@ class _Spread(Function):
         grad_z, grad_share = smooth_chunks_backward(grad_s, z, share, s)
         grad_p = None
         if ctx.needs_input_grad[1]:
-            grad_share = grad_share.masked_fill(ctx.moved, 0)
+            grad_share = grad_share.masked_fill(ctx.clamped, 0)
             of_first = grad_c + grad_share.gather(1, slot.clamp(min=0))
             grad_p = torch.where(slot >= 0, of_first, -grad_c)
         return grad_z, grad_p, grad_y, None
 
 
 def norm(x: Tensor, eps: float) -> Tensor:
-    """Divide by the root-mean-square of the last dimension; differentiable."""
+    """Apply an RMS norm to the last dimension; differentiable."""
     return functional.rms_norm(x, x.shape[-1:], eps=eps)

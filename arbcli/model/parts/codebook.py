@@ -1,8 +1,8 @@
-"""A codebook that is read by product keys: the best rows of millions, and no score for the rest.
+"""A memory layer with product keys: exact top-k of millions of rows without scoring all of them.
 
-A query has two halves, and so has the key of a row: row i * n + j has the half keys i and j, and
-its score is the sum of theirs. The best rows are among the pairs of the best half keys, so the
-choice is exact, at any size. Source: G. Lample et al., "Large Memory Layers with Product Keys",
+A query and the key of a row have two halves: row i * n + j has the half keys i and j, and its score
+is the sum of their scores. The best rows are among the pairs of the best half keys, so the
+selection is exact. Source: G. Lample et al., "Large Memory Layers with Product Keys",
 https://arxiv.org/abs/1907.05242; V.-P. Berges et al., "Memory Layers at Scale",
 https://arxiv.org/abs/2412.09764.
 """
@@ -23,25 +23,25 @@ class Found(NamedTuple):
     """Result of a codebook for a stream of (B, T, D)."""
 
     y: Tensor
-    """(B, T, D), to be added to the stream."""
+    """(B, T, D), output to add to the stream."""
     codes: Tensor
     """(B, T) int64, the best row of the first head."""
     confidence: Tensor
-    """(B, T) float32, its weight."""
+    """(B, T) float32, weight of the best row."""
     cost: Tensor | None = None
-    """A scalar, the mean squared distance from the code; None of a table with keys."""
+    """Commitment loss of a quantiser, a scalar: mean squared distance from the code; else None."""
 
 
 def best_pairs(left: Tensor, right: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Choose the best of all pairs by the sum of their scores.
+    """Select the pairs with the largest sums of scores.
 
     Args:
         left: (M, n1) scores.
         right: (M, n2) scores.
-        top_k: how many, at most n1 and n2.
+        top_k: number of pairs, at most n1 and n2.
 
     Returns:
-        (M, top_k) float32 scores, the best first, and the pairs i * n2 + j, int64.
+        Scores, (M, top_k) float32 in descending order, and pairs i * n2 + j, int64.
     """
     scores, index = zip(*(half.float().topk(top_k) for half in (left, right)), strict=True)
     sums = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1)
@@ -51,12 +51,12 @@ def best_pairs(left: Tensor, right: Tensor, top_k: int) -> tuple[Tensor, Tensor]
 
 
 class Codebook(nn.Module):
-    """Each head's best rows, weighted by the softmax of their scores, side by side, projected.
+    """Memory layer: softmax-weighted sum of each head's top-k rows, concatenated and projected.
 
     Args:
-        config: its shape.
-        site: where it stands.
-        area: the part of the model that this is.
+        config: configuration of heads, keys and rows.
+        site: storage settings and width of the stage.
+        area: parameter group of the tensors.
     """
 
     def __init__(self, config: CodebookConfig, site: Site, area: str) -> None:
@@ -76,7 +76,7 @@ class Codebook(nn.Module):
         self.output = layers.linear(site.dim, found, site, area=area, std=std)
 
     def forward(self, x: Tensor) -> Found:
-        """Find what to add to the stream (B, T, D)."""
+        """Look up the memory for a stream, (B, T, D)."""
         batch, length, _ = x.shape
         query = self.query(x, self.norm).view(-1, 2, self.key_dim)  # (B * T * heads, 2, key_dim)
         halves = self.left(query[:, 0], self.query_norm), self.right(query[:, 1], self.query_norm)
@@ -88,9 +88,9 @@ class Codebook(nn.Module):
         return Found(self.output(values, self.sub_norm), codes, confidence)
 
     def gauges(self) -> dict[str, float]:
-        """Measure the share of rows that any step has changed; waits for the device.
+        """Return the share of rows that a step has changed; synchronises with the device.
 
-        A float twin does not count them.
+        Empty for a float baseline, which does not count uses.
         """
         weight = self.table.weight
         if not isinstance(weight, TableWeight):

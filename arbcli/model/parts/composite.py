@@ -1,10 +1,10 @@
-"""The composite head: a head for text, sounds and pictures each, and a gate that mixes them.
+"""The composite head: one head each for text, sounds and pictures, mixed by a gate.
 
     p(b | x) = sum over kinds k of g_k p_k(b);   p_k = softmax(H_k n(x)),   g = softmax(G n(x))
 
-The loss of the next byte is that of the mixture, so a text is made and scored as by any other head,
-and what kind comes next need not be known. In training it is: the average cross-entropy of p_k over
-the bytes of its kind is the loss `of_text`, `of_sound` or `of_picture`, with a weight of its own.
+The loss of the next byte is that of the mixture, so generation and evaluation need not know its
+kind. Training does: the mean cross-entropy of p_k over the bytes of kind k is the auxiliary loss
+`of_text`, `of_sound` or `of_picture`.
 """
 
 from typing import NamedTuple
@@ -18,16 +18,16 @@ from arbcli.model.layers.kinds import linear_head
 
 
 class Heads(NamedTuple):
-    """Result for a stream of (B, T, D)."""
+    """Log-probabilities of the next byte for a stream, (B, T, D)."""
 
     logits: Tensor
-    """(B, T, 256) of the next byte, like the stream; they are logarithms of probabilities."""
+    """(B, T, 256) in the dtype of the stream, log-probabilities of the mixture."""
     each: Tensor
-    """(B, T, kinds, 256) float32, those of each head."""
+    """(B, T, kinds, 256) float32, log-probabilities of each head."""
 
 
 class CompositeHead(nn.Module):
-    """Predict the next byte by each head, and by all of them."""
+    """Predicts the next byte by a mixture of heads."""
 
     def __init__(self, site: Site) -> None:
         super().__init__()
@@ -35,22 +35,22 @@ class CompositeHead(nn.Module):
         self.gate = linear_head(len(KINDS), site, area="head")
 
     def forward(self, x: Tensor, norm: nn.Module) -> Heads:
-        """Compute the logits of (B, T, D), which is normalised by `norm` first."""
+        """Compute log-probabilities from norm(x), with x (B, T, D)."""
         each = self.heads(x, norm).unflatten(-1, (len(KINDS), BYTES)).float().log_softmax(dim=-1)
         shares = self.gate(x, norm).float().log_softmax(dim=-1)
         return Heads(torch.logsumexp(each + shares[..., None], dim=-2).to(x.dtype), each)
 
     @staticmethod
     def losses(each: Tensor, targets: Tensor, kinds: Tensor) -> dict[str, Tensor]:
-        """Average the cross-entropy of each head over the bytes of its kind.
+        """Compute the mean cross-entropy of each head over the bytes of its kind.
 
         Args:
-            each: of `Heads`.
+            each: `Heads.each`.
             targets: (B, T) int64 bytes.
-            kinds: (B, T) int64 numbers of `KINDS`.
+            kinds: (B, T) int64 indices into `KINDS`.
 
         Returns:
-            Float32 scalars in nats a byte, 0 where there are none of a kind.
+            Float32 scalars in nats per byte; 0 for kinds without bytes.
         """
         of_target = each.gather(-1, targets[..., None, None].expand(*each.shape[:-1], 1))[..., 0]
         losses = {}

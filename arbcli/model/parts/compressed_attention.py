@@ -1,35 +1,35 @@
-"""Attention of a dense block to entries of several bytes, which an indexer may choose.
+"""Compressed attention: to recent bytes, and to pooled entries that an indexer may select.
 
 With x the normalised stream, m the bytes of an entry, n(v) = v / sqrt(mean(v**2) + eps) over a
-head, and R_t the turn by the angles of position t:
+head, and R_t the rotation by the angles of position t:
 
-    (1) x[t] Q = queries of the heads;  x[t] K, x[t] V, x[t] A = vectors of the heads of keys
-    (2) r[t] = R_t n(x[t] K)                                          the byte as it is
+    (1) x[t] Q = queries;  x[t] K, x[t] V, x[t] A = keys, values and pooling logits
+    (2) r[t] = R_t n(x[t] K)                                          uncompressed byte
     (3) v[j] = n(sum over t of block j of softmax over t (A[t] + beta[t mod m]) * V[t])
-    (4) c[j] = R_(j m) v[j]                                           the entry of block j
+    (4) c[j] = R_(j m) v[j]                                           entry of block j
     (5) y[t] = attention to r of the last W bytes, to c, and to a sink: `kernels.attention
-        .compressed_attention`; entry j is seen once byte j m + m - 1 is read
+        .compressed_attention`; entry j is visible once byte j m + m - 1 is read
     (6) stream + norm(y) O
 
-Softmax and product of (3) are of each number by itself; beta and the sinks of heads are learned.
-With `pooling` of `mean` there are neither A nor beta, and v[j] is n of the mean of V; with
-`key_gain` learned gains multiply n in (2), and v[j] in (4).
+Softmax and product of (3) are elementwise; beta and the sinks are learned. With `pooling = "mean"`
+there are no A and beta, and v[j] is n of the mean of V. With `key_gain`, learned gains multiply n
+in (2), and v[j] in (4).
 
-Where an entry has few bytes there are many, and an indexer chooses. A choice is made by each byte
-t = g m - 1 that completes an entry, for itself and the m - 1 bytes after it, among g entries:
+If entries are short there are many, and an indexer selects some. Each byte t = g m - 1 that
+completes an entry selects among g entries, for itself and the m - 1 bytes after it:
 
     (7) s[g, j] = sum over h of w[h] max(0, q[h] . k[j]) / sqrt(heads d)
         q[h], w = x[t] I, and k[j] = v[j] J; q and k are normalised and rotated like Q x and c
     (8) the k entries of the largest s are attended to: `kernels.attention.choose_entries`
     (9) divergence = mean over g of KL(p[g] || softmax s[g]) over the chosen entries
 
-p[g] is the share that attention gave to each of them, added up over heads and the group's bytes,
-and divided by the sum. What the indexer is given (x, v, p) is cut off from gradients, so it learns
-from (9) alone, and nothing else does. With k entries or fewer all are chosen, and the attention is
-the same as without an indexer, bit by bit.
+p[g] is the attention to each of them, summed over heads and the group's bytes, and normalised. The
+inputs x, v and p of the indexer are detached, so that only the indexer learns from (9), and from
+nothing else. With at most k entries all are selected, and the attention is bitwise equal to that
+without an indexer.
 
 Sources: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for the indexer and (9); (3) is the compressor of
-its successor, whose choices are of single tokens' and not of groups.
+its successor, which selects for each token rather than for groups.
 """
 
 from typing import Any
@@ -59,13 +59,13 @@ from arbcli.model.parts.compressed_state import CompressedState
 from arbcli.model.state import Clock
 
 SINK = 1.0
-"""Logarithm of what a sink adds to a total, at the start."""
+"""Initial logit of the sinks."""
 TINY = 1e-30
-"""Least share that is divided by."""
+"""Minimum of a denominator."""
 
 
 class _Attend(Function):
-    """Attention to entries; its shares and the choices have no gradient."""
+    """Attention to entries; the shares and the selection have no gradient."""
 
     @staticmethod
     def forward(
@@ -91,14 +91,14 @@ class _Attend(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        given = (*ctx.saved_tensors, ctx.sight, NORM_EPS)
-        grad_x, *grads = compressed_attention_backward(grad_y.contiguous(), *given)
+        inputs = (*ctx.saved_tensors, ctx.sight, NORM_EPS)
+        grad_x, *grads = compressed_attention_backward(grad_y.contiguous(), *inputs)
         of_recent, of_entries = (grad.to(grad_x.dtype) for grad in grads[:2])
         return grad_x, of_recent, of_entries, None, grads[2], None, None, None
 
 
 class _Compress(Function):
-    """Bytes and entries as they are attended to, and entries before they are rotated."""
+    """Keys of recent bytes and of entries, rotated, and the entries before the rotation."""
 
     @staticmethod
     def forward(
@@ -116,12 +116,12 @@ class _Compress(Function):
     def backward(
         ctx: Any, grad_recent: Tensor, grad_entries: Tensor, _still: Any
     ) -> tuple[Tensor | None, ...]:
-        given = (grad_recent, grad_entries, *ctx.saved_tensors, ctx.heads, NORM_EPS)
-        return *compress_blocks_backward(*given), None, None, None
+        inputs = (grad_recent, grad_entries, *ctx.saved_tensors, ctx.heads, NORM_EPS)
+        return *compress_blocks_backward(*inputs), None, None, None
 
 
 class _KeysOfChoices(Function):
-    """The keys of chosen entries, (B, N, k, width); those of none are some of others."""
+    """The keys of selected entries, (B, N, k, width); arbitrary ones for -1."""
 
     @staticmethod
     def forward(keys: Tensor, chosen: Tensor, entries: int) -> Tensor:
@@ -145,20 +145,20 @@ _keys_of_choices = operator(_KeysOfChoices)
 
 @operator
 def choose_entries(q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k: int) -> Tensor:
-    """Choose the entries of the largest scores, as the kernel of this name does."""
+    """Select the entries with the largest scores: see the kernel `choose_entries`."""
     return choose_by_scores(q, w, k, first, most, top_k)
 
 
 class Indexer(nn.Module):
-    """Score entries for the groups of bytes that are to attend to some of them.
+    """Scores entries for each group of bytes, to select those it attends to.
 
     Args:
-        config: of the attention.
-        site: where it stands.
+        config: configuration of the attention.
+        site: storage settings and width of the stage.
     """
 
     fp8 = False
-    """Whether many scores are products of eight bits: see `build_model`."""
+    """Whether scores are computed in FP8: see `build_model`."""
 
     def __init__(self, config: CompressedAttentionConfig, site: Site) -> None:
         super().__init__()
@@ -172,23 +172,23 @@ class Indexer(nn.Module):
         )
 
     def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Give the angles of so many positions, of which a half of a head turns by them."""
+        """Return the angles of `length` positions, by which half of a head is rotated."""
         return rotary_table(length, self.width, device, self.width // 2)
 
     def queries(
         self, x: Tensor, norm: nn.Module | None, angles: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Make queries and weights of the bytes that complete entries.
+        """Compute queries and head weights of the bytes that complete entries.
 
         Args:
-            x: (B, N, D) of the stream.
-            norm: before it; None if it is normalised.
-            angles: of their positions, (N, width / 2) each.
+            x: (B, N, D), the stream at these bytes.
+            norm: norm of x; None if x is normalised.
+            angles: cosines and sines of their positions, (N, width / 2) each.
 
         Returns:
-            (B, N, h, width) and (B, N, h) in the dtype of x.
+            Queries, (B, N, h, width), and weights, (B, N, h), in the dtype of x.
         """
-        if norm and self.norm_gain:  # whose gains are cut off, too
+        if norm and self.norm_gain:  # detaches the gains too
             with torch.no_grad():
                 x, norm = norm(x), None
         q, w = self.query(x.detach(), norm).split((self.heads * self.width, self.heads), dim=-1)
@@ -196,7 +196,7 @@ class Indexer(nn.Module):
         return q, w * (self.heads * self.width) ** -0.5
 
     def keys(self, entries: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Make keys, (B, E, width), of entries (B, E, G, d) that are not yet rotated."""
+        """Compute keys, (B, E, width), of entries before their rotation, (B, E, G, d)."""
         return rotated(self.key(entries.detach().flatten(2)), angles)
 
     def choose(
@@ -209,10 +209,10 @@ class Indexer(nn.Module):
         *,
         in_eight_bits: bool = False,
     ) -> Tensor:
-        """Choose entries: see `choose_entries`.
+        """Select entries: see `choose_entries`.
 
-        Keys that a cache keeps `in_eight_bits` are rounded to e4m3, and so are they and queries
-        where scores are products of eight bits. They are normalised, so that none is beyond e4m3.
+        Keys are rounded to e4m3 with `in_eight_bits`, as a quantised cache does; keys and queries
+        are, if scores are computed in FP8. They are normalised, so that none overflows.
         """
         q, w, keys = (part.detach() for part in (q, w, keys))
         if self.fp8:
@@ -230,25 +230,25 @@ class Indexer(nn.Module):
         shares: Tensor,
         valid: Tensor | None = None,
     ) -> Tensor:
-        """Compute (9), float32.
+        """Compute the divergence (9), a float32 scalar.
 
         Args:
             q: (B, N, h, width).
             w: (B, N, h).
             keys: (B, E, width).
-            chosen: (B, N, k) int32.
-            shares: (B, N, k) float32, of attention.
-            valid: (B, N) bool, which groups there are; None is all of them.
+            chosen: (B, N, k) int32, selected entries.
+            shares: (B, N, k) float32, attention to each of them.
+            valid: (B, N) bool mask of the groups; None for all.
         """
         chosen = chosen.contiguous()
-        mine = _keys_of_choices(keys, chosen, keys.shape[1])
-        dots = torch.einsum("bnhd,bnkd->bnhk", q, mine).relu()
+        chosen_keys = _keys_of_choices(keys, chosen, keys.shape[1])
+        dots = torch.einsum("bnhd,bnkd->bnhk", q, chosen_keys).relu()
         scores = (dots.float() * w.float()[..., None]).sum(dim=2)
-        there = chosen >= 0
-        learned = scores.masked_fill(~there, -torch.inf).log_softmax(dim=-1)
-        learned = learned.masked_fill(~there, 0)
-        wanted = shares / shares.sum(dim=-1, keepdim=True).clamp(min=TINY)
-        distance = wanted * (wanted.clamp(min=TINY).log() - learned)
+        is_entry = chosen >= 0
+        learned = scores.masked_fill(~is_entry, -torch.inf).log_softmax(dim=-1)
+        learned = learned.masked_fill(~is_entry, 0)
+        target = shares / shares.sum(dim=-1, keepdim=True).clamp(min=TINY)
+        distance = target * (target.clamp(min=TINY).log() - learned)
         distance = distance.sum(dim=-1)
         if valid is None:
             return distance.mean()
@@ -256,18 +256,18 @@ class Indexer(nn.Module):
 
 
 def rotated(x: Tensor, angles: Angles) -> Tensor:
-    """Normalise the last dimension, and turn it; in the dtype of x."""
+    """Normalise the last dimension and rotate it; in the dtype of x."""
     normal = functional.rms_norm(x.float(), x.shape[-1:], eps=NORM_EPS)
     return rotate(normal, *angles).to(x.dtype)
 
 
 def takes_all(chosen: Tensor | None, number: int, sight: Sight) -> bool:
-    """Return whether choices are of all entries: attention is that without any then, bit by bit."""
+    """Return whether all entries are selected, so that the indexer makes no difference."""
     return chosen is not None and chosen.shape[-1] >= number <= sight.most
 
 
 class CompressedAttention(CachedAttention):
-    """Causal self-attention to entries of several positions, and to the last positions."""
+    """Causal self-attention to recent positions and to compressed entries."""
 
     name = "attention"
     rounds_queries = True
@@ -302,10 +302,9 @@ class CompressedAttention(CachedAttention):
         reading: Reading | None = None,
         state: CompressedState | None = None,
     ) -> Flow:
-        """Mix every position of (B, T, D) with those before it: see `Part.forward`.
+        """Attend from each position of (B, T, D): see `Part.forward`.
 
-        The divergence of the indexer is a part of the loss `indexer`, where there is something to
-        learn.
+        While gradients are recorded, the losses include the divergence of the indexer.
         """
         projected, x = project(self.projection, x, norm, added)
         batch, length, _ = x.shape
@@ -325,23 +324,23 @@ class CompressedAttention(CachedAttention):
         if self.indexer:
             found, chosen = self._choose(self.indexer, x, norm, still)
         sink, sight = self.sink(), self.sight
-        some = None if takes_all(chosen, number, sight) else chosen
-        y, _, shares = _attend(q, recent, entries, some, sink, *table, sight)
+        selection = None if takes_all(chosen, number, sight) else chosen
+        y, _, shares = _attend(q, recent, entries, selection, sink, *table, sight)
         losses = {}
         if self.indexer and found and chosen is not None and torch.is_grad_enabled():
-            if some is None:
+            if selection is None:
                 with torch.no_grad():
                     shares = _attend(q, recent, entries, chosen, sink, *table, sight)[2]
             valid = reading.valid if reading else None
-            if valid is not None:  # empty slots attend too: a group counts if it has none of them
+            if valid is not None:  # groups with empty slots do not count
                 last = self.ratio * torch.arange(2, number + 2, device=x.device) - 2
                 valid = valid[:, last.clamp(max=length - 1)]
             divergence = self.indexer.divergence(*found, chosen[:, 1:], shares[:, 1:], valid)
             losses["indexer"] = [divergence]
         return Flow(x, self.output(y.flatten(2), self.sub_norm), losses)
 
-    def step(self, x: Tensor, state: CompressedState, *, whole: bool = True) -> Tensor:
-        """Mix one position with those before it: see `Part.step`."""
+    def step(self, x: Tensor, state: CompressedState, *, add_residual: bool = True) -> Tensor:
+        """Attend from one new position: see `Part.step`."""
         q, new = self._parted(self.projection.fused(x, normalise=True))
         beta = self.beta.prepared() if self.beta else state.no_beta
         assert beta is not None
@@ -350,17 +349,17 @@ class CompressedAttention(CachedAttention):
             query = self.indexer.query.fused(x, normalise=True)
             state.choose(query, self.indexer.key.fused(still.flatten(2), normalise=False))
         y = state.attend_one(q.unflatten(-1, (self.heads, -1)), self.sink.prepared())
-        added, normalise = x if whole else None, self.sub_norm is not None
+        added, normalise = x if add_residual else None, self.sub_norm is not None
         return self.output.fused(y.flatten(2), normalise=normalise, added=added)
 
     def new_state(self, clock: Clock) -> CompressedState:
-        """Make rings for the last positions and for entries."""
+        """Create the ring buffers of recent positions and entries."""
         return CompressedState(clock, self)
 
     def _parted(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """Part what was projected into queries, (..., H d), and vectors, values and gates of keys.
+        """Split the projection into queries, (..., H d), and keys, values and gates, (..., 3 G d).
 
-        These are (..., 3 G d); the gates of a mean are zeros.
+        With mean pooling the gates are zero.
         """
         q, rest = projected.tensor_split((self.inner,), dim=-1)
         if self.beta is None:
@@ -368,7 +367,7 @@ class CompressedAttention(CachedAttention):
         return q, rest
 
     def gate_bias(self, device: torch.device) -> Tensor:
-        """Decode beta, (G d, m) float32; that of a mean is zeros."""
+        """Return beta, (G d, m) float32; zeros with mean pooling."""
         if self.beta is None:
             return torch.zeros(self.kv, self.ratio, device=device)
         return self.beta()
@@ -376,7 +375,7 @@ class CompressedAttention(CachedAttention):
     def _compressed(
         self, rest: Tensor, table: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute (2) to (4): bytes, entries, and these before they are rotated, (B, n, G, d)."""
+        """Compute (2) to (4): bytes, entries, and entries before the rotation, (B, n, G, d)."""
         beta = self.gate_bias(rest.device)
         if self.key_gain is None:
             return _compress(rest, beta, *table, self.kv_heads)
@@ -391,7 +390,7 @@ class CompressedAttention(CachedAttention):
     def _choose(
         self, indexer: Indexer, x: Tensor, norm: nn.Module | None, still: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor] | None, Tensor]:
-        """Choose entries for every group: what they were scored by, and (B, N, k) int32 choices."""
+        """Select entries for each group; return the indexer's inputs, and (B, N, k) int32."""
         (batch, length, _), number = x.shape, still.shape[1]
         if not number:
             return None, torch.empty(batch, 1, 0, dtype=torch.int32, device=x.device)
@@ -402,16 +401,16 @@ class CompressedAttention(CachedAttention):
         with torch.no_grad():
             kept = self.kept.stored is not None
             chosen = indexer.choose(q, w, k, 1, self.sight.most, in_eight_bits=kept)
-            # the bytes before the first entry see none
+            # bytes before the first complete entry select none
             chosen = functional.pad(chosen, (0, 0, 1, 0), value=-1)
         return (q, w, k), chosen
 
     def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Give the angles of so many positions."""
+        """Return the angles of `length` positions."""
         return rotary_table(length, self.width, device, self.rotated)
 
     def in_place(self, recent: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Normalise and turn bytes, (B, T, G d), by the angles of their positions.
+        """Normalise and rotate bytes, (B, T, G d), by the angles of their positions.
 
         Returns:
             (B, T, G, d).
@@ -421,13 +420,13 @@ class CompressedAttention(CachedAttention):
         return self.placed(normal, for_heads(angles)).to(recent.dtype)
 
     def placed(self, x: Tensor, angles: Angles) -> Tensor:
-        """Multiply normalised (..., d) by the gains, if there are any, and turn it: in float32."""
+        """Multiply normalised (..., d) by the gains, if any, and rotate it; float32."""
         if self.key_gain:
             x = x.float() * self.key_gain()
         return rotate(x, *angles)
 
     def compress(self, values: Tensor, gates: Tensor) -> Tensor:
-        """Make entries of blocks, (B, E, m, G d) each: (B, E, G, d), normalised and not rotated."""
+        """Pool blocks, (B, E, m, G d), to entries, (B, E, G, d), normalised but not rotated."""
         share = torch.softmax(gates.float() + self.gate_bias(gates.device).T, dim=2)
         entries = (share * values.float()).sum(dim=2).unflatten(-1, (self.kv_heads, -1))
         return functional.rms_norm(entries, entries.shape[-1:], eps=NORM_EPS).to(values.dtype)

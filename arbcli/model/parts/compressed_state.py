@@ -1,9 +1,9 @@
-"""State of compressed attention for one text: the last bytes, entries, and an open block.
+"""Decoding state of compressed attention: recent bytes, entries, and the incomplete block.
 
-Of a block of a model there are the last W bytes in a ring, as many entries as a byte sees and one
-that is not complete, the bytes of that one, the keys of the indexer and its last choice. Entry j is
-in slot j mod the slots. It is made anew with every byte of its block, and seen when that is
-complete.
+The state of a layer has ring buffers of the last W bytes, and of all visible entries plus the
+incomplete one; the values and gates of the incomplete block; and the indexer's keys and last
+selection. Entry j is in slot j mod the number of slots. It is recomputed with each byte of its
+block, and becomes visible when the block is complete.
 """
 
 import math
@@ -27,10 +27,10 @@ from arbcli.model.state import Clock, Rows, State
 
 
 class CompressedState(State):
-    """State of one block; see the top of the file.
+    """The state of one layer: see the module's docstring.
 
     Args:
-        clock: of the list of blocks.
+        clock: clock of the stack of blocks.
         layer: the `CompressedAttention`.
     """
 
@@ -45,7 +45,7 @@ class CompressedState(State):
         rows = table_rows(positions, clock.ctx)
         self.table = rotary_table(rows, layer.width, device, layer.rotated)
         self.no_beta: Tensor | None = None
-        """Beta of a mean."""
+        """Zero beta of mean pooling, else None."""
         if layer.beta is None:
             self.no_beta = layer.gate_bias(device)
         self.semaphores = clock.kept(
@@ -55,11 +55,11 @@ class CompressedState(State):
         slots = min(self.most, positions // self.ratio) + 1
         self.entries = Rows(clock, slots, *vector, layer.rotated)
         self.open = clock.zeros(2, self.ratio, layer.kv)
-        """Values and gates of the bytes of the open block."""
+        """Values and gates of the bytes of the incomplete block."""
         self.keys: Tensor | None = None
-        """(slots, width): the indexer's, of the entries; e4m3 where these are in eight bits."""
+        """(slots, width), the indexer's keys of entries; e4m3 if the cache is in eight bits."""
         self.choice: Tensor | None = None
-        """(k,) int32: the entries that were chosen last, and -1 after them."""
+        """(k,) int32, the last selection of entries, padded with -1."""
         if layer.indexer:
             indexer = layer.indexer
             self.index_table = indexer.table(rows, device)
@@ -70,14 +70,14 @@ class CompressedState(State):
             self.choice = clock.zeros(size, dtype=torch.int32) - 1
 
     def written(self) -> Iterator[Written]:
-        """List what is kept; one position writes to the open entry and to its key, too."""
+        """Yield the tensors; each position also writes the incomplete entry and its key."""
 
         def entry(position: Tensor) -> Tensor:
             return position // self.ratio
 
         yield from self.recent.written(lambda position: position)
         yield from self.entries.written(entry)
-        yield Written(self.open)  # all of it: several positions leave but those of the last block
+        yield Written(self.open)  # several positions may replace the complete tensor
         if self.keys is not None:
             yield Written(self.keys, lambda position: entry(position) % len(self.entries))
             yield Written(self._choice())
@@ -91,15 +91,15 @@ class CompressedState(State):
         values: Tensor,
         gates: Tensor,
     ) -> Tensor:
-        """Attend to what was seen and to new bytes, and store these.
+        """Store new bytes, and attend from them to all visible positions.
 
         Args:
-            x: (1, T, D) of the stream.
-            norm: before the indexer's queries; None if x is normalised.
-            q: (1, T, H, d), as projected.
-            recent: (1, T, G d), as projected.
-            values: like it.
-            gates: like it.
+            x: (1, T, D), the stream.
+            norm: norm before the indexer's queries; None if x is normalised.
+            q: (1, T, H, d), projected queries.
+            recent: (1, T, G d), projected keys.
+            values: (1, T, G d), projected values.
+            gates: (1, T, G d), projected pooling logits.
 
         Returns:
             (1, T, H, d).
@@ -153,12 +153,12 @@ class CompressedState(State):
                 angles = rows_at(self.index_table, firsts * m)
                 new_keys = layer.indexer.keys(still, angles)[0]
                 new_keys = new_keys.to(self.keys.dtype)
-                # torch copies no e4m3 by index
+                # torch does not support index_copy_ for e4m3
                 self.keys.view(bits).index_copy_(0, firsts % slots, new_keys.view(bits))
                 keys = torch.cat((keys, new_keys.to(q.dtype)))
             found = self._choose(x, norm, keys[None], start, group, lowest)
             if not found.shape[2] == len(keys) <= self.most:
-                chosen = found  # else all of them are
+                chosen = found  # else all are selected
         cos, sin = here
         return compressed_attention(
             q, recent, entries, chosen, layer.sink(), cos, sin, sight, NORM_EPS
@@ -173,10 +173,10 @@ class CompressedState(State):
         group: int,
         lowest: int,
     ) -> Tensor:
-        """Choose for each group of new bytes, (1, N, k) int32, and remember the last choice."""
+        """Select entries for each group of new bytes, (1, N, k) int32; store the last selection."""
         choice, parts = self._choice(), list[Tensor]()
         m, size, indexer, first = self.ratio, len(choice), self.layer.indexer, group
-        if (start + 1) % m:  # its choice was made by a byte before, if there was one
+        if (start + 1) % m:  # the first group uses the previous selection, if there is one
             first += 1
             before = torch.where((choice >= 0) & (group > 0), choice - lowest, -1)
             parts.append(before[None, None])
@@ -204,7 +204,7 @@ class CompressedState(State):
         values: Tensor,
         gates: Tensor,
     ) -> Tensor:
-        """Attend with one new byte; no shape depends on its position."""
+        """Attend from one new byte; no shape depends on its position."""
         layer = self.layer
         new = torch.stack((recent, values, gates), dim=2).unflatten(-1, (layer.kv_heads, -1))
         still = self.append(new, layer.gate_bias(new.device))
@@ -216,11 +216,11 @@ class CompressedState(State):
         """Store one byte of each text.
 
         Args:
-            new: (B, 1, 3, G, d) of vector, value and gate.
+            new: (B, 1, 3, G, d), key, value and gate.
             beta: see `append_position_`.
 
         Returns:
-            (B, 1, G, d), the open entries.
+            (B, 1, G, d), the incomplete entries before their rotation.
         """
         if self.layer.key_gain or self.clock.kept_in.mixed:
             return self._append_plainly(new[0, 0].contiguous(), beta)[None, None]
@@ -231,7 +231,7 @@ class CompressedState(State):
         return still.view(-1, 1, *still.shape[-2:])
 
     def _append_plainly(self, new: Tensor, beta: Tensor) -> Tensor:
-        """Do as `append` does with (3, G, d) of one text, by plain operations after the norm."""
+        """Run `append` for one text, (3, G, d), with torch operations after the norm."""
         (cos, sin), place = self.table, self.clock.position.long()[None]
         flat, rows = (torch.ones_like(cos), torch.zeros_like(sin)), torch.empty_like(new[:2, None])
         still = append_position_(
@@ -248,21 +248,21 @@ class CompressedState(State):
 
     @property
     def fuses(self) -> bool:
-        """Whether kernels of a step read what is kept."""
+        """Whether the fused kernels support the storage format."""
         return not self.clock.kept_in.mixed
 
     @property
     def exponents(self) -> tuple[Tensor, Tensor] | None:
-        """Exponents of the ring and of the entries, where they are in eight bits."""
+        """Exponents of recent bytes and entries, if the cache is in eight bits."""
         recent, entries = self.recent.exponents, self.entries.exponents
         return None if recent is None or entries is None else (recent, entries)
 
     def choose(self, query: Tensor, key: Tensor) -> None:
-        """Store the key of the open entry, and choose anew if it is complete now.
+        """Store the key of the incomplete entry, and select anew if it is now complete.
 
         Args:
-            query: what the indexer's projection makes of the byte, (B, 1, n).
-            key: what it makes of the entry, likewise.
+            query: projection of the byte for the indexer's query, (B, 1, n).
+            key: projection of the entry for the indexer's key, (B, 1, n).
         """
         texts = self.clock.position.shape
         cos, sin = self.index_table
@@ -274,10 +274,10 @@ class CompressedState(State):
         )  # fmt: skip
 
     def attend_one(self, q: Tensor, sink: Tensor) -> Tensor:
-        """Attend with the byte that was stored last, (B, 1, H, d) as projected."""
+        """Attend from the byte that was stored last; q is (B, 1, H, d), projected queries."""
         choice = self.choice
         if choice is not None and choice.shape[-1] >= len(self.entries) - 1:
-            choice = None  # all that are complete are chosen
+            choice = None  # all complete entries are selected
         if self.clock.kept_in.mixed:
             return self._attend_plainly(q[0, 0], sink, choice)[None, None]
         cos, sin = self.table
@@ -289,12 +289,12 @@ class CompressedState(State):
         return y.view(q.shape)
 
     def _attend_plainly(self, q: Tensor, sink: Tensor, choice: Tensor | None) -> Tensor:
-        """Do as `attend_one` does with (H, d) of one text; no shape depends on the position."""
+        """Run `attend_one` for one text, (H, d), with torch; no shape depends on the position."""
         position, (window, slots) = self.clock.position, (len(self.recent), len(self.entries))
         complete = (position + 1) // self.ratio
         if choice is not None:
             numbers = choice.long()
-        else:  # the last one of each slot, of which one may be open
+        else:  # the latest entry of each slot, one of which may be incomplete
             every = torch.arange(slots, device=q.device)
             numbers = complete - 1 - (complete - 1 - every) % slots
         there = (numbers >= 0) & (numbers >= complete - self.most)

@@ -1,9 +1,9 @@
-"""A graph of codes that were lately active one after the other, as bounded integers.
+"""A graph of codes that recently followed one another, stored as bounded integers.
 
-A code has one bucket of a few edges, shared with the other codes of the same remainder. An edge
-has the code it comes from, the code that followed, a score of how often that was so, and a sign: a
-sum of votes for and against it, one a step, by the gradient of the loss. What an edge carries is
-the row of the code it leads to, times sign and score. Nothing here is differentiated.
+Codes are hashed to buckets of a few edges by their remainder. An edge has a source and a target
+code, a score that counts how often the target followed the source, and a sign, the sum of votes for
+and against it: one vote a step, by the gradient of the loss. An edge's message is the row of its
+target code, times sign and score. Edges are not differentiable.
 """
 
 from typing import Any
@@ -19,11 +19,12 @@ NEW_SCORE, NEW_SIGN = 16, 64
 
 
 class Edges(StepMemory):
-    """The edges, as integer buffers of (buckets, edges of a bucket).
+    """The edges, as integer buffers of shape (buckets, edges per bucket).
 
-    source, target: int32 codes.
-    sign: int8, -127..127, how much the votes are for it.
-    score: int8, 0..127; an edge of score 0 is none.
+    Buffers:
+        source, target: int32 codes.
+        sign: int8, -127..127, sum of votes.
+        score: int8, 0..127; 0 marks an empty slot.
     """
 
     source: Tensor
@@ -41,34 +42,34 @@ class Edges(StepMemory):
         self.forget()
 
     def forget(self) -> None:
-        """Forget the forwards of a step that never ended."""
+        """Clear the statistics of a step that was aborted."""
         self._pairs: list[Tensor] = []
         self._votes: Tensor | None = None
 
     def forward(self, codes: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the edges that leave some codes.
+        """Look up the outgoing edges of codes.
 
         Args:
             codes: (M,) int64.
-            anchor: an empty tensor that requires a gradient where the edges are to be voted on.
+            anchor: empty tensor; if it requires a gradient, the backward votes on the edges.
 
         Returns:
-            (M, W) int64 codes they lead to, -1 where there is no edge, and their (M, W) float32
-            weights, in -1..1. What gradient these get becomes votes.
+            Target codes, (M, W) int64 with -1 for no edge, and weights in -1..1, (M, W) float32,
+            whose gradients are turned into votes.
         """
         return _Leaving.apply(codes, anchor, self)
 
     @torch.no_grad()
     def find(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Do as `forward` does, without votes."""
+        """Look up edges like `forward`, without votes."""
         bucket = codes % len(self.source)
         score = self.score[bucket]
-        there = (self.source[bucket] == codes[:, None]) & (score > 0)
+        is_edge = (self.source[bucket] == codes[:, None]) & (score > 0)
         weights = self.sign[bucket].float() * score.float() / MOST**2
-        return torch.where(there, self.target[bucket].long(), -1), weights * there
+        return torch.where(is_edge, self.target[bucket].long(), -1), weights * is_edge
 
     def vote(self, codes: Tensor, targets: Tensor, grad: Tensor) -> None:
-        """Count the signs of (M, W) gradients of the edges' weights: below zero is for them."""
+        """Count the signs of the weights' gradients, (M, W): negative ones vote for an edge."""
         size, ways = self.source.shape
         slots = (codes % size)[:, None] * ways + torch.arange(ways, device=codes.device)
         votes = -torch.sign(grad).to(torch.int32) * (targets >= 0)
@@ -77,21 +78,21 @@ class Edges(StepMemory):
         self._votes.index_add_(0, slots.flatten(), votes.flatten())
 
     def note(self, codes: Tensor) -> None:
-        """Remember the codes of a batch, (B, T), until the step ends."""
+        """Record the codes of a batch, (B, T), until the step ends."""
         if codes.shape[1] > 1:
             self._pairs.append(torch.stack((codes[:, :-1], codes[:, 1:])).flatten(1))
 
     def join(self, group: Any) -> None:
-        """Take what all processes have seen, in the order of the micro-batches, and all votes."""
+        """Combine pairs, in the order of the micro-batches, and votes of all processes."""
         self._pairs = group.in_order(self._pairs)
         self._votes = None if self._votes is None else group.sum(self._votes)
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Move signs by the votes; strengthen the edges that were passed, and make new ones.
+        """Update signs by the votes, increment scores of the edges in use, and add new edges.
 
-        Of all pairs that fall in a bucket without an edge the last one takes the place of the
-        weakest edge, once that has been weakened to nothing: a score is what an edge has left.
+        Among a bucket's pairs without an edge, the last one decrements the score of the weakest
+        edge, and replaces it once that is zero.
         """
         if self._votes is not None:
             moved = self.sign + torch.sign(self._votes).view_as(self.sign)
@@ -110,7 +111,7 @@ class Edges(StepMemory):
         slots = bucket[:, None] * ways + torch.arange(ways, device=bucket.device)
         passed = torch.zeros(size * ways, dtype=torch.int32, device=bucket.device)
         passed = passed.index_add_(0, slots.flatten(), same.flatten().int()).view(size, ways) > 0
-        # the last pair without an edge in each bucket, by integers, so that order does not matter
+        # last pair without an edge in each bucket; an integer maximum, which is deterministic
         index = torch.arange(len(source), device=bucket.device)
         index = torch.where(same.any(dim=1), -1, index)
         last = torch.full((size,), -1, device=bucket.device)
@@ -128,7 +129,7 @@ class Edges(StepMemory):
         self.target.copy_(torch.where(new, target[last].int()[:, None], self.target))
 
     def gauges(self) -> dict[str, float]:
-        """Measure the share of the graph's places that are taken; waits for the device."""
+        """Return the share of slots in use; synchronises with the device."""
         return {"edges": float((self.score > 0).float().mean())}
 
 

@@ -1,21 +1,20 @@
-"""A mixture of experts between shared projections, all of fixed shapes.
+"""A mixture of experts with fixed shapes, so that routing never synchronises with the device.
 
-Every position goes to its `moe_top_k` best experts. The pairs (position, expert) are sorted by
-expert on the device, and one grouped product serves them all: nothing waits to learn how many an
-expert has. The load is kept even by a small integer that each expert adds to its score when experts
-are chosen, and not when they are weighted. Source: L. Wang et al., "Auxiliary-Loss-Free Load
-Balancing", https://arxiv.org/abs/2408.15664.
+Each position is routed to its `moe_top_k` best experts. The pairs of position and expert are sorted
+by expert on the device, and multiplied in one grouped product. The load is balanced by a small
+integer for each expert that is added to its score for the selection, but not for the weights.
+Source: L. Wang et al., "Auxiliary-Loss-Free Load Balancing", https://arxiv.org/abs/2408.15664.
 
-The gate says what a product z of a query and a key counts:
+The kind of gate determines how the product z of query and key is used:
 
-| | an expert's score s | chosen | weighed by |
+| gate | score s of an expert | selection | weights |
 |---|---|---|---|
-| `softmax` | z | the best s + balance | softmax of the chosen s |
-| `softplus` | sqrt(log(1 + exp(z))) | the best s + balance | s over the sum of the chosen s |
-| `hash` | the same | by the text: see `hashed_experts` | the same |
+| `softmax` | z | largest s + balance | softmax of the selected s |
+| `softplus` | sqrt(log(1 + exp(z))) | largest s + balance | s / sum of the selected s |
+| `hash` | sqrt(log(1 + exp(z))) | by the text: see `hashed_experts` | s / sum of the selected s |
 
-The root grows slowly, so that no product, however large, is out of reach of the balance for long,
-and a weight never falls to nothing.
+The square root grows slowly, so that the balance can compensate for any product, and weights do not
+vanish.
 """
 
 from typing import Any, NamedTuple
@@ -39,27 +38,27 @@ from arbcli.model.parts.hashed_experts import hashed_experts
 from arbcli.model.step_memory import StepMemory
 
 BALANCE_UNIT = 1 / 8
-"""The addition to the score of an expert for one unit of its balance."""
+"""Score of one unit of balance with the gate `softmax`."""
 ROOT_BALANCE_UNIT = 1 / 32
-"""The same of roots: as much at z = 0, where they rise by 0.3, and as far, to z = 16."""
+"""Score of one unit of balance with roots, whose slope at z = 0 is 0.3; suffices up to z = 16."""
 MOST_BALANCE = 127
 LEAST_LOGIT = -40.0
-"""Where a score of roots ends: below it there is no gradient, and none that is not finite."""
+"""Lower clamp of logits before the root, which avoids infinite gradients."""
 
 
 class Routing(NamedTuple):
-    """Which positions go to which experts; S = M * k slots, sorted by expert."""
+    """The assignment of positions to experts, in S = M * k slots sorted by expert."""
 
     positions: Tensor
-    """(M, k) int64: where the slots of a position are."""
+    """(M, k) int64, slots of each position."""
     tokens: Tensor
-    """(S,) int64: the position of each slot."""
+    """(S,) int64, position of each slot."""
     bounds: Tensor
     """(E + 1,) int64: slots of expert e are bounds[e] to bounds[e + 1] - 1."""
 
 
 def route(choice: Tensor, experts: int) -> Routing:
-    """Sort the slots of (M, k) int64 choices by expert."""
+    """Sort the slots of selected experts, (M, k) int64, by expert."""
     sorted_choice, order = choice.flatten().sort(stable=True)
     slots = torch.arange(len(order), device=order.device)
     positions = torch.empty_like(order).scatter_(0, order, slots)
@@ -68,7 +67,7 @@ def route(choice: Tensor, experts: int) -> Routing:
 
 
 class _Dispatch(Function):
-    """Copy positions to their slots; the gradients of a position's slots are added up."""
+    """Copy positions to their slots; the backward sums the gradients of a position's slots."""
 
     @staticmethod
     def forward(x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -85,7 +84,7 @@ class _Dispatch(Function):
 
 
 class _Combine(Function):
-    """Add up what experts gave for a position, weighted."""
+    """Sum the weighted outputs of each position's experts."""
 
     @staticmethod
     def forward(values: Tensor, positions: Tensor, gates: Tensor) -> Tensor:
@@ -105,18 +104,18 @@ _dispatch, _combine = operator(_Dispatch), operator(_Combine)
 
 
 def root_softplus(logits: Tensor) -> Tensor:
-    """Compute sqrt(log(1 + exp(z))) of float32 numbers."""
+    """Compute sqrt(log(1 + exp(z))) for float32 logits."""
     return functional.softplus(logits.clamp(min=LEAST_LOGIT)).sqrt()
 
 
 class Gate(Findable, StepMemory):
-    """Choose experts: the scores are of products of a ternary query with a ternary key of each.
+    """Selects experts by the products of a query with a ternary key of each expert.
 
     Args:
-        config: of the experts.
-        width: of a query.
-        site: where they stand.
-        area: the part of the model that they are.
+        config: configuration of the experts.
+        width: width of a query.
+        site: storage settings and width of the stage.
+        area: parameter group of the tensors.
     """
 
     balance: Tensor
@@ -131,25 +130,25 @@ class Gate(Findable, StepMemory):
         if self.kind != "hash":
             self.declare("balance", torch.zeros(config.experts, dtype=torch.int8), "counters")
         self.load = torch.zeros(config.experts, dtype=torch.int64)
-        """Slots of each expert in the last step."""
+        """Number of slots of each expert in the last step."""
         self.forget()
 
     def forward(
         self, query: Tensor, chosen: Tensor | None = None, valid: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Turn (M, width) queries into (M, k) int64 experts and their float32 weights.
+        """Select experts, (M, k) int64, and compute their float32 weights.
 
         Args:
-            query: of each position.
-            chosen: (M, k) int64, if experts are chosen already, as by a hash; they are weighted.
-            valid: (M,) bool, which positions there are; the others do not count as load.
+            query: (M, width), query of each position.
+            chosen: (M, k) int64, experts that are already selected, as by a hash; else None.
+            valid: (M,) bool mask of the positions that count as load; None for all.
         """
         return self.weigh(self.keys(query, self.norm).float(), chosen, valid)
 
     def weigh(
         self, scores: Tensor, chosen: Tensor | None, valid: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Do the same with (M, E) float32 products of queries and keys."""
+        """Select experts from products of queries and keys, (M, E) float32: see `forward`."""
         unit = BALANCE_UNIT
         if self.kind != "softmax":
             scores, unit = root_softplus(scores), ROOT_BALANCE_UNIT
@@ -163,7 +162,7 @@ class Gate(Findable, StepMemory):
         return chosen, scores / scores.sum(dim=1, keepdim=True)
 
     def count(self, chosen: Tensor, valid: Tensor | None) -> None:
-        """Count the load of choices, (M, k), of which those that are not `valid` are none."""
+        """Count the load of selected experts, (M, k), without positions that are not `valid`."""
         if recomputing():
             return
         every = torch.arange(self.experts, device=chosen.device)
@@ -172,17 +171,17 @@ class Gate(Findable, StepMemory):
         self._load = load if self._load is None else self._load + load
 
     @property
-    def found_by(self) -> Tensor:
+    def key_tensor(self) -> Tensor:
         """The load."""
         return self.load
 
     def join(self, group: Any) -> None:
-        """Add up the loads of all processes."""
+        """Sum the loads of all processes."""
         self._load = None if self._load is None else group.sum(self._load)
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Make experts that had more than their share a little less likely, and others more."""
+        """Decrement the balance of experts with more than the mean load, and increment others."""
         if self._load is not None:
             load, self._load = self._load, None
             self.load.copy_(load)
@@ -192,14 +191,14 @@ class Gate(Findable, StepMemory):
             self.balance.copy_(moved.clamp_(-MOST_BALANCE, MOST_BALANCE))
 
     def forget(self) -> None:
-        """Forget the load of a step that never ended."""
+        """Clear the load of a step that was aborted."""
         self._load = None
 
     def gauges(self) -> dict[str, float]:
-        """Measure the load; waits for the device.
+        """Return the load imbalance; synchronises with the device.
 
         Returns:
-            fullest_expert: slots of the expert with most of them, over the mean.
+            fullest_expert: maximum number of slots of an expert, relative to the mean.
         """
         return {"fullest_expert": float(self.load.max() / self.load.float().mean().clamp(min=1e-9))}
 
@@ -213,7 +212,7 @@ _counted = operator(_count, lambda chosen, *_: chosen)
 
 
 class SharedExpert(nn.Module):
-    """The expert that every position goes to, besides those that it chooses."""
+    """The expert of all positions, in addition to the selected ones."""
 
     def __init__(
         self, config: ExpertsConfig, dim: int, site: Site, *, area: str, std: float | None
@@ -221,37 +220,37 @@ class SharedExpert(nn.Module):
         super().__init__()
         parts = layers_for(site)
         self.gate_up = parts.linear(2 * config.width, dim, site, area=area)
-        self.sub_norm = _middle(config, site)
+        self.sub_norm = _gate_and_norm(config, site)
         self.down = parts.linear(dim, config.width, site, area=area, std=std)
 
     def forward(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """Transform every position of (M, dim)."""
+        """Apply the expert to (M, dim)."""
         return self.down(self.gate_up(x, norm), self.sub_norm)
 
 
-def _middle(config: ExpertsConfig, site: Site) -> nn.Module:
-    """Make what is between the two matrices of an expert."""
+def _gate_and_norm(config: ExpertsConfig, site: Site) -> nn.Module:
+    """Build the gate and norm between the two matrices of an expert."""
     parts = layers_for(site)
     kind = parts.clamped_gate if config.clamp else parts.gate
     return kind(config.width, site, normalise=True)
 
 
-def _in_few_rows(norm: nn.Module, x: Tensor) -> Tensor:
-    """Normalise rows, each by a program of its own: with more at once sums have other orders."""
-    return torch.cat([norm(some) for some in x.split(FEW_ROWS)])
+def _norm_row_by_row(norm: nn.Module, x: Tensor) -> Tensor:
+    """Normalise in batches of few rows, for which the kernel sums each row in the same order."""
+    return torch.cat([norm(rows) for rows in x.split(FEW_ROWS)])
 
 
 class Experts(Part):
-    """Gated MLPs of which each position uses a few.
+    """A mixture of experts that are gated MLPs.
 
-    As a channel mixer they read and write the stream, which is also the query of their gate.
+    As a channel mixer it reads and writes the stream, which is also the query of the gate.
 
     Args:
-        config: their shape.
-        site: where they stand.
+        config: configuration of the experts.
+        site: storage settings and width of the stage.
         dim: width of inputs and outputs; None is that of the stream.
         query: width of the gate's queries; None is that of the stream.
-        area: the part of the model that they are.
+        area: parameter group of the tensors.
     """
 
     name = "experts"
@@ -267,11 +266,11 @@ class Experts(Part):
     ) -> None:
         super().__init__()
         parts, width, number = layers_for(site), dim or site.dim, config.experts
-        # what is added to the stream is small at first
+        # outputs into the residual stream have a small initial scale
         std = output_std(config.width, site.depth) if dim is None else None
         self.gate = Gate(config, query or site.dim, site, area)
         self.gate_up = parts.expert_weight(number, 2 * config.width, width, site, area=area)
-        self.sub_norm = _middle(config, site)
+        self.sub_norm = _gate_and_norm(config, site)
         self.down = parts.expert_weight(number, width, config.width, site, area=area, std=std)
         self.shared = None
         if config.shared:
@@ -285,7 +284,7 @@ class Experts(Part):
         reading: Reading | None = None,
         state: None = None,
     ) -> Flow:
-        """Send every position of (B, T, D) to its experts: see `Part.forward`."""
+        """Apply the experts to (B, T, D): see `Part.forward`."""
         x = x if added is None else x + added
         rows, valid = x.flatten(0, 1), reading.valid if reading else None
         chosen = self.by_hash(reading)
@@ -294,14 +293,14 @@ class Experts(Part):
 
     @torch.no_grad()
     def step_texts(self, x: Tensor, norm: nn.Module, reading: Reading) -> Tensor:
-        """Send a position of each of several texts to its experts: see `Part.step_texts`."""
+        """Apply the experts to one position of each text: see `Part.step_texts`."""
         rows = x.flatten(0, 1)
         scores = self.gate.keys.fused(rows, normalise=True).float()
         chosen, gates = self.gate.weigh(scores, self.by_hash(reading))
         routing = route(chosen, self.gate.experts)
-        slots = _in_few_rows(norm, rows[routing.tokens])
+        slots = _norm_row_by_row(norm, rows[routing.tokens])
         slots = self.gate_up.product(slots, routing.bounds, apart=True)
-        slots = _in_few_rows(self.sub_norm, slots)
+        slots = _norm_row_by_row(self.sub_norm, slots)
         slots = self.down.product(slots, routing.bounds, apart=True)
         y = expert_combine(slots, routing.positions, gates)
         if self.shared:
@@ -310,11 +309,11 @@ class Experts(Part):
         return y.view(x.shape)
 
     def by_hash(self, reading: Reading | None) -> Tensor | None:
-        """Choose experts by the text, (M, k) int64; None if the gate chooses."""
+        """Select experts by a hash of the text, (M, k) int64; None if the gate selects."""
         if self.gate.kind != "hash":
             return None
         if reading is None or reading.grams is None:
-            raise ValueError("experts that are chosen by a hash need the text")
+            raise ValueError("experts that are selected by the text need its n-grams")
         return hashed_experts(reading.grams, self.gate.experts, self.gate.top_k)
 
     def mix(
@@ -325,14 +324,14 @@ class Experts(Part):
         before: nn.Module | None = None,
         valid: Tensor | None = None,
     ) -> Tensor:
-        """Send (M, dim) to experts, and add up what they give.
+        """Apply the experts to (M, dim), and return the weighted sum.
 
         Args:
-            x: their inputs.
-            query: (M, query width), of the gate.
-            chosen: (M, k) int64; None are those that the gate chooses.
+            x: (M, dim), inputs of the experts.
+            query: (M, query width), queries of the gate.
+            chosen: (M, k) int64, selected experts; None lets the gate select.
             before: norm of the inputs.
-            valid: (M,) bool, which positions there are; None is all of them.
+            valid: (M,) bool mask of the positions; None for all.
         """
         chosen, gates = self.gate(query, chosen, valid)
         routing = route(chosen, self.gate.experts)

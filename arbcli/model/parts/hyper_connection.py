@@ -1,18 +1,18 @@
-"""Hyper-connections: several residual streams, which every branch of a block reads and writes.
+"""Hyper-connections: several residual streams, which each branch of a block reads and writes.
 
-The n streams X of a position, (n, D), begin as n copies of the embedding, and what they end as is
-averaged before the head. A branch F, attention or MLP with its norm, turns them into
+The n streams X of a position, (n, D), begin as n copies of the embedding, and are averaged before
+the head. A branch F, attention or MLP with its norm, maps them to
 
     B X + c F(a X)
 
-with a, c and B made anew for each position, branch and block: n (n + 2) numbers are a packed
-projection of all streams, normalised together, and a packed vector of biases. From them come a,
-each in 0..1, how much of a stream is read; c, each in 0..2, how much of the branch it is given;
-and B, doubly stochastic, so that mixing neither loses nor grows what streams have together
-(`arbcli.kernels.streams.stream_weights`). At first the projection is zero, each branch mostly reads
-one stream, in turns, c is 1 and B near the identity: the model computes what it would with one
-stream. With one stream, a = B = c = 1, this is the plain block, bit by bit. Nothing but the streams
-of one position goes in, so a cache keeps nothing more than keys and values.
+with a, c and B computed for each position, branch and block: a packed projection of the jointly
+normalised streams plus a packed bias gives n (n + 2) numbers, from which follow a in 0..1, the
+weight of each stream in the input; c in 0..2, the weight of the output in each stream; and B,
+doubly stochastic, so that mixing preserves the sum of the streams
+(`arbcli.kernels.streams.stream_weights`). Initially the projection is zero, branches mostly read
+one stream each, in turn, c is 1 and B is near the identity, so that the model approximates one with
+a single stream. With one stream, a = B = c = 1, the result is bitwise that of a plain block. As
+only the streams of one position are mixed, the decoding state does not grow.
 
 Source: D. Zhu et al., "Hyper-Connections", https://arxiv.org/abs/2409.19606; Z. Xie et al., "mHC:
 Manifold-Constrained Hyper-Connections", https://arxiv.org/abs/2512.24880.
@@ -28,15 +28,15 @@ from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS
 from arbcli.model.layers.kinds import layers_for
 
 BIAS = 2.0
-"""Size of all biases at first: a stream is read by 0.88 or 0.12, and B has 0.95 where n is 4."""
+"""Initial magnitude of the biases: streams are read by 0.88 or 0.12; B has 0.95 if n is 4."""
 
 
 def first_biases(streams: int, read: int) -> list[float]:
-    """List the biases of a, c and B at first.
+    """Return the initial biases of a, c and B.
 
     Args:
         streams: n.
-        read: which stream is read most.
+        read: index of the stream with the largest weight in the input.
     """
     of_a = [BIAS if stream == read else -BIAS for stream in range(streams)]
     of_b = [BIAS if i == j else -BIAS for i in range(streams) for j in range(streams)]
@@ -44,12 +44,12 @@ def first_biases(streams: int, read: int) -> list[float]:
 
 
 class HyperConnection(nn.Module):
-    """Mixing around a branch, where there are several streams.
+    """Mixing of residual streams around a branch.
 
     Args:
-        site: where it stands.
+        site: storage settings and width of the stage.
         streams: n.
-        read: number of the stream that is read most at first.
+        read: index of the stream that the branch initially reads most.
     """
 
     def __init__(self, site: Site, streams: int, read: int) -> None:
@@ -65,12 +65,13 @@ class HyperConnection(nn.Module):
     def forward(
         self, x: Tensor, branch: Callable[[Tensor], Tensor], *, fused: bool = False
     ) -> Tensor:
-        """Turn streams (B, T, n, D) into others.
+        """Compute B X + c F(a X) for streams (B, T, n, D).
 
         Args:
             x: the streams.
-            branch: from (B, T, D), not normalised yet, to what it adds.
-            fused: whether these are positions of a step, each with bits that depend on no other.
+            branch: F, from the unnormalised input (B, T, D) to the output.
+            fused: whether to use the kernels of decoding steps, in which the bits of a position do
+                not depend on others.
         """
         batch, length, streams, dim = x.shape
         rows = x.reshape(-1, streams, dim)
@@ -80,14 +81,14 @@ class HyperConnection(nn.Module):
         return self.parts.mix_streams(rows, keep, found.reshape(-1, dim), write).view(x.shape)
 
     def weights(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Make a, B and c, (M, n), (M, n, n) and (M, n) float32, of streams (M, n, D)."""
+        """Compute a, B and c, (M, n), (M, n, n) and (M, n) float32, from streams (M, n, D)."""
         raw = self.projection(x.flatten(1), self.norm)
         return self.parts.stream_weights(raw, self.bias())
 
     def step_weights(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Make the same of positions of a step, by a fused product."""
+        """Compute the weights of a decoding step with a fused product: see `weights`."""
         raw, number = self.projection.fused(x.flatten(1), normalise=True), len(x)
-        if number > 1:  # a program has as many positions, however many texts there are
+        if number > 1:  # pads to a fixed number of positions, so that bits do not depend on it
             raw = functional.pad(raw, (0, 0, 0, max(0, MOST_TEXTS - number)))
         weights = self.parts.stream_weights(raw, self.bias.prepared())
         return tuple(part[:number] for part in weights)

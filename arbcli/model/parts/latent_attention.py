@@ -1,12 +1,11 @@
-"""Attention over compressed keys and values, their rotary part apart.
+"""Multi-head latent attention: compressed keys and values, with a separate rotary part.
 
-A position keeps one vector for all heads: `latent` numbers from which keys and values are made
-again, and `rotary` ones that are a part of every head's key and rotated by the position.
+The cache of a position has one vector for all heads: `latent` elements from which keys and values
+are projected, and `rotary` elements, rotated by the position, that are part of each head's key.
 
-One new byte attends to these vectors as they are. A query times W n, a head's key, is (W.T query)
-times n, and a mean of W' n, the values, is W' times the mean of n; so two products of one row take
-the place of making all keys and values again. Only the lengths of the keys, which are normalised,
-are kept next to them.
+Decoding attends to the latent vectors directly: a query times a key W n is (W.T query) times n, and
+a mean of values W' n is W' times the mean of n. Two products of one row replace the projection of
+all keys and values. The norms of the keys are cached too, as keys are normalised.
 Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
@@ -30,14 +29,14 @@ from arbcli.model.parts.base import CachedAttention
 from arbcli.model.state import Clock, Rows, State
 
 SHARPNESS = 2.0
-"""Factor of the scores: only a part of a normalised key tells its position, and with 1 no
-position can stand out enough."""
+"""Factor of the scores. As only part of a normalised key depends on the position, attention cannot
+become sharp enough with 1."""
 ALIGNMENT = 16
-"""Bytes: kernels of attention on a GPU read so many at once."""
+"""Required alignment of rows in GPU attention kernels, in bytes."""
 
 
 class LatentAttention(CachedAttention):
-    """Self-attention; queries and keys are normalised after their rotary part is rotated."""
+    """Latent self-attention; queries and keys are normalised after the rotation."""
 
     name = "attention"
     steps_fused = True
@@ -65,7 +64,7 @@ class LatentAttention(CachedAttention):
         reading: Reading | None = None,
         state: "LatentRing | None" = None,
     ) -> Flow:
-        """Mix every position of (B, T, D) with those that it sees: see `Part.forward`."""
+        """Attend from each position of (B, T, D): see `Part.forward`."""
         projected, x = project(self.query_down, x, norm, added)
         batch, length, dim = x.shape
         q, c = projected.split((dim, self.latent + self.rotary), dim=-1)
@@ -94,20 +93,20 @@ class LatentAttention(CachedAttention):
         )  # (B, H, T, head_dim)
         return Flow(x, self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm))
 
-    def step(self, x: Tensor, state: "LatentRing", *, whole: bool = True) -> Tensor:
-        """Mix one position with those before it: see `Part.step`."""
+    def step(self, x: Tensor, state: "LatentRing", *, add_residual: bool = True) -> Tensor:
+        """Attend from one new position: see `Part.step`."""
         row = self.query_down.fused(x, normalise=True)
         up = self.up.decoded(x.dtype)
         y = state.attend_one(row, up, SHARPNESS * self.head_dim**-0.5)
-        added, normalise = x if whole else None, self.sub_norm is not None
+        added, normalise = x if add_residual else None, self.sub_norm is not None
         return self.output.fused(y.view(x.shape), normalise=normalise, added=added)
 
     def new_state(self, clock: Clock) -> "LatentRing":
-        """Make a ring of latent vectors."""
+        """Create the ring buffer of latent vectors."""
         return LatentRing(clock, self)
 
     def _keys_and_values(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        """Make them of compressed positions: (B, T, heads, head_dim) each, not yet normalised."""
+        """Project latent vectors to keys and values, (B, T, heads, head_dim), not normalised."""
         kv = self.up(latent, self.latent_norm)
         kv = kv.view(len(kv), -1, self.heads, self.still + self.head_dim)
         k = torch.cat((kv[..., : self.still], rotated.expand(-1, -1, self.heads, -1)), dim=-1)
@@ -119,7 +118,7 @@ class LatentAttention(CachedAttention):
     def _attend_one(
         self, q: Tensor, latent: Tensor, rotated: Tensor, state: "LatentRing"
     ) -> Tensor:
-        """Attend with one query, (1, 1, heads, head_dim), to the ring and then the new position.
+        """Attend from one query, (1, 1, heads, head_dim), to the ring and the new position.
 
         Returns:
             (heads, head_dim), computed in float32.
@@ -139,15 +138,15 @@ class LatentAttention(CachedAttention):
 
 
 class LatentRing(State):
-    """A ring of latent vectors, (1, W, latent), and of the rotated part of their keys.
+    """Ring buffers of latent vectors, (1, W, latent), and of the rotated part of their keys.
 
-    The position p is in slot p mod W and stays until p + W comes. In eight bits latent vectors are
-    codes with exponents, and the rotated part stays as it is. `lengths`, (W, heads) float32, has
-    what normalises each key.
+    Position p is in slot p mod W until p + W overwrites it. In eight bits, latent vectors are codes
+    with exponents, and the rotated part is not quantised. `lengths`, (W, heads) float32, has the
+    inverse RMS of each key.
 
     Args:
-        clock: of the list of blocks.
-        layer: the attention.
+        clock: clock of the stack of blocks.
+        layer: the attention layer.
     """
 
     by_text = ("latent", "rotated", "lengths")
@@ -164,19 +163,19 @@ class LatentRing(State):
         self.lengths = clock.zeros(self.window, layer.heads, dtype=torch.float32)
 
     def written(self) -> Iterator[Written]:
-        """List the rings."""
+        """Yield the rings."""
         yield from self.latent.written(lambda position: position)
         for ring, dim in ((self.rotated, -3), (self.lengths, -2)):
             yield Written(ring, lambda position: position % self.window, dim)
 
     @property
     def fuses(self) -> bool:
-        """Whether `attend_one` reads what is kept."""
+        """Whether `attend_one` supports the storage format."""
         return self.latent.exponents is None
 
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
-        """Rows of the rotary table for the positions that are being read: (T, d / 2) each."""
+        """Cosines and sines of the positions being read, (T, d / 2) each."""
         clock, table = self.clock, self.table
         return clock.here(
             ("angles", table[0].shape[1]), lambda: tuple(part[clock.places] for part in table)
@@ -184,7 +183,7 @@ class LatentRing(State):
 
     @property
     def mask(self) -> Tensor:
-        """Mask of the ring as it was, then of the new positions themselves, (T, W + T) bool."""
+        """Attention mask over the ring before the update and the new positions, (T, W + T) bool."""
         return self.clock.here(("ring mask", self.window), self._mask)
 
     def _mask(self) -> Tensor:
@@ -195,10 +194,10 @@ class LatentRing(State):
         return torch.cat((seen, seen.new_ones(length, length).tril()), dim=1)
 
     def extend_lengths(self, k: Tensor) -> Tensor:
-        """Put what normalises the keys in the ring before that of new ones, and store these.
+        """Store the inverse RMS of new keys; return those of ring and new keys.
 
         Args:
-            k: (1, T, heads, head_dim), not yet normalised.
+            k: (1, T, heads, head_dim), not normalised.
 
         Returns:
             (W + T, heads) float32.
@@ -209,18 +208,18 @@ class LatentRing(State):
         return found
 
     def attend_one(self, rows: Tensor, up: Tensor, scale: float) -> Tensor:
-        """Store a new position of each text, and attend to the last W: see `decode_latent`."""
+        """Store a new position of each text, and attend from it: see `decode_latent`."""
         position = self.clock.position
         rings = self.latent.codes.squeeze(-3), self.rotated.squeeze((-4, -2)), self.lengths
         rows = rows.view(*position.shape, -1)
         return decode_latent(rows, up, *rings, position, *self.table, scale, NORM_EPS)
 
     def extend(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Put the ring before the new positions, and store these.
+        """Store new positions; return them after the contents of the ring.
 
         Returns:
-            Latent vectors and rotated parts, (1, W + T, ...) each, and the (T, W + T) bool mask of
-            which each new position attends to.
+            Latent vectors and rotated parts, (1, W + T, ...) each, and the attention mask, (T, W +
+            T) bool.
         """
         slots = self.clock.places % self.window
         before = self.latent.get().clone()

@@ -1,4 +1,4 @@
-"""A block of a state space model: Mamba-2, with packed projections, taps and vectors.
+"""Mamba-2, a state space model, with packed projections, taps and vectors.
 
     z, u, B, C, dt = projection of the normalised stream
     u, B, C = silu(causal convolution of width 4)
@@ -35,15 +35,15 @@ from arbcli.model.state import Clock, State
 
 TAPS = 4
 RATES = (1.0, 16.0)
-"""exp(A) of the first and of the last head at the start."""
+"""Initial exp(A) of the first and the last head."""
 STEPS = (1e-3, 1e-1)
-"""dt of the first and of the last head at the start, without the projection's part."""
+"""Initial dt of the first and the last head, without the projection."""
 
 
 def mamba_values(heads: int) -> tuple[list[float], list[float]]:
-    """Choose A and the bias of dt of each head at the start: evenly between their ends.
+    """Return the initial A and dt bias of each head, evenly spaced in `RATES` and `STEPS`.
 
-    A zero cannot be written, and is a number that is close.
+    Packed vectors cannot represent 0, so a zero is replaced by a small number.
     """
     shares = [index / max(1, heads - 1) for index in range(heads)]
     rates = [math.log(RATES[0] + share * (RATES[1] - RATES[0])) or 1e-3 for share in shares]
@@ -52,7 +52,7 @@ def mamba_values(heads: int) -> tuple[list[float], list[float]]:
 
 
 class Mamba(Part):
-    """Mamba-2, with `EXPAND` times the heads of its configuration inside."""
+    """The Mamba-2 mixer, with `EXPAND` times the heads of its configuration."""
 
     name = "mamba"
     norm_name = "norm"
@@ -72,7 +72,7 @@ class Mamba(Part):
         self.bias = parts.vector(biases, site, area="mamba")
         self.skip = parts.vector([1.0] * self.heads, site, area="mamba")
         self.gate = parts.gate(self.inner, site, normalise=True)
-        std = projection_std(self.inner) / math.sqrt(site.depth)  # one of them in each block
+        std = projection_std(self.inner) / math.sqrt(site.depth)  # one output per block, not two
         self.output = parts.linear(site.dim, self.inner, site, std=std, area="mamba")
 
     def forward(
@@ -83,7 +83,7 @@ class Mamba(Part):
         reading: Reading | None = None,
         state: "MambaState | None" = None,
     ) -> Flow:
-        """Mix every position of (B, T, D) with those before it: see `Part.forward`."""
+        """Mix each position of (B, T, D) with those before it: see `Part.forward`."""
         projected, x = project(self.projection, x, norm, added)
         z, mixed, dt = projected.split((self.inner, self.mixed, self.heads), dim=-1)
         if state is None:
@@ -100,22 +100,22 @@ class Mamba(Part):
         y = scan(c, b, values, decay)
         return Flow(x, self.output(_gate_and_scan(z, y, self.skip(), u), self.gate))
 
-    def step(self, x: Tensor, state: "MambaState", *, whole: bool = True) -> Tensor:
-        """Mix one position with those before it: see `Part.step`."""
+    def step(self, x: Tensor, state: "MambaState", *, add_residual: bool = True) -> Tensor:
+        """Process one new position: see `Part.step`."""
         rows = self.projection.fused(x, normalise=True)
         vectors = (part.prepared() for part in (self.taps, self.rate, self.bias, self.skip))
         y = state.step(rows, *vectors)
-        return self.output.fused(y, normalise=True, added=x if whole else None)
+        return self.output.fused(y, normalise=True, added=x if add_residual else None)
 
     def new_state(self, clock: Clock) -> "MambaState":
-        """Make the states of the heads, and a ring for the convolution."""
+        """Create the states of the heads, and the ring buffer of the convolution."""
         return MambaState(clock, self)
 
 
 def running_sum(x: Tensor, *, reverse: bool = False) -> Tensor:
-    """Sum each of (B, T, H) with those before it, or with those after it, in float32.
+    """Compute the cumulative sum of (B, T, H) over T, or the reverse one, in float32.
 
-    It is a scan without decay. torch's own sum on a GPU gives other bits every time.
+    Uses a scan without decay, as torch's `cumsum` is not deterministic on a GPU.
     """
     ones, zeros = (x.new_full((1, 1, 1), value).expand(x.shape) for value in (1, 0))
     return decay_scan(ones[..., None], ones[..., None], x[..., None], zeros, reverse)[..., 0]
@@ -158,7 +158,7 @@ class _DecayScan(Function):
 
 
 class _Scaled(Function):
-    """u * dt in float32, rounded where it is written."""
+    """u * dt, computed in float32 and rounded to the dtype of u."""
 
     @staticmethod
     def forward(u: Tensor, dt: Tensor) -> Tensor:
@@ -182,8 +182,8 @@ def _scaled(u: Tensor, dt: Tensor) -> Tensor:
     return _Scaled.apply(u, dt)
 
 
-class _Beside(Function):
-    """z, and after it y + skip * u, which is rounded where it is written."""
+class _ConcatenateSkip(Function):
+    """Concatenation of z and y + skip * u, which is rounded to the dtype of z."""
 
     @staticmethod
     def forward(z: Tensor, y: Tensor, skip: Tensor, u: Tensor) -> Tensor:
@@ -207,20 +207,20 @@ class _Beside(Function):
 
 
 def _gate_and_scan(z: Tensor, y: Tensor, skip: Tensor, u: Tensor) -> Tensor:
-    """Put z, (B, T, H P), before y + skip * u, (B, T, H, P) float32: (B, T, 2 H P)."""
+    """Concatenate z, (B, T, H P), and y + skip * u, (B, T, H, P) float32: (B, T, 2 H P)."""
     if torch.compiler.is_compiling():
         return torch.cat((z, (y + skip[:, None] * u).to(z.dtype).flatten(-2)), dim=-1)
-    return _Beside.apply(z, y, skip, u)
+    return _ConcatenateSkip.apply(z, y, skip, u)
 
 
 _convolve, _scan = operator(_CausalConv), operator(_DecayScan)
 
 
 class MambaState(State):
-    """States of the heads, and a ring of what the convolution still needs: see `mamba_step`.
+    """States of the heads, and a ring buffer of the convolution's inputs: see `mamba_step`.
 
     Args:
-        clock: of the list of blocks.
+        clock: clock of the stack of blocks.
         layer: the mixer.
     """
 
@@ -233,7 +233,7 @@ class MambaState(State):
         self.ring = clock.zeros(TAPS, layer.mixed)
 
     def written(self) -> Iterator[Written]:
-        """List both."""
+        """Yield both tensors."""
         yield Written(self.state)
         yield Written(self.ring, lambda position: position % TAPS)
 
@@ -243,16 +243,16 @@ class MambaState(State):
         self.state.zero_()
 
     def step(self, rows: Tensor, taps: Tensor, rate: Tensor, bias: Tensor, skip: Tensor) -> Tensor:
-        """Do as `mamba_step` does with (B, 1, n); positions are counted elsewhere."""
+        """Run `mamba_step` on (B, 1, n); the caller counts positions."""
         clock = self.clock
         rows = rows.view(*clock.position.shape, -1)
         y = mamba_step(
-            rows, self.ring, self.state, taps, rate, bias, skip, clock.position, clock.going_on
+            rows, self.ring, self.state, taps, rate, bias, skip, clock.position, clock.active
         )
         return y.view(-1, 1, y.shape[-1])
 
     def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
-        """Convolve new positions, (1, T, D), and those before them."""
+        """Convolve new positions, (1, T, D), after those in the ring."""
         places = self.clock.position + torch.arange(1 - TAPS, x.shape[1], device=x.device)
         slots = places % TAPS
         x = torch.cat((self.ring[slots[: TAPS - 1]][None], x), dim=1)
@@ -260,15 +260,13 @@ class MambaState(State):
         return causal_conv(x, taps)[:, TAPS - 1 :]
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-        """Do as `decay_scan` does with new positions, after the state, and bring it up to them."""
+        """Run `decay_scan` on new positions from the state, and update the state."""
         c = running_sum(g).transpose(1, 2)  # (1, H, T)
         end = c[..., -1:]
         past = c.exp()[..., None] * (q.float().transpose(1, 2) @ self.state)
         y = decay_scan(q, k, v, g) + past.transpose(1, 2)
         fading = k.float().transpose(1, 2) * (end - c).exp()[..., None]
         added = fading.mT @ v.float().transpose(1, 2)
-        state, going_on = (end.exp()[..., None] * self.state + added)[0], self.clock.going_on
-        self.state.copy_(
-            state if going_on is None else torch.where(going_on > 0, state, self.state)
-        )
+        state, active = (end.exp()[..., None] * self.state + added)[0], self.clock.active
+        self.state.copy_(state if active is None else torch.where(active > 0, state, self.state))
         return y

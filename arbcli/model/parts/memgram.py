@@ -1,9 +1,8 @@
-"""A memory of the text's own n-grams: what followed each, and how surely, as two small integers.
+"""A hashed memory of n-grams: the byte that follows each, and its strength, in two bytes an entry.
 
-An entry holds the byte that last prevailed after the n-grams hashed to it. Each time it is seen
-again it grows stronger by one, each time another byte is seen it decays by one, and at nothing the
-other byte takes its place: the majority of a stream, in two bytes. Source: R. Boyer and J. Moore,
-"MJRTY: A Fast Majority Vote Algorithm", 1981.
+An entry holds the prevailing next byte of the n-grams that are hashed to it. The same byte
+increments its strength, another one decrements it, and replaces the byte at zero: a majority vote
+over a stream. Source: R. Boyer and J. Moore, "MJRTY: A Fast Majority Vote Algorithm", 1981.
 """
 
 from typing import Any
@@ -25,11 +24,11 @@ MOST = 127
 
 
 class MemGram(StepMemory):
-    """Vectors of the bytes that are remembered after the last 6 bytes, by their strength.
+    """Embeds the remembered next byte of the last 6 bytes, weighted by its strength.
 
-    Buffers, one of each for an entry:
-        symbol: int8, the byte less 128.
-        strength: int8, 0..127; an entry of strength 0 is none.
+    Buffers, one element for each entry:
+        symbol: int8, the byte minus 128.
+        strength: int8, 0..127; 0 marks an empty entry.
     """
 
     symbol: Tensor
@@ -47,19 +46,19 @@ class MemGram(StepMemory):
         self.forget()
 
     def forget(self) -> None:
-        """Forget the forwards of a step that never ended."""
+        """Clear the statistics of a step that was aborted."""
         self._seen: list[Tensor] = []
 
     def forward(self, text: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """Recall what followed.
+        """Look up the remembered next bytes.
 
         Args:
             text: (B, history + T) int64 bytes, negative before the text.
             length: T.
-            dtype: of the result.
+            dtype: dtype of the result.
 
         Returns:
-            (B, T, D), to be added to the stream.
+            (B, T, D), output to add to the stream.
         """
         entries = ngram_ids(text, len(self.symbol), (ORDER,))[..., 0]
         if torch.is_grad_enabled() and text.shape[1] > 1:
@@ -70,16 +69,16 @@ class MemGram(StepMemory):
         strength = self.strength[known].float() / MOST * (entries >= 0)
         symbols = torch.where(strength > 0, self.symbol[known].long() + 128, -1)
         y = self.output(self.table(symbols, torch.ones_like(strength), dtype), self.norm)
-        # after the norm, which would undo it
+        # the strength is applied after the norm, which would cancel it
         return (y * strength.sqrt().to(dtype)).view(len(text), length, -1)
 
     def join(self, group: Any) -> None:
-        """Take what all processes have seen, in the order of the micro-batches."""
+        """Combine the n-grams of all processes, in the order of the micro-batches."""
         self._seen = group.in_order(self._seen)
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Take in what a step has seen; of several sights of an entry the last one counts."""
+        """Update the entries from the step's n-grams; for each entry only the last one counts."""
         if not self._seen:
             return
         entries, symbols = torch.cat(self._seen, dim=1)

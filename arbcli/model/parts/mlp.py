@@ -34,16 +34,16 @@ class MLP(Part):
         reading: Reading | None = None,
         state: None = None,
     ) -> Flow:
-        """Transform every position of (B, T, D) by itself: see `Part.forward`."""
+        """Apply the MLP to (B, T, D): see `Part.forward`."""
         hidden, x = project(self.gate_up, x, norm, added)
         return Flow(x, self.output(hidden, self.sub_norm, consumes=True))
 
-    def step(self, x: Tensor, state: None = None, *, whole: bool = True) -> Tensor:
-        """Transform positions of the stream: see `Part.step`."""
+    def step(self, x: Tensor, state: None = None, *, add_residual: bool = True) -> Tensor:
+        """Apply the MLP in a decoding step: see `Part.step`."""
         hidden = self.gate_up.fused(x, normalise=True, gated=True)
-        added, normalise = x if whole else None, self.sub_norm.weight is not None
+        added, normalise = x if add_residual else None, self.sub_norm.weight is not None
         return self.output.fused(hidden, normalise=normalise, added=added)
 
     def linears(self) -> tuple[nn.Module, ...]:
-        """List both layers."""
+        """Return both layers."""
         return self.gate_up, self.output

@@ -1,11 +1,11 @@
-"""Experts that are iterated: messages of a graph come in, and each position halts by itself.
+"""Iterated experts with messages of a graph of codes, and adaptive halting for each position.
 
-An iteration adds to the stream what a few experts make of it, what a low-rank adapter of its own
-adds, and what the graph's edges carry to the position's code, one hop further each time. Then the
-stream is drawn a little towards what it was at first, so that any number of iterations stays
-bounded. What edges carry may enter the choice of experts, and scale what is inside of adapters,
-from the first iteration on. A position's result is the mean of its streams, weighted by its
-probabilities of halting. Source: A. Graves, "Adaptive Computation Time", https://arxiv.org/abs/1603.08983.
+An iteration adds to the stream the outputs of a few experts, of a low-rank adapter that is specific
+to the iteration, and the message of the graph's edges for the position's code, one hop further each
+time. The stream is then pulled towards its initial value, so that it stays bounded for any number
+of iterations. Messages can also contribute to the selection of experts, and scale the adapters. The
+result is the mean of the streams of all iterations, weighted by the halting probabilities. Source:
+A. Graves, "Adaptive Computation Time", https://arxiv.org/abs/1603.08983.
 """
 
 import math
@@ -26,13 +26,13 @@ from arbcli.model.parts.experts import Experts
 from arbcli.model.parts.quantiser import Quantiser
 
 HALT_AT = 0.99
-"""A position is done when its probabilities of halting add up to this."""
+"""A position is done when the sum of its halting probabilities reaches this."""
 HALT_BIAS = -1.0
-"""Added to the score of halting: at first about a quarter halts with each iteration."""
+"""Bias of the halting logit: initially about a quarter halts in each iteration."""
 HALT_PRIOR = 0.25
-"""Expected share of a position that halts with each iteration: see `ponder_cost`."""
+"""Halting probability of the geometric prior: see `ponder_cost`."""
 KEEP = 0.95
-"""Share of the stream's change that an iteration keeps."""
+"""Factor of the stream's difference from its initial value in each iteration."""
 
 
 class Iterated(NamedTuple):
@@ -41,14 +41,13 @@ class Iterated(NamedTuple):
     x: Tensor
     """(B, T, D)."""
     shares: Tensor
-    """(iterations, B * T) float32: of each position, what halted with each iteration."""
+    """(iterations, B * T) float32, halting distribution of each position."""
 
     def ponder_cost(self) -> Tensor:
-        """Measure how far halting is from a geometric distribution, a scalar in nats.
+        """Compute the KL divergence of halting from a geometric distribution, a scalar in nats.
 
-        Without it iterations that have learned nothing yet are left at once, and never learn:
-        all positions were seen to halt with the first one. Source: A. Banino et al., "PonderNet",
-        https://arxiv.org/abs/2107.05407.
+        Without it, all positions halt in the first iteration before later ones have learned
+        anything. Source: A. Banino et al., "PonderNet", https://arxiv.org/abs/2107.05407.
         """
         prior = [HALT_PRIOR * (1 - HALT_PRIOR) ** index for index in range(len(self.shares))]
         prior[-1] = 1 - sum(prior[:-1])
@@ -60,12 +59,12 @@ class Iterated(NamedTuple):
 
 
 class MoEGraph(nn.Module):
-    """Iterations of the same experts.
+    """Iterations with shared experts: see the module's docstring.
 
     Args:
-        config: their shape.
-        site: where they stand.
-        code_width: of a row of the codebook whose codes the graph joins; None without a graph.
+        config: configuration of iterations, experts and graph.
+        site: storage settings and width of the stage.
+        code_width: width of a row of the codebook whose codes are the nodes; None without a graph.
     """
 
     def __init__(self, config: IteratedConfig, site: Site, code_width: int | None) -> None:
@@ -114,9 +113,9 @@ class MoEGraph(nn.Module):
 
         Args:
             x: the stream.
-            codebook: whose rows the graph's edges carry.
-            found: what it found for this stream.
-            reading: has the n-grams that hashes choose experts by.
+            codebook: codebook whose rows are the messages of the graph's edges.
+            found: result of the codebook for this stream.
+            reading: additional inputs, with the n-grams for hash routing.
         """
         batch, length, dim = x.shape
         start = stream = x.reshape(-1, dim)
@@ -124,18 +123,18 @@ class MoEGraph(nn.Module):
         chosen = self.experts.by_hash(reading) if mixture else None
         if self.config.edges:
             if found is None or codebook is None:
-                raise ValueError("a graph of codes needs a codebook and what it found")
+                raise ValueError("a graph of codes needs a codebook and its result")
             codes = found.codes.flatten()
             if torch.is_grad_enabled():
                 self.edges.note(found.codes)
-            # a hard choice: its value is 1, and its gradient goes to the weight of the code
-            sure = (1 + found.confidence - found.confidence.detach()).reshape(-1, 1)
-        gone = torch.zeros(len(stream), device=x.device)  # what has halted, 0..1
+            # straight-through: the value is 1, and the gradient goes to the weight of the code
+            confidence = (1 + found.confidence - found.confidence.detach()).reshape(-1, 1)
+        halted = torch.zeros(len(stream), device=x.device)  # halted probability, 0..1
         result, shares = torch.zeros_like(stream), []
         for index, adapter in enumerate(self.adapters):
             inner, query, low, halting = self.inward(stream, self.norm).split(self.parts, dim=-1)
             if codes is not None and codebook is not None:
-                rows, strength, codes = self._hop(codes, sure, codebook, x.dtype)
+                rows, strength, codes = self._hop(codes, confidence, codebook, x.dtype)
             if self.edge_scale:
                 low = low * (1 + self.edge_scale(rows, self.message_norm) * strength)
             change = adapter(low, self.adapter_norm)
@@ -148,27 +147,26 @@ class MoEGraph(nn.Module):
                 change = change + self.message(rows, self.message_norm) * strength
             stream = start + KEEP * (stream - start) + change
             halt = torch.sigmoid(halting[:, 0].float() + HALT_BIAS)
-            last = (gone + halt >= HALT_AT) | (index == len(self.adapters) - 1)
-            share = torch.where(last, 1 - gone, halt) * (gone < HALT_AT)
+            last = (halted + halt >= HALT_AT) | (index == len(self.adapters) - 1)
+            share = torch.where(last, 1 - halted, halt) * (halted < HALT_AT)
             shares.append(share)
             result = result + share[:, None].to(x.dtype) * stream
-            gone = torch.where(last, 1.0, gone + halt)
+            halted = torch.where(last, 1.0, halted + halt)
         return Iterated(result.view(batch, length, dim), torch.stack(shares))
 
     def _hop(
-        self, codes: Tensor, sure: Tensor, codebook: Codebook | Quantiser, dtype: torch.dtype
+        self, codes: Tensor, confidence: Tensor, codebook: Codebook | Quantiser, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Find what edges carry to (M,) codes.
+        """Compute the messages of the edges of codes, (M,).
 
         Returns:
-            Rows of the codebook, (M, width); how strong the edges are, (M, 1); and the codes one
-            hop further on.
+            Messages, (M, width); their strengths, (M, 1); and the codes one hop further, (M,).
         """
         ids, weights = self.edges(codes, anchor(codes))
         total = weights.abs().sum(dim=1, keepdim=True)
         rows = codebook.table(ids, weights / total.clamp(min=1e-6), dtype)
-        # how strong the edges are counts after the norm, which would undo it
-        strength = (total.clamp(max=1) * sure).to(dtype)
+        # the strength is applied after the norm, which would cancel it
+        strength = (total.clamp(max=1) * confidence).to(dtype)
         best = weights.detach().abs().argmax(dim=1, keepdim=True)
-        on = ids.gather(1, best)[:, 0]  # a code without an edge stays
-        return rows, strength, torch.where(on >= 0, on, codes)
+        target = ids.gather(1, best)[:, 0]
+        return rows, strength, torch.where(target >= 0, target, codes)

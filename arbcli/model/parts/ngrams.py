@@ -7,10 +7,10 @@ from torch.nn import functional
 MIX = 0x9E3779B97F4A7C15 - 2**64
 """The golden ratio in 64 bits, as a signed integer. Source: D. Knuth, TAOCP 3, 6.4."""
 KEY_ORDER = 3
-"""Length of the n-grams of keys; of single bytes, spaces alone are a seventh of a text."""
+"""Length of the n-grams of keys; single bytes would be uneven, as a seventh of a text is spaces."""
 KEY_BITS = 31
 HISTORY = 5
-"""Bytes before a position that any part reads."""
+"""Number of bytes before a position that parts read."""
 
 
 def ngram_ids(ids: Tensor, num_rows: int, orders: tuple[int, ...]) -> Tensor:
@@ -18,7 +18,7 @@ def ngram_ids(ids: Tensor, num_rows: int, orders: tuple[int, ...]) -> Tensor:
 
     Args:
         ids: (B, T) int64 bytes; a negative one is before the beginning of the text.
-        num_rows: of the table.
+        num_rows: number of rows of the table.
         orders: lengths of the n-grams.
 
     Returns:
@@ -30,7 +30,7 @@ def ngram_ids(ids: Tensor, num_rows: int, orders: tuple[int, ...]) -> Tensor:
         key, complete = key * 257 + byte + 1, complete & (byte >= 0)
         if back + 1 in orders:
             mixed = (key + ((back + 1) << 40)) * MIX
-            row = (((mixed >> 32) & 0x7FFFFFFF) * num_rows) >> 31  # by the high bits, the best ones
+            row = (((mixed >> 32) & 0x7FFFFFFF) * num_rows) >> 31  # the high bits are mixed best
             found.append(torch.where(complete, row, -1))
     return torch.stack(found, dim=-1)
 

@@ -1,19 +1,19 @@
-"""A vector quantiser: each position is stood for by the nearest of many codes.
+"""A vector quantiser: replaces each position by the nearest code of a codebook.
 
     z = W_query norm(x), divided by its root-mean-square;   q = round(32 z) in int8
     k = argmin over codes c of |q - c|**2;   y = W_output norm(c_k / 32)
 
-The gradient of c_k / 32 goes on to z as it is, and the mean of (z - c_k / 32)**2 is a loss, so that
-positions stay near their codes. Sources: A. van den Oord et al., "Neural Discrete Representation
-Learning", https://arxiv.org/abs/1711.00937; for codes that are revived P. Dhariwal et al.,
-"Jukebox", https://arxiv.org/abs/2005.00341, section 3.
+The gradient of c_k / 32 is passed to z (straight-through), and the mean of (z - c_k / 32)**2 is the
+commitment loss. Sources: A. van den Oord et al., "Neural Discrete Representation Learning",
+https://arxiv.org/abs/1711.00937; for the revival of dead codes P. Dhariwal et al., "Jukebox",
+https://arxiv.org/abs/2005.00341, section 3.
 
-Codes learn by no gradient. After a step each code that was chosen becomes the mean of what chose it
-and of itself, which counts as often as it was chosen before, `MEMORY` times at most: a mean at
-first, then one that follows. It is rounded at random to int8, by bits that follow from its place
-and the step. A hand goes around the codes, past as many in a step as there are positions, and takes
-a life of each; being chosen gives all of them back. One that has none becomes the vector of a
-position.
+Codes are not trained by gradients. After a step each selected code becomes the mean of the
+positions that selected it and of itself, with the weight of its earlier selections, at most
+`MEMORY`: a mean that turns into a moving average. It is rounded stochastically to int8, by bits
+that only depend on the code and the step. A pointer, the hand, passes over as many codes in a step
+as there are positions, and takes one life of each; selection restores all lives. A code without
+lives is replaced by the vector of a position.
 """
 
 from typing import Any
@@ -33,23 +33,25 @@ from arbcli.model.parts.ngrams import MIX
 from arbcli.model.step_memory import StepMemory
 
 UNIT = 32
-"""Of codes in one root-mean-square of a vector."""
+"""Integer value of 1 in codes."""
 MOST = 127
 MEMORY = 32
-"""Times at most that a code counts in its next mean, as often as it was chosen."""
+"""Maximum weight of a code in its next mean, in selections."""
 
 
 class Quantiser(StepMemory):
-    """Nearest codes of projections, projected.
+    """The nearest codes of the projected stream, projected back: see the module's docstring.
 
-    Buffers: codes, (V, width) int8, in units of 1/32; uses, (V, 1) int8, how often each was chosen
-    since it was made, up to 127; lives, (V, 1) int8; hand, (1,) int32, the code that is looked at
-    next.
+    Buffers:
+        codes: (V, width) int8, in units of 1/32.
+        uses: (V, 1) int8, number of selections since the code was created, up to 127.
+        lives: (V, 1) int8, remaining lives.
+        hand: (1,) int32, index of the code that loses a life next.
 
     Args:
-        config: its shape.
-        site: where it stands.
-        area: the part of the model that this is.
+        config: configuration of the codes.
+        site: storage settings and width of the stage.
+        area: parameter group of the tensors.
     """
 
     codes: Tensor
@@ -72,12 +74,12 @@ class Quantiser(StepMemory):
         self.forget()
 
     def forget(self) -> None:
-        """Forget the forwards of a step that never ended."""
+        """Clear the statistics of a step that was aborted."""
         self._seen: list[Tensor] = []
         self._chosen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Found:
-        """Find what to add to the stream (B, T, D), and what it costs to be far from a code."""
+        """Quantise a stream, (B, T, D), and compute the commitment loss."""
         z = self.query(x, self.norm).float()
         z = z * torch.rsqrt(z.square().mean(dim=-1, keepdim=True) + NORM_EPS)
         with torch.no_grad():
@@ -95,12 +97,12 @@ class Quantiser(StepMemory):
         return Found(self.output(values, self.sub_norm), codes, sure, cost)
 
     def table(self, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """Add up weighted codes, as `TernaryTable` does; nothing steps them by a gradient.
+        """Sum weighted codes like `TernaryTable`; the codes get no gradient.
 
         Args:
-            ids: (M, k) int64; one that is negative stands for none.
+            ids: (M, k) int64; negative ids are ignored.
             weights: (M, k) float32; differentiable.
-            dtype: of the result.
+            dtype: dtype of the result.
 
         Returns:
             (M, width) of `dtype`.
@@ -109,25 +111,25 @@ class Quantiser(StepMemory):
         return (rows * weights[..., None]).sum(dim=1).div(UNIT).to(dtype)
 
     def join(self, group: Any) -> None:
-        """Take what all processes have seen, in the order of the micro-batches."""
+        """Combine the vectors and selections of all processes, in the order of micro-batches."""
         self._seen, self._chosen = group.in_order(self._seen), group.in_order(self._chosen)
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Move the codes that were chosen, and revive some that were not for long."""
+        """Update the selected codes, and replace dead ones."""
         if self._seen:
             q, chosen = torch.cat(self._seen), torch.cat(self._chosen)
-            self._follow(q, chosen)
-            self._revive(q)
+            self._move_selected(q, chosen)
+            self._replace_dead(q)
         self.forget()
 
-    def _follow(self, q: Tensor, chosen: Tensor) -> None:
-        """Bring each code that was chosen to the mean of what chose it and of itself."""
+    def _move_selected(self, q: Tensor, chosen: Tensor) -> None:
+        """Set each selected code to the weighted mean of itself and its positions."""
         order = chosen.argsort(stable=True)
         ordered, number = chosen[order], len(self.codes)
         begins = torch.ones_like(ordered, dtype=torch.bool)
         begins[1:] = ordered[1:] != ordered[:-1]
-        place = begins.cumsum(0) - 1  # of each position's code among those that were chosen
+        place = begins.cumsum(0) - 1  # index of each position's code among the selected ones
         rows = torch.full_like(ordered, number).scatter_(0, place, ordered)
         count = torch.zeros(len(rows), 1, dtype=torch.int32, device=q.device)
         count.index_add_(0, place, torch.ones_like(count))
@@ -144,8 +146,8 @@ class Quantiser(StepMemory):
         lives = torch.full_like(rows, self.config.patience, dtype=torch.int8)
         scatter_rows_(self.lives, rows, lives[:, None])
 
-    def _revive(self, q: Tensor) -> None:
-        """Take a life of the next codes; put vectors in the place of those that have none."""
+    def _replace_dead(self, q: Tensor) -> None:
+        """Take one life of the next codes, and replace those without lives by vectors."""
         number = len(self.codes)
         size = min(len(q), number)
         looked_at = (self.hand + torch.arange(size, device=q.device)) % number
@@ -159,13 +161,13 @@ class Quantiser(StepMemory):
         self.hand.copy_((self.hand + size) % number)
 
     def gauges(self) -> dict[str, float]:
-        """Measure the share of codes that are chosen more than once; waits for the device."""
+        """Return the share of codes with more than one use; synchronises with the device."""
         name = {"codebook": "codes"}.get(self.area, self.area)
         return {f"alive_{name}": float((self.uses > 1).float().mean())}
 
 
 def _bits(rows: Tensor, width: int, step: Tensor) -> Tensor:
-    """Make numbers in 0..2**24-1 that follow from a row, a column and a step: (R, width) int32."""
+    """Hash row, column and step to 0..2**24-1: (R, width) int32."""
     key = (rows[:, None] * width + torch.arange(width, device=rows.device)) * 2**20 + step
     mixed = (key + 1) * MIX
     mixed = (mixed ^ (mixed >> 29)) * MIX

@@ -1,4 +1,4 @@
-"""The router: how much each part of a model counts for a position."""
+"""The router, which mixes the streams of the model's parts for each position."""
 
 import torch
 from torch import Tensor, nn
@@ -7,11 +7,11 @@ from arbcli.config.site import Site
 from arbcli.model.layers.kinds import layers_for
 
 ROUTER_BIAS = 3.0
-"""Added to the score of the stream that the blocks made, which already holds the others."""
+"""Bias of the score of the blocks' stream, which already contains the others."""
 
 
 class Router(nn.Module):
-    """Weigh what the parts of the model made of each position, and add it up."""
+    """Computes a softmax-weighted sum of streams for each position."""
 
     def __init__(self, streams: int, site: Site) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Router(nn.Module):
         self.scores = layers.linear(streams, site.dim, site, area="router")
 
     def forward(self, streams: list[Tensor]) -> Tensor:
-        """Mix streams of (B, T, D); the first decides, and has most of the weight at first."""
+        """Mix streams, (B, T, D) each; the first one determines the weights, mostly its own."""
         first, *others = self.scores(streams[0], self.norm).float().unbind(dim=-1)
         scores = torch.stack((first + ROUTER_BIAS, *others), dim=-1)
         weights = torch.softmax(scores, dim=-1).to(streams[0].dtype)

@@ -1,4 +1,4 @@
-"""The text sequencer: what a position's last bytes say together, before any block."""
+"""The text sequencer: hashed embeddings of the n-grams that end at a position."""
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ ORDERS = (2, 3, 4)
 
 
 class TextSequencer(nn.Module):
-    """The sum of the rows that a position's 2-, 3- and 4-grams are hashed to, projected."""
+    """The projected sum of the hashed embeddings of a position's 2-, 3- and 4-grams."""
 
     def __init__(self, config: SequencerConfig, site: Site) -> None:
         super().__init__()
@@ -28,10 +28,10 @@ class TextSequencer(nn.Module):
         Args:
             text: (B, history + T) int64 bytes, negative before the text.
             length: T.
-            dtype: of the result.
+            dtype: dtype of the result.
 
         Returns:
-            (B, T, D), to be added to the stream.
+            (B, T, D), output to add to the stream.
         """
         rows = ngram_ids(text, self.rows, ORDERS)
         weights = torch.ones(rows.shape, device=text.device)

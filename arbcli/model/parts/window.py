@@ -1,28 +1,29 @@
-"""Attention of every position to itself and the W - 1 before it, and as many after it or none."""
+"""Sliding-window attention: to the last W positions, and with `causal` False to as many after."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 WIDTH_MULTIPLE = 8
-"""Widths of heads that torch's flash attention takes as they are."""
+"""Multiple of the head width that torch's flash attention supports without padding."""
 
 
 def attend_in_window(
     q: Tensor, k: Tensor, v: Tensor, window: int, *, causal: bool = True
 ) -> Tensor:
-    """Attend to the nearest positions.
+    """Compute sliding-window attention.
 
-    On a GPU, in bf16, this is torch's flash attention, whose kernel skips what is outside. torch's
-    public function would not: it takes a mask of T x T. Elsewhere positions are cut into pieces of
-    W, and each piece attends to itself and its neighbours, under a mask of W x 2 W or W x 3 W.
+    In bf16 on a GPU this is torch's flash attention kernel, which skips positions outside of the
+    window; torch's public function would need a T x T mask. Elsewhere the sequence is split into
+    pieces of W positions, which attend to themselves and their neighbours with a W x 2 W or W x 3 W
+    mask.
 
     Args:
         q: (B, heads, T, d).
         k: like q.
         v: like q.
         window: W, smaller than T.
-        causal: whether positions after it are left out.
+        causal: whether to exclude later positions.
 
     Returns:
         (B, heads, T, d).
@@ -38,7 +39,7 @@ def attend_in_window(
     key = torch.arange(k.shape[2], device=q.device)
     seen = (key <= query) if causal else (key < query + window)
     place = torch.arange(-1, pieces - 1, device=q.device)[:, None, None] * window + key
-    # what is padded sees itself, or nothing would be divided by nothing
+    # padding attends to itself, as a row without keys would be 0 / 0
     exists = (place >= 0) & ((place < length) | (key == query))
     seen = (seen & (key > query - window) & exists)[None]
     y = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
@@ -46,7 +47,7 @@ def attend_in_window(
 
 
 def _attend_by_flash(q: Tensor, k: Tensor, v: Tensor, window: int, causal: bool) -> Tensor:
-    q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, T, heads, d), as the kernel wants
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, T, heads, d), the kernel's layout
     length = q.shape[1]
     y, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, None, None, length, length, 0.0, causal, False,
@@ -56,9 +57,9 @@ def _attend_by_flash(q: Tensor, k: Tensor, v: Tensor, window: int, causal: bool)
 
 
 def _with_neighbours(x: Tensor, window: int, causal: bool) -> Tensor:
-    """Turn (B, heads, n W, d) into (B * heads, n, 2 W or 3 W, d): each piece after the one before.
+    """Concatenate each piece of (B, heads, n W, d) with the previous one: (B * heads, n, 2 W, d).
 
-    Unless it is causal, the one after it follows.
+    If not causal, the next piece follows too: (B * heads, n, 3 W, d).
     """
     after = 0 if causal else window
     pieces = functional.pad(x, (0, 0, window, after)).unflatten(2, (-1, window)).flatten(0, 1)

@@ -1,1 +1,1 @@
-"""A run shared out to several processes, each with a GPU of its own: `torch.distributed`."""
+"""Data-parallel training in several processes with `torch.distributed`."""

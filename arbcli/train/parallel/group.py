@@ -1,7 +1,7 @@
-"""The processes of a run: their ranks, and their messages.
+"""The process group of a run: ranks and collectives.
 
-Tensors on a GPU travel by NCCL, those on a CPU by gloo. Where all processes are on one machine both
-use its loopback interface. Whatever is added up here is integers, so that no order matters.
+NCCL transfers tensors on GPUs, and gloo those on CPUs. On a single machine both use the loopback
+interface. All reductions are over integers, so that their order does not matter.
 """
 
 import os
@@ -22,84 +22,84 @@ from arbcli.train.parallel.rendezvous import SAME, WAIT, meet, seconds_to_join, 
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 INTERFACES = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
-"""Environment variables that choose the interface; with `=` NCCL takes the name exactly."""
+"""Environment variables that select the interface; `=` makes NCCL match the exact name."""
 CPU = torch.device("cpu")
 ABORT_SECONDS = 15
 
 
 class Group:
-    """The processes that share a run; without arguments it is this one alone.
+    """The processes of a run; without arguments a group of one.
 
-    Every method but the properties is called by all processes, in the same order.
+    All methods are collective, except for properties: all processes call them in the same order.
 
     Args:
-        rank: of this process, from 0; the first one writes and prints.
-        size: how many there are.
-        device: of the tensors that travel.
+        rank: rank of this process; rank 0 writes files and prints.
+        size: number of processes.
+        device: device of transferred tensors.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device = CPU) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.received = 0
-        """Bytes of a step that all processes have received of others, added up."""
+        """Bytes that all processes together have received from others in a step."""
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def remember(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Know a captured step with messages in it, which must be gone before the processes part.
+        """Register a CUDA graph with collectives, to free it before the group is destroyed.
 
-        NCCL waits for such graphs when it ends and when it is aborted, for ever if need be.
+        NCCL waits for such graphs when it is destroyed or aborted, possibly for ever.
         """
         self._graphs.add(graph)
 
     def forget_graphs(self) -> None:
-        """Free the captured steps that are still there."""
+        """Free the registered graphs."""
         for graph in [*self._graphs]:
             graph.reset()
         self._graphs.clear()
 
     @property
     def first(self) -> bool:
-        """Whether this process writes and prints."""
+        """Whether this process has rank 0."""
         return self.rank == 0
 
     def local(self, number: int) -> range:
-        """List which of so many micro-batches are this process's."""
+        """Return the micro-batches of this process, out of `number`."""
         each = number // self.size
         return range(self.rank * each, (self.rank + 1) * each)
 
-    def send_to_owners(self, sent: Tensor, sizes: Sequence[int]) -> "Travelling":
-        """Send each process its own part, and get from all what is this one's.
+    def send_to_owners(self, sent: Tensor, sizes: Sequence[int]) -> "PendingTensor":
+        """Send each process its part, and receive this process's part from all (all-to-all).
 
         Args:
-            sent: bytes, one part after the other.
-            sizes: of the parts.
+            sent: concatenated parts, bytes.
+            sizes: size of each process's part in bytes.
 
         Returns:
-            On its way: (processes, sizes[rank]) bytes, by rank.
+            The pending result, (processes, sizes[rank]) bytes.
         """
         if self.size == 1:
-            return Travelling(sent[None])
+            return PendingTensor(sent[None])
         own = sizes[self.rank]
         result = sent.new_empty(self.size * own)
         with explained_loss():
             work = dist.all_to_all_single(result, sent, [own] * self.size, [*sizes], async_op=True)
         self.received += (self.size - 1) * sum(sizes)
-        return Travelling(result.view(self.size, own), work, sent)
+        return PendingTensor(result.view(self.size, own), work, sent)
 
-    def tell_all(self, tensor: Tensor, owner: int) -> "Travelling":
-        """Send what one process has to all others, in place."""
+    def broadcast(self, tensor: Tensor, owner: int) -> "PendingTensor":
+        """Broadcast a tensor from its owner, in place and asynchronously."""
         if self.size == 1:
-            return Travelling(tensor)
+            return PendingTensor(tensor)
         with explained_loss():
             work = dist.broadcast(tensor, owner, async_op=True)
         self.received += (self.size - 1) * tensor.nbytes
-        return Travelling(tensor, work)
+        return PendingTensor(tensor, work)
 
     def in_order(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Bring together what each process has of its micro-batches, in the order of these.
+        """Gather the tensors of all micro-batches, in the order of these.
 
         Args:
-            tensors: of the same shapes everywhere.
+            tensors: one for each micro-batch of this process, all of the same shape.
         """
         if self.size == 1 or not tensors:
             return tensors
@@ -111,24 +111,24 @@ class Group:
         return [tensor for part in found for tensor in part]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add up integers of all processes."""
+        """Sum an integer tensor over all processes."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """Find the largest integers of all processes."""
+        """Return the elementwise maximum of an integer tensor over all processes."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
-    def _reduce(self, tensor: Tensor, how: Any) -> Tensor:
+    def _reduce(self, tensor: Tensor, op: Any) -> Tensor:
         if self.size == 1:
             return tensor
         result = tensor.clone()
         with explained_loss():
-            dist.all_reduce(result, how)
+            dist.all_reduce(result, op)
         self.received += 2 * (self.size - 1) * result.nbytes
         return result
 
     def agree(self, *numbers: int) -> list[int]:
-        """Find the largest of each number; on the host, nothing waits for a GPU."""
+        """Return the maximum of each number over all processes, without a GPU."""
         if self.size == 1:
             return [*numbers]
         found = torch.tensor(numbers, dtype=torch.int64, device=CPU)
@@ -136,8 +136,8 @@ class Group:
             dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.tolist()
 
-    def tell(self, value: Any) -> Any:
-        """Give all processes what the first one has: anything that can be pickled."""
+    def broadcast_object(self, value: Any) -> Any:
+        """Broadcast a picklable object from rank 0."""
         if self.size == 1:
             return value
         values = [value]
@@ -146,7 +146,7 @@ class Group:
         return values[0]
 
     def collect(self, value: Any) -> list[Any]:
-        """Give all processes what each of them has, by rank: anything that can be pickled."""
+        """Gather picklable objects of all processes, in the order of ranks."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -155,15 +155,15 @@ class Group:
         return found
 
     def compare(self, values: dict[str, Any], what: str, hint: str = SAME) -> None:
-        """Refuse to go on where processes differ.
+        """Check that values are equal in all processes.
 
         Args:
-            values: by name.
-            what: they are, for the error.
-            hint: what to do then.
+            values: values by name.
+            what: kind of the values, for the error.
+            hint: hint of the error.
 
         Raises:
-            ArbError: in all processes, if one of them has others than the first.
+            ArbError: in all processes, if one differs from rank 0.
         """
         found = self.collect(values)
         for rank, other in enumerate(found):
@@ -176,15 +176,15 @@ class Group:
                 )
 
     def fetch(self, tensor: Tensor | None, like: Tensor, owner: int) -> Tensor | None:
-        """Bring a tensor from its owner to the first process.
+        """Send a tensor from its owner to rank 0.
 
         Args:
-            tensor: what the owner has.
-            like: a tensor of its shape and dtype, on any device.
-            owner: which process.
+            tensor: the tensor in the owner.
+            like: a tensor of the same shape and dtype, on any device.
+            owner: rank of the owner.
 
         Returns:
-            It on the first process, None elsewhere.
+            The tensor in rank 0, None elsewhere.
         """
         if owner == 0:
             return tensor if self.first else None
@@ -198,60 +198,60 @@ class Group:
         return None
 
 
-class Travelling:
-    """A tensor on its way.
+class PendingTensor:
+    """The pending result of an asynchronous collective.
 
     Args:
-        tensor: where it arrives.
-        work: what `wait` waits for; None if it is there.
-        kept: what must not be freed before.
+        tensor: the result.
+        work: handle of the collective; None if it is complete.
+        keep_alive: tensor to keep alive until then.
     """
 
-    def __init__(self, tensor: Tensor, work: Any = None, kept: Tensor | None = None) -> None:
-        self._tensor, self._work, self._kept = tensor, work, kept
+    def __init__(self, tensor: Tensor, work: Any = None, keep_alive: Tensor | None = None) -> None:
+        self._tensor, self._work, self._keep_alive = tensor, work, keep_alive
 
     def wait(self) -> Tensor:
-        """Let the current stream wait, or the host on a CPU, and return it."""
+        """Wait for the result, on the current stream or on the host, and return it."""
         if self._work is not None:
             with explained_loss():
                 self._work.wait()
-            self._work = self._kept = None
+            self._work = self._keep_alive = None
         return self._tensor
 
 
 def _exchange(*operations: dist.P2POp) -> None:
-    """Send and receive between two processes, as a batch: NCCL warns of anything else."""
+    """Run point-to-point operations as a batch, as NCCL warns about unbatched ones."""
     for work in dist.batch_isend_irecv([*operations]):
         work.wait()
 
 
 @contextmanager
 def explained_loss() -> Iterator[None]:
-    """Turn torch's complaint about a process that is gone into an error that says what to do."""
+    """Convert torch's error about a lost process to an `ArbError`."""
     try:
         yield
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise ArbError(
-            f"another process of the run is gone, or does not answer: {reason}",
+            f"another process of the run is lost, or does not answer: {reason}",
             hint="continue from the last checkpoint with `--resume`, with any number of processes",
         ) from error
 
 
 def own_device(place: torch.device) -> torch.device:
-    """Find the device of this process: of several, each has a GPU of its own.
+    """Return the device of this process; each of several has its own GPU.
 
     Raises:
         ArbError: there are fewer GPUs than processes.
     """
-    here = this_process()
-    if place.type != "cuda" or here.size == 1:
+    process = this_process()
+    if place.type != "cuda" or process.size == 1:
         return place
-    index, there = here.local_rank, torch.cuda.device_count()
-    if index >= there:
+    index, available = process.local_rank, torch.cuda.device_count()
+    if index >= available:
         raise ArbError(
-            f"process {index} of this machine has no GPU: there are {there}",
-            hint=f"start at most {there}, or use `--device cpu`",
+            f"process {index} of this machine has no GPU: there are {available}",
+            hint=f"start at most {available}, or use `--device cpu`",
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -259,14 +259,14 @@ def own_device(place: torch.device) -> torch.device:
 
 @contextmanager
 def joined(device: torch.device, command: str) -> Iterator[Group]:
-    """Join the processes that were started together; a process alone is a group of one.
+    """Join the process group within the block; a single process is a group of one.
 
     Args:
-        device: of the tensors that travel.
-        command: what this process is about to do, which must be the same in all.
+        device: device of transferred tensors.
+        command: name of the command, which must be the same in all processes.
 
     Raises:
-        ArbError: there is no such GPU here, the others do not come, or they do something else.
+        ArbError: processes are missing, or run another command or version.
     """
     place = this_process()
     if place.size == 1:
@@ -283,22 +283,22 @@ def joined(device: torch.device, command: str) -> Iterator[Group]:
         _abort()
         raise
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # a graph that still runs is not freed
+        torch.cuda.synchronize(device)  # running graphs cannot be freed
     group.forget_graphs()
     dist.destroy_process_group()
 
 
 def _connect(place: Place, device: torch.device, store: dist.Store) -> None:
-    """Connect this process with all others, which have met.
+    """Initialise the process group after the rendezvous.
 
     Raises:
-        ArbError: one of them ended meanwhile, or does not answer.
+        ArbError: a process has ended, or does not answer.
     """
     on_gpus = device.type == "cuda"
 
     def connect() -> None:
         if on_gpus:
-            torch.cuda.set_device(device)  # of this thread
+            torch.cuda.set_device(device)  # it is a property of the thread
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if on_gpus else "gloo",
             rank=place.rank,
@@ -319,9 +319,9 @@ def _connect(place: Place, device: torch.device, store: dist.Store) -> None:
 
 
 def _abort() -> None:
-    """End all talk at once: nobody waits for what others may never send.
+    """Abort all communication, without waiting for other processes.
 
-    It is given some seconds, as what is told is the error that led here, whatever NCCL does.
+    It has a time limit, so that the original error is reported even if NCCL hangs.
     """
     if dist.group.WORLD is None:
         return

@@ -1,6 +1,6 @@
-"""Start the processes of a run on this machine, and find which of them this one is.
+"""Launch of a run's processes on this machine, and the rank of this process.
 
-They meet at a file in a folder that no other user can read, and end when the launcher ends.
+The rendezvous is a file in a private folder. Processes are killed when the launcher ends.
 """
 
 import ctypes
@@ -20,25 +20,25 @@ from arbcli.environment import number_in
 from arbcli.signals import RememberedSignal
 
 STORE = "ARB_STORE"
-"""Environment variable: path of the file at which processes meet that `launch` has started."""
+"""Environment variable with the path of the rendezvous file of `launch`."""
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
-"""Environment variables that `torchrun` sets: which process this is, and where they meet."""
+"""Environment variables of `torchrun`: ranks, and the address of the rendezvous."""
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 POLL_SECONDS = 0.05
 ASK_SECONDS, KILL_SECONDS = 2, 25
-"""After one process has failed, until others are asked to end, and until they are killed."""
+"""Seconds after a failure until other processes get SIGTERM, and until they are killed."""
 PR_SET_PDEATHSIG = 1
-"""Option of Linux's prctl: the signal that a process gets when its parent ends."""
+"""Option of Linux's prctl: signal to receive when the parent ends."""
 
 
 class Place(NamedTuple):
-    """Which one of several processes this is; the defaults are those of one alone."""
+    """The rank of this process; the defaults are those of a single process."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Among those of this machine."""
+    """Rank among the processes of this machine."""
     one_machine: bool = True
     """Whether all processes are on this machine."""
 
@@ -48,11 +48,11 @@ class Failure(NamedTuple):
 
     rank: int
     code: int
-    """Its exit code; of one that a signal has ended, the number of the signal, negative."""
+    """Exit code; the negative number of the signal that killed it."""
 
 
 def this_process(environment: Mapping[str, str] = os.environ) -> Place:
-    """Find which process this is, as `launch` or `torchrun` says it in the environment.
+    """Read the rank of this process from the environment of `launch` or `torchrun`.
 
     Raises:
         ArbError: a variable is not a number, or is out of range.
@@ -73,18 +73,18 @@ def this_process(environment: Mapping[str, str] = os.environ) -> Place:
 def launch(command: Sequence[str], number: int) -> Failure | None:
     """Run a command in several processes of this machine, and wait for them.
 
-    The first signal that asks to stop is forwarded to all, which may then take their time. A second
+    The first stopping signal is forwarded to all processes, which end in their own time. A second
     one kills them.
 
     Args:
         command: program and arguments.
-        number: of processes.
+        number: number of processes.
 
     Returns:
-        The one that failed first, None if none did.
+        The first failure; None if there was none.
 
     Raises:
-        Interrupted: a second signal came.
+        Interrupted: a second signal was received.
     """
     processes: list[Popen] = []
     with TemporaryDirectory(prefix="arb-") as folder, RememberedSignal() as stop:
@@ -103,7 +103,7 @@ def launch(command: Sequence[str], number: int) -> Failure | None:
 
 
 def is_said(message: str) -> bool:
-    """Return whether a process of the same `launch` has printed this error; note that one has."""
+    """Return whether a process of the same `launch` has printed an error; mark it as printed."""
     if STORE not in os.environ:
         return False
     name = sha256(message.encode(errors="backslashreplace")).hexdigest()
@@ -111,15 +111,15 @@ def is_said(message: str) -> bool:
         Path(os.environ[STORE]).with_name(name).touch(exist_ok=False)
     except FileExistsError:
         return True
-    except OSError:  # a full disk: printed twice is better than never
+    except OSError:  # full disk: better printed twice than never
         return False
     return False
 
 
 def _start(command: Sequence[str], variables: dict[str, str]) -> Popen:
-    """Start one process with variables of its environment, in a session of its own.
+    """Start a process with additional environment variables, in its own session.
 
-    Signals of the terminal reach the launcher.
+    Signals of the terminal therefore only reach the launcher.
     """
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | variables
     first = None
@@ -129,14 +129,14 @@ def _start(command: Sequence[str], variables: dict[str, str]) -> Popen:
 
 
 def _end_with(parent: int, prctl: Callable[[int, int], int]) -> None:
-    """Have the kernel kill this process when its parent ends, even by SIGKILL."""
+    """Make the kernel kill this process when its parent ends, even by SIGKILL."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 def _first_failure(processes: Sequence[Popen], stop: RememberedSignal) -> Failure | None:
-    """Wait until all have ended, or until `KILL_SECONDS` after one has failed."""
+    """Wait until all processes have ended, or until `KILL_SECONDS` after a failure."""
     running, failure = dict(enumerate(processes)), None
     forwarded = asked = False
     while running:
@@ -148,7 +148,7 @@ def _first_failure(processes: Sequence[Popen], stop: RememberedSignal) -> Failur
         for rank in ended:
             del running[rank]
         if failure is None and any(ended.values()):
-            # negative codes first: a killed process fails before those that lose it
+            # negative codes first: a killed process causes the failures of others
             code, rank = min((code, rank) for rank, code in ended.items() if code)
             failure, failed_at = Failure(rank, code), time.monotonic()
         if failure is not None:

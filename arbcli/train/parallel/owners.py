@@ -1,9 +1,9 @@
-"""Which process owns which tensor, and where each lies in what travels.
+"""Sharding of tensors over processes (as in ZeRO), and the layout of their messages.
 
-An owner adds up the gradient of its tensors, steps them, and tells the others. What only a step
-needs, such as remainder and moment, it alone keeps. Tensors are dealt out from the last of the
-model to the first, as a backward comes to them, each to the process with the least work so far, so
-that the work is even at every moment of a backward.
+The owner of a tensor sums its gradients, steps it, and broadcasts the result. Only the owner keeps
+buffers that only a step needs, such as remainder and moment. Tensors are assigned in the order of a
+backward, last to first, each to the process with the least work so far, which balances the load
+throughout the backward.
 """
 
 import math
@@ -23,30 +23,30 @@ from arbcli.rules.base import STEP_OF_RADIX
 from arbcli.train.updater import step_limit
 
 BUCKET_WEIGHTS = 2**25
-"""Of the tensors that travel together, about: few messages, and long ones."""
+"""Approximate number of weights in a bucket."""
 ALIGNMENT = 16
-"""Bytes; every tensor in a message begins at a multiple."""
+"""Alignment of tensors in a message, in bytes."""
 ORTHOGONAL_COST = 1 / 100
-"""Cost of a weight of an orthogonalised matrix for each row or column of its smaller side, a
-pass over memory being 1: thirty operations against twenty bytes."""
+"""Cost of orthogonalisation per weight and row or column of the smaller side, relative to a pass
+over memory: thirty operations against twenty bytes."""
 
 
 DIGITS = ("trits", "remainder")
-"""Buffers that the last bits of z tell."""
+"""Buffers that are encoded by the low bits of z."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """How sums of parts of a gradient lie in a message."""
+    """Integer format of summed gradients in a message."""
 
     dtype: torch.dtype
     has_low: bool
-    """Whether four bits more of each are in a plane of their own: see `quantise_gradient`."""
+    """Whether four more bits are in a separate plane: see `quantise_gradient`."""
     largest: int
-    """Magnitude of a sum that they hold, and that can be added up with others' and mixed back."""
+    """Maximum magnitude of a sum, so that further sums and the Hadamard transform fit."""
 
     def sizes(self, rows: int, columns: int) -> tuple[int, int]:
-        """Count the bytes of a matrix of them, and those of the plane of four bits."""
+        """Return the sizes of a matrix and of its plane of low bits, in bytes."""
         low = (rows + 1) // 2 * columns if self.has_low else 0
         return rows * columns * self.dtype.itemsize, low
 
@@ -57,58 +57,58 @@ SUMS = (
     Sums(torch.int16, has_low=False, largest=32767),
     Sums(torch.int32, has_low=False, largest=(2**31 - 1) // LARGEST_BLOCK),
 )
-"""From the narrowest on."""
+"""Formats in the order of size."""
 
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A tensor in a bucket, or those of its matrices whose gradients come together."""
+    """A tensor in a bucket, or a range of its stacked matrices."""
 
     tensor: TernaryTensor
     matrices: range
     owner: int
     up: int
-    """Where its sums begin in the part of the owner, bytes."""
+    """Offset of its sums in the owner's part, in bytes."""
     down: int
-    """Where what the owner tells begins in its message, bytes."""
+    """Offset of its state in the owner's message, in bytes."""
     by_bits: bool
-    """Whether trits and remainders are told by the last bits of both: see `are_told_by_bits`."""
+    """Whether trits and remainders are sent as low bits of z: see `uses_low_bits`."""
 
     @property
     def rows(self) -> slice:
-        """Find its rows among those of the tensor."""
+        """Its rows in the tensor."""
         return self.tensor.rows_of(self.matrices)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Count its rows and columns."""
+        """Number of rows and columns."""
         return self.rows.stop - self.rows.start, self.tensor.in_features
 
     @property
     def bits_shape(self) -> tuple[int, int]:
-        """Count rows and bytes of the last bits of its digits."""
+        """Shape of the packed low bits: rows and bytes per row."""
         rows, columns = self.shape
         return (rows + 1) // 2, columns
 
     def copied(self) -> list[Tensor]:
-        """List what an owner tells of it as it is: views of the tensor's buffers."""
-        parts = told(self.tensor).items()
+        """Return the buffers that the owner sends unchanged, as views."""
+        parts = broadcast_buffers(self.tensor).items()
         return [part[self.rows] for name, part in parts if not (self.by_bits and name in DIGITS)]
 
 
 @dataclass(eq=False, slots=True)
 class Bucket:
-    """Tensors whose gradients travel together."""
+    """Tensors whose gradients are reduced in one message."""
 
     members: list[Member]
     up_sizes: list[int]
-    """Bytes of each owner's part of the sums."""
+    """Size of each owner's part of the sums in bytes."""
     down_sizes: list[int]
-    """Bytes of each owner's message to all."""
+    """Size of each owner's broadcast in bytes."""
 
     @property
     def rows(self) -> int:
-        """Count the rows of all its tensors."""
+        """Number of rows of all its tensors."""
         return sum(member.shape[0] for member in self.members)
 
 
@@ -117,12 +117,12 @@ def rounded_up(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def told(tensor: TernaryTensor) -> dict[str, Tensor]:
-    """List what a forward and the next quantisation read of a tensor: an owner tells it to all."""
+def broadcast_buffers(tensor: TernaryTensor) -> dict[str, Tensor]:
+    """Return the buffers that all processes need, which the owner broadcasts."""
     names = ["trits", "exponent"]
     if hasattr(tensor, "fraction"):
         names.append("fraction")
-    # weights that fade read them at first, and vectors always
+    # fading weights read the remainder at first, and vectors always
     if tensor.reads_digits or tensor.packed.remainder is not None:
         names.append("remainder")
     if hasattr(tensor, "wire_exponent"):
@@ -130,15 +130,15 @@ def told(tensor: TernaryTensor) -> dict[str, Tensor]:
     return {name: getattr(tensor, name) for name in names}
 
 
-def are_told_by_bits(tensor: TernaryTensor, lr: float) -> bool:
-    """Return whether four bits say what a step makes of the digits of a tensor.
+def uses_low_bits(tensor: TernaryTensor, lr: float) -> bool:
+    """Return whether the low four bits of z encode a step of a tensor.
 
-    They do where all digits are read, and no step moves z by more than `LARGEST_CHANGE`. Rows of a
-    table may be far off, and are told as they are.
+    This requires that all digits are read, and that no step changes z by more than
+    `LARGEST_CHANGE`. Rows of tables may have missed steps, and are sent unchanged.
 
     Args:
-        tensor: of a model.
-        lr: the largest learning rate of its steps.
+        tensor: the tensor.
+        lr: maximum learning rate.
     """
     rule = tensor.rule
     if not tensor.reads_digits or isinstance(tensor, TableWeight):
@@ -147,22 +147,22 @@ def are_told_by_bits(tensor: TernaryTensor, lr: float) -> bool:
     return -(-limit // UNIT) <= LARGEST_CHANGE
 
 
-def kept(tensor: TernaryTensor) -> dict[str, Tensor]:
-    """List what the owner of a tensor alone needs."""
-    others = told(tensor)
+def owner_buffers(tensor: TernaryTensor) -> dict[str, Tensor]:
+    """Return the buffers that only the owner of a tensor needs."""
+    others = broadcast_buffers(tensor)
     return {name: part for name, part in tensor.state.items() if name not in others}
 
 
 def cost(tensor: TernaryTensor) -> float:
-    """Estimate what a step of a tensor costs, in passes over one weight."""
+    """Estimate the cost of a tensor's step, in units of memory traffic for one weight."""
     direction = tensor.direction
     small = min(tensor.out_features // tensor.matrices, tensor.in_features)
     orthogonal = direction is not None and type(direction).__name__ == "Orthogonal"
     return tensor.num_weights * (1 + small * ORTHOGONAL_COST * orthogonal)
 
 
-def deal_out(tensors: Iterable[TernaryTensor], size: int) -> dict[int, int]:
-    """Find an owner for every tensor, by its `id`."""
+def assign_owners(tensors: Iterable[TernaryTensor], size: int) -> dict[int, int]:
+    """Assign an owner to each tensor; return them by the `id` of the tensor."""
     owners, loads = {}, [0.0] * size
     for tensor in reversed([*tensors]):
         owner = loads.index(min(loads))
@@ -177,24 +177,24 @@ def plan(
     """Lay out the messages of a step.
 
     Args:
-        tensors: of the model, in its order.
-        owners: of each, by its `id`.
-        size: how many processes there are.
-        sums: that travel.
-        lr: the largest learning rate.
+        tensors: tensors of the model, in its order.
+        owners: owner of each tensor, by its `id`.
+        size: number of processes.
+        sums: format of the sums.
+        lr: maximum learning rate.
 
     Returns:
-        Buckets, in about the order of a backward; each table, whose rows travel, has its own. Those
-        of a stack of matrices are no larger than what of its gradient comes at once.
+        Buckets in the approximate order of a backward. Each table has its own bucket, as only
+        touched rows are sent. Stacked matrices are split into the ranges of their gradients.
     """
     buckets: list[Bucket] = []
     weights = 0
     for tensor in reversed([*tensors]):
         alone, owner = isinstance(tensor, TableWeight), owners[id(tensor)]
-        by_bits = are_told_by_bits(tensor, lr)
+        by_bits = uses_low_bits(tensor, lr)
         for matrices in tensor.gradient_ranges():
             number = len(matrices) * (tensor.num_weights // tensor.matrices)
-            # one that would be too large by more than half of what comes begins the next
+            # starts a new bucket if more than half of the tensor would exceed the limit
             if alone or not buckets or weights + number // 2 > BUCKET_WEIGHTS:
                 buckets.append(Bucket([], [0] * size, [0] * size))
                 weights = 0

@@ -1,4 +1,4 @@
-"""The rendezvous of a run: all processes have to come in time, and to run the same program."""
+"""The rendezvous of a run: all processes must arrive in time, and run the same program."""
 
 import json
 import os
@@ -22,13 +22,13 @@ from arbcli.train.parallel.launch import MASTER, STORE, Place
 from arbcli.version import __version__
 
 WAIT = "ARB_JOIN_SECONDS"
-"""Environment variable: seconds that processes wait for each other at the start."""
+"""Environment variable with the timeout of the rendezvous in seconds."""
 WAIT_SECONDS = 20
 STORE_TIMEOUT = timedelta(minutes=30)
-"""Of the store once all are here: torch's own for messages between processes."""
+"""Timeout of the store after the rendezvous; torch's default for collectives."""
 POLL_SECONDS = 0.05
 READ_SECONDS = 2
-"""How long the process that holds the store waits for others to read why the run ends."""
+"""Time for which the process with the store waits for others to read the outcome."""
 OUTCOME, READERS = "outcome", "readers"
 ALL_HERE = "all are here"
 TOGETHER = "start all of them together"
@@ -37,26 +37,26 @@ T = TypeVar("T")
 
 
 def seconds_to_join() -> int:
-    """Return how long processes wait for each other at the start.
+    """Return the timeout of the rendezvous in seconds.
 
     Raises:
-        ArbError: the environment says another time than a number.
+        ArbError: the environment variable is invalid.
     """
     return number_in(os.environ, WAIT, 1) if WAIT in os.environ else WAIT_SECONDS
 
 
 def meet(place: Place, command: str) -> dist.Store:
-    """Wait until all processes are here, and check that they run the same program.
+    """Wait for all processes, and check that they run the same program.
 
     Args:
-        place: of this process.
-        command: what it is about to do.
+        place: rank of this process.
+        command: name of the command.
 
     Returns:
-        The store that they share.
+        The shared store.
 
     Raises:
-        ArbError: one did not come in time, or runs another program; all that came raise it.
+        ArbError: in all processes, if one did not arrive in time or runs another program.
     """
     seconds = seconds_to_join()
     deadline = time.monotonic() + seconds
@@ -73,11 +73,11 @@ def meet(place: Place, command: str) -> dist.Store:
             outcome = _difference([json.loads(store.get(key)) for key in places]) or ALL_HERE
         elif time.monotonic() > deadline:
             listed = ", ".join(map(str, missing[:5]))
-            outcome = f"of {place.size} processes these did not come within {seconds} s: {listed}"
+            outcome = f"of {place.size} processes these did not join within {seconds} s: {listed}"
             outcome += f"\n{TOGETHER}, or set `{WAIT}` to wait longer"
         else:
             time.sleep(POLL_SECONDS)
-    outcome = store.compare_set(OUTCOME, "", outcome).decode()  # the first one counts for all
+    outcome = store.compare_set(OUTCOME, "", outcome).decode()  # the first outcome is decisive
     readers = store.add(READERS, 1)
     if outcome == ALL_HERE:
         return store
@@ -90,7 +90,7 @@ def meet(place: Place, command: str) -> dist.Store:
 
 
 def program(command: str) -> dict[str, str]:
-    """List by name what must be the same in all processes before they exchange anything."""
+    """Return the properties that must be equal in all processes, by name."""
     return {
         "command": command,
         "version of arb": __version__,
@@ -100,7 +100,7 @@ def program(command: str) -> dict[str, str]:
 
 
 def source_digest(package: Path = Path(__file__).parents[2]) -> str:
-    """Find the SHA-256 of all sources of this package and of their paths in it."""
+    """Return the SHA-256 of this package's sources and their paths."""
     digest = sha256()
     for path in sorted(package.rglob("*")):
         if path.suffix in (".py", ".c"):
@@ -111,7 +111,7 @@ def source_digest(package: Path = Path(__file__).parents[2]) -> str:
 
 
 def _difference(found: Sequence[dict[str, str]]) -> str | None:
-    """Describe the first difference between a process and process 0; None if there is none."""
+    """Describe the first difference from process 0; None if there is none."""
     for rank, other in enumerate(found):
         for name, value in found[0].items():
             if other.get(name) != value:
@@ -123,7 +123,7 @@ def _difference(found: Sequence[dict[str, str]]) -> str | None:
 
 
 def _open_store(place: Place, seconds: int) -> tuple[dist.Store, bool]:
-    """Open the store that all share, and tell whether this process holds it for the others.
+    """Open the shared store; also return whether this process hosts it.
 
     Raises:
         ArbError: process 0 cannot listen there, or does not answer.
@@ -142,13 +142,13 @@ def _open_store(place: Place, seconds: int) -> tuple[dist.Store, bool]:
         return within(seconds, store), holds
     except (TimeoutError, RuntimeError) as error:
         raise ArbError(
-            f"process 0 does not answer at `{host}:{port}`, where they are to meet",
+            f"process 0 does not answer at the rendezvous `{host}:{port}`",
             hint=f"start it; if another program has the port, set `{MASTER[1]}` to another one",
         ) from error
 
 
 def _listen(host: str, port: int) -> int:
-    """Listen at one address, not at all of the machine as torch would; return the descriptor."""
+    """Listen at one address, unlike torch, which listens at all; return the descriptor."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family).detach()
@@ -161,10 +161,10 @@ def _listen(host: str, port: int) -> int:
 
 
 def within(seconds: float, make: Callable[[], T]) -> T:
-    """Call a function of torch with a time limit, which it has not, and open to signals.
+    """Call a function in a thread, with a timeout and so that signals are handled.
 
     Raises:
-        TimeoutError: it did not return in time; its thread still waits.
+        TimeoutError: it did not return in time; the thread keeps running.
     """
     made: Future[T] = Future()
 

@@ -1,8 +1,7 @@
-"""Updates of a run that is shared out: gradients become integers, and those of all are added up.
+"""The updater for several processes: quantised gradients, reduced to the owners of tensors.
 
-Every micro-batch of a step, whichever process has it, is quantised by the same powers of two and
-the same random bits. Sums of integers are the same in every order, so what an owner steps by does
-not depend on how many processes there are: one process does the same with all micro-batches.
+Each micro-batch is quantised with the same scales and random bits in whichever process it runs. As
+integer sums do not depend on the order, results do not depend on the number of processes.
 """
 
 import math
@@ -29,55 +28,55 @@ from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.kernels.update.sum_gradients import sum_gradients
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
-from arbcli.train.parallel.group import Group, Travelling
+from arbcli.train.parallel.group import Group, PendingTensor
 from arbcli.train.parallel.owners import (
     ALIGNMENT,
     SUMS,
     Bucket,
     Member,
     Sums,
-    are_told_by_bits,
-    deal_out,
-    kept,
+    assign_owners,
+    broadcast_buffers,
+    owner_buffers,
     plan,
     rounded_up,
-    told,
+    uses_low_bits,
 )
 from arbcli.train.updater import Updater, loaded
 
 LARGEST = {"int8": 127, "int12": 2047, "int16": 32767}
-"""Of a part, by `wire`."""
+"""Maximum magnitude of a quantised gradient, by `wire`."""
 MOST_NARROWED = 4
-"""Parts are narrowed so that a sum of so many is no wider than one; sums of more are wider."""
+"""Up to this many micro-batches, gradients are narrowed so that their sum needs no more bits."""
 LARGEST_OF_ROWS = 127
-"""Largest magnitude in a row of a table that is sent."""
+"""Maximum magnitude in the quantised gradient of a table's row."""
 WIRE_SEED = 0x5BD1E995
-"""Parts are rounded by bits of another seed than updates."""
+"""XORed with the seed, so that quantisation uses other random bits than updates."""
 STEPS_OF_AN_OCTAVE = 16
-"""An exponent falls by one in so many steps: largest values of rows differ from step to step, and
-what is cut off costs more than what is rounded."""
+"""Steps in which an exponent falls by at most one. Maxima of rows vary from step to step, and
+clipping is worse than coarse rounding."""
 IN_FLIGHT = 1
-"""Buckets that travel while the backward goes on."""
+"""Number of buckets in flight during the backward."""
 
 
 def part_limit(wire: str, micro_batches: int) -> int:
-    """Find the largest magnitude of a part of a step of so many.
+    """Return the maximum magnitude of a quantised gradient, given the number of micro-batches.
 
-    It depends on the step alone, and not on how many processes share it.
+    It does not depend on the number of processes.
     """
     return LARGEST[wire] // min(micro_batches, MOST_NARROWED)
 
 
 def sums_for(limit: int, local: int, micro_batches: int) -> Sums:
-    """Choose integers that the sum of so many parts cannot wrap.
+    """Choose the smallest integer format in which sums do not overflow.
 
     Args:
-        limit: of a part.
-        local: parts that one process adds up, which travel.
-        micro_batches: parts that an owner adds up.
+        limit: maximum magnitude of a quantised gradient.
+        local: number of micro-batches that a process sums before sending.
+        micro_batches: number of micro-batches that an owner sums.
 
     Raises:
-        ValueError: no integers hold so many.
+        ValueError: no format is large enough.
     """
     if limit * micro_batches <= SUMS[-1].largest:
         return next(sums for sums in SUMS if limit * local <= sums.largest)
@@ -85,25 +84,22 @@ def sums_for(limit: int, local: int, micro_batches: int) -> Sums:
 
 
 class SharedUpdater:
-    """Steps the weights of a model by the gradients of all processes.
-
-    Connect it as the `sink` of the model's tensors, as an `Updater`.
+    """Steps the weights of a model by the gradients of all processes, as the `sink` of its tensors.
 
     Args:
-        tensors: the packed tensors of the model, in an order that never changes; they have
-            `declare_wire` after them.
-        seed: of the stochastic rounding, 0..2**31-1.
-        dtype: of the Newton-Schulz products.
-        wire: what gradients travel as, one of `WIRES`.
-        micro_batches: of a step, of all processes.
-        group: the processes.
-        lr: the largest learning rate of a step.
+        tensors: the packed tensors of the model, always in the same order, after `declare_wire`.
+        seed: seed of the stochastic rounding, 0..2**31-1.
+        dtype: dtype of the Newton-Schulz products.
+        wire: integer format of gradients, one of `WIRES`.
+        micro_batches: number of micro-batches in a step, over all processes.
+        group: the processes of the run.
+        lr: maximum learning rate.
     """
 
     averages = True
-    """A step's gradient counts by its direction, whatever its size."""
+    """The scale of gradients does not matter: see `Updater.averages`."""
     counts_rows = True
-    """Rows of tables are counted here, once all processes have said which they touched."""
+    """The updater counts the uses of rows, once all processes have sent the touched ones."""
 
     def __init__(
         self,
@@ -126,9 +122,9 @@ class SharedUpdater:
         self._seed = self.updates.seed ^ WIRE_SEED
         self._ticks = torch.empty(0, dtype=torch.int32, device=self.device)
         self._fall = torch.zeros(1, dtype=torch.int8, device=self.device)
-        """1 in a step in which exponents may fall, else 0."""
-        self.owners = deal_out(self.tensors, group.size)
-        """By the `id` of a tensor: which process has it."""
+        """1 in steps in which exponents may fall, else 0."""
+        self.owners = assign_owners(self.tensors, group.size)
+        """Rank of the owner by the `id` of a tensor."""
         self._largest_lr = lr
         self.buckets = plan(self.tensors, self.owners, group.size, self.sums, lr)
         self._bucket_of = {
@@ -137,53 +133,53 @@ class SharedUpdater:
             for member in bucket.members
         }
         self.received = 0
-        """Bytes that all processes received of others in the last step, added up."""
+        """Bytes that all processes together received from others in the last step."""
         self._kept = {
             id(tensor): {
                 name: (part.shape, part.dtype)
-                for name, part in (kept(tensor) | self._half_told(tensor)).items()
+                for name, part in (owner_buffers(tensor) | self._half_broadcast(tensor)).items()
             }
             for tensor in self.tensors
         }
-        """By the `id` of a tensor: shapes and dtypes of what its owner alone has right, by name."""
+        """Shapes and dtypes of the buffers that are only valid in the owner, by tensor and name."""
         self._forget()
 
     def _forget(self) -> None:
-        """Begin a step."""
+        """Reset the state of a step."""
         self._sent: dict[int, Tensor] = {}
         self._written: set[Member] = set()
         self._arrived: dict[int, int] = {}
         self._payloads: dict[int, list[Tensor]] = {}
         self._num_rows: dict[int, int] = {}
         self._launched: set[int] = set()
-        self._up: deque[tuple[Bucket, Travelling]] = deque()
-        self._down: deque[tuple[Bucket, list[tuple[int, Travelling]]]] = deque()
+        self._up: deque[tuple[Bucket, PendingTensor]] = deque()
+        self._down: deque[tuple[Bucket, list[tuple[int, PendingTensor]]]] = deque()
         self._measured: dict[int, Tensor] | None = None
 
     def release(self) -> None:
-        """Free what only the owners of other tensors need."""
+        """Free the buffers that only other owners need."""
         for tensor in self.tensors:
             if self.owners[id(tensor)] != self.group.rank:
-                for name, part in kept(tensor).items():
+                for name, part in owner_buffers(tensor).items():
                     setattr(tensor, name, part[:0].clone())
 
-    def _half_told(self, tensor: TernaryTensor) -> dict[str, Tensor]:
-        """List the buffer of whose bytes one half is told, and the other the owner's alone."""
-        by_bits = are_told_by_bits(tensor, self._largest_lr)
+    def _half_broadcast(self, tensor: TernaryTensor) -> dict[str, Tensor]:
+        """Return the buffer of which only four bits per byte are broadcast, if any."""
+        by_bits = uses_low_bits(tensor, self._largest_lr)
         return {"remainder": tensor.remainder} if by_bits and tensor.rule.share_a_byte else {}
 
     def common(self, model: nn.Module) -> dict[str, Tensor]:
-        """List what all processes have alike of the state of a model, by name."""
+        """Return the state of a model that is replicated in all processes, by name."""
         modules = {id(part): name for name, part in model.named_modules()}
         own = self.layout(model)
         found = {name: part for name, part in model.state_dict().items() if name not in own}
         for tensor in self.tensors:
-            for name, part in self._half_told(tensor).items():
+            for name, part in self._half_broadcast(tensor).items():
                 found[f"{modules[id(tensor)]}.{name}"] = part & 15
         return found
 
     def layout(self, model: nn.Module) -> dict[str, Tensor]:
-        """List what owners alone have right of the state of a model, by name, without memory."""
+        """Return the state that is only valid in owners, by name, as tensors on `meta`."""
         modules = {id(part): name for name, part in model.named_modules()}
         return {
             f"{modules[key]}.{name}": torch.empty(shape, dtype=dtype, device="meta")
@@ -192,13 +188,13 @@ class SharedUpdater:
         }
 
     def gather(self, model: nn.Module) -> dict[str, Tensor]:
-        """Bring what owners alone have right to the first process.
+        """Gather the state that is only valid in owners to rank 0.
 
         Args:
-            model: whose tensors they are.
+            model: the model.
 
         Returns:
-            By the names of its state; on other processes what they have.
+            Tensors by their names in the state; in other processes only their own.
         """
         modules = {id(part): name for name, part in model.named_modules()}
         layout, found = self.layout(model), {}
@@ -208,24 +204,24 @@ class SharedUpdater:
                 name = f"{modules[id(tensor)]}.{own}"
                 part = self.group.fetch(getattr(tensor, own), layout[name], owner)
                 if part is not None:
-                    # a GPU has no room for all of them
+                    # a GPU may not have enough memory for all of them
                     found[name] = part.cpu() if owner else part
         return found
 
     # a step
 
     def set_step(self, step: int, lr: float, accumulation: int = 1) -> None:
-        """Write what the updates of a step need to the device.
+        """Write the parameters of a step to the device.
 
         Args:
             step: number of the step, from 0.
-            lr: its learning rate.
-            accumulation: micro-batches of this process.
+            lr: learning rate.
+            accumulation: number of micro-batches of this process.
 
         Raises:
-            ValueError: the learning rate is larger than the largest.
+            ValueError: the learning rate exceeds the maximum.
         """
-        if lr > self._largest_lr * (1 + 1e-6):  # which may be rounded
+        if lr > self._largest_lr * (1 + 1e-6):  # tolerates rounding
             raise ValueError(f"a learning rate of {lr} is above {self._largest_lr}")
         self.updates.set_step(step, lr)
         ticks = [step * self.micro_batches + micro for micro in self.local]
@@ -246,12 +242,12 @@ class SharedUpdater:
     def __call__(
         self, tensor: TernaryTensor, grad: Tensor, where: "range | TouchedRows | None" = None
     ) -> None:
-        """Quantise a gradient; with the last one of a bucket, send it off.
+        """Quantise a gradient, and send the bucket once it is complete.
 
         Args:
-            tensor: one of those the updater was made with.
+            tensor: one of the updater's tensors.
             grad: (N, K) float32 or bfloat16.
-            where: as of `Updater`.
+            where: as in `Updater`.
         """
         if isinstance(where, TouchedRows):
             if self._measured is None:
@@ -276,7 +272,7 @@ class SharedUpdater:
                 self._launch(bucket)
 
     def finish(self) -> None:
-        """End a step: send off what is left, step what is owned, take what others tell."""
+        """Finish a step: send remaining buckets, step owned tensors, and receive the others."""
         for bucket in self.buckets:
             if id(bucket) not in self._launched:
                 self._launch(bucket)
@@ -292,7 +288,7 @@ class SharedUpdater:
         return self.keys[self.updates.index_of(tensor) + matrix, 0]
 
     def _own_sums(self, bucket: Bucket, member: Member) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Find where the sums of a tensor lie: `_read_sums` of the one part that is here."""
+        """Return the buffers of a tensor's sums in this process: see `_read_sums`."""
         if id(bucket) not in self._sent:
             like: TensorOptions = {"dtype": torch.uint8, "device": self.device}
             self._sent[id(bucket)] = torch.empty(sum(bucket.up_sizes), **like)
@@ -302,11 +298,11 @@ class SharedUpdater:
         return sums[0], None if low is None else low[0], fitting[0]
 
     def _read_sums(self, parts: Tensor, member: Member) -> tuple[Tensor, Tensor | None, Tensor]:
-        """View the sums of a tensor in (P, bytes).
+        """View the sums of a tensor in messages of P processes, (P, bytes).
 
         Returns:
-            (P, N, K) integers; the plane of their last bits, (P, (N + 1) // 2, K) uint8, or None;
-            what would fit them, (P, N) int8.
+            Sums, (P, N, K); their low bits, (P, (N + 1) // 2, K) uint8, or None; and the exponents
+            that would have fitted, (P, N) int8.
         """
         rows, columns = member.shape
         size, low_size = self.sums.sizes(rows, columns)
@@ -319,7 +315,7 @@ class SharedUpdater:
         return sums.unflatten(1, (rows, columns)), low, fitting
 
     def _launch(self, bucket: Bucket) -> None:
-        """Send the sums of a bucket to their owners; what has no gradient in this step is zeros."""
+        """Send the sums of a bucket to the owners, with zeros for missing gradients."""
         self._launched.add(id(bucket))
         if self._is_table(bucket):
             payloads = self._payloads.pop(id(bucket), None)
@@ -349,13 +345,13 @@ class SharedUpdater:
                 fitting.fill_(NONE)
 
     def _complete(self) -> None:
-        """Step what this process owns of a bucket that has arrived, and tell the others."""
+        """Step the owned tensors of a received bucket, and broadcast them."""
         bucket, travelling = self._up.popleft()
         parts = travelling.wait()
         if self._is_table(bucket):
             self._complete_rows(bucket, parts)
             return
-        rank, told_by = self.group.rank, []
+        rank, broadcasts = self.group.rank, []
         for member in bucket.members:
             if member.owner == rank:
                 self._step(member, *self._read_sums(parts, member))
@@ -366,13 +362,13 @@ class SharedUpdater:
                 message = torch.empty(size, dtype=torch.uint8, device=self.device)
                 if owner == rank:
                     self._copy(bucket, owner, message, into=True)
-                told_by.append((owner, self.group.tell_all(message, owner)))
-            self._down.append((bucket, told_by))
+                broadcasts.append((owner, self.group.broadcast(message, owner)))
+            self._down.append((bucket, broadcasts))
             while len(self._down) > IN_FLIGHT:
                 self._receive()
 
     def _step(self, member: Member, sums: Tensor, low: Tensor | None, fitting: Tensor) -> None:
-        """Step a tensor by the sums of all processes, and move its exponents."""
+        """Step a tensor by the sums of all processes, and update its exponents."""
         tensor, matrices = member.tensor, member.matrices
         exponent = tensor.wire_exponent[member.rows, 0]
         block = block_of(tensor.in_features)
@@ -384,7 +380,7 @@ class SharedUpdater:
         exponent.copy_(next_exponents(exponent, fitting.amax(dim=0), self._fall))
 
     def _copy(self, bucket: Bucket, owner: int, message: Tensor, *, into: bool) -> None:
-        """Copy what an owner tells of a bucket into its message, or out of it."""
+        """Copy an owner's state of a bucket into its message, or from it."""
         parts, places = [], []
         for member in bucket.members:
             if member.owner == owner:
@@ -400,7 +396,7 @@ class SharedUpdater:
         torch._foreach_copy_(*((places, parts) if into else (parts, places)))  # in few launches
 
     def _pass_bits(self, member: Member, place: Tensor, *, into: bool) -> None:
-        """Write the last bits of all digits to their place, or read them from there."""
+        """Encode the low bits of z to a message, or decode them from it."""
         tensor, rule = member.tensor, member.tensor.rule
         trits, remainder = tensor.trits[member.rows], tensor.remainder[member.rows]
         bits = place.view(member.bits_shape)
@@ -410,9 +406,9 @@ class SharedUpdater:
             take_last_bits_(trits, remainder, bits, rule.radix, rule.share_a_byte)
 
     def _receive(self) -> None:
-        """Take what the owners of a bucket tell."""
-        bucket, told_by = self._down.popleft()
-        for owner, travelling in told_by:
+        """Apply the broadcasts of a bucket's owners."""
+        bucket, broadcasts = self._down.popleft()
+        for owner, travelling in broadcasts:
             message = travelling.wait()
             if owner == self.group.rank:
                 continue
@@ -427,7 +423,7 @@ class SharedUpdater:
         return not hasattr(bucket.members[0].tensor, "wire_exponent")
 
     def _take_rows(self, tensor: TernaryTensor, grad: Tensor, touched: TouchedRows) -> None:
-        """Quantise the rows of a table that a micro-batch touched, each with its own exponent."""
+        """Quantise the touched rows of a table, each with its own exponent."""
         bucket, _ = self._bucket_of[id(tensor), 0]
         exponent = fitting_exponents(grad.abs().amax(dim=1).float(), LARGEST_OF_ROWS)
         sums = torch.empty(grad.shape, dtype=torch.int8, device=grad.device)
@@ -444,11 +440,11 @@ class SharedUpdater:
             self._launch(bucket)
 
     def _complete_rows(self, bucket: Bucket, parts: Tensor) -> None:
-        """Add up the rows that all micro-batches touched, step them, and tell what they are now.
+        """Sum the touched rows of all micro-batches, step them, and broadcast them.
 
         Args:
-            bucket: of the table.
-            parts: (P, bytes) on the owner, of all processes.
+            bucket: the table's bucket.
+            parts: (P, bytes), messages of all processes, in the owner.
         """
         (member,) = bucket.members
         tensor, number = member.tensor, self._num_rows[id(bucket)]
@@ -459,16 +455,16 @@ class SharedUpdater:
         most = min(number * self.micro_batches, tensor.out_features)
         message = torch.empty(self._rows_bytes(tensor, most), dtype=torch.uint8, device=self.device)
         if rows is not None:
-            told_rows, places = self._places_of_rows(tensor, message, most)
-            told_rows.copy_(rows[:, None])
+            row_indices, places = self._places_of_rows(tensor, message, most)
+            row_indices.copy_(rows[:, None])
             for part, place in places:
                 place.copy_(gather_rows(part, rows))
-        self._down.append((bucket, [(member.owner, self.group.tell_all(message, member.owner))]))
+        self._down.append((bucket, [(member.owner, self.group.broadcast(message, member.owner))]))
         while len(self._down) > IN_FLIGHT:
             self._receive()
 
     def _step_rows(self, tensor: TernaryTensor, parts: Tensor, number: int) -> Tensor:
-        """Step the rows that are in (micro-batches, bytes); return which they are."""
+        """Step the rows in messages, (micro-batches, bytes); return their indices."""
         columns, ends = tensor.in_features, (4 * number, 5 * number)
         ids = parts[:, : ends[0]].contiguous().view(torch.int32).flatten().to(torch.int64)
         exponent = parts[:, ends[0] : ends[1]].contiguous().view(torch.int8).flatten()
@@ -485,30 +481,30 @@ class SharedUpdater:
         return touched.rows
 
     def _rows_bytes(self, tensor: TernaryTensor, number: int) -> int:
-        widths = (part.shape[1] for part in told(tensor).values())
+        widths = (part.shape[1] for part in broadcast_buffers(tensor).values())
         return rounded_up(4 * number) + sum(rounded_up(number * width) for width in widths)
 
     def _places_of_rows(
         self, tensor: TernaryTensor, message: Tensor, number: int
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Find the places of what is told of rows: (R, 1) of their numbers, then of each buffer.
+        """Return views of a message of rows: their indices, and the rows of each buffer.
 
         Returns:
-            Where the numbers are, and each buffer with the (R, width) place of its rows.
+            Indices, (R, 1) int32; and each buffer with the view of its rows, (R, width).
         """
         begin, places = rounded_up(4 * number), []
-        for part in told(tensor).values():
+        for part in broadcast_buffers(tensor).values():
             size = number * part.shape[1]
             places.append((part, message[begin : begin + size].view(part.dtype).view(number, -1)))
             begin += rounded_up(size)
         return message[: 4 * number].view(torch.int32)[:, None], places
 
     def _receive_rows(self, bucket: Bucket, message: Tensor) -> None:
-        """Write what the owner of a table tells of the rows that were touched."""
+        """Apply the owner's broadcast of a table's touched rows."""
         tensor = bucket.members[0].tensor
         number = min(self._num_rows[id(bucket)] * self.micro_batches, tensor.out_features)
-        told_rows, places = self._places_of_rows(tensor, message, number)
-        rows = told_rows[:, 0].to(torch.int64)
+        row_indices, places = self._places_of_rows(tensor, message, number)
+        rows = row_indices[:, 0].to(torch.int64)
         for part, place in places:
             scatter_rows_(part, rows, place)
         if isinstance(tensor, TableWeight):
@@ -518,7 +514,7 @@ class SharedUpdater:
 
     @property
     def needs_measuring(self) -> bool:
-        """Whether no exponents are known yet; waits for the device."""
+        """Whether no exponents are known yet; synchronises with the device."""
         return all(bool((t.wire_exponent == NONE).all()) for t in self._measurable())
 
     def _measurable(self) -> list[TernaryTensor]:
@@ -526,7 +522,7 @@ class SharedUpdater:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Only look at the gradients of what is computed inside, and set the exponents by them."""
+        """Only measure gradients in the block, and set the exponents afterwards."""
         self._forget()
         self._measured = {
             id(tensor): torch.full_like(tensor.wire_exponent[:, 0], NONE)
@@ -541,7 +537,7 @@ class SharedUpdater:
         self._forget()
 
     def _measure(self, member: Member, grad: Tensor) -> None:
-        """Find what would fit a gradient; without exponents its parts are zeros."""
+        """Update the exponents that would fit a gradient."""
         if self._measured is None:
             raise ValueError("nothing is being measured")
         so_far = self._measured[id(member.tensor)][member.rows]
@@ -556,36 +552,36 @@ class SharedUpdater:
 
     @property
     def flips(self) -> Tensor:
-        """Trits of this process's tensors that changed, as `Updater.flips` counts them."""
+        """Number of trits changed in this process's tensors: see `Updater.flips`."""
         return self.updates.flips
 
     def counters(self) -> dict[str, int]:
-        """Count as `Updater.counters` does, of all processes."""
+        """Return the counters of all processes: see `Updater.counters`."""
         found = self.updates.counters()
         refused = torch.tensor([found["refused"]], device=self.device)
         return found | {"refused": int(self.group.sum(refused))}
 
     def restore(self, counters: dict[str, int]) -> None:
-        """Continue the counters of an earlier run.
+        """Restore the counters of a checkpoint.
 
         Raises:
-            ArbError: they are others.
+            ArbError: the names of the counters differ.
         """
         self.updates.restore(counters if self.group.first else counters | {"refused": 0})
 
     def bytes_a_weight(self) -> float:
-        """Find what a process received in the last step, for each weight, on average."""
+        """Return the mean number of bytes per weight that a process received in the last step."""
         return self.received / self.group.size / self.num_weights
 
 
 def next_exponents(exponent: Tensor, fitting: Tensor, fall: Tensor) -> Tensor:
-    """Move exponents to what would have fitted: up at once, down by no more than `fall`.
+    """Update exponents to those that would have fitted: up at once, down by at most `fall`.
 
-    A row that has never had a gradient takes the largest of its tensor.
+    Rows without a gradient so far take the maximum of their tensor.
 
     Args:
-        exponent: (N,) int8, as they are.
-        fitting: (N,) int8, what `quantise_gradient` found, the largest of all micro-batches.
+        exponent: (N,) int8, present exponents.
+        fitting: (N,) int8, fitting exponents of `quantise_gradient`, maximum over micro-batches.
         fall: (1,) int8, 0 or 1.
     """
     down = (exponent.to(torch.int16) - fall).clamp(min=LOWEST).to(torch.int8)

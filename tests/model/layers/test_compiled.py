@@ -236,7 +236,7 @@ def test_module_is_found_by_its_tensor_and_so_is_its_copy():
     block = dense().blocks[0]
     twin = copy.deepcopy(block)
     for part in (block.mlp.output.weight, block.mlp.sub_norm, twin.mlp.output.weight):
-        assert find(part.found_by) is part
+        assert find(part.key_tensor) is part
     with pytest.raises(LookupError, match="a copy of it"):
         find(block.mlp.output.weight.trits.clone())
 
@@ -252,6 +252,6 @@ def test_module_whose_trits_moved_is_not_taken_for_the_one_that_has_their_place(
 
 def test_gate_without_a_norm_is_found_as_any_other():
     gate = dense(sub_norms=False).blocks[0].mlp.sub_norm
-    found = find(gate.found_by)
+    found = find(gate.key_tensor)
     assert type(found) is type(gate)
     assert found.weight is None

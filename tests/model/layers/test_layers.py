@@ -144,9 +144,9 @@ def test_twin_normalises_once():
     normal = torch.nn.functional.rms_norm(x, (33,), eps=1e-6)
     assert torch.allclose(layer(x, norm), normal @ layer.weight.latent.T, rtol=1e-5)
     added = x.flip(0)
-    total, of_sum = norm.of_sum(x, added)
+    total, add_and_norm = norm.add_and_norm(x, added)
     assert torch.equal(total, x + added)
-    assert torch.allclose(of_sum, torch.nn.functional.rms_norm(total, (33,), eps=1e-6))
+    assert torch.allclose(add_and_norm, torch.nn.functional.rms_norm(total, (33,), eps=1e-6))
 
 
 def test_weights_do_not_change_while_a_backward_needs_them():

@@ -12,7 +12,7 @@ from arbcli.config.parts import LatentAttentionConfig
 from arbcli.kernels.attention.eight_bits import FORMATS, KeptIn
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.parts.latent_attention import LatentAttention
-from arbcli.model.state import Clock, KeptTexts, Track
+from arbcli.model.state import Clock, StateSpec, Track
 from arbcli.verify.parts.base import norm
 from arbcli.verify.parts.latent_attention import latent_attention
 
@@ -53,7 +53,7 @@ def reference(config=CONFIG, **at):
 
 def new_track(part, positions=LENGTH, stored=None) -> Track:
     clock = Clock(
-        WINDOW, KeptTexts(positions, torch.float32, torch.device("cpu"), None, KeptIn(stored))
+        WINDOW, StateSpec(positions, torch.float32, torch.device("cpu"), None, KeptIn(stored))
     )
     return Track(clock, [part.attention.new_state(clock)])
 

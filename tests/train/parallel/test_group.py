@@ -22,7 +22,15 @@ from arbcli.rules import stage_rule
 from arbcli.train.parallel import group as groups
 from arbcli.train.parallel import owners
 from arbcli.train.parallel.group import Group, own_device
-from arbcli.train.parallel.owners import SUMS, cost, deal_out, kept, plan, rounded_up, told
+from arbcli.train.parallel.owners import (
+    SUMS,
+    assign_owners,
+    broadcast_buffers,
+    cost,
+    owner_buffers,
+    plan,
+    rounded_up,
+)
 from arbcli.train.parallel.replicas import Replicas
 from arbcli.train.parallel.shared_updater import next_exponents, part_limit, sums_for
 from arbcli.train.step import TrainingStep
@@ -49,10 +57,10 @@ def test_process_that_is_gone_is_told_by_whatever_waits_for_it(late, monkeypatch
         monkeypatch.setattr(dist, name, (lambda *_, **__: work) if late else gone)
     group, tensor = Group(rank=1, size=2), torch.zeros(4, dtype=torch.uint8)
     talks = [lambda: group.send_to_owners(tensor, [2, 2]).wait()]
-    talks += [lambda: group.tell_all(tensor, 0).wait()]
+    talks += [lambda: group.broadcast(tensor, 0).wait()]
     talks += [] if late else [lambda: group.in_order([tensor]), lambda: group.sum(tensor)]
     for talk in talks:
-        with pytest.raises(ArbError, match=r"process of the run is gone.*connection closed"):
+        with pytest.raises(ArbError, match=r"process of the run is lost.*connection closed"):
             talk()
 
 
@@ -65,7 +73,7 @@ def test_bytes_that_are_received_are_counted_for_all(silent):
     assert group.received == 3 * 96
     tensor = torch.zeros(10, dtype=torch.int32)
     steps = {
-        lambda: group.tell_all(tensor, 2): 3 * 40,
+        lambda: group.broadcast(tensor, 2): 3 * 40,
         lambda: group.in_order([tensor, tensor]): 4 * 3 * 80,
         lambda: group.sum(tensor): 2 * 3 * 40,
         lambda: group.largest(tensor): 2 * 3 * 40,
@@ -77,7 +85,7 @@ def test_bytes_that_are_received_are_counted_for_all(silent):
             assert group.received == times * counted
     alone = Group()
     assert torch.equal(alone.send_to_owners(tensor, [40]).wait(), tensor[None])
-    for talk in (lambda: alone.tell_all(tensor, 0).wait(), lambda: alone.sum(tensor)):
+    for talk in (lambda: alone.broadcast(tensor, 0).wait(), lambda: alone.sum(tensor)):
         assert talk() is tensor
     assert alone.received == 0
 
@@ -222,7 +230,7 @@ def tensors_of(small_graph: dict) -> list:
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_work_is_dealt_out_evenly_from_the_last_tensor_on(size, small_graph):
     tensors = tensors_of(small_graph)
-    dealt = deal_out(tensors, size)
+    dealt = assign_owners(tensors, size)
     assert dealt[id(tensors[-1])] == 0
     assert set(dealt.values()) == set(range(size))
     loads = [0.0] * size
@@ -244,8 +252,8 @@ def test_cost_of_a_tensor_is_of_its_direction(small_graph):
 def test_owner_of_a_vector_tells_all_of_its_digits(digits):
     """Each process reads them, whatever the weights of the model are."""
     vector = VectorWeight((1.0, 0.5), preset("tiny", digits=digits).site(), area="mlp")
-    assert {*told(vector)} >= {"trits", "exponent", "fraction", "remainder"}
-    assert {*kept(vector)} == {"moment", "row_statistic", "column_statistic"}
+    assert {*broadcast_buffers(vector)} >= {"trits", "exponent", "fraction", "remainder"}
+    assert {*owner_buffers(vector)} == {"moment", "row_statistic", "column_statistic"}
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -253,7 +261,7 @@ def test_owner_of_a_vector_tells_all_of_its_digits(digits):
 def test_nothing_that_travels_overlaps(size, sums, digits, small_graph, monkeypatch):
     monkeypatch.setattr(owners, "BUCKET_WEIGHTS", 3000)
     tensors = tensors_of(small_graph | {"digits": digits})
-    dealt = deal_out(tensors, size)
+    dealt = assign_owners(tensors, size)
     buckets = plan(tensors, dealt, size, SUMS[sums], 0.35)
     assert len(buckets) > 5
     seen: dict[int, list[int]] = {}
@@ -278,8 +286,8 @@ def test_nothing_that_travels_overlaps(size, sums, digits, small_graph, monkeypa
         assert bucket.down_sizes == [ends["down", rank] for rank in range(size)]
     for tensor in tensors:
         assert sorted(seen[id(tensor)]) == [*range(tensor.matrices)]
-        names = told(tensor).keys() | kept(tensor).keys()
-        assert not told(tensor).keys() & kept(tensor).keys()
+        names = broadcast_buffers(tensor).keys() | owner_buffers(tensor).keys()
+        assert not broadcast_buffers(tensor).keys() & owner_buffers(tensor).keys()
         assert names >= tensor.state.keys()
 
 
@@ -287,10 +295,10 @@ def test_nothing_that_travels_overlaps(size, sums, digits, small_graph, monkeypa
 def test_the_same_is_told_while_weights_fade(rule, small_graph):
     """An owner's message has one layout all through a run."""
     for tensor in tensors_of(small_graph | {"rule": rule, "digits": "fade"}):
-        before = told(tensor).keys()
+        before = broadcast_buffers(tensor).keys()
         assert ("remainder" in before) == tensor.reads_digits
         tensor.rule = stage_rule(rule, "trit")
-        assert told(tensor).keys() == before
+        assert broadcast_buffers(tensor).keys() == before
 
 
 @pytest.mark.parametrize(("size", "expected"), [(0, 0), (1, 16), (16, 16), (17, 32)])

@@ -77,7 +77,7 @@ def test_process_that_never_comes_is_named_by_all(place, monkeypatch):
     monkeypatch.setenv(WAIT, "1")
     told = outcomes({0: "train", 2: "train"}, 4)
     assert len(told) == 2
-    expected = "of 4 processes these did not come within 1 s: 1, 3; start all of them together, or"
+    expected = "of 4 processes these did not join within 1 s: 1, 3; start all of them together, or"
     assert all(text.startswith(f"{expected} set `{WAIT}`") for text in told)
 
 
@@ -95,7 +95,7 @@ def test_port_of_another_program_is_refused_by_all(taken, monkeypatch):
         assert told.pop(0).startswith(
             f"process 0 cannot listen at `127.0.0.1:{port}`: Address already in use; set `MASTER_"
         )
-    assert told[0].startswith(f"process 0 does not answer at `127.0.0.1:{port}`, where they are")
+    assert told[0].startswith(f"process 0 does not answer at the rendezvous `127.0.0.1:{port}`")
 
 
 def connected(rank: int) -> str:

@@ -187,7 +187,7 @@ def differing(group, texts):
         trainer.model.head.weight.trits[0, 0] ^= 1
     with pytest.raises(ArbError, match="process 1 has another state than process 0: `head"):
         trainer.check_agreement()
-    return group.agree(group.rank, 5), group.tell(group.rank)
+    return group.agree(group.rank, 5), group.broadcast_object(group.rank)
 
 
 def test_processes_that_differ_are_refused(texts):
@@ -196,9 +196,9 @@ def test_processes_that_differ_are_refused(texts):
 
 def test_batches_that_cannot_be_dealt_out_are_refused(texts):
     config = new_config(**(DECIDED | SMALL))
-    with pytest.raises(ArbError, match="4 micro-batches cannot be dealt out evenly to 3"):
+    with pytest.raises(ArbError, match="4 micro-batches cannot be divided evenly among 3"):
         Trainer(config, texts, group=Group(0, 3))
-    with pytest.raises(ArbError, match="by several processes as integers"):
+    with pytest.raises(ArbError, match="cannot be shared across processes"):
         Trainer(dataclasses.replace(config, wire=None), texts, group=Group(0, 2))
 
 
