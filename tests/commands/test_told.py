@@ -1,4 +1,4 @@
-"""Commands tell programs and people of small runs what they did before."""
+"""Commands tell programs of small runs what they did before."""
 
 from told import WRITTEN, differences, tell
 
