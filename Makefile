@@ -51,14 +51,17 @@ lint: $(VENV)/with-tests
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# modules are compiled when they are first imported, which few of them ever are
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '$(PROGRAM)'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '$(PROGRAM)'
 	touch $@
 
-$(VENV)/with-tests: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[test,plot,triton]'
-	touch $@
+# at once, and not after the program alone: pip looks through every release of each package again
+$(VENV)/with-tests: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[test,plot,triton]'
+	touch $(VENV)/installed $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

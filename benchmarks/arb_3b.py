@@ -32,9 +32,7 @@ from benchmarks.training_step import empty, run_steps, text
 LIMIT = 5106 * 2**20
 """The peak of the system that `arb-3b` re-creates."""
 CTX = 64
-TWIN = {
-    "preset": "base", "dim": 1280, "heads": 10, "ffn": 3456, "layers": 16, "weights": "float",
-}  # fmt: skip
+TWIN = {"preset": "base", "dim": 1280, "heads": 10, "ffn": 3456, "layers": 16, "weights": "float"}
 """317.8 million weights: as many as fit at batch 1."""
 TWIN_BATCHES = (1, 4, 8)
 OURS = {"preset": "arb-3b"}

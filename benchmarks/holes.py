@@ -20,7 +20,7 @@ from torch import Tensor
 from arbcli.config.model import VOCABULARY
 from arbcli.data import Text
 from arbcli.device import deterministic, resolve_backend
-from arbcli.filling import EXTRA, in_layout
+from arbcli.filling import EXTRA, led_in
 from arbcli.infer.load import load_model
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.masking import hide
@@ -66,7 +66,7 @@ def filled_loss(model: LanguageModel, ids: Tensor, hole: slice, *, right: bool) 
     rows, size = [], hole.stop - hole.start
     for row in ids:
         after = row[hole.stop :] if right else row[:0]
-        rows.append(in_layout(row[: hole.start], row[hole], after, model.config.vocabulary))
+        rows.append(led_in(row[: hole.start], row[hole], after, model.config.vocabulary))
     whole = torch.stack(rows)
     losses = model.position_losses(whole[:, :-1], whole[:, 1:].clamp(max=VOCABULARY - 1))
     return float(losses[:, -size:].mean())

@@ -13,14 +13,15 @@ Kernels are sorted by what they do. Next to the time of each kind stands its flo
 - **all others**: every tensor that a launch is given, read or written once, at the rate of a copy.
   A tensor that is read and written counts once, so no kernel can be faster.
 
-MODEL is one of `MODELS`.
+The bare twin's step (`benchmarks.bare_twin`) is traced and timed after the factored ones, and its
+kernels are sorted by their names alone. MODEL is one of `MODELS`.
 """
 
 import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -38,13 +39,15 @@ from arbcli.train import trainer as training
 from arbcli.train.trainer import Trainer
 from arbcli.train.updater import Updater
 from arbcli.verify.timing import Roofline, Stopwatch, measure_roofline, time_calls
-from benchmarks import results
+from benchmarks import bare_twin, results
 from benchmarks.step_kernels import METHODS, TRACED, UPDATE, trace, trainer_of
 from benchmarks.training_step import empty, run_steps
 
 MODELS: dict[str, dict[str, Any]] = {
     "base": {"preset": "base", "batch": 16},
     "1b": {"preset": "1b", "batch": 8},
+    "base, factored": {"preset": "base", "batch": 16, "direction": "factored"},
+    "1b, factored": {"preset": "1b", "batch": 8, "direction": "factored"},
     "1b, fp8": {"preset": "1b", "batch": 8, "compute": "fp8"},
     "hnet-base": {"preset": "hnet-base", "batch": 8},
     "arb-long": {"preset": "arb-long", "batch": 2},
@@ -71,9 +74,14 @@ MODULES = {
 """The same by module, where its package says something else."""
 LIBRARIES = {ATTENTION: r"attention|flash|fmha|sdpa", PRODUCTS: r"gemm|nvjet|cutlass|cublas|splitk"}
 """Patterns of the names of other kernels, by kind; the first that matches counts."""
-MULTIPLIED = {
-    "mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1, "_scaled_grouped_mm": 0,
-}  # fmt: skip
+OF_TWIN = {
+    DECODING: r"^triton_poi_fused__to_copy_(t_)?\d*$",
+    NORMS: r"^triton_",
+    STEPPING: r"adam|multi_tensor|foreach",
+    **LIBRARIES,
+}
+"""Patterns for the twin, whose weights are converted to bf16 where ours are decoded."""
+MULTIPLIED = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1, "_scaled_grouped_mm": 0}
 """Operations of torch that are products, and the place of the first factor."""
 OF_ATTENTION = 3.5
 """Forwards that attention's both passes are worth: they have seven products, and a forward two."""
@@ -289,8 +297,16 @@ def count_step(trainer: Trainer) -> Work:
     return work
 
 
-def kernel_times(events: Iterable[dict[str, Any]], work: Work) -> tuple[Counter, Counter]:
-    """Add up the microseconds of traced kernels by kind, and by name with its kind."""
+def kernel_times(
+    events: Iterable[dict[str, Any]], work: Work, patterns: Mapping[str, str] = LIBRARIES
+) -> tuple[Counter, Counter]:
+    """Add up the microseconds of traced kernels by kind, and by name with its kind.
+
+    Args:
+        events: of a trace.
+        work: whose `kernels` have the kinds of ours.
+        patterns: of the names of others.
+    """
     events = [*events]
     spans = sorted(
         (event["ts"], event["ts"] + event["dur"]) for event in events
@@ -305,7 +321,7 @@ def kernel_times(events: Iterable[dict[str, Any]], work: Work) -> tuple[Counter,
             at += 1
         work.updating = at < len(spans) and spans[at][0] <= event["ts"]
         name = event["name"].split("(")[0].removeprefix("void ")
-        known = (kind for kind, names in LIBRARIES.items() if re.search(names, name.lower()))
+        known = (kind for kind, names in patterns.items() if re.search(names, name.lower()))
         kind = work.kind(work.kernels.get(name) or next(known, REST))
         by_kind[kind] += event["dur"]
         by_name[f"{kind}: {name[:80]}"] += event["dur"]
@@ -398,8 +414,34 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
             kind: {"ms": round(by_kind[kind] / 1e3 / TRACED, 3), "floor_ms": round(least[kind], 3)}
             for kind in KINDS
         },
-        "by_kernel_ms": {k: round(us / 1e3 / TRACED, 3) for k, us in by_name.most_common(LISTED)},
+        "by_kernel_ms": milliseconds(Counter(dict(by_name.most_common(LISTED)))),
         "products": products,
+    }
+
+
+def milliseconds(found: Counter) -> dict[str, float]:
+    """Write the microseconds of all traced steps as milliseconds of one."""
+    return {name: round(us / 1e3 / TRACED, 3) for name, us in found.items()}
+
+
+def measure_twin(options: dict[str, Any], ctx: int) -> dict[str, Any]:
+    """Trace and time the step of the bare twin, with AdamW."""
+    empty()
+    torch._dynamo.reset()
+    eager = training.EAGER_STEPS + TRACED
+    with mock.patch.object(bare_twin, "EAGER_STEPS", eager):
+        twin = bare_twin.BareTwin(options["preset"], ctx, options["batch"], muon=False)
+        events = trace(twin)
+        run_steps(twin, 2)
+        seconds = [run_steps(twin, STEPS) for _ in range(ROUNDS)]
+    by_kind, by_name = kernel_times(events, Work(), OF_TWIN)
+    del twin
+    empty()
+    return {
+        "step_ms": round(1e3 * statistics.median(seconds), 3),
+        "kernel_ms": round(sum(by_kind.values()) / 1e3 / TRACED, 3),
+        "kinds": {kind: milliseconds(by_kind).get(kind, 0.0) for kind in KINDS},
+        "by_kernel_ms": milliseconds(Counter(dict(by_name.most_common(LISTED)))),
     }
 
 
@@ -414,9 +456,12 @@ def main() -> None:
         for kind, found in row["kinds"].items():
             print(f"  {kind:24}{found['ms']:10.3f} ms, at least {found['floor_ms']:10.3f}")
         print(flush=True)
-        results.save(
-            "step_budget", [row], command=results.command_line("step_budget"), folder=given.out
-        )
+        command = results.command_line("step_budget")
+        results.save("step_budget", [row], command=command, folder=given.out)
+        if MODELS[name].get("direction") == "factored":
+            row["twin"] = measure_twin(MODELS[name], row["ctx"])
+            print(f"  the bare twin: {row['twin']}", flush=True)
+            results.save("step_budget", [row], command=command, folder=given.out)
 
 
 if __name__ == "__main__":

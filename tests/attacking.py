@@ -196,9 +196,7 @@ def honest(folder: Path) -> dict[str, tuple[Path, list[str]]]:
         for words in (["inspect"], ["check"], ["train", "--dry-run", "--resume"]):
             found[f"{words[0]} {file[:6]}"] = (run / file, words)
         found[f"resume {file[:6]}"] = (run / file, ["train", "--steps", "7", "--resume"])
-        found[f"export {file[:6]}"] = (
-            run / file, ["export", "--to", "hf", "--out", "PLACE/hf"],
-        )  # fmt: skip
+        found[f"export {file[:6]}"] = (run / file, ["export", "--to", "hf", "--out", "PLACE/hf"])
     found["config of a run"] = (run / "config.json", ["train", "--print-config", "--config"])
     for path in sorted((folder / "hf").iterdir()):
         if path.suffix != ".py":

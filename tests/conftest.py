@@ -17,6 +17,8 @@ import pytest
 import torch
 import typer.testing
 
+gc.disable()  # nothing that is imported and collected here is ever garbage
+
 # the tests' tensors are too small to share among threads, which would wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
@@ -36,6 +38,8 @@ if not torch.cuda.is_available():
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # else every collection goes through all modules and tests anew
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

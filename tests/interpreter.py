@@ -2,13 +2,14 @@
 
 Here is what it computes for nothing, and what numpy computes at once.
 
-It patches the language anew at every call of a device function, checks integers for overflow and
-drops what it finds, builds a table of all types for each that it looks up, describes the type and
-the shape of every tensor anew, and asks for the types of two operands at seven places.
+It patches the language anew at every launch and every call of a device function, which also makes
+Python forget where methods of tensors are, hands each call of a builtin through three functions,
+checks integers for overflow and drops what it finds, builds a table of all types for each that it
+looks up, describes the type and the shape of every tensor anew, and asks for the types of two
+operands at seven places.
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
@@ -27,13 +28,13 @@ except ImportError:  # whatever asks for them is skipped
 def quicken() -> None:
     """Leave out what has no effect; an interpreter that has none of it stays as it is."""
     _leave_out_unread_overflows()
-    _patch_once_in_a_launch()
+    _patch_once()
+    _call_builtins_directly()
     _look_types_up_once()
     _describe_types_once()
     _compare_types_by_identity()
     _leave_alike_shapes_alone()
     _take_alike_types_as_they_are()
-    _list_builtins_once()
     _cast_arrays()
     _operate_on_arrays()
 
@@ -45,9 +46,9 @@ def _leave_out_unread_overflows() -> None:
         interpreter.interpreter_builder.options = options
 
 
-def _patch_once_in_a_launch() -> None:
-    """Device functions see one language or two; what is patched stays so until the launch ends."""
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+def _patch_once() -> None:
+    """Functions see one language or two, which stay patched, as nothing is compiled here."""
+    patch = interpreter._patch_lang
     patched: set[tuple[bool, bool]] = set()
 
     @cache
@@ -57,18 +58,33 @@ def _patch_once_in_a_launch() -> None:
 
     @wraps(patch)
     def patch_once(function: Callable) -> object:
-        if (seen := seen_by(function)) in patched:
-            return None
-        patched.add(seen)
-        return patch(function)
-
-    @wraps(launch)
-    def launch_anew(*args, **kwargs) -> None:
-        patched.clear()
-        launch(*args, **kwargs)
+        if (seen := seen_by(function)) not in patched:
+            patched.add(seen)
+            patch(function)
+        return interpreter._LangPatchScope()  # with nothing to restore
 
     interpreter._patch_lang = patch_once
-    interpreter.GridExecutor.__call__ = launch_anew
+
+
+def _call_builtins_directly() -> None:
+    """Leave out what is around builtins, which asks only whether semantics are there."""
+    core = language.core
+
+    def noop() -> None: ...
+
+    around = core.builtin(noop).__code__
+
+    def patch(obj: object, name: str, member: Callable, builder: object, scope: object) -> None:
+        if getattr(member, "__code__", None) is around:
+            member = member.__wrapped__
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch
 
 
 def _look_types_up_once() -> None:
@@ -88,25 +104,37 @@ def _describe_types_once() -> None:
     block, tensor = language.core.block_type, language.core.tensor
     describe, make = block.__init__, tensor.__init__
     described: dict[tuple, dict] = {}
+    of_elements: dict[tuple, object] = {}
 
     @wraps(describe)
     def describe_once(self, element_ty: language.dtype, shape: Sequence) -> None:
-        key = id(element_ty), *(getattr(size, "value", size) for size in shape)
+        sizes = [getattr(size, "value", size) for size in shape]
+        key = id(element_ty), *sizes
         if key not in described:
             describe(self, element_ty, shape)
+            self._sizes = sizes
             described[key] = self.__dict__  # it holds the type of the elements, so its id stays
         self.__dict__ = described[key]
 
+    def with_element_type(self, kind: language.dtype) -> object:
+        key = id(self.__dict__), id(kind)
+        if key not in of_elements:
+            of_elements[key] = block(kind, self.shape)  # both are held, this one's in `described`
+        return of_elements[key]
+
     @wraps(make)
     def make_alike(self, handle: object, type: language.dtype) -> None:
-        found = type.__dict__.get("_of_tensors")
+        found = getattr(type, "_of_tensors", None)
         if found is None:
             make(self, handle, type)
-            type._of_tensors = {key: part for key, part in vars(self).items() if key != "handle"}
+            assert {*vars(self)} == {"handle", "shape", "numel", "type", "dtype"}
+            type._of_tensors = self.shape, self.numel, self.type, self.dtype
         else:
-            self.__dict__.update(found, handle=handle)
+            self.handle = handle
+            self.shape, self.numel, self.type, self.dtype = found
 
-    block.__init__, tensor.__init__ = describe_once, make_alike
+    block.__init__, block.with_element_ty = describe_once, with_element_type
+    tensor.__init__ = make_alike
 
 
 def _compare_types_by_identity() -> None:
@@ -132,7 +160,7 @@ def _leave_alike_shapes_alone() -> None:
         one, other = lhs.type, rhs.type
         blocks = one.is_block(), other.is_block()
         if blocks == (True, True):
-            alike = one.__dict__ is other.__dict__ or [*one.shape] == [*other.shape]
+            alike = one.__dict__ is other.__dict__ or one._sizes == other._sizes
         else:
             alike = blocks == (False, False)
         return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
@@ -145,6 +173,7 @@ ARRAYS = {
 }  # fmt: skip
 """Types that numpy computes with as a GPU does."""
 CAST = {*ARRAYS} - {"uint32"}
+CAST_TO = CAST - {"int1"}
 LEAST = {"int32": -(2**31), "int64": -(2**63), "uint32": 0}
 MOST = {"int32": 2**31, "int64": 2**63, "uint32": 2**32}
 OPERATORS = {
@@ -194,22 +223,6 @@ def _take_alike_types_as_they_are() -> None:
     semantic.binary_op_type_checking_impl = check_others
 
 
-def _list_builtins_once() -> None:
-    """A module has hundreds of names, and each launch looks for those that it replaces."""
-    listed: dict[object, list[str]] = {}
-
-    def patch(package: object, builder: object, scope: object) -> None:
-        if package not in listed:
-            found = inspect.getmembers(package, language.core.is_builtin)
-            listed[package] = [name for name, _ in found]
-        for name in listed[package]:
-            member = getattr(package, name)
-            if language.core.is_builtin(member):  # else it is replaced
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    interpreter._patch_builtin = patch
-
-
 def _cast_arrays() -> None:
     """Types that numpy casts alike; not those to a boolean, and not those of a sign alone."""
     semantic, tensor = type(interpreter.interpreter_semantic), language.core.tensor
@@ -220,7 +233,7 @@ def _cast_arrays() -> None:
         of, into = value.dtype, kind.scalar
         if of is into:
             return value
-        if rounding is not None or of.name not in CAST or into.name not in CAST - {"int1"}:
+        if rounding is not None or of.name not in CAST or into.name not in CAST_TO:
             return cast(self, value, kind, rounding)
         data = value.handle.data.astype(ARRAYS[into.name])
         return tensor(_handle(data, into), block(into, data) if value.type.is_block() else into)
@@ -255,8 +268,8 @@ def _directly(slowly: Callable, name: str, operate: Callable) -> Callable:
     types = {"int32", "int64", "uint32"} | ({"fp32"} if operate not in BITWISE else set())
     types |= {"int1"} if operate in LOGICAL else set()
 
-    @wraps(slowly)  # marked as one of the language, as it is
-    def operator(self, other, _semantic=None):
+    @wraps(slowly)
+    def operator(self, other, _semantic=interpreter.interpreter_semantic):
         kind, values = self.dtype, None
         if type(other) is not tensor:
             if kind.name in types:
@@ -275,13 +288,14 @@ def _directly(slowly: Callable, name: str, operate: Callable) -> Callable:
         if values is None:
             return slowly(self, other, _semantic=_semantic)
         of = boolean if compares else kind
-        blocks = self.type.is_block(), type(other) is tensor and other.type.is_block()
-        if blocks == (True, True) and len(self.shape) != len(other.shape):
+        one, two = self.type.is_block(), type(other) is tensor and other.type.is_block()
+        if one and two and len(self.type._sizes) != len(other.type._sizes):
             return slowly(self, other, _semantic=_semantic)
         data = operate(self.handle.data, values)
-        return tensor(_handle(data, kind), block(of, data) if any(blocks) else of)
+        return tensor(_handle(data, kind), block(of, data) if one or two else of)
 
     boolean = core.int1
+    delattr(operator, core.TRITON_BUILTIN)  # it needs no other semantics, so it is called directly
     return operator
 
 

@@ -27,7 +27,7 @@ TYPES = {
     f"{kind}{bits}": np.dtype(f"{'i' if kind == 's' else 'u'}{bits // 8}")
     for kind in "bsu"
     for bits in (8, 16, 32, 64)
-} | {"f32": np.dtype("f4"), "f64": np.dtype("f8")}  # fmt: skip
+} | {"f32": np.dtype("f4"), "f64": np.dtype("f8")}
 OPERATORS = {
     "add": np.add, "sub": np.subtract, "min": np.fmin, "max": np.fmax,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,

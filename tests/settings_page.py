@@ -16,16 +16,24 @@ from arbcli.config.training import RUN_SETTINGS
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 HEAD = """# Settings
 
-Each row is a field of a configuration. It has an option of `arb train`, and of other commands that
-use it. It has a name in a file for `--config`, at the top or below `[model]`. Options override the
-file. `arb train --print-config` prints all settings of a run as such a file.
-`--preset`, `--model` and `--attention` choose a whole model or a kind of block:
-[commands.md](commands.md#arb-train).
+This page lists every setting of a model and of a run. For example, `arb train --ctx 512`, or in a
+file for `--config`:
 
-A file may also call a field as its option, with `_` for `-`. `config.json` and `--print-config`
-have the fields `digits` and `direction` for the words of `--weights` and `--optimizer`.
+```toml
+[model]
+ctx = 512
+```
 
-The page is written by `python tests/settings_page.py`, from the declarations of the fields.
+Each row is a field of a configuration. Its option belongs to `arb train`, and to the other commands
+that use the field. Its name in a file is at the top level or below `[model]`. Options override the
+file, and `arb train --print-config` prints all settings of a run as such a file.
+
+- `--preset`, `--model` and `--attention` choose a whole model or a kind of block:
+  [commands.md](commands.md#arb-train).
+- A file may also name a field by its option, with `_` for `-`. `config.json` and `--print-config`
+  have the fields `digits` and `direction` for the values of `--weights` and `--optimizer`.
+
+`python tests/settings_page.py` writes this page from the declarations of the fields.
 """
 
 

@@ -9,7 +9,7 @@ import torch
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
-from arbcli.filling import EXTRA, cut, in_layout
+from arbcli.filling import EXTRA, LEAD, cut, in_layout, led_in
 from arbcli.infer.generation import Sampling
 from arbcli.infer.holes import fill_in_order
 from arbcli.model.build import build_model
@@ -43,6 +43,17 @@ def test_a_hole_comes_after_both_sides(sizes):
     row = in_layout(parts[0], parts[1], parts[2], 256)
     assert len(row) == sum(sizes) + EXTRA
     assert apart(row.tolist()) == tuple(part.tolist() for part in parts)
+
+
+@pytest.mark.parametrize("sizes", [(LEAD + 3, 2, 4), (LEAD, 1, 0), (3, 5, 2), (0, 4, 1)])
+def test_the_end_of_the_text_before_a_hole_is_read_after_the_mark(sizes):
+    before, hole, after = torch.arange(sum(sizes)).split(sizes)
+    row = led_in(before, hole, after, 256)
+    assert len(row) == sum(sizes) + EXTRA
+    cut_at = max(0, sizes[0] - LEAD)
+    whole = [*range(sum(sizes))]
+    begin, end = whole[:cut_at], whole[cut_at : sizes[0] + sizes[1]]
+    assert apart(row.tolist()) == (begin, end, after.tolist())
 
 
 def test_every_other_window_has_a_hole_anywhere_and_of_any_length():
@@ -95,13 +106,13 @@ def test_twins_learn_text_alone(weights):
 
 @pytest.mark.parametrize("right", [True, False])
 def test_holes_of_a_benchmark_cost_what_float64_says(right):
-    lm, hole = made(), slice(4, 7)
-    ids = torch.randint(256, (3, 11), generator=torch.Generator().manual_seed(1))
+    lm, hole = made(ctx=24), slice(LEAD + 4, LEAD + 7)
+    ids = torch.randint(256, (3, LEAD + 11), generator=torch.Generator().manual_seed(1))
     reference = Reference({n: reference_weight(w) for n, w in lm.weights().items()}, lm.config)
-    rows = [
-        [SUFFIX, 0, 3, *(row[7:] if right else []), PREFIX, *row[:4], MIDDLE, *row[4:7]]
-        for row in ids.tolist()
-    ]
+    rows = []
+    for row in ids.tolist():
+        after = row[hole.stop :] if right else []
+        rows.append([SUFFIX, 0, LEAD + 3, *after, PREFIX, *row[:4], MIDDLE, *row[4 : hole.stop]])
     logs = reference(torch.tensor(rows)[:, :-1])[0].log_softmax(dim=-1)[:, -3:]
     wanted = -logs.gather(2, ids[:, hole, None]).mean()
     with torch.no_grad():
@@ -109,10 +120,11 @@ def test_holes_of_a_benchmark_cost_what_float64_says(right):
 
 
 def test_holes_are_filled_one_after_another():
-    lm, parts = made(ctx=24), [[1, 2, 3], [4, 5], [6]]
+    lm, parts = made(ctx=24), [[1, 2, 3], [4, 5, 7, 8], [6]]
     text, length = list(parts[0]), 2
-    for part in parts[1:]:
-        given = [SUFFIX, 0, length, *part, PREFIX, *text, MIDDLE]
+    for part, lead in zip(parts[1:], (3, LEAD), strict=True):  # of texts of 3 and 9 symbols
+        begin, end = text[: len(text) - lead], text[len(text) - lead :]
+        given = [SUFFIX, 0, lead + length, *part, PREFIX, *begin, MIDDLE, *end]
         for _ in range(length):
             with torch.no_grad():
                 given.append(int(lm(torch.tensor([given]))[0, -1].argmax()))
@@ -124,8 +136,8 @@ def test_holes_are_filled_one_after_another():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"ahead": AheadConfig(positions=2, width=8)}, "`ahead`, which knows no mark"),
-        ({"tied": True}, "`tied`, which knows no mark"),
+        ({"ahead": AheadConfig(positions=2, width=8)}, "`ahead`, which does not support holes"),
+        ({"tied": True}, "`tied`, which does not support holes"),
         ({"ctx": 7}, "`ctx` is 7"),
         ({"vocabulary": 5, "ctx": 25}, "`ctx` is 25"),
     ],
@@ -134,5 +146,5 @@ def test_what_takes_a_mark_for_a_byte_is_refused(change, why):
     with pytest.raises(ArbError, match=why) as refusal:
         replace(preset("tiny", objective="fill"), **change)
     assert "\n" not in str(refusal.value)
-    with pytest.raises(ArbError, match="`experts`, which knows no mark"):
+    with pytest.raises(ArbError, match="`experts`, which does not support holes"):
         preset("tiny", objective="fill", experts=3, moe_gate="hash")

@@ -80,9 +80,9 @@ def other_size(header: dict, data: bytes, draw: random.Random) -> tuple[dict, by
     *outer, stage = config["stages"]
     number, block = draw.choice((2, 16, 256)), stage["blocks"][0]
     wider = block | {"channel": block["channel"] | {"width": number * block["channel"]["width"]}}
-    other = draw.choice((
-        {"blocks": stage["blocks"] * number}, {"dim": stage["dim"] * number}, {"blocks": [wider]},
-    ))  # fmt: skip
+    other = draw.choice(
+        ({"blocks": stage["blocks"] * number}, {"dim": stage["dim"] * number}, {"blocks": [wider]})
+    )
     config["stages"] = [*outer, stage | other]
     return reseal(header, {"config": config}), data
 

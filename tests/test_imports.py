@@ -109,14 +109,16 @@ def test_cli_loads_without_torch():
 
 def test_package_trains_without_triton_and_loads_no_compiler():
     code = (
-        "import sys; sys.modules['triton'] = None\n"
+        "import sys, tempfile; sys.modules['triton'] = None\n"
+        "from pathlib import Path\n"
         "from arbcli.device import deterministic\n"
         "from arbcli.kernels.runtime.backend import default_backend\n"
         "from arbcli.infer.generation import Sampling, continue_text\n"
         "from arbcli.train.configure import new_config\n"
         "from arbcli.data import open_texts\n"
+        "from arbcli.train.run import Observer, start_run\n"
         "from arbcli.train.trainer import Trainer\n"
-        "config = new_config(dim=32, layers=1, heads=2, ffn=48, ctx=16, device='cpu')\n"
+        "config = new_config(dim=32, layers=1, heads=2, ffn=48, ctx=16, device='cpu', steps=1)\n"
         "texts = open_texts(None, None, seed=0, context=16)\n"
         "with deterministic():\n"
         "    trainer = Trainer(config, texts)\n"
@@ -124,6 +126,8 @@ def test_package_trains_without_triton_and_loads_no_compiler():
         "    assert trainer.evaluate() < 8\n"
         "    backend = default_backend(trainer.device)\n"
         "    assert continue_text(trainer.model, '', b'a', 4, Sampling(), backend=backend).text\n"
-        "assert 'torch._inductor' not in sys.modules, 'takes two seconds'\n"
+        "with tempfile.TemporaryDirectory() as folder:\n"
+        "    assert start_run(config, Path(folder, 'run'), Observer()).sample\n"
+        "assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules), 'take two seconds'\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,7 +13,9 @@ from benchmarks.fits import FEWEST, Law, between, fit
 from benchmarks.results import load
 from benchmarks.step_budget import (
     ATTENTION,
+    DECODING,
     NORMS,
+    OF_TWIN,
     OF_UPDATE,
     PRODUCTS,
     REST,
@@ -82,6 +84,20 @@ def test_kernels_are_sorted_by_their_package_their_name_and_their_update():
     by_kind, by_name = kernel_times(reversed(events), work)
     assert by_kind == {NORMS: 1, PRODUCTS: 2, ATTENTION: 4, REST: 8, STEPPING: 21, OF_UPDATE: 4}
     assert by_name[f"{OF_UPDATE}: nvjet_sm90_tst_128x256"] == 1
+
+
+def test_kernels_of_the_twin_are_sorted_by_their_names():
+    events = [
+        event("triton_poi_fused__to_copy_t_3", 0, 1),
+        event("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_7", 1, 2),
+        event("triton_poi_fused__scaled_dot_product_flash_attention_5", 3, 4),
+        event("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>(int)", 7, 8),
+        event("void pytorch_flash::flash_bwd_kernel<cutlass>(Params)", 20, 16),
+        event("nvjet_sm90_tst_128x256", 40, 32),
+        event("void at::native::reduce_kernel<512>(int)", 80, 64),
+    ]
+    by_kind, _ = kernel_times(events, Work(), OF_TWIN)
+    assert by_kind == {DECODING: 1, NORMS: 6, STEPPING: 8, ATTENTION: 16, PRODUCTS: 32, REST: 64}
 
 
 def test_floors_are_products_alone_operations_and_bytes():

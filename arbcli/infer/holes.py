@@ -14,7 +14,7 @@ from torch import Tensor
 
 from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
-from arbcli.filling import EXTRA, in_layout
+from arbcli.filling import EXTRA, led_in
 from arbcli.infer.generation import OUT_OF_MEMORY, Decoder, Sampling, text_dtype
 from arbcli.infer.option_checks import check_fills
 from arbcli.infer.tokens import bytes_of, symbols_of
@@ -132,7 +132,7 @@ def fill_in_order(
     text = torch.tensor(parts[0], dtype=torch.int64)
     for part in parts[1:]:
         after, hole = torch.tensor(part, dtype=torch.int64), text.new_zeros(length)
-        prompt = in_layout(text, hole, after, model.config.vocabulary)[:-length]
+        prompt = led_in(text, hole, after, model.config.vocabulary)[:-length]
         decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
         decoder.read(prompt.tolist())
         middle = [symbol for piece in decoder.stream(length) for symbol in piece]

@@ -45,9 +45,7 @@ from arbcli.model.stage import Chunked, Stage, pass_one
 from arbcli.model.state import Track
 from arbcli.model.step_memory import StepMemory
 
-LOSS_WEIGHTS = {
-    "ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0, "commitment": 0.25,
-}  # fmt: skip
+LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0, "commitment": 0.25}
 """Weights of the auxiliary losses, relative to the loss of the text.
 
 H-Net uses 0.03 for `ratio`; with ten times that, chunks keep their target length. The weight of

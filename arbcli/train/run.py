@@ -316,7 +316,10 @@ def resume_run(
     check_compute(config.compute, place)
     config = dataclasses.replace(config, device=str(place), backend=backend)
     if config.model.weights != "ternary":
-        raise ArbError("float baselines have no checkpoints to resume from", hint="start a new run")
+        raise ArbError(
+            "float baselines have no checkpoints to resume from",
+            hint="start a new run with `--out`",
+        )
     if config.compute == "nvfp4" and emulates_nvfp4(torch.device(config.device)):
         observer.noted(EMULATED)
     threads = facts.get("threads", now := torch.get_num_threads())
@@ -855,8 +858,11 @@ class _Loop:
         sampling, prompt = Sampling(seed=config.seed), PROMPT
         if not symbols_of(model, prompt):  # the tokenizer drops it
             prompt = self.texts.val.source.read(0, PROMPT_BYTES)
-        # large float baselines are compiled block by block, for training only
-        with self._not_timed(), torch.compiler.set_stance("force_eager"):
+        # large float baselines are compiled block by block, for training only; `set_stance` imports
+        # torch's compiler, which takes 2 s
+        compiled = self.trainer.is_compiled
+        eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+        with self._not_timed(), eager:
             if config.model.is_masked:
                 length = min(SAMPLE_BYTES, config.model.ctx)
                 text = filled(model, length, SAMPLE_STEPS, sampling, backend=config.backend)

@@ -109,7 +109,7 @@ def masked_run(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def fill_run(tmp_path_factory) -> str:
-    return filling_run(tmp_path_factory, "fill", ctx=24, steps=400)
+    return filling_run(tmp_path_factory, "fill", ctx=24, steps=250)
 
 
 def filling_run(tmp_path_factory, objective: str, ctx: int = 16, steps: int = 100) -> str:
@@ -243,16 +243,16 @@ ERRORS = {
     "nothing kept": ("generate {run} --top-p 0", "`--top-p` is 0.0"),
     "no chunks": ("generate {run} --chunks", "without chunks"),
     "damaged prompts": ("generate {run} --prompts {bad}", "line 2 of"),
-    "bf16 of fp32": (
-        "evaluate {run} --compute fp32 --kv bf16", "needs activations in bf16"),
+    "bf16 of fp32": ("evaluate {run} --compute fp32 --kv bf16", "needs activations in bf16"),
     "long stride": ("evaluate {run} --data {run}/config.json --stride 17", "`--stride` is 17"),
     "no hole": ("generate {masked} --infill abc", "has no `…`"),
     "long hole": ("generate {masked} --infill a…b --length 15", "17 symbols with its holes"),
     "prompts of holes": ("generate {masked} --prompts {good}", "from left to right"),
     "long hole from left to right": (
         "generate {fill} --infill a…b --length 18",
-        "20 symbols with its holes, and the model reads 19"),
-}  # fmt: skip
+        "20 symbols with its holes, and the model reads 19",
+    ),
+}
 """Errors that depend on a model or a text; `test_early_errors` has those of options alone."""
 
 

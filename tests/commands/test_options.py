@@ -255,9 +255,7 @@ def test_default_that_is_told_is_the_one_that_there_is(command):
     assert told == {name: str(defaults[name]) for name in told}
     assert told.keys() >= {"batch", "accum", "seed", "preset", "digits"}
     if command == "train":
-        assert told.keys() >= {
-            "steps", "warmup", "schedule", "keep", "save_every",
-        }  # fmt: skip
+        assert told.keys() >= {"steps", "warmup", "schedule", "keep", "save_every"}
 
 
 def test_page_of_help_shows_defaults_and_only_groups_that_fit(arb_here):

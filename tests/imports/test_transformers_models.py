@@ -121,9 +121,9 @@ def test_older_configuration_says_the_same(transformers, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("rule", "scale_type", "bound"), [
-    ("moment", "T64", 0.006), ("nibble", "T32", 0.035),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "scale_type", "bound"), [("moment", "T64", 0.006), ("nibble", "T32", 0.035)]
+)
 def test_other_storage_is_as_close_as_its_levels(rule, scale_type, bound, transformers, tmp_path):
     theirs = random_model(transformers, "Qwen 3")
     theirs.save_pretrained(tmp_path / "folder")
@@ -149,7 +149,7 @@ OURS = {
         {"head_width": 16, "bias": True, "rotary": RotaryConfig(scaling="linear", factor=2.0)},
         {"norm_eps": 1e-5},
     ),
-}  # fmt: skip
+}
 """Options of attention and model, by the class that computes the same."""
 
 

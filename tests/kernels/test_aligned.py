@@ -23,6 +23,7 @@ WIDE = {
     "gram": ("x",),
     "grouped_matmul": ("w",),
     "prepacked_rows": ("x",),
+    "rotary_attention_backward": ("grad_y", "qkv", "y"),
     "row_by_row": ("x",),
     "row_matmul": ("x",),
 }

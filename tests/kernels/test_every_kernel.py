@@ -330,11 +330,9 @@ IN_TURNS = {
     "sum_choices": ("2x37x3 of 9, width 5", {"BLOCK": 2, "BLOCK_G": 8}),
     "choose_next": ("4x32 at 119, 7 of 40 slots", {"BLOCK_N": 1}),
     "decode_compressed": ("3/1x10 at 100, last 33, all of 90 slots", {"BLOCK_P": 1}),
-    "compressed_attention": (
-        "1x25 after 21, 6/3x8, 3 of 7 entries of 6, last 4", {"BLOCK_N": 2}
-    ),
+    "compressed_attention": ("1x25 after 21, 6/3x8, 3 of 7 entries of 6, last 4", {"BLOCK_N": 2}),
     "embedding_grad": ("40x33 to 11 duplicates", {"BLOCK": 16}),
-}  # fmt: skip
+}
 """Kernels of which no case takes several turns, and one that does with smaller tiles, by its label.
 
 A tile of one slot ends wherever the slots do, so that none after the last turn is left out.
@@ -405,6 +403,7 @@ ROWS_APART = {
     "gained_rms_norm": (0,), "add_gained_rms_norm": (0, 1), "gained_rms_norm_backward": (0, 1, 4),
     "rms_norm_e4m3": (0, 1), "gated_rms_norm_e4m3": (0, 1), "rotary_norm_backward": (0, 1, 2),
     "rotary_heads_backward": (0, 1, 2), "causal_attention_backward": (0, 1, 2, 3, 4),
+    "rotary_attention_backward": (0, 5),
     "compress_blocks": (0,), "compress_blocks_backward": (2,), "choose_entries": (0, 2),
     "compressed_attention": (0, 1, 2), "compressed_attention_backward": (3, 4, 5),
     "cross_entropy": (0,), "cross_entropy_backward": (0,), "add_symbols": (2,),

@@ -52,14 +52,14 @@ ADAPTED = {
         table_of([Kept(keys, values, new)]), *counts
     ),
     "digits_matmul": lambda x, *rest: digits_matmul(x, PrepackedDigits(*rest[:5]), *rest[5:]),
-    "weighted_rows_grad": lambda grad_y, weights, tokens, order, bounds, *kind: (
-        weighted_rows_grad(grad_y, weights, tokens, TouchedRows(order, order, bounds, order), *kind)
+    "weighted_rows_grad": lambda grad_y, weights, tokens, order, bounds, *kind: weighted_rows_grad(
+        grad_y, weights, tokens, TouchedRows(order, order, bounds, order), *kind
     ),
     "gradient_gains": lambda *inputs: gradient_gains(GradientStatistics(*inputs[:5]), *inputs[5:]),
     "last_bits": lambda trits, remainder, *kind: last_bits(
         trits, remainder, *kind, torch.zeros((len(remainder) + 1) // 2, 37, dtype=torch.uint8)
     ),
-}  # fmt: skip
+}
 """Operations whose arguments are grouped, by the name of the kernel that has them one by one."""
 
 

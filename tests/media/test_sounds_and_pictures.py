@@ -318,7 +318,7 @@ def test_losses_are_summed_by_what_the_bytes_are(cuts, tmp_path, device):
         b" and between ",
         PictureHeader("rgb", 5, 4).encode() + pictures._rows(pixels),
         b" and after",
-    ]  # fmt: skip
+    ]
     path = tmp_path / "mixed"
     path.write_bytes(b"".join(parts))
     size = path.stat().st_size

@@ -136,7 +136,7 @@ def test_runs_of_two_seeds_read_other_windows(weights, options):
 def test_twin_whose_steps_are_captured_is_compiled_with_its_optimizer(options, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
     monkeypatch.setattr(torch, "compile", stepped := mock.Mock())
-    monkeypatch.setattr(training, "tell_compiler", told := mock.Mock())
+    monkeypatch.setattr(training, "set_compiler_determinism", told := mock.Mock())
     monkeypatch.setattr(training, "compile_twin", compiled := mock.Mock())
     optimizers = spy(monkeypatch, training, "FloatOptimizer")
     texts = open_texts(options["data"], options["val"], seed=0, context=SHAPE["ctx"])
@@ -244,9 +244,7 @@ def test_records_have_the_right_units(records):
 
 def test_time_of_a_run_is_all_that_it_takes(records):
     """Saves of 1000 seconds, evaluations of 100, and half a second a step."""
-    assert [record["seconds"] for record in records] == [
-        2000.5, 3001, 4101.5, 5102, 6102.5, 6203,
-    ]  # fmt: skip
+    assert [record["seconds"] for record in records] == [2000.5, 3001, 4101.5, 5102, 6102.5, 6203]
 
 
 def test_time_before_a_resume_is_none_where_no_record_has_it(tmp_path):

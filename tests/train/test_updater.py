@@ -628,9 +628,9 @@ def test_direction_is_given_the_sum_of_the_squares_of_each_moment(device, monkey
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.parametrize(("direction", "step"), [
-    ("sign", "step_by_moment"), ("orthogonal", "step_by_direction"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("direction", "step"), [("sign", "step_by_moment"), ("orthogonal", "step_by_direction")]
+)
 def test_rows_of_a_table_step_by_their_share_with_every_micro_batch(
     direction, step, parts, monkeypatch
 ):

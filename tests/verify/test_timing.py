@@ -27,9 +27,7 @@ from arbcli.verify.timing import (
 )
 
 CPU = torch.device("cpu")
-NOT_TIMED = (
-    "attend_ahead", "accept_ahead", "keep_accepted", "repeat_ahead", "propose_byte",
-)  # fmt: skip
+NOT_TIMED = ("attend_ahead", "accept_ahead", "keep_accepted", "repeat_ahead", "propose_byte")
 """Parts of a check of several bytes, which is timed as a whole by its benchmark."""
 ROOFLINE = Roofline(bytes_per_second=1e12, flops_per_second=1e15, launch_us=3.0)
 

@@ -238,9 +238,8 @@ def _put_before(
     for row in tl.static_range((M - 1) // EACH * EACH):
         if row < begin_row:
             keys, values = _put_row(
-                keys, values, memory, row, (before + row) % W, mine, start, d,
-                M, WIDTH, STRIDE, PTX,
-            )  # fmt: skip
+                keys, values, memory, row, (before + row) % W, mine, start, d, M, WIDTH, STRIDE, PTX
+            )
     return keys, values
 
 
@@ -282,9 +281,7 @@ def _attend_ahead_kernel(
         wait_for_last(OVERLAP, True)
 
         stores = (part == 0) & (start == 0)
-        _take_new(
-            qkv_ptr, new_ptr, angles, head, HEADS, eps, stores, memory, thread, M, WIDTH, PTX
-        )  # fmt: skip
+        _take_new(qkv_ptr, new_ptr, angles, head, HEADS, eps, stores, memory, thread, M, WIDTH, PTX)
         tl.debug_barrier()
         if SEVERAL:
             sums = ()
@@ -325,9 +322,8 @@ def _attend_ahead_kernel(
                 write_sums(to, sums[9 * i : 9 * i + 8], sums[9 * i + 8], d, lane, WIDTH, PTX)
         else:
             keys, values = _put_before(
-                keys, values, memory, before, start, W, mine, first, d,
-                M, EACH, WIDTH, STRIDE, PTX,
-            )  # fmt: skip
+                keys, values, memory, before, start, W, mine, first, d, M, EACH, WIDTH, STRIDE, PTX
+            )
             for i in tl.static_range(EACH):
                 row = tl.minimum(start + i, M - 1)
                 slot = (before + row) % W

@@ -91,6 +91,27 @@ def _store_rows(grads_ptr, values, b, h, first, part, T, H, ROWS: tl.constexpr, 
 
 
 @triton.jit
+def _store_turned(
+    grads_ptr, values, y_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, part, T, H,
+    ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Store the gradient of what `rotary_norm_` made these queries or keys from."""
+    t, offs_h = first + tl.arange(0, ROWS), tl.arange(0, D // 2)[None, :]
+    known, token = t < T, b.to(tl.int64) * T + t
+    y = _load_rows(y_desc, b, h, first, ROWS, D).to(tl.float32)
+    r = tl.load(r_ptr + (token * 2 + part) * H + h, mask=known, other=0)[:, None]
+    values = (values - y * (tl.sum(y * values, axis=1) / D)[:, None]) * r
+    one, other = tl.split(values.reshape(ROWS, 2, D // 2).permute(0, 2, 1))
+    table, mask = t.to(tl.int64)[:, None] * (D // 2) + offs_h, known[:, None]
+    cos = tl.load(cos_ptr + table, mask=mask, other=0)
+    sin = tl.load(sin_ptr + table, mask=mask, other=0)
+    ptrs = grads_ptr + ((token * 3 + part) * H + h)[:, None] * D + offs_h
+    dtype = grads_ptr.dtype.element_ty
+    tl.store(ptrs, (one * cos + other * sin).to(dtype), mask=mask)
+    tl.store(ptrs + D // 2, (other * cos - one * sin).to(dtype), mask=mask)
+
+
+@triton.jit
 def _add_keys(
     grad, q, g, log, delta, k_desc, v_desc, b, h, m, begin, end, scale,
     D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -111,8 +132,8 @@ def _add_keys(
 @triton.jit
 def _queries_kernel(
     grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
-    T, H, padded, scale, log2_e,
-    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
+    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Find the gradient of some queries of a head, and for keys their sums of g y, `delta`."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK  # those with most keys begin
@@ -135,7 +156,12 @@ def _queries_kernel(
         grad, q, g, log, delta, k_desc, v_desc, b, h, m, first, first + BLOCK, scale * log2_e,
         D, BLOCK, True, PRECISION,
     )  # fmt: skip
-    _store_rows(grads_ptr, grad * scale, b, h, first, 0, T, H, BLOCK, D)
+    if TURNED:
+        _store_turned(
+            grads_ptr, grad * scale, q_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, 0, T, H, BLOCK, D
+        )
+    else:
+        _store_rows(grads_ptr, grad * scale, b, h, first, 0, T, H, BLOCK, D)
 
 
 @triton.jit
@@ -162,8 +188,8 @@ def _add_queries(
 @triton.jit
 def _keys_kernel(
     grad_y_desc, q_desc, k_desc, v_desc, log2_ptr, delta_ptr, grads_ptr,
-    T, H, padded, scale, log2_e,
-    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
+    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Find the gradients of some keys and values of a head; the first are seen by most queries."""
     first = tl.program_id(0) * BLOCK
@@ -185,8 +211,14 @@ def _keys_kernel(
         grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n,
         first + BLOCK, T, scale * log2_e, D, BLOCK, False, PRECISION,
     )  # fmt: skip
-    _store_rows(grads_ptr, grad_k * scale, b, h, first, 1, T, H, BLOCK, D)
     _store_rows(grads_ptr, grad_v, b, h, first, 2, T, H, BLOCK, D)
+    if TURNED:
+        _store_turned(
+            grads_ptr, grad_k * scale, k_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, 1, T, H,
+            BLOCK, D,
+        )  # fmt: skip
+    else:
+        _store_rows(grads_ptr, grad_k * scale, b, h, first, 1, T, H, BLOCK, D)
 
 
 def _tiles(q: Tensor) -> tuple[int, int]:
@@ -198,26 +230,47 @@ def _tiles(q: Tensor) -> tuple[int, int]:
     return 64, 3 if q.shape[3] <= 64 else 2
 
 
-def _causal_attention_backward_triton(
-    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    (batch, heads, length, width), grads = q.shape, _place_of_gradients(q)
+def launch_backward(
+    grads: Tensor,
+    inputs: tuple[Tensor, ...],
+    logs: Tensor,
+    turned: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """Launch both kernels.
+
+    Args:
+        grads: place of the gradients of q, k and v, (B, T, 3, heads, d) contiguous.
+        inputs: grad_y, q, k, v and y of `causal_attention_backward`.
+        logs: see there.
+        turned: r, cosines and sines of `rotary_norm_`, which made q and k: then the gradients are
+            those of what it was given.
+    """
+    q = inputs[1]
+    batch, heads, length, width = q.shape
     if not q.numel():
-        return grads
+        return
     block, stages_of_keys = _tiles(q)
     blocks = triton.cdiv(length, block)
-    inputs = [described(_readable(part), [1, 1, block, width]) for part in (grad_y, q, k, v, y)]
+    parts = [described(_readable(part), [1, 1, block, width]) for part in inputs]
     padded = blocks * block  # keys read whole blocks of queries
     log2, delta = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
     precision, grid = "ieee" if q.dtype == torch.float32 else "tf32", (blocks, heads, batch)
+    r, cos, sin = turned or (logs, logs, logs)
+    others = r, cos, sin, length, heads, padded, width**-0.5, LOG2_E
+    chosen = {"D": width, "BLOCK": block, "PRECISION": precision, "TURNED": turned is not None}
     _queries_kernel[grid](
-        *inputs, logs, log2, delta, grads[0], length, heads, padded, width**-0.5, LOG2_E,
-        D=width, BLOCK=block, PRECISION=precision, num_warps=4, num_stages=2,
-    )  # fmt: skip
+        *parts, logs, log2, delta, grads, *others, **chosen, num_warps=4, num_stages=2
+    )
     _keys_kernel[grid](
-        *inputs[:4], log2, delta, grads[0], length, heads, padded, width**-0.5, LOG2_E,
-        D=width, BLOCK=block, PRECISION=precision, num_warps=4, num_stages=stages_of_keys,
-    )  # fmt: skip
+        *parts[:4], log2, delta, grads, *others, **chosen, num_warps=4, num_stages=stages_of_keys
+    )
+
+
+def _causal_attention_backward_triton(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = _place_of_gradients(q)
+    launch_backward(grads[0], (grad_y, q, k, v, y), logs)
     return grads
 
 

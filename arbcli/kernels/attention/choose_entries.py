@@ -22,7 +22,7 @@ from arbcli.kernels.runtime.operation import EXACT, Case, Operation
 from arbcli.kernels.timed import Timed
 
 ELEMENTS = 1 << 24
-"""Of the scores that are computed at a time."""
+"""Maximum number of scores that are computed at once."""
 
 
 def choose_entries_reference(
@@ -98,9 +98,7 @@ def _score_entries_kernel(
 
 
 @triton.jit
-def _take_best_kernel(
-    scores_ptr, chosen_ptr, N, E, FIRST, MOST, SIZE, BLOCK: tl.constexpr
-):  # fmt: skip
+def _take_best_kernel(scores_ptr, chosen_ptr, N, E, FIRST, MOST, SIZE, BLOCK: tl.constexpr):
     n, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     j = tl.arange(0, BLOCK)
     seen = (j < tl.minimum(FIRST + n, E)) & (j >= FIRST + n - MOST)

@@ -181,9 +181,7 @@ def _load_rows(ptr, rows, mask, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def _slopes(
-    q1, q2, do1, do2, k1, k2, log, delta, seen, scale, PRECISION: tl.constexpr
-):  # fmt: skip
+def _slopes(q1, q2, do1, do2, k1, k2, log, delta, seen, scale, PRECISION: tl.constexpr):
     """Compute p and ds / sqrt(d), [ROWS, BLOCK_N] float32."""
     p = tl.exp(scores_of(q1, q2, k1, k2, scale, PRECISION) - log[:, None])
     p = tl.where(seen, p, 0)

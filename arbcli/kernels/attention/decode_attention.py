@@ -342,7 +342,7 @@ class Tiling(NamedTuple):
     """How the slots of a ring are shared out."""
 
     slots: int
-    """Of a block."""
+    """Number of slots per block."""
     splits: int
     """The most programs of a head."""
     several: bool
@@ -351,7 +351,7 @@ class Tiling(NamedTuple):
     span: int = 0
     """Slots of a program, a multiple of those of a block; 0 is as few as `splits` allows."""
     registers: int | None = None
-    """Of a thread, at most."""
+    """Maximum number of registers per thread."""
 
 
 def tiling(heads: int, window: int, width: int, dtype: torch.dtype, alone: bool = False) -> Tiling:
@@ -594,10 +594,8 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     heads, half = 1 + dice.below(4), 1 + min(k, 64)
     qkv, keys, values = (
         dice.reals(prod(shape[:-1]), shape[-1]).contiguous().view(shape)
-        for shape in (
-            (*texts, 3, heads, 2 * half), *(((*texts, heads, n, 2 * half),) * 2)
-        )
-    )  # fmt: skip
+        for shape in ((*texts, 3, heads, 2 * half), *(((*texts, heads, n, 2 * half),) * 2))
+    )
     position = dice.integers(0, 3 * n - 1, *texts, dtype=torch.int32).contiguous()
     angle = dice.reals(3 * n, half, dtype=torch.float32).contiguous()
     semaphores = torch.zeros(*texts, heads, dtype=torch.int32, device=dice.device)

@@ -40,9 +40,7 @@ def _sum_choices_torch(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
 
 
 @triton.jit
-def _place_choices_kernel(
-    chosen_ptr, places_ptr, NUMBER, SIZE, ENTRIES, BLOCK: tl.constexpr
-):  # fmt: skip
+def _place_choices_kernel(chosen_ptr, places_ptr, NUMBER, SIZE, ENTRIES, BLOCK: tl.constexpr):
     g, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     for start in range(0, SIZE, BLOCK):
         i = start + tl.arange(0, BLOCK)

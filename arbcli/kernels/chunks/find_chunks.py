@@ -103,9 +103,8 @@ def _find_chunks_triton(boundaries: Tensor, capacity: int) -> Chunks:
     chunks = Chunks(first, owner, torch.empty_like(owner), torch.empty(batch, **like))
     if batch:
         _find_chunks_kernel[(batch,)](
-            boundaries.view(torch.uint8), *chunks, length, capacity, *boundaries.stride(),
-            BLOCK=256,
-        )  # fmt: skip
+            boundaries.view(torch.uint8), *chunks, length, capacity, *boundaries.stride(), BLOCK=256
+        )
     return chunks
 
 

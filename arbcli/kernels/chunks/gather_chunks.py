@@ -56,9 +56,8 @@ def _gather_chunks_triton(x: Tensor, index: Tensor) -> Tensor:
         block_r, block_d = 4, 256
         grid = triton.cdiv(rows, block_r), triton.cdiv(width, block_d), batch
         _gather_chunks_kernel[grid](
-            x, index, y, rows, width, *x.stride(), *index.stride(),
-            BLOCK_R=block_r, BLOCK_D=block_d,
-        )  # fmt: skip
+            x, index, y, rows, width, *x.stride(), *index.stride(), BLOCK_R=block_r, BLOCK_D=block_d
+        )
     return y
 
 

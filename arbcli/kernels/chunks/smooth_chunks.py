@@ -222,7 +222,7 @@ Returns:
 
 def _draw_backward(dice: Dice, *sizes: int) -> tuple:
     z, p = smooth_chunks.drawn(dice, *sizes)
-    return dice.reals(*z.shape, dtype=torch.float32), z, p, _smooth_chunks_torch(z, p)  # fmt: skip
+    return dice.reals(*z.shape, dtype=torch.float32), z, p, _smooth_chunks_torch(z, p)
 
 
 smooth_chunks_backward = Operation(

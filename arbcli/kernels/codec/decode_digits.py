@@ -122,7 +122,7 @@ def decode_digits(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor
 @triton.jit
 def add_remainder(
     trit, remainder_ptr, offset, mask, of_trit, of_low, DIGITS: tl.constexpr, NIBBLE: tl.constexpr
-):  # fmt: skip
+):
     """Turn trits into z / U, as float32, if weights are all `DIGITS`; `offset` is each weight's.
 
     A trit counts `of_trit` of the scale then, and a unit of the remainder `of_low`.

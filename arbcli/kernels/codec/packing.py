@@ -40,12 +40,13 @@ def unpack_trits_reference(packed: Tensor, in_features: int) -> Tensor:
     """Compute what `unpack_trits` must return, one weight at a time."""
     values = packed.tolist()
     trits = [[0] * in_features for _ in values]
-    for n in range(packed.shape[0]):
-        for k in range(in_features):
-            block, offset = divmod(k, 160)
-            width = min(32, -(-(in_features - 160 * block) // 5))
-            digit, j = divmod(offset, width)
-            trits[n][k] = values[n][32 * block + j] // 3**digit % 3 - 1
+    for k in range(in_features):
+        block, offset = divmod(k, 160)
+        width = min(32, -(-(in_features - 160 * block) // 5))
+        digit, j = divmod(offset, width)
+        place, power = 32 * block + j, 3**digit
+        for row, unpacked in zip(values, trits, strict=True):
+            unpacked[k] = row[place] // power % 3 - 1
     return torch.tensor(trits, dtype=torch.int8, device=packed.device).view(len(trits), in_features)
 
 

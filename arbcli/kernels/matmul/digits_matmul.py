@@ -322,7 +322,7 @@ class Tiling(NamedTuple):
     """How the work of a tile is shared out."""
 
     warps: int
-    """Of a program; each multiplies a share of the planes."""
+    """Number of warps per program; each multiplies a share of the planes."""
     depth: int
     """Pieces that a warp loads at a time."""
 
@@ -470,4 +470,4 @@ _check_lanes = compiled_check(
         {"pieces": Array(f"{_PLANES}, {PLANE}, {ROWS}", INT8, dense=True), "scales": _SCALES}
     ),
     _WHERE,
-)  # fmt: skip
+)

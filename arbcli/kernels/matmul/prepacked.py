@@ -58,7 +58,7 @@ from arbcli.kernels.runtime.operation import Case, Timing
 BLOCK = 4 * PLANE
 """Weights of a row in a piece."""
 CODE_BYTES, SCALE_BYTES = 512, 128
-"""Of a piece."""
+"""Sizes of a piece's codes and scales in bytes."""
 COLUMNS = [0, 2, 1, 3]
 """Of the bytes of a word; and the bytes of columns."""
 PREPACKED_AT_ONCE = 1 << 22
@@ -150,14 +150,13 @@ def prepacked_reference(
     scales = pieces[..., CODE_BYTES:].contiguous().view(torch.bfloat16).unflatten(2, (8, 2, 4))
     weight = torch.zeros(tiles, 2, 8, BLOCK * blocks, dtype=torch.float64, device=x.device)
     for b in range(blocks):
-        for r in range(8):
-            for i in range(4):
-                for j in range(4):
-                    for q in range(2):
-                        k = BLOCK * b + PLANE * i + 8 * j + 4 * q
-                        trit = codes[:, b, j, r, q].long() // 4**i % 4 - 1  # (T, 2, 4)
-                        scale = scales[:, b, r, :, i].double()
-                        weight[:, :, r, k : k + 4] = trit[..., COLUMNS] * scale[:, :, None]
+        for i in range(4):
+            for j in range(4):
+                for q in range(2):
+                    k = BLOCK * b + PLANE * i + 8 * j + 4 * q
+                    trit = codes[:, b, j, :, q].long() // 4**i % 4 - 1  # (T, 8, 2, 4)
+                    four = trit[..., COLUMNS] * scales[:, b, :, :, i, None].double()
+                    weight[..., k : k + 4] = four.transpose(1, 2)
     return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
 
 

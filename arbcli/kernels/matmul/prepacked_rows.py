@@ -82,9 +82,7 @@ def _twice(word, UPPER: tl.constexpr, PTX: tl.constexpr):
     """Repeat the lower or the upper half of a word."""
     if PTX:
         CODE: tl.constexpr = _TWICE_UPPER if UPPER else _TWICE
-        pair = tl.inline_asm_elementwise(
-            CODE, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
-        )  # fmt: skip
+        pair = tl.inline_asm_elementwise(CODE, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
     elif UPPER:
         pair = ((word >> 16) & 0xFFFF) | (word & -0x10000)
     else:
@@ -307,7 +305,7 @@ class Tiling(NamedTuple):
     octets: int
     """Eights of rows of x that a program has; trits are decoded once for all of them."""
     warps: int
-    """Of a program; by the matrix alone, as they decide the order of sums."""
+    """Number of warps per program; depends only on the matrix, as it sets the order of sums."""
     steps: int
     """Blocks of columns of a warp, at most."""
     stages: int

@@ -148,9 +148,8 @@ def _split_bytes(a, b, c, d, PTX: tl.constexpr):
     """
     if PTX:
         return tl.inline_asm_elementwise(
-            _SPLIT, "=&r,=&r,r,r,r,r", [a, b, c, d],
-            dtype=(tl.int32,) * 2, is_pure=True, pack=1,
-        )  # fmt: skip
+            _SPLIT, "=&r,=&r,r,r,r,r", [a, b, c, d], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+        )
     low = (a & 0xFF) | ((b & 0xFF) << 8) | ((c & 0xFF) << 16) | (d << 24)
     a, b, c, d = a >> 8, b >> 8, c >> 8, d >> 8
     high = (a & 0xFF) | ((b & 0xFF) << 8) | ((c & 0xFF) << 16) | (d << 24)
@@ -274,9 +273,8 @@ def _average_parts(values_ptr, totals_ptr, parts, u, K, WIDTH: tl.constexpr, PTX
 
 @triton.jit
 def _load_x(
-    x_ptr, totals_ptr, parts, u, K,
-    WIDTH: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
+    x_ptr, totals_ptr, parts, u, K, WIDTH: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr
+):
     """Load the u-th eight elements of x, as four int32; beyond K they are 0."""
     if WIDTH > 0:
         octet = _average_parts(x_ptr, totals_ptr, parts, tl.minimum(u, K // 8 - 1), K, WIDTH, PTX)
@@ -476,9 +474,8 @@ def _row_matmul_kernel(
     squares = zero
     if TURNS > 0:
         squares += _take_x(
-            x_ptr, totals_ptr, parts, 0, K, x_at, tables_at, thread,
-            TURNS, UNITS, WIDTH, WHOLE, PTX,
-        )  # fmt: skip
+            x_ptr, totals_ptr, parts, 0, K, x_at, tables_at, thread, TURNS, UNITS, WIDTH, WHOLE, PTX
+        )
     if TURNS * THREADS < UNITS:
         some = warp_number() * 32 + TURNS * THREADS < UNITS if PTX else True
         if some:
@@ -516,9 +513,9 @@ class Tiling(NamedTuple):
     height: int
     """Tiles of a program."""
     warps: int
-    """Of a program, a multiple of 4; each takes every `warps`-th step."""
+    """Number of warps per program, a multiple of 4; each takes every `warps`-th step."""
     registers: int = 128
-    """Of a thread, at most; with fewer, the next kernel finds room to begin in."""
+    """Maximum number of registers per thread; fewer let the next kernel start earlier."""
 
     def shared_bytes(self, blocks: int) -> int:
         """Count what a program has of x, of its steps' sums and of its warps' squares."""
@@ -616,9 +613,7 @@ SHAPES = (
     (1, 94, 512, 64, True, 1e-6, True),
 )  # fmt: skip
 """(M, rows, K, G, gated, eps, whether something is added)."""
-TIMED = (
-    (1, 6144, 2048, False), (1, 2048, 2048, False), (1, *MATRIX, True), (1, 2048, 5632, False),
-)  # fmt: skip
+TIMED = ((1, 6144, 2048, False), (1, 2048, 2048, False), (1, *MATRIX, True), (1, 2048, 5632, False))
 """(M, rows, K, gated)."""
 
 

@@ -196,8 +196,8 @@ _GATE = Gate(
     reason="float32 sums of up to 8197 squares; in bf16 one rounding",
 )  # fmt: skip
 _BACKWARD_GATE = replace(
-    _GATE, rounded=False, reason="sums over all rows, too; in bf16 no worse than torch",
-)  # fmt: skip
+    _GATE, rounded=False, reason="sums over all rows, too; in bf16 no worse than torch"
+)
 _GAIN = Array("D", FLOAT, dense=True)
 
 _TIMED = [Timed("16384x2048 bf16", B=(16384,), D=2048, eps=TIMED_EPS)]

@@ -40,6 +40,8 @@ from arbcli.kernels.timed import Timed
 
 WHOLE_BACKWARD = 2048
 """Columns that a program of the backward can keep in registers, of all six matrices."""
+WIDE_BACKWARD = {"WHOLE": False, "BLOCK_M": 1, "BLOCK_D": 2048, "num_warps": 16}
+"""Tile of wider rows, of which so few are read at a time that the cache still has them later."""
 
 
 def gated_rms_norm_reference(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
@@ -234,7 +236,7 @@ def _gated_rms_norm_backward_triton(
     if y.numel():
         width, decoded = y.shape[-1], norm_weight(weight)
         gate_up, grad_y = dense_rows(gate_up), dense_rows(grad_y)
-        grid, tile = tiling(len(gate_up), width, elements=8, whole=WHOLE_BACKWARD)
+        grid, tile = _backward_tiling(len(gate_up), width, normalised=eps is not None)
         grads = grad_gate_up.view(-1, 2 * width)
         _gated_rms_norm_backward_kernel[grid](
             grad_y, gate_up, gate_up[:, width:], y if decoded is None else decoded,
@@ -243,6 +245,15 @@ def _gated_rms_norm_backward_triton(
             HAS_NORM=eps is not None, HAS_WEIGHT=decoded is not None, **tile,
         )  # fmt: skip
     return grad_gate_up, y
+
+
+def _backward_tiling(
+    rows: int, width: int, *, normalised: bool
+) -> tuple[tuple[int], dict[str, int]]:
+    if normalised and width > WHOLE_BACKWARD:
+        return (rows,), WIDE_BACKWARD
+    elements = 16 if normalised and width > WHOLE_BACKWARD // 2 else 8
+    return tiling(rows, width, elements, WHOLE_BACKWARD)
 
 
 def gated_rms_norm_in_its_dtype(

@@ -131,9 +131,8 @@ def norm_native(x: Tensor, weight: Weight, eps: float | None, *, gated: bool) ->
 
 
 def norm_backward_native(
-    grad_y: Tensor, x: Tensor, weight: Weight, eps: float | None, *, gated: bool,
-    grad_x: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad_y: Tensor, x: Tensor, weight: Weight, eps: float | None, *, gated: bool, grad_x: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute the gradient of `norm_native` with respect to x, and its result again.
 
     The gradient is written to `grad_x`, like x and contiguous, which may be x: a row is read before
@@ -236,7 +235,7 @@ def _rms_norm_kernel(
 @triton.jit
 def store_gradient(
     grad_x_ptr, other_grad_ptr, values, offs_m, offs_d, mask, D, stride_bm, OTHER_GRAD: tl.constexpr
-):  # fmt: skip
+):
     """Store a gradient, with another one added before it is rounded."""
     if OTHER_GRAD:
         values = values.to(grad_x_ptr.dtype.element_ty).to(tl.float32)
@@ -445,8 +444,8 @@ def _backward_added_cases(device: torch.device, group_size: int) -> Iterator[Cas
 
 
 def backward_in_its_dtype(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Do what torch alone would do, gradient and sum, in the dtype of `x`."""
     grad_x, y = gradient_and_output(rms_norm_in_its_dtype, grad_y, x, weight, eps)
     return grad_x if other_grad is None else grad_x + other_grad, y

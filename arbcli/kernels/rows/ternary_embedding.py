@@ -126,11 +126,8 @@ def _embedding_rows_kernel(
 
 @triton.jit
 def _table_rows_kernel(
-    ids_ptr, table_ptr, y_ptr,
-    M, V, K,
-    stride_im,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    ids_ptr, table_ptr, y_ptr, M, V, K, stride_im, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
     """Copy rows of a decoded table."""
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     k = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
@@ -142,9 +139,7 @@ def _table_rows_kernel(
 
 
 @triton.jit
-def _segments_kernel(
-    ids_ptr, order_ptr, bounds_ptr, M, V, stride_im, BLOCK: tl.constexpr
-):  # fmt: skip
+def _segments_kernel(ids_ptr, order_ptr, bounds_ptr, M, V, stride_im, BLOCK: tl.constexpr):
     """Find where the tokens of one id begin, and put them there in their order."""
     v = tl.program_id(0)
     before = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -279,9 +274,8 @@ def _rows_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     ids = torch.randint(256, (16384,), device=device)
     packed = random_packed(256, 2048, group_size, torch.Generator(device))
     yield Timing(
-        "16384 of 256x2048 bf16", (ids, packed),
-        peer=partial(embedding, ids, decode_weight(packed)),
-    )  # fmt: skip
+        "16384 of 256x2048 bf16", (ids, packed), peer=partial(embedding, ids, decode_weight(packed))
+    )
 
 
 def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:

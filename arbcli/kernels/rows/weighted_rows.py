@@ -251,9 +251,8 @@ def _weighted_rows_grad_weights_kernel(
     limit = tl.where(mask_m, slots, 0)
     group, k = _chunk_columns(D, GROUP, WIDTH, CHUNKS)
     grad_y = tl.load(  # [CHUNKS, BLOCK_M, WIDTH]
-        grad_y_ptr + offs_m * stride_ym + k.to(tl.int64) * stride_yd,
-        mask=mask_m & (k < D), other=0,
-    ).to(tl.float32)  # fmt: skip
+        grad_y_ptr + offs_m * stride_ym + k.to(tl.int64) * stride_yd, mask=mask_m & (k < D), other=0
+    ).to(tl.float32)
     offs_byte, factor = _chunk_bytes(k, D)
     parts_ptrs = parts_ptr + (tl.program_id(1).to(tl.int64) * M + offs_m) * slots
     for start in range(0, slots, UNROLL):

@@ -97,9 +97,8 @@ def stream_weights_torch(
 
 
 def _stream_weights_backward_torch(
-    grad_a: Tensor, grad_b: Tensor, grad_c: Tensor, raw: Tensor, bias: Tensor,
-    rounds: int = ROUNDS,
-) -> Tensor:  # fmt: skip
+    grad_a: Tensor, grad_b: Tensor, grad_c: Tensor, raw: Tensor, bias: Tensor, rounds: int = ROUNDS
+) -> Tensor:
     with torch.enable_grad():
         z = (raw.float() + bias).detach().requires_grad_()
         found = stream_weights_torch(z, torch.zeros_like(bias), rounds)
@@ -246,9 +245,8 @@ def _stream_weights_triton(
 
 
 def _stream_weights_backward_triton(
-    grad_a: Tensor, grad_b: Tensor, grad_c: Tensor, raw: Tensor, bias: Tensor,
-    rounds: int = ROUNDS,
-) -> Tensor:  # fmt: skip
+    grad_a: Tensor, grad_b: Tensor, grad_c: Tensor, raw: Tensor, bias: Tensor, rounds: int = ROUNDS
+) -> Tensor:
     grad = torch.empty(raw.shape, dtype=torch.float32, device=raw.device)
     if len(raw):
         raw, grid, tile = _launch(raw, count_streams(raw.shape[1]))
@@ -294,7 +292,7 @@ def _draw(device: torch.device) -> Iterator[Drawn]:
 _GATE = Gate(
     relative=1e-4,
     reason="where sums are 1 but for a rounding, float32 cannot tell which rows are above",
-)  # fmt: skip
+)
 
 _ROUNDS = Number((1, 3, 7))
 

@@ -32,8 +32,8 @@ def fixed_point_reference(
 
 
 def fixed_point_torch(
-    values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, rows: slice, limit: int,
-) -> Tensor:  # fmt: skip
+    values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, rows: slice, limit: int
+) -> Tensor:
     """Compute u as a new int32 tensor for some rows of the matrix."""
     if row_gain is None:
         return torch.sign(values[rows]).to(torch.int32).mul_(UNIT)

@@ -213,9 +213,7 @@ def _symmetric_kernel(
             row, column = _tile_at(index - matrix * tiles_of_matrix, tiles, BAND)
             m, n = row * BLOCK, column * BLOCK
             acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-            acc = _add_products(
-                acc, x_desc, matrix, m, n, first, last, TRANSPOSED, BLOCK, BLOCK_K
-            )  # fmt: skip
+            acc = _add_products(acc, x_desc, matrix, m, n, first, last, TRANSPOSED, BLOCK, BLOCK_K)
             if first > 0:  # the tile is another program's, which waits for this part
                 tl.store(parts_ptr + mine * BLOCK * BLOCK + offs_part, acc)
                 tl.debug_barrier()

@@ -281,9 +281,8 @@ def _step_trits_kernel(
 
 @triton.jit
 def _gain(
-    gain_ptr, shift_ptr, squares_ptr, num_weights,
-    SOURCE: tl.constexpr, LARGEST_GAIN: tl.constexpr,
-):  # fmt: skip
+    gain_ptr, shift_ptr, squares_ptr, num_weights, SOURCE: tl.constexpr, LARGEST_GAIN: tl.constexpr
+):
     if SOURCE == "direction":
         return tl.load(gain_ptr), tl.load(shift_ptr)
     turn = tl.load(shift_ptr)
@@ -502,9 +501,7 @@ def _direction_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
     def control(ok: int = 1) -> tuple:
         values = (-5, 3000, 10, 4 * 2 * 2**16, ok)
-        return (
-            *(_scalar(x, device) for x in values), _scalar(-3, device, torch.int64), 32, 127
-        )  # fmt: skip
+        return (*(_scalar(x, device) for x in values), _scalar(-3, device, torch.int64), 32, 127)
 
     for shape in SHAPES:
         state = [x.to(device) for x in _state(shape, 32, 127, generator)]

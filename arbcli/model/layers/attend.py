@@ -12,7 +12,11 @@ from arbcli.kernels.attention.causal_attention_backward import (
     causal_attention_backward,
     flash_attention_backward,
 )
+from arbcli.kernels.attention.rotary_attention_backward import parts_of, rotary_attention_backward
+from arbcli.kernels.attention.rotary_norm import rotary_norm_
 from arbcli.kernels.runtime.backend import capability, uses_triton
+from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.layers.rotary import Angles, rotary_norm
 
 HOPPER = (9, 0)
 """Compute capability on which cuDNN's attention is faster than torch's."""
@@ -43,6 +47,24 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or not _takes_cudnn(q):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     return _CausalAttention.apply(q, k, v)
+
+
+def attend_rotated(qkv: Tensor, angles: Angles) -> Tensor:
+    """Turn and normalise queries and keys, see `rotary_norm`, and attend causally.
+
+    Where our kernels compute attention's gradient, they go on to that of the turn.
+
+    Args:
+        qkv: (B, T, 3, heads, d) contiguous; overwritten.
+        angles: of positions.
+
+    Returns:
+        (B, heads, T, d).
+    """
+    q, *_ = parts_of(qkv)
+    if torch.compiler.is_compiling() or not (_takes_cudnn(q) and uses_triton(qkv)):
+        return attend_causally(*rotary_norm(qkv, angles))
+    return _RotaryAttention.apply(qkv, *angles)
 
 
 def repeat_heads(x: Tensor, times: int) -> Tensor:
@@ -121,18 +143,39 @@ def _has_cudnn() -> bool:
     return not torch.cuda.is_available() or torch.backends.cudnn.is_available()
 
 
+def _attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend causally: the result, and the logarithm of the sum of each query's exponentials."""
+    y, logs, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, True, False
+    )
+    return y, logs.squeeze(-1)
+
+
 class _CausalAttention(Function):
     """cuDNN's forward, whose log-sum-exp is also the input of other backwards."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y, logs, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, True, False
-        )
-        ctx.save_for_backward(q, k, v, y, logs.squeeze(-1))
+        y, logs = _attend_by_cudnn(q, k, v)
+        ctx.save_for_backward(q, k, v, y, logs)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         backward = causal_attention_backward if uses_triton(grad_y) else flash_attention_backward
         return backward(grad_y, *ctx.saved_tensors)
+
+
+class _RotaryAttention(Function):
+    """The same of queries and keys that are made where they are, as `rotary_norm` does."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        r = rotary_norm_(qkv, cos, sin, NORM_EPS)
+        y, logs = _attend_by_cudnn(*parts_of(qkv))
+        ctx.save_for_backward(qkv, r, cos, sin, y, logs)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        return rotary_attention_backward(grad_y, *ctx.saved_tensors), None, None

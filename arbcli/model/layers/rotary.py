@@ -227,7 +227,8 @@ class _RotaryNormOfCopy(Function):
 _rotary_norm_of_copy = operator(_RotaryNormOfCopy)
 
 
-def _table_for(qkv: Tensor, rotary: RotaryConfig = PLAIN) -> tuple[Tensor, Tensor]:
+def table_for(qkv: Tensor, rotary: RotaryConfig = PLAIN) -> Angles:
+    """Compute the angles of the positions of (B, T, ..., d): see `rotary_table`."""
     return rotary_table(qkv.shape[1], qkv.shape[-1], qkv.device, rotary=rotary)
 
 
@@ -249,7 +250,7 @@ def rotary_norm(
     Returns:
         Queries, keys and values, views of (B, heads, T, d).
     """
-    table = table or _table_for(qkv, rotary)
+    table = table or table_for(qkv, rotary)
     if torch.compiler.is_compiling():
         return _parts(_rotary_norm_of_copy(qkv, *table)[0])
     return _RotaryNorm.apply(qkv, *table)
@@ -309,5 +310,5 @@ def turned_heads(
     Returns:
         Queries, keys and values, (B, their heads, T, d); the last are a view.
     """
-    table = table or _table_for(qkv, rotary)
+    table = table or table_for(qkv, rotary)
     return _rotary_heads(qkv, gains, *table, kv, -1.0 if eps is None else eps)

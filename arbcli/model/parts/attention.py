@@ -51,13 +51,14 @@ from arbcli.model.flow import Documents, Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
     attend_causally,
+    attend_rotated,
     attend_to,
     attend_with_sink,
     repeat_heads,
 )
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.rotary import rotary_table, table_rows
+from arbcli.model.layers.rotary import rotary_table, table_for, table_rows
 from arbcli.model.mark import Written
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.window import attend_in_window
@@ -85,6 +86,7 @@ class Attention(CachedAttention):
         self.eps = None if config.query_key_norm == "none" else site.norm_eps
         inner, kv = self.heads * self.width, self.kv_heads * self.width
         self.fits_kernels = fits_kernels(config)
+        self.one_gradient = self.fits_kernels and site.weights == "ternary"
         self.steps_fused = inner % 8 == 0  # kernels read rows in vectors of eight elements
         self.steps_ahead = self.fits_kernels
         rotary = site.ctx, self.width, self.rotary
@@ -153,14 +155,17 @@ class Attention(CachedAttention):
 
     def _attend(self, qkv: Tensor, documents: Documents | None = None) -> Tensor:
         """Compute (2) and (3) within windows, or within their documents."""
+        length, sink = qkv.shape[1], self._sinks()
+        window = None if self.window is None or self.window >= length else self.window
+        whole = self.causal and window is None and documents is None
+        if self.one_gradient and whole and self.kept.stored is None:
+            return attend_rotated(qkv, table_for(qkv, self.rotary))
         prepare = self.rotary_norm if self.fits_kernels else self._turned
         q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
-        length, sink = q.shape[-2], self._sinks()
         (k,), (v,) = self.kept.round(k, rotated=self.rotated), self.kept.round(v)
         if self.kept.queries:
             (q,) = self.kept.round(q, rotated=self.rotated)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
-        window = None if self.window is None or self.window >= length else self.window
         if documents is not None:
             seen = documents.within(self.window)
             if sink is not None:

@@ -11,8 +11,8 @@ from arbcli.inspect.trace import without_memory
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.model.layers import attend
-from arbcli.model.layers.attend import HOPPER, attend_causally
-from arbcli.model.layers.rotary import rotary_norm
+from arbcli.model.layers.attend import HOPPER, attend_causally, attend_rotated
+from arbcli.model.layers.rotary import rotary_norm, table_for
 
 OURS = ["_queries_kernel", "_keys_kernel"]
 FLASH = "_scaled_dot_product_flash_attention_backward"
@@ -30,13 +30,21 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gone_back(backend="triton", capability=HOPPER, width=64, length=128):
+def one_by_one(qkv):
+    return attend_causally(*rotary_norm(qkv))
+
+
+def at_once(qkv):
+    return attend_rotated(qkv, table_for(qkv))
+
+
+def gone_back(backend="triton", capability=HOPPER, width=64, length=128, attend=one_by_one):
     """Go forward and back as on a GPU; list the operations and the kernels of the backward."""
     launched, device = [], torch.device("cuda")
     with without_memory(device), compile_for(capability), use_backend(backend):
         qkv = torch.empty(2, length, 3, 4, width, dtype=torch.bfloat16, device=device)
         qkv.requires_grad_()
-        y = attend_causally(*rotary_norm(qkv * 1)).transpose(1, 2).reshape(2, length, -1)
+        y = attend(qkv * 1).transpose(1, 2).reshape(2, length, -1)
         grad = torch.empty_like(y)
         with (
             replaced_launches(lambda kernel, *_, **__: launched.append(kernel.fn.__name__)),
@@ -54,13 +62,21 @@ def test_gradients_go_through_our_kernels_to_the_rotation_without_a_copy(width):
     assert not {"clone", "copy_", "_to_copy", "stack", "cat"} & {*operations}
 
 
+@pytest.mark.parametrize("width", [64, 128])
+def test_gradient_of_the_rotation_has_no_kernel_of_its_own(width):
+    operations, launched = gone_back(width=width, attend=at_once)
+    assert launched == OURS
+    assert not {FLASH, "clone", "copy_", "_to_copy", "stack", "cat"} & {*operations}
+
+
+@pytest.mark.parametrize("attend", [one_by_one, at_once])
 @pytest.mark.parametrize(
     "other",
     [{"backend": "torch"}, {"capability": (8, 0)}, {"width": 32}, {"length": 127}],
     ids=str,
 )
-def test_gradients_of_other_gpus_widths_lengths_and_backends_are_those_of_torch(other):
-    operations, launched = gone_back(**other)
+def test_gradients_of_other_gpus_widths_lengths_and_backends_are_those_of_torch(other, attend):
+    operations, launched = gone_back(**other, attend=attend)
     assert FLASH in operations
     assert not {*OURS} & {*launched}
 
@@ -71,9 +87,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(attend, "_has_cudnn", lambda: True)
 
 
-FASTER = {
-    "shape": (2, 3, 128, 64), "is_cuda": True, "dtype": torch.bfloat16, "capability": (9, 0),
-}  # fmt: skip
+FASTER = {"shape": (2, 3, 128, 64), "is_cuda": True, "dtype": torch.bfloat16, "capability": (9, 0)}
 
 
 @pytest.mark.parametrize(
@@ -154,3 +168,20 @@ def test_captured_and_eager_attention_have_the_same_bits(width, device):
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+def test_gradient_at_once_is_that_of_both_parts(width, device):
+    if torch.cuda.get_device_capability(device) != HOPPER:
+        pytest.skip("other GPUs compute one after the other")
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 256, 3, 4, width, device=device).bfloat16().requires_grad_()
+    found = []
+    for attended in (one_by_one, at_once, at_once):
+        y = attended(qkv * 1)
+        found.append((y, *torch.autograd.grad(y, qkv, y.detach())))
+    (y, grad), (same, near), again = found
+    assert torch.equal(y, same)
+    assert (near - grad).float().norm() < 4e-3 * grad.float().norm()  # rounded once less
+    assert all(torch.equal(a, b) for a, b in zip((same, near), again, strict=True))
