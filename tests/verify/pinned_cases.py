@@ -26,9 +26,9 @@ from arbcli.verify.parity import MODELS, Subject
 
 WRITTEN = Path(__file__).with_suffix(".txt")
 GROUP_SIZES = (6, 32)
-"""Of the scales of the cases, where a kernel has any."""
+"""Group sizes of scales in the cases of a kernel."""
 DIGITS = 12
-"""Of a digest that are written."""
+"""Number of digits of a stored digest."""
 
 
 def facts_of(value: Any) -> Any:
