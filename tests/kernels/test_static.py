@@ -375,7 +375,7 @@ BEFORE = {
     "attend_parts: _attend_parts_kernel": "cos instead keys position sin values",
     "decode_attention: load_rotated": "cos sin",
     "decode_latent: _decode_latent_kernel": "cos position sin",
-    "route_position: _route_position_kernel": "encoder active last mean x",
+    "route_position: _route_position_kernel": "active encoder last mean x",
     "route_position: _take_chunk_kernel": "begins mean p residual",
     "digits_matmul: _digits_matmul_kernel": "pieces scales",
     "prepacked_rows: _prepacked_rows_kernel": "instead pieces",
