@@ -1,7 +1,7 @@
-"""Files that are made once, kept in the user's cache, and read only while they are intact.
+"""The user's cache of generated files, which are verified before they are read.
 
-A digest is stored next to each file. A file is used if it matches its digest, and if nobody but
-this user or root can have written it: a cache may be shared, and a library in it is executed.
+A digest is stored next to each file. A file is used if it matches its digest and if only this user
+or root can have written it: a cache may be shared, and libraries in it are executed.
 """
 
 import os
@@ -15,20 +15,20 @@ from pathlib import Path
 
 from arbcli.errors import ArbError
 
-_HINT = "free some space there, or set `XDG_CACHE_HOME` to a folder of yours"
+_HINT = "free some space there, or set `XDG_CACHE_HOME` to a folder that you own"
 
 
 def cache_folder() -> Path:
-    """Return where files are kept: `arb` in `XDG_CACHE_HOME`, or in `~/.cache`."""
+    """Return the folder of the cache: `arb` in `XDG_CACHE_HOME`, or in `~/.cache`."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "arb"
 
 
 def is_cached(path: Path) -> bool:
-    """Return whether a file that `write_cached` wrote is there and intact."""
+    """Return whether a file that `write_cached` wrote exists and is intact."""
     with suppress(OSError), _open_own(path) as file, _open_own(_digest_file(path)) as digest:
-        wanted = digest.read(2 * sha256().digest_size)
-        return file_digest(file, "sha256").hexdigest().encode() == wanted
+        expected = digest.read(2 * sha256().digest_size)
+        return file_digest(file, "sha256").hexdigest().encode() == expected
     return False
 
 
@@ -36,8 +36,8 @@ def read_cached(path: Path, tell: Callable[[str], None] = lambda _: None) -> byt
     """Read a file that `write_cached` wrote; None if it is missing or not intact.
 
     Args:
-        path: of the file.
-        tell: is told in a line why a file that is there is not used.
+        path: path of the file.
+        tell: called with the reason, one line, if an existing file is not used.
     """
     try:
         with _open_own(path) as file, _open_own(_digest_file(path)) as digest:
@@ -54,7 +54,7 @@ def read_cached(path: Path, tell: Callable[[str], None] = lambda _: None) -> byt
 
 
 def remove_cached(path: Path) -> None:
-    """Remove a file that `write_cached` wrote, if it is there.
+    """Remove a file that `write_cached` wrote, if it exists.
 
     Raises:
         ArbError: the cache cannot be written.
@@ -67,11 +67,12 @@ def remove_cached(path: Path) -> None:
 
 
 def write_cached(path: Path, blocks: Iterable[bytes]) -> None:
-    """Write a file and its digest; other processes see all of the file, or nothing of it.
+    """Write a file and its digest atomically: other processes see the complete file or none.
 
     Args:
-        path: of the file, in `cache_folder()` or a folder in it, which are made if missing.
-        blocks: content of the file. An OSError that it raises is taken for one of the cache.
+        path: path in `cache_folder()` or a folder in it, which are created if missing.
+        blocks: content of the file. If the iterator raises an OSError, it is reported as a failure
+            of the cache.
 
     Raises:
         ArbError: the cache cannot be written, or other users can write to it.
@@ -104,7 +105,7 @@ def _open_own(path: Path) -> BufferedReader:
     """Open a regular file that only this user or root can have written.
 
     Raises:
-        OSError: there is none.
+        OSError: the file is missing, not regular, or writable by other users.
     """
     flags = os.O_RDONLY
     for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):  # a FIFO would block
@@ -118,20 +119,20 @@ def _open_own(path: Path) -> BufferedReader:
 
 
 def _is_own(status: os.stat_result) -> bool:
-    if not hasattr(os, "geteuid"):  # Windows, where modes say nothing of other users
+    if not hasattr(os, "geteuid"):  # on Windows, modes do not describe other users' rights
         return True
     return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _make_own(folder: Path) -> None:
-    """Make a folder to which only this user can write, or take that right from others."""
+    """Create a folder that only this user can write; deny others if it exists."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_own(folder.stat()):
-        folder.chmod(0o700)  # fails in a folder of another user
+        folder.chmod(0o700)  # raises PermissionError if another user owns the folder
 
 
 def _replace(path: Path, blocks: Iterable[bytes]) -> None:
-    """Write a file under a name that no other process has, and rename it once it is on the disk."""
+    """Write a file under a unique temporary name, flush it to disk, and rename it."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -1,7 +1,7 @@
-"""Chat templates: how messages become one text, as a model was trained to read it.
+"""Chat templates, which format messages as the text that a model was trained on.
 
-A template is a program that anybody may have written. It runs in Jinja's sandbox, which gives it
-the messages and no object of Python's, and what it may compute is bounded.
+A template is untrusted code. It runs in Jinja's sandbox, which only exposes the messages and no
+Python objects, with bounded loops and output.
 """
 
 import json
@@ -20,31 +20,31 @@ TEMPLATE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"
 OLD_TEMPLATE = "chat_template.json"
 LARGEST = 2**20
-"""Bytes of a template."""
+"""Maximum size of a template in bytes."""
 MOST_CHARACTERS = 2**24
-"""That a template may write."""
+"""Maximum length of a template's output."""
 MOST_ROUNDS = 100_000
-"""Of all its loops over `range`, and the most that it may repeat a string or pad it to."""
+"""Maximum number of iterations over `range` in one rendering."""
 UNBOUNDED = ("center", "expandtabs", "format", "format_map", "ljust", "rjust", "zfill")
-"""Methods of strings that make a long one of a short one."""
+"""Methods of strings that can return very long strings, which are forbidden."""
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
-"""Names of tokens that templates write."""
+"""Variables with special tokens in templates."""
 HINT = f"put the model's own `{TEMPLATE}` next to its tokenizer"
 
 Message = Mapping[str, Any]
-"""`role` and `content`, and fields that a template knows."""
+"""A message: `role`, `content`, and other fields that the template uses."""
 
 
 class ChatTemplate:
-    """A template of Jinja, as Transformers has them.
+    """A Jinja template with the conventions of Transformers.
 
     Args:
-        source: the template.
-        name: of its file, for errors.
+        source: source of the template.
+        name: name of its file, for errors.
         tokens: texts of special tokens, by the names of `SPECIAL`.
 
     Raises:
-        ArbError: the package jinja2 is missing, or this is not a template.
+        ArbError: the package jinja2 is missing, or `source` is not a template.
     """
 
     def __init__(self, source: str, name: str, tokens: Mapping[str, str]) -> None:
@@ -54,7 +54,7 @@ class ChatTemplate:
             sandbox, _ = import_module("jinja2.sandbox"), import_module("jinja2.ext")
         except ImportError:
             raise ArbError(
-                f"`{name}` is read with the package jinja2, which is not installed",
+                f"`{name}` needs the package jinja2, which is not installed",
                 hint="install it: `pip install 'arb[chat]'`",
             ) from None
         self._error = jinja.TemplateError
@@ -67,40 +67,40 @@ class ChatTemplate:
             ) from None
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        """Write messages as one text.
+        """Format messages as one text.
 
         Args:
-            messages: of a chat, in their order.
-            asks: whether the beginning of an answer follows.
+            messages: messages of a chat in their order.
+            asks: whether to add the generation prompt.
 
         Raises:
-            ArbError: the template refuses them, or does what no template may.
+            ArbError: the template refuses the messages, fails, or exceeds a limit.
         """
-        given = {name: self.tokens.get(name, "") for name in SPECIAL}
+        tokens = {name: self.tokens.get(name, "") for name in SPECIAL}
         parts, length = [], 0
         try:
             for part in self._template.generate(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=asks,
                 range=_bounded_range(),
-                **given,
+                **tokens,
             ):
                 parts.append(part)
                 length += len(part)
                 if length > MOST_CHARACTERS:
                     raise OverflowError(f"it writes more than {MOST_CHARACTERS:,} characters")
-        except Exception as error:  # whatever expressions of the template raise
+        except Exception as error:  # expressions of the template can raise any exception
             raise ArbError(
-                f"`{self.name}` cannot write these messages: {_reason(error)}", hint=HINT
+                f"`{self.name}` cannot format these messages: {_reason(error)}", hint=HINT
             ) from None
         return "".join(parts)
 
 
 def _environment(jinja: Any, sandbox: Any) -> Any:
-    """Make the sandbox that templates run in."""
+    """Create the sandboxed environment of templates."""
 
     class Sandbox(sandbox.ImmutableSandboxedEnvironment):
-        """Lets no object change, no attribute of Python's be seen, and no string explode."""
+        """Sandbox without mutation, Python's attributes, or operations that grow strings."""
 
         intercepted_binops = frozenset(("*", "**", "%"))
 
@@ -110,16 +110,16 @@ def _environment(jinja: Any, sandbox: Any) -> Any:
             return super().is_safe_attribute(obj, attr, value)
 
         def wrap_str_format(self, value: Any) -> None:
-            """Take `str.format` for any other method, which `is_safe_attribute` refuses."""
+            """Treat `str.format` like other methods, which `is_safe_attribute` checks."""
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             numbers = isinstance(left, int | float) and isinstance(right, int | float)
             if operator == "**" or not numbers:
-                raise sandbox.SecurityError(f"`{operator}` of these is not allowed")
+                raise sandbox.SecurityError(f"`{operator}` is not allowed for these values")
             return super().call_binop(context, operator, left, right)
 
     class Generation(jinja.ext.Extension):
-        """`{% generation %}`, which marks answers: what is inside is written as it is."""
+        """The block `{% generation %}`, which marks answers; its content is rendered as usual."""
 
         tags = frozenset(("generation",))
 
@@ -148,7 +148,7 @@ def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
 
 
 def _bounded_range() -> Any:
-    """Make a `range` whose rounds in all are bounded."""
+    """Return a `range` function whose total number of iterations is bounded."""
     left = MOST_ROUNDS
 
     def bounded(*bounds: int) -> range:
@@ -167,7 +167,7 @@ def _reason(error: BaseException) -> str:
 
 
 def keep_template(tokenizer: Path | str, run: Path) -> None:
-    """Copy the template and the names of special tokens into a run that has none.
+    """Copy the template and the texts of special tokens into a run without a template.
 
     Raises:
         ArbError: a file is damaged, or cannot be written.
@@ -186,13 +186,13 @@ def keep_template(tokenizer: Path | str, run: Path) -> None:
 
 
 def find_template(tokenizer: Path | str) -> ChatTemplate | None:
-    """Find the chat template that lies next to a tokenizer, or that came with it.
+    """Return the chat template next to a tokenizer, or in its folder of companions.
 
     Args:
         tokenizer: path of a `tokenizer.json`.
 
     Returns:
-        None if there is none.
+        The template; None if there is none.
 
     Raises:
         ArbError: a file is damaged.
@@ -208,13 +208,13 @@ def find_template(tokenizer: Path | str) -> ChatTemplate | None:
 
 
 def template_of(run: Path) -> ChatTemplate:
-    """Find the chat template of a saved model.
+    """Return the chat template of a saved model.
 
     Args:
-        run: the folder of its checkpoint and its tokenizer.
+        run: folder with its checkpoint and its tokenizer.
 
     Raises:
-        ArbError: there is none, or a damaged one.
+        ArbError: the template is missing or damaged.
     """
     template = find_template(run / FILE)
     if template is None:
@@ -223,7 +223,7 @@ def template_of(run: Path) -> ChatTemplate:
 
 
 def without_template(run: Path) -> ArbError:
-    """Make the error of a saved model that has none."""
+    """Return the error for a saved model without a chat template."""
     return ArbError(
         f"`{run}` has no chat template",
         hint="leave `--chat` out, or import a model that was trained to chat",
@@ -231,7 +231,7 @@ def without_template(run: Path) -> ArbError:
 
 
 def _sources(folder: Path, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Find templates of a folder, with the names of their files, the one that counts first."""
+    """Yield the file names and sources of a folder's templates, in order of precedence."""
     path = folder / TEMPLATE
     if path.exists():
         with open_regular(path) as file:
@@ -242,7 +242,7 @@ def _sources(folder: Path, settings: Mapping[str, Any]) -> Iterator[tuple[str, s
     old = folder / OLD_TEMPLATE
     held = read_json(old, {}).get("chat_template") if old.exists() else None
     for name, found in ((old, held), (folder / SETTINGS, settings.get("chat_template"))):
-        if isinstance(found, list):  # several, by name
+        if isinstance(found, list):  # several named templates
             named = {each.get("name"): each.get("template") for each in found if is_table(each)}
             found = named.get("default")
         if isinstance(found, str):
@@ -250,11 +250,11 @@ def _sources(folder: Path, settings: Mapping[str, Any]) -> Iterator[tuple[str, s
 
 
 def is_table(value: object) -> bool:
-    """Return whether a value of JSON is an object."""
+    """Return whether a JSON value is an object."""
     return isinstance(value, dict)
 
 
 def _token(value: Any) -> str:
-    """Read a special token, which is a text or an object with one."""
+    """Return the text of a special token, which is a string or an object with one."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else ""

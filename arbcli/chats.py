@@ -1,8 +1,8 @@
-"""Chats and other documents as windows of tokens: which are learnt, and which belong together.
+"""Chats and other documents, packed into windows of tokens for fine-tuning.
 
-A record of JSON lines is a document. A window holds several, one after another; nothing attends
-from one to the next, and only answers are learnt. Documents are tokenised once, to a file of the
-cache, and packed into windows in an order that follows from their lengths alone.
+A record of JSON lines is a document. A window has several, one after another; attention does not
+cross documents, and only answers have a loss. Documents are tokenised once, to a file in the cache,
+and packed in an order that only depends on their lengths.
 """
 
 from bisect import bisect_left, insort
@@ -25,47 +25,47 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MESSAGES = "messages"
-"""The field of records that hold chats."""
+"""Field of records with chats."""
 JOINED = "+"
-"""Between the field of a question and that of its answer."""
+"""Separator of the fields of a question and its answer."""
 ROLES = "user", "assistant"
 MOST_DOCUMENTS = 64
-"""In a window."""
+"""Maximum number of documents in a window, including the padding."""
 NOT_LEARNT = -1
-"""A target that counts for nothing."""
+"""Target without a loss."""
 HEAD = 2
-"""Numbers before the tokens of a document: how many tokens, and how many bytes are learnt."""
+"""Length of a document's header in the cache: its number of tokens and of bytes with a loss."""
 VERSION = 1
-"""Of how records become tokens: another one makes the files of the cache anew."""
+"""Version of the tokenised files in the cache; changed if records are tokenised otherwise."""
 
 
 def has_documents(field: str | None) -> bool:
-    """Return whether the `field` of a run names documents, and no plain text."""
+    """Return whether the `field` of a run names documents in place of plain text."""
     return field is not None and (field == MESSAGES or JOINED in field)
 
 
 class Document(NamedTuple):
-    """The tokens of a record."""
+    """Tokens of a record."""
 
     tokens: list[int]
-    """Of which those that are learnt are bitwise inverted, and so negative."""
+    """Tokens; those with a loss are bitwise inverted, and thus negative."""
     learnt_bytes: int
-    """Of the text of these."""
+    """Size in bytes of the text with a loss."""
 
 
 class Chats(Text):
-    """Documents of files of JSON lines, packed into windows.
+    """Documents in files of JSON lines, packed into windows.
 
     Args:
-        source: the files' bytes; a record that is cut at an end of them is left out.
-        field: `messages`, or those of a question and its answer, `prompt+answer`; without the
-            first, `+text`, each document is learnt whole, and no template is needed.
-        tokenizer: turns texts into tokens.
-        template: writes messages as texts.
-        context: positions of a window.
+        source: text of bytes; records that are cut at its ends are left out.
+        field: `messages`; or the fields of a question and its answer, `prompt+answer`; or `+text`,
+            where all of each document has a loss and no template is needed.
+        tokenizer: tokenizer of the documents.
+        template: chat template, which formats messages as text.
+        context: number of positions of a window.
 
     Raises:
-        ArbError: a record is damaged, or there is none.
+        ArbError: a record is invalid, or there is none.
     """
 
     packs = True
@@ -87,12 +87,11 @@ class Chats(Text):
             )
         self._source, self.context = source, context
         reader = _Reader(field, tokenizer, template)
-        made = [_tokenised(piece, reader) for piece in source.pieces]
-        parts = [np.fromfile(path, np.int32) for path in made]
+        parts = [np.fromfile(_tokenised(piece, reader), np.int32) for piece in source.pieces]
         self._flat = np.concatenate(parts) if parts else np.zeros(0, np.int32)
         self._places, self.learnt_tokens, self.learnt_bytes = [], 0, 0
         self.cut = 0
-        """Documents of which the end is left out, as they are longer than a window."""
+        """Number of documents that were truncated to the length of a window."""
         at = 0
         while at < len(self._flat):
             size, learnt_bytes = map(int, self._flat[at : at + HEAD])
@@ -111,42 +110,42 @@ class Chats(Text):
                 hint="use a larger `--ctx`, or name more records, as with `--val`",
             )
         self.bins = pack([size - 1 for _, size in self._places], context)
-        """Documents of each window."""
+        """Numbers of the documents of each window."""
 
     def __len__(self) -> int:
-        """Count tokens."""
+        """Return the number of tokens."""
         return sum(size for _, size in self._places)
 
     @property
     def source(self) -> Text:
-        """The bytes of the files."""
+        """The text of bytes."""
         return self._source
 
     @property
     def symbol_bytes(self) -> float:
-        """Bytes for each token that is learnt."""
+        """Average number of bytes per token with a loss."""
         return self.learnt_bytes / self.learnt_tokens
 
     @property
     def pieces(self) -> list[tuple[Path, int, int]]:
-        """List the files of bytes, and which of their bytes."""
+        """Parts of the text's files: (path, start, stop) each, in bytes."""
         return self._source.pieces
 
     def windows(self, _length: int) -> int:
-        """Count the windows."""
+        """Return the number of windows."""
         return len(self.bins)
 
     def packed_batch(self, starts: Sequence[int]) -> "tuple[Tensor, Tensor, Tensor]":
-        """Fill windows.
+        """Return windows packed with documents.
 
         Args:
-            starts: numbers of windows.
+            starts: numbers of B windows.
 
         Returns:
-            (B, T) int64 each: inputs; targets, `NOT_LEARNT` where nothing is; and numbers of the
-            documents of each window, from 0 on.
+            (B, T) int64 each: inputs; targets, `NOT_LEARNT` where there is no loss; and the number
+            of the document in its window, from 0.
         """
-        import torch  # takes seconds, and to tokenise needs none
+        import torch  # takes seconds, and is not needed to tokenise
 
         shape = len(starts), self.context
         ids, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -161,23 +160,23 @@ class Chats(Text):
                 targets[row, here] = np.where(tokens < 0, ~tokens, NOT_LEARNT)[1:]
                 documents[row, here] = number
                 at += size - 1
-            documents[row, at:] = len(self.bins[window])  # what is left over is nobody's
+            documents[row, at:] = len(self.bins[window])  # padding has a number of its own
         ids_, targets_, documents_ = map(torch.from_numpy, (ids, targets, documents))
         return ids_, targets_, documents_
 
 
 def pack(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Put documents into windows: the longest first, each where the least room is left after it.
+    """Pack documents into windows by best fit, in decreasing order of length.
 
     Args:
-        sizes: positions of each document, at most `room`.
-        room: positions of a window.
+        sizes: number of positions of each document, at most `room`.
+        room: number of positions of a window.
 
     Returns:
         Numbers of the documents of each window, at most `MOST_DOCUMENTS` - 1.
     """
     bins: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # room that is left, and the window, the fullest first
+    free: list[tuple[int, int]] = []  # free positions and number of windows, the fullest first
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         place = bisect_left(free, (sizes[index], -1))
         left, window = free.pop(place) if place < len(free) else (room, len(bins))
@@ -191,7 +190,7 @@ def pack(sizes: Sequence[int], room: int) -> list[list[int]]:
 
 
 class _Reader:
-    """Turns records into documents."""
+    """Converts records to documents."""
 
     def __init__(self, field: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.field, self.tokenizer, self.template = field, tokenizer, template
@@ -203,10 +202,10 @@ class _Reader:
         self.digest = sha256(repr(identity).encode()).hexdigest()
 
     def documents(self, record: Any) -> Iterator[Document]:
-        """Read the documents of a record: one, or one for each answer.
+        """Yield the documents of a record: one, or one for each answer.
 
         Raises:
-            ValueError: it is not such a record.
+            ValueError: the record is invalid.
         """
         if not is_table(record):
             raise ValueError("it is not an object")
@@ -230,26 +229,26 @@ class _Reader:
             if not isinstance(message.get("role"), str):
                 raise ValueError("a message has no `role`")
             if not isinstance(message.get("content"), str):
-                raise ValueError("a message has no `content` that is a text")
+                raise ValueError("the `content` of a message is not a text")
         if not any(message["role"] == ROLES[1] for message in messages):
             raise ValueError(f"no message has the role `{ROLES[1]}`")
         return messages
 
     def _text(self, record: dict[str, Any], name: str) -> str:
         if not isinstance(text := record.get(name), str):
-            raise ValueError(f"it has no `{name}` that is a text")
+            raise ValueError(f"its `{name}` is missing or not a text")
         return text
 
     def _chat(self, messages: list[Message]) -> Iterator[Document]:
-        """Write a chat as one document, or, where its template alters answers later, as several.
+        """Yield a chat as one document, or as one per answer if the template rewrites earlier ones.
 
-        An answer is what the whole text has after that of the messages before it and the
-        beginning of an answer.
+        An answer is the part of the rendered text after the preceding messages and the generation
+        prompt.
         """
         template = self.template
         assert template is not None, "`Chats` refuses messages without a template"
         for message in messages:
-            message["content"].encode()  # half a character is an error
+            message["content"].encode()  # raises UnicodeEncodeError for unpaired surrogates
             if found := [name for name in self.specials if name in message["content"]]:
                 raise ValueError(f"a message has `{found[0]}`, which is a special token")
         answers = [i for i, message in enumerate(messages) if message["role"] == ROLES[1]]
@@ -277,7 +276,7 @@ class _Reader:
 
 
 def _tokenised(piece: tuple[Path, int, int], reader: _Reader) -> Path:
-    """Find the file of the documents of a piece of a text, or make it."""
+    """Return the file with the documents of a piece of a text, created in the cache if needed."""
     path, start, stop = piece
     try:
         status = path.stat()
@@ -285,16 +284,16 @@ def _tokenised(piece: tuple[Path, int, int], reader: _Reader) -> Path:
         raise _unreadable(path, error) from error
     about = f"{path.resolve()}\n{status.st_size} {status.st_mtime_ns}\n{start} {stop}"
     about += f"\nchats {reader.digest}"
-    made = texts_folder() / sha256(about.encode(errors="surrogateescape")).hexdigest()
-    if not is_cached(made):
-        write_cached(made, _encoded(path, start, stop, reader))
-    return made
+    cached = texts_folder() / sha256(about.encode(errors="surrogateescape")).hexdigest()
+    if not is_cached(cached):
+        write_cached(cached, _encoded(path, start, stop, reader))
+    return cached
 
 
 def _unreadable(path: Path, error: OSError) -> ArbError:
     return ArbError(
         f"cannot read `{path}`: {error.strerror or error}",
-        hint="check that it is there and that you may read it",
+        hint="check that it exists and that you may read it",
     )
 
 
@@ -312,12 +311,12 @@ def _encoded(path: Path, start: int, stop: int, reader: _Reader) -> Iterator[byt
 
 
 def _lines(path: Path, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
-    """Read the whole lines of a part of a file, and where each begins; empty ones are left out."""
+    """Yield the complete lines of a part of a file with their offsets, except empty lines."""
     try:
         with path.open("rb") as file:
             if start:
                 file.seek(start - 1)
-                file.readline()  # the rest of a line that begins before
+                file.readline()  # skip the rest of a line that begins before `start`
             while (begin := file.tell()) < stop:
                 line = file.readline(RECORD_BYTES + 1)
                 if len(line) > RECORD_BYTES:

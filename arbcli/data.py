@@ -1,7 +1,7 @@
-"""Files of bytes, mapped and never loaded whole, to seeded batches.
+"""Texts of memory-mapped files, and seeded batches of them.
 
-A text is a sequence of files seen as one stream of bytes. A batch is a set of windows of it, whose
-places follow from (seed, step, micro) alone: to resume at a step, nothing but the step is needed.
+A text is a sequence of files read as one stream of bytes. A batch is a set of windows of it, whose
+positions only depend on (seed, step, micro): to resume, a run only needs the number of the step.
 """
 
 import glob
@@ -31,28 +31,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PACKED = (".gz", ".zst", ".parquet")
-"""Ends of names of files that are unpacked: their bytes are not text, but their contents are."""
+"""Suffixes of files that are unpacked: they are binary, but their contents may be text."""
 PEEKED_BYTES = 8192
-"""Of a file, in which a byte 0 tells that it is not text."""
+"""Bytes at the start of a file in which a zero byte marks it as binary."""
 SAVED = (".safetensors", ".gguf")
-"""Ends of names of models, which no text of a folder is."""
+"""Suffixes of saved models, which are left out of a folder's texts."""
 RUN = "config.json", frozenset({"metrics.jsonl", ".lock"})
-"""A folder with the first and any of the others is a run."""
+"""A folder with the first file and any of the others is a run."""
 MAX_OPEN_MAPS = 64
-"""Files that one text keeps mapped; each holds a descriptor, and some systems grant only 256."""
+"""Maximum number of mapped files of a text; each has a descriptor, and some systems allow 256."""
 BLOCK_BYTES = 2**20
 MAX_BLOCKS = 256
-"""Blocks that `entropy` and `digest` read: a text of more than 256 MiB is sampled."""
+"""Maximum number of blocks that `entropy` and `digest` read; longer texts are sampled."""
 FEW_FILES = 20
-"""With more of them a tenth of the files is a fair sample."""
+"""From this number on, a tenth of the files is a representative sample."""
 USUAL_SHARES = (0.02, 0.3)
-"""Of all bytes, that a tenth of the files has unless some are much larger than others."""
+"""Usual share of bytes in a tenth of the files; outside of it file sizes are too uneven."""
 MOST_WEIGHT = 10**9
-"""Of a text of a mixture."""
+"""Largest weight of a text in a mixture."""
 FAR_NATS = 0.5
-"""Difference of order-0 entropies; parts of one kind of text differ by hundredths."""
+"""Difference of order-0 entropies in nats for texts of different kinds; within a kind, hundredths
+are usual."""
 NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-"""Folders left out of the standard library: what was installed, and tests."""
+"""Folders left out of the standard library: installed packages and tests."""
 
 
 class _Piece(NamedTuple):
@@ -64,8 +65,8 @@ class _Piece(NamedTuple):
 class Text:
     """A sequence of files as one stream of bytes, or the range [start, stop) of that stream.
 
-    Files are mapped when they are first read, at most `MAX_OPEN_MAPS` at once; the one read longest
-    ago is closed first. Empty files count for nothing.
+    Files are mapped when they are first read, at most `MAX_OPEN_MAPS` at once; the least recently
+    used is closed first. Empty files are ignored.
 
     Raises:
         ArbError: a file is missing, unreadable or not regular.
@@ -86,7 +87,7 @@ class Text:
 
     @classmethod
     def of_parts(cls, parts: Sequence[tuple[Path, int, int]]) -> "Text":
-        """Make one of parts of files: (path, start, stop) each, in bytes."""
+        """Create a text from parts of files, each (path, start, stop), in bytes."""
         text = cls([])
         pieces = (_Piece(Path(os.path.abspath(path)), *where) for path, *where in parts)
         text._pieces = [piece for piece in pieces if piece.start < piece.stop]
@@ -98,36 +99,36 @@ class Text:
 
     @property
     def source(self) -> "Text":
-        """The same text as bytes, which it is unless it is one of tokens."""
+        """The text as bytes, which differs from `self` for texts of tokens."""
         return self
 
     @property
     def symbol_bytes(self) -> float:
-        """Bytes for each symbol, on average."""
+        """Average number of bytes per symbol."""
         return 1.0
 
     @property
     def pieces(self) -> list[tuple[Path, int, int]]:
-        """List the files that hold any of the text, and which of their bytes."""
+        """Parts of files that form the text: (path, start, stop) each, in bytes."""
         return list(self._pieces)
 
     @property
     def num_files(self) -> int:
-        """Count these files."""
+        """Number of `pieces`."""
         return len(self.pieces)
 
     @property
     def sizes(self) -> list[int]:
-        """List the bytes that each of these files gives to the text."""
+        """Sizes of `pieces` in bytes."""
         return [stop - start for _, start, stop in self.pieces]
 
     @property
     def files(self) -> list[Path]:
-        """List these files."""
+        """Paths of `pieces`."""
         return [path for path, _, _ in self.pieces]
 
     def times(self) -> dict[Path, tuple[int, int]]:
-        """Return size and time of the last change of each file; a file that is gone has neither."""
+        """Return the size and modification time of each file in bytes and ns, if it exists."""
         found = {}
         for path in self.files:
             with suppress(OSError):
@@ -136,7 +137,7 @@ class Text:
         return found
 
     def read(self, offset: int, length: int) -> bytes:
-        """Copy bytes [offset, offset + length) of the text, across files where need be.
+        """Return bytes [offset, offset + length) of the text, across files if needed.
 
         Raises:
             ArbError: a file has vanished or become shorter.
@@ -154,36 +155,36 @@ class Text:
         return b"".join(parts)
 
     packs = False
-    """Whether windows hold documents: see `arbcli.chats`."""
+    """Whether windows are packed with documents: see `arbcli.chats`."""
 
     def windows(self, length: int) -> int:
-        """Count the windows of `length` bytes."""
+        """Return the number of windows of `length` bytes."""
         return max(0, len(self) - length + 1)
 
     def starts(self, key: bytes, count: int, length: int) -> list[int]:
-        """Draw where windows of `length` bytes begin, each equally likely, by a hash of `key`."""
+        """Draw the starts of `count` windows of `length` bytes uniformly, by a hash of `key`."""
         draws = shake_256(key).digest(8 * count)
         # the bias of the remainder is below the number of windows / 2**64
         return [draw % self.windows(length) for draw in struct.unpack(f"<{count}Q", draws)]
 
     def window_batch(self, starts: Sequence[int], length: int) -> "Tensor":
-        """Copy the windows that begin at `starts` to (B, length) uint8 on the CPU."""
-        import torch  # takes seconds, and to find files needs none
+        """Return the windows that begin at `starts`, (B, length) uint8 on the CPU."""
+        import torch  # takes seconds, and is not needed to find files
 
         windows = bytearray().join([self.read(start, length) for start in starts])
         return torch.frombuffer(windows, dtype=torch.uint8).view(len(starts), length)
 
     def packed_batch(self, starts: Sequence[int]) -> "tuple[Tensor, Tensor, Tensor]":
-        """Fill windows with documents: of `arbcli.chats.Chats` alone."""
+        """Fill windows with documents; only implemented by `arbcli.chats.Chats`."""
         raise NotImplementedError
 
     def _read_piece(self, index: int, offset: int, length: int) -> bytes:
         path, start, stop = self._pieces[index]
         try:
             mapped = self._map(index)
-            # touching a page that the file no longer has would kill the process
+            # reading a page beyond the end of the file would kill the process
             is_shorter = mapped.size() < stop
-        except ValueError:  # mmap refuses a file of fewer bytes
+        except ValueError:  # raised by mmap if the file is shorter
             is_shorter = True
         except OSError as error:
             raise _unreadable(path, error.strerror) from error
@@ -207,10 +208,10 @@ class Text:
 
 
 class Mixture(Text):
-    """Texts, and the share of the windows that each gives; no window goes from one to the next.
+    """Texts from which windows are drawn by weights; no window crosses from one to the next.
 
     Args:
-        parts: texts and their weights, which are above 0 and are divided by their sum.
+        parts: texts and their weights, which are above 0 and are normalised by their sum.
     """
 
     def __init__(self, parts: Sequence[tuple[Text, float]]) -> None:
@@ -220,19 +221,19 @@ class Mixture(Text):
         self._begins = [0, *accumulate(self.sizes)]
 
     def windows(self, length: int) -> int:
-        """Count the windows of `length` bytes; none if one of the texts has none."""
+        """Return the number of windows of `length` bytes; 0 if one of the texts has none."""
         counts = [text.windows(length) for text in self.texts]
         return sum(counts) if all(counts) else 0
 
     def starts(self, key: bytes, count: int, length: int) -> list[int]:
-        """Draw a text for each window by the weights, and then where in it, by a hash of `key`."""
+        """Draw a text for each window by the weights, and a start in it, by a hash of `key`."""
         bounds = list(accumulate(self.weights))
         firsts = [0, *accumulate(map(len, self.texts))]
         draws = shake_256(key).digest(16 * count)
         starts = []
-        for which, where in struct.iter_unpack("<QQ", draws):
-            index = bisect_right(bounds, which / 2**64 * bounds[-1], hi=len(bounds) - 1)
-            starts.append(firsts[index] + where % self.texts[index].windows(length))
+        for text_draw, start_draw in struct.iter_unpack("<QQ", draws):
+            index = bisect_right(bounds, text_draw / 2**64 * bounds[-1], hi=len(bounds) - 1)
+            starts.append(firsts[index] + start_draw % self.texts[index].windows(length))
         return starts
 
 
@@ -251,17 +252,17 @@ def batch(
     The starts of the windows are a hash of (seed, step, micro), the same on every machine.
 
     Args:
-        text: at least `context` + 1 bytes.
+        text: text of at least `context` + 1 bytes.
         seed: any integer.
         step: number of the update.
         micro: number of the micro-batch within the update.
         batch_size: B, in windows.
         context: T, in bytes.
-        device: where the batch goes.
+        device: device of the batch.
 
     Returns:
-        Inputs and targets, (B, T) int64, contiguous; targets are one byte, or token, further on. Of
-        documents also what `packed_batch` gives besides.
+        Inputs and targets, (B, T) int64, contiguous; targets are shifted by one byte or token. For
+        texts of documents, the result of `packed_batch`.
 
     Raises:
         ArbError: a file has vanished or become shorter.
@@ -277,10 +278,10 @@ def batch(
 def batch_starts(
     text: Text, seed: int, step: int, micro: int, batch_size: int, context: int
 ) -> list[int]:
-    """Draw where the windows of a micro-batch begin: see `batch`."""
+    """Draw the starts of the windows of a micro-batch: see `batch`."""
     if not text.windows(context + 1):
         raise ValueError(f"a text of {len(text)} bytes has no window of {context} + 1 bytes")
-    # not torch.Generator: on the CPU it keeps 32 bits of its seed, too few for long runs
+    # torch.Generator only uses 32 bits of its seed on the CPU, too few for long runs
     key = f"arb batch {seed} {step} {micro}".encode()
     return text.starts(key, batch_size, context + 1)
 
@@ -294,7 +295,7 @@ def evaluation_batches(
     context: int,
     device: "torch.device | str",
 ) -> Iterator["tuple[Tensor, ...]"]:
-    """Draw the batches of steps 0 to `num_batches` - 1, the same on every call."""
+    """Yield the batches of steps 0 to `num_batches` - 1, the same on every call."""
     sizes = {"batch_size": batch_size, "context": context}
     for step in range(num_batches):
         yield batch(text, seed=seed, step=step, micro=0, **sizes, device=device)
@@ -303,27 +304,25 @@ def evaluation_batches(
 def entropy(text: Text) -> float:
     """Measure the order-0 entropy in nats per byte: -sum over bytes b of p(b) ln p(b).
 
-    Of a text of tokens it is that of its bytes.
-
-    Of a text above 256 MiB it reads 256 blocks of 1 MiB, evenly spaced from the first to the last.
+    A text of tokens has the entropy of its bytes. A text above 256 MiB is sampled by 256 blocks of
+    1 MiB, evenly spaced from the first to the last.
     """
     import torch
 
     counts = torch.zeros(256, dtype=torch.int64)
     for block in _blocks(text):
-        # a writable copy, as torch warns of any other buffer
+        # a writable copy, as torch warns about read-only buffers
         counts += torch.frombuffer(bytearray(block), dtype=torch.uint8).bincount(minlength=256)
     shares = counts.double() / counts.sum().clamp(min=1)
     return float(torch.special.entr(shares).sum())
 
 
 def digest(text: Text) -> str:
-    """Hash the sizes of the files and then their bytes, but no names, to the hex of a SHA-256.
+    """Return the SHA-256 of the files' sizes and bytes, without their names, in hexadecimal.
 
-    Of a mixture the sizes and weights of the texts come between.
-
-    Of a text above 256 MiB it reads what `entropy` reads: a change between these blocks that
-    leaves every size as it was is not seen. A text of tokens has the digest of its bytes.
+    For a mixture the sizes and weights of its texts are hashed between them. A text above 256 MiB
+    is sampled as in `entropy`: a change between these blocks that keeps all sizes is not detected.
+    A text of tokens has the digest of its bytes.
     """
     text = text.source
     hasher = sha256(" ".join(map(str, text.sizes)).encode() + b"\n")
@@ -351,13 +350,14 @@ class Texts:
 
     train: Text
     val: Text
-    """Not part of `train`, unless the caller named it so."""
+    """Held-out text, disjoint from `train` unless the user named the same files twice."""
     description: str
-    """A few words for people: what was named, and its number of files."""
+    """Short description for display: the first entry and the number of files."""
     split: str | None = None
-    """How several files were split: by `files`, or `within` each; None if there was no choice."""
+    """Split of several files: `files` (whole files are held out) or `within` (the end of each
+    file); None for one file or a mixture."""
     tokenizer: Any = None
-    """The `arbcli.tokens.Tokenizer` that made tokens of them; None if they are bytes."""
+    """The `arbcli.tokens.Tokenizer` of texts of tokens; None for bytes."""
 
 
 def open_texts(
@@ -369,29 +369,30 @@ def open_texts(
     conversion: Conversion = PLAIN,
     split: str | None = None,
 ) -> Texts:
-    """Find the files of a run and split them into training and validation.
+    """Find the files of a run and split them into training and validation texts.
 
     An entry is a file, a glob (`**` for any depth) or a folder: all regular files below it, except
-    hidden ones, those that a link to a folder leads to, saved runs and models, and binary files,
-    with media unless `conversion` has a form for them. A file named twice counts once.
-    Files that are not plain are unpacked: see `plain_text`.
+    hidden files, files below links to folders, saved runs and models, and binary files, including
+    media unless `conversion` has a format for them. A file named twice counts once. Files that are
+    not plain are unpacked: see `plain_text`.
 
-    Entries of the form `book.txt:0.7` are a mixture: windows are drawn from each by its weight, and
-    each is split for itself.
+    Entries of the form `book.txt:0.7` are a mixture: windows are drawn from each entry by its
+    weight, and each entry is split separately.
 
     Args:
         data: entries; None is the standard library source of the running Python.
-        val: entries that are the validation, all of `data` being training. None is the last tenth
-            of a single file, or a tenth of several files, chosen by a hash of `seed` and their
-            paths within their common folder. If that is much more or less than a tenth of few
-            files, or another kind of text, it is the last tenth of each of them.
+        val: entries of the validation text; all of `data` is then for training. None holds out the
+            last tenth of a single file, or a tenth of several files, chosen by a hash of `seed` and
+            their paths relative to their common folder. If there are few files and this sample is
+            much more or less than a tenth of the bytes, or another kind of text, the last tenth of
+            each file.
         seed: seed of the split by file.
-        context: in bytes; each text must hold one window of `context` + 1.
-        conversion: of files that are not plain to bytes.
-        split: how several files are split, as `Texts.split` has it; None chooses.
+        context: context in bytes; each text must have one window of `context` + 1.
+        conversion: conversion of files that are not plain to bytes.
+        split: split of several files, see `Texts.split`; None chooses.
 
     Raises:
-        ArbError: an entry names nothing, or what cannot be read; a text is too short.
+        ArbError: an entry matches no file or cannot be read, or a text is too short.
     """
     left_out: list[str] = []
     if data:
@@ -405,11 +406,11 @@ def open_texts(
         train = _mix([_plain_text(files, conversion) for files, _ in parts], weights)
         held_out = _plain_text(_find_files(val, left_out, conversion), conversion)
     else:
-        how = split if data else "files"
-        each = [_split(files, seed, conversion, how, context) for files, _ in parts]
+        split = split if data else "files"
+        each = [_split(files, seed, conversion, split, context) for files, _ in parts]
         train = _mix([text for _, (text, _) in each], weights)
         held_out = _mix([text for _, (_, text) in each], weights)
-        if len(each) == 1:  # texts of a mixture are each split in their own way, found again
+        if len(each) == 1:  # the texts of a mixture may be split differently
             found = each[0][0]
     for text, role in ((train, "training"), (held_out, "validation")):
         if not text.windows(context + 1):
@@ -424,13 +425,13 @@ def open_texts(
 
 
 def open_text(entries: Sequence[str], conversion: Conversion = PLAIN) -> tuple[Text, str]:
-    """Find the files that `entries` name, as `open_texts` does, and read them as one text.
+    """Open the files that `entries` name, with the rules of `open_texts`, as one text.
 
     Returns:
-        The text, and a few words for people.
+        The text, and a short description for display.
 
     Raises:
-        ArbError: an entry names nothing, or what cannot be read.
+        ArbError: an entry matches no file or cannot be read.
     """
     left_out: list[str] = []
     files = _find_files(entries, left_out, conversion)
@@ -440,7 +441,7 @@ def open_text(entries: Sequence[str], conversion: Conversion = PLAIN) -> tuple[T
 def _find_parts(
     entries: Sequence[str], left_out: list[str], conversion: Conversion
 ) -> list[tuple[list[Path], float | None]]:
-    """Find the files of each text of a mixture, and its weight; of no mixture one text, and None.
+    """Return the files and the weight of each text of a mixture, or of one text with weight None.
 
     Raises:
         ArbError: only some entries have weights, or one is 0.
@@ -453,10 +454,10 @@ def _find_parts(
 
 
 def check_weights(entries: Sequence[str]) -> None:
-    """Refuse texts of which only some have a weight, or one has a weight of 0.
+    """Check that all entries have a valid weight, or none has one.
 
     Raises:
-        ArbError: they are such.
+        ArbError: only some have weights, or one is 0 or too large.
     """
     weights = [_weight(entry)[1] for entry in entries]
     if all(weight is None for weight in weights):
@@ -471,7 +472,7 @@ def check_weights(entries: Sequence[str]) -> None:
 
 
 def _weight(entry: str) -> tuple[str, float | None]:
-    """Split `book.txt:0.7` into the entry and its weight; a file may be called so, too."""
+    """Split `book.txt:0.7` into the entry and its weight, unless a file has this name."""
     path, _, weight = entry.rpartition(":")
     is_weight = re.fullmatch(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", weight)
     if not path or not is_weight or _mode(os.path.expanduser(entry)):
@@ -502,34 +503,37 @@ def _describe(name: str, num_files: int, left_out: Sequence[str]) -> str:
 
 
 def _split(
-    files: list[Path], seed: int, conversion: Conversion, how: str | None, context: int
+    files: list[Path], seed: int, conversion: Conversion, split: str | None, context: int
 ) -> tuple[str | None, tuple[Text, Text]]:
-    """Hold out the last tenth of a single file, or a tenth of several, and tell how of these.
+    """Hold out the last tenth of a single file, or a tenth of several files.
 
     Args:
-        files: one or more.
-        seed: of a split by file.
-        conversion: of files that are not plain to bytes.
-        how: several files are split, see `Texts.split`; None chooses.
-        context: in bytes.
+        files: one or more files.
+        seed: seed of a split by file.
+        conversion: conversion of files that are not plain to bytes.
+        split: split of several files, see `Texts.split`; None chooses.
+        context: context in bytes.
+
+    Returns:
+        The split of several files, or None for a single one; and the training and validation texts.
     """
     plain = {file: plain_file(file, conversion) for file in files}
-    if len(files) > 1 and how != "within":
+    if len(files) > 1 and split != "within":
         train, val = (Text([plain[file] for file in part]) for part in _split_files(files, seed))
-        if how == "files" or len(files) >= FEW_FILES or _are_alike(train, val):
+        if split == "files" or len(files) >= FEW_FILES or _are_alike(train, val):
             return "files", (train, val)
     sizes = [(path, _file_bytes(path)) for path in plain.values()]
     cuts = [(path, size - size // 10, size) for path, size in sizes]
     within = Text.of_parts([(path, 0, cut) for path, cut, _ in cuts]), Text.of_parts(cuts)
     if len(files) == 1:
         return None, within
-    if how is None and len(within[1]) <= context:  # files of a few bytes
+    if split is None and len(within[1]) <= context:  # the ends of the files are too short
         return "files", (train, val)
     return "within", within
 
 
 def _are_alike(train: Text, val: Text) -> bool:
-    """Return whether one text may be held out of the other: by its size and its entropy."""
+    """Return whether the size and entropy of a held-out text fit those of the training text."""
     least, most = USUAL_SHARES
     share = len(val) / max(1, len(train) + len(val))
     return least <= share <= most and abs(entropy(train) - entropy(val)) <= FAR_NATS
@@ -540,7 +544,7 @@ def _split_files(files: list[Path], seed: int) -> tuple[list[Path], list[Path]]:
     root = os.path.commonpath([file.parent for file in files])
 
     def rank(file: Path) -> bytes:
-        # fsencode, as a name need not be valid UTF-8
+        # fsencode, as names may not be valid UTF-8
         return sha256(b"%d/" % seed + os.fsencode(file.relative_to(root).as_posix())).digest()
 
     val = set(sorted(files, key=rank)[: max(1, round(len(files) / 10))])
@@ -562,7 +566,7 @@ def _find_standard_library() -> list[Path]:
 def _find_files(entries: Sequence[str], left_out: list[str], conversion: Conversion) -> list[Path]:
     """List the files with any bytes that `entries` name, each once, in the order of `entries`.
 
-    What a folder has of runs, models and binary files is added to `left_out`.
+    Runs, models and binary files of folders are appended to `left_out`.
     """
     unique: dict[str, Path] = {}
     for entry in entries:
@@ -593,15 +597,15 @@ def _expand(entry: str, left_out: list[str], conversion: Conversion) -> list[Pat
 
 
 def check_named(entries: Iterable[str], field: str | None = None) -> None:
-    """Refuse what names nothing; what a folder has, or a file, is not looked at.
+    """Check that entries exist, without reading folders or files.
 
     Args:
-        entries: of texts.
-        field: of records, that was asked for.
+        entries: entries of texts, see `open_texts`.
+        field: the `--field` of records; None if it was not given.
 
     Raises:
-        ArbError: an entry names nothing, or what is neither a folder nor a file that can be read;
-            or all of them are files that are empty, or that have no fields.
+        ArbError: an entry matches nothing, or is neither a folder nor a readable file; or all
+            entries are empty files; or `field` is given and all are files without fields.
     """
     entries, plain, has_bytes = list(entries), [], False
     for entry in entries:
@@ -614,7 +618,7 @@ def check_named(entries: Iterable[str], field: str | None = None) -> None:
             raise _without_files(_weight(entry)[0], is_named=False)
         else:
             plain.append(False)
-            has_bytes = True  # perhaps
+            has_bytes = True  # unknown until the folder or glob is read
     if entries and not has_bytes:
         raise _without_text(entries)
     if field is not None and plain and all(plain):
@@ -632,16 +636,16 @@ def _without_text(entries: Iterable[str]) -> ArbError:
 
 def _without_files(entry: str, *, is_named: bool) -> ArbError:
     return ArbError(
-        f"the folder `{entry}` has no files of text" if is_named else f"nothing matches `{entry}`",
+        f"the folder `{entry}` has no text files" if is_named else f"nothing matches `{entry}`",
         hint="name a file, a glob in quotes, or a folder with files that are neither hidden nor"
         " binary",
     )
 
 
 def _matches(pattern: str) -> Iterator[str]:
-    """Find what a glob names, as `glob` does, but for folders that links lead back to.
+    """Yield the paths that a glob matches, like `glob.iglob`, but safe for cyclic links.
 
-    Each `**` goes through a folder once, by whichever path comes first.
+    `**` visits each folder once, by the first path that leads to it.
     """
     if re.search(r"(^|/)\*\*$", pattern):
         pattern += "/*"
@@ -658,7 +662,7 @@ def _matches(pattern: str) -> Iterator[str]:
 
 
 def _folders_below(folder: str) -> Iterator[str]:
-    """List a folder and all below it, also through links, but for hidden ones; each once."""
+    """Yield a folder and all below it, also through links, except hidden ones; each once."""
     seen: set[tuple[int, int]] = set()
     for parent, folders, _ in os.walk(folder, followlinks=True):
         status = os.stat(parent)
@@ -675,7 +679,7 @@ def _files_below(
 ) -> list[Path]:
     """List the regular files below a folder, sorted, without hidden ones and folders in `skip`.
 
-    Runs and models that were saved below it are not text, and are added to `left_out`.
+    Saved runs and models below it are appended to `left_out`.
     """
 
     def refuse(error: OSError) -> None:
@@ -697,7 +701,7 @@ def _files_below(
 
 
 def _is_left_out(path: Path, conversion: Conversion) -> bool:
-    """Return whether a file of a folder is binary, by a byte 0 where it begins, or unwanted."""
+    """Return whether a file of a folder is binary (has a zero byte at its start) or unwanted."""
     name = path.name.lower()
     if name.endswith(MEDIA):
         return not conversion.takes(name)
@@ -711,10 +715,10 @@ def _is_left_out(path: Path, conversion: Conversion) -> bool:
 
 
 def _mode(path: str | Path) -> int:
-    """Return the mode of what a path leads to, 0 for nothing."""
+    """Return the mode of a path with links followed, 0 if it does not exist."""
     try:
         return os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a byte 0 in it
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: path with a NUL
         return 0
     except OSError as error:
         raise _unreadable(path, error.strerror) from error
@@ -738,5 +742,5 @@ def _file_bytes(path: Path) -> int:
 
 def _unreadable(path: str | Path, reason: str | None) -> ArbError:
     return ArbError(
-        f"cannot read `{path}`: {reason}", hint="check that it is there and that you may read it"
+        f"cannot read `{path}`: {reason}", hint="check that it exists and that you may read it"
     )

@@ -1,4 +1,4 @@
-"""Where a run computes: device, backend, dtype, determinism and peak memory."""
+"""Device of a run: selection, backend, dtype, determinism and memory."""
 
 import gc
 import os
@@ -23,7 +23,7 @@ CONTAINER_MEMORY = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-"""Files with the limit of a container and what it uses, in the two versions of Linux's groups."""
+"""Files with a container's memory limit and usage, for cgroups v2 and v1."""
 PEAK_TERAOPS = {
     "NVIDIA B200": 2250.0,
     "NVIDIA H200": 989.4, "NVIDIA H200 NVL": 835.5, "NVIDIA GH200 480GB": 989.4,
@@ -35,17 +35,17 @@ PEAK_TERAOPS = {
     "NVIDIA L40S": 362.0, "NVIDIA L40": 181.0, "NVIDIA L4": 121.0,
     "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA GeForce RTX 3090": 71.0,
 }  # fmt: skip
-"""Dense bf16 products with sums in float32, in 10**12 operations a second, by what torch calls a
-GPU. They are those of its maker's data sheet, which may tell twice as many: of sparse ones."""
+"""Peak dense bf16 throughput with float32 accumulation, in 10**12 operations per second, by torch's
+name of the GPU. From data sheets, which may list twice as much, for sparse products."""
 NATIVE_BF16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-"""Capabilities with which a CPU multiplies bf16: two of x86, two of Arm, as torch names them."""
+"""CPU capabilities for bf16 products, by torch's names: two for x86, two for Arm."""
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """Find the device called `name`; None is the GPU if there is one, else the CPU.
+    """Return the device with this name; None selects the GPU if there is one, else the CPU.
 
     Raises:
-        ArbError: there is no such device.
+        ArbError: the device does not exist or is not supported.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,7 +57,7 @@ def resolve_device(name: str | None) -> torch.device:
         raise ArbError(f"`{name}` is not supported", hint=DEVICES)
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ArbError(
-            f"there is no GPU of Apple for `{name}`", hint="use `--device cpu`, or leave it out"
+            f"there is no Apple GPU for `{name}`", hint="use `--device cpu`, or leave it out"
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise no_cuda_device(name)
@@ -65,10 +65,10 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def resolve_backend(name: str | None, device: torch.device) -> str:
-    """Find the backend that will run on `device`, checked to be able to.
+    """Return the backend called `name`, or the default one, checked to support `device`.
 
     Raises:
-        ArbError: it is not.
+        ArbError: the backend does not support the device.
     """
     backend = name or default_backend(device)
     check_backend(backend, device)
@@ -76,12 +76,12 @@ def resolve_backend(name: str | None, device: torch.device) -> str:
 
 
 def default_compute(device: torch.device) -> str:
-    """Choose the dtype of activations: bf16 wherever the hardware multiplies it."""
+    """Return the default dtype of activations: bf16 if the hardware supports bf16 products."""
     if device.type == "cuda":
         return "bf16"
-    if device.type == "mps":  # not every one multiplies bf16
+    if device.type == "mps":  # some Apple GPUs lack bf16 products
         return "fp32"
-    # oneDNN has to know how to use what the CPU has: torch for an Apple CPU comes without oneDNN
+    # oneDNN must support the CPU's instructions; torch for Apple CPUs is built without oneDNN
     onednn = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     native = multiplies_bf16(torch.cpu.get_capabilities())
     return "bf16" if onednn and native else "fp32"
@@ -90,24 +90,24 @@ def default_compute(device: torch.device) -> str:
 def multiplies_bf16(capabilities: Mapping[str, Any]) -> bool:
     """Return whether a CPU has instructions that multiply bf16.
 
-    oneDNN alone cannot tell: it says yes on any CPU with AVX-512, and emulates bf16 in float32
-    where there is no instruction, at less than half of float32's speed.
+    oneDNN claims support on any CPU with AVX-512; without native instructions it emulates bf16
+    in float32, at less than half the speed of float32.
 
     Args:
-        capabilities: what `torch.cpu.get_capabilities` returns.
+        capabilities: result of `torch.cpu.get_capabilities`.
     """
     return any(capabilities.get(name, False) for name in NATIVE_BF16)
 
 
 def check_compute(compute: str, device: torch.device) -> None:
-    """Refuse products in eight bits where the GPU has none; a CPU does them in float32.
+    """Check that a GPU supports the dtype of products; a CPU computes all in float32.
 
     Raises:
-        ArbError: it has none.
+        ArbError: the GPU lacks FP8 products.
     """
     if compute == "fp8" and device.type == "mps":
         raise ArbError(
-            "a GPU of Apple has no numbers of eight bits, and `compute=fp8` needs them",
+            "`compute=fp8` is not supported on Apple GPUs",
             hint="use `compute=fp32`",
             fields=("compute",),
         )
@@ -129,18 +129,18 @@ def emulates_nvfp4(device: torch.device) -> bool:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Make torch's own operations give the same bits every time, as resuming needs.
+    """Make torch's operations deterministic inside the context, as resuming requires.
 
-    cuBLAS needs `CUBLAS_WORKSPACE_CONFIG` besides, which the `arb` program sets before it starts.
-    torch's compiler has to be told by `tell_compiler`.
+    cuBLAS also needs `CUBLAS_WORKSPACE_CONFIG`, which the `arb` program sets before it starts.
+    torch's compiler also needs `set_compiler_determinism`.
     """
     before = torch.get_deterministic_debug_mode()
     filling: Any = torch.utils.deterministic
     fill = filling.fill_uninitialized_memory
-    # `use_deterministic_algorithms` does the same, but loads a compiler, which takes two seconds
+    # `use_deterministic_algorithms` has the same effect, but loads a compiler in two seconds
     torch.set_deterministic_debug_mode("error")
-    filling.fill_uninitialized_memory = False  # it would write every buffer twice
-    torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward adds in any order
+    filling.fill_uninitialized_memory = False  # True would write every buffer twice
+    torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward uses atomic adds
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
@@ -151,8 +151,8 @@ def deterministic() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-def tell_compiler() -> None:
-    """Let what is compiled from now on be as deterministic as torch's own operations are."""
+def set_compiler_determinism() -> None:
+    """Make code compiled from now on as deterministic as torch's own operations are."""
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(
         torch.are_deterministic_algorithms_enabled(), warn_only=warn_only
@@ -161,23 +161,23 @@ def tell_compiler() -> None:
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
-    """Record all launches inside as a CUDA graph, by `torch.cuda.graph` and its options.
+    """Capture all launches inside as a CUDA graph, with the options of `torch.cuda.graph`.
 
-    No garbage is collected meanwhile: a graph among it would be freed, which is not allowed here.
+    Garbage collection is disabled meanwhile: it could free another graph, which a capture forbids.
     """
-    collects = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         with torch.cuda.graph(graph, **options):
             yield
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()
 
 
 @contextmanager
 def cpu_threads(number: int) -> Iterator[None]:
-    """Compute with so many threads on the CPU: their number decides how sums are split."""
+    """Set torch's number of CPU threads inside the context; it determines how sums are split."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -191,28 +191,28 @@ def explained_out_of_memory(
     hint: str = "use a smaller `--batch`, `--ctx` or `--preset`; `arb audit-memory --budget`"
     " predicts the need",
 ) -> Iterator[None]:
-    """Turn the allocator's complaint into an error that says what to do."""
+    """Convert an allocator's out-of-memory error to an `ArbError` with a hint."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ArbError("the GPU's memory is not enough for this model", hint=hint) from error
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
-            raise  # torch has no kind of its own for this one
+            raise  # torch has no exception class for the CPU allocator's errors
         raise ArbError("this machine's memory is not enough for this model", hint=hint) from error
 
 
 def available_bytes() -> int | None:
-    """Find how much memory this process can still take on the host; None where nothing tells.
+    """Return the host memory that this process can still allocate in bytes; None if unknown.
 
-    It is what Linux calls available, or what a container may still take; elsewhere all there is.
+    On Linux the available memory, limited by the container; on other systems all memory.
     """
     found = []
     with suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         found += [int(ln.split()[1]) * 1024 for ln in lines if ln.startswith("MemAvailable:")]
     for limit, used in CONTAINER_MEMORY:
-        with suppress(OSError, ValueError):  # a limit of `max` is none
+        with suppress(OSError, ValueError):  # `max` means no limit
             found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
     if not found:
         with suppress(AttributeError, OSError, ValueError):  # Windows
@@ -221,15 +221,15 @@ def available_bytes() -> int | None:
 
 
 def spare_bytes(device: torch.device) -> int:
-    """Find how much memory may be taken only to be faster: half of what is free on the host.
+    """Return the memory for optional buffers in bytes: half of the host's free memory.
 
-    On a GPU, and where nobody knows, it is none.
+    It is 0 on a GPU, or if the free memory is unknown.
     """
     return (available_bytes() or 0) // 2 if device.type == "cpu" else 0
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Find how much memory a run can still take on a device; None where nothing tells."""
+    """Return the memory that a run can still allocate on a device in bytes; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
@@ -238,25 +238,25 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def check_room(needed_bytes: int, what: str, hint: str, available: int | None = None) -> None:
-    """Refuse what there is no memory for, before any of it is taken.
+    """Check that the available memory suffices, before any of it is allocated.
 
     Args:
-        needed_bytes: at least.
-        what: needs it.
-        hint: what to do about it.
-        available: bytes; None is what this process can take on the host.
+        needed_bytes: lower bound of the memory needed.
+        what: subject of the error message, such as `a training step`.
+        hint: hint of the error.
+        available: available bytes; None is `available_bytes()`.
 
     Raises:
-        ArbError: it is not enough.
+        ArbError: the memory is not enough.
     """
     available = available_bytes() if available is None else available
     if available is not None and needed_bytes > available:
         need, have = (f"{size / 2**30:,.2f} GiB" for size in (needed_bytes, available))
-        raise ArbError(f"{what} needs {need} of memory at least, and {have} are free", hint=hint)
+        raise ArbError(f"{what} needs at least {need} of memory, and {have} are free", hint=hint)
 
 
 def peak_operations(device: torch.device) -> float | None:
-    """Find how many dense bf16 operations a second a GPU can do at most; None if nobody knows."""
+    """Return a GPU's peak number of dense bf16 operations per second; None if unknown."""
     if device.type != "cuda":
         return None
     peak = PEAK_TERAOPS.get(torch.cuda.get_device_name(device))
@@ -264,10 +264,10 @@ def peak_operations(device: torch.device) -> float | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Measure the most memory held at once so far, by the GPU's allocator or the process."""
+    """Return the peak memory so far in bytes: of the GPU's allocator, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if device.type == "mps":  # its allocator keeps what it took, and counts no peak
+    if device.type == "mps":  # its allocator never shrinks, and counts no peak
         return torch.mps.driver_allocated_memory()
     try:
         import resource

@@ -1,11 +1,11 @@
-"""Windows with a hole, for models that read from left to right: the text of the hole comes last.
+"""Fill in the middle: windows with a hole, whose text is moved to the end, for causal models.
 
     [suffix] LENGTH, text after the hole, [prefix] text before the hole, [middle] text of the hole
 
 The three marks are symbols beyond the vocabulary of V, which the model reads and never predicts;
-LENGTH is that of the hole, in two digits of base V. So the hole is predicted with both sides known,
-by the same causal model, and next to the text before it. Every other window is left as it is: the
-model continues a text as well. The lengths of holes are spread evenly on a logarithmic scale.
+LENGTH is the length of the hole, as two digits in base V. A causal model can so predict the hole
+with both sides known, directly after the text before it. Every other window is unchanged, so that
+the model also learns to continue a text. The lengths of holes are log-uniform.
 Source: M. Bavarian et al., "Efficient Training of Language Models to Fill in the Middle",
 https://arxiv.org/abs/2207.14255.
 """
@@ -20,23 +20,23 @@ from torch import Tensor
 from arbcli.config.model import FILL_SYMBOLS
 
 EXTRA = FILL_SYMBOLS + 2
-"""Symbols of a window besides its text."""
+"""Number of symbols that the layout adds to a window."""
 LEAD = 8
-"""Symbols before a hole that are read after the mark: the first ones after it are hard to predict,
-as the mark stands between them and the text that they continue."""
+"""Number of symbols before a hole that are placed after its mark: the first symbols after the mark
+are hard to predict, as it separates them from the text that they continue."""
 
 
 def in_layout(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Tensor:
-    """Put the parts of a text, (N,) int64 each, in the order in which a model reads them.
+    """Return the parts of a text in the order in which a model reads them, with marks.
 
     Args:
-        before: text before the hole.
-        hole: text of the hole.
-        after: text after the hole.
-        vocabulary: V; the hole has fewer than V * V symbols.
+        before: text before the hole, (L,) int64.
+        hole: text of the hole, (M,) int64, M < V * V.
+        after: text after the hole, (R,) int64.
+        vocabulary: V.
 
     Returns:
-        (N,) int64, `EXTRA` more than the parts have.
+        (L + M + R + `EXTRA`,) int64.
     """
     suffix, prefix, middle = range(vocabulary, vocabulary + FILL_SYMBOLS)
     first = before.new_tensor([suffix, *divmod(len(hole), vocabulary)])
@@ -63,19 +63,19 @@ def led_in(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Tens
 def cut(
     ids: Tensor, vocabulary: int, *, seed: int, step: int, numbers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Move a hole to the end in every other window, by a hash of seed, step and window.
+    """Move a hole to the end of every other window; its place is a hash of seed, step and window.
 
     Args:
         ids: (B, T + 1) int64, T > `EXTRA`. The last `EXTRA` symbols of a window with a hole are
-            left out.
+            dropped.
         vocabulary: V.
         seed: any integer.
-        step: number of the draw; odd steps move holes in the other half of the windows.
-        numbers: of the windows, B of them.
+        step: number of the draw; odd steps use the other half of the windows.
+        numbers: numbers of the B windows.
 
     Returns:
-        The model's inputs and targets, (B, T) int64, contiguous: marks and lengths have
-        -1, and count for nothing.
+        The model's inputs and targets, (B, T) int64, contiguous; targets are -1 at marks and
+        lengths, which do not contribute to the loss.
     """
     size, rows = ids.shape[1] - EXTRA, []
     for row, number in zip(ids, numbers, strict=True):
@@ -87,9 +87,9 @@ def cut(
         length = min(int((size + 1) ** share), size)
         begin = min(int(place * (size - length + 1)), size - length)
         parts = row[:begin], row[begin : begin + length], row[begin + length : size]
-        given = in_layout(*parts, vocabulary)
-        learnt = given.masked_fill(given >= vocabulary, -1)
-        learnt[1:3] = -1
-        rows.append((given, learnt))
-    given, learnt = (torch.stack(part) for part in zip(*rows, strict=True))
-    return given[:, :-1].contiguous(), learnt[:, 1:].contiguous()
+        inputs = in_layout(*parts, vocabulary)
+        targets = inputs.masked_fill(inputs >= vocabulary, -1)
+        targets[1:3] = -1
+        rows.append((inputs, targets))
+    inputs, targets = (torch.stack(part) for part in zip(*rows, strict=True))
+    return inputs[:, :-1].contiguous(), targets[:, 1:].contiguous()

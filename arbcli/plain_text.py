@@ -1,9 +1,9 @@
-"""Compressed and structured files as files of plain bytes, made once and kept.
+"""Conversion of compressed and structured files to files of plain bytes in the cache.
 
-Texts are mapped, so what is read is a file of plain bytes. A `.gz` or `.zst` file, the field of a
-`.jsonl` or `.parquet` file, a sound and a picture (see `arbcli.media`) are written to such a file a
-block at a time, and found again by the path, size and time of what it was made of. A small file may
-unpack to terabytes, so both the plain bytes and a record of them are bounded.
+Texts are memory-mapped, which requires files of plain bytes. A `.gz` or `.zst` file, the field of a
+`.jsonl` or `.parquet` file, a sound and a picture (see `arbcli.media`) are converted to such a file
+block by block; its name is a hash of the path, size and modification time of the source. A small
+file may unpack to terabytes, so both the output and the length of a record are bounded.
 """
 
 import gzip
@@ -26,34 +26,36 @@ from arbcli.media import pictures, sound
 COMPRESSED = (".gz", ".zst")
 BLOCK_BYTES = 2**20
 FRAME_BYTES = 2**10
-"""Of a Zstandard file that are unpacked at a time, as each KiB may unpack to 32 MiB."""
+"""Bytes of a Zstandard file that are unpacked at once, as each KiB may unpack to 32 MiB."""
 RECORD_BYTES = 2**24
-"""The most that a line of records may have."""
+"""Maximum length of a line of records in bytes."""
 ROWS = 1024
-"""Of a Parquet file that are read at once."""
+"""Rows of a Parquet file that are read at once."""
 LIMIT = "ARB_UNPACKED_GIB"
-"""Environment variable: the most that a file may unpack to, in GiB."""
+"""Environment variable with the maximum size of an unpacked file in GiB."""
 FEWEST_BYTES, MOST_TIMES = 2**29, 100
-"""Without it: so many bytes, or so many times those of the file, whichever is more."""
+"""Default maximum: this number of bytes, or this multiple of the file's, whichever is larger."""
 
 
 MEDIA = sound.SUFFIXES + pictures.SUFFIXES
-"""Ends of names of sounds and pictures."""
+"""Suffixes of sounds and pictures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """How files that are not plain become bytes."""
+    """Options of the conversion of files to bytes."""
 
     field: str | None = None
-    """Of records, which has the text, one record a line; None takes JSON lines as they are."""
+    """Field of records with the text; None reads JSON lines as plain text."""
     sound: str | None = None
-    """One of `arbcli.media.sound.FORMS`; None is `mulaw`, for sounds that are named."""
+    """Format of sounds, one of `arbcli.media.sound.FORMS`. None leaves sounds in folders out, and
+    converts those named explicitly to `mulaw`."""
     picture: str | None = None
-    """As `arbcli.media.pictures.FORM` has it; None is `rgb`, for pictures that are named."""
+    """Format of pictures, see `arbcli.media.pictures.FORM`. None leaves pictures in folders out,
+    and converts those named explicitly to `rgb`."""
 
     def takes(self, name: str) -> bool:
-        """Return whether a file of a folder is read: sounds and pictures only if asked for."""
+        """Return whether a file in a folder is read: sounds and pictures only with a format."""
         name = name.lower()
         if name.endswith(sound.SUFFIXES):
             return self.sound is not None
@@ -64,23 +66,23 @@ PLAIN = Conversion()
 
 
 def texts_folder() -> Path:
-    """Return where plain files are kept."""
+    """Return the folder of the cache for converted texts."""
     return cache_folder() / "texts"
 
 
 def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
-    """Find the plain bytes of a file.
+    """Return the path of a file's plain bytes, which are created in the cache if needed.
 
     Args:
-        path: of a file; by its name it is compressed, has records, or is a sound or a picture.
-        conversion: to bytes.
+        path: path of the file; its suffix determines the conversion.
+        conversion: options of the conversion.
 
     Returns:
-        The file itself if it is plain, or one that is kept.
+        `path` if the file is plain, or the path of a file in the cache.
 
     Raises:
-        ArbError: it cannot be read, has no such field or unpacks to too much, the cache cannot be
-            written, or a package is missing.
+        ArbError: the file cannot be read, lacks the field or is too large unpacked; the cache
+            cannot be written; or a package is missing.
     """
     name, field = _name_inside(path), conversion.field
     is_table, is_medium = name.endswith(".parquet"), name.endswith(MEDIA)
@@ -96,8 +98,8 @@ def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
         status = path.stat()
     except OSError as error:
         raise _unreadable(path, error) from error
-    how = [field or "", *(given for given in astuple(conversion)[1:] if given)]
-    key = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{' '.join(how)}"
+    options = [field or "", *(option for option in astuple(conversion)[1:] if option)]
+    key = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{' '.join(options)}"
     plain = texts_folder() / sha256(key.encode(errors="surrogateescape")).hexdigest()
     if not is_cached(plain):
         write_cached(plain, _bounded(_blocks(path, name, conversion), path, status.st_size))
@@ -105,22 +107,22 @@ def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
 
 
 def may_have_records(path: Path) -> bool:
-    """Tell by the name of a file whether a field of it can be read."""
+    """Return whether a file may have records, by its suffix."""
     return _name_inside(path).endswith((".jsonl", ".parquet"))
 
 
 def _unreadable(path: Path, error: OSError) -> ArbError:
     return ArbError(
         f"cannot read `{path}`: {error.strerror or error}",
-        hint="check that it is there and that you may read it",
+        hint="check that it exists and that you may read it",
     )
 
 
 def _bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator[bytes]:
-    """Hand on the plain bytes of a file, until they are more than may be.
+    """Yield blocks of plain bytes up to the maximum size.
 
     Raises:
-        ArbError: they are more, or the file cannot be read.
+        ArbError: there are more bytes, or the file cannot be read.
     """
     most = max(FEWEST_BYTES, MOST_TIMES * packed_bytes)
     if LIMIT in os.environ:
@@ -132,7 +134,7 @@ def _bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator
             if total > most:
                 raise ArbError(
                     f"`{path}`, of {packed_bytes:,} bytes, unpacks to more than {most:,}",
-                    hint=f"if it is a text, set `{LIMIT}` to the GiB that it may take",
+                    hint=f"if this is intended, set `{LIMIT}` to the maximum size in GiB",
                 )
             yield block
     except OSError as error:
@@ -140,7 +142,7 @@ def _bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator
 
 
 def _name_inside(path: Path) -> str:
-    """Name the file that is in a compressed one, or the file itself."""
+    """Return the file's name in lower case, without suffixes of compression."""
     name = path.name.lower()
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
@@ -148,7 +150,7 @@ def _name_inside(path: Path) -> str:
 
 
 def _blocks(path: Path, name: str, conversion: Conversion) -> Iterator[bytes]:
-    """Read the plain bytes of a file."""
+    """Yield the plain bytes of a file."""
     field = conversion.field
     if name.endswith(MEDIA):
         if name != path.name.lower():
@@ -161,7 +163,7 @@ def _blocks(path: Path, name: str, conversion: Conversion) -> Iterator[bytes]:
                 f"`{path}` is a compressed Parquet file",
                 hint="Parquet compresses by itself: unpack it",
             )
-        assert field is not None, "`plain_file` refuses a table without one"
+        assert field is not None, "`plain_file` refuses a table without a field"
         yield from _column(path, field)
         return
     blocks = _unpacked(path)
@@ -169,14 +171,14 @@ def _blocks(path: Path, name: str, conversion: Conversion) -> Iterator[bytes]:
 
 
 def _medium(path: Path, conversion: Conversion) -> Iterator[bytes]:
-    """Read a sound or a picture."""
+    """Yield the bytes of a sound or a picture."""
     if path.name.lower().endswith(sound.SUFFIXES):
         return sound.sound_bytes(path, conversion.sound or sound.FORMS[0])
     return pictures.picture_bytes(path, conversion.picture or "rgb")
 
 
 def _unpacked(path: Path) -> Iterator[bytes]:
-    """Read the bytes that were compressed, by the last suffix of a name."""
+    """Yield the decompressed bytes of a file, by its last suffix."""
     suffix = path.suffix.lower()
     zstandard = _package("zstandard", path) if suffix == ".zst" else None
     broken = zstandard.ZstdError if zstandard else (EOFError, zlib.error, gzip.BadGzipFile)
@@ -192,7 +194,7 @@ def _unpacked(path: Path) -> Iterator[bytes]:
 
 
 def _frames(blocks: Iterator[bytes], decompressor: Any) -> Iterator[bytes]:
-    """Unpack the frames of a Zstandard file, of which the last must be whole, too."""
+    """Unpack the frames of a Zstandard file, and check that the last one is complete."""
     frame = None
     for block in blocks:
         for start in range(0, len(block), FRAME_BYTES):
@@ -209,19 +211,19 @@ def _frames(blocks: Iterator[bytes], decompressor: Any) -> Iterator[bytes]:
 
 
 def _records(blocks: Iterator[bytes], path: Path, conversion: Conversion) -> Iterator[bytes]:
-    """Take a field of each line that is an object."""
+    """Yield the text of each record."""
     for number, line in enumerate(_lines(blocks, path), 1):
         if line.strip():
             yield from _text_of(line, number, path, conversion)
 
 
 def _lines(blocks: Iterator[bytes], path: Path) -> Iterator[bytes]:
-    """Split bytes into lines, of which the last need not end.
+    """Yield the lines of a file, without newlines; the last may lack one.
 
     Raises:
-        ArbError: one is longer than any record.
+        ArbError: a line is longer than `RECORD_BYTES`.
     """
-    begun: list[bytes] = []
+    unfinished: list[bytes] = []
     size = 0
     for block in itertools.chain(blocks, [b"\n"]):
         first, *others = block.split(b"\n")
@@ -232,15 +234,15 @@ def _lines(blocks: Iterator[bytes], path: Path) -> Iterator[bytes]:
                 hint="`--field` reads an object a line: split it, or save its text as a plain file",
             )
         if first:
-            begun.append(first)
+            unfinished.append(first)
         if others:
-            yield b"".join(begun)
+            yield b"".join(unfinished)
             yield from others[:-1]
-            begun, size = [others[-1]], len(others[-1])
+            unfinished, size = [others[-1]], len(others[-1])
 
 
 def _text_of(line: bytes, number: int, path: Path, conversion: Conversion) -> Iterator[bytes]:
-    """Read the field of a record: a text, or a list of parts, and a newline after it."""
+    """Yield the field of a record, which is a text or a list of parts, and a newline."""
     field = conversion.field
     try:
         value = json.loads(line)[field]
@@ -272,7 +274,7 @@ SUFFIXES_OF = {"sound": sound.SUFFIXES, "picture": pictures.SUFFIXES}
 
 
 def _part(part: Any) -> tuple[str, Any]:
-    """Read one part of a record, `{"text": ...}`, `{"sound": FILE}` or `{"picture": FILE}`."""
+    """Return the kind (`text`, `sound` or `picture`) and the value of a part of a record."""
     if not isinstance(part, dict) or len(part) != 1 or not {"text", *SUFFIXES_OF} & part.keys():
         raise TypeError("a part needs exactly one of `text`, `sound` and `picture`")
     return next(iter(part.items()))
@@ -293,7 +295,7 @@ def _column(path: Path, field: str) -> Iterator[bytes]:
             )
         if arrow.types.is_nested(schema.types[schema.names.index(field)]):
             raise no_text
-        # as a dictionary, which has a value once however many rows have it
+        # as a dictionary, which stores equal values of different rows once
         with parquet.ParquetFile(path, read_dictionary=[field]) as table:
             for rows in table.iter_batches(batch_size=ROWS, columns=[field]):
                 for value in rows.column(0):
@@ -309,10 +311,10 @@ def _column(path: Path, field: str) -> Iterator[bytes]:
 
 
 def _value(value: Any, path: Path, field: str) -> Any:
-    """Read a value of a column.
+    """Convert a value of a column to an object.
 
     Raises:
-        ArbError: it is a string, and not UTF-8.
+        ArbError: it is a string that is not valid UTF-8.
     """
     try:
         return value.as_py()
@@ -329,6 +331,6 @@ def _package(name: str, path: Path) -> Any:
     except ImportError:
         package = name.partition(".")[0]
         raise ArbError(
-            f"`{path}` is read with the package {package}, which is not installed",
+            f"`{path}` needs the package {package}, which is not installed",
             hint=f"install it: `pip install {package}`",
         ) from None

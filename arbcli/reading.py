@@ -1,6 +1,6 @@
-"""Small files that anybody may have written: read within bounds, parsed, and held to a schema.
+"""Reading of small untrusted files: size limits, parsing of JSON and TOML, schemas.
 
-Whatever is wrong with one is an ArbError of one line that names the file.
+All errors are an ArbError of one line that names the file.
 """
 
 import json
@@ -18,17 +18,17 @@ from typing import Annotated, Any, BinaryIO, get_args, get_origin
 from arbcli.errors import ArbError
 
 LARGEST_FILE = 2**24
-"""Bytes of a file that is parsed as a whole."""
+"""Maximum size in bytes of a file that is read at once."""
 MOST_NESTED = 64
-"""Lists and tables in one another."""
+"""Maximum nesting depth of lists and objects."""
 SHOWN = 60
-"""Characters of a value that are shown."""
+"""Maximum number of characters of a value in an error message."""
 ALTERED = "it was truncated or altered: restore it from a copy"
 
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file to read; a FIFO or a device could block, or have no end.
+    """Open a regular file for reading; a FIFO or a device could block, or be endless.
 
     Raises:
         ArbError: it is missing, unreadable, or not regular.
@@ -44,17 +44,17 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse a file that `open_regular` cannot open.
+    """Check that `open_regular` can open a file.
 
     Raises:
-        ArbError: it cannot.
+        ArbError: the file is missing, unreadable, or not regular.
     """
     with open_regular(path):
         pass
 
 
 def without_blocking(path: str, flags: int) -> int:
-    """Open a file for `open`, without waiting for the other end of a FIFO."""
+    """Open a file without waiting for the other end of a FIFO; an `opener` for `open`."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
@@ -72,12 +72,12 @@ def read_small(path: Path) -> bytes:
 
 
 def read_json(path: Path, schema: Mapping[str, Any] | None = None, hint: str = ALTERED) -> Any:
-    """Read a file of JSON.
+    """Read a JSON file.
 
     Args:
-        path: of the file.
-        schema: of an object, see `check_schema`; None takes any value.
-        hint: of an error in its content.
+        path: path of the file.
+        schema: schema of the object, see `check_schema`; None accepts any value.
+        hint: hint of errors in the content.
 
     Raises:
         ArbError: it cannot be read, is not JSON, or does not fit the schema.
@@ -93,7 +93,7 @@ def read_json(path: Path, schema: Mapping[str, Any] | None = None, hint: str = A
 
 
 def read_toml(path: Path, hint: str) -> dict[str, Any]:
-    """Read a file of TOML.
+    """Read a TOML file.
 
     Raises:
         ArbError: it cannot be read, or is not TOML.
@@ -109,7 +109,7 @@ def parse_json(content: bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: it is not JSON in UTF-8, or is nested too deeply.
+        ValueError: `content` is not JSON in UTF-8, or is nested too deeply.
     """
     try:
         value = json.loads(content.decode(), parse_constant=_refuse_constant)
@@ -126,7 +126,7 @@ def _refuse_constant(name: str) -> None:
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    return str(error).partition("; use sys.")[0]  # Python's advice on long integers
+    return str(error).partition("; use sys.")[0]  # without Python's advice on long integers
 
 
 def _flat_enough(value: Any) -> Any:
@@ -141,20 +141,20 @@ def _flat_enough(value: Any) -> Any:
 
 
 def check_schema(values: Any, schema: Mapping[str, Any], where: str, hint: str) -> None:
-    """Refuse JSON with a value that is missing or has another type than its schema says.
+    """Check that parsed JSON is an object that matches a schema.
 
     Args:
         values: the parsed JSON.
-        schema: types, by the path of the value, such as `text.entropy`; None stands for a value
-            that is missing. What is below an object that may be missing is only there with it.
-        where: names the file in the error.
-        hint: of the error.
+        schema: types by the path of the value, such as `text.entropy`. A type with None permits a
+            missing value; the fields of a missing object are not checked.
+        where: name of the file in errors.
+        hint: hint of the error.
 
     Raises:
-        ArbError: there is such a value.
+        ArbError: a value is missing or has the wrong type.
     """
     if type(values) is not dict:
-        raise ArbError(f"{where} is `{shown(values)}`, and not values by name", hint=hint)
+        raise ArbError(f"{where} has `{shown(values)}` in place of an object", hint=hint)
     for path, kind in schema.items():
         *outer, name = path.split(".")
         holder: Any = values
@@ -169,28 +169,28 @@ def check_schema(values: Any, schema: Mapping[str, Any], where: str, hint: str) 
 
 
 def is_of(value: Any, kind: Any) -> bool:
-    """Return whether a value is of a type; `True` is not an int, and an int is a float."""
+    """Return whether a value has a type; `True` is not an int, but an int is a float."""
     return test_of(kind)(value)
 
 
 @cache
 def test_of(kind: Any) -> Callable[[Any], bool]:
-    """Return what `is_of` calls for a type."""
-    of, parts = get_origin(kind), get_args(kind)
-    if of is Annotated:  # with its setting: see `arbcli.config.settings`
+    """Return a function that checks whether a value has a type, for `is_of`."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:  # annotated with a setting, see `arbcli.config.settings`
         return test_of(parts[0])
     if isinstance(kind, UnionType):
         tests = [test_of(part) for part in parts]
         return lambda value: any(test(value) for test in tests)
-    if of is list:
+    if origin is list:
         test = test_of(parts[0])
         return lambda value: type(value) is list and all(map(test, value))
-    if of is dict:
+    if origin is dict:
         of_name, of_part = map(test_of, parts)
         return lambda value: (
             type(value) is dict and all(map(of_name, value)) and all(map(of_part, value.values()))
         )
-    if of is tuple:
+    if origin is tuple:
         tests = [test_of(part) for part in parts if part is not Ellipsis]
         if parts[-1] is Ellipsis:
             return lambda value: type(value) is tuple and all(map(tests[0], value))
@@ -199,7 +199,7 @@ def test_of(kind: Any) -> Callable[[Any], bool]:
             and len(value) == len(tests)
             and all(test(part) for test, part in zip(tests, value, strict=True))
         )
-    if kind is float:  # which some integers are too large for
+    if kind is float:  # some integers are too large for a float
         return lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max
     if kind in (int, str, bool, NoneType):
         return lambda value: type(value) is kind
@@ -207,9 +207,9 @@ def test_of(kind: Any) -> Callable[[Any], bool]:
 
 
 def shown(value: Any) -> str:
-    """Write a value of a file for an error, the first `SHOWN` characters of it."""
+    """Format a value for an error message, truncated to `SHOWN` characters."""
     try:
         text = f"{value:,}" if type(value) is int else str(value)
-    except (ValueError, RecursionError):  # of thousands of digits, or tables in one another
+    except (ValueError, RecursionError):  # thousands of digits, or deep nesting
         text = f"{type(value).__name__} without an end"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -1,8 +1,8 @@
-"""Tokens of a `tokenizer.json`, and texts as tokens: each file is tokenised once and kept.
+"""Tokenizers of the package tokenizers, and texts of tokens.
 
-Tokens lie in a file of the cache as little-endian integers, two bytes each or four, and are mapped
-from there. Which bytes a text has was decided before: what is trained on, what is held out and what
-loss a byte has do not depend on the tokenizer.
+Each file is tokenised once, to a file in the cache with little-endian integers of two or four
+bytes, which is memory-mapped. Splits, held-out texts and losses per byte are defined on bytes, and
+do not depend on the tokenizer.
 """
 
 import os
@@ -27,34 +27,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE = "tokenizer.json"
-"""Name of a run's tokenizer."""
+"""File name of a run's tokenizer."""
 BLOCK_BYTES = 2**20
-"""Of a text that are tokenised at once; they end where a line does, if there is one."""
+"""Maximum size of a block that is tokenised at once; blocks end with a line if possible."""
 BLOCKS = 8
-"""That are tokenised side by side."""
+"""Number of blocks that are tokenised in parallel."""
 MOST_OF_TWO_BYTES = 2**16
 LARGEST_FILE = 2**27
-"""Bytes of a tokenizer."""
+"""Maximum size of a tokenizer in bytes."""
 LINE = re.compile(rb"\n(?=\S)")
 LONGEST_LINE = 2**16
-"""Bytes at the end of a block among which the end of a line is looked for."""
+"""Number of bytes at the end of a block that are searched for the end of a line."""
 VERSION = 1
-"""Of how a text is cut and tokenised: another one makes the files of the cache anew."""
+"""Version of the tokenised files in the cache; changed if blocks are cut or tokenised otherwise."""
 HALF = "\ufffd"
-"""Replacement character, which stands for bytes that do not, or not yet, form a character."""
+"""Replacement character, which stands for an invalid or incomplete UTF-8 sequence."""
 
 
 class Tokenizer:
-    """A tokenizer that a `tokenizer.json` describes.
+    """A tokenizer in the format of `tokenizer.json`.
 
-    Special tokens are never made of text, so that no text can pretend to be one.
+    `encode` never returns special tokens, so that a text cannot inject them.
 
     Args:
-        content: of the file.
-        name: of it, for errors.
+        content: content of the file.
+        name: name of the file, for errors.
 
     Raises:
-        ArbError: the package `tokenizers` is missing, or the file describes no tokenizer.
+        ArbError: the package `tokenizers` is missing, or `content` is not a tokenizer.
     """
 
     def __init__(self, content: bytes, name: str) -> None:
@@ -62,15 +62,15 @@ class Tokenizer:
             package = import_module("tokenizers")
         except ImportError:
             raise ArbError(
-                f"`{name}` is read with the package tokenizers, which is not installed",
+                f"`{name}` needs the package tokenizers, which is not installed",
                 hint="install it: `pip install 'arb[tokens]'`",
             ) from None
         try:
             self._tokenizer = package.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the package raises no narrower one
+        except Exception as error:  # the package raises this class
             raise ArbError(
                 f"`{name}` is not a tokenizer: {str(error).strip()[:200]}",
-                hint="name a `tokenizer.json`, as the package tokenizers writes it",
+                hint="name a `tokenizer.json` of the package tokenizers",
             ) from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -79,27 +79,27 @@ class Tokenizer:
         self.digest = sha256(content).hexdigest()
         known = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.size = max(known, default=-1) + 1
-        """One more than the largest token."""
+        """Size of the vocabulary: one more than the largest token."""
         self.beginning = self._find_beginning()
-        """Tokens that belong before a prompt, as `<|begin_of_text|>` does for a Llama 3."""
+        """Tokens before a prompt, such as Llama 3's `<|begin_of_text|>`."""
         if self.size < 2:
             raise ArbError(f"`{name}` has fewer than two tokens", hint="name another tokenizer")
 
     def _find_beginning(self) -> list[int]:
-        """Find what the tokenizer's own template puts before a text."""
-        whole, plain = (
+        """Return the tokens that the tokenizer's post-processor adds before a text."""
+        with_special, plain = (
             self._tokenizer.encode("a", add_special_tokens=x).ids for x in (True, False)
         )
-        places = range(len(whole) - len(plain) + 1)
-        at = next((at for at in places if whole[at : at + len(plain)] == plain), 0)
-        return whole[:at]
+        starts = range(len(with_special) - len(plain) + 1)
+        start = next((at for at in starts if with_special[at : at + len(plain)] == plain), 0)
+        return with_special[:start]
 
     @classmethod
     def read(cls, path: Path | str) -> "Tokenizer":
         """Read a `tokenizer.json`.
 
         Raises:
-            ArbError: it cannot be read, or describes no tokenizer.
+            ArbError: it cannot be read, or is not a tokenizer.
         """
         with open_regular(Path(path)) as file:
             content = file.read(LARGEST_FILE + 1)
@@ -109,19 +109,19 @@ class Tokenizer:
 
     @property
     def specials(self) -> list[str]:
-        """List the texts of special tokens."""
+        """Texts of the special tokens."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         return [token.content for token in added if token.special]
 
     def special(self, text: str) -> int | None:
-        """Find the token of a text that is one, as an end of a text is; None if there is none."""
+        """Return the token with exactly this text, such as the end of a text; None if none has."""
         return self._tokenizer.token_to_id(text) if text else None
 
     def encode_marked(self, text: str) -> list[tuple[int, int]]:
-        """Turn a text that a template wrote into tokens, special ones too.
+        """Encode the output of a chat template, including special tokens.
 
         Returns:
-            Each token, and the character where it begins.
+            Tokens, each with the index of its first character.
         """
         self._tokenizer.encode_special_tokens = False
         try:
@@ -132,37 +132,37 @@ class Tokenizer:
 
     @property
     def dtype(self) -> np.dtype:
-        """The integers that tokens are in a file."""
+        """Dtype of tokens in a file: little-endian integers of two or four bytes."""
         return np.dtype("<u2" if self.size <= MOST_OF_TWO_BYTES else "<u4")
 
     def encode(self, text: bytes) -> list[int]:
-        """Turn bytes into tokens; bytes that are not UTF-8 are those of U+FFFD."""
+        """Encode a text; invalid UTF-8 is replaced by U+FFFD."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Iterable[bytes]) -> list[list[int]]:
-        """Turn several texts into tokens."""
+        """Encode several texts in parallel: see `encode`."""
         decoded = [text.decode(errors="replace") for text in texts]
         found = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
         return [each.ids for each in found]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text, special ones too; one that does not exist is nothing."""
+        """Decode tokens, including special ones; tokens that do not exist are skipped."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def decoded(self, prompt: Sequence[int], parts: Iterable[Sequence[int]]) -> Iterator[bytes]:
-        """Turn tokens that come in parts into bytes, as soon as their characters are whole.
+        """Decode a stream of tokens to UTF-8, yielded as soon as characters are complete.
 
         Args:
-            prompt: tokens before, whose text is left out.
-            parts: the tokens.
+            prompt: tokens before the stream, whose text is not yielded.
+            parts: tokens of the stream.
         """
         tokens = list(prompt)
-        begin, done = 0, len(tokens)  # tokens before are as good as not there, or were told
+        begin, done = 0, len(tokens)  # decoding begins at `begin`; text before `done` was yielded
         for part in parts:
             tokens += part
-            whole = self.decode(tokens[begin:])
-            if not whole.endswith(HALF):
-                if new := whole[len(self.decode(tokens[begin:done])) :]:
+            decoded = self.decode(tokens[begin:])
+            if not decoded.endswith(HALF):
+                if new := decoded[len(self.decode(tokens[begin:done])) :]:
                     yield new.encode()
                 begin, done = done, len(tokens)
         if new := self.decode(tokens[begin:])[len(self.decode(tokens[begin:done])) :]:
@@ -170,29 +170,29 @@ class Tokenizer:
 
 
 class _OfTokens(Text):
-    """Base of texts of tokens: lengths and places are in tokens, files are those of the bytes."""
+    """Base class of texts of tokens: lengths and offsets are in tokens, `pieces` in bytes."""
 
     tokens: Tokenizer
     _source: Text
 
     @property
     def source(self) -> Text:
-        """The bytes."""
+        """The text as bytes."""
         return self._source
 
     @property
     def symbol_bytes(self) -> float:
-        """Bytes of the text for each token."""
+        """Average number of bytes per token."""
         return len(self._source) / max(1, len(self))
 
     @property
     def pieces(self) -> list[tuple[Path, int, int]]:
-        """List the files of bytes, and which of their bytes."""
+        """Parts of the text's files: (path, start, stop) each, in bytes."""
         return self._source.pieces
 
     def window_batch(self, starts: Sequence[int], length: int) -> "Tensor":
-        """Copy the windows that begin at `starts` to (B, length) int32 on the CPU."""
-        import torch  # takes seconds, and to tokenise needs none
+        """Return the windows that begin at `starts`, (B, length) int32 on the CPU."""
+        import torch  # takes seconds, and is not needed to tokenise
 
         windows = b"".join([self.read(start, length) for start in starts])
         tokens = np.frombuffer(windows, self.tokens.dtype).astype(np.int32)
@@ -200,11 +200,11 @@ class _OfTokens(Text):
 
 
 class TokenText(_OfTokens):
-    """A text as tokens.
+    """A text of tokens.
 
     Args:
-        source: the bytes.
-        tokens: turns them into tokens.
+        source: text of bytes.
+        tokens: tokenizer.
 
     Raises:
         ArbError: a file cannot be read, or the cache cannot be written.
@@ -213,27 +213,27 @@ class TokenText(_OfTokens):
     def __init__(self, source: Text, tokens: Tokenizer) -> None:
         self._source, self.tokens = source, tokens
         starts = accumulate(source.sizes, initial=0)
-        made = [
+        files = [
             _tokenised(source, begin, piece, tokens)
             for begin, piece in zip(starts, source.pieces, strict=False)
         ]
-        self._text = Text(made)
+        self._text = Text(files)
 
     def __len__(self) -> int:
         return len(self._text) // self.tokens.dtype.itemsize
 
     def read(self, offset: int, length: int) -> bytes:
-        """Copy tokens [offset, offset + length) as they lie in their file."""
+        """Return tokens [offset, offset + length) in the dtype of the files."""
         width = self.tokens.dtype.itemsize
         return self._text.read(offset * width, length * width)
 
 
 class TokenMixture(_OfTokens, Mixture):
-    """A mixture of texts as tokens, drawn from by the weights of the mixture of bytes.
+    """A mixture of texts of tokens, with the weights of the mixture of bytes.
 
     Args:
-        source: the bytes.
-        tokens: turns them into tokens.
+        source: mixture of texts of bytes.
+        tokens: tokenizer.
     """
 
     def __init__(self, source: Mixture, tokens: Tokenizer) -> None:
@@ -242,44 +242,51 @@ class TokenMixture(_OfTokens, Mixture):
         self._begins = [0, *accumulate(map(len, self.texts))]
 
     def read(self, offset: int, length: int) -> bytes:
-        """Copy tokens of one of the texts, as they lie in their file."""
+        """Return tokens of one of the texts, in the dtype of the files."""
         index = bisect_right(self._begins, offset, hi=len(self.texts)) - 1
         return self.texts[index].read(offset - self._begins[index], length)
 
 
 def tokenised(text: Text, tokens: Tokenizer) -> Text:
-    """Turn a text of bytes into one of tokens; what was made before is found again."""
+    """Convert a text of bytes to a text of tokens, from the cache if possible."""
     return TokenMixture(text, tokens) if isinstance(text, Mixture) else TokenText(text, tokens)
 
 
 def _tokenised(text: Text, begin: int, piece: tuple[Path, int, int], tokens: Tokenizer) -> Path:
-    """Find the file of the tokens of a piece of a text, or make it; `begin` is where it begins."""
+    """Return the file with the tokens of a piece of a text, created in the cache if needed.
+
+    Args:
+        text: text of bytes.
+        begin: offset of the piece in the text in bytes.
+        piece: path, start and stop, see `Text.pieces`.
+        tokens: tokenizer.
+    """
     path, start, stop = piece
     try:
         status = path.stat()
     except OSError as error:
         raise ArbError(
             f"cannot read `{path}`: {error.strerror or error}",
-            hint="check that it is there and that you may read it",
+            hint="check that it exists and that you may read it",
         ) from error
     about = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{start} {stop}"
     about += f"\n{tokens.digest} {VERSION}"
-    made = texts_folder() / sha256(about.encode(errors="surrogateescape")).hexdigest()
-    if not is_cached(made):
-        write_cached(made, _encoded(_blocks(text, begin, begin + stop - start), tokens))
-    return made
+    cached = texts_folder() / sha256(about.encode(errors="surrogateescape")).hexdigest()
+    if not is_cached(cached):
+        write_cached(cached, _encoded(_blocks(text, begin, begin + stop - start), tokens))
+    return cached
 
 
 def _encoded(blocks: Iterator[bytes], tokens: Tokenizer) -> Iterator[bytes]:
-    while some := list(islice(blocks, BLOCKS)):
-        for found in tokens.encode_all(some):
-            yield np.array(found, tokens.dtype).tobytes()
+    while group := list(islice(blocks, BLOCKS)):
+        for encoded in tokens.encode_all(group):
+            yield np.array(encoded, tokens.dtype).tobytes()
 
 
 def _blocks(text: Text, begin: int, end: int) -> Iterator[bytes]:
-    """Cut bytes of a text into blocks, where a line ends and the next one begins with a word.
+    """Split bytes of a text at ends of lines that are followed by a word.
 
-    No tokenizer whose words hold no line's end after their beginning makes a token across that.
+    Tokens do not cross these if the tokenizer only allows newlines at the start of its words.
     """
     rest = b""
     while begin < end or rest:
@@ -295,7 +302,7 @@ def _blocks(text: Text, begin: int, end: int) -> Iterator[bytes]:
 
 
 def _whole_characters(block: bytes) -> int:
-    """Find the last place of a block where a character of UTF-8 begins."""
+    """Return the offset of the last character of UTF-8 in a block."""
     for back in range(1, 5):
         if len(block) > back and block[-back] & 0xC0 != 0x80:
             return len(block) - back

@@ -168,7 +168,7 @@ def test_conversation_ends_where_its_model_says_and_remembers(
         ({"messages": "hi"}, "not a list of objects"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no message has the role"),
         ({"messages": [{"content": "a"}]}, "no `role`"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "no `content`"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "the `content` of a message"),
         (chat("<|im_end|>", "b"), "is a special token"),
         (chat("a", "\ud800"), "surrogates"),
     ],

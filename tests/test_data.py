@@ -364,7 +364,7 @@ def test_folder_leaves_binary_files_out_and_says_so(tmp_path):
     assert open_text([str(tmp_path / "b/c.obj")])[1].endswith("(1 file)")  # as it was named
     assert open_text([str(tmp_path / "**/*.obj")])[1].endswith("(1 file)")
     write(tmp_path / "e" / "f.bin", b"\0")
-    with pytest.raises(ArbError, match="has no files of text"):
+    with pytest.raises(ArbError, match="has no text files"):
         open_text([str(tmp_path / "e")])
 
 
@@ -452,7 +452,7 @@ REFUSED = {
     "pattern": ({"book.txt": 100}, ["*.md"], None, 8, "nothing matches `{here}*.md`"),
     "deep pattern": ({"book.txt": 100}, ["**/no*"], None, 8, "nothing matches `{here}**/no*`"),
     "held out": ({"book.txt": 100}, ["book.txt"], ["none"], 8, "nothing matches `{here}none`"),
-    "hidden": ({"a/.hidden": 1}, ["a"], None, 8, "the folder `{here}a` has no files of text"),
+    "hidden": ({"a/.hidden": 1}, ["a"], None, 8, "the folder `{here}a` has no text files"),
     "empty": ({"empty.txt": 0}, ["empty.txt"], None, 8, "there is no text in `{here}empty.txt`"),
     "short": ({"0": 8, "1": 9}, ["0"], ["1"], 8, "a training text of 9 bytes or more, and this"),
     "short held out": ({"0": 9, "1": 8}, ["0"], ["1"], 8, "a validation text of 9 bytes or more"),

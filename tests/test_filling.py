@@ -136,8 +136,8 @@ def test_holes_are_filled_one_after_another():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"ahead": AheadConfig(positions=2, width=8)}, "`ahead`, which knows no mark"),
-        ({"tied": True}, "`tied`, which knows no mark"),
+        ({"ahead": AheadConfig(positions=2, width=8)}, "`ahead`, which does not support holes"),
+        ({"tied": True}, "`tied`, which does not support holes"),
         ({"ctx": 7}, "`ctx` is 7"),
         ({"vocabulary": 5, "ctx": 25}, "`ctx` is 25"),
     ],
@@ -146,5 +146,5 @@ def test_what_takes_a_mark_for_a_byte_is_refused(change, why):
     with pytest.raises(ArbError, match=why) as refusal:
         replace(preset("tiny", objective="fill"), **change)
     assert "\n" not in str(refusal.value)
-    with pytest.raises(ArbError, match="`experts`, which knows no mark"):
+    with pytest.raises(ArbError, match="`experts`, which does not support holes"):
         preset("tiny", objective="fill", experts=3, moe_gate="hash")

@@ -56,9 +56,9 @@ def test_model_takes_any_integers(dtype, run):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (torch.zeros(3, dtype=torch.int64), r"shape \(batch, length\), and got \(3,\)"),
-        (torch.zeros(1, 3), "integers, and got torch.float32"),
-        (torch.ones(1, 3, dtype=torch.bool), "integers, and got torch.bool"),
+        (torch.zeros(3, dtype=torch.int64), r"shape \(batch, length\), got \(3,\)"),
+        (torch.zeros(1, 3), "integers, got torch.float32"),
+        (torch.ones(1, 3, dtype=torch.bool), "integers, got torch.bool"),
     ],
 )
 def test_what_is_not_a_batch_of_bytes_is_refused_in_a_sentence(ids, message, run):

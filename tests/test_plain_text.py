@@ -273,7 +273,7 @@ def test_link_leads_to_what_is_kept_of_a_file(tmp_path):
 def test_missing_package_is_one_clear_line(tmp_path, monkeypatch, name, package):
     (tmp_path / name).write_bytes(TEXT)
     monkeypatch.setitem(__import__("sys").modules, package, None)
-    with pytest.raises(ArbError, match=f"read with the package {package}") as caught:
+    with pytest.raises(ArbError, match=f"needs the package {package}") as caught:
         read(tmp_path / name, "text")
     assert caught.value.hint == f"install it: `pip install {package}`"
 

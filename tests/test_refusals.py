@@ -78,9 +78,9 @@ CONFIGURATIONS = {
     "end of a constant rate": (of_run(schedule="constant", final_lr=0.5),
         "does not change at the end", "`final_lr` out, or choose another `schedule`",
         ("final_lr", "schedule")),
-    "fading of other weights": (of_run(digits="all", fade_from=0.1), "do not fade have no steps",
+    "fading of other weights": (of_run(digits="all", fade_from=0.1), "only applies to weights that",
         "`fade_from` out, or use `digits=fade`", ("fade_from", "digits")),
-    "end of no fading": (of_run(digits="trit", fade_to=0.1), "do not fade have no steps",
+    "end of no fading": (of_run(digits="trit", fade_to=0.1), "only applies to weights that fade",
         "`fade_to` out, or use `digits=fade`", ("fade_to", "digits")),
     "fading beyond the end": (of_run(digits="fade", fade_from=0.6), "fade from 0.6 to 1.1 of the",
         "a larger `fade_to` of at most 1", ("fade_from", "fade_to")),
@@ -194,7 +194,7 @@ def test_folder_of_transformers_that_is_damaged_is_refused(saved, tmp_path):
     whole = config.read_text(), weights.read_bytes()
     for damage, why in (
         (lambda: config.write_text("{}"), "has no `model_type`"),
-        (lambda: config.write_text("[]"), "is `[]`, and not values by name"),
+        (lambda: config.write_text("[]"), "has `[]` in place of an object"),
         (lambda: weights.write_bytes(whole[1][:9] + b"?" + whole[1][10:]), "is not JSON"),
         (lambda: weights.write_bytes(whole[1][:100]), "model.safetensors` is truncated"),
         (lambda: weights.write_bytes(whole[1][:-1]), "model.safetensors` is truncated"),
@@ -243,7 +243,7 @@ def test_checkpoint_is_read_where_there_is_room_for_it_and_its_model(saved, monk
     monkeypatch.setattr("arbcli.device.available_bytes", lambda: 2 * size)
     load_weights(path, print)
     monkeypatch.setattr("arbcli.device.available_bytes", lambda: 2 * size - 1)
-    with pytest.raises(ArbError, match="to read it, and make its model, needs 0"):
+    with pytest.raises(ArbError, match="to read it, and make its model, needs at least 0"):
         load_weights(path, print)
 
 
@@ -267,7 +267,7 @@ def test_checkpoint_that_cannot_be_is_not_saved(saved, tmp_path):
 
 DEVICES = {
     "nonsense": ("no device is named `nonsense`", 0), "xpu": ("`xpu` is not supported", 0),
-    "mps": ("there is no GPU of Apple for `mps`", 0),
+    "mps": ("there is no Apple GPU for `mps`", 0),
     "cuda": ("there is no CUDA device for `cuda`", 0),
     "cuda:2": ("there is no CUDA device for `cuda:2`", 2),
 }  # fmt: skip

@@ -174,10 +174,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "tokens of what is gone": (
         lambda _: tokens._tokenised(None, 0, (Path("gone"), 0, 9), None), "cannot read `gone`"),
     "templates without jinja": (
-        without("jinja2", lambda: templates("x")), "is read with the package jinja2, which is not"),
+        without("jinja2", lambda: templates("x")), "needs the package jinja2, which is not"),
     "tokenizers without the package": (
         without("tokenizers", lambda: tokens.Tokenizer(b"{}", "it")),
-        "`it` is read with the package tokenizers, which is not installed"),
+        "`it` needs the package tokenizers, which is not installed"),
     "endless template": (
         smaller(chat_template, "MOST_CHARACTERS", 9, lambda: templates("0123456789").render([])),
         "it writes more than 9 characters"),

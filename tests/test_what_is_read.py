@@ -92,7 +92,7 @@ def test_schema_names_what_is_wrong():
     for good in ({}, {"text": None}, {"text": {"size": 3}}):
         check_schema(good, schema, "`f`", "h")
     for bad, said in (
-        ([], "`f` is `[]`, and not values by name"),
+        ([], "`f` has `[]` in place of an object"),
         ({"text": 3}, "`f` has no valid `text`: it is `3`"),
         ({"text": {}}, "`f` has no valid `text.size`: it is missing"),
         ({"text": {"size": "x" * 99}}, f"`f` has no valid `text.size`: it is `{'x' * 60}...`"),

@@ -1,7 +1,7 @@
-"""Refusals that configurations share; a command line names its option instead of the field.
+"""Validation of configurations: types, choices and bounds of fields.
 
-A configuration may come out of a file that anybody wrote, so nothing is taken for granted: neither
-types nor sizes.
+Configurations may come from untrusted files, so all types and sizes are checked. Errors name fields
+in `fields`, which a command line replaces by options.
 """
 
 import dataclasses
@@ -13,30 +13,31 @@ from arbcli.errors import ArbError
 from arbcli.reading import is_of, shown
 
 LARGEST = 2**20
-"""Of a size, unless it is in `LARGEST_OF`; no product of those of a tensor leaves 63 bits."""
+"""Upper bound of sizes not in `LARGEST_OF`; products of a tensor's sizes fit in 63 bits."""
 LARGEST_OF = {"iterations": 256, "rows": 2**31 - 1}
+"""Upper bounds of sizes by field."""
 LEAST_OF = {"place": 0}
-"""Of a size, unless it is 1."""
+"""Lower bounds of sizes by field; 1 for all others."""
 
 
 def check_fields(config: Any) -> None:
-    """Refuse a field whose value does not have its type, or is outside the bounds of its setting.
+    """Check types of all fields, and choices and bounds of their settings.
 
     Args:
         config: a dataclass.
 
     Raises:
-        ArbError: there is one.
+        ArbError: a value has the wrong type or is out of bounds.
     """
     for field in dataclasses.fields(config):
         check_value(field.name, getattr(config, field.name), field.type)
 
 
 def check_value(field: str, value: Any, annotation: Any) -> None:
-    """Refuse a value that does not have its type, or is outside the bounds of its setting.
+    """Check the type of a value, and the choices and bounds of its setting.
 
     Raises:
-        ArbError: it does not, or is.
+        ArbError: it has the wrong type or is out of bounds.
     """
     kind, setting = parted(annotation)
     check_type(field, value, kind)
@@ -45,10 +46,10 @@ def check_value(field: str, value: Any, annotation: Any) -> None:
 
 
 def check_setting(field: str, value: Any, setting: Setting) -> None:
-    """Refuse a value that is not a choice of a setting, or outside its bounds; None is any.
+    """Check a value against the choices and bounds of a setting; None is always valid.
 
     Raises:
-        ArbError: it is one.
+        ArbError: it is not a choice or is out of bounds.
     """
     for one in value if isinstance(value, tuple) else (value,):
         if one is None:
@@ -62,10 +63,10 @@ def check_setting(field: str, value: Any, setting: Setting) -> None:
 
 
 def check_type(field: str, value: Any, kind: Any) -> None:
-    """Refuse a value that is not of a type; `True` is not an int, and an int is a float.
+    """Check the type of a value; `True` is not an int, but an int is a float.
 
     Raises:
-        ArbError: it is not.
+        ArbError: it has another type, or is not finite.
     """
     if not is_of(value, kind):
         name = getattr(kind, "__name__", None) or str(kind)
@@ -81,17 +82,17 @@ def check_type(field: str, value: Any, kind: Any) -> None:
 
 
 def check_sizes(config: Any) -> None:
-    """Refuse a size, a field of integers, that is not within its least and its largest.
+    """Check the bounds of all sizes, which are the fields of integers.
 
     Args:
-        config: a dataclass whose fields have their types.
+        config: a dataclass whose fields have valid types.
 
     Raises:
-        ArbError: there is one.
+        ArbError: a size is out of bounds.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.type is float:  # a number there may be whole, and 0
+        if field.type is float:  # an integer in a field of floats may be 0
             continue
         for size in value if isinstance(value, tuple) else (value,):
             if type(size) is int:
@@ -100,10 +101,10 @@ def check_sizes(config: Any) -> None:
 
 
 def check_choice(field: str, value: object, known: Iterable[object]) -> None:
-    """Refuse a value that is none of those known.
+    """Check that a value is one of `known`.
 
     Raises:
-        ArbError: it is none.
+        ArbError: it is not.
     """
     if value not in known:
         names = ", ".join(f"`{name}`" for name in known)
@@ -113,20 +114,20 @@ def check_choice(field: str, value: object, known: Iterable[object]) -> None:
 
 
 def check_at_least(field: str, value: float, least: float = 1) -> None:
-    """Refuse a number below what makes sense.
+    """Check that a number is at least `least`.
 
     Raises:
-        ArbError: it is below.
+        ArbError: it is smaller.
     """
     if value < least:
         raise ArbError(f"`{field}` is {shown(value)}", hint=f"use {least} or more", fields=(field,))
 
 
 def check_at_most(field: str, value: float, most: float) -> None:
-    """Refuse a number above what anything here was made for.
+    """Check that a number is at most `most`.
 
     Raises:
-        ArbError: it is above.
+        ArbError: it is larger.
     """
     if value > most:
         raise ArbError(

@@ -1,4 +1,4 @@
-"""Configurations of runs as files that a person writes: TOML, or the `config.json` of a run.
+"""Configuration files of runs: TOML, or the `config.json` of a run.
 
     preset = "small"
     data = ["book.txt"]
@@ -7,8 +7,8 @@
     [model]
     ctx = 512
 
-What is not there has its default. The names are the fields of `TrainConfig`, and below `[model]`
-the arguments of the preset's short form; or a whole model, see `arbcli.config.model_file`.
+Missing settings have their defaults. Names are the fields of `TrainConfig`, and below `[model]` the
+arguments of the preset's short form, or a complete model: see `arbcli.config.model_file`.
 """
 
 import dataclasses
@@ -41,23 +41,23 @@ TOP = {
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read the settings that a file gives, as `new_config` takes them.
+    """Read the settings in a file, as keyword arguments of `new_config`.
 
     Args:
-        path: of a TOML file, or of a `config.json`.
+        path: path of a TOML file or a `config.json`.
 
     Raises:
-        ArbError: it cannot be read, or names what is not a setting or has another type.
+        ArbError: the file cannot be read, or a setting is unknown or has the wrong type.
     """
     hint = "write lines such as `steps = 100`"
     values = read_json(path, hint=hint) if path.suffix == ".json" else read_toml(path, hint)
     if path.suffix == ".json" and isinstance(values, dict):
-        values = values.get("config", values)  # what else a run's has is of what it was made on
+        values = values.get("config", values)  # the other fields of a run's file describe its data
     if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
         raise ArbError(f"`{path}` has no settings by name", hint=hint)
     model = dict(values.pop("model", {}))
     settings: dict[str, Any] = {}
-    if {"stage", "stages", "kind"} & model.keys():  # a whole model, as TOML or a run has it
+    if {"stage", "stages", "kind"} & model.keys():  # a complete model, from TOML or a run
         if "preset" in values:
             raise ArbError(f"`{path}` has a preset and a whole model", hint="leave one of them out")
         settings["preset"], model = _whole_model(path, model), {}
@@ -80,10 +80,10 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def read_model(path: Path) -> ModelConfig:
-    """Read the whole model of a file of settings, and leave the other settings aside.
+    """Read the complete model in a file of settings; other settings are ignored.
 
     Raises:
-        ArbError: it cannot be read, or has no whole model, or one that does not fit.
+        ArbError: the file cannot be read, or has no complete and valid model.
     """
     found = read_settings(path).get("preset")
     if not isinstance(found, ModelConfig):
@@ -95,10 +95,10 @@ def read_model(path: Path) -> ModelConfig:
 
 
 def _whole_model(path: Path, values: dict[str, Any]) -> ModelConfig:
-    """Rebuild a model from its fields.
+    """Build a model from its fields.
 
     Raises:
-        ArbError: no model can have them.
+        ArbError: the fields are invalid.
     """
     if "stage" in values:
         return model_from_toml(values, str(path))
@@ -112,7 +112,7 @@ def _whole_model(path: Path, values: dict[str, Any]) -> ModelConfig:
 
 
 def settings_text(config: TrainConfig) -> str:
-    """Write a configuration as TOML that `read_settings` reads, its model in full."""
+    """Return a configuration as TOML for `read_settings`, with a complete model."""
     values = train_config_dict(config)
     del values["model"]
     given = {name: value for name, value in values.items() if value is not None}
@@ -130,17 +130,17 @@ def _unknown(
     if where and name in {*(field.name for field in dataclasses.fields(ModelConfig)), "block"}:
         return ArbError(
             f"`{path}` has `{where}{name}`, which only a model with stages has",
-            hint="write the stages as `[[model.stage]]`, as docs/models.md has them",
+            hint="write the stages as `[[model.stage]]`, see docs/models.md",
         )
     names = ", ".join(f"`{setting}`" for setting in known)
     return ArbError(f"`{path}` has no setting `{where}{name}`", hint=f"choose one of: {names}")
 
 
 def _checked(path: Path, name: str, value: Any, wanted: Any) -> Any:
-    """Bring a value to the type of its setting: lists are tuples, whole numbers may be floats.
+    """Convert a value to the type of its setting: lists to tuples, and integers to floats.
 
     Raises:
-        ArbError: it has another type.
+        ArbError: it has the wrong type.
     """
     choices = get_args(wanted) if get_origin(wanted) is UnionType else (wanted,)
     for choice in choices:

@@ -1,4 +1,4 @@
-"""Settings that a run with initial weights inherits from their model, and those it may change."""
+"""Compatibility of a run's model with the saved model of its initial weights."""
 
 import dataclasses
 from typing import Any
@@ -9,24 +9,23 @@ from arbcli.errors import ArbError
 from arbcli.rules import DIGITS, FADED
 
 FREE = ("ctx", "digits")
-"""Settings of a model that may be others than the saved ones; `digits` as far as weights begin as
-they were read."""
+"""Settings of a model that may differ from the saved model; `digits` only as in `digits_after`."""
 KEPT = frozenset(ARGUMENTS) - frozenset(FREE)
-"""The other options of models."""
+"""Settings of a model that must be those of the saved model."""
 
 
 def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
-    """Refuse to begin a run with the weights of another model than its own.
+    """Check that a run's model matches the saved model of its initial weights.
 
-    Tensors of the same shapes do not make the same model: heads, norms without weights and
-    directions have none.
+    Equal shapes of tensors are not sufficient: the number of heads, norms without weights and
+    directions do not appear in them.
 
     Args:
-        model: of the run.
-        saved: what the weights are of.
+        model: model of the run.
+        saved: model of the initial weights.
 
     Raises:
-        ArbError: a setting other than `FREE` differs, or `digits` read the weights in another way.
+        ArbError: a setting not in `FREE` differs, or `digits` would change the weights' values.
     """
     free = {name: getattr(saved, name) for name in FREE}
     wanted, found = map(dataclasses.asdict, (dataclasses.replace(model, **free), saved))
@@ -34,7 +33,7 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
         name, ours, theirs = difference
         raise ArbError(
             f"`{name}` is {ours}, and {theirs} in the saved model",
-            hint="make the run's configuration of the saved model's, with"
+            hint="build the run's configuration from the saved model, with"
             " `preset=saved_config(...)`",
             fields=(name,),
         )
@@ -48,11 +47,10 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
 
 
 def first_difference(first: Any, second: Any, name: str = "model") -> tuple[str, Any, Any] | None:
-    """Find where two configurations differ, as dictionaries, lists and values.
+    """Return the first difference of two configurations, as nested dictionaries and lists.
 
     Returns:
-        The name of the field, and both values; None where there is no difference. Of lists of
-        other lengths the values are the lengths.
+        The name of the field, and both values, or both lengths of lists; None if they are equal.
     """
     if isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys():
         pairs = [(key, first[key], second[key]) for key in first]
@@ -67,10 +65,10 @@ def first_difference(first: Any, second: Any, name: str = "model") -> tuple[str,
 
 
 def digits_after(digits: str) -> tuple[str, ...]:
-    """List the `digits` that a run may have if it begins with weights of some.
+    """Return the `digits` that a run may have, by the `digits` of its initial weights.
 
-    Those of a run that fades begin as all. What was in the middle of that is nothing that a run can
-    begin as, so its user may choose.
+    A run with `fade` starts with all digits. Weights from the middle of such a run match neither
+    `trit` nor `all`, so any value is allowed.
     """
     if digits in FADED:
         return DIGITS

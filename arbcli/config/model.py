@@ -1,8 +1,8 @@
-"""A language model as a value: embedding, stages of blocks, head, and how weights are stored.
+"""Configuration of a language model: stages of blocks, heads, and storage of weights.
 
-A stage is a list of blocks on a stream of some width. An outer stage cuts its positions into
-chunks, which are the positions of the stage inside it; its blocks stand around that: `before`
-encode positions, `after` decode them. The last stage is the innermost, and has `blocks`.
+A stage is a list of blocks on a stream of one width. An outer stage splits its positions into
+chunks, which are the positions of the next stage; its blocks are `before`, which encode positions,
+and `after`, which decode them. The last stage is the innermost, and has `blocks`.
 """
 
 from collections.abc import Iterator
@@ -25,22 +25,22 @@ from arbcli.errors import ArbError
 from arbcli.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
 
 VOCABULARY = 256
-"""Symbols of a model that reads bytes."""
+"""Vocabulary size of models that read bytes."""
 WEIGHTS = ("ternary", *TWINS)
 OBJECTIVES = ("next", "masked", "fill")
 FILL_SYMBOLS = 3
-"""Marks that a model reads which fills holes from left to right: see `arbcli.filling`."""
+"""Number of marks in windows with a hole, for `objective=fill`: see `arbcli.filling`."""
 LEAST_FILL_CTX = 8
 STREAMS = (1, 2, 4, 8)
 MOST_BLOCKS = 1024
-"""Of a list of blocks."""
+"""Maximum length of a list of blocks."""
 MOST_OUTER_STAGES = 8
 MOST = 2**20
-"""Of a width, or a context."""
+"""Maximum width, context and vocabulary."""
 MOST_EPS = 0.01
-"""Of `norm_eps`."""
+"""Maximum of `norm_eps`."""
 EPS_KINDS = ("attention", "mlp")
-"""Parts whose norms have any `norm_eps`."""
+"""Kinds of parts whose norms support any `norm_eps`."""
 Context = Annotated[
     int,
     Setting("Context length in bytes or tokens.", least=1, most=MOST, default=PRESETS_OWN),
@@ -49,21 +49,21 @@ Context = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """A mixer of positions, then a channel mixer, each added to the stream; one may be None.
+    """A token mixer, then a channel mixer, each after a norm and added to the stream.
 
-    Each stands after a norm of its own.
+    One of them may be None.
     """
 
     mixer: PartConfig | None = None
-    """Of `arbcli.config.parts.MIXERS`."""
+    """Token mixer, one of `arbcli.config.parts.MIXERS`."""
     channel: PartConfig | None = None
-    """Of `arbcli.config.parts.CHANNELS`."""
+    """Channel mixer, one of `arbcli.config.parts.CHANNELS`."""
 
     def __post_init__(self) -> None:
-        """Check that there is a part.
+        """Check that the block has a part.
 
         Raises:
-            ArbError: there is none.
+            ArbError: it has none, or one of the wrong kind.
         """
         check_fields(self)
         for name, known in (("mixer", MIXERS), ("channel", CHANNELS)):
@@ -77,7 +77,7 @@ class BlockConfig:
 
     @property
     def parts(self) -> tuple[PartConfig, ...]:
-        """The parts that there are, in their order."""
+        """The block's parts in their order."""
         return tuple(part for part in (self.mixer, self.channel) if part)
 
 
@@ -93,27 +93,28 @@ class StageConfig:
     streams: int = 1
     """Residual streams, one of `STREAMS`; several are mixed by hyper-connections."""
     contribution: float = 1.0
-    """A factor, above 0 and at most 1, of what each part of a block adds to the stream."""
+    """Factor of each part's output before it is added to the stream, in (0, 1]."""
     bound: float | None = None
-    """The largest root-mean-square of a stream after a block: more is scaled down; None is any."""
+    """Maximum root-mean-square of the stream after a block, which is scaled down to it; None for
+    no limit."""
     blocks: Blocks = ()
-    """Of the innermost stage."""
+    """Blocks of the innermost stage."""
     before: Blocks = ()
-    """Encoder of an outer stage."""
+    """Encoder blocks of an outer stage."""
     after: Blocks = ()
-    """Decoder of an outer stage."""
+    """Decoder blocks of an outer stage."""
     chunking: ChunkingConfig | None = None
-    """Of an outer stage."""
+    """Chunking of an outer stage."""
     memories: MemoriesConfig | None = None
-    """Of the innermost stage; they stand between two of its blocks."""
+    """Memories of the innermost stage, between two of its blocks."""
     router: bool = False
-    """Whether the result is mixed with the stream as it began, and with each codebook's result."""
+    """Whether the output is mixed with the stage's input and each codebook's output."""
 
     def __post_init__(self) -> None:
-        """Check sizes, and that the parts belong to one kind of stage.
+        """Check sizes, and that the fields match the kind of stage, outer or innermost.
 
         Raises:
-            ArbError: a value does not fit.
+            ArbError: a value is invalid.
         """
         check_fields(self)
         check_at_least("dim", self.dim)
@@ -134,7 +135,7 @@ class StageConfig:
         if self.chunking and (self.blocks or self.memories or self.router):
             raise ArbError(
                 "a stage with chunking has `blocks`, `memories` or a `router`",
-                hint="move them to the innermost stage; here are `before` and `after`",
+                hint="move them to the innermost stage; this one has `before` and `after`",
             )
         if not self.chunking and (self.before or self.after):
             raise ArbError(
@@ -156,31 +157,31 @@ class StageConfig:
 
     @property
     def adds_plainly(self) -> bool:
-        """Whether parts add to the stream without a factor, and without a bound after them."""
+        """Whether the outputs of parts are added without a factor and a bound."""
         return self.contribution == 1 and self.bound is None
 
     @property
     def lists(self) -> tuple[Blocks, ...]:
-        """The lists of blocks that there are."""
+        """The stage's lists of blocks."""
         return (self.before, self.after) if self.chunking else (self.blocks,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A language model over bytes or tokens, and how its weights are stored."""
+    """Configuration of a language model over bytes or tokens, and of its weights' storage."""
 
     ctx: Context
-    """In symbols, which are bytes or tokens."""
+    """Context length in symbols, which are bytes or tokens."""
     stages: tuple[StageConfig, ...]
-    """The outermost first; all but the last have `chunking`."""
+    """Stages, the outermost first; all but the last have `chunking`."""
     beside: tuple[PartConfig, ...] = ()
-    """Parts whose results are added to the embedding: of `arbcli.config.parts.BESIDE`."""
+    """Parts whose outputs are added to the embedding, of `arbcli.config.parts.BESIDE`."""
     head: MLPConfig | None = None
-    """A gated MLP before the linear head; None is the linear head alone."""
+    """Gated MLP before the linear head; None for no MLP."""
     ahead: AheadConfig | None = None
-    """A second head, which predicts bytes beyond the next one; None is none."""
+    """Second head, which predicts bytes after the next one; None for no such head."""
     composite: CompositeConfig | None = None
-    """Heads for text, sounds and pictures in the place of the linear head; None is none."""
+    """Heads for text, sounds and pictures that replace the linear head; None keeps it."""
     scale_type: Annotated[
         str,
         Setting(
@@ -215,7 +216,8 @@ class ModelConfig:
             default="ternary",
         ),
     ] = "trit"
-    """A checkpoint in the middle of a run that fades has one of `FADED`."""
+    """Digits of the weights; a checkpoint from the middle of a run with `fade` has one of
+    `FADED`."""
     votes_fixes: Annotated[
         tuple[str, ...],
         Setting(
@@ -262,20 +264,19 @@ class ModelConfig:
         ),
     ] = "next"
     norm_gain: bool = False
-    """Whether the norms before parts and before the head have gains that are trained; else they
-    only divide by the root-mean-square."""
+    """Whether the norms before parts and before the head have trained gains."""
     vocabulary: int = VOCABULARY
-    """Number of symbols: 256 is every byte, and another number is the tokens of a tokenizer."""
+    """Vocabulary size: 256 for bytes, else the number of tokens of a tokenizer."""
     norm_eps: float = NORM_EPS
-    """Added to the mean square by every norm; other values than 1e-6 need gains in all norms."""
+    """Epsilon of all norms; values other than 1e-6 need gains in all norms."""
     tied: bool = False
-    """Whether the head multiplies by the weight of the embedding."""
+    """Whether the head shares the weight of the embedding."""
 
     def __post_init__(self) -> None:
-        """Check types, sizes, names, and that each part fits where it stands.
+        """Check types, sizes and names, and that each part is valid at its site.
 
         Raises:
-            ArbError: a value does not fit.
+            ArbError: a value is invalid.
         """
         check_fields(self)
         check_at_least("vocabulary", self.vocabulary, 2)
@@ -330,10 +331,10 @@ class ModelConfig:
             self._check_composite()
 
     def check_documents(self) -> None:
-        """Check that windows can hold documents that know nothing of each other.
+        """Check that the model can process packed documents independently.
 
         Raises:
-            ArbError: a part passes something from one document to the next.
+            ArbError: a part carries state from one document to the next.
         """
         found = {f"`{part.kind}`": part.across for _, part in self.sited_parts() if part.across}
         main = self.main
@@ -384,7 +385,7 @@ class ModelConfig:
             )
 
     def _check_norm_eps(self) -> None:
-        """Check that no norm is one of those whose kernels know `NORM_EPS` alone."""
+        """Check `norm_eps`, and that no norm's kernel is limited to `NORM_EPS`."""
         if not 0 < self.norm_eps <= MOST_EPS:
             raise ArbError(
                 f"`norm_eps` is {self.norm_eps}",
@@ -418,7 +419,7 @@ class ModelConfig:
             )
 
     def _check_masked(self) -> None:
-        """Check that every position can see those after it, and that one symbol more has a row."""
+        """Check that all parts are bidirectional, and that a mask symbol can be added."""
         found = {
             f"`{part.kind}`": part.causal or "it reads the bytes before a position"
             for _, part in self.sited_parts()
@@ -438,10 +439,10 @@ class ModelConfig:
             )
 
     def _check_composite(self) -> None:
-        """Check that there is one kind of head, of bytes, each the next one.
+        """Check that no other head is configured, and that the model predicts next bytes.
 
         Raises:
-            ArbError: there is not.
+            ArbError: a setting cannot be combined with a composite head.
         """
         for name, is_there in (
             ("ahead", self.ahead is not None),
@@ -457,16 +458,16 @@ class ModelConfig:
                 )
 
     def _check_fill(self) -> None:
-        """Check that nothing takes a mark for a byte, and that the length of a hole fits.
+        """Check that no part reads marks as bytes, and that the length of a hole fits two symbols.
 
         Raises:
-            ArbError: something does, or it does not.
+            ArbError: a part does not support marks, or `ctx` is out of bounds.
         """
         found = [f"`{part.kind}`" for _, part in self.sited_parts() if part.reads_text]
         found += [f"`{part.kind}`" for part in (*self.beside, self.ahead) if part]
         for name in [*found, *(["`tied`"] if self.tied else [])]:
             raise ArbError(
-                f"`objective` is `fill`, and the model has {name}, which knows no mark of a hole",
+                f"`objective` is `fill`, and the model has {name}, which does not support holes",
                 hint="use a preset of dense blocks, such as `base`, or `objective=next`",
                 fields=("objective",),
             )
@@ -480,7 +481,7 @@ class ModelConfig:
 
     @property
     def is_masked(self) -> bool:
-        """Whether the model predicts hidden symbols from those on both sides."""
+        """Whether the model predicts hidden symbols from both sides."""
         return self.objective == "masked"
 
     @property
@@ -490,7 +491,7 @@ class ModelConfig:
 
     @property
     def symbols(self) -> int:
-        """Symbols that the model reads; those that stand for no text are the last."""
+        """Number of input symbols: the vocabulary, then masks or marks."""
         return self.vocabulary + {"next": 0, "masked": 1, "fill": FILL_SYMBOLS}[self.objective]
 
     @property
@@ -500,7 +501,7 @@ class ModelConfig:
 
     @property
     def outer(self) -> tuple[StageConfig, ...]:
-        """The stages around the innermost."""
+        """All stages but the innermost."""
         return self.stages[:-1]
 
     @property
@@ -525,7 +526,7 @@ class ModelConfig:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Positions of each stage in a window of `ctx` symbols."""
+        """Maximum number of positions of each stage in a window of `ctx` symbols."""
         found = [self.ctx]
         for chunking in self.chunkings:
             found.append(chunking.slots(found[-1]))
@@ -533,19 +534,19 @@ class ModelConfig:
 
     @property
     def lengths(self) -> tuple[float, ...]:
-        """Positions of each stage that the routers are trained towards."""
+        """Number of positions of each stage at the target length of chunks."""
         found: list[float] = [self.ctx]
         for chunking in self.chunkings:
             found.append(found[-1] / chunking.length)
         return tuple(found)
 
     def capacity(self, stage: int, length: int) -> int:
-        """Count the chunks that a stage may make of a window that is `length` positions long."""
+        """Return the maximum number of chunks of a stage for a window of `length` positions."""
         return min(length, self.slots[stage + 1])
 
     @property
     def reach(self) -> int | None:
-        """Positions before its own that the result at a position depends on; None is any number."""
+        """Number of earlier positions that the output at a position depends on; None: unlimited."""
         main = self.main
         if self.outer or self.beside or self.reads_text or main.memories or main.router:
             return None
@@ -558,11 +559,11 @@ class ModelConfig:
         return total
 
     def site(self, stage: int = 0, depth: int | None = None) -> Site:
-        """Describe where parts of a stage stand.
+        """Return the site of parts of a stage.
 
         Args:
             stage: index of the stage.
-            depth: length of the list of blocks; None is that of the first one.
+            depth: length of the list of blocks; None for the stage's first list.
         """
         own = self.stages[stage]
         return Site(
@@ -581,14 +582,14 @@ class ModelConfig:
         )
 
     def blocks(self) -> Iterator[tuple[Site, BlockConfig]]:
-        """Go through the blocks of all stages, with where they stand."""
+        """Yield the blocks of all stages with their sites."""
         for index, stage in enumerate(self.stages):
             for blocks in stage.lists:
                 site = self.site(index, len(blocks))
                 yield from ((site, block) for block in blocks)
 
     def sited_parts(self) -> Iterator[tuple[Site, PartConfig]]:
-        """Go through all parts, with where they stand."""
+        """Yield all parts with their sites."""
         yield from ((self.site(), part) for part in self.beside)
         for site, block in self.blocks():
             yield from ((site, part) for part in block.parts)
@@ -600,16 +601,16 @@ class ModelConfig:
 
     @property
     def reads_text(self) -> bool:
-        """Whether a part of a block reads the bytes of the text besides the stream."""
+        """Whether a part also reads the bytes of the text."""
         return any(part.reads_text for _, part in self.sited_parts())
 
     def products(self) -> float:
-        """Count the multiplications of matrix products in a forward over a window of `ctx` bytes.
+        """Return the multiplications in matrix products of a forward over a window of `ctx` bytes.
 
-        Chunks are those that routers are trained towards, and not the slots that there are.
+        Inner stages are counted at the target length of chunks.
         """
-        of = partial(self._stage_products, lengths=self.lengths)
-        found = sum(of(index) for index in range(len(self.stages)))
+        stage_products = partial(self._stage_products, lengths=self.lengths)
+        found = sum(stage_products(index) for index in range(len(self.stages)))
         site = self.site()
         ends = [
             part.products(site, self.ctx)
@@ -642,6 +643,6 @@ class ModelConfig:
 
 
 def _stream_products(stage: StageConfig) -> int:
-    """Count those of one hyper-connection: its projection, reading and writing."""
+    """Return the multiplications of one hyper-connection: projection, reading and writing."""
     n = stage.streams
     return stage.dim * (n**2 * (n + 2) + n + n * (n + 1))

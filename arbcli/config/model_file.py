@@ -1,4 +1,4 @@
-"""A model as a table of TOML: stages with lists of blocks, and the blocks by name.
+"""Models as TOML tables: stages with lists of blocks, and named blocks.
 
     [model]
     ctx = 4096
@@ -22,8 +22,8 @@
     streams = 4
     blocks = "far*10"
 
-Names and repeats are syntax of files; a configuration holds each list of blocks in full. What is
-not there has its default; a `"none"` leaves out what there is by default.
+Names and repetitions only exist in files; a configuration has complete lists of blocks. Missing
+fields have their defaults; `"none"` removes a part that exists by default.
 """
 
 import dataclasses
@@ -41,18 +41,18 @@ from arbcli.rules import DIRECTION, RULES
 LISTS = ("blocks", "before", "after")
 """Fields of a stage that are lists of blocks."""
 MOST_STAGES = 64
-"""Of a file; a model has fewer."""
+"""Maximum number of stages in a file; models are limited further."""
 
 
 def model_from_toml(values: dict[str, Any], where: str) -> ModelConfig:
-    """Assemble the model of a table.
+    """Build a model from a TOML table.
 
     Args:
         values: the table `model`.
-        where: the file, for errors.
+        where: name of the file, for errors.
 
     Raises:
-        ArbError: a field is missing or unknown, has another type, or does not fit.
+        ArbError: a field is missing, unknown, of the wrong type, or invalid.
     """
     fields = dict(values)
     stages, blocks = fields.pop("stage", None), fields.pop("block", {})
@@ -91,7 +91,7 @@ def _stage(stage: Any, blocks: dict[str, BlockConfig], where: str) -> StageConfi
 
 
 def _expand(text: Any, blocks: dict[str, BlockConfig], where: str) -> Blocks:
-    """List the blocks that a text names, such as `first*3 near far`."""
+    """Return the blocks of a list such as `first*3 near far`."""
     if not isinstance(text, str):
         raise ArbError(f"`{where}` is `{shown(text)}`", hint='name blocks, as in "local*2 far"')
     found: list[BlockConfig] = []
@@ -101,7 +101,7 @@ def _expand(text: Any, blocks: dict[str, BlockConfig], where: str) -> Blocks:
             known = ", ".join(f"`{known}`" for known in blocks) or "none"
             raise ArbError(
                 f"`{where}` names the block `{shown(name)}`",
-                hint=f"those of `[model.block]` are: {known}",
+                hint=f"the blocks of `[model.block]` are: {known}",
             )
         number = int(count) if re.fullmatch("[0-9]{1,4}", count) else 0 if times else 1
         if not 1 <= number <= MOST_BLOCKS - len(found):
@@ -113,10 +113,10 @@ def _expand(text: Any, blocks: dict[str, BlockConfig], where: str) -> Blocks:
 
 
 def model_lines(config: ModelConfig) -> list[str]:
-    """Write a model as lines of TOML that `model_from_toml` reads."""
+    """Return a model as lines of TOML for `model_from_toml`."""
     names = _block_names(config)
     own = given_fields(config, without=("stages",))
-    own["direction"] = config.direction  # that of the rule is not a default
+    own["direction"] = config.direction  # its default depends on the rule
     lines = ["[model]", *(f"{name} = {to_toml(value)}" for name, value in own.items())]
     for block, name in names.items():
         lines += ["", f"[model.block.{name}]"]
@@ -130,7 +130,7 @@ def model_lines(config: ModelConfig) -> list[str]:
 
 
 def _block_names(config: ModelConfig) -> dict[BlockConfig, str]:
-    """Name each different block by the kinds of its parts."""
+    """Return names of the distinct blocks, from the kinds of their parts."""
     found: dict[BlockConfig, str] = {}
     for _, block in config.blocks():
         if block not in found:
@@ -141,7 +141,7 @@ def _block_names(config: ModelConfig) -> dict[BlockConfig, str]:
 
 
 def _compact(blocks: Blocks, names: dict[BlockConfig, str]) -> str:
-    """Name blocks, those that follow one another by how many there are."""
+    """Return a list of blocks as text such as `first*3 near far`."""
     words = []
     for name, group in itertools.groupby(names[block] for block in blocks):
         count = len([*group])
@@ -150,7 +150,7 @@ def _compact(blocks: Blocks, names: dict[BlockConfig, str]) -> str:
 
 
 def given_fields(config: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """List the fields that differ from their defaults, as plain values; the kind comes first."""
+    """Return the fields that differ from their defaults as plain values, with the kind first."""
     found = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -166,12 +166,12 @@ def _plain(value: Any) -> Any:
 
 
 def to_toml(value: Any) -> str:
-    """Write a value as TOML."""
+    """Return a value as TOML."""
     if value is None:
         value = NONE
     if isinstance(value, dict):
         return f"{{ {', '.join(f'{name} = {to_toml(part)}' for name, part in value.items())} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(to_toml, value))}]"
-    text = json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML one, but for DEL
+    text = json.dumps(value, ensure_ascii=False)  # JSON strings are valid TOML, except for DEL
     return text.replace("\x7f", "\\u007f")

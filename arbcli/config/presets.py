@@ -1,4 +1,4 @@
-"""Models that have a name, and configurations from what a file holds."""
+"""Presets, and configurations of models from saved dictionaries."""
 
 import dataclasses
 import re
@@ -18,18 +18,18 @@ from arbcli.reading import shown
 from arbcli.rules import DIRECTION, RULES
 
 ATTENTIONS = ("dense", "compressed")
-"""Of the families `dense` and `compressed`, of which `attention` chooses one."""
+"""Values of `attention` that choose between the families `dense` and `compressed`."""
 GRAPH_ATTENTIONS = ("latent", "none")
-"""Of the family `graph`."""
+"""Values of `attention` in the family `graph`."""
 
 
 class ShortForm(NamedTuple):
-    """A model in few numbers."""
+    """A model as a family and its arguments."""
 
     family: str
-    """A name of `FAMILIES`."""
+    """Name in `FAMILIES`."""
     values: dict[str, Any]
-    """Arguments of the short form."""
+    """Arguments of the family."""
 
 
 SHORT_FORMS = {
@@ -88,16 +88,16 @@ SHORT_FORMS = {
         window=128,
     )),
 }  # fmt: skip
-"""Short forms of the models that have a name."""
+"""Short forms of the presets, by name."""
 PRESETS = {name: assemble(*short) for name, short in SHORT_FORMS.items()}
-"""These models."""
+"""Models of the presets, by name."""
 
 
 def check_preset(name: str) -> None:
     """Check that a preset has this name.
 
     Raises:
-        ArbError: none has.
+        ArbError: there is no such preset.
     """
     if name not in PRESETS:
         names = ", ".join(f"`{known}`" for known in PRESETS)
@@ -105,17 +105,17 @@ def check_preset(name: str) -> None:
 
 
 def preset(name: str, **overrides: object) -> ModelConfig:
-    """Build the configuration called `name`, with the overrides that are not None.
+    """Build the configuration of a preset, with the overrides that are not None.
 
-    Another rule than the preset's brings its own direction, unless one is given.
+    If the rule is overridden and the direction is not, the direction is the new rule's default.
 
     Args:
-        name: of a preset.
-        overrides: arguments of its short form, or `attention` as a name of `ATTENTIONS` or
+        name: name of the preset.
+        overrides: arguments of its short form; `attention` may be one of `ATTENTIONS` or
             `GRAPH_ATTENTIONS`.
 
     Raises:
-        ArbError: no preset has that name, or a value does not fit.
+        ArbError: there is no such preset, or a value is invalid.
     """
     check_preset(name)
     given = {key: value for key, value in overrides.items() if value is not None}
@@ -141,10 +141,10 @@ def preset(name: str, **overrides: object) -> ModelConfig:
 
 
 def assembled(model: str | ModelConfig, **overrides: object) -> ModelConfig:
-    """Build a preset with overrides, or store a model otherwise: see `preset`, `with_storage`.
+    """Build a preset with overrides, or change a model's storage: see `preset`, `with_storage`.
 
     Raises:
-        ArbError: no preset has that name, or a value does not fit.
+        ArbError: there is no such preset, or a value is invalid.
     """
     if isinstance(model, str):
         return preset(model, **overrides)
@@ -152,14 +152,14 @@ def assembled(model: str | ModelConfig, **overrides: object) -> ModelConfig:
 
 
 def with_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
-    """Store a model otherwise, or give it another context.
+    """Return a model with other storage of its weights, or another context.
 
     Args:
-        config: of the model.
-        overrides: `ctx` and fields of `STORAGE`; None keeps what there is.
+        config: configuration of the model.
+        overrides: `ctx` and fields of `STORAGE`; None keeps the current value.
 
     Raises:
-        ArbError: a value does not fit, or belongs to the short form of a preset.
+        ArbError: a value is invalid, or only applies to presets.
     """
     given: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
     if others := [key for key in given if key not in ("ctx", *STORAGE)]:
@@ -173,7 +173,7 @@ def with_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
 
 
 def _set_direction(given: dict[str, Any], own_rule: str, own_direction: str | None) -> None:
-    """Add the direction that goes with the rule that was given, if none was."""
+    """Set rule and direction in `given` to their defaults if they are missing."""
     rule_name = given.setdefault("rule", own_rule)
     if rule_name not in RULES:
         return
@@ -188,10 +188,10 @@ def _set_direction(given: dict[str, Any], own_rule: str, own_direction: str | No
 
 
 def _with_attention(family: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Replace the name of a kind of attention by a family, or by an argument of it.
+    """Replace the name of a kind of attention by a family, or by an argument of the family.
 
     Raises:
-        ArbError: the family has no such kind.
+        ArbError: the family does not have this kind.
     """
     chosen = given["attention"]
     others = {key: value for key, value in given.items() if key != "attention"}
@@ -199,15 +199,15 @@ def _with_attention(family: str, given: dict[str, Any]) -> tuple[str, dict[str, 
     if family == "graph":
         return family, others | {"attention": chosen == GRAPH_ATTENTIONS[0]}
     if family == "hnet":
-        return family, given  # it has no such part
+        return family, given  # `preset` refuses `attention` for this family
     return chosen, others
 
 
 def _with_iterated_top_k(given: dict[str, Any]) -> dict[str, Any]:
-    """Name the experts of a position as the family `graph` does.
+    """Rename the argument `top_k_experts` to `moe_top_k`, its name in the family `graph`.
 
     Raises:
-        ArbError: both names are given.
+        ArbError: both are given.
     """
     if "moe_top_k" in given:
         raise ArbError(
@@ -220,18 +220,18 @@ def _with_iterated_top_k(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_from_dict(values: dict[str, Any]) -> ModelConfig:
-    """Rebuild the configuration of a model from what JSON or TOML holds.
+    """Build the configuration of a model from parsed JSON or TOML.
 
     Args:
-        values: fields of `ModelConfig`; or the arguments of a short form with its `kind`, as they
-            were saved before, or without `kind`, which is the first family that knows all of them.
+        values: fields of `ModelConfig`; or, in files of earlier versions, the arguments of a short
+            form and its family as `kind`. Without `kind`, the first family that has all arguments.
 
     Raises:
-        TypeError: they are of another version.
-        ArbError: no model can have them.
+        TypeError: fields do not match this version.
+        ArbError: values are invalid.
     """
     if not isinstance(values, dict):
-        raise TypeError(f"a model is `{shown(values)}`, and not values by name")
+        raise TypeError(f"a model is `{shown(values)}`, not an object")
     if "stages" in values:
         return from_fields(ModelConfig, values, "model")
     fields = {name: value for name, value in values.items() if name != "kind"}
@@ -244,27 +244,27 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
 UNIONS = {
     "mixer": MIXERS, "channel": CHANNELS, "beside": BESIDE, "codebook": BOOKS, "knowledge": BOOKS,
 }  # fmt: skip
-"""Fields whose values say by their `kind` which configuration they are."""
+"""Classes of a field's value by its `kind`, for fields with several classes."""
 
 
 NONE = "none"
-"""The word for None in files, as TOML has none."""
+"""None in files, as TOML has no null."""
 
 
 def from_fields(kind: type, values: Any, where: str) -> Any:
-    """Build a dataclass from a dictionary, its fields likewise.
+    """Build a dataclass from a dictionary, recursively.
 
     Args:
         kind: the dataclass.
-        values: by field; those of the right class may have been built already.
+        values: values by field; instances of the field's class are used unchanged.
         where: path of the dictionary in its file, for errors.
 
     Raises:
-        TypeError: a field is missing or unknown, or is not a dictionary where it should be one.
-        ArbError: a value does not fit; the message has its path.
+        TypeError: a field is missing or unknown, or has a value in place of a dictionary.
+        ArbError: a value is invalid; the message has its path.
     """
     if not isinstance(values, dict):
-        raise TypeError(f"`{where}` is `{shown(values)}`, and not fields by name")
+        raise TypeError(f"`{where}` is `{shown(values)}`, not an object")
     every = {field.name: field for field in dataclasses.fields(kind)}
     known = {name: field for name, field in every.items() if field.init}
     fields = dict(values)
@@ -286,7 +286,7 @@ def from_fields(kind: type, values: Any, where: str) -> Any:
 
 
 def _at(error: ArbError, known: Iterable[str], where: str) -> ArbError:
-    """Name fields in an error by their path in a file, and not as options."""
+    """Replace the names of fields in an error by their paths in a file."""
     text = str(error)
     for name in error.fields:
         if name in known:
@@ -297,11 +297,11 @@ def _at(error: ArbError, known: Iterable[str], where: str) -> ArbError:
 
 
 def _value(kind: Any, value: Any, union: dict[str, type[PartConfig]] | None, where: str) -> Any:
-    """Build the value of a field of some type."""
+    """Convert a value of a file to the type of its field."""
     if value is None or (value == NONE and NoneType in get_args(kind)):
         return None
     if union is not None and not isinstance(value, list | tuple):
-        usual = "codebook" if union is BOOKS else None  # files of before say nothing
+        usual = "codebook" if union is BOOKS else None  # files of earlier versions have no kind
         name = value.get("kind", usual) if isinstance(value, dict) else None
         if not isinstance(name, str) or name not in union:
             known = ", ".join(f"`{one}`" for one in union)

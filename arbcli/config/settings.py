@@ -2,8 +2,8 @@
 
     steps: Annotated[int, Setting("Training steps.", OPTIMISATION, least=1)] = 400
 
-The options of `arb`, their pages of help, files of settings, the checks of a configuration and
-docs/settings.md are all made from these declarations. A field without one has no option.
+The options of `arb`, their help pages, files of settings, the validation of configurations and
+docs/settings.md are generated from these declarations. A field without one has no option.
 """
 
 import dataclasses
@@ -20,37 +20,40 @@ OPTIMISATION = "Optimisation"
 RUN = "Run"
 OUTPUT = "Output"
 GROUPS = (MODEL, HNET, GRAPH, TEXT, OPTIMISATION, RUN, OUTPUT)
-"""Headings of a page of help, in order."""
+"""Headings of a help page, in order."""
 PRESETS_OWN = "the preset's"
-"""A default that each preset sets."""
+"""Description of a default that each preset sets."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setting:
-    """How a person sees a field, and the values that it takes."""
+    """Help and valid values of a field."""
 
     help: str
-    """One or two sentences; other fields are named in backquotes, and shown as their options."""
+    """One or two sentences. Names of fields in backquotes are displayed as options."""
     group: str = MODEL
     """Heading, one of `GROUPS`."""
     choices: tuple[str, ...] = ()
+    """Valid values of the field; empty if not limited."""
     words: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Choices of the option where they are other words, with the values of fields that each sets.
-    Fields whose options have one name share the option and its words."""
+    """Choices of the option if they differ from the field's, each with the values of the fields
+    that it sets. Fields whose options have the same name share the option and its words."""
     also: tuple[str, ...] = ()
-    """Values that a saved configuration may have besides `choices`."""
+    """Further valid values in saved configurations."""
     least: float | None = None
+    """Lower bound, inclusive."""
     most: float | None = None
+    """Upper bound, inclusive."""
     default: str | None = None
-    """The default in words, where it is not the value that is declared."""
+    """Description of the default, if it is not the declared value."""
     option: str | None = None
-    """Name of the option without its dashes; None follows from the field's name."""
+    """Name of the option without dashes; None derives it from the field's name."""
     negatable: bool = True
-    """Whether a field that is true or false has an option for false."""
+    """Whether a boolean field has a `--no-` option."""
     metavar: str | None = None
-    """Placeholder for the value; None follows from the choices or the type."""
+    """Placeholder for the value; None derives it from the choices or the type."""
     decisive: bool = False
-    """Whether the final weights depend on it."""
+    """Whether the final weights depend on the field."""
 
 
 class Declared(NamedTuple):
@@ -59,20 +62,20 @@ class Declared(NamedTuple):
     name: str
     setting: Setting
     kind: Any
-    """Its type, without the setting."""
+    """Type, without the setting."""
     value: Any
-    """Its default; `inspect.Parameter.empty` if it has none."""
+    """Default; `inspect.Parameter.empty` if there is none."""
 
     @property
     def option(self) -> str:
-        """The option's name, and that of its negation after a `/`."""
+        """Name of the option, and after a `/` of its negation."""
         name = self.setting.option or self.name.replace("_", "-")
         negation = f"/--no-{name}" if self.kind is bool and self.setting.negatable else ""
         return f"--{name}{negation}"
 
     @property
     def default(self) -> str | None:
-        """The default in words, None where there is nothing to say."""
+        """Description of the default for help pages; None if it is not displayed."""
         if self.setting.default is not None:
             return self.setting.default
         if self.value in (None, False, ()) and type(self.value) is not int:
@@ -96,7 +99,7 @@ def plain_type(annotation: Any) -> Any:
 
 
 def settings_of(source: type | Callable) -> dict[str, Declared]:
-    """List the settings of a dataclass, or of the arguments of a function, by name."""
+    """Return the settings of a dataclass's fields or a function's arguments, by name."""
     found = {}
     for name, one in inspect.signature(source).parameters.items():
         kind, setting = parted(one.annotation)
@@ -106,11 +109,11 @@ def settings_of(source: type | Callable) -> dict[str, Declared]:
 
 
 def decisive(config: Any) -> dict[str, Any]:
-    """List the values of a configuration that its result depends on."""
+    """Return the values of a configuration's decisive fields, by name."""
     names = settings_of(type(config)).items()
     return {name: getattr(config, name) for name, one in names if one.setting.decisive}
 
 
 def replaced(declared: Declared, **changes: Any) -> Declared:
-    """Return a declaration whose setting has other values."""
+    """Return a declaration with changed attributes of its setting."""
     return declared._replace(setting=dataclasses.replace(declared.setting, **changes))

@@ -1,7 +1,7 @@
-"""Models in few numbers: functions whose arguments are the options of a family of presets.
+"""Short forms of models: one function per family of presets, whose arguments are its options.
 
-The arguments are also the fields of configurations that were saved before models were assembled
-from parts; those files name the family in `kind`.
+The arguments are also the fields of configurations saved by earlier versions, which have the name
+of the family in `kind`.
 """
 
 import inspect
@@ -49,17 +49,17 @@ from arbcli.config.settings import GRAPH, HNET, PRESETS_OWN, Setting, plain_type
 from arbcli.errors import ArbError
 
 OUTER_BLOCKS = ("attention", "mamba")
-"""Blocks of the encoders and decoders of `hnet`: windowed attention with an MLP, or Mamba-2."""
+"""Blocks of encoders and decoders of `hnet`: windowed attention with an MLP, or Mamba-2."""
 MOST_RATIOS = 8
 TOP_K_EXPERTS = 2
-"""Experts of a position."""
+"""Default number of experts per position."""
 OF_STAGES = ("outer_dim", "outer_layers", "outer_heads", "outer_ffn", "chunk_length")
 """Arguments of `hnet` with a number for each stage, the outermost first."""
 LARGEST_OF = {
     "layers": MOST_BLOCKS, "outer_layers": 256, "max_moe_iters": 256, "ngram_rows": 2**31 - 1,
     "memory_rows": 2**31 - 1,
 }  # fmt: skip
-"""Of an argument that is a size, unless it is `LARGEST`."""
+"""Upper bounds of sizes by argument; `LARGEST` for all others."""
 STORAGE = ("scale_type", "rule", "digits", "votes_fixes", "direction", "weights", "objective")
 """Arguments of every family that are fields of `ModelConfig`."""
 
@@ -116,14 +116,14 @@ TopK = Annotated[
 
 
 def _switch(words: str, option: str | None = None) -> Setting:
-    """Declare the setting of a part that is on or off."""
+    """Return the setting of a part that can be switched on or off."""
     return Setting(words, GRAPH, default="", option=option)
 
 
 def _mixture(
     experts: int, top_k_name: str, top_k: int, width: int, gate: str, shared: bool, clamp: bool
 ) -> ExpertsConfig:
-    """Assemble experts; errors name the arguments of a short form, of which `top_k` has two."""
+    """Build experts; errors name the argument of the short form for `top_k`."""
     check_choice("moe_gate", gate, GATES)
     if top_k > experts:
         raise ArbError(
@@ -162,9 +162,9 @@ def channels(
     shared_expert: SharedExpert = False,
     moe_clamp: Clamp = False,
 ) -> list[MLPConfig | ExpertsConfig]:
-    """Make the channel mixers of a list of blocks: MLPs, or experts each as wide.
+    """Build the channel mixers of a list of blocks: MLPs, or experts of width `ffn`.
 
-    The first `hash_layers` blocks choose experts by a hash, and the others by `moe_gate`.
+    The first `hash_layers` blocks select experts by a hash, and the others by `moe_gate`.
     """
     if experts is None:
         given = {
@@ -192,11 +192,11 @@ CHANNEL = {
     for name, one in inspect.signature(channels).parameters.items()
     if name not in ("layers", "sub_norms")
 }
-"""Arguments of the families whose blocks have channel mixers of `channels`."""
+"""Arguments of `channels` that its families share."""
 
 
-def _parted(others: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part arguments into those of `channels` and those of `STORAGE`."""
+def _split_arguments(others: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split arguments into those for `channels` and those in `STORAGE`."""
     channel = {name: value for name, value in others.items() if name in CHANNEL}
     return channel, {name: value for name, value in others.items() if name not in CHANNEL}
 
@@ -210,8 +210,8 @@ def _stack(
     streams: int,
     others: dict[str, Any],
 ) -> ModelConfig:
-    """Assemble blocks that take the mixers in turn, with channel mixers of `channels`."""
-    channel, storage = _parted(others)
+    """Build a model of one stage whose blocks cycle through the mixers, with `channels`."""
+    channel, storage = _split_arguments(others)
     blocks = tuple(
         BlockConfig(mixer=mixers[index % len(mixers)], channel=part)
         for index, part in enumerate(channels(layers, sub_norms=sub_norms, **channel))
@@ -239,7 +239,7 @@ def dense(
     ] = None,
     **others: Any,
 ) -> ModelConfig:
-    """Assemble `layers` blocks of attention and an MLP, or experts: see `channels`."""
+    """Build a model of `layers` blocks of attention and an MLP or experts: see `channels`."""
     attention = AttentionConfig(heads=heads, kv_heads=key_heads, sub_norm=sub_norms)
     return _stack([attention], dim, layers, ctx, sub_norms, streams, others)
 
@@ -265,10 +265,10 @@ def compressed(
     key_gain: bool = False,
     **others: Any,
 ) -> ModelConfig:
-    """Assemble blocks of compressed attention and an MLP, or experts: see `channels`.
+    """Build a model of blocks of compressed attention and an MLP or experts: see `channels`.
 
-    Blocks take the `ratios` in turn. Where an entry has more than `indexed_ratio` bytes, a byte
-    attends to all of them; where it has `mean_ratio` bytes or more, it is their mean.
+    Blocks cycle through the `ratios`. Above a ratio of `indexed_ratio`, positions attend to all
+    entries, without an indexer; from `mean_ratio` on, an entry is the mean of its positions.
     """
     if not 1 <= len(ratios) <= MOST_RATIOS or min(ratios) < 2:
         raise ArbError(
@@ -357,7 +357,7 @@ def graph(
     ] = False,
     **storage: Any,
 ) -> ModelConfig:
-    """Assemble blocks of latent attention around codebooks and iterated experts."""
+    """Build a model of blocks of latent attention, codebooks and iterated experts."""
     check_choice("code_search", code_search, CODE_SEARCHES)
 
     def book(halves: tuple[int, int], width: int, heads: int) -> BookConfig:
@@ -442,10 +442,10 @@ def hnet(
     ] = "learned",
     **others: Any,
 ) -> ModelConfig:
-    """Assemble stages of chunks: outer blocks, and dense blocks on the innermost chunks.
+    """Build a model with stages of chunks: outer blocks, and dense blocks in the innermost stage.
 
-    The innermost blocks have the experts, if there are any: see `channels`. Of what each stage has,
-    one number is for all stages.
+    Only the innermost blocks may have experts: see `channels`. A single number in place of a tuple
+    applies to all outer stages.
     """
     check_choice("outer_blocks", outer_blocks, OUTER_BLOCKS)
     given = dict(
@@ -478,7 +478,7 @@ def hnet(
         chunking = ChunkingConfig(boundaries=boundaries, length=length)
         blocks = (block,) * depth
         stages.append(StageConfig(dim=width, before=blocks, after=blocks, chunking=chunking))
-    channel, storage = _parted(others)
+    channel, storage = _split_arguments(others)
     attention = AttentionConfig(heads=heads, sub_norm=sub_norms)
     innermost = tuple(
         BlockConfig(mixer=attention, channel=part)
@@ -491,11 +491,11 @@ def hnet(
 FAMILIES: dict[str, Callable[..., ModelConfig]] = {
     function.__name__: function for function in (dense, graph, hnet, compressed)
 }
-"""Short forms by the name of their family."""
+"""Short forms by name of the family."""
 
 
 def arguments(family: str) -> dict[str, inspect.Parameter]:
-    """List the arguments of a short form by name, those that it hands on among them."""
+    """Return the arguments of a short form by name, including those for `channels` and storage."""
     known = inspect.signature(FAMILIES[family]).parameters
     own = {name: one for name, one in known.items() if one.kind is not one.VAR_KEYWORD}
     storage = {name: inspect.signature(ModelConfig).parameters[name] for name in STORAGE}
@@ -503,20 +503,20 @@ def arguments(family: str) -> dict[str, inspect.Parameter]:
 
 
 ARGUMENTS = {name: one for family in FAMILIES for name, one in arguments(family).items()}
-"""The arguments of all families."""
+"""Arguments of all families by name."""
 MODEL_SETTINGS = {
     name: one
     for source in (ModelConfig, dense, channels, compressed, graph, hnet)
     for name, one in settings_of(source).items()
 }
-"""Settings of a model, by the name of the argument."""
+"""Settings of models, by name of the argument."""
 
 
 def assemble(family: str, values: dict[str, Any]) -> ModelConfig:
-    """Assemble a model from the arguments of a short form, as Python or JSON holds them.
+    """Build a model from the arguments of a short form, from Python or JSON.
 
     Raises:
-        ArbError: a value has another type, is out of range, or does not fit the others.
+        ArbError: a value has the wrong type, is out of bounds, or contradicts another.
         TypeError: an argument is missing or unknown.
     """
     known = arguments(family)

@@ -1,23 +1,23 @@
-"""Where a part of a model stands: the stream that it reads, and how its weights are stored."""
+"""Site of a part in a model: the stream that it reads, and the storage of its weights."""
 
 from dataclasses import dataclass
 
 SCALE_TYPES = {f"T{size}": size for size in (4, 6, 8, 16, 32, 64, 96, 128)}
-"""Scale type to group size: the number of weights of a row that share one scale."""
+"""Group size by scale type: the number of weights of a row that share a scale."""
 NORM_EPS = 1e-6
-"""Added to a mean of squares before its root is taken."""
+"""Default epsilon of norms, which is added to the mean square."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """The surroundings of a part; layers read how they are stored from it."""
+    """Properties of the stage and the model that a part and its layers depend on."""
 
     dim: int
     """Width of the stream."""
     depth: int
-    """Number of blocks in its list; output projections start smaller the more there are."""
+    """Number of blocks in the list; output projections are initialised smaller in deeper lists."""
     ctx: int
-    """Positions of a window, at most."""
+    """Maximum number of positions in a window."""
     scale_type: str = "T32"
     rule: str = "moment"
     digits: str = "trit"
@@ -25,11 +25,11 @@ class Site:
     direction: str | None = "orthogonal"
     weights: str = "ternary"
     norm_gain: bool = False
-    """Whether norms before parts have gains that are trained."""
+    """Whether norms before parts have trained gains."""
     norm_eps: float = NORM_EPS
-    """Of these norms, and of those of queries and keys with gains."""
+    """Epsilon of these norms, and of norms of queries and keys with gains."""
     causal: bool = True
-    """Whether a position sees those before it alone; else it sees those after it, too."""
+    """Whether a position only attends to earlier positions and itself."""
 
     @property
     def group_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Configuration of a run, from the preset of its model to its seed."""
+"""Configuration of training runs."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,43 +17,44 @@ from arbcli.plain_text import Conversion
 from arbcli.rules import FADED, LR, LR_OF_DIGITS, LR_OF_FADING
 
 EVAL_EVERY = (50, 500)
-"""Least and most steps between evaluations where no number is given."""
+"""Minimum and maximum of the default number of steps between evaluations."""
 LONGEST_LOG = 1000
-"""Most steps between records: a checkpoint holds the loss of each of them."""
+"""Maximum number of steps between records; a checkpoint has the loss of each of them."""
 MOST = 2**31 - 1
-"""Of a count."""
+"""Maximum of counts."""
 LOSSES = ("text", "ponder", "ratio", "indexer")
 """Parts of a loss: see `LanguageModel.losses`."""
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 """Choices of `schedule`."""
 FADE_FROM = 0.4
-"""Share of a run after which weights fade from all digits to the trit, if it does not say so."""
+"""Default share of a run's steps after which weights begin to fade from all digits to the trit."""
 FADING_SHARE = 0.5
-"""Of a run, in which they fade, if it does not say how long."""
+"""Default share of a run's steps in which weights fade."""
 FADE_LEARNT_TO = 0.1
-"""Share of a run after which weights are trits that begin it with all digits of another."""
+"""Default share of the steps after which weights are trits in a run that starts from all digits of
+other weights."""
 COMPUTES = ("bf16", "fp8", "nvfp4", "fp32")
 """Choices of `compute`."""
 BACKENDS = ("triton", "native", "torch", "interpreter")
 """Choices of `backend`; `arbcli.kernels.runtime.backend` has them too, and imports torch."""
 WIRES = ("int12", "int8", "int16")
-"""Choices of `wire`: what each part of a gradient of a matrix is rounded to."""
+"""Choices of `wire`: integers to which gradients of matrices are rounded."""
 MOST_PARTS = {"int8": 2**20, "int12": 2**16, "int16": 2**12}
-"""Micro-batches of a step whose parts add up without wrapping, by `wire`."""
+"""Maximum number of micro-batches per step whose sum cannot overflow, by `wire`."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
-"""By the kind of weights."""
+"""Choices of `optimizer` by the kind of weights."""
 FLOAT_LR = {
     ("float", "adamw"): 1e-3,
     ("float", "muon"): 3e-3,
     ("ste", "adamw"): 3e-3,
     ("ste", "muon"): 3e-3,
 }
-"""Default `lr` of the twins, by weights and optimizer."""
+"""Default `lr` of float twins, by weights and optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Everything that decides what a run computes; `config.json` holds it."""
+    """Complete configuration of a run, as saved in `config.json`."""
 
     model: ModelConfig
     data: Annotated[
@@ -201,7 +202,7 @@ class TrainConfig:
         int | None,
         Setting("Steps between records.", RUN, least=1, most=LONGEST_LOG, default="10"),
     ] = None
-    """None is `arbcli.train.run.LOG_EVERY`."""
+    """Steps between records; None is `arbcli.train.run.LOG_EVERY`."""
     sample_every: Annotated[
         int | None,
         Setting("Steps between samples of text.", RUN, least=1, default="only at the end"),
@@ -223,7 +224,7 @@ class TrainConfig:
             decisive=True,
         ),
     ] = "rule"
-    """`rule` for ternary weights."""
+    """Optimizer of float twins; `rule` for ternary weights."""
     teacher: Annotated[
         str | None,
         Setting(
@@ -233,8 +234,8 @@ class TrainConfig:
         ),
     ] = None
     scale_losses: tuple[str, ...] = ()
-    """Parts of the loss that move the scales of an area of the model, `area=loss` or
-    `area=loss+loss`; those of other areas move by all of it."""
+    """Parts of the loss that train the scales of an area of the model, as `area=loss` or
+    `area=loss+loss`; scales of other areas are trained by the complete loss."""
     recompute: Annotated[
         bool,
         Setting(
@@ -253,7 +254,8 @@ class TrainConfig:
             default="int12 with several processes",
         ),
     ] = None
-    """None steps by the gradient of each matrix as soon as it is there."""
+    """Integers of gradients on the wire; None updates each matrix as soon as its gradient is
+    computed, without accumulating gradients."""
     compute: Annotated[
         str,
         Setting(
@@ -280,10 +282,10 @@ class TrainConfig:
     ] = "torch"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run.
+        """Check values, and that settings can be combined.
 
         Raises:
-            ArbError: a number is out of range.
+            ArbError: a value is invalid, or settings contradict each other.
         """
         check_fields(self)
         check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])
@@ -339,7 +341,7 @@ class TrainConfig:
                 hint="choose `digits=all`, `digits=fade` or `digits=trit`",
                 fields=("digits",),
             )
-        if self.steps * self.accum > MOST:  # each of a run's micro-batches has an int32 number
+        if self.steps * self.accum > MOST:  # micro-batches are numbered by int32
             raise ArbError(
                 f"{self.steps:,} steps of {self.accum:,} batches are too many to number",
                 hint="use fewer `steps`, or less `accum`",
@@ -352,14 +354,14 @@ class TrainConfig:
         given = [name for name in ("fade_from", "fade_to") if getattr(self, name) is not None]
         if given and self.model.digits != "fade":
             raise ArbError(
-                "weights that do not fade have no steps in which they do",
+                f"`{given[0]}` only applies to weights that fade",
                 hint=f"leave `{given[0]}` out, or use `digits=fade`",
                 fields=(*given, "digits"),
             )
         begin, end = self.fades
         if not 0 <= begin < end <= 1:
             raise ArbError(
-                f"weights are to fade from {begin:g} to {end:g} of the steps",
+                f"weights would fade from {begin:g} to {end:g} of the steps",
                 hint="use `fade_from` of 0 or more, and a larger `fade_to` of at most 1",
                 fields=("fade_from", "fade_to"),
             )
@@ -377,19 +379,19 @@ class TrainConfig:
             )
 
     def _check_media(self) -> None:
-        """Check the forms of sounds and pictures, which are read as bytes alone."""
+        """Check the formats of sounds and pictures, which need a model of bytes."""
         if self.picture is not None:
             pictures.check_form(self.picture)
         given = [name for name in ("sound", "picture") if getattr(self, name) is not None]
         if given and self.tokenizer is not None:
             raise ArbError(
-                f"a tokenizer reads text, and `{given[0]}` asks for bytes of other kinds",
+                f"`{given[0]}` needs a model of bytes, and the tokenizer reads text",
                 hint=f"leave `{given[0]}` or `tokenizer` out",
                 fields=(given[0], "tokenizer"),
             )
 
     def _check_scale_losses(self) -> None:
-        """Check what moves scales: its spelling, and that the run has nothing that it bars."""
+        """Check the syntax of `scale_losses`, and that it can be combined with other settings."""
         for entry in self.scale_losses:
             area, _, losses = entry.partition("=")
             if not area or not losses:
@@ -402,14 +404,14 @@ class TrainConfig:
                 check_choice("scale_losses", loss, LOSSES)
         barred = {
             "a float twin, which has no scales": self.model.weights != "ternary",
-            "gradients that travel": self.wire is not None,
-            "several batches a step": self.accum > 1,
+            "`wire`": self.wire is not None,
+            "several batches per step": self.accum > 1,
             "the fix `order` of votes": "order" in self.model.votes_fixes,
         }
         if found := [name for name, is_so in barred.items() if is_so]:
             raise ArbError(
-                f"`scale_losses` is not for {found[0]}",
-                hint="leave it out, or change that",
+                f"`scale_losses` does not combine with {found[0]}",
+                hint="leave one of them out",
                 fields=("scale_losses",),
             )
 
@@ -420,7 +422,7 @@ class TrainConfig:
 
     @property
     def scale_routes(self) -> dict[tuple[str, ...], frozenset[str]]:
-        """Areas by the parts of the loss that move their scales."""
+        """Areas of the model by the parts of the loss that train their scales."""
         routes: dict[tuple[str, ...], frozenset[str]] = {}
         for entry in self.scale_losses:
             area, _, losses = entry.partition("=")
@@ -430,53 +432,53 @@ class TrainConfig:
 
     @property
     def fades(self) -> tuple[float, float]:
-        """Shares of the steps after which weights begin to fade, and are trits, if they fade."""
+        """Shares of the steps after which weights begin to fade, and are trits."""
         begin = FADE_FROM if self.fade_from is None else self.fade_from
         return begin, begin + FADING_SHARE if self.fade_to is None else self.fade_to
 
     @property
     def eval_interval(self) -> int:
-        """Steps between evaluations; 0 if there are none."""
+        """Number of steps between evaluations; 0 for no evaluations."""
         if self.eval_every is not None:
             return self.eval_every
         least, most = EVAL_EVERY
         return min(max(self.steps // 4, least), most)
 
     def decisive(self) -> dict[str, Any]:
-        """List the settings that the weights depend on, besides the model's."""
-        return decisive(self) | {"scale_losses": list(self.scale_losses)}  # as JSON has it
+        """Return the settings that the weights depend on, without the model's, by name."""
+        return decisive(self) | {"scale_losses": list(self.scale_losses)}  # a list, as in JSON
 
 
 RUN_SETTINGS = settings_of(TrainConfig)
-"""Settings of a run besides those of its model, by the name of the field."""
+"""Settings of a run without those of its model, by the name of the field."""
 SETTINGS = MODEL_SETTINGS | RUN_SETTINGS
 
 
 OF_OPTIONS = {
     one.option.partition("/")[0][2:].replace("-", "_"): name for name, one in SETTINGS.items()
 }
-"""Names of settings by those of their options, with `_` for `-`."""
+"""Names of settings by the names of their options, with `_` for `-`."""
 
 
 def field_of(name: str) -> str:
-    """Find the field or argument that a name, or that of an option, sets."""
+    """Return the name of the field or argument for its name or the name of its option."""
     return name if name in ARGUMENTS else OF_OPTIONS.get(name, name)
 
 
 def words_of(option: str) -> dict[str, Mapping[str, str]]:
-    """List the words of an option, with the fields that each sets."""
+    """Return the words of an option, with the fields that each sets."""
     shared = (one.setting.words for one in SETTINGS.values() if one.option == option)
     return {word: fields for words in shared for word, fields in words.items()}
 
 
 def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
-    """Replace names and words of options by the fields that they set, and the values of these.
+    """Replace names and words of options by fields and their values.
 
     Raises:
         ArbError: two of them set a field to different values.
     """
     found: dict[str, Any] = {}
-    givers: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for spelling, value in given.items():
         name = field_of(spelling)
         known = SETTINGS.get(name)
@@ -485,10 +487,10 @@ def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
             words = words_of(known.option)
             fields = words.get(value, fields) if isinstance(value, str) else fields
         for field, setting in fields.items():
-            giver = givers.setdefault(field, spelling)
-            if giver != spelling and found[field] != setting:
+            source = sources.setdefault(field, spelling)
+            if source != spelling and found[field] != setting:
                 raise ArbError(
-                    f"`{giver}={given[giver]}` and `{spelling}={value}` contradict each other",
+                    f"`{source}={given[source]}` and `{spelling}={value}` contradict each other",
                     hint="give one of them",
                 )
             found[field] = setting
@@ -496,11 +498,11 @@ def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def trains_ternary(preset: str | ModelConfig, weights: str | None) -> bool:
-    """Return whether a model is trained as packed trits, and not as a float twin.
+    """Return whether a model is trained with packed ternary weights rather than as a float twin.
 
     Args:
-        preset: name of a preset, or a model with weights of its own.
-        weights: that were asked for; None are the model's.
+        preset: name of a preset, or the configuration of a model.
+        weights: value of the setting `weights`; None for the model's own.
     """
     own = "ternary" if isinstance(preset, str) else preset.weights
     return (weights or own) == "ternary"
@@ -509,22 +511,22 @@ def trains_ternary(preset: str | ModelConfig, weights: str | None) -> bool:
 def train_config(
     preset: str | ModelConfig, *, device: str, backend: str, compute: str, **given: Any
 ) -> TrainConfig:
-    """Build a configuration from the settings that were given, and defaults for the rest.
+    """Build a configuration from settings, with defaults for all others.
 
     Args:
-        preset: name of a preset, or a model as it is saved.
-        device: where to compute, as torch names it.
-        backend: what runs the kernels.
+        preset: name of a preset, or the configuration of a model.
+        device: name of the device in torch.
+        backend: backend of the kernels.
         compute: one of `COMPUTES`.
         given: fields of `TrainConfig` and arguments of the preset's short form.
 
     Raises:
-        ArbError: they do not fit each other.
+        ArbError: settings are invalid or contradict each other.
     """
     given = spelled_out(given)
     shape = {name: given.pop(name) for name in list(given) if name in ARGUMENTS}
     ternary = trains_ternary(preset, shape.get("weights"))
-    if ternary and given.get("optimizer") == "muon":  # one word, which both kinds of weights know
+    if ternary and given.get("optimizer") == "muon":  # a word for both kinds of weights
         shape.setdefault("direction", "orthogonal")
         del given["optimizer"]
     if not ternary and shape.get("direction") == "orthogonal":
@@ -560,7 +562,7 @@ def train_config(
 
 
 def default_lr(model: ModelConfig, optimizer: str) -> float:
-    """Find the learning rate of a model for which none is given."""
+    """Return the default learning rate of a model."""
     if model.weights != "ternary":
         return FLOAT_LR.get((model.weights, optimizer), 1e-3)
     of_digits = {"trit": LR, "all": LR_OF_DIGITS}
@@ -568,10 +570,10 @@ def default_lr(model: ModelConfig, optimizer: str) -> float:
 
 
 def train_config_from(facts: dict[str, Any]) -> TrainConfig:
-    """Rebuild a configuration from what `config.json` holds.
+    """Build a configuration from the content of `config.json`.
 
     Raises:
-        ArbError: it was written by a version with other settings, or damaged.
+        ArbError: the file is damaged, or of a version with other settings.
     """
     try:
         values = facts["config"]
@@ -587,5 +589,5 @@ def train_config_from(facts: dict[str, Any]) -> TrainConfig:
 
 
 def train_config_dict(config: TrainConfig) -> dict[str, Any]:
-    """List the fields of a configuration for `config.json`."""
+    """Return the fields of a configuration for `config.json`."""
     return dataclasses.asdict(config)

@@ -1,6 +1,6 @@
-"""Directions: from the gradient of a matrix to a step of unit root-mean-square. One file each.
+"""Directions, which convert gradients of matrices to steps of unit root-mean-square; one file each.
 
-To add a direction, write its file and add its name here. A name is known without importing torch.
+To add a direction, write its file and add its name here. Names are available without torch.
 """
 
 from functools import cache
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from arbcli.directions.base import Direction
 
 DIRECTIONS = ("orthogonal", "factored", "sign")
-"""Names of directions, each that of its file here, which defines `DIRECTION`."""
+"""Names of directions; the module of the same name here defines `DIRECTION`."""
 
 
 @cache
 def find_direction(name: str) -> "Direction":
-    """Load the direction of a name in `DIRECTIONS`."""
+    """Load a direction by its name in `DIRECTIONS`."""
     return import_module(f"arbcli.directions.{name}").DIRECTION

@@ -1,4 +1,4 @@
-"""Interface of directions: their state, and how a gradient becomes a step."""
+"""Interface of directions: their state, and the conversion of a gradient to a step."""
 
 from typing import NamedTuple
 
@@ -9,19 +9,19 @@ from arbcli.kernels.update.gradient_gains import GradientGains
 from arbcli.kernels.update.unit_gain import unit_gain
 
 State = dict[str, Tensor]
-"""The buffers of one matrix by name: `trits`, `exponent`, and what rule and direction declare."""
+"""Buffers of a matrix by name: `trits`, `exponent`, and those of its rule and direction."""
 
 
 class Buffer(NamedTuple):
-    """A buffer that a rule or a direction keeps for a matrix, int8."""
+    """Declaration of an int8 buffer of a rule or a direction for a matrix."""
 
     shape: tuple[int, int]
     kind: str
-    """Purpose of the bytes, as reports name it."""
+    """Name of the buffer's purpose in reports."""
 
 
 class Ingredients(NamedTuple):
-    """A direction u = values * row_gain * column_gain, which kernels form where they use it."""
+    """Factors of a direction u = values * row_gain * column_gain, which kernels multiply."""
 
     values: Tensor
     """(N, K) float32 or bfloat16."""
@@ -32,57 +32,58 @@ class Ingredients(NamedTuple):
 
 
 class Direction:
-    """How a gradient becomes a direction of unit root-mean-square over its matrix."""
+    """Conversion of a gradient to a direction of unit root-mean-square over its matrix."""
 
     takes_average: bool = False
-    """Whether it is better taken of a running mean of gradients than averaged itself."""
+    """Whether the direction is computed from the running mean of gradients, rather than averaged
+    over steps itself."""
     averages: bool = False
-    """Whether running mean squares of rows and columns are kept, as `row_statistic` and
-    `column_statistic`."""
+    """Whether the direction has running mean squares of rows and columns, in the buffers
+    `row_statistic` and `column_statistic`."""
 
     def buffers(self, rows: int, columns: int, matrices: int) -> dict[str, Buffer]:
-        """Declare what is kept of earlier gradients, for so many matrices one above the other.
+        """Return declarations of the direction's buffers by name, for stacked matrices.
 
         Args:
-            rows: N, of all matrices.
-            columns: K.
-            matrices: how many there are.
+            rows: N, number of rows of all matrices together.
+            columns: K, number of columns.
+            matrices: number of matrices.
         """
         return {}
 
     def start(self, state: State) -> None:
-        """Write the first values of these buffers; they are zero."""
+        """Initialise the direction's buffers, which are zero before."""
 
     def values(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """Make what gains turn into a direction, of one gradient (N, K) or a stack (B, N, K).
+        """Return the direction before its gains, for a gradient (N, K) or a stack (B, N, K).
 
         Args:
-            grad: float32 or bfloat16; int8 if it is a moment, of a direction that `takes_average`.
-            dtype: of matrix products.
+            grad: float32 or bfloat16; or an int8 moment, for a direction that `takes_average`.
+            dtype: dtype of matrix products.
         """
         return grad
 
     def values_of(
         self, grads: list[Tensor], dtype: torch.dtype, squares: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """Do as `values` does, for gradients or for moments of several matrices.
+        """Return `values` for gradients or moments of several matrices.
 
         Args:
-            grads: as of `values`.
-            dtype: of matrix products.
-            squares: int64 scalar tensors, the sum of the squares of each moment.
+            grads: gradients or moments, see `values`.
+            dtype: dtype of matrix products.
+            squares: sums of squares of the moments, int64 scalar tensors.
         """
         return [self.values(grad, dtype) for grad in grads]
 
     def ingredients(
         self, values: Tensor, gains: GradientGains, share: Tensor | None
     ) -> Ingredients:
-        """Find the gains of rows and columns.
+        """Return the direction as values with gains of rows and columns.
 
         Args:
-            values: (N, K), of `values`.
-            gains: of the running mean squares.
-            share: of the rows, those that take part; the others' gradient is zero. None is all.
+            values: result of `values`, (N, K).
+            gains: gains from the running mean squares.
+            share: share of the rows with a gradient; other rows are zero. None is 1.
         """
         rows, columns = (gain if gain.numel() else None for gain in (gains.rows, gains.columns))
         unit = unit_gain(values, rows, columns, gains.ok)

@@ -9,22 +9,22 @@ from arbcli.kernels.update.gradient_gains import UNSET
 
 
 class Factored(Direction):
-    """Each weight by its row's and its column's root-mean-square.
+    """Gradients divided by the root-mean-squares of their rows and columns.
 
-    A running mean square is kept as two int8 digits, whole and 1/128, of its log2.
+    log2 of a running mean square is stored as two int8 digits, of units and of 1/128.
     """
 
     averages = True
 
     def buffers(self, rows: int, columns: int, matrices: int) -> dict[str, Buffer]:
-        """Declare (N, 2) for the rows, and (K, 2) for the columns of each matrix."""
+        """Return buffers of (N, 2) for rows, and (K, 2) for columns of each matrix."""
         return {
             "row_statistic": Buffer((rows, 2), "statistics"),
             "column_statistic": Buffer((matrices * columns, 2), "statistics"),
         }
 
     def start(self, state: State) -> None:
-        """Nothing has been seen yet."""
+        """Mark all statistics as unset."""
         state["row_statistic"][:, 0] = UNSET
         state["column_statistic"][:, 0] = UNSET
 

@@ -1,7 +1,7 @@
-"""`orthogonal`: the gradient with its singular values pushed towards 1, and rows of one length.
+"""`orthogonal`: the orthogonalised gradient, with rows normalised to equal length.
 
-The first is Muon's, the second NorMuon's, which takes a running mean of the rows' squares; that of
-the one step does as well here, and nothing is stored for it.
+Orthogonalisation is from Muon, and normalisation of rows from NorMuon. NorMuon uses a running mean
+of the rows' squares; here the squares of the current step are as good, and need no state.
 """
 
 from collections.abc import Sequence
@@ -21,23 +21,25 @@ TINY = 1e-30
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 RUNS = (3, 2)
-"""The same for wide matrices: steps that are composed before the matrix is multiplied by them."""
+"""Split of `STEPS` for wide matrices: the steps of a run are composed to one product."""
 WIDE = 2
-"""Smallest m / n of a wide matrix, (n, m). Composing saves three products x @ x.T and three p @ x,
-for nine of (n, n) by (n, n); with symmetric products at half price that is even here."""
+"""Smallest m / n of a wide matrix (n, m). Composition saves three products x @ x.T and three p @ x,
+and costs nine products of (n, n) by (n, n); the two break even here, as symmetric products cost
+half."""
 WIDE_PRODUCTS = {"cpu": 0, "cuda": 2**31}
-"""Smallest n * n * m, of all matrices of a stack, by kind of device: below it three more launches
-of a GPU take what is saved."""
+"""Smallest n * n * m of a stack of wide matrices, by kind of device; below it the three additional
+launches on a GPU cost more than composition saves."""
 
 
 SHIFTS = (1.89608180e-05, 9.18605963e-03)
 POLAR_WEIGHTS = (0.961939909, 0.00921883, 0.18527752)
-"""Of `_near_polar`: f(s) = s (w_0 + w_1 / (s^2 + c_1) + w_2 / (s^2 + c_2)) is within 0.155 of 1 for
-all s in 0.002 .. 1, and no other such function comes nearer; below it is at most 507 s."""
+"""Coefficients of `near_polar`: f(s) = s (w_0 + w_1 / (s^2 + c_1) + w_2 / (s^2 + c_2)) is within
+0.155 of 1 for all s in 0.002 .. 1, which is optimal for its degree; below that it is at most
+507 s."""
 
 
 class Orthogonal(Direction):
-    """A matrix whole, or each of a stack: it wants every singular value alike."""
+    """Orthogonalisation of each matrix, with normalised rows."""
 
     takes_average = True
 
@@ -48,9 +50,9 @@ class Orthogonal(Direction):
     def values_of(
         self, grads: list[Tensor], dtype: torch.dtype, squares: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """Orthogonalise matrices, on a GPU those of one shape as a stack.
+        """Orthogonalise matrices; on a GPU, matrices of equal shape are processed as a stack.
 
-        The matrix library may choose another algorithm for a stack: last bits are its own.
+        The matrix library may use another algorithm for a stack, so last bits may differ.
         """
         if not grads or not grads[0].is_cuda:
             return super().values_of(grads, dtype)
@@ -59,21 +61,21 @@ class Orthogonal(Direction):
     def ingredients(
         self, values: Tensor, gains: GradientGains, share: Tensor | None
     ) -> Ingredients:
-        """Find the gains of the rows; those that do not take part are zero, and stay so."""
+        """Return gains that normalise the rows; rows of zeros stay zero."""
         unit = unit_rows(values, gains.ok)
         return Ingredients(values, unit if share is None else unit * share.sqrt(), None)
 
 
 def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Push the singular values of a matrix towards 1: on a GPU by products, on a CPU by inverses.
+    """Orthogonalise a matrix approximately: by Newton-Schulz on a GPU, by inverses on a CPU.
 
-    An inverse of a matrix takes a CPU the time of two products, and two inverses are as good as
-    five Newton-Schulz steps. A GPU is slow at inverses.
+    On a CPU an inverse costs as much as two products, and two inverses are as accurate as five
+    Newton-Schulz steps. GPUs are slow at inverses.
 
     Args:
-        grad: (N, K), or a stack (B, N, K), float32, bfloat16 or int8; each matrix finite. One of
-            zeros stays so.
-        dtype: of products on a GPU; bfloat16 is enough.
+        grad: (N, K), or a stack (B, N, K), float32, bfloat16 or int8; each matrix finite. Matrices
+            of zeros stay zero.
+        dtype: dtype of products on a GPU; bfloat16 is sufficient.
 
     Returns:
         Like `grad`, of `dtype`; on a CPU float32.
@@ -83,14 +85,14 @@ def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def near_polar(grad: Tensor) -> Tensor:
-    """Push the singular values of a matrix towards 1 with two inverses.
+    """Orthogonalise a matrix approximately, with two inverses.
 
     On the smaller side of the matrix, X being (n, m) with n <= m and A = X X.T / s:
 
         Y = (w_0 + w_1 (A + c_1)^-1 + w_2 (A + c_2)^-1) X / sqrt(s),  s = |X X.T| >= sigma_max^2
 
-    This is the rational function of the degrees (5, 4) that is nearest to the sign. All is summed
-    in float32: A + c_1 has a condition of up to 53,000. See `gram_inverses`.
+    This is the best rational approximation of the sign function of degrees (5, 4). All sums are in
+    float32, as A + c_1 has a condition number of up to 53,000. See `gram_inverses`.
 
     Source: Y. Nakatsukasa and R. Freund, "Computing fundamental matrix decompositions accurately
     via the matrix sign function in two iterations: the power of Zolotarev's functions",
@@ -109,24 +111,24 @@ def near_polar(grad: Tensor) -> Tensor:
 
 
 def newton_schulz(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Push the singular values of a matrix towards 1 with Newton-Schulz iterations.
+    """Orthogonalise a matrix approximately, with Newton-Schulz iterations.
 
     On the smaller side of the matrix, X being (n, m) with n <= m:
 
         X_k+1 = P(A_k) X_k,  A_k = X_k X_k.T,  P(A) = alpha I + beta A + gamma A A
 
-    So X_k = Q_k X_0, and Q_k, (n, n), is found from A_0 alone. For wide matrices the steps of a run
-    are composed to one Q, and X is multiplied twice a run instead of twice a step. A has the
-    squares of the singular values, though: small ones are lost in its rounding, may come back below
-    zero, and are then multiplied by 12 with every step. Two or three steps do not show it, five
-    diverge. So there are two runs, and the second restarts from the X of the first.
+    So X_k = Q_k X_0, and Q_k, (n, n), only depends on A_0. For wide matrices the steps of a run are
+    composed to one Q, and X is multiplied twice per run instead of twice per step. But A has the
+    squares of the singular values: small ones are lost to rounding, may become negative, and are
+    then multiplied by 12 in every step. This is harmless for two or three steps, and diverges with
+    five. So there are two runs, and the second restarts from the X of the first.
 
     Sources: K. Jordan et al., "Muon", https://kellerjordan.github.io/posts/muon/, and for runs and
     restart Dao-AILab, "Gram Newton-Schulz", https://dao-lab.ai/blog/2026/gram-newton-schulz
 
     Args:
-        grad: (N, K), or a stack (B, N, K); each matrix finite. One of zeros stays so.
-        dtype: of the products; bfloat16 is enough.
+        grad: (N, K), or a stack (B, N, K); each matrix finite. Matrices of zeros stay zero.
+        dtype: dtype of the products; bfloat16 is sufficient.
 
     Returns:
         Like `grad`, of `dtype`.
@@ -142,15 +144,15 @@ def newton_schulz(grad: Tensor, dtype: torch.dtype) -> Tensor:
 def orthogonalise_stacked(
     grads: list[Tensor], dtype: torch.dtype, squares: list[Tensor] | None = None
 ) -> list[Tensor]:
-    """Do as `newton_schulz` does, for several matrices, with those of one shape as a stack.
+    """Apply `newton_schulz` to several matrices, with matrices of equal shape as a stack.
 
     Args:
-        grads: (N, K) each.
-        dtype: of the products.
-        squares: int64 scalar tensors, the sum of the squares of each, if all are int8.
+        grads: matrices, (N, K) each.
+        dtype: dtype of the products.
+        squares: sums of squares of the matrices, int64 scalar tensors, if all are int8.
 
     Returns:
-        Like `grads`, of `dtype`, parts of the stacks.
+        Like `grads`, of `dtype`; views of the stacks.
     """
     found: list[Tensor] = [*grads]
     stacks = _normal_stacks(grads, dtype, squares)
@@ -168,7 +170,7 @@ def orthogonalise_stacked(
 def _normal_stacks(
     grads: list[Tensor], dtype: torch.dtype, squares: list[Tensor] | None
 ) -> list[tuple[list[int], Tensor]]:
-    """Stack matrices of one shape, each of norm 1, and tell the place of each among all."""
+    """Stack matrices of equal shape, divided by their norms; also return their indices."""
     order = sorted(range(len(grads)), key=lambda i: (grads[i].shape, str(grads[i].dtype)))
     stacks: list[tuple[list[int], Tensor]] = []
     for shape, alike in groupby(order, key=lambda i: grads[i].shape):
@@ -186,10 +188,15 @@ def _normal_stacks(
 
 
 def _divide_by_norms(grads: list[Tensor], out: Tensor) -> None:
-    """Fill a stack with matrices of one shape, those of a dtype side by side, each of norm 1."""
+    """Write matrices of equal shape, divided by their norms, to a stack.
+
+    Args:
+        grads: matrices, (N, K) each, sorted by dtype.
+        out: (B, N, K).
+    """
     begin = 0
-    for _, some in groupby(grads, key=lambda grad: grad.dtype):
-        part = torch.stack([*some])
+    for _, group in groupby(grads, key=lambda grad: grad.dtype):
+        part = torch.stack([*group])
         _divide_by_norm(part, out[begin : begin + len(part)])
         begin += len(part)
 
@@ -201,10 +208,10 @@ def _divide_by_norm(x: Tensor, out: Tensor) -> Tensor:
 
 
 def _runs(x: Tensor) -> Sequence[int]:
-    """Tell how many steps each run of the iteration has, for (n, m) or a stack of them, n <= m.
+    """Return the number of steps of each run, for a matrix (n, m) or a stack, n <= m.
 
-    The iteration itself is written where x is replaced: Python may keep what a function is given
-    alive for as long as that runs, and does so once torch's compiler was used.
+    The loop over runs is in the callers, which replace x: a function would keep its argument alive
+    while it runs, at least after torch's compiler was used.
     """
     n, m = x.shape[-2:]
     least = WIDE_PRODUCTS.get(x.device.type, WIDE_PRODUCTS["cuda"])
@@ -212,19 +219,19 @@ def _runs(x: Tensor) -> Sequence[int]:
 
 
 def _product(q: Tensor, x: Tensor) -> Tensor:
-    """Multiply q @ x, the result lying as x does: a step reads the rows of a tall matrix, too."""
+    """Return q @ x in the memory layout of x, as the step reads rows of tall matrices, too."""
     return q @ x if x.stride(-1) == 1 else (x.mT @ q.mT).mT
 
 
 def _compose(square: Tensor, steps: int) -> Tensor:
-    """Find the Q of so many Newton-Schulz steps in a row: A_k = Q_k A_0 Q_k.T, Q_k+1 = P(A_k) Q_k.
+    """Return the product Q of consecutive Newton-Schulz steps.
 
-    Polynomials of A commute, rounded ones do not. In this order that does not matter: every A is of
-    the X that Q gives, whatever Q is.
+    A_k = Q_k A_0 Q_k.T and Q_k+1 = P(A_k) Q_k. Polynomials of A commute, but rounded ones do not.
+    This order is robust: A_k always belongs to X_k = Q_k X_0, for any rounding of Q_k.
 
     Args:
         square: (n, n) or (B, n, n), A_0.
-        steps: 1 or more.
+        steps: number of steps, 1 or more.
 
     Returns:
         Like `square`.

@@ -1,4 +1,4 @@
-"""`sign`: one for every weight, with the sign of its gradient."""
+"""`sign`: the sign of each element of the gradient."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ class Sign(Direction):
     def ingredients(
         self, values: Tensor, gains: GradientGains, share: Tensor | None
     ) -> Ingredients:
-        """No gains: kernels take the sign of the values."""
+        """Return values without gains, of which kernels take the sign."""
         return Ingredients(values, None, None)
 
 

@@ -35,13 +35,13 @@ class BlockType:
     """Weights of a block."""
     block_bytes: int
     largest: int = 0
-    """The largest magnitude of an integer that is written."""
+    """Largest magnitude of stored integers."""
     pack: Callable[[Tensor], Tensor] | None = None
-    """From (..., block) int8 integers to (..., bytes) uint8; None for plain numbers."""
+    """Converts (..., block) int8 integers to (..., bytes) uint8; None for plain numbers."""
     unpack: Callable[[Tensor], Tensor] | None = None
-    """Back."""
+    """Inverse of `pack`."""
     dtype: torch.dtype | None = None
-    """Of plain numbers."""
+    """Dtype of a type of plain numbers; None for blocks."""
 
     def num_bytes(self, num_weights: int) -> int:
         """Count the bytes of whole blocks."""
@@ -112,7 +112,7 @@ Q4_0 = BlockType("Q4_0", 2, 32, 18, 7, _pack_halves, _unpack_halves)
 Q2_0 = BlockType("Q2_0", 42, 64, 18, 1, _pack_quarters, _unpack_quarters)
 Q8_0 = BlockType("Q8_0", 8, 32, 34, 127, _pack_bytes, _unpack_bytes)
 TYPES = {kind.name.lower(): kind for kind in (F32, F16, BF16, Q8_0, Q4_0, Q2_0)}
-"""By the names that `--type` takes."""
+"""Types by their names in `--type`."""
 LEAST_NORMAL = 2.0**-14
 """Scales below it lose digits in fp16. Those of Q8_0 may: a weight is off by 127 * 2**-25 at most,
 3.8e-6, where the largest of its group is below 0.008."""

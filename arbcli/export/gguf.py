@@ -240,7 +240,7 @@ def integers(packed: Packed) -> Tensor:
 def _keys(
     config: ModelConfig, name: str, weights: Weights, architecture: Architecture
 ) -> dict[str, tuple[int, Any]]:
-    """Say what a reader has to know of the model, and where it comes from."""
+    """Return the metadata of the model and its origin."""
     shape = known_shape(config)
     windows = [window for window in shape.windows if window]
     ours: dict[str, tuple[int, Any]] = {
@@ -272,7 +272,7 @@ def _keys(
 
 
 def _byte_tokens() -> dict[str, tuple[int, Any]]:
-    """Say that tokens are the 256 bytes."""
+    """Return the metadata of a tokenizer of 256 bytes."""
     return {
         "tokenizer.ggml.model": (STRING, "gpt2"),
         "tokenizer.ggml.pre": (STRING, "gpt-2"),

@@ -30,7 +30,7 @@ _FORMATS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", UINT32: "<I", INT32: "<i", FLOAT32: "<f", BOOL: "<?",
     UINT64: "<Q", 11: "<q", 12: "<d",
 }  # fmt: skip
-"""Of a plain value, by the number of its type."""
+"""Struct formats of scalar values, by the number of the type."""
 MOST_ENTRIES = 1 << 20
 """Keys, tensors or elements of a list that a reader believes in."""
 MOST_SIZES = 4

@@ -38,7 +38,7 @@ from arbcli.tokens import FILE as TOKENIZER
 CODE = Path(__file__).with_name("modeling_arb.py")
 """Module that Transformers runs for a model with sub-norms."""
 TYPES = {"bf16": BF16, "f32": F32}
-"""By the names that `--type` takes; bf16 holds every weight."""
+"""Types by their names in `--type`; bf16 represents every weight exactly."""
 NUMBERS = TYPES | {"f16": F16}
 """Dtypes of the weights of a folder."""
 HINT = "name a folder of `arb export`, or of a model that `arb import` reads"
@@ -144,7 +144,7 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType) -> N
 
 
 def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
-    """Say what Transformers has to know; where it can, layers attend to `ctx` bytes, as ours."""
+    """Return the content of `config.json`; if supported, attention is limited to `ctx` bytes."""
     shape = known_shape(config)
     architecture = shape.architecture
     rope = rope_parameters(shape.rotary)

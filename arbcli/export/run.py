@@ -26,11 +26,11 @@ class ExportReport:
     format: str
     path: str
     type: str
-    """Of the matrices."""
+    """Type of the matrices."""
     step: int
     num_weights: int
     bytes: int
-    """Of the file, or of all files of the folder."""
+    """Size in bytes of the file, or of all files of the folder."""
     origin: str
     """Digest of the checkpoint that training wrote."""
     seconds: float

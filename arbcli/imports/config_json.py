@@ -55,7 +55,7 @@ class _Fields:
         self.where = where
 
     def take(self, name: str, kind: Any, otherwise: Any = ...) -> Any:
-        """Take a field of a type; without `otherwise` it must be there."""
+        """Return a field of a type; it is required without `otherwise`."""
         value = self._left.pop(name, otherwise)
         if value is ...:
             raise ArbError(f"{self.where} has no `{name}`", hint=HINT)

@@ -89,7 +89,7 @@ class Shape(NamedTuple):
     ffn: int
     ctx: int
     windows: tuple[int | None, ...]
-    """Of the layers."""
+    """Window of each layer; None for full attention."""
     vocabulary: int
     tied: bool
     """Whether the head is the embedding."""
@@ -201,7 +201,7 @@ def _unsaid(mixer: AttentionConfig) -> str | None:
 
 
 def sources(model: LanguageModel) -> Iterator[Source]:
-    """Go through the tensors of a model that has a `Shape`, and name what they are elsewhere."""
+    """Yield the tensors of a model with a `Shape`, with their names in other programs."""
     shape = known_shape(model.config)
     heights = [shape.head_width * heads for heads in (shape.heads, *[shape.kv_heads] * 2)]
     yield _matrix(model.embedding, "token_embd", "model.embed_tokens")

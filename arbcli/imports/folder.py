@@ -25,9 +25,9 @@ from arbcli.run_files import CONFIG
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""By their names in a header."""
+"""Dtypes by their names in a header."""
 ENTRY = {"dtype": str, "shape": list[int], "data_offsets": list[int]}
-"""Of a tensor in a header."""
+"""Schema of a tensor's entry in a header."""
 MOST_SIZES = 8
 """Dimensions of a tensor."""
 UNREAD = "rotary_emb.inv_freq"
@@ -56,7 +56,7 @@ class WeightFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors: dict[str, Stored] = {}
-        """By name."""
+        """Stored tensors by name."""
         self._maps: dict[Path, mmap.mmap] = {}
         for name, expected in self._files().items():
             found = dict(_read_header(path / name))

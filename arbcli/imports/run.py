@@ -62,9 +62,9 @@ class ImportReport:
     ctx: int
     num_weights: int
     bytes: int
-    """Of the checkpoint."""
+    """Size of the checkpoint in bytes."""
     relative_error: float
-    """Of all matrices."""
+    """Relative error of all matrices together."""
     seconds: float
     tensors: list[TensorReport]
 
@@ -153,7 +153,7 @@ class _Taken:
     error: float
     """Sum of the squared differences."""
     squares: float
-    """Of the weights."""
+    """Sum of squares of the weights."""
 
 
 def _take(

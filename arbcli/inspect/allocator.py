@@ -71,7 +71,7 @@ class _Pool:
         del self.free[bisect_left(self.free, (block.size, block.address))]
 
     def take(self, size: int) -> Block | None:
-        """Take the smallest free block that is large enough."""
+        """Return the smallest sufficient free block, or None."""
         place = bisect_left(self.free, (size,))
         if place == len(self.free):
             return None
@@ -102,7 +102,7 @@ class Allocator:
         return self._current is not self._shared
 
     def allocate(self, size: int) -> Block:
-        """Give out a block for `size` bytes, 1 or more."""
+        """Allocate a block for `size` bytes, 1 or more."""
         size = round_up(size, UNIT)
         pool = self._current[size > SMALL]
         block = pool.take(size) or self._reserve(pool, size)
@@ -118,7 +118,7 @@ class Allocator:
         return block
 
     def release(self, block: Block) -> None:
-        """Take back a block, and join it with free neighbours."""
+        """Free a block, and merge it with free neighbours."""
         self.allocated -= block.size
         before, after, pool = block.before, block.after, block.pool
         if before and before.free:
@@ -145,7 +145,7 @@ class Allocator:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Give out blocks of a new pool that no one else uses: that of a CUDA graph.
+        """Allocate from a new private pool inside the context, as a CUDA graph does.
 
         The stream that it is recorded on has its own blocks too: seed and offset of random numbers,
         which every graph keeps.

@@ -158,7 +158,7 @@ def audit(
     state_bytes: int | None = None,
     floats: bool = False,
 ) -> AuditReport:
-    """Do the steps of a run, on the text it would read, and measure memory all along.
+    """Run the steps of a run on its text, and measure memory throughout.
 
     Args:
         config: what to run, for two steps or more.
@@ -248,7 +248,7 @@ def _watched_step(
     step: int,
     reached: Callable[[str], None] = lambda stage: None,
 ) -> list[Level]:
-    """Do a step, and measure after each of its stages, of which `reached` is told too."""
+    """Run a step, measure memory after each stage, and call `reached` with the stage."""
     levels = []
 
     def read(stage: str) -> None:

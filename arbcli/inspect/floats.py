@@ -31,13 +31,13 @@ class FloatTensor:
     stage: str
     """`forward`, `backward` (which updates the weights too), or `end` for what is after both."""
     made_in: str
-    """The function of this package that asked for it; `autograd` where none did."""
+    """Function of this package that allocated the tensors; `autograd` if there is none."""
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    """Of each."""
+    """Size of each tensor in bytes."""
     survives: bool
-    """Whether it is alive after the step."""
+    """Whether the tensors are alive after the step."""
     count: int
 
 

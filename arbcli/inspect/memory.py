@@ -95,27 +95,27 @@ class MeasuredState:
     """Tensors of a model: its buffers, its parameters and every other tensor it can reach."""
 
     bytes_by_area: dict[str, dict[str, int]]
-    """By area, then by kind; only what is there. What no module declares is `other`."""
+    """Bytes by area, then by kind; tensors that no module declares are in `other`."""
     state_bytes: int
     counter_bytes: int
     """Seeds, keys and counters: small integers that are not buffers."""
     float_parameters: int
     """Elements of parameters, which no packed model has."""
     float_buffers: int
-    """Elements of buffers that are not integers."""
+    """Number of elements of float buffers."""
     float_attributes: int
-    """Elements of other tensors that are not integers."""
+    """Number of elements of other float tensors."""
     float_names: tuple[str, ...]
-    """Where these are."""
+    """Names of the float tensors."""
 
 
 def predict(config: ModelConfig) -> StateReport:
-    """Count the weights and the bytes of a model by building it where tensors have no memory."""
+    """Count the weights and bytes of a model by building it on the meta device."""
     return _state(config, _empty(config))
 
 
 def predict_parts(config: ModelConfig) -> ModelReport:
-    """Do as `predict` does, for each part besides."""
+    """Count the weights and bytes of a model and of each of its parts: see `predict`."""
     model = _empty(config)
     found = _state(config, model)
     of_model = {field.name: getattr(found, field.name) for field in fields(found)}

@@ -30,7 +30,7 @@ class PartReport:
     weights: int
     """Logical weights, those of norms among them."""
     bytes: int
-    """Of its state."""
+    """Size of the part's state in bytes."""
     lr_factors: tuple[float, ...]
     """Factor of the learning rate of its matrices."""
 

@@ -38,11 +38,11 @@ class PeakReport:
     device: str
     """`cuda`, `mps` or `cpu`."""
     batch: int
-    """Windows of a micro-batch."""
+    """Number of windows per micro-batch."""
     compute_bytes: int
-    """Of an activation."""
+    """Bytes per element of activations."""
     captured: bool
-    """Whether it is that of a run whose steps are one CUDA graph, as `arb train` does them."""
+    """Whether the run's steps are captured as one CUDA graph, as in `arb train`."""
     state_bytes: int
     """Memory that is alive before the first step."""
     saved_bytes: int
@@ -240,11 +240,11 @@ class _Trace(Storages):
         return self._shapes.run(func, args, kwargs)
 
     def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
-        """Take memory for a storage."""
+        """Allocate memory for a storage."""
         self._blocks[key] = self._take(size, op)
 
     def went(self, key: int) -> None:
-        """Give it back."""
+        """Free the memory of a storage."""
         self._give(self._blocks.pop(key))
 
     def end_stage(self) -> None:
@@ -338,22 +338,22 @@ class _AnyText:
 
 
 class _Imagined(Group):
-    """One of several processes whose others are not there: what they send has no values.
+    """A group of which only this process exists; messages of others are uninitialised.
 
-    It allocates what a process does, which is all that a prediction looks at.
+    It allocates the same memory as a real group, which is all that a prediction measures.
     """
 
     def send_to_owners(self, sent: Tensor, sizes: Sequence[int]) -> PendingTensor:
-        """Take memory for what all would send."""
+        """Allocate memory for the messages of all processes."""
         arrived = sent.new_empty(self.size, sizes[self.rank])
         return PendingTensor(arrived, SimpleNamespace(wait=lambda: None), sent)
 
     def broadcast(self, tensor: Tensor, owner: int) -> PendingTensor:
-        """Do nothing: a message arrives where it is expected."""
+        """Return the tensor unchanged, without communication."""
         return PendingTensor(tensor)
 
     def in_order(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Take memory for what all have."""
+        """Allocate memory for the tensors of all processes."""
         if not tensors:
             return tensors
         own = torch.stack(tensors)

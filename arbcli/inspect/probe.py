@@ -51,7 +51,7 @@ from arbcli.train.trainer import Trainer
 
 BINS = 16
 SAMPLE_BYTES = 400
-"""Of the held-out text whose chunks are shown."""
+"""Number of bytes of held-out text whose chunks are displayed."""
 MOST_LOGITS = 2**28
 """That are looked at, of a model whose steps make none; but a window always is."""
 ROUNDING = 1e-3
@@ -65,7 +65,7 @@ def probe(
     checkpoint: Checkpoint | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> ProbeReport:
-    """Do a few steps of a new model, or of a saved one, and judge what happens.
+    """Run a few steps of a new or saved model, and check their results.
 
     Args:
         config: what to compute, with ternary weights.
@@ -131,7 +131,7 @@ class _Stepped(NamedTuple):
 def examine(
     trainer: Trainer, steps: int, progress: Callable[[str], None] = lambda _: None
 ) -> ProbeReport:
-    """Do `steps` steps of a trainer of ternary weights, and judge what happens."""
+    """Run `steps` steps of a trainer of ternary weights, and check their results."""
     config, device, context = trainer.config, trainer.device, trainer.config.model.ctx
     updater = trainer.updater
     if updater is None:
@@ -265,7 +265,7 @@ class _Watch:
             self._seen.append((what, largest))
 
     def take_streams(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Give what the last forward without gradients showed, and forget it.
+        """Return and clear the measurements of the last forward without gradients.
 
         Returns:
             Root-mean-squares of the stream of every byte, (B, T), after each layer; and of every

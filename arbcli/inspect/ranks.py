@@ -46,7 +46,7 @@ class RanksReport:
     accum: int
     wire: str
     state_bytes: int
-    """Of one process that does the same alone."""
+    """Size of the state in bytes in a run of a single process."""
     budget_bytes: int | None
     """Memory budget of each process; None if none was given."""
     ranks: tuple[RankReport, ...]

@@ -34,7 +34,7 @@ Decoders = Mapping[str, Callable[[], Tensor]]
 ORIGIN = {"step": int | None, "origin": str | None}
 """Metadata of the checkpoint in an export."""
 _AREAS = {"attn": "attention", "ffn": "mlp", "token": "embedding", "output": "head"}
-"""Of a matrix of GGUF, by how its name begins after the number of its block."""
+"""Areas of GGUF matrices, by the start of the name after the number of the block."""
 _OTHER = "other"
 """Area of a matrix that arb does not name."""
 
@@ -48,11 +48,11 @@ class SavedReport:
     """`run`, `checkpoint`, `weights` (of `arb export --to safetensors`), `gguf` or `hf`."""
     step: int | None
     digests: str
-    """Whether those of the tensors were `checked`, or that it has `none`."""
+    """Digests of the tensors: `checked`, or `none` if the file has none."""
     digest: str | None
-    """Of all of a checkpoint."""
+    """Digest of a complete checkpoint."""
     origin: str | None
-    """Digest of the checkpoint that it is an export of."""
+    """Digest of the exported checkpoint."""
     config: dict[str, Any]
     """Configuration of the model."""
     settings: dict[str, Any]
@@ -60,17 +60,17 @@ class SavedReport:
     num_weights: int
     """Logical weights; of an export with numbers those of the matrices."""
     bytes: int
-    """Of the file, or of all files of the folder."""
+    """Size in bytes of the file, or of all files of the folder."""
     bytes_by_area: dict[str, dict[str, int]]
-    """By part of the model, and by what they are for; of an export by their type."""
+    """Bytes by part of the model, then by purpose; for an export by type."""
     trits: dict[str, list[float]]
     """Shares of the weights below, at and above 0, by area."""
     octaves: dict[str, dict[int, int]]
     """How many scales are in [2**E, 2**(E + 1)), by area and E; of an export, how many weights."""
     parts: tuple[PartReport, ...] = ()
-    """Of a checkpoint, or of the weights of one."""
+    """Parts of the model, for a checkpoint or its weights."""
     run: dict[str, Any] = field(default_factory=dict)
-    """Of a run: its text, versions, checkpoints and last record."""
+    """Facts about a run: its text, versions, checkpoints and last record."""
 
 
 class Saved(ABC):

@@ -1,4 +1,4 @@
-"""Which tensors are alive: counted in real runs, and in runs on tensors that have no memory."""
+"""Tracking of live tensors, in real runs and in runs on meta tensors."""
 
 import gc
 import heapq

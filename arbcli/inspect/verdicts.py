@@ -37,15 +37,15 @@ class Reading:
 
     step: int
     lr: float | None
-    """Of the step that led here."""
+    """Learning rate of the last step."""
     loss: float | None
-    """Of that step, on its own text and before its update, nats a byte."""
+    """Training loss of the last step before its update, in nats per byte."""
     flip_share: float | None
     """Share of all trits that the step changed."""
     live_bytes: int
     """Tensors alive after it: of the CUDA allocator, or those that Python can reach."""
     val_loss: float | None
-    """Of the held-out batch, nats a byte."""
+    """Loss on the held-out batch in nats per byte."""
     loss_by_position: tuple[float | None, ...]
     """The same in buckets of positions: `ProbeReport.position_starts`."""
     residual_rms: tuple[float | None, ...]
@@ -105,7 +105,7 @@ class TensorReport:
     """Root-mean-square of the change of z over that of lr * P / 16, over all steps; stochastic
     rounding adds to it where steps are small. None for a rule without a step size."""
     digits: dict[str, Histogram]
-    """Of `scale` (v, in 1/128 octaves), `remainder` or `votes`, and `moment` if there is one."""
+    """Histograms of `scale` (v, in 1/128 octaves), `remainder` or `votes`, and `moment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ class ProbeReport:
     text: str
     num_weights: int
     uniform_loss: float
-    """Of a symbol: ln 256 of bytes."""
+    """Loss of a uniform prediction per symbol: ln 256 for bytes."""
     text_entropy: float
     """Order-0 entropy of the bytes of the held-out text, nats a symbol, as losses are."""
     position_starts: tuple[int, ...]
@@ -153,9 +153,9 @@ class ProbeReport:
     """Before the first step, and after each."""
     tensors: tuple[TensorReport, ...]
     first_nonfinite: str | None
-    """Where the first NaN or infinity was: which module made it, or which gradient it was in."""
+    """Name of the module or gradient with the first NaN or infinity."""
     acausal_logits: int
-    """Predictions that moved when a byte after them was changed; each one is an error."""
+    """Number of predictions that changed with a later byte; each is an error."""
     acausal_layers: tuple[int, ...]
     """The same of streams, after the embedding and after every block: positions that moved. Empty
     where blocks read chunks and not bytes."""

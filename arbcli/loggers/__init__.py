@@ -1,4 +1,4 @@
-"""Programs that draw the figures of a run, one file each: `arb train --log NAME`."""
+"""Loggers for experiment trackers, one file each: `arb train --log NAME`."""
 
 import importlib
 import importlib.util
@@ -16,14 +16,14 @@ LOGGERS = {
     "trackio": "trackio",
     "mlflow": "mlflow",
 }
-"""The package that each needs; its file here has the name of the logger, and a class `Logger`."""
+"""Packages by name of the logger; the module `NAME_log` here has a class `Logger`."""
 
 
 def check_logger(name: str) -> None:
-    """Refuse a logger that is unknown, or whose package is missing; imports none.
+    """Check that a logger exists and its package is installed, without importing it.
 
     Raises:
-        ArbError: it is refused.
+        ArbError: the logger is unknown, or its package is missing.
     """
     if name not in LOGGERS:
         known = ", ".join(f"`{logger}`" for logger in LOGGERS)
@@ -37,14 +37,14 @@ def check_logger(name: str) -> None:
 
 
 def find_logger(name: str, tell: Callable[[str], None]) -> "Logger":
-    """Make the logger of this name; torch and its package are imported only now.
+    """Create a logger; torch and the logger's package are imported here.
 
     Args:
         name: one of `LOGGERS`.
-        tell: is told of a failure, which ends the logging and not the run.
+        tell: called with a message if logging fails, which does not end the run.
 
     Raises:
-        ArbError: it is unknown, or its package is missing or cannot be imported.
+        ArbError: the logger is unknown, or its package is missing or cannot be imported.
     """
     check_logger(name)
     try:

@@ -1,4 +1,4 @@
-"""Base of loggers: observers of a run that log numbers, histograms and text."""
+"""Base class of loggers: observers of a run that log scalars, histograms and samples."""
 
 import contextlib
 import sys
@@ -24,21 +24,22 @@ PROJECT = "arb"
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many values are in each bin."""
+    """A histogram of B bins."""
 
     edges: list[float]
-    """One more than bins."""
+    """Edges of the bins, B + 1 numbers."""
     counts: list[int]
+    """Number of values per bin."""
 
 
 class Logger(Observer):
-    """Hands on what a run tells.
+    """Base class of loggers.
 
-    The first failure of its package, such as of a network, is told and is the last thing it does:
-    the run goes on.
+    If the logger's package fails, for instance by a lost connection, the failure is reported once,
+    logging ends, and the run continues.
 
     Args:
-        tell: is told of a failure.
+        tell: called with a message if logging fails.
     """
 
     name: str
@@ -50,32 +51,32 @@ class Logger(Observer):
 
     @abstractmethod
     def open(self, run: Path, step: int, facts: dict[str, Any]) -> None:
-        """Begin, or go on after `step` steps.
+        """Start logging, or continue after `step` steps.
 
         Args:
-            run: its directory, which may have files of the logger's.
-            step: steps done.
-            facts: what `config.json` says.
+            run: directory of the run, where the logger may write files.
+            step: number of completed steps.
+            facts: content of `config.json`.
         """
 
     @abstractmethod
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Hand on numbers of a step."""
+        """Log the scalars of a step by name."""
 
     @abstractmethod
     def histograms(self, step: int, values: dict[str, Histogram]) -> None:
-        """Hand on histograms of a step."""
+        """Log the histograms of a step by name."""
 
     @abstractmethod
     def text(self, step: int, text: str) -> None:
-        """Hand on a sample of what the model writes."""
+        """Log a sample of the model's text."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is left."""
+        """Flush all data and end logging."""
 
     def started(self, run: Path | None, trainer: Trainer, facts: dict[str, Any]) -> None:
-        """Begin."""
+        """Start logging: see `Observer.started`."""
         self._trainer = trainer
 
         def begin() -> None:
@@ -86,7 +87,7 @@ class Logger(Observer):
         self._guarded(begin)
 
     def recorded(self, record: Record) -> None:
-        """Hand on a record, and histograms of the state where held-out text was evaluated."""
+        """Log a record, with histograms of the state if held-out text was evaluated."""
 
         def log() -> None:
             self.scalars(record.step, numbers(record))
@@ -101,7 +102,7 @@ class Logger(Observer):
         self._guarded(log)
 
     def ended(self, report: TrainReport) -> None:
-        """Hand on the sample, and close."""
+        """Log the last sample, and end logging."""
 
         def end() -> None:
             if report.sample:
@@ -116,13 +117,13 @@ class Logger(Observer):
         try:
             with contextlib.redirect_stdout(sys.stderr):  # stdout has data only
                 work()
-        except Exception as error:  # whatever the package raises
+        except Exception as error:  # packages can raise any exception
             self.failed = True
-            self.tell(f"`--log {self.name}` failed, and is left out from here on: {error!r}")
+            self.tell(f"`--log {self.name}` failed and is disabled from here on: {error!r}")
 
 
 def numbers(record: Record) -> dict[str, float]:
-    """List the numbers of a record by name; those of `parts` and `gauges` as `parts/ponder`."""
+    """Return the scalars of a record by name; fields of `parts` and `gauges` as `parts/ponder`."""
     values = record.as_json()
     del values["step"], values["sample"]
     for group in ("parts", "gauges"):
@@ -131,7 +132,7 @@ def numbers(record: Record) -> dict[str, float]:
 
 
 def flat_settings(facts: dict[str, Any]) -> dict[str, Any]:
-    """List the settings of a run by name; those of its model as `model.rule`."""
+    """Return the settings of a run by name; settings of its model as `model.rule`."""
     settings = dict(facts["config"])
     model = settings.pop("model")
     return settings | {f"model.{name}": value for name, value in model.items()}
@@ -139,7 +140,7 @@ def flat_settings(facts: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def state_histograms(model: LanguageModel) -> dict[str, Histogram]:
-    """Count trits, and the octaves of scales, of each area of a model; none of a float twin."""
+    """Return histograms of trits and of exponents of scales per area; empty for a float twin."""
     trits: dict[str, torch.Tensor] = {}
     octaves: dict[str, torch.Tensor] = {}
     for tensor in model.weights().values():
@@ -156,7 +157,7 @@ def state_histograms(model: LanguageModel) -> dict[str, Histogram]:
 
 
 def _histogram(counts: torch.Tensor, first: int) -> Histogram:
-    """Bin whole numbers from `first` on, without what is empty at both ends."""
+    """Return a histogram of consecutive integers from `first`, without empty bins at both ends."""
     numbers = counts.tolist()
     used = [index for index, count in enumerate(numbers) if count] or [0]
     begin, end = used[0], used[-1] + 1

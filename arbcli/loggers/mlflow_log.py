@@ -1,4 +1,4 @@
-"""MLflow: wherever `MLFLOW_TRACKING_URI` says, or where MLflow itself chooses."""
+"""Logger for MLflow, at `MLFLOW_TRACKING_URI` or MLflow's default location."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -10,12 +10,12 @@ from arbcli.loggers import base
 
 
 class Logger(base.Logger):
-    """Hands on to `mlflow`, as a run of its own each time that training begins or goes on."""
+    """Logs to `mlflow`, as a new MLflow run whenever training starts or resumes."""
 
     name = "mlflow"
 
     def open(self, run: Path, step: int, facts: dict[str, Any]) -> None:
-        """Begin."""
+        """Create a run: see `base.Logger.open`."""
         experiment = mlflow.set_experiment(base.PROJECT).experiment_id
         self._client = mlflow.MlflowClient()
         name = run.resolve().name
@@ -24,17 +24,17 @@ class Logger(base.Logger):
             self._client.log_param(self._id, setting, value)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Hand on numbers."""
+        """Log metrics."""
         for name, value in values.items():
             self._client.log_metric(self._id, name, value, step=step)
 
     def histograms(self, step: int, values: dict[str, base.Histogram]) -> None:
-        """Hand on histograms as a file; there is nothing else for them."""
+        """Log histograms as a JSON file, as MLflow has no histograms."""
         bars = {name: asdict(found) for name, found in values.items()}
         self._client.log_dict(self._id, bars, f"histograms/step-{step:06d}.json")
 
     def text(self, step: int, text: str) -> None:
-        """Hand on a sample as a file."""
+        """Log a sample as a text file."""
         self._client.log_text(self._id, text, f"samples/step-{step:06d}.txt")
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard: files in the run's own directory, `RUN/tensorboard`."""
+"""Logger for TensorBoard, with event files in `RUN/tensorboard`."""
 
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,18 @@ class Logger(base.Logger):
     name = "tensorboard"
 
     def open(self, run: Path, step: int, facts: dict[str, Any]) -> None:
-        """Begin; what an earlier process wrote of later steps is hidden."""
+        """Create the writer; events of later steps from an earlier process are purged."""
         self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
         settings = "".join(f"    {k}: {v}\n" for k, v in base.flat_settings(facts).items())
         self._writer.add_text("settings", settings, step)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Write numbers."""
+        """Write scalars."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def histograms(self, step: int, values: dict[str, base.Histogram]) -> None:
-        """Write histograms as they are."""
+        """Write histograms with their own bins."""
         for name, found in values.items():
             middles = [(a + b) / 2 for a, b in zip(found.edges, found.edges[1:], strict=False)]
             pairs = list(zip(middles, found.counts, strict=True))
@@ -42,10 +42,10 @@ class Logger(base.Logger):
             )
 
     def text(self, step: int, text: str) -> None:
-        """Write a sample as it is: indented, it is not Markdown."""
+        """Write a sample, indented, so that it is not rendered as Markdown."""
         lines = "".join(f"    {line}\n" for line in text.splitlines())
         self._writer.add_text("sample", lines, step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush all data and close the files."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""Weights & Biases; `WANDB_MODE=offline` keeps all of it in the run's directory."""
+"""Logger for Weights & Biases; with `WANDB_MODE=offline` it writes to the run's directory."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -10,12 +10,12 @@ from arbcli.loggers import base
 
 
 class Logger(base.Logger):
-    """Hands on to `wandb`."""
+    """Logs to `wandb`."""
 
     name = "wandb"
 
     def open(self, run: Path, step: int, facts: dict[str, Any]) -> None:
-        """Begin; a run that goes on is the same one there."""
+        """Create a run, or continue the same run after a resume."""
         began = f"{run.resolve()} {facts.get('started')}"
         self._run = wandb.init(
             project=base.PROJECT,
@@ -27,18 +27,18 @@ class Logger(base.Logger):
         )
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Hand on numbers."""
+        """Log scalars."""
         self._run.log(values, step=step)
 
     def histograms(self, step: int, values: dict[str, base.Histogram]) -> None:
-        """Hand on histograms."""
+        """Log histograms."""
         bars = {k: wandb.Histogram(np_histogram=(v.counts, v.edges)) for k, v in values.items()}
         self._run.log(bars, step=step)
 
     def text(self, step: int, text: str) -> None:
-        """Hand on a sample, as a table of one cell."""
+        """Log a sample, as a table with one cell."""
         self._run.log({"sample": wandb.Table(["step", "text"], [[step, text]])}, step=step)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Flush all data and end the run."""
         self._run.finish()

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import TracebackType
 
 HEADER_BYTES = 2**24
-"""Of a file, read at most to find out what it holds."""
+"""Maximum number of bytes that are read to determine a file's content."""
 SMALLEST_READ = 64
 """Bytes that each read counts at least: a decoder may look for a mark byte by byte."""
 
@@ -57,7 +57,7 @@ class BoundedFile:
         return content
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a place, which is the start where it would be before it; return its offset."""
+        """Seek to a position, clamped to the start, and return its offset."""
         begin = (0, self._file.tell(), self._size)[whence]
         return self._file.seek(max(0, begin + offset))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 MOST_PIXELS = 2**26
-"""Of a file: 8192 by 8192. Nothing but the header of a larger one is read."""
+"""Maximum number of pixels, 8192 by 8192; of larger pictures only the header is read."""
 MOST_SIDE = 2**15
 WIDEST_PIXEL = 8
 """Bytes of a pixel that are read at most: four channels of 16 bits."""
@@ -120,7 +120,7 @@ def webp_size(content: BoundedFile) -> tuple[int, int] | None:
 
 
 def _allow(content: BoundedFile, size: tuple[int, int], path: Path) -> None:
-    """Let pixels be read, unless there are too many."""
+    """Permit the decoder to read as many bytes as the pixels need, unless there are too many."""
     _check(size, path)
     content.allow(WIDEST_PIXEL * size[0] * size[1])
 

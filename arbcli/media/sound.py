@@ -19,7 +19,7 @@ FORMS = ("mulaw", "pcm16")
 """Choices of `sound`: eight bits a sample on a logarithmic scale, or sixteen."""
 BLOCK_FRAMES = 2**16
 MOST_FRAMES = 2**32
-"""Of a file: a day and more at 48 kHz."""
+"""Maximum number of frames: a day and more at 48 kHz."""
 WIDEST_SAMPLE = 8
 """Bytes of a sample that are read at most: those of a float of 64 bits."""
 STREAMED = 2**31

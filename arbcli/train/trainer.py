@@ -12,7 +12,7 @@ from arbcli.checkpoint import Checkpoint, check_layout, tensor_digest
 from arbcli.config.model import VOCABULARY
 from arbcli.config.training import TrainConfig
 from arbcli.data import Text, Texts, batch, batch_starts, digest, evaluation_batches
-from arbcli.device import COMPUTE, capturing, tell_compiler
+from arbcli.device import COMPUTE, capturing, set_compiler_determinism
 from arbcli.errors import ArbError
 from arbcli.filling import cut
 from arbcli.infer.load import check_trainable
@@ -166,7 +166,7 @@ class Trainer:
         self._compute = TrainingStep(self.model, self._updates, config.accum, self.group)
         self._compute.scale_routes = config.scale_routes
         self.teacher_digest = teacher and teacher.digest
-        self.teacher = teacher and frozen_model(teacher, self.device, dtype)
+        self.teacher = frozen_model(teacher, self.device, dtype) if teacher else None
         if self.teacher:
             self._compute.losses = partial(self.model.losses, teacher=self.teacher)
         check_areas(config, self.model)
@@ -180,7 +180,7 @@ class Trainer:
         self.is_compiled = compiled and self.optimizer is not None
         """Whether `torch.compile` is used, as for float baselines on a GPU."""
         if self.is_compiled:
-            tell_compiler()
+            set_compiler_determinism()
             compile_twin(self.model)
         if capture and self.optimizer:
             self._warm_up_stream = torch.cuda.Stream(self.device)

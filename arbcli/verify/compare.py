@@ -28,7 +28,7 @@ class CaseResult:
     relative_error: float | None
     """Norm of the error over norm of the reference; None if it is not finite."""
     cosine: float
-    """Of the angle to the reference; 1 where both are zero."""
+    """Cosine of the angle to the reference; 1 if both are zero."""
     passed: bool
     error: str | None = None
     """Exception that was raised instead of a result."""

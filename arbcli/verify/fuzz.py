@@ -18,7 +18,7 @@ from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime.operation import Case, Operation
 
 TILES = (16, 32, 64, 128, 160, 256, 320)
-"""Where tiles, planes and blocks of weights end."""
+"""Boundaries of tiles, planes and blocks of weights."""
 ROW_TILES = (8, 16, 32, 64, 128)
 """The same of rows of activations, which fused products take up to 64 of."""
 REAL_ROWS = (1, 64, 2048)
@@ -46,7 +46,7 @@ class Drawn:
 
     cases: int
     elements: tuple[int, int]
-    """Of the largest tensor of a case: the fewest and the most."""
+    """Minimum and maximum size of the largest tensor of a case, in elements."""
     dtypes: dict[str, int]
     """Cases by the type of a tensor that they have; so are the other counts."""
     group_sizes: dict[str, int]

@@ -47,7 +47,7 @@ METHODS = {
     "real": "matrices of the presets, against float64 or the torch backend, itself verified here",
     "fuzz": "random shapes, strides, offsets, types and states, against the reference",
 }
-"""By kind of check."""
+"""Descriptions of the checks by kind."""
 SHARES = 4
 """In which all cases of a kernel without scales are shared out on a GPU, with them there are eight
 scale types; and in which what a slow one compiles is shared out."""
@@ -87,12 +87,12 @@ class KernelResult:
     outputs: int
     """Tensors compared."""
     elements: int
-    """Elements of them, all of which the reference has too."""
+    """Number of their elements, which equals the reference's."""
     unwritten: int
-    """Elements that still held the poison of uninitialised memory."""
+    """Number of elements that the kernel did not write."""
     gate: str
     reason: str
-    """Of the gate."""
+    """Reason for the gate."""
     unequal: int | None
     """Elements that differ; None unless the gate asks for equality."""
     max_error: float | None
@@ -128,7 +128,7 @@ class Checks:
     fuzz: int = 0
     """Random cases a kernel; where there are any, nothing else is checked."""
     seed: int = 0
-    """Of the first random case; each case has the next one."""
+    """Seed of the first random case; each case has the next one."""
     sampled: bool = False
     """Whether kernels in Triton run in a sample of scale types, on a GPU in a sample of cases, and
     the interpreter a sample of the fixed cases."""
@@ -304,7 +304,7 @@ def _compile_share(kernel: str, index: int, *parts: _Part) -> None:
 
 @contextmanager
 def _without_gpu(spec: Operation, part: _Part) -> Iterator[type[Dice]]:
-    """Let a sample be chosen on the host: processes that share a GPU wait for one another."""
+    """Choose samples on the host, as processes that share a GPU would wait for each other."""
     device = torch.device(part.device)
     if device.type != "cuda":
         yield Dice
@@ -370,7 +370,7 @@ class _WholeJobs:
         self.total = len(self.missing)
 
     def add(self, job: JobDone) -> None:
-        """Take what a job found."""
+        """Store the result of a job."""
         for key in dict.fromkeys((part.kernel, part.scale_type) for part in job.arguments[2:]):
             of_jobs = self.missing[key]
             of_jobs[job.arguments] = [found for found in job.result if found.scale_type == key[1]]

@@ -44,7 +44,7 @@ class Ledger:
     device: str
     versions: dict[str, str]
     commit: str | None
-    """Of the checkout that the program runs from, `-dirty` if it was changed; None outside one."""
+    """Commit of the program's checkout, with `-dirty` if it was changed; None without one."""
     scale_types: tuple[str, ...]
     kernels: tuple[KernelResult, ...]
     parity: tuple[ParityResult, ...]
@@ -61,7 +61,7 @@ class Ledger:
     interrupted: str | None = None
     """Name of the signal that ended the checks early; `not_verified` says before what."""
     strength: tuple[Strength, ...] = ()
-    """Which mistakes the checks that were made are known to catch."""
+    """Classes of planted faults that the checks of this run are known to catch."""
     sampled: tuple[str, ...] = ()
     """Samples that were checked, a line each."""
     remembered: int = 0
@@ -110,7 +110,7 @@ def new_ledger(
 
 
 def remembered_text(ledger: Ledger) -> str:
-    """Say in a line how much was not verified anew."""
+    """Return a line about the results that were reused."""
     results = len(ledger.kernels) + len(ledger.parity)
     return (
         f"remembered: {ledger.remembered:,} of {results:,} results passed before, of the same code,"
@@ -160,7 +160,7 @@ def _ruled_out(
     parity: tuple[ParityResult, ...],
     compiled: tuple[CompileResult, ...],
 ) -> Iterable[str]:
-    """Say what cannot be the cause of a fault, as far as the checks that passed reach."""
+    """Return statements on what the passed checks rule out as the cause of a fault."""
     exact = [result for result in kernels if result.unequal is not None]
     if exact and not any(result.unequal for result in exact):
         total = sum(result.elements for result in exact)
@@ -263,7 +263,7 @@ def read_ledger(path: Path) -> dict[str, Any]:
 
 
 def compare_ledgers(old: dict[str, Any], ledger: Ledger) -> tuple[str, ...]:
-    """Say what differs between an older ledger and this one, a line for each thing."""
+    """Return the differences between an older ledger and this one as lines."""
     new = dataclasses.asdict(ledger)
     lines = [
         f"{name}: {old.get(name)} -> {new[name]}"
@@ -304,7 +304,7 @@ def _changes(before: dict[str, Any] | None, after: dict[str, Any] | None) -> Ite
 
 
 def _speed_changes(before: Iterable[dict], after: Iterable[dict]) -> Iterable[str]:
-    """Say which kernels are faster or slower by more than a tenth."""
+    """Return lines on kernels that are faster or slower by more than a tenth."""
     old = {(result["kernel"], result["shape"]): result["us"] for result in before}
     for result in after:
         us = old.get((result["kernel"], result["shape"]), result["us"])
@@ -432,7 +432,7 @@ def _worst_figures(group: list[Any]) -> list[str]:
 
 
 def verdict(results: list[Any]) -> str:
-    """Say whether all of some results passed."""
+    """Return `pass` if all results passed, else `FAIL`."""
     return "pass" if all(result.passed for result in results) else "FAIL"
 
 

@@ -267,7 +267,7 @@ class Memory:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Key:
     name: str
-    """Of the file, by the check and the machine."""
+    """Name of the file, from the check and the machine."""
     digest: str
     """Of these, and of the sources."""
     files: frozenset[Path]

@@ -257,7 +257,7 @@ MULTIPLIED = ("blocks.", "byte_mlp.", "head.")
 FEW = 32
 """Positions of which each is changed to see what moves; of more, two are."""
 LR = 2.0
-"""Of the compared updates: large enough that trits, scales and clips all take part."""
+"""Learning rate of compared updates, large enough to change trits, scales and clips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,10 +273,10 @@ class ParityResult:
     shape: tuple[int, ...]
     gate: str
     reason: str
-    """Of the gate."""
+    """Reason for the gate."""
     max_error: float | None
     relative_error: float | None
-    """Of the norms; None where it is not finite, as the largest error."""
+    """Relative error of the norms; None if it is not finite, like the largest error."""
     cosine: float
     passed: bool
     remembered: bool = False
@@ -690,7 +690,7 @@ class Trace:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     """Of `embedding`, of blocks by name, and of `head`; they have their gradients in `grad`."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Of weights, by name, as their sinks were handed them."""
+    """Gradients of weights by name, as passed to their sinks."""
     losses: dict[str, Tensor] = field(default_factory=dict)
     choices: Choices = field(default_factory=Choices)
 

@@ -35,7 +35,7 @@ class Branch(NamedTuple):
     """A mixer or a channel mixer."""
 
     name: str
-    """Of the part in its block."""
+    """Name of the part in its block."""
     norm: str
     """Name of the norm before it."""
     part: Callable[[Weights, Tensor, Tensor, Reading], Tensor]

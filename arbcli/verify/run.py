@@ -52,7 +52,7 @@ class VerifyRequest:
     fuzz: int = 0
     """Random cases a kernel; where there are any, nothing else is checked."""
     seed: int = 0
-    """Of the first random case."""
+    """Seed of the first random case."""
     targets: str | None = None
     """GPUs to compile for, as `find_targets` reads them."""
     timed: bool = False

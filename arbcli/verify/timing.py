@@ -118,9 +118,9 @@ class Roofline:
     bytes_per_second: float
     """Read and written by a kernel that negates 512 MiB; a copy engine would be slower."""
     flops_per_second: float
-    """Of a bf16 product of two random 8192 x 8192 matrices."""
+    """Speed of a bf16 product of two random 8192 x 8192 matrices."""
     launch_us: float
-    """Of a call that changes one number."""
+    """Time of a call that changes one number."""
 
     def floor_us(self, moved_bytes: int, flops: int) -> tuple[float, str]:
         """Find the least microseconds that work can take, and whether memory or products bind."""
@@ -164,7 +164,7 @@ class TimingResult:
     bound: str
     """Bound: `memory` or `products`."""
     share: float
-    """Of the roofline: the floor over what it took."""
+    """Share of the roofline: its floor divided by the measured time."""
     turns: int
 
 

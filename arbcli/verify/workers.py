@@ -27,7 +27,7 @@ class JobDone:
     result: Any
     """Return value of the call."""
     arguments: tuple = ()
-    """Of the call."""
+    """Arguments of the call."""
     remembered: bool = False
     """Whether nothing was called, as the result was known."""
 
@@ -46,7 +46,7 @@ class Batch:
     progress: Callable[[JobDone], None]
     turn: Callable[[tuple], int]
     results: dict[int, Any] = field(default_factory=dict)
-    """By the index of the job."""
+    """Results by the index of the job."""
 
     @property
     def is_done(self) -> bool:
@@ -54,7 +54,7 @@ class Batch:
         return len(self.results) == len(self.jobs)
 
     def add(self, index: int, result: Any) -> None:
-        """Take a result."""
+        """Store a result."""
         self.results[index], job = result, self.jobs[index]
         self.progress(JobDone(len(self.results), len(self.jobs), name_of(job), result, job))
 

@@ -57,7 +57,7 @@ MISTAKES = {
     "train --rule votes --optimizer sign": "the rule `votes` takes no direction",
     "train --optimizer adamw": "`--optimizer adamw` only works with float weights",
     "train --no-attention": "`--attention` is `none`",
-    "train --preset arb-tiny --graph --no-codebook": "the graph joins codes, and without the",
+    "train --preset arb-tiny --graph --no-codebook": "the graph needs the codes of the codebook",
     "train --weights float --keep-best": "a float twin keeps no checkpoint",
     "train --weights anneal --keep-best": "the best checkpoint would be from before the weights are"
         " ternary\nhint: leave `--keep-best` out, or use `--weights int8` or `--weights ternary`\n",
@@ -279,7 +279,7 @@ def test_saved_model_is_named_by_an_argument_or_an_option(command):
 
 
 def test_model_of_a_run_that_is_not_an_object_is_told_in_words():
-    with pytest.raises(ArbError, match=r"a model is `\[1\]`, and not values by name"):
+    with pytest.raises(ArbError, match=r"a model is `\[1\]`, not an object"):
         train_config_from({"config": {"model": [1]}})
 
 

@@ -177,7 +177,7 @@ WRONG = {
     ('"near*2 far"', "3"): "`model.stage[1].blocks` is `3`",
     ("length = 4", "length = 1"): "`model.stage[0].chunking`: `chunk_length` is 1",
     ("length = 4", 'kind = "mamba"'): "`model.stage[0].chunking` is not of the kind",
-    ("{ length = 4 }", "1"): "`model.stage[0].chunking` is `1`, and not fields by name",
+    ("{ length = 4 }", "1"): "`model.stage[0].chunking` is `1`, not an object",
     ("dim = 32\nblocks", "dim = -1\nblocks"): "`model.stage[1].dim` is -1",
     ("dim = 32\nblocks", "dim = 0x" + "f" * 9999 + "\nblocks"): "is int without an end",
     ("dim = 32\nblocks", "blocks"): "`model.stage[1]` has no `dim`",

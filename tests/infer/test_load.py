@@ -92,7 +92,9 @@ def test_dtype_that_is_asked_for_goes_before_that_of_the_run(saved, tmp_path):
 def test_run_that_tells_no_dtype_is_refused(config, saved, tmp_path):
     path = saved()
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ArbError, match=r"not values by name|no valid `config`|`compute` is `fp64`"):
+    with pytest.raises(
+        ArbError, match=r"in place of an object|no valid `config`|`compute` is `fp64`"
+    ):
         load_weights(path, print)
 
 

@@ -89,8 +89,8 @@ REFUSED = (
     ("weights", TWINS, "compute", ("fp8", "nvfp4"), "products of a float twin are in bf16"),
     ("weights", TWINS, "scales", ("routed",), "which has no scales"),
     ("weights", ("votes mended",), "scales", ("routed",), "the fix `order` of votes"),
-    ("micro-batches", ("2", "3"), "scales", ("routed",), "several batches a step"),
-    ("wire", ("int8", "int12", "int16"), "scales", ("routed",), "gradients that travel"),
+    ("micro-batches", ("2", "3"), "scales", ("routed",), "several batches per step"),
+    ("wire", ("int8", "int12", "int16"), "scales", ("routed",), "does not combine with `wire`"),
     ("micro-batches", ("1", "3"), "processes", ("2",), "cannot be divided evenly"),
     ("processes", ("2",), "scales", ("routed",), "cannot be divided evenly"),
     ("objective", ("masked",), "model", ("compressed",), "entries are of positions before"),
@@ -98,8 +98,8 @@ REFUSED = (
     ("objective", ("masked",), "model", ("mamba",), "goes from left to right"),
     ("objective", ("masked",), "model", ("graph",), "reads what is before a position"),
     ("objective", ("masked",), "symbols", ("tied",), "no row for the symbol of a hidden byte"),
-    ("objective", ("fill",), "model", ("graph",), "knows no mark of a hole"),
-    ("objective", ("fill",), "symbols", ("tied",), "knows no mark of a hole"),
+    ("objective", ("fill",), "model", ("graph",), "does not support holes"),
+    ("objective", ("fill",), "symbols", ("tied",), "does not support holes"),
 )
 """Pairs of values that cannot be, and what is said of them."""
 QUICK_ROWS = 9

@@ -136,7 +136,7 @@ def test_runs_of_two_seeds_read_other_windows(weights, options):
 def test_twin_whose_steps_are_captured_is_compiled_with_its_optimizer(options, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
     monkeypatch.setattr(torch, "compile", stepped := mock.Mock())
-    monkeypatch.setattr(training, "tell_compiler", told := mock.Mock())
+    monkeypatch.setattr(training, "set_compiler_determinism", told := mock.Mock())
     monkeypatch.setattr(training, "compile_twin", compiled := mock.Mock())
     optimizers = spy(monkeypatch, training, "FloatOptimizer")
     texts = open_texts(options["data"], options["val"], seed=0, context=SHAPE["ctx"])

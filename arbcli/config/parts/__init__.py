@@ -1,4 +1,4 @@
-"""Configurations of the parts that a model is assembled from, one file each; no torch here.
+"""Configurations of the parts of models, one file each, without torch.
 
 A part has the same file name in `arbcli.model.parts` (its module), in `arbcli.verify.parts` (its
 float64 reference) and in `tests/model/parts`.
@@ -20,8 +20,8 @@ MIXERS: dict[str, type[PartConfig]] = {
     "compressed": CompressedAttentionConfig,
     "mamba": MambaConfig,
 }
-"""Configurations of what mixes positions, by kind."""
+"""Configurations of token mixers by kind."""
 CHANNELS: dict[str, type[PartConfig]] = {"mlp": MLPConfig, "experts": ExpertsConfig}
-"""Configurations of what transforms each position by itself."""
+"""Configurations of channel mixers by kind."""
 BESIDE: dict[str, type[PartConfig]] = {"sequencer": SequencerConfig, "memgram": MemGramConfig}
-"""Configurations of what is added to the embedding."""
+"""Configurations of additions to the embedding by kind."""

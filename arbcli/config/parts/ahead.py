@@ -1,4 +1,4 @@
-"""The head that predicts bytes beyond the next one."""
+"""Head for multi-byte prediction, which predicts bytes after the next one."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -8,29 +8,29 @@ from arbcli.config.site import Site
 from arbcli.errors import ArbError
 
 BYTES = 256
-"""Symbols that it predicts."""
+"""Number of symbols that the head predicts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AheadConfig(PartConfig):
-    """A recurrence over the bytes that follow a position, which guesses each from those before."""
+    """A recurrence over the bytes after a position, which predicts each from the previous ones."""
 
     LEAST: ClassVar[int] = 2
     MOST: ClassVar[int] = 8
 
     kind: str = field(default="ahead", init=False)
     positions: int
-    """Bytes that are predicted at a position, that of the model's own head among them."""
+    """Number of bytes predicted at a position, including the byte of the model's main head."""
     width: int
-    """Of the hidden layer of its MLP."""
+    """Width of the MLP's hidden layer."""
     weight: float = 0.1
-    """Counts all of its losses together in the loss that is minimised, above 0 and at most 1."""
+    """Weight of the sum of the head's losses in the training loss, in (0, 1]."""
 
     def __post_init__(self) -> None:
-        """Check numbers.
+        """Check types and bounds.
 
         Raises:
-            ArbError: one is out of range.
+            ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
         if not self.LEAST <= self.positions <= self.MOST:
@@ -48,14 +48,14 @@ class AheadConfig(PartConfig):
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """Names of its losses, that of the byte after the next one first."""
+        """Names of the head's losses, beginning with the second next byte."""
         return tuple(f"next_{number}" for number in range(2, self.positions + 1))
 
     def check_at(self, site: Site) -> None:
-        """Check that windows have so many bytes.
+        """Check that a window is longer than the prediction.
 
         Raises:
-            ArbError: they have fewer.
+            ArbError: it is not.
         """
         if self.positions >= site.ctx:
             raise ArbError(
@@ -65,6 +65,6 @@ class AheadConfig(PartConfig):
             )
 
     def products(self, site: Site, positions: float) -> float:
-        """Count the multiplications of each position; see `PartConfig.products`."""
+        """Return the number of multiplications per position; see `PartConfig.products`."""
         each = site.dim * (site.dim + BYTES) + 3 * site.dim * self.width
         return (self.positions - 1) * each

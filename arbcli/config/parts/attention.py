@@ -1,4 +1,4 @@
-"""Attention to all positions, or to those of a window."""
+"""Self-attention, full or within a sliding window."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -13,10 +13,10 @@ QUERY_KEY_NORMS = ("unit", "gain", "none")
 
 
 def check_heads(heads: int, site: Site) -> None:
-    """Check that heads divide the stream into even widths.
+    """Check that the width of the stream is divisible into heads of even width.
 
     Raises:
-        ArbError: they do not.
+        ArbError: it is not.
     """
     if site.dim % (2 * heads):
         raise ArbError(
@@ -27,10 +27,10 @@ def check_heads(heads: int, site: Site) -> None:
 
 
 def check_kv_heads(heads: int, kv_heads: int) -> None:
-    """Check that each head of keys serves as many heads of queries.
+    """Check that the number of query heads is a multiple of the number of key heads.
 
     Raises:
-        ArbError: it does not.
+        ArbError: it is not.
     """
     if heads % kv_heads:
         raise ArbError(
@@ -41,10 +41,10 @@ def check_kv_heads(heads: int, kv_heads: int) -> None:
 
 
 def check_even_width(name: str, value: int | None) -> None:
-    """Check that a width can be cut into pairs; None: no width.
+    """Check that a width is even and above 0; None is valid.
 
     Raises:
-        ArbError: it cannot.
+        ArbError: it is not.
     """
     if value is not None and (value < 2 or value % 2):
         raise ArbError(f"`{name}` is {value:,}", hint="use an even number above 0", fields=(name,))
@@ -52,40 +52,40 @@ def check_even_width(name: str, value: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig(PartConfig):
-    """Self-attention with rotary positions."""
+    """Self-attention with rotary position embedding."""
 
     kind: str = field(default="attention", init=False)
     across: ClassVar[str | None] = None
     causal: ClassVar[str | None] = None
     heads: int
-    """Heads of queries."""
+    """Number of query heads."""
     kv_heads: int | None = None
-    """Heads of keys and values, each of which serves `heads / kv_heads` heads of queries; None is
-    as many as of queries."""
+    """Number of key and value heads, each shared by `heads / kv_heads` query heads; None is
+    `heads`."""
     head_width: int | None = None
-    """None is the width of the stream divided by `heads`."""
+    """Width of a head; None is the width of the stream divided by `heads`."""
     window: int | None = None
-    """Positions that each one attends to, itself included; None is all before it. Of a masked
-    model there are as many on the other side."""
+    """Number of positions that each position attends to, including itself; None is unlimited. A
+    masked model attends to as many positions on the other side."""
     rotary: RotaryConfig = PLAIN
-    """The angles by which queries and keys turn."""
+    """Angles of the rotary position embedding."""
     query_key_norm: str = "unit"
-    """How each head of queries and of keys is normalised before it turns: `unit` divides it by its
-    root-mean-square, `gain` multiplies by learned gains besides, `none` leaves it."""
+    """Norm of each head of queries and keys before rotation: `unit` is an RMS norm without gains,
+    `gain` one with learned gains; `none` omits it."""
     bias: bool = False
     """Whether queries, keys and values have learned biases."""
     output_bias: bool = False
-    """Whether the output projection has one."""
+    """Whether the output projection has a learned bias."""
     sink: bool = False
-    """Whether each head has a learned logit of a position without a value."""
+    """Whether each head has an attention sink: a learned logit without a value."""
     sub_norm: bool = True
     """Whether a norm precedes the output projection."""
 
     def __post_init__(self) -> None:
-        """Check types, sizes, names, and that heads of keys divide those of queries.
+        """Check types, sizes and names, and that key heads divide query heads.
 
         Raises:
-            ArbError: a value does not fit.
+            ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
         check_even_width("head_width", self.head_width)
@@ -93,7 +93,7 @@ class AttentionConfig(PartConfig):
         check_choice("query_key_norm", self.query_key_norm, QUERY_KEY_NORMS)
 
     def check_at(self, site: Site) -> None:
-        """Check the widths of heads, and of what turns; see `PartConfig.check_at`."""
+        """Check the widths of heads and of their rotated part; see `PartConfig.check_at`."""
         if self.head_width is None:
             check_heads(self.heads, site)
         if self.rotated(site) < 2 or self.rotated(site) % 2:
@@ -106,7 +106,7 @@ class AttentionConfig(PartConfig):
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of key and value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     def width(self, site: Site) -> int:
@@ -114,19 +114,19 @@ class AttentionConfig(PartConfig):
         return self.head_width or site.dim // self.heads
 
     def rotated(self, site: Site) -> int:
-        """Numbers of a head that turn."""
+        """Width of the rotated part of a head."""
         return self.rotary.rotated(self.width(site))
 
     def products(self, site: Site, positions: float) -> float:
-        """Count the multiplications of each position; see `PartConfig.products`."""
+        """Return the number of multiplications per position; see `PartConfig.products`."""
         seen = positions if self.window is None else min(self.window, positions)
         inner, kv = self.heads * self.width(site), self.key_heads * self.width(site)
         return 2 * site.dim * (inner + kv) + 2 * inner * seen
 
     def reach(self, site: Site) -> int:
-        """Count the positions of the window but for its own."""
+        """Return the window's number of earlier positions."""
         return min(self.window or site.ctx, site.ctx) - 1
 
     def saved_width(self, site: Site) -> int:
-        """Count the input, queries, keys, values and output."""
+        """Return the widths of input, queries, keys, values and output."""
         return site.dim + 2 * (self.heads + self.key_heads) * self.width(site)

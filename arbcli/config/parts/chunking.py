@@ -1,4 +1,4 @@
-"""Chunking: where chunks begin, and how many there may be."""
+"""Chunking: boundaries and maximum number of chunks."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,26 +9,26 @@ from arbcli.config.site import Site
 from arbcli.errors import ArbError
 
 BOUNDARIES = ("learned", "every", "space")
-"""Where chunks begin: as a router learns, every `length` positions, or after a space."""
+"""Starts of chunks: learned by a router, every `length` positions, or after a space."""
 SPARE_SLOTS = 1.5
-"""Slots for chunks, over those that a text of chunks of `length` takes."""
+"""Factor of the number of slots over the number of chunks of average length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkingConfig(PartConfig):
-    """How an outer stage cuts its positions into chunks, the positions of the stage inside."""
+    """Split of an outer stage's positions into chunks, the positions of the next stage."""
 
     kind: str = field(default="chunking", init=False)
     boundaries: str = "learned"
-    """One of `BOUNDARIES`."""
+    """Kind of boundaries, one of `BOUNDARIES`."""
     length: int = 4
-    """Positions of a chunk on average, which a router is trained towards."""
+    """Average number of positions per chunk, which is the target of a router."""
 
     def __post_init__(self) -> None:
         """Check types, sizes and names.
 
         Raises:
-            ArbError: a value does not fit.
+            ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
         check_choice("boundaries", self.boundaries, BOUNDARIES)
@@ -40,18 +40,18 @@ class ChunkingConfig(PartConfig):
             )
 
     def slots(self, positions: int) -> int:
-        """Count the chunks that a window of so many positions may have."""
-        # words are as long as they are, whatever `length` says
+        """Return the maximum number of chunks in a window."""
+        # `length` does not affect boundaries at spaces, so these need spare slots, too
         share = 1 if self.boundaries == "every" else SPARE_SLOTS
         return math.ceil(positions * share / self.length)
 
     def products_with(self, site: Site, inner: int, positions: float) -> float:
-        """Count the multiplications of a window: router, residual, and the ways in and out.
+        """Return the multiplications per window: router, residual, and projections in and out.
 
         Args:
-            site: of the outer stage.
-            inner: width of the stage inside.
-            positions: of a window of the outer stage.
+            site: site of the outer stage.
+            inner: width of the next stage.
+            positions: number of positions in a window of the outer stage.
         """
-        of_position = site.dim**2 * (3 if self.boundaries == "learned" else 1)
-        return positions * of_position + positions / self.length * 2 * site.dim * inner
+        per_position = site.dim**2 * (3 if self.boundaries == "learned" else 1)
+        return positions * per_position + positions / self.length * 2 * site.dim * inner

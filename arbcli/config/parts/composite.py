@@ -1,4 +1,4 @@
-"""The head of several kinds of bytes."""
+"""Composite head for several kinds of bytes: text, sound and pictures."""
 
 from dataclasses import dataclass, field
 
@@ -7,26 +7,31 @@ from arbcli.config.site import Site
 from arbcli.errors import ArbError
 
 KINDS = ("text", "sound", "picture")
-"""Kinds of bytes, each of which has a head."""
+"""Kinds of bytes; each has a head."""
 BYTES = 256
-"""Symbols that a head predicts."""
+"""Number of symbols that a head predicts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompositeConfig(PartConfig):
-    """A head for each kind of bytes, mixed for the next byte, and the weight of each one's loss."""
+    """Weights of the losses of a head for each kind of bytes; their mixture predicts the next byte.
+
+    The loss of the mixture has weight 1.
+    """
 
     kind: str = field(default="composite", init=False)
     text: float = 0.1
-    """Weight of the loss of this head, 0 to 10, that of the next byte being 1."""
+    """Weight of the loss of the head for text, 0 to 10."""
     sound: float = 0.1
+    """Weight of the loss of the head for sounds, 0 to 10."""
     picture: float = 0.1
+    """Weight of the loss of the head for pictures, 0 to 10."""
 
     def __post_init__(self) -> None:
-        """Check numbers.
+        """Check types and bounds.
 
         Raises:
-            ArbError: one is out of range.
+            ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
         for name in KINDS:
@@ -37,9 +42,9 @@ class CompositeConfig(PartConfig):
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """Weight of each head's loss, by its name."""
+        """Weights of the losses by their names."""
         return {f"of_{name}": getattr(self, name) for name in KINDS}
 
     def products(self, site: Site, positions: float) -> float:
-        """Count the multiplications of each position; see `PartConfig.products`."""
+        """Return the number of multiplications per position; see `PartConfig.products`."""
         return site.dim * len(KINDS) * (BYTES + 1)

@@ -1,4 +1,4 @@
-"""Attention to entries of several positions, which an indexer may choose."""
+"""Compressed attention to entries of several positions, with an optional indexer."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -11,33 +11,33 @@ from arbcli.errors import ArbError
 
 WIDEST_HEAD = 512
 POOLINGS = ("softmax", "mean")
-"""How an entry is made of its positions: a sum weighted by learned gates, or their mean."""
+"""Poolings of positions to an entry: a sum weighted by learned gates, or the mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedAttentionConfig(PartConfig):
-    """Causal self-attention to the last positions, and to entries compressed from all before."""
+    """Causal self-attention to the last positions, and to compressed entries of earlier ones."""
 
     kind: str = field(default="compressed", init=False)
     across: ClassVar[str | None] = "an entry may hold positions of two documents"
     causal: ClassVar[str | None] = "its entries are of positions before the one that reads them"
     heads: int
     kv_heads: int = 1
-    """Heads of keys and values, each of which serves `heads / kv_heads` heads of queries."""
+    """Number of key and value heads, each shared by `heads / kv_heads` query heads."""
     head_width: int | None = None
-    """None is the width of the stream divided by `heads`."""
+    """Width of a head; None is the width of the stream divided by `heads`."""
     rotary: int | None = None
-    """Numbers of a head that are rotated by position; None is half of them."""
+    """Width of the rotated part of a head; None is half of it."""
     window: int = 128
-    """Last positions that each one attends to uncompressed, itself included."""
+    """Number of positions that each position attends to uncompressed, including itself."""
     ratio: int = 4
-    """Positions of an entry."""
+    """Number of positions per entry."""
     pooling: str = "softmax"
-    """One of `POOLINGS`."""
+    """Pooling of entries, one of `POOLINGS`."""
     key_gain: bool = False
-    """Whether the norm of keys, of positions and of entries, has learned gains."""
+    """Whether the norm of the keys of positions and entries has learned gains."""
     top_k: int | None = None
-    """Entries that an indexer chooses; None is all of them, without an indexer."""
+    """Number of entries that an indexer selects; None attends to all, without an indexer."""
     index_heads: int = 4
     index_width: int = 32
     """Width of a head of the indexer."""
@@ -45,10 +45,10 @@ class CompressedAttentionConfig(PartConfig):
     """Whether a norm precedes the output projection."""
 
     def __post_init__(self) -> None:
-        """Check types, sizes, and the widths that are rotated.
+        """Check types, sizes, and the widths of rotated parts.
 
         Raises:
-            ArbError: a value does not fit.
+            ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
         check_choice("pooling", self.pooling, POOLINGS)
@@ -83,30 +83,30 @@ class CompressedAttentionConfig(PartConfig):
         return self.head_width or site.dim // self.heads
 
     def rotated(self, site: Site) -> int:
-        """Numbers of a head that are rotated by position."""
+        """Width of the rotated part of a head."""
         return self.rotary or self.width(site) // 4 * 2
 
     @property
     def vectors(self) -> int:
-        """Vectors that are projected of a position for a head of keys: with or without gates."""
+        """Number of projections per key head: key, value, and gate with softmax pooling."""
         return 3 if self.pooling == "softmax" else 2
 
     def entries(self, site: Site) -> int:
-        """Count the entries that a position can see at most: those of a whole window."""
+        """Return the maximum number of entries: those of a full window."""
         return max(1, site.ctx // self.ratio)
 
     def products(self, site: Site, positions: float) -> float:
-        """Count the multiplications of each position; see `PartConfig.products`."""
+        """Return the number of multiplications per position; see `PartConfig.products`."""
         inner, kv = self.heads * self.width(site), self.kv_heads * self.width(site)
         found: float = site.dim * (2 * inner + self.vectors * kv)
         entries = self.entries(site)
         if self.top_k is not None:
             width = self.index_heads * self.index_width
-            of_entry = site.dim * (width + self.index_heads) + kv * self.index_width
-            found += (of_entry + width * entries) / self.ratio
+            per_entry = site.dim * (width + self.index_heads) + kv * self.index_width
+            found += (per_entry + width * entries) / self.ratio
             entries = min(entries, self.top_k)
         return found + 2 * inner * (min(self.window, positions) + entries)
 
     def saved_width(self, site: Site) -> int:
-        """Count the stream, queries and outputs of heads."""
+        """Return the widths of the stream, queries and outputs of heads."""
         return site.dim + 2 * self.heads * self.width(site)

@@ -1,4 +1,4 @@
-"""A mixture of experts, of which each position uses a few."""
+"""Mixture of experts with top-k routing."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -9,7 +9,7 @@ from arbcli.config.site import Site
 from arbcli.errors import ArbError
 
 GATES = ("softmax", "softplus", "hash")
-"""How experts are chosen and weighted; see `arbcli.model.parts.experts`."""
+"""Kinds of routing; see `arbcli.model.parts.experts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,21 +21,21 @@ class ExpertsConfig(PartConfig):
     causal: ClassVar[str | None] = None
     experts: int
     top_k: int = 2
-    """Experts of a position."""
+    """Number of experts per position."""
     width: int
     """Hidden width of an expert."""
     gate: str = "softmax"
-    """One of `GATES`."""
+    """Kind of routing, one of `GATES`."""
     shared: bool = False
-    """Whether every position uses one more expert besides."""
+    """Whether there is a shared expert, which every position uses."""
     clamp: bool = False
-    """Whether the inputs of the experts' gates are bounded."""
+    """Whether the inputs of the experts' gates are clamped."""
 
     def __post_init__(self) -> None:
         """Check types, sizes and the gate.
 
         Raises:
-            ArbError: a value does not fit.
+            ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
         check_choice("gate", self.gate, GATES)
@@ -48,11 +48,11 @@ class ExpertsConfig(PartConfig):
 
     @property
     def reads_text(self) -> bool:
-        """Whether experts are chosen by the text's bytes."""
+        """Whether experts are selected by a hash of the text's bytes."""
         return self.gate == "hash"
 
     def products_of(self, dim: int, query: int) -> int:
-        """Count the multiplications of each position.
+        """Return the number of multiplications per position.
 
         Args:
             dim: width of the experts' inputs and outputs.
@@ -61,9 +61,9 @@ class ExpertsConfig(PartConfig):
         return query * self.experts + (self.top_k + self.shared) * 3 * dim * self.width
 
     def products(self, site: Site, positions: float) -> float:
-        """Count the multiplications of each position; see `PartConfig.products`."""
+        """Return the number of multiplications per position; see `PartConfig.products`."""
         return self.products_of(site.dim, site.dim)
 
     def saved_width(self, site: Site) -> int:
-        """Count the input, and gate and product of each expert."""
+        """Return the widths of the input, and of the gates and products of the experts."""
         return site.dim + 2 * self.top_k * self.width

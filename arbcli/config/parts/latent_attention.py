@@ -1,4 +1,4 @@
-"""Attention over compressed keys and values."""
+"""Multi-head latent attention."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -11,16 +11,16 @@ from arbcli.errors import ArbError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttentionConfig(PartConfig):
-    """Self-attention whose keys and values are made from a latent vector."""
+    """Self-attention whose keys and values are projections of a latent vector."""
 
     kind: str = field(default="latent", init=False)
     across: ClassVar[str | None] = "its attention has no mask of documents"
     causal: ClassVar[str | None] = None
     heads: int
     latent: int
-    """Width of the vector that keys and values are compressed to."""
+    """Width of the latent vector of keys and values."""
     rotary: int
-    """Width of the part of a head that is rotated by position."""
+    """Width of the rotated part of a head."""
     sub_norm: bool = True
     """Whether a norm precedes the output projection."""
 
@@ -40,11 +40,11 @@ class LatentAttentionConfig(PartConfig):
         return site.dim // self.heads
 
     def products(self, site: Site, positions: float) -> float:
-        """Count the multiplications of each position; see `PartConfig.products`."""
+        """Return the number of multiplications per position; see `PartConfig.products`."""
         down = site.dim * (site.dim + self.latent + self.rotary)
         up = self.latent * (2 * site.dim - self.heads * self.rotary)
         return down + up + site.dim**2 + 2 * site.dim * positions
 
     def saved_width(self, site: Site) -> int:
-        """Count the input, queries, keys, values and output."""
+        """Return the widths of input, queries, keys, values and output."""
         return 5 * site.dim

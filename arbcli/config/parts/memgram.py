@@ -1,4 +1,4 @@
-"""An integer memory of the byte that followed each n-gram, added to the embedding."""
+"""Integer memory of the byte after each n-gram, added to the embedding."""
 
 from dataclasses import dataclass, field
 
@@ -12,8 +12,8 @@ class MemGramConfig(PartConfig):
 
     kind: str = field(default="memgram", init=False)
     rows: int = 65536
-    """Entries."""
+    """Number of entries."""
 
     def products(self, site: Site, positions: float) -> float:
-        """Count the multiplications of each position; see `PartConfig.products`."""
+        """Return the number of multiplications per position; see `PartConfig.products`."""
         return site.dim**2

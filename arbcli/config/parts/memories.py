@@ -1,6 +1,6 @@
-"""Codebooks, and experts that are iterated over a graph of codes, between two blocks of a stage.
+"""Memories between two blocks: codebooks, and iterated experts with a graph of codes.
 
-A codebook is a table that is read by product keys, or a vector quantiser.
+A codebook is a table with product keys, or a vector quantiser.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from arbcli.errors import ArbError
 
 MOST_CODES, MOST_CODE_WIDTH = 2**28, 2**15
 CODE_SEARCHES = ("keys", "nearest")
-"""How rows of codebooks are found."""
+"""Searches for rows of codebooks: product keys, or the nearest code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,26 +22,26 @@ class CodebookConfig(PartConfig):
 
     kind: str = field(default="codebook", init=False)
     halves: tuple[int, int]
-    """Half keys; the rows of the table are their pairs."""
+    """Numbers of half keys; each pair of them has a row of the table."""
     width: int
-    """Of a row."""
+    """Width of a row."""
     heads: int
-    """Queries of a position."""
+    """Number of queries per position."""
     key_width: int
-    """Of a half key."""
+    """Width of a half key."""
     top_k: int
-    """Rows that a head reads at each position."""
+    """Number of rows that a head reads per position."""
 
     @property
     def rows(self) -> int:
-        """Rows of the table."""
+        """Number of rows of the table."""
         return self.halves[0] * self.halves[1]
 
     def __post_init__(self) -> None:
         """Check types and sizes, and that there are enough half keys.
 
         Raises:
-            ArbError: a value does not fit.
+            ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
         if self.top_k > min(self.halves):
@@ -52,21 +52,21 @@ class CodebookConfig(PartConfig):
             )
 
     def products(self, site: Site, positions: float) -> float:
-        """Count the multiplications of each position; see `PartConfig.products`."""
+        """Return the number of multiplications per position; see `PartConfig.products`."""
         keys = self.heads * self.key_width * (2 * site.dim + sum(self.halves))
         return keys + self.heads * self.width * site.dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantiserConfig(PartConfig):
-    """Codes of which the nearest stands for each position."""
+    """A vector quantiser, which replaces each position by its nearest code."""
 
     kind: str = field(default="quantiser", init=False)
     codes: int
     width: int
-    """Of a code."""
+    """Width of a code."""
     patience: int = 4
-    """Lives of a code, 1 to 127: a visit of the hand takes one, and being chosen gives all back."""
+    """Number of passes of the clock hand, 1 to 127, after which an unused code is replaced."""
 
     @property
     def rows(self) -> int:
@@ -77,47 +77,47 @@ class QuantiserConfig(PartConfig):
         """Check types and sizes.
 
         Raises:
-            ArbError: a value does not fit.
+            ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
         for name, most in (("codes", MOST_CODES), ("width", MOST_CODE_WIDTH), ("patience", 127)):
             check_at_most(name, getattr(self, name), most)
 
     def products(self, site: Site, positions: float) -> float:
-        """Count the multiplications of each position; see `PartConfig.products`."""
+        """Return the number of multiplications per position; see `PartConfig.products`."""
         return self.width * (2 * site.dim + self.codes)
 
 
 BookConfig = CodebookConfig | QuantiserConfig
 BOOKS: dict[str, type[PartConfig]] = {"codebook": CodebookConfig, "quantiser": QuantiserConfig}
-"""Configurations of what holds codes, by kind."""
+"""Configurations of codebooks by kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IteratedConfig(PartConfig):
-    """Iterations over experts, adapters and a graph of codes, which each position halts itself."""
+    """Iterated experts, adapters and a graph of codes, with adaptive halting per position."""
 
     kind: str = field(default="iterated", init=False)
     iterations: int
     adapter_rank: int
-    """Rank of the adapter that every iteration has of its own."""
+    """Rank of the adapter of each iteration."""
     experts: ExpertsConfig | None = None
     expert_dim: int = 1
-    """Width that the stream is projected to for the experts."""
+    """Width of the experts' inputs, to which the stream is projected."""
     gate_dim: int = 1
-    """Width of the query that chooses experts."""
+    """Width of the query that selects experts."""
     edges: tuple[int, int] | None = None
-    """Buckets of the graph, and edges of a bucket; None: no graph."""
+    """Number of buckets of the graph, and of edges per bucket; None for no graph."""
     graph_gate: bool = False
-    """Whether what the edges carry enters the query that chooses experts."""
+    """Whether messages of the graph are added to the query that selects experts."""
     graph_adapters: bool = False
-    """Whether what the edges carry scales the inner numbers of the adapters."""
+    """Whether messages of the graph scale the hidden values of the adapters."""
 
     def __post_init__(self) -> None:
-        """Check types and sizes, and that what reads the graph has one.
+        """Check types and sizes, and that options of the graph have one.
 
         Raises:
-            ArbError: a value does not fit.
+            ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
         for name, needed in (("graph_gate", ("edges", "experts")), ("graph_adapters", ("edges",))):
@@ -131,11 +131,11 @@ class IteratedConfig(PartConfig):
 
     @property
     def reads_text(self) -> bool:
-        """Whether experts are chosen by the text's bytes."""
+        """Whether experts are selected by a hash of the text's bytes."""
         return self.experts is not None and self.experts.reads_text
 
     def products_with(self, site: Site, code_width: int) -> float:
-        """Count the multiplications of each position, with codes of this width."""
+        """Return the number of multiplications per position, with codes of a width."""
         inward, found = self.adapter_rank + 1, site.dim * self.adapter_rank
         if self.experts:
             inward += self.expert_dim + self.gate_dim
@@ -154,39 +154,41 @@ class MemoriesConfig(PartConfig):
 
     kind: str = field(default="memories", init=False)
     place: int = 0
-    """Number of blocks before them; the other blocks of the stage follow."""
+    """Number of the stage's blocks before the memories."""
     codebook: BookConfig | None = None
-    """Of the codes that the graph joins."""
+    """Codebook whose codes are the nodes of the graph."""
     knowledge: BookConfig | None = None
+    """Second codebook, without a graph."""
     iterated: IteratedConfig | None = None
+    """Iterated experts after the codebooks."""
 
     def __post_init__(self) -> None:
         """Check types, and that a graph has codes.
 
         Raises:
-            ArbError: a value does not fit.
+            ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
         if self.iterated and self.iterated.edges and not self.codebook:
             raise ArbError(
-                "the graph joins codes, and without the codebook there are none",
+                "the graph needs the codes of the codebook, which is missing",
                 hint="add `graph=False`",
                 fields=("graph",),
             )
 
     @property
     def codebooks(self) -> dict[str, BookConfig]:
-        """The codebooks that there are, by name."""
+        """The existing codebooks by name."""
         found = {"codebook": self.codebook, "knowledge": self.knowledge}
         return {name: book for name, book in found.items() if book}
 
     @property
     def reads_text(self) -> bool:
-        """Whether experts are chosen by the text's bytes."""
+        """Whether experts are selected by a hash of the text's bytes."""
         return self.iterated is not None and self.iterated.reads_text
 
     def products(self, site: Site, positions: float) -> float:
-        """Count the multiplications of each position; see `PartConfig.products`."""
+        """Return the number of multiplications per position; see `PartConfig.products`."""
         found = sum(book.products(site, positions) for book in self.codebooks.values())
         if self.iterated:
             width = self.codebook.width if self.codebook else 0

@@ -1,4 +1,4 @@
-"""The gated MLP."""
+"""Gated MLP."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -15,18 +15,18 @@ class MLPConfig(PartConfig):
     across: ClassVar[str | None] = None
     causal: ClassVar[str | None] = None
     width: int
-    """Of the hidden layer."""
+    """Width of the hidden layer."""
     sub_norm: bool = True
     """Whether a norm precedes the output projection."""
 
     def products(self, site: Site, positions: float) -> float:
-        """Count the multiplications of each position; see `PartConfig.products`."""
+        """Return the number of multiplications per position; see `PartConfig.products`."""
         return 3 * site.dim * self.width
 
     def reach(self, site: Site) -> int:
-        """Count no position before its own."""
+        """Return 0, as positions are independent."""
         return 0
 
     def saved_width(self, site: Site) -> int:
-        """Count the input, the gate and the product."""
+        """Return the widths of the input, the gate and the product."""
         return site.dim + 2 * self.width

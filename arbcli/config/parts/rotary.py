@@ -1,4 +1,4 @@
-"""Rotary positions: which angles turn which share of a head."""
+"""Rotary position embedding: angles, and the rotated share of a head."""
 
 import math
 from dataclasses import dataclass, fields
@@ -15,39 +15,39 @@ from arbcli.errors import ArbError
 SCALINGS = ("none", "linear", "llama3", "yarn")
 LOW = {"llama3": 1.0, "yarn": 1.0}
 HIGH = {"llama3": 4.0, "yarn": 32.0}
-"""Defaults of the bounds, in turns within the original context, by scaling."""
+"""Defaults of the bounds, in rotations within the original context, by scaling."""
 MOST = 1e12
-"""Of a base or a factor."""
+"""Maximum base and factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryConfig:
-    """The angles of rotary positions, and how they are scaled for a longer context.
+    """Angles of the rotary position embedding, and their scaling for a longer context.
 
-    Pair i of a head, of which n numbers are rotated, turns by `base ** (-2 i / n)` radians a
+    Pair i of a head with a rotated width of n is rotated by `base ** (-2 i / n)` radians per
     position.
     """
 
     base: float = 10000.0
-    """From the first to the last pair, wavelengths grow nearly by this factor."""
+    """Base of the wavelengths; they grow nearly by this factor from the first to the last pair."""
     share: float = 1.0
-    """Share of a head that turns."""
+    """Rotated share of a head."""
     scaling: str = "none"
-    """`linear` divides all angles by `factor`; `llama3` and `yarn` those of long waves."""
+    """`linear` divides all angles by `factor`; `llama3` and `yarn` only those of long waves."""
     factor: float = 1.0
     """Divisor of the angles."""
     low: float | None = None
-    """Waves with fewer turns than this in the original context are scaled; None is 1."""
+    """Waves with fewer rotations in the original context are scaled; None is 1."""
     high: float | None = None
-    """Waves with more turns are not scaled; None is 4 for `llama3` and 32 for `yarn`."""
+    """Waves with more rotations are not scaled; None is 4 for `llama3` and 32 for `yarn`."""
     original_ctx: int | None = None
-    """Context of the model before it was made longer, for `llama3` and `yarn`."""
+    """Context length before the extension, for `llama3` and `yarn`."""
 
     def __post_init__(self) -> None:
-        """Check types, sizes, and that the scaling has what it needs.
+        """Check types, sizes, and that fields match the scaling.
 
         Raises:
-            ArbError: a value does not fit.
+            ArbError: a value is invalid.
         """
         check_fields(self)
         check_choice("scaling", self.scaling, SCALINGS)
@@ -91,19 +91,19 @@ class RotaryConfig:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """`low` and `high`, of a scaling that has them."""
+        """`low` and `high` with their defaults, for a scaling that has them."""
         low = LOW[self.scaling] if self.low is None else self.low
         return low, HIGH[self.scaling] if self.high is None else self.high
 
     @property
     def stretch(self) -> float:
-        """Factor of queries and keys as they turn; `yarn` sharpens attention."""
+        """Factor of rotated queries and keys; above 1 for `yarn`, which sharpens attention."""
         return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" else 1.0
 
     def rotated(self, width: int) -> int:
-        """Count the numbers of a head that turn."""
+        """Return the rotated width of a head."""
         return int(width * self.share)
 
 
 PLAIN = RotaryConfig()
-"""All of a head turns, at the first base, as far as it was trained."""
+"""Rotary position embedding of full heads, with the default base and without scaling."""

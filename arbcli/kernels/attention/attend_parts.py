@@ -58,15 +58,15 @@ from arbcli.kernels.runtime.shared_memory import memory_of, read_float, write_fo
 from arbcli.kernels.runtime.threads import across, load_new, load_where, warp_number
 
 WIDTHS = (64, 128)
-"""Of heads."""
+"""Supported widths of heads."""
 WARPS = 8
-"""Of a program."""
+"""Number of warps per program."""
 PASSES = (6, 4)
 """Of a span: of a program's only one; of one of several, the next of which takes registers too."""
 MOST_PARTS = 16
-"""Of a head: every program of the product that reads them reads all of them."""
+"""Maximum number of parts per head; each program of the next product reads all of them."""
 REGISTERS = 128
-"""Of a thread, at most."""
+"""Maximum number of registers per thread."""
 
 
 _check_parts = compiled_check(
@@ -120,9 +120,9 @@ class Sharing(NamedTuple):
     """How the slots of a ring are shared out."""
 
     parts: int
-    """Of a head."""
+    """Number of parts per head."""
     passes: int
-    """Of a span."""
+    """Number of passes per span."""
     span: int
     """Slots."""
 

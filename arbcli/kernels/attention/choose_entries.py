@@ -22,7 +22,7 @@ from arbcli.kernels.runtime.operation import EXACT, Case, Operation
 from arbcli.kernels.timed import Timed
 
 ELEMENTS = 1 << 24
-"""Of the scores that are computed at a time."""
+"""Maximum number of scores that are computed at once."""
 
 
 def choose_entries_reference(

@@ -165,7 +165,7 @@ def attend_part(
 
 
 ELEMENTS = 1 << 22
-"""Of the largest tensor of a part."""
+"""Maximum number of elements of a part's largest tensor."""
 
 
 def groups_of_part(

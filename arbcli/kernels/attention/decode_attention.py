@@ -342,7 +342,7 @@ class Tiling(NamedTuple):
     """How the slots of a ring are shared out."""
 
     slots: int
-    """Of a block."""
+    """Number of slots per block."""
     splits: int
     """The most programs of a head."""
     several: bool
@@ -351,7 +351,7 @@ class Tiling(NamedTuple):
     span: int = 0
     """Slots of a program, a multiple of those of a block; 0 is as few as `splits` allows."""
     registers: int | None = None
-    """Of a thread, at most."""
+    """Maximum number of registers per thread."""
 
 
 def tiling(heads: int, window: int, width: int, dtype: torch.dtype, alone: bool = False) -> Tiling:

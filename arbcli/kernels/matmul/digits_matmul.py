@@ -322,7 +322,7 @@ class Tiling(NamedTuple):
     """How the work of a tile is shared out."""
 
     warps: int
-    """Of a program; each multiplies a share of the planes."""
+    """Number of warps per program; each multiplies a share of the planes."""
     depth: int
     """Pieces that a warp loads at a time."""
 

@@ -58,7 +58,7 @@ from arbcli.kernels.runtime.operation import Case, Timing
 BLOCK = 4 * PLANE
 """Weights of a row in a piece."""
 CODE_BYTES, SCALE_BYTES = 512, 128
-"""Of a piece."""
+"""Sizes of a piece's codes and scales in bytes."""
 COLUMNS = [0, 2, 1, 3]
 """Of the bytes of a word; and the bytes of columns."""
 PREPACKED_AT_ONCE = 1 << 22

@@ -305,7 +305,7 @@ class Tiling(NamedTuple):
     octets: int
     """Eights of rows of x that a program has; trits are decoded once for all of them."""
     warps: int
-    """Of a program; by the matrix alone, as they decide the order of sums."""
+    """Number of warps per program; depends only on the matrix, as it sets the order of sums."""
     steps: int
     """Blocks of columns of a warp, at most."""
     stages: int

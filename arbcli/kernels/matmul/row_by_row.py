@@ -406,11 +406,11 @@ class RowsTiling(NamedTuple):
     at_once: int
     """Those of them that are in shared memory at a time."""
     warps: int
-    """Of a program."""
+    """Number of warps per program."""
     registers: int
-    """Of a thread, at most."""
+    """Maximum number of registers per thread."""
     shared_bytes: int
-    """Of a program: for its rows of x, their sums and their squares."""
+    """Shared memory per program in bytes, for its rows of x, their sums and squares."""
 
 
 def rows_tiling(

@@ -513,9 +513,9 @@ class Tiling(NamedTuple):
     height: int
     """Tiles of a program."""
     warps: int
-    """Of a program, a multiple of 4; each takes every `warps`-th step."""
+    """Number of warps per program, a multiple of 4; each takes every `warps`-th step."""
     registers: int = 128
-    """Of a thread, at most; with fewer, the next kernel finds room to begin in."""
+    """Maximum number of registers per thread; fewer let the next kernel start earlier."""
 
     def shared_bytes(self, blocks: int) -> int:
         """Count what a program has of x, of its steps' sums and of its warps' squares."""

@@ -18,7 +18,7 @@ from arbcli.kernels.runtime.operation import Case, Gate, Operation
 from arbcli.kernels.timed import Timed
 
 MOST_SYMBOLS = 4096
-"""Of a chunk; one program holds all of a row's."""
+"""Maximum number of symbols per chunk; one program holds those of a row."""
 
 
 def add_symbols_reference(

@@ -20,7 +20,7 @@ from arbcli.kernels.runtime.operation import Drawn, Gate, Operation, cases_of
 from arbcli.kernels.timed import Timed
 
 MOST_SLOTS = 16
-"""Of a token: a program loads from all of them at once."""
+"""Maximum number of slots per token; a program loads from all of them at once."""
 
 
 def expert_combine_reference(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:

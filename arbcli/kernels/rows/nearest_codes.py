@@ -23,7 +23,7 @@ from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.kernels.timed import Timed
 
 MOST_WIDTH = 2**15
-"""Of vectors: 3 * 128**2 of that is below 2**31."""
+"""Maximum width of vectors: 3 * 128**2 times it is below 2**31."""
 EXACT_IN_FLOAT32 = 1024
 """Width up to which sums of products are at most 2**24, which float32 holds."""
 CHUNK_ELEMENTS = 2**22

@@ -15,7 +15,7 @@ from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TritonMissin
 BACKENDS = ("triton", "native", "torch", "interpreter")
 
 LARGE_ELEMENTS = 1 << 22
-"""Of a matrix from whose size on a program of a kernel takes several tiles, one below the other."""
+"""Size of a matrix in elements above which a program processes several tiles."""
 
 _forced: str | None = None
 _assumed: tuple[tuple[int, int], int] | None = None

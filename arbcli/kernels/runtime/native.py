@@ -62,7 +62,7 @@ NUMBERS = (int, float)
 ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.new_empty}
 """Operations of torch that compute nothing, besides views."""
 LEAST_ELEMENTS = 1 << 16
-"""Of a matrix whose rows are shared among threads."""
+"""Size of a matrix in elements above which rows are shared among threads."""
 
 
 _functions: dict[str, Callable[..., int]] = {}

@@ -146,7 +146,7 @@ class Operation(Generic[P, R]):
     """(device, group size) to cases. Without packed matrices the group size is ignored."""
     gate: Gate = EXACT
     arguments: Arguments = field(default_factory=dict)
-    """By name, in their order."""
+    """Arguments by name, in their order."""
     native: Callable[P, R] | None = None
     """Implementation of the `native` backend; None is that of `torch`."""
     where: tuple[str, ...] = ()

@@ -34,7 +34,7 @@ from arbcli.kernels.timed import OF_MATRIX, Timed
 from arbcli.kernels.update.step_trits import draw_weights
 
 LARGEST_CHANGE = 7
-"""Of z, in either direction, that four bits tell."""
+"""Largest change of z, in either direction, that four bits encode."""
 
 
 def last_bits_reference(trits: Tensor, remainder: Tensor, radix: int, nibble: bool) -> Tensor:

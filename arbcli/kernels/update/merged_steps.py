@@ -17,7 +17,7 @@ from arbcli.kernels.runtime.operation import Case, Operation, Timing
 from arbcli.kernels.update.step_scales import step_scales
 
 NUM_INPUTS = 8
-"""Of `step_scales`."""
+"""Number of inputs of `step_scales`."""
 
 
 def _parts(inputs: tuple) -> Iterator[tuple]:

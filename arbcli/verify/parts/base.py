@@ -44,10 +44,10 @@ class Reading:
     """Where a part stands, and what it reads besides the stream of one text."""
 
     config: PartConfig | None
-    """Of the part; None is outside of all parts."""
+    """Configuration of the part; None outside of all parts."""
     site: Site
     name: str = ""
-    """Of the part in the model."""
+    """Name of the part in the model."""
     text: Sequence[int] = ()
     """Bytes of the whole text."""
     places: Sequence[int] = ()
@@ -61,7 +61,7 @@ class Reading:
     memories: Mapping[str, Tensor] = field(default_factory=dict)
     """Integer buffers of the model by name."""
     choices: Choices | None = None
-    """Of the model, which are taken and judged; None is to choose the best."""
+    """Choices of the model, which are used and judged; None selects the best."""
     terms: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
     """Terms of the losses, which are their averages, by loss and by part; see `note`."""
 

@@ -10,7 +10,7 @@ from arbcli.verify.parts.base import Reading, Weights, gated, norm
 from arbcli.verify.parts.sequencer import MIX, ngram_row, ngrams
 
 LIMIT = 10.0
-"""Of gates and inputs that are clamped."""
+"""Limit of clamped gates and inputs."""
 HASHED = 3
 """Bytes of the n-gram that a hash chooses by."""
 
