@@ -142,7 +142,7 @@ def check_trainable(checkpoint: Checkpoint) -> None:
     """
     if is_export(checkpoint):
         raise ArbError(
-            "the file only has weights, and no state to continue training from",
+            "the file is an export without training state",
             hint="name a checkpoint of the run that it was exported from",
         )
 
