@@ -158,7 +158,7 @@ def test_train_of_a_model_beyond_memory_starts_by_force_only(arb_here, monkeypat
     large = ["train", "--preset", "1b", "--device", "cpu", "--out", "nowhere"]
     told = arb_here(*large).stderr
     assert "a training step needs" in told
-    assert "at least, and 8.00 GiB are free" in told
+    assert "GiB of memory, and 8.00 GiB are free" in told
     assert "`--force`" in told
     assert "made" in arb_here(*large, "--force").stderr
 
