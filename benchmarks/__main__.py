@@ -45,15 +45,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="PART", help="a part, or a benchmark")
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR")
     parser.add_argument("--list", action="store_true", help="show the parts and their seconds")
-    given = parser.parse_args()
+    args = parser.parse_args()
     every = GPU_PARTS | CPU_PARTS
-    if given.list:
+    if args.list:
         for name, seconds in every.items():
             print(
                 f"{name:20} about {seconds:4} s{'' if name in parts else ', not on this machine'}"
             )
         return 0
-    wanted = given.only or list(parts)
+    wanted = args.only or list(parts)
     chosen = [name for name in every if name in wanted or name.split(".")[0] in wanted]
     unknown = set(wanted) - {*every, *(name.split(".")[0] for name in every)}
     if unknown:
@@ -62,7 +62,7 @@ def main() -> int:
     for name in chosen:
         print(f"\n== {name}", flush=True)
         module, *words = name.split(".")
-        command = [sys.executable, "-m", f"benchmarks.{module}", *words, "--out", str(given.out)]
+        command = [sys.executable, "-m", f"benchmarks.{module}", *words, "--out", str(args.out)]
         started = time.perf_counter()
         code = subprocess.run(command, check=False).returncode
         if code:
@@ -71,7 +71,7 @@ def main() -> int:
         print(f"== {name} {how} after {time.perf_counter() - started:.0f} s", flush=True)
     for name in dict.fromkeys(part.split(".")[0] for part in chosen):
         print(f"\n{name}")
-        for line in short_table(load(name, given.out)):
+        for line in short_table(load(name, args.out)):
             print(f"  {line}")
     if failed:
         print(f"\nfailed: {', '.join(failed)}")

@@ -43,9 +43,9 @@ VARIANTS: dict[str, dict | None] = {
     "scale-losses": {"moe": True, "graph": True},
     "memgram": {"memgram": True},
 }
-"""By name, what is changed in the preset."""
+"""Changed settings of the preset, by name."""
 OF_RUNS: dict[str, dict[str, Any]] = {"scale-losses": {"scale_losses": ("moe_graph=text",)}}
-"""By name, what is changed in the run."""
+"""Changed settings of the run, by name."""
 
 
 @cache

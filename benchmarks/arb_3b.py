@@ -119,12 +119,12 @@ def main() -> None:
     """Print a line a measurement, and write those of steps as rows."""
     parser = results.options("arb_3b", "Time arb-3b against a float twin in the same memory.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
-    given = parser.parse_args()
-    parts = given.parts or PARTS
-    command = results.command_line("arb_3b", *given.parts)
+    args = parser.parse_args()
+    parts = args.parts or PARTS
+    command = results.command_line("arb_3b", *args.parts)
 
     def save(*about: Any) -> None:
-        results.save("arb_3b", [measure(*about)], command=command, folder=given.out)
+        results.save("arb_3b", [measure(*about)], command=command, folder=args.out)
 
     if "ours" in parts:
         time_construction()

@@ -142,7 +142,7 @@ class BareTwin:
         return sum(tensor.nbytes for tensor in tensors)
 
     def train_step(self) -> None:
-        """Do one step."""
+        """Run a training step."""
         if self.graph is None and self.step == EAGER_STEPS:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

@@ -265,19 +265,19 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=2500, help="of each of the four texts")
     parser.add_argument("--several", type=int, default=0, help="texts at once")
     parser.add_argument("--kernels", action="store_true", help="print the time of each kernel")
-    given = parser.parse_args()
+    args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if given.run:
-        write_texts(given.run.name, load_model(given.run, device=device), given)
+    if args.run:
+        write_texts(args.run.name, load_model(args.run, device=device), args)
         return
-    for name in given.presets:
+    for name in args.presets:
         preset(name)
-        if given.text:
-            write_texts(name, build(name, device), given)
+        if args.text:
+            write_texts(name, build(name, device), args)
             continue
-        rows = measure(name, given.sizes, given.prompt, kernels=given.kernels)
+        rows = measure(name, args.sizes, args.prompt, kernels=args.kernels)
         command = results.command_line("checks", name)
-        results.save("checks", rows, command=command, folder=given.out)
+        results.save("checks", rows, command=command, folder=args.out)
 
 
 if __name__ == "__main__":

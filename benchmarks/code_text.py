@@ -51,15 +51,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Collect source code as a text to train on.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--bytes", type=int, default=160_000_000, help="[default: 160,000,000]")
-    given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
     texts = contents(sources())
-    for name, most in (("code-val.txt", HELD_OUT), ("code-train.txt", given.bytes)):
+    for name, most in (("code-val.txt", HELD_OUT), ("code-train.txt", args.bytes)):
         written = 0
-        with (given.folder / name).open("wb") as file:
+        with (args.folder / name).open("wb") as file:
             while written < most and (data := next(texts, None)) is not None:
                 written += file.write(data)
-        print(f"{given.folder / name}: {written:,} bytes")
+        print(f"{args.folder / name}: {written:,} bytes")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
 TIMES_TOLD = 8
 """Losses of a run."""
 READ_POSITIONS = 2**18
-"""Of the held-out text."""
+"""Number of positions of held-out text."""
 
 
 @contextmanager
@@ -108,27 +108,27 @@ def in_use(trainer: Trainer) -> dict[str, float]:
     }
 
 
-def train(shape: str, kind: str, given: argparse.Namespace) -> dict[str, Any]:
+def train(shape: str, kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """Train one model, and tell what became of its codes."""
-    options = COMMON | SHAPES[shape] | KINDS[kind] | json.loads(given.options)
+    options = COMMON | SHAPES[shape] | KINDS[kind] | json.loads(args.options)
     config = new_config(
-        **options, batch=given.batch, steps=given.steps, data=[given.train], val=[given.val],
-        seed=given.seed,
+        **options, batch=args.batch, steps=args.steps, data=[args.train], val=[args.val],
+        seed=args.seed,
     )  # fmt: skip
-    texts = open_texts(config.data, config.val, seed=given.seed, context=config.model.ctx)
+    texts = open_texts(config.data, config.val, seed=args.seed, context=config.model.ctx)
     trainer = Trainer(config, texts, capture=torch.cuda.is_available())
     cuda, seconds, told = trainer.device.type == "cuda", 0.0, []
-    every = max(1, given.steps // TIMES_TOLD)
-    while trainer.step < given.steps:
+    every = max(1, args.steps // TIMES_TOLD)
+    while trainer.step < args.steps:
         started = time.perf_counter()
-        for _ in range(min(every, given.steps - trainer.step)):
+        for _ in range(min(every, args.steps - trainer.step)):
             trainer.train_step()
         if cuda:
             torch.cuda.synchronize()
         seconds += time.perf_counter() - started
         told.append((trainer.step, round(seconds, 2), round(trainer.evaluate(), 4)))
         print(f"{shape} {kind} step, seconds, nats a byte:", *told[-1], flush=True)
-    row = {"shape": shape, "kind": kind, "seed": given.seed, "steps": given.steps}
+    row = {"shape": shape, "kind": kind, "seed": args.seed, "steps": args.steps}
     row |= {"seconds": seconds, "val_loss": told[-1][2], "told": told, **in_use(trainer)}
     row["state_bytes"] = trainer.state_bytes()
     return row
@@ -146,15 +146,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--options", default="{}", help="JSON of further options of a run")
     parser.add_argument("--out", type=Path, default=results.FOLDER)
-    given = parser.parse_args()
-    words = ("--shapes", *given.shapes, "--steps", str(given.steps))
+    args = parser.parse_args()
+    words = ("--shapes", *args.shapes, "--steps", str(args.steps))
     command = results.command_line("codes", "TRAIN", "VAL", *words)
     with deterministic():
-        for shape in given.shapes:
-            for kind in given.kinds:
-                row = train(shape, kind, given)
+        for shape in args.shapes:
+            for kind in args.kinds:
+                row = train(shape, kind, args)
                 print(json.dumps(row), flush=True)
-                results.save("codes", [row], command=command, folder=given.out)
+                results.save("codes", [row], command=command, folder=args.out)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from arbcli.data import open_texts
 from benchmarks import results
 
 PART_BYTES = 100_000
-"""Of Python's own source, that `arb evaluate` reads."""
+"""Number of bytes of Python's source that `arb evaluate` reads."""
 COMMANDS = {
     "arb train --ctx 64": ["train", "--ctx", "64"],
     'arb generate auto --prompt "import "': ["generate", "auto", "--prompt", "import "],
@@ -33,9 +33,9 @@ def main() -> None:
     """Print a line for each command, and write the rows."""
     parser = results.options("commands", "Time the commands of the README.")
     parser.add_argument("--device", help="[default: the choice of each command]")
-    given = parser.parse_args()
-    out = given.out.resolve()
-    device = ["--device", given.device] if given.device else []
+    args = parser.parse_args()
+    out = args.out.resolve()
+    device = ["--device", args.device] if args.device else []
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
         write_part(Path(folder) / "part.txt")

@@ -31,7 +31,7 @@ KINDS = {
 
 
 def serve(kind: str, compute: str | None) -> None:
-    """Do some steps for every line that comes in, and answer with the milliseconds of one."""
+    """Run steps for every line of stdin, and print the milliseconds per step."""
     from arbcli.data import open_texts
     from arbcli.train.compiled_twin import compile_twin
     from arbcli.train.configure import new_config
@@ -84,13 +84,13 @@ def main() -> None:
     parser.add_argument("--serve", choices=KINDS)
     parser.add_argument("--weights")
     parser.add_argument("--compute", choices=("bf16", "fp32"), help="default: what is native")
-    given = parser.parse_args()
-    if given.serve:
-        serve(given.serve, given.compute)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve, args.compute)
         return
     compiler = any(shutil.which(name) for name in ("g++", "clang++", "c++"))
     kinds = [kind for kind in KINDS if compiler or not kind.endswith("compiled")]
-    processes = {kind: start(kind, given.compute) for kind in kinds}
+    processes = {kind: start(kind, args.compute) for kind in kinds}
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     rows = []
     try:
@@ -125,9 +125,9 @@ def main() -> None:
             f"{row['kind']:32} {row['ms']:8.1f} ms, {twin / row['ms']:.2f} x the twin;"
             f" {row['cpu_ms']:8.1f} ms of the processor, {of_cpu / row['cpu_ms']:.2f} x"
         )
-    options = ("--compute", given.compute) if given.compute else ()
+    options = ("--compute", args.compute) if args.compute else ()
     command = results.command_line("cpu_step", *options)
-    results.save("cpu_step", rows, command=command, folder=given.out)
+    results.save("cpu_step", rows, command=command, folder=args.out)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def export(preset: str, digits: str, path: Path) -> str:
 
 
 def serve_ours(threads: str, preset: str, digits: str, compute: str) -> None:
-    """Do what each line that comes in says: answer with its seconds, and the processor's."""
+    """Run the task of each line of stdin, and print its wall-clock and processor seconds."""
     import torch
 
     from arbcli.infer.generation import Decoder, Sampling
@@ -83,7 +83,7 @@ def serve_ours(threads: str, preset: str, digits: str, compute: str) -> None:
 
 
 def serve_llama(threads: str, path: str) -> None:
-    """Do the same with llama.cpp."""
+    """Run the tasks of `serve_ours` with llama.cpp."""
     import xllamacpp
 
     about = xllamacpp.CommonParams()
@@ -125,17 +125,17 @@ def ask(process: subprocess.Popen, task: str) -> tuple[float, float]:
     return TASKS[task] / clock, TASKS[task] / processor
 
 
-def measure(preset: str, digits: str, given: argparse.Namespace, folder: Path) -> list[dict]:
+def measure(preset: str, digits: str, args: argparse.Namespace, folder: Path) -> list[dict]:
     """Measure a model in both programs, in turns."""
-    path, threads = folder / f"{preset}-{digits}.gguf", str(given.threads)
+    path, threads = folder / f"{preset}-{digits}.gguf", str(args.threads)
     kind = export(preset, digits, path)
     processes = {
-        "arb": start("arb", threads, preset, digits, given.compute),
+        "arb": start("arb", threads, preset, digits, args.compute),
         "llama.cpp": start("llama", threads, str(path)),
     }
     found = {(task, name): [] for task in TASKS for name in processes}
     try:
-        for _ in range(1 + given.rounds):  # the first warms up
+        for _ in range(1 + args.rounds):  # the first warms up
             for task in TASKS:
                 for name, process in processes.items():
                     found[task, name].append(ask(process, task))
@@ -153,8 +153,8 @@ def measure(preset: str, digits: str, given: argparse.Namespace, folder: Path) -
                 "digits": digits,
                 "task": task,
                 "program": name,
-                "type": kind if name == "llama.cpp" else given.compute,
-                "threads": given.threads,
+                "type": kind if name == "llama.cpp" else args.compute,
+                "threads": args.threads,
                 "level": os.environ.get("ARB_NATIVE_LEVEL", ""),
                 "bytes_per_second": round(statistics.median(clock), 1),
                 "rounds_bytes_per_second": [round(rate, 1) for rate in clock],
@@ -191,15 +191,15 @@ def main() -> None:
     parser.add_argument("--compute", choices=("bf16", "fp32"), default="fp32")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for preset in given.presets:
+        for preset in args.presets:
             for digits in DIGITS:
-                rows += measure(preset, digits, given, Path(folder))
-    options = [*given.presets, "--threads", str(given.threads), "--compute", given.compute]
+                rows += measure(preset, digits, args, Path(folder))
+    options = [*args.presets, "--threads", str(args.threads), "--compute", args.compute]
     results.save(
-        "cpu_text", rows, command=results.command_line("cpu_text", *options), folder=given.out
+        "cpu_text", rows, command=results.command_line("cpu_text", *options), folder=args.out
     )
 
 

@@ -52,7 +52,7 @@ def trainer_of(preset: str, *, steps: int, **given) -> Trainer:
 
 
 def train(trainer: Trainer) -> dict:
-    """Do `STEPS` steps: losses, and the peak against the predicted one."""
+    """Run `STEPS` steps; return losses, and the measured and predicted peak memory."""
     cuda = trainer.device.type == "cuda"
     predicted = predict_peak(trainer.config).peak_bytes
     if cuda:
@@ -187,13 +187,13 @@ def main() -> None:
     """Print a line a part, and write its rows as soon as they are there."""
     parser = results.options("deep", "Train and look into a deep model of all parts.")
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
-    given = parser.parse_args()
-    parts = given.parts or PARTS
+    args = parser.parse_args()
+    parts = args.parts or PARTS
 
     def save(part: str, row: dict, variant: str = "") -> None:
         row = {"part": part, "variant": variant} | row
         print(row, flush=True)
-        results.save("deep", [row], command=results.command_line("deep"), folder=given.out)
+        results.save("deep", [row], command=results.command_line("deep"), folder=args.out)
 
     if "indexer" in parts:
         for entries in ENTRIES:

@@ -32,7 +32,7 @@ LARGE, FEW = (4096, 8192, 16384), (1, 2, 4, 8)
 
 def main() -> None:
     """Print a line a comparison, and write the rows."""
-    given = results.options("digits", "Time all digits against the trit.").parse_args()
+    args = results.options("digits", "Time all digits against the trit.").parse_args()
     stopwatch = Stopwatch(DEVICE)
     copy = measure_roofline(stopwatch).bytes_per_second
     rows = []
@@ -47,7 +47,7 @@ def main() -> None:
         }
         rows.append(row)
         print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-    results.save("digits", rows, command=results.command_line("digits"), folder=given.out)
+    results.save("digits", rows, command=results.command_line("digits"), folder=args.out)
 
 
 Comparison = tuple[dict, int, int | None, list[Callable]]

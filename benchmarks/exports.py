@@ -42,9 +42,9 @@ def main() -> None:
     """Print a line for each export, and write the rows."""
     parser = results.options("exports", "Compare exports with what arb computes.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    given = parser.parse_args()
-    rows = [row for run in given.runs for row in measure(run)]
-    results.save("exports", rows, command=results.command_line("exports"), folder=given.out)
+    args = parser.parse_args()
+    rows = [row for run in args.runs for row in measure(run)]
+    results.save("exports", rows, command=results.command_line("exports"), folder=args.out)
 
 
 def measure(run: Path) -> list[dict]:

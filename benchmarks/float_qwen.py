@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 LOGITS_AT_ONCE = 2**26
-"""Of whole tokens, whose losses are computed at once."""
+"""Maximum number of logits that are computed at once."""
 EPS = 1e-6
 
 
@@ -67,7 +67,7 @@ class FloatQwen(nn.Module):
         self.norm = drawn((shape.dim,))
         self.head = self.embedding if shape.tied else drawn((shape.vocabulary, shape.dim))
         self.adapters: Sequence[dict[str, dict[str, Tensor]]] = [{}] * shape.layers
-        """Of each block, factors `a` and `b` by the name of the matrix that 2 b a is added to."""
+        """Factors `a` and `b` of each block, by the name of the matrix to which 2 b a is added."""
         self._block = torch.compile(_block, dynamic=False)
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:

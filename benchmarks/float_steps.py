@@ -23,7 +23,7 @@ CODE_BLOCK = 256
 STEPS_OF_A_BLOCK = 25
 """Before BAdam goes on to another block."""
 COMPILATIONS = 64
-"""Of a function that steps a tensor, one for each shape."""
+"""Maximum number of compiled variants of an update function, one per shape."""
 torch._dynamo.config.recompile_limit = COMPILATIONS
 
 

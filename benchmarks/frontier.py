@@ -84,17 +84,17 @@ def main() -> None:
         text = "[default: four sizes]" if name == "shape" else "[default: all]"
         parser.add_argument(f"--{name}", action="append", choices=known, help=text)
     parser.add_argument("--lock", type=Path, metavar="FILE", help="shared by processes of a GPU")
-    given = parser.parse_args()
-    data = {"data": [given.data], "val": [given.val]}
-    for shape in given.shape or SHAPES:
-        for kind in given.kind or KINDS:
+    args = parser.parse_args()
+    data = {"data": [args.data], "val": [args.val]}
+    for shape in args.shape or SHAPES:
+        for kind in args.kind or KINDS:
             ours = "weights" not in KINDS[kind]
-            for way in given.way or SAME_LOSS["ours" if ours else "twin"]:
+            for way in args.way or SAME_LOSS["ours" if ours else "twin"]:
                 with deterministic() if ours else nullcontext():
-                    row = measure(kind, shape, way, data, given.lock)
+                    row = measure(kind, shape, way, data, args.lock)
                 print(*(f"{k} {v}," for k, v in row.items()), flush=True)
                 command = results.command_line("frontier")
-                results.save("frontier", [row], command=command, folder=given.out)
+                results.save("frontier", [row], command=command, folder=args.out)
 
 
 if __name__ == "__main__":

@@ -163,10 +163,10 @@ def main() -> None:
     parser.add_argument(
         "--mode", action="append", choices=all_modes, help="of the peer; all of them"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     bandwidth = measure_roofline(Stopwatch(torch.device("cuda"))).bytes_per_second
-    for name in given.presets:
-        rows = measure(name, given.mode or all_modes, bandwidth)
+    for name in args.presets:
+        rows = measure(name, args.mode or all_modes, bandwidth)
         for ours, peer in zip(rows[::2], rows[1::2], strict=True):
             rate, twin = ours["bytes_per_second"], peer["bytes_per_second"]
             print(
@@ -176,7 +176,7 @@ def main() -> None:
                 flush=True,
             )
         command = results.command_line("generation", name)
-        results.save("generation", rows, command=command, folder=given.out)
+        results.save("generation", rows, command=command, folder=args.out)
 
 
 if __name__ == "__main__":

@@ -87,12 +87,12 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--others", type=int, default=15, help="texts of a sound [default: 15]")
-    given = parser.parse_args()
-    model, content = load_model(given.run), given.text.read_bytes()
+    args = parser.parse_args()
+    model, content = load_model(args.run), args.text.read_bytes()
     with deterministic(), use_backend(resolve_backend(None, model.device)):
-        found = costs(model, content, given.others)
+        found = costs(model, content, args.others)
     samples = sum(size for *_, size in records(content))
-    how = {"device": str(model.device), "text": given.text.name, "others": given.others}
+    how = {"device": str(model.device), "text": args.text.name, "others": args.others}
     print(json.dumps(how | told(found, samples)))
 
 

@@ -91,10 +91,10 @@ def main() -> None:
     parser = results.options("hnet", "Time a chunked model against a dense one.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--kind", action="append", choices=KINDS, help="[default: all]")
-    given = parser.parse_args()
-    for preset in given.presets or PEERS:
+    args = parser.parse_args()
+    for preset in args.presets or PEERS:
         peer, ctx, batch = PEERS[preset]
-        kinds = {"dense": (peer, {})} | {k: (preset, KINDS[k]) for k in given.kind or KINDS}
+        kinds = {"dense": (peer, {})} | {k: (preset, KINDS[k]) for k in args.kind or KINDS}
         base = None
         for kind, (name, options) in kinds.items():
             row = {"preset": preset, "kind": kind} | measure(name, ctx, batch, options)
@@ -109,7 +109,7 @@ def main() -> None:
                 flush=True,
             )
             command = results.command_line("hnet", preset)
-            results.save("hnet", [row], command=command, folder=given.out)
+            results.save("hnet", [row], command=command, folder=args.out)
 
 
 if __name__ == "__main__":

@@ -80,18 +80,18 @@ def main() -> None:
     parser.add_argument("--kind", action="append", choices=kinds, help="[default: all]")
     parser.add_argument("--seconds", type=float, help="of a run [default: by its size]")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    text = {"data": [given.data], "val": [given.val]}
-    for cell in map(CELLS.__getitem__, given.cell or CELLS):
-        for kind in given.kind or kinds:
+    args = parser.parse_args()
+    text = {"data": [args.data], "val": [args.val]}
+    for cell in map(CELLS.__getitem__, args.cell or CELLS):
+        for kind in args.kind or kinds:
             started = time.perf_counter()
             with deterministic():
-                row = measure(cell, kind, given.seconds or cell.seconds, given.seed, text)
-            row = {"text": given.text, **row}
+                row = measure(cell, kind, args.seconds or cell.seconds, args.seed, text)
+            row = {"text": args.text, **row}
             took = time.perf_counter() - started
             print(*(f"{k} {v}," for k, v in row.items()), f"took {took:.0f} s", flush=True)
-            command = f"python -m benchmarks.hnet_quality --text {given.text}"
-            results.save("hnet_quality", [row], command=command, folder=given.out)
+            command = f"python -m benchmarks.hnet_quality --text {args.text}"
+            results.save("hnet_quality", [row], command=command, folder=args.out)
 
 
 if __name__ == "__main__":

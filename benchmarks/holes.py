@@ -110,14 +110,14 @@ def main() -> None:
     sizes = {"windows": 512, "batch": 32, "draws": 16}
     for name, usual in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=usual)
-    given = parser.parse_args()
-    masked, following = load_model(given.masked), load_model(given.next)
-    how = {name: getattr(given, name) for name in sizes}
-    text = Text([given.text])
-    for hole in given.hole:
+    args = parser.parse_args()
+    masked, following = load_model(args.masked), load_model(args.next)
+    how = {name: getattr(args, name) for name in sizes}
+    text = Text([args.text])
+    for hole in args.hole:
         with deterministic(), use_backend(resolve_backend(None, masked.device)):
             losses = compare(masked, following, text, hole=hole, **how)
-        found = {"run": given.masked.name, "device": str(masked.device), "hole": hole}
+        found = {"run": args.masked.name, "device": str(masked.device), "hole": hole}
         print(json.dumps(found | how | {"nats_per_byte": losses}), flush=True)
 
 

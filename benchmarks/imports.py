@@ -70,13 +70,13 @@ def main() -> None:
     """Print a line for each model, and write the rows."""
     parser = results.options("imports", "Measure imports.")
     parser.add_argument("--large", action="store_true", help="read a model of 0.6 B weights")
-    given = parser.parse_args()
+    args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     try:
-        rows = measure_large(folder) if given.large else measure_kinds(folder)
+        rows = measure_large(folder) if args.large else measure_kinds(folder)
     finally:
         shutil.rmtree(folder)
-    results.save("imports", rows, command=results.command_line("imports"), folder=given.out)
+    results.save("imports", rows, command=results.command_line("imports"), folder=args.out)
 
 
 @torch.no_grad()

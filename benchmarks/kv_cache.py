@@ -116,23 +116,23 @@ def main() -> None:
     parser.add_argument("presets", nargs="*", metavar="PRESET", default=["small", "1b"])
     parser.add_argument("--ctx", type=int, default=16384, help="bytes of the cache")
     parser.add_argument("--error", action="store_true", help="of rounding, on a CPU, and no speed")
-    given = parser.parse_args()
-    if given.error:
+    args = parser.parse_args()
+    if args.error:
         print_errors()
         return
-    for name in given.presets:
-        rows = measure(name, given.ctx)
+    for name in args.presets:
+        rows = measure(name, args.ctx)
         plain = rows[0]
         for row in rows:
             print(
-                f"{name:5} ctx {given.ctx:,} in {row['kv']}: {row['bytes_per_second']:,.0f} bytes/s"
+                f"{name:5} ctx {args.ctx:,} in {row['kv']}: {row['bytes_per_second']:,.0f} bytes/s"
                 f" ({row['bytes_per_second'] / plain['bytes_per_second']:.2f} x), cache of"
                 f" {row['cache_bytes']:,} bytes"
                 f" ({row['cache_bytes'] / plain['cache_bytes']:.3f} x)",
                 flush=True,
             )
-        command = results.command_line("kv_cache", name, "--ctx", str(given.ctx))
-        results.save("kv_cache", rows, command=command, folder=given.out)
+        command = results.command_line("kv_cache", name, "--ctx", str(args.ctx))
+        results.save("kv_cache", rows, command=command, folder=args.out)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ CASES = {
 }
 TIMED_STEPS = 4
 DOCUMENTS = 8
-"""Of a window."""
+"""Number of documents per window."""
 
 
 class RandomTokens:
@@ -136,7 +136,7 @@ def model_config(shape: Shape, rule: str, direction: str) -> ModelConfig:
 
 
 def measure(case: Case, ctx: int) -> dict[str, Any]:
-    """Do a few steps, and measure them."""
+    """Run a few steps, and return measurements."""
     if case.gib is not None:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(case.gib * 2**30 / whole)
@@ -232,17 +232,17 @@ def main() -> None:
     parser.add_argument("--ctx", type=int, default=2048, help="tokens of a window")
     parser.add_argument("--at-once", type=int, default=1, help="ways that prepare at once")
     parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        print(json.dumps(measure(CASES[given.one], given.ctx)))
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(CASES[args.one], args.ctx)))
         return
-    words = [sys.executable, "-m", "benchmarks.large_tuning", "--ctx", str(given.ctx), "--one"]
-    rows = measured(([*words, name] for name in given.only), given.at_once)
-    for name, row in zip(given.only, rows, strict=True):
+    words = [sys.executable, "-m", "benchmarks.large_tuning", "--ctx", str(args.ctx), "--one"]
+    rows = measured(([*words, name] for name in args.only), args.at_once)
+    for name, row in zip(args.only, rows, strict=True):
         print(f"{name}: failed" if row is None else json.dumps(row), flush=True)
         if row is not None:
             command = results.command_line("large_tuning", "--only", name)
-            results.save("large_tuning", [row], command=command, folder=given.out)
+            results.save("large_tuning", [row], command=command, folder=args.out)
 
 
 if __name__ == "__main__":

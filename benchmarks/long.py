@@ -77,7 +77,7 @@ def time_generation(model: LanguageModel, context: int) -> dict:
 
 def main() -> None:
     """Print a line a model, and write its row as soon as it is there."""
-    given = results.options("long", "Time compressed attention against dense.").parse_args()
+    args = results.options("long", "Time compressed attention against dense.").parse_args()
     for kind, options in KINDS.items():
         row = {"preset": PRESET, "kind": kind} | measure(options)
         print(
@@ -91,7 +91,7 @@ def main() -> None:
                 f" cache {made['cache_bytes'] / 2**20:6.1f} MiB",
                 flush=True,
             )
-        results.save("long", [row], command=results.command_line("long"), folder=given.out)
+        results.save("long", [row], command=results.command_line("long"), folder=args.out)
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ from benchmarks.tuning import (
     RULES,
     Job,
     both_losses,
-    do_some,
-    keep,
     options,
     prepared_folder,
     run_all,
+    run_jobs,
+    save_row,
     tune,
     tuned_twin,
     twin_trainer,
@@ -107,7 +107,7 @@ class GridSteps:
         """Matrices of one shape, and scale, z, moment and offset of the bits (B, N, K) of them."""
 
     def begin(self) -> None:
-        """Take the weights that the model has now."""
+        """Store the current weights of the model."""
         shapes: dict[torch.Size, list[Tensor]] = {}
         for part in self.model.modules():
             if isinstance(part, FloatWeight) and not isinstance(part, FloatNumbers):
@@ -130,7 +130,7 @@ class GridSteps:
         self._turn.fill_(step * TURN % 1)
 
     def begin_micro(self, micro: int) -> None:
-        """Do nothing: gradients add up by themselves."""
+        """Do nothing, as torch accumulates gradients."""
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -182,7 +182,7 @@ def simulate(run: Run, texts: Path, folder: Path, device: str) -> dict[str, Any]
 
 
 def tune_low(run: Run, texts: Path, folder: Path, device: str) -> dict[str, Any]:
-    """Do a run."""
+    """Run a job, and return its results."""
     if run.kind in GRIDS:
         return simulate(run, texts, folder, device)
     job = Job(part="low", kind=run.kind, lr=run.lr, seed=run.seed, steps=run.steps, batch=BATCH)
@@ -191,17 +191,17 @@ def tune_low(run: Run, texts: Path, folder: Path, device: str) -> dict[str, Any]
 
 def main() -> None:
     """Train the float model, tune it in every way, and write the rows."""
-    given = options("low_rates", "Compare grids and roundings at low rates.").parse_args()
-    if given.some:
-        do_some(given.some, Run, lambda run: tune_low(run, given.texts, given.folder, given.device))
+    args = options("low_rates", "Compare grids and roundings at low rates.").parse_args()
+    if args.jobs:
+        run_jobs(args.jobs, Run, lambda run: tune_low(run, args.texts, args.folder, args.device))
         return
-    kinds = [kind for kind in RULES if kind in RUNS and kind in (given.kinds or (kind,))]
-    with prepared_folder(given, kinds) as folder:
+    kinds = [kind for kind in RULES if kind in RUNS and kind in (args.kinds or (kind,))]
+    with prepared_folder(args, kinds) as folder:
         twin = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
         begun = asdict(Run(kind="begun", rounding="none", lr=0.0, steps=0))
-        losses = both_losses(twin.to(given.device).loss, given.texts, given.device)
-        keep("low_rates", begun | losses | {"state_bytes": 0, "seconds": 0.0}, given)
-        run_all("low_rates", runs(), folder, given)
+        losses = both_losses(twin.to(args.device).loss, args.texts, args.device)
+        save_row("low_rates", begun | losses | {"state_bytes": 0, "seconds": 0.0}, args)
+        run_all("low_rates", runs(), folder, args)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ SEEDS = (0, 1, 2)
 
 
 def progress(group: Group, text: str) -> None:
-    """Say where it is, so that one that is ended tells how far it got."""
+    """Print the progress, so that the output of a killed process shows how far it got."""
     if group.first:
         print(f"[{time.perf_counter() - STARTED:6.1f} s] {text}", file=sys.stderr, flush=True)
 
@@ -69,7 +69,7 @@ def wait(device: torch.device) -> None:
 
 
 def free() -> None:
-    """Give back the memory that nothing holds any more."""
+    """Free unused memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

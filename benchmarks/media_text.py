@@ -255,34 +255,34 @@ def main() -> None:
     parser.add_argument(
         "--voices", type=int, choices=(1, 2, 4), default=2, help="of words [default: 2]"
     )
-    given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    is_word = given.kind == "words"
-    parse = partial(words, most=given.words)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    is_word = args.kind == "words"
+    parse = partial(words, most=args.words)
     if not is_word:
-        parse = partial(sentences, longest=given.longest)
+        parse = partial(sentences, longest=args.longest)
     texts, others = (
         parse(path.read_text("utf-8", errors="replace"))
-        for path in (given.text, given.val or given.text)
+        for path in (args.text, args.val or args.text)
     )
-    how = (given.form, given.rate, given.voices)
-    held = list(records(given.kind, others[: given.held_out], *how))
+    how = (args.form, args.rate, args.voices)
+    held = list(records(args.kind, others[: args.held_out], *how))
     apart = {record.sentence for record in held}
-    report = write_held_out(given.folder, given.kind, held)
+    report = write_held_out(args.folder, args.kind, held)
     texts = [text for text in texts if text not in apart]
     if is_word:
-        unread = records(given.kind, texts, *how, NEXT_READING * given.readings)
+        unread = records(args.kind, texts, *how, NEXT_READING * args.readings)
         content = b"".join(record.written() for record in unread)
-        (given.folder / f"{given.kind}-again.txt").write_bytes(content)
-    written, numbers = 0, range(given.readings if is_word else 1)
+        (args.folder / f"{args.kind}-again.txt").write_bytes(content)
+    written, numbers = 0, range(args.readings if is_word else 1)
     made = chain.from_iterable(
-        records(given.kind, texts, *how, NEXT_READING * number) for number in numbers
+        records(args.kind, texts, *how, NEXT_READING * number) for number in numbers
     )
-    with (given.folder / f"{given.kind}-train.txt").open("wb") as file:
-        while written < given.bytes and (record := next(made, None)) is not None:
+    with (args.folder / f"{args.kind}-train.txt").open("wb") as file:
+        while written < args.bytes and (record := next(made, None)) is not None:
             written += file.write(record.written())
-    report = {"kind": given.kind, "train_bytes": written, **report}
-    (given.folder / f"{given.kind}.json").write_text(json.dumps(report))
+    report = {"kind": args.kind, "train_bytes": written, **report}
+    (args.folder / f"{args.kind}.json").write_text(json.dumps(report))
     print(json.dumps(report))
 
 

@@ -213,7 +213,7 @@ FIGURES = {
     "scaling": ("scaling", draw_scaling),
     "frontier": ("frontier", draw_frontier),
 }
-"""By the name of a file in `docs/`: whose results, and what draws it."""
+"""Benchmark and drawing function by the name of a file in `docs/`."""
 
 
 def main() -> None:

@@ -131,7 +131,7 @@ def randn(*shape: int) -> torch.Tensor:
 
 def main() -> None:
     """Print a line a comparison, and write the rows."""
-    given = results.options("products", "Time products and updates against cuBLAS.").parse_args()
+    args = results.options("products", "Time products and updates against cuBLAS.").parse_args()
     found = Comparisons()
     roofline = found.roofline
     print(
@@ -144,7 +144,7 @@ def main() -> None:
     for outputs, inputs, rows in ((8192, 8192, 8192), (11264, 2048, 16384)):
         compare_updates(found, outputs, inputs, rows)
     command = results.command_line("products")
-    results.save("products", found.rows, command=command, folder=given.out)
+    results.save("products", found.rows, command=command, folder=args.out)
 
 
 def compare_products(found: Comparisons, size: int) -> None:

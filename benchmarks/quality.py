@@ -116,21 +116,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, action="append", help="[default: 0]")
     parser.add_argument("--file", choices=COMMON, default="quality")
     parser.add_argument("--together", type=int, metavar="N")
-    given = parser.parse_args()
-    text_name = Path(given.data).stem.removesuffix("-train").upper()
-    text, common = ["--data", given.data, "--val", given.val], COMMON[given.file]
+    args = parser.parse_args()
+    text_name = Path(args.data).stem.removesuffix("-train").upper()
+    text, common = ["--data", args.data, "--val", args.val], COMMON[args.file]
     command = f"arb train {common} --data {text_name}"
-    every = list(itertools.product(given.options, given.seed or [0]))
-    at_once, curve = given.together or 1, CURVE.get(given.file)
+    every = list(itertools.product(args.options, args.seed or [0]))
+    at_once, curve = args.together or 1, CURVE.get(args.file)
     for begin in range(0, len(every), at_once):
         runs = every[begin : begin + at_once]
-        if given.together:
+        if args.together:
             rows = measure_together(runs, common, text, curve)
         else:
             rows = [measure(options, common, text, seed, curve) for options, seed in runs]
         for row in rows:
             print(f"{row['options']} seed {row['seed']}: {row['held_out_nats']}", flush=True)
-        results.save(given.file, rows, command=command, folder=given.out)
+        results.save(args.file, rows, command=command, folder=args.out)
 
 
 if __name__ == "__main__":

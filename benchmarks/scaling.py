@@ -96,7 +96,7 @@ def measure(kind: str, shape: str, steps: int, text: dict, seed: int) -> dict:
 
 
 def is_free(claims: Path | None, name: str) -> bool:
-    """Take a run, unless another process has taken it."""
+    """Claim a run; return whether no other process has claimed it."""
     if claims is None:
         return True
     claims.mkdir(parents=True, exist_ok=True)
@@ -116,16 +116,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--claims", type=Path, metavar="DIR", help="what other processes share")
     parser.add_argument("--seconds", type=float, help="begin no run after so many")
-    given = parser.parse_args()
-    text, started = {"data": [given.data], "val": [given.val]}, time.perf_counter()
-    for run in given.runs or every_run():
+    args = parser.parse_args()
+    text, started = {"data": [args.data], "val": [args.val]}, time.perf_counter()
+    for run in args.runs or every_run():
         shape, steps, kind = run.split(maxsplit=2)
-        late = given.seconds and time.perf_counter() - started > given.seconds
-        if late or not is_free(given.claims, f"{run} {given.seed}"):
+        late = args.seconds and time.perf_counter() - started > args.seconds
+        if late or not is_free(args.claims, f"{run} {args.seed}"):
             continue
         began = time.perf_counter()
         try:
-            row = measure(kind, shape, int(steps), text, given.seed)
+            row = measure(kind, shape, int(steps), text, args.seed)
         except Exception:  # of one run: the others may do better
             traceback.print_exc()
             continue
@@ -134,7 +134,7 @@ def main() -> None:
         empty()
         usual = shape in SHAPES and int(steps) in LENGTHS
         file, command = "scaling" if usual else "scaling_others", results.command_line("scaling")
-        results.save(file, [row], command=command, folder=given.out)
+        results.save(file, [row], command=command, folder=args.out)
 
 
 if __name__ == "__main__":

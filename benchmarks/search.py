@@ -216,7 +216,7 @@ def measure(
 
 
 def run_round(
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     kinds: Iterable[str],
     seconds: float,
     seeds: Iterable[int],
@@ -225,34 +225,34 @@ def run_round(
     digits: str,
 ) -> dict[str, float]:
     """Train every kind on every seed, and write each row; return losses of the last seed."""
-    times = json.loads(given.times.read_text()) if given.times and given.times.exists() else {}
-    text = {"data": [given.data], "val": [val]}
+    times = json.loads(args.times.read_text()) if args.times and args.times.exists() else {}
+    text = {"data": [args.data], "val": [val]}
     known = {
         tuple(row[field] for field in results.KEYS["search"]): row["held_out_nats"]
-        for run in results.load("search", given.out)
+        for run in results.load("search", args.out)
         for row in run["rows"]
     }
     found = {}
     for seed, kind in product(seeds, kinds):
-        key = (name, given.ctx, kind, digits, seconds, seed)
+        key = (name, args.ctx, kind, digits, seconds, seed)
         if key in known:
             found[kind] = known[key]
             continue
         started = time.perf_counter()
         try:
             with deterministic():
-                row = measure(kind, given.ctx, digits, seconds, seed, text, times)
+                row = measure(kind, args.ctx, digits, seconds, seed, text, times)
         except ArbError as error:
             print(kind, "cannot be:", error, flush=True)
             continue
-        if given.times:
-            given.times.write_text(json.dumps(times, indent=1))
-        row = {"text": name, "ctx": given.ctx, **row}
+        if args.times:
+            args.times.write_text(json.dumps(times, indent=1))
+        row = {"text": name, "ctx": args.ctx, **row}
         took = time.perf_counter() - started
         print(*(f"{k} {v}," for k, v in row.items()), f"took {took:.0f} s", flush=True)
         if seconds:
-            command = f"python -m benchmarks.search --text {given.text}"
-            results.save("search", [row], command=command, folder=given.out)
+            command = f"python -m benchmarks.search --text {args.text}"
+            results.save("search", [row], command=command, folder=args.out)
             found[kind] = row["held_out_nats"]
     return found
 
@@ -274,23 +274,23 @@ def main() -> None:
         "--rival", action="append", choices=KINDS, help="kind that the best one is compared with"
     )
     parser.add_argument("--final-val", help="held-out text of that comparison")
-    given = parser.parse_args()
-    kinds = given.kind or list(KINDS)
-    rounds = given.seconds or [9.0, 36.0]
-    if given.rival and len(rounds) == 1:
+    args = parser.parse_args()
+    kinds = args.kind or list(KINDS)
+    rounds = args.seconds or [9.0, 36.0]
+    if args.rival and len(rounds) == 1:
         parser.error("--rival takes the last of --seconds, and there is but one")
-    seeds, losses = given.seed or (0,), {}
-    for seconds in rounds[:-1] if given.rival else rounds:
-        found = run_round(given, kinds, seconds, seeds, given.text, given.val, given.digits)
+    seeds, losses = args.seed or (0,), {}
+    for seconds in rounds[:-1] if args.rival else rounds:
+        found = run_round(args, kinds, seconds, seeds, args.text, args.val, args.digits)
         losses = found | losses  # the first round is of all
-        kinds = sorted(found, key=found.__getitem__)[: given.best or max(2, len(found) // 4)]
-    if given.rival:
+        kinds = sorted(found, key=found.__getitem__)[: args.best or max(2, len(found) // 4)]
+    if args.rival:
         # a rival may be the best itself, and the second is compared with it then
-        rival = min((kind for kind in given.rival if kind in losses), key=losses.__getitem__)
+        rival = min((kind for kind in args.rival if kind in losses), key=losses.__getitem__)
         best = min((kind for kind in found if kind != rival), key=found.__getitem__)
-        name, val = f"{given.text}, other half", given.final_val or given.val
-        run_round(given, (best, rival), rounds[-1], (1, 2, 3), name, val, given.digits)
-        run_round(given, (best,), rounds[-1], (1,), name, val, "trit")
+        name, val = f"{args.text}, other half", args.final_val or args.val
+        run_round(args, (best, rival), rounds[-1], (1, 2, 3), name, val, args.digits)
+        run_round(args, (best,), rounds[-1], (1,), name, val, "trit")
 
 
 if __name__ == "__main__":

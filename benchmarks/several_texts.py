@@ -133,13 +133,13 @@ def main() -> None:
     parser.add_argument("presets", nargs="*", metavar="PRESET", default=["1b"])
     parser.add_argument("--batch", nargs="+", type=int, default=[4, 16, 64])
     parser.add_argument("--against", choices=("float", "one"), default="float")
-    given = parser.parse_args()
-    for name in given.presets:
+    args = parser.parse_args()
+    for name in args.presets:
         preset(name)
-        if given.against == "one":
-            measure_against_one(name, given.batch)
+        if args.against == "one":
+            measure_against_one(name, args.batch)
             continue
-        rows = measure(name, given.batch)
+        rows = measure(name, args.batch)
         for ours, peer in zip(rows[::2], rows[1::2], strict=True):
             rate, twin = ours["bytes_per_second"], peer["bytes_per_second"]
             print(
@@ -148,7 +148,7 @@ def main() -> None:
                 flush=True,
             )
         command = results.command_line("several_texts", name)
-        results.save("several_texts", rows, command=command, folder=given.out)
+        results.save("several_texts", rows, command=command, folder=args.out)
 
 
 if __name__ == "__main__":

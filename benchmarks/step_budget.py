@@ -96,9 +96,9 @@ class Work:
     """Work of a step by kind."""
 
     bytes: Counter[str] = field(default_factory=Counter)
-    """Of all tensors that launches are given."""
+    """Bytes of all tensors that are passed to launches."""
     operations: Counter[str] = field(default_factory=Counter)
-    """Of attention, and of products by kernels of our own."""
+    """Operations of attention and of products by own kernels."""
     products: Counter[tuple] = field(default_factory=Counter)
     """How often the library multiplies, by kind, operation and the forms of its arguments."""
     kernels: dict[str, str] = field(default_factory=dict)
@@ -215,7 +215,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do an operation, and count it."""
+        """Run an operation, and count it."""
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         name, work = func.overloadpacket.__name__, self.work
@@ -449,19 +449,19 @@ def main() -> None:
     """Print what each model's step is made of, and write its row."""
     parser = results.options("step_budget", "Compare the parts of a training step with floors.")
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}")
-    given = parser.parse_args()
-    for name in given.models or MODELS:
+    args = parser.parse_args()
+    for name in args.models or MODELS:
         row: dict[str, Any] = {"model": name} | measure(MODELS[name])
         print(f"{name}: {row['step_ms']} ms captured, {row['kernel_ms']} of kernels")
         for kind, found in row["kinds"].items():
             print(f"  {kind:24}{found['ms']:10.3f} ms, at least {found['floor_ms']:10.3f}")
         print(flush=True)
         command = results.command_line("step_budget")
-        results.save("step_budget", [row], command=command, folder=given.out)
+        results.save("step_budget", [row], command=command, folder=args.out)
         if MODELS[name].get("direction") == "factored":
             row["twin"] = measure_twin(MODELS[name], row["ctx"])
             print(f"  the bare twin: {row['twin']}", flush=True)
-            results.save("step_budget", [row], command=command, folder=given.out)
+            results.save("step_budget", [row], command=command, folder=args.out)
 
 
 if __name__ == "__main__":

@@ -51,13 +51,13 @@ KINDS = {
 """Purposes of kernels of the model, by their names; the first that fits."""
 UPDATE, OTHERS = "updates", "copies, sums and others"
 METHODS = ("__call__", "step_held", "finish")
-"""Of the updater, which launch all that steps weights."""
+"""Methods of the updater, which launch all kernels of updates."""
 LISTED = 12
 """Kernels of a row, those that take longest."""
 
 
 def kind_of(name: str) -> str:
-    """Say what a kernel of the model does."""
+    """Return the purpose of a kernel of the model."""
     return next((kind for kind, names in KINDS.items() if re.search(names, name.lower())), OTHERS)
 
 
@@ -81,7 +81,7 @@ def times(events: Iterable[dict[str, Any]]) -> tuple[Counter, Counter]:
 
 
 def annotated(method: str) -> Any:
-    """Give a method of the updater a range in the trace."""
+    """Wrap a method of the updater in a range of the trace."""
     run = getattr(Updater, method)
 
     @functools.wraps(run)
@@ -151,12 +151,12 @@ def main() -> None:
     """Print what each model's step is made of, and write its row."""
     parser = results.options("step_kernels", "Break a training step down by kernel.")
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}")
-    given = parser.parse_args()
-    for name in given.models or MODELS:
+    args = parser.parse_args()
+    for name in args.models or MODELS:
         row = {"model": name} | measure(MODELS[name])
         print(row, flush=True)
         command = results.command_line("step_kernels")
-        results.save("step_kernels", [row], command=command, folder=given.out)
+        results.save("step_kernels", [row], command=command, folder=args.out)
 
 
 if __name__ == "__main__":

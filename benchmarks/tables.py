@@ -50,7 +50,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def source(runs: Runs) -> str:
-    """Say in a line where figures come from: hardware, versions, commits and commands."""
+    """Return the origin of figures as a line: hardware, versions, commits and commands."""
     parts = []
     for fields, shown in (
         ("hardware", {"gpu": "", "driver": "driver ", "cuda": "CUDA ", "cpu": ""}),
@@ -1115,7 +1115,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "commands": ("commands", commands),
     "hnet-quality": ("hnet_quality", chunked_quality),
 }
-"""By the name that a document uses: whose results, and what writes the table."""
+"""Benchmark and function of each table, by its name in a document."""
 
 
 def documents() -> list[Path]:
@@ -1138,13 +1138,13 @@ def with_tables(text: str) -> str:
 
 
 def main() -> None:
-    """Take new results, and write the tables of all documents."""
+    """Add new results, and write the tables of all documents."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables")
     parser.add_argument("--take", type=Path, metavar="DIR", help="add the JSON files of a folder")
-    given = parser.parse_args()
-    if given.take:
+    args = parser.parse_args()
+    if args.take:
         for name in KEYS:
-            runs = load(name, given.take)
+            runs = load(name, args.take)
             if runs:
                 add_runs(name, runs)
                 print(f"{name}: {sum(len(run['rows']) for run in runs)} rows", file=sys.stderr)

@@ -31,12 +31,12 @@ from benchmarks.float_qwen import Shape
 from benchmarks.tuning import (
     WARMUP,
     both_losses,
-    do_some,
     imported,
-    keep,
     options,
     prepared_folder,
     run_all,
+    run_jobs,
+    save_row,
     score,
     tuned_twin,
 )
@@ -79,25 +79,25 @@ RULES = ("moment", "nibble")
 
 
 def fade(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
-    """Let the import of the folder fade, as `arb train --init-from` does."""
-    begun = imported(folder, way.kind)
-    model = replace(saved_config(read_saved(begun, print).checkpoint), digits="fade")
+    """Train the imported model with fading weights, as `arb train --init-from` does."""
+    initial = imported(folder, way.kind)
+    model = replace(saved_config(read_saved(initial, print).checkpoint), digits="fade")
     config = new_config(
         preset=model, batch=BATCH, device=device, warmup=WARMUP, eval_every=0, keep=1,
         fade_from=way.fade_from, fade_to=way.fade_to, lr=way.lr, steps=way.steps, seed=way.seed,
-        teacher=str(begun) if way.taught else None,
+        teacher=str(initial) if way.taught else None,
         data=[str(texts / name) for name in TRAINED_ON],
         val=[str(texts / name) for name in HELD_OUT],
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as made:
         run = Path(made, "run")
-        arbcli.start_training(config, run, init_from=begun)
+        arbcli.start_training(config, run, init_from=initial)
         return score(run, texts, device)
 
 
 def straight_through(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
-    """Train latents whose trits multiply, and which have the gradients of these."""
-    train, held_out = (Text([texts / name for name in some]) for some in (TRAINED_ON, HELD_OUT))
+    """Train float latents that are rounded to trits, with straight-through gradients."""
+    train, held_out = (Text([texts / name for name in names]) for names in (TRAINED_ON, HELD_OUT))
     config = new_config(
         preset=read_folder_config(folder, weights="ste"), batch=BATCH, device=device,
         warmup=WARMUP, optimizer=way.kind, lr=way.lr, steps=way.steps, seed=way.seed,
@@ -108,7 +108,7 @@ def straight_through(way: Way, texts: Path, folder: Path, device: str) -> dict[s
 
 
 def begin(texts: Path, folder: Path, rule: str, device: str) -> list[dict[str, Any]]:
-    """Score the import of the folder, which is the teacher, and its trits without training."""
+    """Score the imported model, which is the teacher, and its trits without training."""
     model, rows = load_model(imported(folder, rule), device=device), []
     for kind in ("imported", "rounded"):
         if kind == "rounded":
@@ -120,32 +120,32 @@ def begin(texts: Path, folder: Path, rule: str, device: str) -> list[dict[str, A
 
 
 def read_way(words: str) -> Way:
-    """Read a way that the command line names."""
+    """Parse a way from the command line, such as `moment 0.2 seed=1`."""
     kind, lr, *fields = words.split()
-    given = dict(field.split("=") for field in fields)
-    return Way(kind=kind, lr=float(lr), **{name: ast.literal_eval(given[name]) for name in given})
+    values = dict(field.split("=") for field in fields)
+    return Way(kind=kind, lr=float(lr), **{k: ast.literal_eval(v) for k, v in values.items()})
 
 
-def go(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
-    """Go a way."""
+def train_way(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
+    """Train a ternary model in one of the ways, and return its results."""
     return (fade if way.kind in RULES else straight_through)(way, texts, folder, device)
 
 
 def main() -> None:
-    """Train the float model, go the ways, those of a kind in one process, and write the rows."""
+    """Train the float model, train ternary models in all ways, and write the rows."""
     parser = options("ternary_tuning", "Compare ways to a ternary model.")
     parser.add_argument("--way", nargs="+", type=read_way, default=WAYS, help="[those of the file]")
-    given = parser.parse_args()
-    if given.some:
-        do_some(given.some, Way, lambda way: go(way, given.texts, given.folder, given.device))
+    args = parser.parse_args()
+    if args.jobs:
+        run_jobs(args.jobs, Way, lambda way: train_way(way, args.texts, args.folder, args.device))
         return
-    kinds = given.kinds or {way.kind for way in given.way}
+    kinds = args.kinds or {way.kind for way in args.way}
     rules = [rule for rule in RULES if rule in kinds]
-    with prepared_folder(given, rules, TRAINED_ON, HELD_OUT, SHAPE, BATCH) as folder:
+    with prepared_folder(args, rules, TRAINED_ON, HELD_OUT, SHAPE, BATCH) as folder:
         for rule in rules:
-            for row in begin(given.texts, folder, rule, given.device):
-                keep("ternary_tuning", row, given)
-        run_all("ternary_tuning", given.way, folder, given)
+            for row in begin(args.texts, folder, rule, args.device):
+                save_row("ternary_tuning", row, args)
+        run_all("ternary_tuning", args.way, folder, args)
 
 
 if __name__ == "__main__":

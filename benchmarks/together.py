@@ -48,7 +48,7 @@ def _is_due(trainer: Trainer, every: int | None) -> bool:
 
 
 def _step(trainer: Trainer, stream: torch.cuda.Stream) -> None:
-    """Do one step: a replay at the same time as those of others, a step without a graph alone."""
+    """Run one step: a graph's replay on its stream, or a step without a graph exclusively."""
     if trainer._graph is not None:
         with torch.cuda.stream(stream):
             trainer.train_step()

@@ -64,7 +64,7 @@ GROUPS = {
 ROUNDS = 5
 ROUND_SECONDS = 0.3
 FEWEST_STEPS, MOST_STEPS = 3, 300
-"""Of a round."""
+"""Minimum and maximum number of steps per round."""
 
 
 @dataclass(slots=True)
@@ -78,9 +78,9 @@ class Subject:
     reserved: int
     """Bytes, the most that the allocator held, once compiled."""
     seconds: list[float]
-    """Of a step, by round."""
+    """Seconds per step, by round."""
     clock: dict[str, float]
-    """Of the GPU under the last steps: see `results.read_clock`."""
+    """Clock rates of the GPU during the last steps: see `results.read_clock`."""
 
 
 @cache
@@ -131,7 +131,7 @@ def prepare(preset: str, kind: str) -> Subject:
 
 
 def empty() -> None:
-    """Give back what is unused, and forget the peaks."""
+    """Free unused memory, and reset the peaks."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -139,7 +139,7 @@ def empty() -> None:
 
 
 def run_steps(trainer: Trainer | BareTwin, steps: int) -> float:
-    """Do some steps; return the seconds of one."""
+    """Run steps; return the seconds per step."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(steps):
@@ -219,10 +219,10 @@ def main() -> None:
     parser = results.options("training_step", "Time training steps against float twins.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
-    given = parser.parse_args()
-    for preset in given.presets or SHAPES:
+    args = parser.parse_args()
+    for preset in args.presets or SHAPES:
         for group in GROUPS[preset]:
-            kinds = tuple(kind for kind in group if kind in given.kinds)
+            kinds = tuple(kind for kind in group if kind in args.kinds)
             rows = measure(preset, kinds) if kinds else []
             for row in rows:
                 print(
@@ -234,7 +234,7 @@ def main() -> None:
                 )
             if rows:
                 command = results.command_line("training_step", preset)
-                results.save("training_step", rows, command=command, folder=given.out)
+                results.save("training_step", rows, command=command, folder=args.out)
 
 
 if __name__ == "__main__":

@@ -337,7 +337,7 @@ def both_losses(
 
 
 def tune(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
-    """Do a run of tuning."""
+    """Run a job: tune a model, and return its results."""
     if job.kind in RULES:
         return tune_integers(job, texts, folder, device)
     if job.kind in ("AdamW", "Muon"):
@@ -346,133 +346,134 @@ def tune(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
 
 
 def options(benchmark: str, summary: str) -> argparse.ArgumentParser:
-    """Make a parser of what a benchmark that tunes in several processes is given."""
+    """Return a parser for a benchmark that tunes models in several processes."""
     parser = results.options(benchmark, summary)
     parser.add_argument("texts", type=Path, help="folder of the texts")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--steps", type=int, help="of every run, for a trial")
-    parser.add_argument("--folder", type=Path, help="the float model; made if it is not there")
-    parser.add_argument("--kinds", nargs="+", help="of these kinds alone")
-    parser.add_argument("--some", help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, help="steps of every run, for a trial")
+    parser.add_argument("--folder", type=Path, help="the float model; trained if missing")
+    parser.add_argument("--kinds", nargs="+", help="only run jobs of these kinds")
+    parser.add_argument("--jobs", help=argparse.SUPPRESS)
     return parser
 
 
 @contextmanager
-def prepared_folder(given: argparse.Namespace, kinds: Iterable[str], *what: Any) -> Iterator[Path]:
-    """Train the float model if it is not there, and import it for some kinds.
+def prepared_folder(args: argparse.Namespace, kinds: Iterable[str], *what: Any) -> Iterator[Path]:
+    """Train the float model if it is missing, and import it for several kinds.
 
     Args:
-        given: as `options` parses it; a folder that it does not name is removed at the end.
-        kinds: of `RULES`.
+        args: parsed arguments of `options`; without a folder, a temporary one is used.
+        kinds: kinds in `RULES`.
         what: arguments of `pretrain` after the device.
 
     Yields:
-        the folder of the float model.
+        Folder of the float model.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        folder = given.folder or Path(temporary, "qwen3-of-bytes")
+        folder = args.folder or Path(temporary, "qwen3-of-bytes")
         if not folder.exists():
-            pretrain(given.texts, folder, given.steps or PRETRAINED_STEPS, given.device, *what)
+            pretrain(args.texts, folder, args.steps or PRETRAINED_STEPS, args.device, *what)
         with ThreadPoolExecutor(len(RULES)) as pool:
             list(pool.map(lambda kind: import_for(folder, kind), kinds))
         yield folder
 
 
-def run_all(benchmark: str, jobs: Iterable[Any], folder: Path, given: argparse.Namespace) -> None:
-    """Do the jobs, those of a kind in a process of their own; print and save rows as they come.
+def run_all(benchmark: str, jobs: Iterable[Any], folder: Path, args: argparse.Namespace) -> None:
+    """Run jobs, with one process for each kind; print and save rows as they come.
 
     Args:
-        benchmark: module of `benchmarks` that does jobs by `--some`, and name of the results.
-        jobs: dataclasses with `kind`, and with `steps`, which `given` may replace.
-        folder: of the float model.
-        given: as `options` parses it.
+        benchmark: module of `benchmarks` that runs jobs by `--jobs`, and name of the results.
+        jobs: dataclasses with `kind`, and with `steps`, which `args` may replace.
+        folder: folder of the float model.
+        args: parsed arguments of `options`.
     """
     kinds: dict[str, list[dict[str, Any]]] = {}
     for job in jobs:
-        if job.kind in (given.kinds or (job.kind,)):
-            job = replace(job, steps=given.steps or job.steps)
+        if job.kind in (args.kinds or (job.kind,)):
+            job = replace(job, steps=args.steps or job.steps)
             kinds.setdefault(job.kind, []).append(asdict(job))
     writing = Lock()
 
-    def run(some: list[dict[str, Any]]) -> None:
-        words = ["-m", f"benchmarks.{benchmark}", str(given.texts), "--device", given.device]
-        words += ["--some", json.dumps(some), "--folder", str(folder)]
-        with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as made:
-            assert made.stdout is not None
-            for line in made.stdout:
+    def run(group: list[dict[str, Any]]) -> None:
+        words = ["-m", f"benchmarks.{benchmark}", str(args.texts), "--device", args.device]
+        words += ["--jobs", json.dumps(group), "--folder", str(folder)]
+        command = [sys.executable, *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
                 if line.startswith("{"):
                     with writing:
-                        keep(benchmark, json.loads(line), given)
-        if made.returncode:
-            print(f"{some[0]['kind']}: failed", flush=True)
+                        save_row(benchmark, json.loads(line), args)
+        if process.returncode:
+            print(f"{group[0]['kind']}: failed", flush=True)
 
     with ThreadPoolExecutor(max(1, len(kinds))) as pool:
         list(pool.map(run, kinds.values()))
 
 
-def do_some(some: str, kind: type, do: Callable[[Any], dict[str, Any]]) -> None:
-    """Do jobs one after another, as `run_all` asks for it, and print a row of each.
+def run_jobs(jobs: str, kind: type, run: Callable[[Any], dict[str, Any]]) -> None:
+    """Run jobs one after another in a process of `run_all`, and print a row of each.
 
     Args:
-        some: a JSON list of the fields of each.
-        kind: dataclass of a job.
-        do: does a job, and finds what a row has besides the job's fields.
+        jobs: JSON list of the jobs' fields.
+        kind: dataclass of jobs.
+        run: runs a job, and returns its results, which a row has after the job's fields.
     """
-    for fields in json.loads(some):
+    for fields in json.loads(jobs):
         started, job = time.perf_counter(), kind(**fields)
-        found = do(job)
+        found = run(job)
         seconds = round(time.perf_counter() - started, 1)
         print(json.dumps(asdict(job) | found | {"seconds": seconds}), flush=True)
-        torch.compiler.reset()  # each job has a model of its own, and eight are compiled at most
+        torch.compiler.reset()  # torch compiles eight variants of a function, and each job is one
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-def keep(benchmark: str, row: dict[str, Any], given: argparse.Namespace) -> None:
+def save_row(benchmark: str, row: dict[str, Any], args: argparse.Namespace) -> None:
     """Print a row, and save it with the results."""
     print(json.dumps(row), flush=True)
     command = results.command_line(benchmark, "TEXTS")
-    results.save(benchmark, [row], command=command, folder=given.out)
+    results.save(benchmark, [row], command=command, folder=args.out)
 
 
-def print_begun(rules: Iterable[str], folder: Path, given: argparse.Namespace) -> None:
+def print_begun(rules: Iterable[str], folder: Path, args: argparse.Namespace) -> None:
     """Print the losses of the float model and of its import."""
     for kind in rules:
         row = {"part": "begun", "kind": kind, "lr": 0.0, "seed": 0, "steps": 0, "seconds": 0.0}
-        found = score(imported(folder, kind), given.texts, given.device)
+        found = score(imported(folder, kind), args.texts, args.device)
         print(json.dumps(row | found), flush=True)
     twin = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
-    print("float", both_losses(twin.to(given.device).loss, given.texts, given.device), flush=True)
+    print("float", both_losses(twin.to(args.device).loss, args.texts, args.device), flush=True)
 
 
 def main() -> None:
-    """Train the float model, tune it in every way, and write the rows."""
+    """Train the float model, run all jobs, and write the rows."""
     parser = options("tuning", "Compare ways of tuning.")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="[all]")
     parser.add_argument("--seeds", nargs="+", type=int, choices=range(3), default=range(3))
     parser.add_argument("--measure", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.some:
-        do_some(given.some, Job, lambda job: tune(job, given.texts, given.folder, given.device))
+    args = parser.parse_args()
+    if args.jobs:
+        run_jobs(args.jobs, Job, lambda job: tune(job, args.texts, args.folder, args.device))
         return
-    if given.measure:
-        print(json.dumps(measure(given.measure, given.texts, given.folder, given.device)))
+    if args.measure:
+        print(json.dumps(measure(args.measure, args.texts, args.folder, args.device)))
         return
-    rules = [kind for kind in RULES if kind in (given.kinds or RULES)]
-    with prepared_folder(given, rules) as folder:
-        parts = given.parts or PARTS
+    rules = [kind for kind in RULES if kind in (args.kinds or RULES)]
+    with prepared_folder(args, rules) as folder:
+        parts = args.parts or PARTS
         if {*parts} != {"speed"}:
-            print_begun(rules, folder, given)
+            print_begun(rules, folder, args)
         if "speed" in parts:
-            words = [sys.executable, "-m", "benchmarks.tuning", str(given.texts)]
-            words += ["--device", given.device, "--folder", str(folder), "--measure"]
-            kinds = [kind for kind in SPEEDS if kind in (given.kinds or (kind,))]
+            words = [sys.executable, "-m", "benchmarks.tuning", str(args.texts)]
+            words += ["--device", args.device, "--folder", str(folder), "--measure"]
+            kinds = [kind for kind in SPEEDS if kind in (args.kinds or (kind,))]
             for row in measured([*words, kind] for kind in kinds):
                 if row is not None:
-                    keep("tuning", row, given)
-        chosen = [job for job in jobs(given.seeds) if job.part in parts]
-        run_all("tuning", chosen, folder, given)
+                    save_row("tuning", row, args)
+        chosen = [job for job in jobs(args.seeds) if job.part in parts]
+        run_all("tuning", chosen, folder, args)
 
 
 if __name__ == "__main__":

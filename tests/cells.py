@@ -33,7 +33,7 @@ PARTS: dict[str, PartConfig] = {
     "mamba": MambaConfig(heads=2, states=7), "mlp": MLPConfig(width=13),
     "experts": ExpertsConfig(experts=4, width=7, gate="softplus", shared=True),
 }  # fmt: skip
-"""By kind; `grouped` is `attention` of another shape than kernels have."""
+"""Configurations by kind; `grouped` is `attention` of a shape without kernels."""
 PLAIN = ("grouped",)
 """Of these, mixers of plain operations between kernels, which a compiler differentiates itself."""
 MIXERS = [name for name, part in PARTS.items() if part.kind in parts.MIXERS]

@@ -76,7 +76,7 @@ def text(tmp_path) -> str:
 
 @pytest.fixture
 def own_cache(monkeypatch, tmp_path) -> None:
-    """Keep what is cached in the folder of a test."""
+    """Use a cache in the folder of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

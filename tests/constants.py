@@ -1,7 +1,7 @@
 """Every number and name that the package outside of its kernels has written down, in one list.
 
-And what goes nowhere: parameters that no caller in the package gives, and those that a function
-does not read. Where a value is not handed on any more, one of these is new.
+And what goes nowhere: parameters that no caller in the package gives, those that a function does
+not read, and what `seams.py` finds. Where a value is not handed on any more, one of these is new.
 
 `python tests/constants.py` writes the list to `constants.txt`; `test_constants.py` compares. What
 differs from it was changed on purpose, and then it is read here once more; or it was not.
@@ -11,6 +11,8 @@ import ast
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+
+import seams
 
 import arbcli
 from arbcli.config.presets import PRESETS
@@ -40,7 +42,10 @@ def constants() -> str:
         for line in _found(tree.body, "")
     ]
     lines += [f"{name}: {dataclasses.asdict(shape)}" for name, shape in PRESETS.items()]
-    return "\n".join([*lines, *_leading_nowhere(trees)]) + "\n"
+    lines += _leading_nowhere(trees)
+    found = [*seams.left_out(trees), *seams.exchanged(trees), *seams.never_read(trees)]
+    lines += [line for line in found if not line.startswith("kernels/")]
+    return "\n".join(lines) + "\n"
 
 
 def _found(body: list[ast.stmt], owner: str) -> Iterator[str]:
@@ -49,6 +54,8 @@ def _found(body: list[ast.stmt], owner: str) -> Iterator[str]:
             yield from _found(node.body, f"{owner}{node.name}.")
         elif isinstance(node, ast.FunctionDef):
             yield from _defaults(node, owner)
+            if written := seams.written_in(node):
+                yield f"{owner}{node.name}: {' '.join(written)}"
             yield from _found([n for n in node.body if isinstance(n, ast.FunctionDef)], owner)
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target

@@ -24,7 +24,7 @@ SHAPE = {
 }  # fmt: skip
 """Two groups of scales where a row has 36, 40, 44 or 48 weights."""
 STD = 0.3
-"""Of weights of parts by themselves: large, so that what is chosen differs between positions."""
+"""Standard deviation of weights, large enough that choices differ between positions."""
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 """For float32: products of other shapes may add in another order, and processors differ in that."""
 

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 WIDE_SECONDS, MOST_TESTS = 15.0, 200
 """The most tests that are run of a change, and the sum of their times as the map has them."""
 ENDLESS_SECONDS = 5
-"""Of processor time, after which a changed reference is taken to have no end."""
+"""Processor time after which a changed reference is considered endless."""
 OPTIONS = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "-m", "not slow"]
 FLIPPED: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,

@@ -21,7 +21,7 @@ from arbcli.model.operations import step_operations
 PATH = Path(__file__).parent / "model" / "old_configs.json"
 SEEDS = (0, 3)
 DIGITS = 16
-"""Of a digest that are written."""
+"""Number of digits of a stored digest."""
 ASPECTS = {
     "names": (),
     "shapes": ("out_features", "in_features", "matrices"),

@@ -101,7 +101,7 @@ def overwrite_sum(value: str) -> Change:
 
 
 def ignore_stride(only: int) -> Change:
-    """Take a stride to be 1: the `only`-th product with one, in the order of the source."""
+    """Replace a stride by 1, in the `only`-th product with one in the order of the source."""
 
     def change(tree: ast.AST) -> int:
         ignorer = _StrideIgnorer(only)

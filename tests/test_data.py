@@ -377,7 +377,7 @@ def test_open_texts_counts_a_file_once(tmp_path, monkeypatch):
     path = write(tmp_path / "book.txt", random_bytes(100))
     (tmp_path / "link.txt").symlink_to(path)
     monkeypatch.chdir(tmp_path)
-    entries = ["book.txt", str(path), ".", "*.txt", "../" + tmp_path.name]
+    entries = ["link.txt", "book.txt", str(path), ".", "*.txt", "../" + tmp_path.name]
     texts = open_texts(entries, None, seed=0, context=8)
     assert len(texts.train) + len(texts.val) == 100
 

@@ -69,6 +69,7 @@ def test_what_is_not_a_batch_of_bytes_is_refused_in_a_sentence(ids, message, run
 CONTRADICTIONS = (
     {"tscale_type": "T8", "scale_type": "T32"}, {"wire": "int8", "reduce_dtype": "int12"},
     {"weights": "int8", "digits": "trit"}, {"optimizer": "sign", "direction": "factored"},
+    {"direction": "factored", "optimizer": "muon"},
 )  # fmt: skip
 
 

@@ -95,6 +95,7 @@ def test_schema_names_what_is_wrong():
         ([], "`f` has `[]` in place of an object"),
         ({"text": 3}, "`f` has no valid `text`: it is `3`"),
         ({"text": {}}, "`f` has no valid `text.size`: it is missing"),
+        ({"text": {"size": ""}}, "`f` has no valid `text.size`: it is ``"),
         ({"text": {"size": "x" * 99}}, f"`f` has no valid `text.size`: it is `{'x' * 60}...`"),
     ):
         with pytest.raises(ArbError) as told:

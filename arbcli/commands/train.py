@@ -53,7 +53,7 @@ def train(
         float | None,
         typer.Option(
             min=0.01,
-            help="Training time, instead of --steps, whose number follows from timing a few.",
+            help="Training time instead of --steps; their number follows from timing a few.",
             rich_help_panel=OPTIMISATION,
         ),
     ] = None,

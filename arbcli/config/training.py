@@ -163,7 +163,8 @@ class TrainConfig:
             "Share of the steps after which weights begin to anneal.",
             OPTIMISATION,
             least=0,
-            default="0.4, or 0 for a run that starts from weights of all digits",
+            default="half of the steps before the end of the fade, so 0.4; 0 for a run that starts"
+            " from weights of all digits",
             decisive=True,
         ),
     ] = None
@@ -173,7 +174,8 @@ class TrainConfig:
             "Share of the steps after which annealed weights are ternary.",
             OPTIMISATION,
             least=0,
-            default="fade_from + 0.5, or 0.1 for a run that starts from weights of all digits",
+            default="half of the steps after the beginning of the fade, so 0.9; 0.1 for a run that"
+            " starts from weights of all digits",
             decisive=True,
         ),
     ] = None
@@ -433,8 +435,10 @@ class TrainConfig:
     @property
     def fades(self) -> tuple[float, float]:
         """Shares of the steps after which weights begin to fade, and are trits."""
-        begin = FADE_FROM if self.fade_from is None else self.fade_from
-        return begin, begin + FADING_SHARE if self.fade_to is None else self.fade_to
+        begin, end = self.fade_from, self.fade_to
+        if begin is None:
+            begin = FADE_FROM if end is None else max(0.0, end - FADING_SHARE)
+        return begin, begin + FADING_SHARE if end is None else end
 
     @property
     def eval_interval(self) -> int:
@@ -527,7 +531,14 @@ def train_config(
     shape = {name: given.pop(name) for name in list(given) if name in ARGUMENTS}
     ternary = trains_ternary(preset, shape.get("weights"))
     if ternary and given.get("optimizer") == "muon":  # a word for both kinds of weights
-        shape.setdefault("direction", "orthogonal")
+        direction = shape.get("direction")
+        if direction not in (None, "orthogonal"):
+            raise ArbError(
+                f"`direction={direction}` and `optimizer=muon` contradict each other",
+                hint="give one of them",
+                fields=("direction", "optimizer"),
+            )
+        shape["direction"] = "orthogonal"
         del given["optimizer"]
     if not ternary and shape.get("direction") == "orthogonal":
         given.setdefault("optimizer", "muon")

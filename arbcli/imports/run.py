@@ -95,7 +95,7 @@ def import_folder(
     """
     started = time.perf_counter()
     if checkpoints(run) or (run / CONFIG).exists():
-        raise ArbError(f"`{run}` holds a run already", hint="choose another `--out`")
+        raise ArbError(f"`{run}` already contains a run", hint="choose another `--out`")
     storage = {"rule": rule, "scale_type": scale_type, "direction": direction}
     config = read_folder_config(source, **storage, digits="all")
     values = read_json(source / CONFIG)

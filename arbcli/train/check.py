@@ -179,7 +179,7 @@ def _check_checkpoint(path: Path, accept: Accept) -> Finding:
         return Finding(name=path.name, state="refused", detail=str(error))
     size = sum(tensor.nbytes for tensor in found.tensors.values())
     if found.step != step_of(path):
-        return Finding(name=path.name, state="damaged", detail=f"it has step {found.step:,}")
+        return Finding(name=path.name, state="damaged", detail=f"it belongs to step {found.step:,}")
     return Finding(name=path.name, state="ok", detail=f"{size:,} bytes of state, as written")
 
 

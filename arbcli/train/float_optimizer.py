@@ -45,7 +45,7 @@ class FloatOptimizer:
             self._muon = Muon(blocks, self._lr, WEIGHT_DECAY, compiled=compiled)
             blocks, decay = [], 0.0
         rest = blocks + others
-        # no weight decay for vectors with nonzero initial values, such as gains
+        # no weight decay for vectors with given initial values, such as gains and biases
         vectors = [
             part for part in model.modules() if isinstance(part, FloatNumbers) and part.values
         ]

@@ -19,8 +19,7 @@ def text_warnings(texts: Texts) -> list[str]:
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         warnings.append(
-            f"warning: `{found[0]}`{more} contain NUL bytes; probably binary. Exclude them unless"
-            " intended"
+            f"warning: NUL bytes in `{found[0]}`{more}, which may be binary: leave binary files out"
         )
     train, val = map(entropy, both)
     if abs(train - val) > FAR_NATS:

@@ -306,3 +306,19 @@ def test_page_shows_every_figure_of_its_report(name):
 
 def test_every_page_has_its_text():
     assert {path.stem for path in FOLDER.glob("*.txt")} == set(PAGES)
+
+
+def test_option_that_knows_its_words_refuses_no_word_as_it_does_another():
+    def refuses(option, word: str) -> bool:
+        try:
+            option.callback(None, option, [word] if option.multiple else word)
+        except ArbError:
+            return True
+        except TypeError:  # of a number
+            return False
+        return False
+
+    options = [o for command in COMMANDS.values() for o in command.params if o.callback]
+    knowing = [option for option in options if refuses(option, "no such word")]
+    assert len(knowing) > 60
+    assert [option.name for option in knowing if not refuses(option, "")] == []

@@ -139,6 +139,20 @@ def test_rate_grows_to_that_of_the_trit_while_weights_fade():
         assert learning_rate(early, step) == pytest.approx(config.lr * (1 + (growth - 1) / 2))
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, FADES),
+        ({"fade_from": 0.125}, (0.125, 0.625)),
+        ({"fade_to": 0.625}, (0.125, 0.625)),
+        ({"fade_to": 0.25}, (0.0, 0.25)),
+        ({"fade_from": 0.5, "fade_to": 0.625}, (0.5, 0.625)),
+    ],
+)
+def test_a_fade_takes_half_of_the_steps_unless_both_ends_are_given(given, wanted):
+    assert new_config(**SMALL, **given).fades == wanted
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", FADING)
 def test_captured_steps_fade_with_the_bits_of_eager_ones(rule, text):

@@ -102,23 +102,23 @@ def test_nothing_is_said_of_two_parts_of_a_text(tmp_path):
 
 def test_files_with_bytes_of_0_are_named(tmp_path):
     (one,) = warnings(tmp_path, data1=PROSE, data2=PROSE[:99] + bytes(3), val=PROSE)
-    assert "data2.txt` contain NUL bytes" in one
+    assert "data2.txt`, which may be binary" in one
     (one,) = warnings(tmp_path, data2=PROSE[:500], data3=bytes(1) + PROSE, val=PROSE)
-    assert "data3.txt` contain NUL bytes" in one
+    assert "data3.txt`, which may be binary" in one
     (one,) = warnings(tmp_path, data1=bytes(1) + PROSE, val=PROSE)
-    assert "data1.txt` and 1 more contain NUL bytes" in one
+    assert "data1.txt` and 1 more, which may be binary" in one
 
 
 def test_held_out_file_with_bytes_of_0_is_named_too(tmp_path):
     (one,) = warnings(tmp_path, data=PROSE, val=PROSE + bytes(1), val2=bytes(1) + PROSE)
-    assert "val2.txt` contain NUL bytes" in one  # of the other one only the beginning is read
+    assert "val2.txt`, which may be binary" in one  # of the other one only the beginning is read
 
 
 def test_nothing_is_said_of_bytes_of_0_in_sounds_and_pictures(tmp_path):
     picture = b"a page\n" + PictureHeader("grey", 3, 1).encode() + bytes(3) + b"\n"
     assert warnings(tmp_path, data=picture + PROSE, val=PROSE) == []
     (one,) = warnings(tmp_path, data=b"\xffpicture" + picture[20:] + PROSE, val=PROSE)
-    assert "data.txt` contain NUL bytes" in one
+    assert "data.txt`, which may be binary" in one
 
 
 def test_held_out_text_of_another_kind_is_told(tmp_path):

@@ -22,13 +22,13 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.update import newton_schulz
 from arbcli.verify.compare import poisoned
 from arbcli.verify.kernels import KERNELS
-from arbcli.verify.parity import MODELS
+from arbcli.verify.parity import MODELS, Subject
 
 WRITTEN = Path(__file__).with_suffix(".txt")
 GROUP_SIZES = (6, 32)
-"""Of the scales of the cases, where a kernel has any."""
+"""Group sizes of scales in the cases of a kernel."""
 DIGITS = 12
-"""Of a digest that are written."""
+"""Number of digits of a stored digest."""
 
 
 def facts_of(value: Any) -> Any:
@@ -81,7 +81,9 @@ def _digest(facts: list) -> str:
 def lines_of_models() -> Iterator[str]:
     """Write a line on each model that is compared."""
     for name, config in MODELS.items():
-        yield f"model {name}: {_digest([dataclasses.asdict(config)])}"
+        subject = Subject(name, config, 2, torch.float32, torch.device("cpu"), "torch")
+        drawn = [part.flatten().tolist() for part in subject.bytes()]
+        yield f"model {name}: {_digest([dataclasses.asdict(config), *drawn])}"
 
 
 if __name__ == "__main__":

@@ -147,3 +147,7 @@ def test_comparison_shows_errors_that_grew_or_shrank_fourfold(tmp_path, factor, 
     first, *others = before
     after = (replace(first, relative_error=1e-4 * factor), *others)
     assert len(compare_ledgers(old, replace(found, kernels=after))) == count
+
+
+def test_bar_stays_within_its_cell():
+    assert "| b\\|c | d |" in ledgers._section("title", ["one", "two"], [["b|c", "d"]])

@@ -47,7 +47,7 @@ def append_position_reference(
     new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
     cos: Tensor, sin: Tensor, eps: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute what `append_position_` must return, and leave in its buffers, in float64."""
+    """Compute the reference result of `append_position_` and its buffers, in float64."""
     p, m = int(position), opened.shape[1]
     new, recent, entries, opened = (part.double() for part in (new, recent, entries, opened))
     begin = p // m * m
@@ -66,7 +66,7 @@ def append_position_8bit_reference(
     new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
     cos: Tensor, sin: Tensor, eps: float, exponents: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute what `append_position_` leaves in eight bits, as numbers, in float64."""
+    """Compute the values that `append_position_` stores in eight bits, in float64."""
     numbers = [
         decode_entries_reference(*part) for part in zip((recent, entries), exponents, strict=True)
     ]

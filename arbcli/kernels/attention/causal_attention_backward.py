@@ -34,7 +34,7 @@ HOPPER = (9, 0)
 def causal_attention_backward_reference(
     grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, _y: Tensor, _logs: Tensor
 ) -> tuple[Tensor, ...]:
-    """Compute what `causal_attention_backward` must return: autograd in float64."""
+    """Compute the reference result of `causal_attention_backward`: autograd in float64."""
     inputs = [part.detach().double().requires_grad_() for part in (q, k, v)]
     with torch.enable_grad():
         y, _ = causal_attention_float64(*inputs)

@@ -28,7 +28,7 @@ ELEMENTS = 1 << 24
 def choose_entries_reference(
     q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k: int
 ) -> Tensor:
-    """Compute what `choose_entries` must return, a group at a time in float64."""
+    """Compute the reference result of `choose_entries`, a group at a time in float64."""
     q, w, k = (part.double() for part in (q, w, k))
     size = min(top_k, k.shape[1])
     chosen = torch.full((*q.shape[:2], size), -1, dtype=torch.int32, device=q.device)

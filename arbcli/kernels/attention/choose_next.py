@@ -40,7 +40,7 @@ def choose_next_reference(
     query: Tensor, key: Tensor, keys: Tensor, choice: Tensor, position: Tensor, cos: Tensor,
     sin: Tensor, m: int, most: int, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute what `choose_next_` must leave in `choice` and `keys`, in float64.
+    """Compute the reference result of `choose_next_` in `choice` and `keys`, in float64.
 
     Only queries, and the key that they meet, are rounded as they must be.
     """

@@ -28,7 +28,7 @@ from arbcli.kernels.timed import Timed
 def compress_blocks_reference(
     x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what `compress_blocks` must return, a byte and a block at a time in float64."""
+    """Compute the reference result of `compress_blocks`, by bytes and blocks, in float64."""
     x, m = x.double(), beta.shape[1]
     batch, length, _ = x.shape
     x, beta = x.view(batch, length, 3, heads, -1), beta.double().view(heads, -1, m)
@@ -55,7 +55,7 @@ def compress_blocks_backward_reference(
     grad_recent: Tensor, grad_entries: Tensor, x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor,
     heads: int, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute what `compress_blocks_backward` must return, by autograd of the reference."""
+    """Compute the reference result of `compress_blocks_backward`, by autograd of the reference."""
     x, beta = (part.double().requires_grad_() for part in (x, beta))
     with torch.enable_grad():
         recent, entries, _ = compress_blocks_reference(x, beta, cos, sin, heads, eps)

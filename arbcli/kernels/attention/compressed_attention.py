@@ -61,7 +61,7 @@ def compressed_attention_reference(
     x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sink: Tensor, cos: Tensor,
     sin: Tensor, sight: Sight, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Compute what `compressed_attention` must return, a byte at a time in float64."""
+    """Compute the reference result of `compressed_attention`, a byte at a time in float64."""
     x, recent, entries, sink = (part.double() for part in (x, recent, entries, sink))
     (batch, length, heads, width), lead = x.shape, recent.shape[1] - x.shape[1]
     owner = [head // (heads // recent.shape[2]) for head in range(heads)]

@@ -48,7 +48,7 @@ def compressed_attention_backward_reference(
     grad_y: Tensor, _y: Tensor, _logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
     chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute what `compressed_attention_backward` must return, by autograd of the reference."""
+    """Compute `compressed_attention_backward` by autograd through the reference."""
     leaves = [part.double().requires_grad_() for part in (x, recent, entries, sink)]
     x, recent, entries, sink = leaves
     with torch.enable_grad():

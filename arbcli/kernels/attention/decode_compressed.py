@@ -60,7 +60,7 @@ def decode_compressed_reference(
     position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, most: int, eps: float,
     exponents: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute what `decode_compressed` must return, and leave in `semaphores`, in float64."""
+    """Compute the reference result of `decode_compressed` and its `semaphores`, in float64."""
     p, (heads, width) = int(position), x.shape
     if exponents:
         rings = zip((recent, entries), exponents, strict=True)

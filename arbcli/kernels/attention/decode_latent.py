@@ -43,7 +43,7 @@ def decode_latent_reference(
     row: Tensor, up: Tensor, latent: Tensor, rotated: Tensor, lengths: Tensor, position: Tensor,
     cos: Tensor, sin: Tensor, scale: float, eps: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute what `decode_latent` must return and leave in the rings: float64, head by head."""
+    """Compute the reference result of `decode_latent` and its rings, by heads, in float64."""
     dtype, p, (window, size), heads = row.dtype, int(position), latent.shape, lengths.shape[1]
     rotary, dim = rotated.shape[1], len(row) - size - rotated.shape[1]
     width, slot = dim // heads, p % window

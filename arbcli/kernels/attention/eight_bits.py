@@ -57,12 +57,12 @@ class KeptIn(NamedTuple):
 
 
 def decode_entries_reference(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Compute what `decode_entries` must return, in float64."""
+    """Compute the reference result of `decode_entries`, in float64."""
     return torch.ldexp(codes.double(), exponents[..., None].int() + 1 - ROOM[codes.dtype])
 
 
 def round_entries_reference(x: Tensor, stored: torch.dtype) -> Tensor:
-    """Compute what `round_entries` must return for float64 entries, (..., d)."""
+    """Compute the reference result of `round_entries` for float64 entries, (..., d)."""
     octave = torch.frexp(x.abs().amax(-1, True)).exponent - 1
     scale = torch.exp2((octave.clamp(min=-119) - ROOM[stored]).double())
     if stored == E4M3:

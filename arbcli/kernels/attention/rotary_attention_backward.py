@@ -39,7 +39,7 @@ def parts_of(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def rotary_attention_backward_reference(
     grad_y: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor, y: Tensor, logs: Tensor
 ) -> Tensor:
-    """Compute what `rotary_attention_backward` must return: both references, in float64."""
+    """Compute the reference result of `rotary_attention_backward`: both references, in float64."""
     q, k, v = causal_attention_backward_reference(grad_y, *parts_of(qkv), y, logs)
     return rotary_norm_backward_reference(q, k, v, qkv, r, cos, sin)
 

@@ -35,7 +35,7 @@ TILES = 8
 def rotary_heads_reference(
     qkv: Tensor, gains: Tensor | None, cos: Tensor, sin: Tensor, kv: int, eps: float | None
 ) -> Tensor:
-    """Compute what `rotary_heads` must return, in float64."""
+    """Compute the reference result of `rotary_heads`, in float64."""
     x = qkv[:, :, : qkv.shape[2] - kv].to(torch.float64)
     z = x if eps is None else normalise_reference(x, eps)
     if gains is not None:
@@ -48,7 +48,7 @@ def rotary_heads_backward_reference(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, gains: Tensor | None,
     cos: Tensor, sin: Tensor, eps: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute what `rotary_heads_backward` must return: autograd through the reference."""
+    """Compute the reference result of `rotary_heads_backward`: autograd through the reference."""
     grads = (grad_q, grad_k, grad_v)
     grad_q, grad_k, grad_v = (grad.transpose(1, 2).to(torch.float64) for grad in grads)
     kv = grad_k.shape[2]

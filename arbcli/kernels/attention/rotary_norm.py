@@ -33,7 +33,7 @@ def _rotary_norm_float64(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> T
 def rotary_norm_reference(
     qkv: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `rotary_norm_` must leave in `qkv`, and return, in float64."""
+    """Compute the reference result of `rotary_norm_` and its `qkv`, in float64."""
     squares = qkv[:, :, :2].to(torch.float64).square().mean(dim=-1)
     return _rotary_norm_float64(qkv, cos, sin, eps), (squares + eps) ** -0.5
 
@@ -41,7 +41,7 @@ def rotary_norm_reference(
 def rotary_norm_backward_reference(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Compute what `rotary_norm_backward` must return, in float64, turning back by -t."""
+    """Compute the reference result of `rotary_norm_backward`, in float64, turning back by -t."""
     grads = (part.transpose(1, 2).double() for part in (grad_q, grad_k, grad_v))
     grad = torch.stack((*grads,), dim=2)
     y, grad_y = qkv[:, :, :2].to(torch.float64), grad[:, :, :2]

@@ -20,7 +20,7 @@ from arbcli.kernels.timed import Timed
 
 
 def sum_choices_reference(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
-    """Compute what `sum_choices` must return, a choice at a time in float64."""
+    """Compute the reference result of `sum_choices`, a choice at a time in float64."""
     y = torch.zeros(len(x), entries, x.shape[3], dtype=torch.float64, device=x.device)
     for b, groups in enumerate(chosen.tolist()):
         for g, places in enumerate(groups):

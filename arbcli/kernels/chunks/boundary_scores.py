@@ -29,7 +29,7 @@ TINY = tl.constexpr(1e-6)
 
 
 def boundary_scores_reference(x: Tensor, qk: Tensor) -> Tensor:
-    """Compute what `boundary_scores` must return, in float64."""
+    """Compute the reference result of `boundary_scores`, in float64."""
     x, (q, k) = x.double(), qk.double().chunk(2, dim=2)
     u, v = (x + q)[:, :-1], (x + k)[:, 1:]
     lengths = ((part.square().sum(dim=2) + 1e-6).sqrt() for part in (u, v))
@@ -38,7 +38,7 @@ def boundary_scores_reference(x: Tensor, qk: Tensor) -> Tensor:
 
 
 def boundary_scores_backward_reference(grad_p: Tensor, x: Tensor, qk: Tensor) -> tuple[Tensor, ...]:
-    """Compute what `boundary_scores_backward` must return, by autograd in float64."""
+    """Compute the reference result of `boundary_scores_backward`, by autograd in float64."""
     x, qk = x.double().requires_grad_(), qk.double().requires_grad_()
     with torch.enable_grad():
         total = (boundary_scores_reference(x, qk) * grad_p.double()).sum()

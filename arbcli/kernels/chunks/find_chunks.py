@@ -36,7 +36,7 @@ class Chunks(NamedTuple):
 
 
 def find_chunks_reference(boundaries: Tensor, capacity: int) -> Chunks:
-    """Compute what `find_chunks` must return, a position at a time."""
+    """Compute the reference result of `find_chunks`, a position at a time."""
     batch, length = boundaries.shape
     like: TensorOptions = {"dtype": torch.int64, "device": boundaries.device}
     first = torch.full((batch, capacity), -1, **like)

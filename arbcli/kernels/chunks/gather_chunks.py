@@ -17,7 +17,7 @@ from arbcli.kernels.timed import Timed
 
 
 def gather_chunks_reference(x: Tensor, index: Tensor) -> Tensor:
-    """Compute what `gather_chunks` must return, a row at a time."""
+    """Compute the reference result of `gather_chunks`, a row at a time."""
     y = torch.zeros(*index.shape, x.shape[2], dtype=x.dtype, device=x.device)
     for b, places in enumerate(index.tolist()):
         for r, place in enumerate(places):

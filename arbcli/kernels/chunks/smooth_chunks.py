@@ -26,7 +26,7 @@ from arbcli.kernels.timed import Timed
 
 
 def smooth_chunks_reference(z: Tensor, p: Tensor) -> Tensor:
-    """Compute what `smooth_chunks` must return, one chunk after another in float64."""
+    """Compute the reference result of `smooth_chunks`, one chunk after another in float64."""
     s = torch.zeros(z.shape, dtype=torch.float64, device=z.device)
     last = s.new_zeros(len(s), 1)
     for j in range(z.shape[1]):
@@ -38,7 +38,7 @@ def smooth_chunks_reference(z: Tensor, p: Tensor) -> Tensor:
 def smooth_chunks_backward_reference(
     grad_s: Tensor, z: Tensor, p: Tensor, s: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `smooth_chunks_backward` must return, by autograd in float64."""
+    """Compute the reference result of `smooth_chunks_backward`, by autograd in float64."""
     z, p = z.double().requires_grad_(), p.double().requires_grad_()
     total, last = z.new_zeros(()), z.new_zeros(len(z), 1)
     for j in range(z.shape[1]):

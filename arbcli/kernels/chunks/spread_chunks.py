@@ -24,14 +24,14 @@ from arbcli.kernels.timed import Timed
 
 
 def spread_chunks_reference(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
-    """Compute what `spread_chunks` must return, in float64."""
+    """Compute the reference result of `spread_chunks`, in float64."""
     return x.double() + torch.stack([s[b].double()[owner[b]] for b in range(len(owner))])
 
 
 def spread_chunks_backward_reference(
     grad_y: Tensor, s: Tensor, owner: Tensor, first: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `spread_chunks_backward` must return, a sequence at a time in float64."""
+    """Compute the reference result of `spread_chunks_backward`, a sequence at a time in float64."""
     grad_y, grad_s = grad_y.double(), torch.zeros_like(s, dtype=torch.float64)
     for b in range(len(owner)):
         grad_s[b].index_add_(0, owner[b], grad_y[b])

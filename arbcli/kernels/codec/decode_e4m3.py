@@ -52,7 +52,7 @@ PART = 8192
 
 
 def decode_e4m3_reference(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Compute what `decode_e4m3` must return; q is float32 here."""
+    """Compute the reference result of `decode_e4m3`; q is float32 here."""
     weight = decode_digits_reference(packed).double()
     weight = weight.T if transposed else weight
     octave = packed.exponent.max().double() - (7 if packed.remainder is None else 6)

@@ -20,7 +20,7 @@ def in_planes(group_size: int) -> bool:
 
 
 def pack_trits_reference(trits: Tensor) -> Tensor:
-    """Compute what `pack_trits` must return, one weight at a time."""
+    """Compute the reference result of `pack_trits`, one weight at a time."""
     rows, in_features = trits.shape
     size = in_features // 160 * 32 + -(-(in_features % 160) // 5)
     packed = [[0] * size for _ in range(rows)]
@@ -37,7 +37,7 @@ def pack_trits_reference(trits: Tensor) -> Tensor:
 
 
 def unpack_trits_reference(packed: Tensor, in_features: int) -> Tensor:
-    """Compute what `unpack_trits` must return, one weight at a time."""
+    """Compute the reference result of `unpack_trits`, one weight at a time."""
     values = packed.tolist()
     trits = [[0] * in_features for _ in values]
     for k in range(in_features):

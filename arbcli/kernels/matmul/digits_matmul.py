@@ -173,7 +173,7 @@ def digits_matmul_reference(
     x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute what `digits_matmul` must return, in float64, one column at a time."""
+    """Compute the reference result of `digits_matmul`, in float64, one column at a time."""
     tiles, planes = pieces.shape[:2]
     weight = torch.zeros(tiles, 2, 8, 32 * planes, dtype=torch.float64, device=x.device)
     for k in range(in_features):

@@ -32,7 +32,7 @@ def fp8_matmul_reference(
     q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype, *,
     decode: Callable = decode_e4m3_reference,
 ) -> Tensor:  # fmt: skip
-    """Compute what `fp8_matmul` must return, in float64."""
+    """Compute the reference result of `fp8_matmul`, in float64."""
     weight, weight_scale = decode(packed, transposed)
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 

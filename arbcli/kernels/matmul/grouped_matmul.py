@@ -68,7 +68,7 @@ FLOAT32_TILES = Tiling(32, 32, 32, 8, 2)
 def grouped_matmul_reference(
     x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = None, apart: bool = False
 ) -> Tensor:
-    """Compute what `grouped_matmul` must return, in float64: every product, of which few count."""
+    """Compute the reference result of `grouped_matmul` from all products, in float64."""
     row = torch.arange(len(x), device=x.device)[:, None]
     y = torch.zeros(len(x), w.shape[1], dtype=torch.float64, device=x.device)
     y = y if out is None else y + out
@@ -78,7 +78,7 @@ def grouped_matmul_reference(
 
 
 def grouped_grad_w_reference(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
-    """Compute what `grouped_grad_w` must return, in float64."""
+    """Compute the reference result of `grouped_grad_w`, in float64."""
     row = torch.arange(len(x), device=x.device)[:, None]
     grad_w = []
     for e in range(len(bounds) - 1):

@@ -35,7 +35,7 @@ def round_e4m3_reference(values: Tensor) -> Tensor:
 
 
 def quantise_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute what `quantise_rows` must return; q is float32 here."""
+    """Compute the reference result of `quantise_rows`; q is float32 here."""
     values = x.double()
     largest = values.abs().amax(dim=1, keepdim=True)
     octave = (torch.frexp(largest).exponent - 1).clamp(min=-119)

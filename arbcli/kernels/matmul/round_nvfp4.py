@@ -44,7 +44,7 @@ _BLOCK, _SIXTH, _LARGEST = map(tl.constexpr, (BLOCK, SIXTH, LARGEST_SCALE))
 
 
 def encode_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what `encode_nvfp4` must return, 16 columns at a time in float64."""
+    """Compute the reference result of `encode_nvfp4`, 16 columns at a time in float64."""
     largest = x.double().abs().max() if x.numel() else x.new_zeros((), dtype=torch.float64)
     octave = max(int(torch.frexp(largest).exponent) - 1, -116) if largest > 0 else -116
     values, blocks = x.double() / 2.0 ** (octave - 10), -(-x.shape[1] // 16)
@@ -67,7 +67,7 @@ def encode_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def round_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute what `round_nvfp4` must return, in float64: the numbers of codes."""
+    """Compute the reference result of `round_nvfp4`, in float64: the numbers of codes."""
     codes, scales, g = encode_nvfp4_reference(x)
     return nvfp4_numbers(codes, scales, torch.float64)[:, : x.shape[1]].to(x.dtype), g
 

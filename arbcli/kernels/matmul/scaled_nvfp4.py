@@ -38,7 +38,7 @@ _BLOCK = tl.constexpr(BLOCK)
 def scaled_nvfp4_matmul_reference(
     a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Compute what `scaled_nvfp4_matmul` must return, in float64."""
+    """Compute the reference result of `scaled_nvfp4_matmul`, in float64."""
     rows, columns = (
         nvfp4_numbers(*part, torch.float64) for part in ((a, of_a), (b, of_b))
     )  # (M, K), (N, K)

@@ -37,14 +37,14 @@ def ternary_matmul_reference(
     x: Tensor, packed: Packed, dtype: torch.dtype | None = None, *,
     decode: Callable = decode_digits_reference,
 ) -> Tensor:  # fmt: skip
-    """Compute what `ternary_matmul` must return, in float64."""
+    """Compute the reference result of `ternary_matmul`, in float64."""
     return x.double() @ decode(packed).double().T
 
 
 def ternary_matmul_grad_x_reference(
     grad_y: Tensor, packed: Packed, *, decode: Callable = decode_digits_reference
 ) -> Tensor:
-    """Compute what `ternary_matmul_grad_x` must return, in float64."""
+    """Compute the reference result of `ternary_matmul_grad_x`, in float64."""
     return grad_y.double() @ decode(packed).double()
 
 

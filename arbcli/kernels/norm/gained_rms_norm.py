@@ -41,14 +41,14 @@ MOST_PROGRAMS = 1024
 
 
 def gained_rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute what `gained_rms_norm` must return, in float64."""
+    """Compute the reference result of `gained_rms_norm`, in float64."""
     return rms_norm_reference(x, None, eps) * weight.to(torch.float64)
 
 
 def add_gained_rms_norm_reference(
     x: Tensor, added: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `add_gained_rms_norm` must return: the rounded sum, then float64."""
+    """Compute the reference result of `add_gained_rms_norm`: the rounded sum, then float64."""
     total = x + added
     return total, gained_rms_norm_reference(total, weight, eps)
 
@@ -56,7 +56,7 @@ def add_gained_rms_norm_reference(
 def gained_rms_norm_backward_reference(
     grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what `gained_rms_norm_backward` must return: autograd through the reference."""
+    """Compute `gained_rms_norm_backward` by autograd through the reference."""
     x, weight = (part.detach().double().requires_grad_() for part in (x, weight))
     with torch.enable_grad():
         y = gained_rms_norm_reference(x, weight, eps)
@@ -139,7 +139,7 @@ def _gained_rms_norm_backward_triton(
 def gained_gradient_in_its_dtype(
     grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what torch alone would do, gradients and sum, in the dtype of `x`."""
+    """Compute with operations of torch, gradients and sum, in the dtype of `x`."""
     x, weight = (part.detach().requires_grad_() for part in (x, weight))
     with torch.enable_grad():
         y = torch_rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)

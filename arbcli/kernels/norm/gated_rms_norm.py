@@ -45,7 +45,7 @@ WIDE_BACKWARD = {"WHOLE": False, "BLOCK_M": 1, "BLOCK_D": 2048, "num_warps": 16}
 
 
 def gated_rms_norm_reference(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
-    """Compute what `gated_rms_norm` must return, in float64."""
+    """Compute the reference result of `gated_rms_norm`, in float64."""
     gate, up = gate_up.to(torch.float64).chunk(2, dim=-1)
     product = gate / (1 + torch.exp(-gate)) * up
     return product if eps is None else rms_norm_reference(product, weight, eps)
@@ -55,7 +55,7 @@ def gated_rms_norm_backward_reference(
     grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
     _overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute what `gated_rms_norm_backward` must return: autograd through the reference."""
+    """Compute the reference result of `gated_rms_norm_backward`: autograd through the reference."""
     inputs = grad_y.double(), gate_up.double(), weight, eps
     return gradient_and_output(gated_rms_norm_reference, *inputs)
 
@@ -259,7 +259,7 @@ def _backward_tiling(
 def gated_rms_norm_in_its_dtype(
     gate_up: Tensor, weight: Packed | None, eps: float | None
 ) -> Tensor:
-    """Do what torch alone would do, rounding after every operation: what bf16 is held to."""
+    """Compute with operations of torch and round after each, as the reference for bf16."""
     gate, up = gate_up.chunk(2, dim=-1)
     product = functional.silu(gate) * up
     return product if eps is None else rms_norm_in_its_dtype(product, weight, eps)
@@ -311,7 +311,7 @@ def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
 
 
 def backward_in_its_dtype(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Do what torch alone would do, in the dtype of `gate_up`, and overwrite nothing."""
+    """Compute with operations of torch, in the dtype of `gate_up`, and overwrite nothing."""
     return gradient_and_output(gated_rms_norm_in_its_dtype, *inputs[:4])
 
 

@@ -36,7 +36,7 @@ Weight = Packed | Tensor | None
 
 
 def rms_norm_reference(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
-    """Compute what `rms_norm` must return, in float64."""
+    """Compute the reference result of `rms_norm`, in float64."""
     x = x.to(torch.float64)
     y = x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps)
     return y if weight is None else y * decode_digits_reference(weight)[0].to(torch.float64)
@@ -45,7 +45,7 @@ def rms_norm_reference(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
 def add_rms_norm_reference(
     x: Tensor, added: Tensor, weight: Packed | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `add_rms_norm` must return: the sum rounded as torch does it, then float64."""
+    """Compute the reference result of `add_rms_norm`: the sum rounded as in torch, then float64."""
     total = x + added
     return total, rms_norm_reference(total, weight, eps)
 
@@ -63,7 +63,7 @@ def of_sum(norm: Callable) -> Callable[..., Any]:
 def rms_norm_backward_reference(
     grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `rms_norm_backward` must return: autograd through the reference, in float64."""
+    """Compute `rms_norm_backward` by autograd through the reference, in float64."""
     grads = grad_y.double(), x.double()
     grad_x, y = gradient_and_output(rms_norm_reference, *grads, weight, eps)
     return grad_x if other_grad is None else grad_x + other_grad.double(), y
@@ -379,7 +379,7 @@ def _rms_norm_backward_triton(
 
 
 def rms_norm_in_its_dtype(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
-    """Do what torch alone would do, in the dtype of `x`: what bf16 is held to."""
+    """Compute with operations of torch, in the dtype of `x`, as the reference for bf16."""
     decoded = None if weight is None else decode_digits_torch(weight, x.dtype)[0]
     return torch_rms_norm(x, x.shape[-1:], decoded, eps)
 
@@ -446,7 +446,7 @@ def _backward_added_cases(device: torch.device, group_size: int) -> Iterator[Cas
 def backward_in_its_dtype(
     grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Do what torch alone would do, gradient and sum, in the dtype of `x`."""
+    """Compute with operations of torch, gradient and sum, in the dtype of `x`."""
     grad_x, y = gradient_and_output(rms_norm_in_its_dtype, grad_y, x, weight, eps)
     return grad_x if other_grad is None else grad_x + other_grad, y
 

@@ -29,7 +29,7 @@ def choose_byte_reference(
     byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: float,
     top_k: int, top_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute what `choose_byte_` must leave in `byte` and `text`: Python floats, one by one."""
+    """Compute the reference result of `choose_byte_` in `byte` and `text`, with Python floats."""
     if logits.dim() == 2:
         found = []
         for row, of_row in enumerate(logits):

@@ -26,7 +26,7 @@ def choose_bytes_reference(
     byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
     top_k: Tensor, top_p: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute what `choose_bytes_` must leave in `byte` and `text`: one text after another."""
+    """Compute the reference result of `choose_bytes_` in `byte` and `text`, one text at a time."""
     rows = zip(
         byte, text, logits, position, key,
         temperature.tolist(), top_k.tolist(), top_p.tolist(), strict=True,

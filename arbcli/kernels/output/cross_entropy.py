@@ -19,7 +19,7 @@ from arbcli.kernels.timed import Timed
 
 
 def cross_entropy_reference(logits: Tensor, targets: Tensor) -> Tensor:
-    """Compute what `cross_entropy` must return, in float64."""
+    """Compute the reference result of `cross_entropy`, in float64."""
     logits = logits.to(torch.float64)
     highest = logits.amax(dim=1, keepdim=True)
     total = torch.exp(logits - highest).sum(dim=1)
@@ -27,7 +27,7 @@ def cross_entropy_reference(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy_backward_reference(logits: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
-    """Compute what `cross_entropy_backward` must return, in float64."""
+    """Compute the reference result of `cross_entropy_backward`, in float64."""
     logits = logits.to(torch.float64)
     shares = torch.exp(logits - logits.amax(dim=1, keepdim=True))
     shares /= shares.sum(dim=1, keepdim=True)

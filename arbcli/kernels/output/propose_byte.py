@@ -29,7 +29,7 @@ def propose_byte_reference(
     byte: Tensor, repeated: Tensor, equal: Tensor, logits: Tensor, position: Tensor, key: Tensor,
     each: float, temperature: float, top_k: int, top_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute what `propose_byte_` must leave in `byte` and `repeated`."""
+    """Compute the reference result of `propose_byte_` in `byte` and `repeated`."""
     logits, favoured, repeated = logits.clone(), int(repeated[0]), repeated.clone()
     if favoured != NONE.value:
         logits[favoured] += each * int(equal)

@@ -24,7 +24,7 @@ MOST_SYMBOLS = 4096
 def add_symbols_reference(
     total: Tensor, of_target: Tensor, logits: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `add_symbols_` must leave in `total` and `of_target`, in float64."""
+    """Compute the reference result of `add_symbols_` in `total` and `of_target`, in float64."""
     logits = logits.to(torch.float64)
     total = torch.logsumexp(torch.cat((total.double()[:, None], logits), dim=1), dim=1)
     here = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
@@ -34,7 +34,7 @@ def add_symbols_reference(
 def grade_symbols_reference(
     logits: Tensor, targets: Tensor, total: Tensor, scale: Tensor
 ) -> Tensor:
-    """Compute what `grade_symbols_` must leave in `logits`, in float64."""
+    """Compute the reference result of `grade_symbols_` in `logits`, in float64."""
     shares = torch.exp(logits.to(torch.float64) - total.double()[:, None])
     here = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     return (shares - here.double()) * scale.double()[:, None]

@@ -24,7 +24,7 @@ MOST_SLOTS = 16
 
 
 def expert_combine_reference(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
-    """Compute what `expert_combine` must return, in float64."""
+    """Compute the reference result of `expert_combine`, in float64."""
     gates = torch.ones_like(positions) if gates is None else gates
     return torch.einsum("mj,mjd->md", gates.double(), values.double()[positions])
 
@@ -32,7 +32,7 @@ def expert_combine_reference(values: Tensor, positions: Tensor, gates: Tensor | 
 def expert_combine_backward_reference(
     grad_y: Tensor, values: Tensor, positions: Tensor, gates: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `expert_combine_backward` must return, in float64."""
+    """Compute the reference result of `expert_combine_backward`, in float64."""
     gates = torch.ones_like(positions) if gates is None else gates
     grad = gates.double()[..., None] * grad_y.double()[:, None]
     grad_values = torch.zeros_like(values, dtype=torch.float64).index_put_((positions,), grad)

@@ -32,7 +32,7 @@ INDEX_BITS = 32
 
 
 def nearest_codes_reference(q: Tensor, codes: Tensor) -> Tensor:
-    """Compute what `nearest_codes` must return, one vector at a time."""
+    """Compute the reference result of `nearest_codes`, one vector at a time."""
     table, found = codes.to(torch.int64), []
     for row in q.to(torch.int64):
         apart = ((table - row) ** 2).sum(dim=1).tolist()

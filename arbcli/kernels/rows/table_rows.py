@@ -18,7 +18,7 @@ from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
 
 def gather_rows_reference(buffer: Tensor, rows: Tensor) -> Tensor:
-    """Compute what `gather_rows` must return, one row at a time."""
+    """Compute the reference result of `gather_rows`, one row at a time."""
     table = buffer.tolist()
     found = [table[v] if 0 <= v < len(table) else [0] * buffer.shape[1] for v in rows.tolist()]
     shape = (len(rows), buffer.shape[1])

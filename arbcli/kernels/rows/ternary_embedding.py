@@ -39,13 +39,13 @@ MOST_COUNTED = 1024
 
 
 def embedding_rows_reference(ids: Tensor, packed: Packed) -> Tensor:
-    """Compute what `embedding_rows` must return: the whole table, then its rows."""
+    """Compute the reference result of `embedding_rows`: the whole table, then its rows."""
     table = decode_digits_reference(packed)
     return torch.stack([table[v] for v in ids.tolist()]) if len(ids) else table[:0]
 
 
 def embedding_grad_reference(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
-    """Compute what `embedding_grad` must return, in float64."""
+    """Compute the reference result of `embedding_grad`, in float64."""
     grad = grad_y.new_zeros(num_embeddings, grad_y.shape[1], dtype=torch.float64)
     return grad.index_add_(0, ids, grad_y.double())
 

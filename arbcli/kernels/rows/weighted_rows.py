@@ -60,7 +60,7 @@ class TouchedRows(NamedTuple):
 def weighted_rows_reference(
     ids: Tensor, weights: Tensor, packed: Packed, *, decode: Callable = decode_digits_reference
 ) -> Tensor:
-    """Compute what `weighted_rows` must return, one slot of all tokens at a time in float64."""
+    """Compute the reference result of `weighted_rows`, one slot at a time, in float64."""
     table, ids = _with_no_row(decode(packed), ids)
     weights = weights.double().masked_fill(ids == packed.out_features, 0)  # whatever it is
     y = table.new_zeros(len(ids), packed.in_features)
@@ -72,7 +72,7 @@ def weighted_rows_reference(
 def weighted_rows_grad_weights_reference(
     grad_y: Tensor, ids: Tensor, packed: Packed, *, decode: Callable = decode_digits_reference
 ) -> Tensor:
-    """Compute what `weighted_rows_grad_weights` must return, in the same way."""
+    """Compute the reference result of `weighted_rows_grad_weights`, in the same way."""
     table, ids = _with_no_row(decode(packed), ids)
     grad = table.new_zeros(ids.shape)
     for j in range(ids.shape[1]):
@@ -90,7 +90,7 @@ def _with_no_row(table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 def weighted_rows_grad_reference(
     grad_y: Tensor, weights: Tensor, tokens: Tensor, order: Tensor, bounds: Tensor
 ) -> Tensor:
-    """Compute what `weighted_rows_grad` must return, in float64."""
+    """Compute the reference result of `weighted_rows_grad`, in float64."""
     sizes = bounds.diff()
     rows = torch.arange(len(sizes), device=bounds.device).repeat_interleave(sizes)
     slots = order[: len(rows)]

@@ -21,7 +21,7 @@ MOST_TAPS = 8
 
 
 def causal_conv_reference(x: Tensor, w: Tensor, reverse: bool) -> Tensor:
-    """Compute what `causal_conv` must return, a position and a tap at a time in float64."""
+    """Compute the reference result of `causal_conv`, a position and a tap at a time in float64."""
     y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     length, taps = x.shape[1], w.shape[1]
     for t in range(length):
@@ -33,7 +33,7 @@ def causal_conv_reference(x: Tensor, w: Tensor, reverse: bool) -> Tensor:
 
 
 def causal_conv_grad_w_reference(grad_y: Tensor, x: Tensor, taps: int) -> Tensor:
-    """Compute what `causal_conv_grad_w` must return, a position and a tap at a time."""
+    """Compute the reference result of `causal_conv_grad_w`, a position and a tap at a time."""
     grad = torch.zeros(x.shape[2], taps, dtype=torch.float64, device=x.device)
     for t in range(x.shape[1]):
         for i in range(taps):

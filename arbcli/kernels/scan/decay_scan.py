@@ -29,7 +29,7 @@ PIECE = 64
 
 
 def decay_scan_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool) -> Tensor:
-    """Compute what `decay_scan` must return, a position at a time in float64."""
+    """Compute the reference result of `decay_scan`, a position at a time in float64."""
     q, k, v, g = (part.double() for part in (q, k, v, g))
     length, y = q.shape[1], torch.zeros(v.shape, dtype=torch.float64, device=v.device)
     state = q.new_zeros(())

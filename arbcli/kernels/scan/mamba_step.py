@@ -35,7 +35,7 @@ def mamba_step_reference(
     rows: Tensor, ring: Tensor, state: Tensor, taps: Tensor, rate: Tensor, bias: Tensor,
     skip: Tensor, position: Tensor, active: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute what `mamba_step` must return and change, a head at a time in float64."""
+    """Compute the reference result of `mamba_step` and change, a head at a time in float64."""
     heads, states, width = state.shape
     inner, num_taps, p = heads * width, ring.shape[0], int(position)
     rows, ring, state = rows.double(), ring.double(), state.double()

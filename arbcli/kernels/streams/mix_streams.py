@@ -23,7 +23,7 @@ from arbcli.kernels.streams.stream_weights import STREAMS
 def mix_streams_reference(
     x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
 ) -> Tensor:
-    """Compute what `mix_streams` must return, in float64."""
+    """Compute the reference result of `mix_streams`, in float64."""
     y = torch.einsum("mij,mjd->mid", weights.double(), x.double())
     if added is not None and gains is not None:
         y = y + torch.einsum("mi,md->mid", gains.double(), added.double())
@@ -33,7 +33,7 @@ def mix_streams_reference(
 def mix_streams_backward_reference(
     grad_y: Tensor, x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Compute what `mix_streams_backward` must return, by autograd in float64."""
+    """Compute the reference result of `mix_streams_backward`, by autograd in float64."""
     inputs = [part.double().requires_grad_() for part in (x, weights)]
     if added is not None and gains is not None:
         inputs += [part.double().requires_grad_() for part in (added, gains)]

@@ -46,7 +46,7 @@ def count_streams(numbers: int) -> int:
 def stream_weights_reference(
     raw: Tensor, bias: Tensor, rounds: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what `stream_weights` must return, by the equation of a position, in float64."""
+    """Compute the reference result of `stream_weights`, one position at a time, in float64."""
     n = count_streams(raw.shape[1])
     if not len(raw):
         none = raw.new_zeros(0, n, dtype=torch.float64)
@@ -68,7 +68,7 @@ def _of_one(z: Tensor, n: int, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
 def stream_weights_backward_reference(
     grad_a: Tensor, grad_b: Tensor, grad_c: Tensor, raw: Tensor, bias: Tensor, rounds: int
 ) -> Tensor:
-    """Compute what `stream_weights_backward` must return, by autograd in float64."""
+    """Compute the reference result of `stream_weights_backward`, by autograd in float64."""
     raw = raw.double().requires_grad_()
     found = stream_weights_reference(raw, bias, rounds)
     if not len(raw):

@@ -45,7 +45,7 @@ def blend_moment_reference(
     moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
     key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: int, shift: int, nibble: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute what `blend_moment` leaves in `moment` and in `squares`, in int64."""
+    """Compute the reference result of `blend_moment` in `moment` and in `squares`, in int64."""
     if not ok:
         return moment, squares
     state = moment.to(torch.int64)

@@ -57,7 +57,7 @@ def cast_trit_votes_reference(
 def cast_scale_votes_reference(
     exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `cast_scale_votes` leaves in `exponent` and `votes`."""
+    """Compute the reference result of `cast_scale_votes` in `exponent` and `votes`."""
     if not ok:
         return exponent, votes
     total = votes.to(torch.int64) - torch.sign(slope).to(torch.int64)

@@ -22,7 +22,14 @@ UNIT = 1 << 16
 def fixed_point_reference(
     values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, limit: int
 ) -> Tensor:
-    """Compute u as int64 from (N, K) values; the arguments are those of `check_direction`."""
+    """Compute u as int64.
+
+    Args:
+        values: (N, K).
+        row_gain: (N,) float32; None takes the sign of the values.
+        column_gain: (K,) float32; None is ones.
+        limit: largest magnitude of u before it is rounded.
+    """
     if row_gain is None:
         return torch.sign(values).to(torch.int64) * 2**16
     u = values.to(torch.float32) * row_gain[:, None]

@@ -75,7 +75,7 @@ def gradient_gains_reference(
     row_statistic: Tensor | None, column_statistic: Tensor | None, row_key: Tensor,
     column_key: Tensor, refused: Tensor, nonfinite: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute what `gradient_gains` must return, in float64; it leaves its state as it ought to."""
+    """Compute the reference result of `gradient_gains` and its state, in float64."""
     total = float(squares.double().sum())
     ok = int(2.0**-120 <= total <= 2.0**120)
     refused += 1 - ok

@@ -59,7 +59,7 @@ def gradient_statistics_reference(
     grad: Tensor, packed: Packed, factored: bool, signs: bool, *,
     digits: Callable = digits_reference,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute what `gradient_statistics` must return, in float64 and in one part each."""
+    """Compute the reference result of `gradient_statistics`, in float64 and in one part each."""
     grad = grad.double()
     weight = digits(packed).double() * scales_reference(packed).to(torch.bfloat16).double()
     products = (torch.sign(grad) if signs else grad) * weight

@@ -30,7 +30,7 @@ NATIVE_ROWS = 1024
 
 
 def gram_inverses_reference(x: Tensor, shifts: Sequence[float], weights: Sequence[float]) -> Tensor:
-    """Compute what `gram_inverses` must return, in float64, from singular values."""
+    """Compute the reference result of `gram_inverses`, in float64, from singular values."""
     left, values, _ = torch.linalg.svd(x.double())
     squares = torch.zeros(x.shape[:-1], dtype=torch.float64)
     squares[..., : values.shape[-1]] = values**2

@@ -38,7 +38,7 @@ LARGEST_CHANGE = 7
 
 
 def last_bits_reference(trits: Tensor, remainder: Tensor, radix: int, nibble: bool) -> Tensor:
-    """Compute what `last_bits` must return, in int64."""
+    """Compute the reference result of `last_bits`, in int64."""
     bits = _z_reference(trits, remainder, radix, nibble) % 16
     if len(bits) % 2:
         bits = torch.cat([bits, torch.zeros_like(bits[:1])])
@@ -48,7 +48,7 @@ def last_bits_reference(trits: Tensor, remainder: Tensor, radix: int, nibble: bo
 def take_last_bits_reference(
     trits: Tensor, remainder: Tensor, bits: Tensor, radix: int, nibble: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `take_last_bits_` must leave in `trits` and `remainder`, in int64."""
+    """Compute the reference result of `take_last_bits_` in `trits` and `remainder`, in int64."""
     z = _z_reference(trits, remainder, radix, nibble)
     told = torch.stack([bits.long() % 16, bits.long() // 16], dim=1).flatten(0, 1)[: len(z)]
     z += (told - z + 8) % 16 - 8

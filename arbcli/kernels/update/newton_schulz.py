@@ -90,12 +90,12 @@ MANY = 8
 
 
 def gram_reference(x: Tensor) -> Tensor:
-    """Compute what `gram` must return, in float64."""
+    """Compute the reference result of `gram`, in float64."""
     return torch.einsum("...ik,...jk->...ij", x.double(), x.double())
 
 
 def gram_polynomial_reference(a: Tensor, alpha: float, beta: float, gamma: float) -> Tensor:
-    """Compute what `gram_polynomial` must return, in float64."""
+    """Compute the reference result of `gram_polynomial`, in float64."""
     a = a.double()
     square = torch.einsum("...ik,...kj->...ij", a, a)
     return alpha * torch.eye(a.shape[-1], device=a.device) + beta * a + gamma * square

@@ -55,7 +55,7 @@ def quantise_gradient_reference(
     grad: Tensor, exponent: Tensor, key: Tensor, sums: Tensor, low: Tensor | None, fitting: Tensor,
     limit: int, block: int, add: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute what `quantise_gradient` leaves in `sums`, `low` and `fitting`, in float64."""
+    """Compute the reference result of `quantise_gradient` (`sums`, `low`, `fitting`)."""
     values = mixed_reference(grad.float(), block).double() if block > 1 else grad.double()
     e = exponent.long()[:, None]
     size = torch.where(values.abs() < torch.inf, values.abs(), 0) * torch.exp2(-e.double())

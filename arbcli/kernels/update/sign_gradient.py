@@ -48,7 +48,7 @@ class SignGradient(NamedTuple):
 def sign_gradient_reference(
     grad_y: Tensor, x: Tensor, packed: Packed, *, digits: Callable = digits_reference
 ) -> tuple[Tensor, ...]:
-    """Compute what `sign_gradient` must return, in float64, and sums in one part each."""
+    """Compute the reference result of `sign_gradient`, in float64, and sums in one part each."""
     grad = grad_y.double().T @ x.double()
     found = gradient_statistics_reference(grad, packed, False, True, digits=digits)
     return torch.sign(grad).to(torch.int8), *found[:3]

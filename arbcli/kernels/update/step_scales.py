@@ -30,7 +30,7 @@ def step_scales_reference(
     exponent: Tensor, fraction: Tensor, slope: Tensor, slope_gain: Tensor, key: Tensor,
     gain: Tensor, shift: Tensor, ok: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute what `step_scales` leaves in `exponent` and `fraction`, in int64."""
+    """Compute the reference result of `step_scales` in `exponent` and `fraction`, in int64."""
     if not ok:
         return exponent, fraction
     v = exponent.to(torch.int64) * 128 + fraction.to(torch.int64)

@@ -76,7 +76,7 @@ def step_by_moment_reference(
     step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
     remainder_max: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute what `step_by_moment` leaves in `packed`, `remainder` and `flips`, in int64."""
+    """Compute the reference result of `step_by_moment` (`packed`, `remainder`, `flips`)."""
     nibble = moment is None
     u = (remainder if moment is None else moment).to(torch.int64)
     u = torch.div(u, 16 if nibble else 1, rounding_mode="floor")
@@ -99,7 +99,7 @@ def step_by_direction_reference(
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
     flips: Tensor, radix: int, remainder_max: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute what `step_by_direction` leaves in `packed`, `remainder` and `flips`, in int64."""
+    """Compute the reference result of `step_by_direction` (`packed`, `remainder`, `flips`)."""
     u = fixed_point_reference(values, row_gain, column_gain, 2**18)
     step = torch.div(u * gain.to(torch.int64), 2 ** int(shift), rounding_mode="floor")
     return _step_reference(

@@ -41,7 +41,7 @@ def sum_gradients_reference(
     parts: Tensor, low: Tensor | None, exponent: Tensor, fitting: Tensor, block: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """Compute what `sum_gradients` must return, in int64 and float64."""
+    """Compute the reference result of `sum_gradients`, in int64 and float64."""
     total = together_reference(parts, low).sum(0)
     integer: TensorOptions = {"dtype": torch.int64, "device": parts.device}
     if block > 1:

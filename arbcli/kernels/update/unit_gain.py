@@ -31,7 +31,7 @@ from arbcli.kernels.update.gradient_gains import sum_parts
 def unit_gain_reference(
     values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, ok: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `unit_gain` must return, and leave in `ok`, in float64."""
+    """Compute the reference result of `unit_gain`, and leave in `ok`, in float64."""
     values = values.double()
     rows = values.new_ones(len(values)) if row_gain is None else row_gain.double()
     u = values * rows[:, None] * (1 if column_gain is None else column_gain.double())

@@ -21,7 +21,7 @@ from arbcli.kernels.timed import OF_MATRIX, Timed
 
 
 def unit_moment_reference(moment: Tensor, squares: Tensor, out: Tensor) -> Tensor:
-    """Compute what `unit_moment` leaves in `out`, in float64 rounded twice."""
+    """Compute the reference result of `unit_moment` in `out`, in float64 rounded twice."""
     norm = torch.tensor(math.sqrt(squares.to(torch.float32))).to(out.device, out.dtype)
     if not squares:
         return torch.zeros_like(out)

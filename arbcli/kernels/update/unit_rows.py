@@ -22,7 +22,7 @@ from arbcli.kernels.update.direction import UNIT, native_arguments
 
 
 def unit_rows_reference(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute what `unit_rows` must return, and leave in `ok`, in float64."""
+    """Compute the reference result of `unit_rows`, and leave in `ok`, in float64."""
     gain = torch.zeros(len(values), dtype=torch.float64, device=values.device)
     for n, row in enumerate(values.double()):
         mean_square = float((row * row).mean())

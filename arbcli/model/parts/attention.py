@@ -4,9 +4,8 @@ With x the normalised stream, n(v) = v / sqrt(mean(v**2) + eps) over a head of w
 rotation by the angles of position t:
 
     (1) x Q^T + b = queries, keys and values; there may be fewer heads of keys and values
-    (2) q = R_t n(q) * g,  k = R_t n(k) * h                  `query_key_norm`: with `unit` g = h =
-    1;
-                                                             with `none` n is omitted, too
+    (2) q = R_t n(q) * g,  k = R_t n(k) * h; with `query_key_norm` `unit` g = h = 1, and with `none`
+        n is omitted, too
     (3) y[t] = sum over s of exp(q[t] . k[s] / sqrt(d)) v[s], divided by the sum of these weights
         and the exp of the head's sink, if there is one
     (4) stream + norm(y) O^T + c

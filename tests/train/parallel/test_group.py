@@ -3,6 +3,8 @@
 Messages are imagined here; `test_shared_run.py` sends real ones.
 """
 
+import ast
+import inspect
 import re
 from types import SimpleNamespace
 from unittest import mock
@@ -304,3 +306,21 @@ def test_the_same_is_told_while_weights_fade(rule, small_graph):
 @pytest.mark.parametrize(("size", "expected"), [(0, 0), (1, 16), (16, 16), (17, 32)])
 def test_places_in_a_message_are_rounded_up(size, expected):
     assert rounded_up(size) == expected
+
+
+def test_every_message_to_other_processes_explains_their_loss():
+    """One that does not is a traceback where a process was killed."""
+
+    def calls(node, explains: bool):
+        if isinstance(node, ast.With):
+            explains |= "explained_loss()" in map(ast.unparse, (i.context_expr for i in node.items))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("dist."):
+            yield ast.unparse(node.func), explains
+        for child in ast.iter_child_nodes(node):
+            yield from calls(child, explains)
+
+    found = dict.fromkeys(calls(ast.parse(inspect.getsource(groups)), False))
+    assert len(found) > 8
+    # groups begin and end otherwise, and a caller explains the first
+    plain = {name.removeprefix("dist.") for name, explains in found if not explains}
+    assert plain == {"batch_isend_irecv", "init_process_group", "destroy_process_group"}

@@ -77,7 +77,7 @@ def test_process_knows_its_place(environment, place):
     ("name", "text"),
     [("RANK", "4"), ("RANK", "-1"), ("RANK", "x"), ("RANK", ""), ("RANK", "9" * 5000),
      ("WORLD_SIZE", "0"), ("WORLD_SIZE", "\u0664"), ("LOCAL_RANK", "1.0"),
-     ("MASTER_PORT", "port"), ("MASTER_PORT", "65536")],
+     ("MASTER_PORT", "port"), ("MASTER_PORT", "0"), ("MASTER_PORT", "65536")],
 )  # fmt: skip
 def test_place_that_is_not_a_number_is_refused(name, text):
     with pytest.raises(ArbError, match=f"the environment variable `{name}` is `{text}`"):

@@ -1,0 +1,155 @@
+"""What calls within the package leave out or exchange, and what nothing in the package reads.
+
+Found by names alone: a call may be of any function or class of its name, and says something only
+where all of these say the same. `constants.py` puts what is found into its list.
+"""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+ELSEWHERE = ("torch", "tl", "np", "F", "os", "json", "math", "dist")
+"""Modules whose functions may have the names of ours."""
+
+
+class _Parameters(NamedTuple):
+    ordered: list[str]
+    optional: set[str]
+
+
+def left_out(trees: dict[str, ast.Module]) -> Iterator[str]:
+    """List optional parameters of calls that are not given where a variable has their name."""
+    for where, scope, called, arguments, keywords, signatures in _calls(trees):
+        if any(isinstance(each, ast.Starred) for each in arguments) or None in keywords:
+            continue
+        open_to_all = set.intersection(
+            *(each.optional - {*each.ordered[: len(arguments)], *keywords} for each in signatures)
+        )
+        for name in sorted(open_to_all & scope):
+            yield f"{where} hands no {name} on to {called}"
+
+
+def exchanged(trees: dict[str, ast.Module]) -> Iterator[str]:
+    """List arguments by position that have the name of another parameter, which has another."""
+    for where, _, called, arguments, _, signatures in _calls(trees):
+        named = [_named(each) for each in arguments]
+        for number, name in enumerate(named):
+            places = {
+                each.ordered.index(name) if name in each.ordered else number for each in signatures
+            }
+            place = places.pop()
+            if places or place == number or place >= len(named):
+                continue
+            if not named[place] or named[place] != name:
+                yield f"{where} gives {name} to {called} as argument {number}"
+
+
+def never_read(trees: dict[str, ast.Module]) -> Iterator[str]:
+    """List functions, classes, fields, attributes and constants that nothing reads."""
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    loads = (node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load))
+    read = Counter(getattr(node, "id", getattr(node, "attr", "")) for node in loads)
+    for place, tree in trees.items():
+        known = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                known[node.name] = None
+            body = node.body if isinstance(node, ast.ClassDef | ast.Module) else []
+            for each in body:
+                targets = each.targets if isinstance(each, ast.Assign) else []
+                targets = [each.target] if isinstance(each, ast.AnnAssign) else targets
+                known |= dict.fromkeys(one.id for one in targets if isinstance(one, ast.Name))
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                known[node.attr] = None
+        for name in known:
+            if not read[name] and not name.startswith("__"):
+                yield f"{place}: {name} is read by nothing"
+
+
+def written_in(function: ast.FunctionDef) -> list[str]:
+    """List the numbers and the patterns that are written in a function, without 0 and 1."""
+    inner = [node for part in function.body for node in _within(part)]
+    patterns = {
+        id(node.args[0])
+        for node in inner
+        if isinstance(node, ast.Call)
+        and getattr(getattr(node.func, "value", None), "id", "") == "re"
+        and node.args
+    }
+    constants = [node for node in inner if isinstance(node, ast.Constant)]
+    return [
+        repr(node.value)
+        for node in constants
+        if id(node) in patterns or (type(node.value) in (int, float) and node.value not in (0, 1))
+    ]
+
+
+def _within(node: ast.AST) -> Iterator[ast.AST]:
+    if not isinstance(node, ast.FunctionDef | ast.JoinedStr):
+        yield node
+        for child in ast.iter_child_nodes(node):
+            yield from _within(child)
+
+
+def _calls(trees: dict[str, ast.Module]) -> Iterator[tuple]:
+    signatures = _signatures(trees)
+
+    def visit(node: ast.AST, where: str, scope: set[str]) -> Iterator[tuple]:
+        if isinstance(node, ast.ClassDef):
+            where, scope = f"{where}{node.name}.", set()
+        elif isinstance(node, ast.FunctionDef | ast.Lambda):
+            about, inner = node.args, list(ast.walk(node))
+            own = {each.arg for each in (*about.posonlyargs, *about.args, *about.kwonlyargs)}
+            own |= {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            where, scope = f"{where}{getattr(node, 'name', 'lambda')}.", scope | own
+        elif isinstance(node, ast.Call):
+            function, arguments = node.func, node.args
+            if getattr(function, "id", "") == "partial" and arguments:
+                function, *arguments = arguments
+            called = getattr(function, "id", getattr(function, "attr", ""))
+            foreign = getattr(getattr(function, "value", None), "id", "") in ELSEWHERE
+            if called in signatures and not foreign:
+                keywords = [each.arg for each in node.keywords]
+                place = where.rstrip(".")
+                yield place, scope, called, arguments, keywords, signatures[called]
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, where, scope)
+
+    for place, tree in trees.items():
+        yield from visit(tree, f"{place}: ", set())
+
+
+def _signatures(trees: dict[str, ast.Module]) -> dict[str, list[_Parameters]]:
+    found: dict[str, list[_Parameters]] = {}
+
+    def add(body: list[ast.stmt], owner: str) -> None:
+        fields = [
+            n for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+        ]
+        makers = {n.name for n in body if isinstance(n, ast.FunctionDef)} & {"__init__", "__new__"}
+        if owner and fields and not makers:
+            names = [each.target.id for each in fields]
+            optional = {each.target.id for each in fields if each.value}
+            found.setdefault(owner, []).append(_Parameters(names, optional))
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                add(node.body, node.name)
+            elif isinstance(node, ast.FunctionDef):
+                about = node.args
+                ordered = [each.arg for each in (*about.posonlyargs, *about.args)]
+                optional = set(ordered[len(ordered) - len(about.defaults) :])
+                pairs = zip(about.kwonlyargs, about.kw_defaults, strict=True)
+                optional |= {each.arg for each, default in pairs if default is not None}
+                static = any("staticmethod" in ast.unparse(d) for d in node.decorator_list)
+                name = owner if node.name == "__init__" else node.name
+                kept = ordered[bool(owner) and not static :]
+                found.setdefault(name, []).append(_Parameters(kept, optional))
+
+    for tree in trees.values():
+        add(tree.body, "")
+    return found
+
+
+def _named(argument: ast.expr) -> str:
+    return getattr(argument, "id", getattr(argument, "attr", ""))

@@ -1,0 +1,96 @@
+"""Steps that a GPU replays as CUDA graphs have the bits of eager ones, recorded on a CPU too."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cells import Cell, wide
+from graphs import recorded_graphs
+
+from arbcli.config.presets import preset
+from arbcli.data import open_texts
+from arbcli.infer.generation import Decoder, Sampling
+from arbcli.infer.several import Request, SeveralDecoder
+from arbcli.model.language_model import LanguageModel
+from arbcli.train.configure import new_config
+from arbcli.train.trainer import EAGER_STEPS, Trainer
+
+SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
+SAMPLING = Sampling(temperature=1.5, top_k=90, top_p=0.9, seed=3)
+
+
+def model(name: str) -> LanguageModel:
+    config = preset("tiny", **SIZES)
+    if name == "chunks":
+        config = wide(Cell("attention", "mlp", 1, "chunked").model())
+    lm = LanguageModel(config, torch.float32)
+    lm.initialise(0)
+    return lm
+
+
+@pytest.mark.parametrize("name", ["plain", "chunks"])
+def test_captured_text_is_that_of_steps_and_forgets_what_it_was_captured_of(name):
+    lm, found = model(name), []
+    with lm.prepared_weights(), recorded_graphs() as graphs:
+        for capture in (False, True):
+            decoder = Decoder(lm, 20, SAMPLING, backend="torch", capture=capture)
+            decoder.read(b"twelve bytes")
+            decoder.device = SimpleNamespace(type="cuda")  # several steps before bytes are fetched
+            found.append((b"".join(map(bytes, decoder.stream(7))), decoder.length))
+    assert found[0] == found[1]
+    assert graphs[0].replays == 7
+
+
+def test_captured_texts_are_those_of_steps():
+    lm, found = model("plain"), []
+    requests = [Request(prompt=b"a b c", length=6, sampling=SAMPLING, stream=1),
+                Request(prompt=b"d", length=6, sampling=Sampling(seed=4), stream=2)]  # fmt: skip
+    with lm.prepared_weights(), recorded_graphs() as graphs:
+        for capture in (False, True):
+            decoder = SeveralDecoder(lm, 2, 12, backend="torch", capture=capture)
+            assert not decoder.cache.position.any()
+            for place, each in enumerate(requests):
+                decoder.begin(place, each)
+            for _ in range(6):
+                decoder.step()
+            found.append([decoder.end(place, each)() for place, each in enumerate(requests)])
+    assert found[0] == found[1]
+    assert graphs[0].replays == 6
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"accum": 2, "digits": "fade", "fade_from": 0.4}, {"wire": "int12"}], ids=str
+)
+def test_captured_steps_of_a_run_have_the_bits_of_eager_ones(given, tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    path.write_bytes(b"".join(b"line %d of a text. " % (n * n) for n in range(300)))
+    config = new_config(preset="tiny", **SIZES, batch=2, steps=10, device="cpu", backend="torch",
+                        compute="fp32", data=[str(path)], **given)  # fmt: skip
+    texts, load = open_texts(config.data, None, seed=0, context=16), Trainer._load_batches
+
+    def load_in_place(self) -> None:
+        before = self._micro_batches if self.step else None
+        load(self)
+        if before is not None:
+            for one, other in zip(before, self._micro_batches, strict=True):
+                for part, new in zip(one, other, strict=True):
+                    part.copy_(new)
+            self._micro_batches = before
+
+    monkeypatch.setattr(Trainer, "_load_batches", load_in_place)
+    found = []
+    with recorded_graphs() as graphs:
+        for capture in (False, True):
+            trainer = Trainer(config, texts)
+            if capture:
+                trainer._capture_at = EAGER_STEPS
+            losses = []
+            for _ in range(10):
+                losses.append(float(trainer.train_step()))
+                losses.append(float(trainer.loss_parts["text"]))
+            found.append((losses, [part.clone() for part in trainer.model.state_dict().values()]))
+    (losses, parts), (again, others) = found
+    assert losses == again
+    assert all(map(torch.equal, parts, others))
+    assert graphs
+    assert all(graph.replays for graph in graphs)
