@@ -11,6 +11,9 @@ KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model tests/inf
 # what is slow and rarely tells what the others do not
 TESTS := -m "not slow"
 
+# what is imported is compiled once, and not by each process
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-all test-kernels test-rest test-portable lint bench figures lock clean
 
 train: $(VENV)/installed
@@ -51,13 +54,13 @@ lint: $(VENV)/with-tests
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# modules are compiled when they are first imported, which few of them ever are
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --editable '$(PROGRAM)'
+	$(BIN)/python -m pip install --quiet --editable '$(PROGRAM)'
 	touch $@
 
-# at once, and not after the program alone: pip looks through every release of each package again
+# at once, and not after the program alone: pip looks through every release of each package again;
+# modules are compiled when they are first imported, which few of them ever are
 $(VENV)/with-tests: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[test,plot,triton]'
