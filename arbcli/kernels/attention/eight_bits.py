@@ -37,7 +37,7 @@ class KeptIn(NamedTuple):
 
     @classmethod
     def named(cls, name: str | None) -> "KeptIn":
-        """Parse a value of `--kv`: a name of `FORMATS`, with `-mixed` or `-queries`, or another one."""
+        """Parse a value of `--kv`: a name of `FORMATS`, with an optional suffix, or another."""
         kind, _, unrounded = (name or "").partition("-")
         return cls(FORMATS.get(kind), bool(unrounded), unrounded == "queries")
 
