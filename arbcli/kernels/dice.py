@@ -1,6 +1,6 @@
-"""Random numbers and tensors that cases of operations are drawn with.
+"""Random generator for the verification cases of operations.
 
-Dice also decide strides, offsets, types and states. Loaded dice leave those plain.
+`Dice` also draws strides, offsets, dtypes and states. Loaded dice use defaults for these.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,13 @@ SMALL_SIZES = (1, 2, 3, 5)
 
 
 class Dice:
-    """Random numbers and tensors of one case, all from one seed.
+    """Random numbers and tensors of one case, from one seed.
 
     Args:
-        seed: decides everything.
-        device: of the tensors.
-        dtype: of real values. None draws it, and lets tensors be views of larger ones.
+        seed: seed of all draws.
+        device: device of the tensors.
+        dtype: dtype of real values. None draws it, and allows tensors that are views of larger
+            ones.
     """
 
     def __init__(self, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
@@ -33,37 +34,37 @@ class Dice:
         self.dtype = dtype or self.pick(choices)
 
     def below(self, limit: int) -> int:
-        """Roll 0..limit-1."""
+        """Draw an integer in 0..limit-1."""
         return int(torch.randint(limit, (), generator=self._rolls, device=self._rolls.device))
 
     def pick(self, choices: Sequence) -> Any:
-        """Choose one of a sequence."""
+        """Draw an element of a sequence."""
         return choices[self.below(len(choices))]
 
     def near(self, boundaries: tuple[int, ...]) -> int:
-        """Choose a size: small, or at most one away from a boundary."""
+        """Draw a size: small, or within one of a boundary."""
         if self.below(5) == 0:
             return self.pick(SMALL_SIZES)
         return self.pick(boundaries) - 1 + self.below(3)
 
     def chance(self, share: float) -> bool:
-        """Say yes to a share of questions; never with loaded dice."""
+        """Return True with a given probability; never with loaded dice."""
         return not self.plain and self.below(1000) < 1000 * share
 
     def seeded(self) -> torch.Generator:
-        """Make a generator of the CPU with a seed of its own."""
+        """Create a CPU generator with a newly drawn seed."""
         return torch.Generator().manual_seed(self.below(2**31))
 
     def scalar(self, value: int) -> Tensor:
-        """Make the int32 scalar tensor that kernels read their control from."""
+        """Create an int32 scalar tensor, such as a position or a threshold."""
         return torch.tensor(value, dtype=torch.int32, device=self.device)
 
     def real(self, value: float) -> Tensor:
-        """Make a float32 scalar tensor."""
+        """Create a float32 scalar tensor."""
         return torch.tensor(value, device=self.device)
 
     def ok(self) -> Tensor:
-        """Make the flag by which a step is made or not; a tenth are not."""
+        """Draw the `ok` flag of a step; it is 0 in one case of ten."""
         return self.scalar(not self.chance(0.1))
 
     def key(self) -> Tensor:
@@ -71,7 +72,7 @@ class Dice:
         return self.scalar(self.below(2**32) - 2**31)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
-        """Draw integers in low..high, now and then all of them the same."""
+        """Draw integers in low..high; in some cases all are equal."""
         if self.chance(0.15):
             value = self.pick((low, high, (low + high) // 2))
             return self.view(torch.full(shape, value, dtype=dtype, device=self.device))
@@ -81,7 +82,7 @@ class Dice:
         return self.view(values)
 
     def reals(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Draw normal numbers, in the type of the case."""
+        """Draw normal numbers in the dtype of the case."""
         values = torch.randn(shape, generator=self.generator, device=self.device)
         return self.view(values.to(dtype or self.dtype))
 
@@ -91,15 +92,15 @@ class Dice:
         return self.view(values.clamp(1e-4, 1 - 1e-4))
 
     def trits(self, rows: int, columns: int) -> Tensor:
-        """Draw packed trits; their padding is 0."""
+        """Draw packed trits, padded with 0."""
         return self.view(pack_trits_torch(self.integers(-1, 1, rows, columns)))
 
     def packed(
         self, rows: int, columns: int, group_size: int, spread: int = 8, digits: str = "any"
     ) -> Packed:
-        """Draw a matrix, E within `spread` of -1; one in ten has no F.
+        """Draw a packed matrix with E within `spread` of -1; one in ten has no F.
 
-        The weights of three in ten are all digits, unless `digits` says which: `trit` or `all`.
+        In three of ten, weights are all digits, unless `digits` is `trit` or `all`.
         """
         trits, groups = self.trits(rows, columns), (rows, num_groups(columns, group_size))
         low, high = max(-96, -1 - spread), min(31, spread - 1)
@@ -113,7 +114,7 @@ class Dice:
         return packed._replace(remainder=remainder, radix=radix, nibble=nibble)
 
     def view(self, values: Tensor) -> Tensor:
-        """Lay the same values out at random strides and offset, in a larger tensor."""
+        """Copy the values to a view of a larger tensor with random strides and offset."""
         if values.dim() == 0 or not self.chance(0.5):
             return values
         steps = [1 + self.below(3) for _ in values.shape]
@@ -129,7 +130,7 @@ class Dice:
 
 
 class ShapeDice(Dice):
-    """Dice for tensors without numbers, as `without_memory` has them: they roll on the CPU."""
+    """Dice that draw on the CPU, for tensors without memory (see `without_memory`)."""
 
     def __init__(self, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
         super().__init__(seed, torch.device("cpu"), dtype)

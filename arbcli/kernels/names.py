@@ -1,4 +1,4 @@
-"""Names of the kernels, without the kernels: torch takes seconds to import."""
+"""Names of all kernels, without importing torch, which takes seconds."""
 
 import re
 from collections.abc import Iterable
@@ -8,15 +8,15 @@ from pathlib import Path
 from arbcli.errors import ArbError
 
 SPEC = re.compile(r'\bOperation\(\s*"(\w+)"')
-"""How the source of a kernel begins its spec."""
+"""Pattern of the declaration of an operation in the source of a kernel."""
 
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
-"""GPUs to compile for, by the name that their makers use."""
+"""GPUs to compile for, by vendor name."""
 
 
 def check_targets(names: str) -> list[str]:
-    """Split a list of targets; `all` is every one.
+    """Parse a list of targets; `all` selects every target.
 
     Raises:
         ArbError: a name is unknown.
@@ -28,7 +28,7 @@ def check_targets(names: str) -> list[str]:
 
 @cache
 def sources_of_kernels() -> list[tuple[Path, list[str]]]:
-    """List the sources in this folder that declare kernels, and the names of these."""
+    """List the source files in this folder that declare kernels, with the kernels' names."""
     folder = Path(__file__).parent
     sources = sorted(folder.rglob("*.py"))
     found = [(path.relative_to(folder), SPEC.findall(path.read_text("utf-8"))) for path in sources]
@@ -36,12 +36,12 @@ def sources_of_kernels() -> list[tuple[Path, list[str]]]:
 
 
 def kernel_names() -> tuple[str, ...]:
-    """Name all kernels."""
+    """List the names of all kernels."""
     return tuple(name for _, names in sources_of_kernels() for name in names)
 
 
 def check_kernel_names(names: Iterable[str]) -> None:
-    """Refuse names that no kernel has.
+    """Check that every name is the name of a kernel.
 
     Raises:
         ArbError: a name is unknown.

@@ -1,6 +1,6 @@
-"""Every kernel there is, by its operation: what `arb verify-kernels`, tests and timings go through.
+"""Registry of all operations, for `arb verify-kernels`, tests and timings.
 
-A module of this package that declares an operation is found by its source, and needs no entry here.
+Modules that declare an operation are found by their source, and need no entry here.
 """
 
 from importlib import import_module
@@ -10,7 +10,7 @@ from arbcli.kernels.runtime.operation import Operation
 
 
 def _find() -> dict[str, Operation]:
-    """Import the modules that declare operations; by name, in the order of their sources."""
+    """Import the modules that declare operations; return operations by name, in source order."""
     found: dict[str, Operation] = {}
     for path, names in sources_of_kernels():
         module = import_module(".".join(("arbcli.kernels", *path.with_suffix("").parts)))

@@ -1,4 +1,4 @@
-"""Timings of an operation whose inputs follow from what it declares of its arguments."""
+"""Timings of an operation with inputs drawn from the declaration of its arguments."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,29 +13,29 @@ from arbcli.kernels.runtime.arguments import Argument, Arguments, Array, Number,
 from arbcli.kernels.runtime.operation import MATRIX, Timing, draw_argument
 
 OF_MATRIX: dict[str, Any] = {"N": MATRIX[0], "K": MATRIX[1]}
-"""Sizes of the largest matrix."""
+"""Sizes of the largest matrix that is timed."""
 
 
 class FirstDice(Dice):
-    """Dice that choose the first of everything; numbers in tensors are drawn."""
+    """Dice that always choose the first option; only the elements of tensors are random."""
 
     def below(self, limit: int) -> int:
-        """Give 0."""
+        """Return 0."""
         return 0
 
 
 class Timed:
-    """A production size, which the inputs of an operation are drawn in.
+    """A timing of an operation at a production size.
 
-    Values are bfloat16 where they may be, and what may be left out is, unless it is given.
+    Values are bfloat16 if that is supported, and optional arguments are omitted unless given.
 
     Args:
-        label: shapes, and the kind where an operation has several.
-        peer: torch's own operation, which is given the inputs.
-        peer_name: its name.
-        flops: multiplications and additions of a product in bf16, computed from sizes.
-        given: sizes; and arguments: a number fills a tensor, two are the range of its integers, a
-            type of reals is what it is drawn in, and a function makes it, of dice and its shape.
+        label: shapes, and the variant if an operation has several.
+        peer: torch's operation, called with the same inputs.
+        peer_name: name of the peer.
+        flops: multiplications and additions of a bf16 product, computed from sizes.
+        given: sizes and arguments. A number fills a tensor, two numbers are the range of its
+            integers, a dtype is that of its values, and a function of dice and shape returns it.
     """
 
     def __init__(

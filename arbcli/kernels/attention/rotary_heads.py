@@ -2,8 +2,8 @@
 
 For a head's vector x of d elements, r = rsqrt(mean(x**2) + eps) and z = x * r * g, with one vector
 of gains g for queries and one for keys. Without gains g is 1, and without an eps r is 1. For a pair
-(a, b) of elements i and i + d / 2 of z, at the angle t of pair and position: y = (a cos t - b sin
-t, a sin t + b cos t).
+(a, b) of elements i and i + d / 2 of z, at the angle t of pair and position:
+y = (a cos t - b sin t, a sin t + b cos t).
 
 The backward rotates the gradient by -t, which gives gz, and recomputes r from x:
 grad_x = r * (gz * g - x * r * mean(x * r * gz * g)); grad_g is the sum of gz * x * r over all query

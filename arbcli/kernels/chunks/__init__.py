@@ -1,1 +1,1 @@
-"""Chunks of a sequence: where they are, what they hold, and what they give back to positions."""
+"""Dynamic chunking of a sequence: boundaries, gathering, smoothing and upsampling of chunks."""

@@ -1,9 +1,9 @@
-"""How likely a chunk begins at each position: little agreement with the position before.
+"""Boundary probabilities of dynamic chunking: low cosine similarity with the previous position.
 
     p[t] = (1 - cos(u[t - 1], v[t])) / 2,   u = x + q,   v = x + k,   p[0] = 1
 
-The projections of the paper are the identity at first. Here they are the identity plus what packed
-weights add, (q, k) = x @ w.T, which is zero at first. Vectors of zeros have cosines of 0.
+The paper initialises the projections to the identity. Here they are the identity plus a packed
+projection, (q, k) = x @ w.T, which is initialised to zero. The cosine of a zero vector is 0.
 
 Source: S. Hwang et al., "Dynamic Chunking for End-to-End Hierarchical Sequence Modeling",
 https://arxiv.org/abs/2507.07955, eq. 4.
@@ -25,7 +25,7 @@ WIDE = 4096
 """Largest block of a row for four warps: with wider ones the compiler takes minutes, and spills."""
 
 TINY = tl.constexpr(1e-6)
-"""Added to squared lengths."""
+"""Added to squared norms."""
 
 
 def boundary_scores_reference(x: Tensor, qk: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def boundary_scores_backward_reference(grad_p: Tensor, x: Tensor, qk: Tensor) ->
 
 
 def _pairs(x: Tensor, qk: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Give u[t - 1] and v[t] for t from 1 on, in float32, and their lengths."""
+    """Return u[t - 1] and v[t] for t from 1 on, in float32, and their norms."""
     q, k = qk.float().chunk(2, dim=2)
     u, v = (x.float() + q)[:, :-1], (x.float() + k)[:, 1:]
     of_u, of_v = ((part.square().sum(dim=2, keepdim=True) + 1e-6).sqrt() for part in (u, v))
@@ -76,7 +76,7 @@ def _boundary_scores_backward_torch(grad_p: Tensor, x: Tensor, qk: Tensor) -> tu
 
 @triton.jit
 def _load_sum(x_ptr, qk_ptr, t, offset, d, stride_xt, stride_xd, stride_qt, stride_qd, inside, D):
-    """Load x + q of some positions, or x + k if the offset is D."""
+    """Load x + q of a block of positions, or x + k if the offset is D."""
     mask = inside & (d < D)
     x = tl.load(x_ptr + t * stride_xt + d * stride_xd, mask=mask, other=0).to(tl.float32)
     qk_ptrs = qk_ptr + t * stride_qt + (offset + d) * stride_qd
@@ -120,7 +120,7 @@ def _boundary_scores_backward_kernel(
     strides = (stride_xt, stride_xd, stride_qt, stride_qd)
     has_next = t + 1 < T
     grad_ptrs = grad_p_ptr + b * stride_gb + t * stride_gt
-    # of v[t], by the position before
+    # gradient of v[t], from position t - 1
     u = _load_sum(x_ptr, qk_ptr, t - 1, 0, d, *strides, (t > 0) & (t < T), D)
     v = _load_sum(x_ptr, qk_ptr, t, D, d, *strides, t < T, D)
     per_v = _inverse_length(v)
@@ -128,7 +128,7 @@ def _boundary_scores_backward_kernel(
     v *= per_v
     grad = -tl.load(grad_ptrs, mask=(t > 0) & (t < T), other=0) / 2
     grad_v = grad * per_v * (u - tl.sum(u * v, axis=1)[:, None] * v)
-    # of u[t], by the position after
+    # gradient of u[t], from position t + 1
     u = _load_sum(x_ptr, qk_ptr, t, 0, d, *strides, t < T, D)
     v = _load_sum(x_ptr, qk_ptr, t + 1, D, d, *strides, has_next, D)
     per_u = _inverse_length(u)
@@ -205,7 +205,7 @@ _GATE = Gate(
 
 _ARGUMENTS = {"x": Array("B, T, D"), "qk": Array("B, T, 2 * D")}
 _SIZES = {"B": (1, 3), "T": "m", "D": "max(k, 5)"}
-"""Of one number a cosine has no gradient."""
+"""(B, T, D); D = 1 is left out, as the cosine of scalars has no gradient."""
 
 
 boundary_scores = Operation(
@@ -213,11 +213,11 @@ boundary_scores = Operation(
     cases_of(_draw), _GATE, _ARGUMENTS, sizes=_SIZES,
     timed=[Timed("32x4096x512 bf16", _boundary_scores_torch, B=32, T=4096, D=512)],
 )  # fmt: skip
-"""Compare every position with the one before.
+"""Compute the boundary probability of every position.
 
 Args:
     x: (B, T, D) float32 or bfloat16, any strides.
-    qk: (B, T, 2 D) like x, what is added to it on both sides: first q, then k.
+    qk: (B, T, 2 D) in the dtype of x: q, then k.
 
 Returns:
     (B, T) float32 in 0..1.
@@ -228,7 +228,7 @@ boundary_scores_backward = Operation(
     _GATE, {"grad_p": Array("B, T", FLOAT), **_ARGUMENTS}, sizes=_SIZES,
     timed=[Timed("32x4096x512 bf16", _boundary_scores_backward_torch, B=32, T=4096, D=512)],
 )  # fmt: skip
-"""Propagate a gradient back through `boundary_scores`.
+"""Compute the gradients of `boundary_scores`.
 
 Args:
     grad_p: (B, T) float32, any strides.
@@ -236,5 +236,5 @@ Args:
     qk: likewise.
 
 Returns:
-    Gradients of x and qk, like them.
+    Gradients of x and qk, in their shapes and dtypes.
 """

@@ -1,9 +1,9 @@
-"""Find the chunks that boundaries cut a sequence into, in a fixed number of slots.
+"""Assign positions to the chunks that boundaries define, in a fixed number of slots.
 
     owner[t] = min(b[0] + ... + b[t], C) - 1,   b[0] taken to be 1
 
-A boundary b[t] begins the next chunk. Of C slots the last one takes what more chunks there are, so
-shapes never depend on the text, and nothing waits for the host.
+A boundary b[t] starts the next chunk. The last of C slots takes all further chunks, so shapes do
+not depend on the text and the host never waits for the device.
 """
 
 from collections.abc import Iterator
@@ -25,18 +25,17 @@ class Chunks(NamedTuple):
     """The chunks of B sequences of T positions, in C slots each."""
 
     first: Tensor
-    """(B, C) int64, the position that a chunk begins with; -1 in slots without a chunk, which are
-    the last ones."""
+    """(B, C) int64: first position of each chunk; -1 in unused slots, which are the last ones."""
     owner: Tensor
-    """(B, T) int64, the slot of the chunk that a position belongs to."""
+    """(B, T) int64: slot of each position's chunk."""
     slot: Tensor
-    """(B, T) int64, the slot of the chunk that begins at a position; -1 where none does."""
+    """(B, T) int64: slot of the chunk that starts at a position; -1 if none does."""
     overflow: Tensor
-    """(B,) int64, boundaries that began no chunk, as all slots were taken."""
+    """(B,) int64: number of boundaries without a chunk, because all slots were used."""
 
 
 def find_chunks_reference(boundaries: Tensor, capacity: int) -> Chunks:
-    """Compute the reference result of `find_chunks`, a position at a time."""
+    """Compute `find_chunks`, one position at a time."""
     batch, length = boundaries.shape
     like: TensorOptions = {"dtype": torch.int64, "device": boundaries.device}
     first = torch.full((batch, capacity), -1, **like)
@@ -60,7 +59,7 @@ def _find_chunks_torch(boundaries: Tensor, capacity: int) -> Chunks:
     found = begins.long().cumsum(1)
     fits = begins & (found <= capacity)
     slot = torch.where(fits, found - 1, -1)
-    # what begins no chunk writes to a slot after the last, which is cut off
+    # positions without a boundary write to an extra slot, which is cut off
     first = found.new_full((batch, capacity + 1), -1)
     places = torch.arange(length, device=found.device).expand(batch, length)
     first.scatter_(1, torch.where(fits, slot, capacity), torch.where(fits, places, -1))
@@ -128,7 +127,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def draw_boundaries(dice: Dice, batch: int, length: int) -> Tensor:
-    """Draw boundaries, few or many of them."""
+    """Draw boundaries of low or high density."""
     share = dice.pick((0.05, 0.25, 0.9))
     values = torch.rand(batch, length, generator=dice.generator, device=dice.device)
     return dice.view(values < share)
@@ -143,9 +142,9 @@ find_chunks = Operation(
     where=("capacity > 0",), sizes={"B": "m", "T": "k"},
     timed=[Timed("32x4096 in 1536", _find_chunks_torch, B=32, T=4096, capacity=1536)],
 )  # fmt: skip
-"""Cut sequences into chunks.
+"""Assign the positions of sequences to chunks.
 
 Args:
-    boundaries: (B, T) bool, any strides; whether a chunk begins. One always begins at 0.
-    capacity: C, the slots of a sequence; at least 1.
+    boundaries: (B, T) bool, any strides: whether a chunk starts. One always starts at 0.
+    capacity: C, the number of slots per sequence; at least 1.
 """

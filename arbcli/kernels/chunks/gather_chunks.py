@@ -1,7 +1,7 @@
-"""Copy chosen positions of each sequence: y[b, r] = x[b, index[b, r]], or zeros where that is -1.
+"""Gather positions of each sequence: y[b, r] = x[b, index[b, r]], or zeros where the index is -1.
 
-Forward it takes the positions that chunks begin with, each at most once; so backward it takes, for
-every position, the gradient of the chunk that begins there.
+The forward pass gathers the first positions of chunks, each at most once. So the backward pass is a
+gather too: every position gets the gradient of the chunk that starts there.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from arbcli.kernels.timed import Timed
 
 
 def gather_chunks_reference(x: Tensor, index: Tensor) -> Tensor:
-    """Compute the reference result of `gather_chunks`, a row at a time."""
+    """Compute `gather_chunks`, one row at a time."""
     y = torch.zeros(*index.shape, x.shape[2], dtype=x.dtype, device=x.device)
     for b, places in enumerate(index.tolist()):
         for r, place in enumerate(places):
@@ -94,7 +94,7 @@ gather_chunks = Operation(
 
 Args:
     x: (B, S, D) float32 or bfloat16, any strides.
-    index: (B, R) int64 below S; a negative one gives zeros.
+    index: (B, R) int64 below S; a negative index gives zeros.
 
 Returns:
     (B, R, D) like x.

@@ -1,24 +1,24 @@
-"""One position of a text, between the encoder and the decoder of a stage: one kernel for each way.
+"""Routing of one position between the encoder and the decoder of a stage.
 
-`route_position_` asks whether a chunk begins there, remembers what the next position is compared
-with, and adds to what of the position goes past the inner network the chunk that was last:
+`route_position_` decides whether a chunk begins at the position, stores the vectors that the next
+position is compared with, and adds the last chunk to the position's residual:
 
-    begins = position = 0, or, by the setting,
+    begins = position = 0, or, depending on the router,
         learned:  p = (1 - cos(x' + q', n + k)) / 2 > 1/2,   n = x / sqrt(mean(x**2) + eps),
                   x' and q' the n and the q of the position before
         every:    `length` divides the position
-        space:    the byte before is a space and this one is none
+        space:    the previous byte is a space and this one is not
     y = residual + mean
 
-Where a chunk begins the inner network gives z of it, and `take_chunk_` smooths it in:
+If a chunk begins, the inner network computes its z, and `take_chunk_` updates the running mean:
 
-    mean = P z + (1 - P) mean,   P = p, held away from 0 and 1;   y = residual + mean
+    mean = P z + (1 - P) mean,   P = p, clipped away from 0 and 1;   y = residual + mean
 
-Both count positions, so that a step needs no kernel for that. In a CUDA graph the first also tells
-the conditional node after it whether a chunk begins.
+Both kernels also increment positions. In a CUDA graph, the first also sets the condition of the
+following conditional node: whether a chunk begins.
 
-Of several texts each has a program of its own, which knows nothing of the others. Where one does
-not go on, no chunk begins, and nothing is counted or remembered.
+With several texts, each text has its own program. In a text that the step skips, no chunk begins
+and no buffer changes.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ from arbcli.kernels.timed import Timed
 
 ROUTERS = ("learned", "every", "space")
 LEAST_SHARE = 1e-4
-"""P is held between this and 1 minus this."""
+"""P is clipped to this value and 1 minus this value."""
 _LEAST, _MOST = tl.constexpr(LEAST_SHARE), tl.constexpr(1 - LEAST_SHARE)
 
 
@@ -51,9 +51,9 @@ def route_position_reference(
     encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None,
     active: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute what `route_position_` returns and changes, in float64.
+    """Compute the results and buffers of `route_position_`, in float64.
 
-    Of p, a small difference of large numbers, it is 1 + p, and of `begins` a number.
+    p, a small difference of large numbers, is returned as 1 + p, and `begins` as a float.
     """
     width, position, goes = len(x), int(encoder), 1 if active is None else int(active)
     before_last, p = last.double(), float(position == 0)
@@ -84,7 +84,7 @@ def take_chunk_reference(
     z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None,
     begins: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute what `take_chunk_` changes, in float64."""
+    """Compute the buffers of `take_chunk_`, in float64."""
     one = z.dim() == 1
     share = p.double().clamp(1e-4, 1 - 1e-4)
     found = share * z.double() + (1 - share) * mean
@@ -163,7 +163,7 @@ def _route_position_kernel(
     PARTS: tl.constexpr = 3 if LEARNED else 1
     x_ptr, rows_ptr, mean_ptr = x_ptr + text * D, rows_ptr + text * PARTS * D, mean_ptr + text * D
     last_ptr, y_ptr = last_ptr + text * 2 * D, y_ptr + text * D
-    # only the kernel before this one may still be running, which computes the rows
+    # only the previous kernel, which computes the rows, may still be running
     position = tl.load(encoder_ptr + text)
     goes = 1
     if active_ptr is not None:
@@ -194,7 +194,7 @@ def _route_position_kernel(
             before = tl.load(byte_ptr + text)
             begins = _is_space(before) & (_is_space(byte) == 0)
             p = (begins | (position == 0)).to(tl.float32)
-            tl.debug_barrier()  # all threads read before one of them writes
+            tl.debug_barrier()  # all threads read before any thread writes
             tl.store(byte_ptr + text, tl.where(goes > 0, byte, before))
     tl.store(y_ptr + d, (residual + mean).to(dtype), mask=mask)
     tl.store(p_ptr + text, p)
@@ -263,7 +263,7 @@ def _take_chunk_triton(
 
 
 def _blocks(width: int) -> dict[str, int]:
-    """Choose few warps: each of their threads tells the condition."""
+    """Choose few warps: each of their threads sets the condition."""
     block_d = triton.next_power_of_2(width)
     return {"BLOCK_D": block_d, "num_warps": min(8, max(1, block_d // 512))}
 
@@ -288,7 +288,7 @@ def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             ("space", 3, 12, 97),
         ):  # fmt: skip
             x, rows, mean, last = _draw(generator, width, 3 if router == "learned" else 1)
-            if router == "learned" and width > 1:  # alike enough for either answer
+            if router == "learned" and width > 1:  # similar enough for both outcomes
                 last[:width] += x * (position / 4)
             reals = x.to(dtype), rows.to(dtype), mean, last.to(dtype)
             byte_and_ids = torch.tensor([[before]]), torch.tensor([[byte]])
@@ -374,29 +374,29 @@ route_position_ = Operation(
         for texts in ((), (16,))
     ],
 )  # fmt: skip
-"""Route one position, and count it.
+"""Route one position, and increment the position.
 
 With several texts, all tensors and results have a leading batch dimension.
 
 Args:
     router: one of `ROUTERS`.
-    x: (D,) float32 or bfloat16, contiguous, what the encoder gives, not normalised.
-    rows: what is projected of the normalised x, like x: q, k and residual, (3 D,), where the
-        router is `learned`, else the residual alone, (D,).
-    mean: (D,) float32, the last chunk, smoothed.
-    last: (2 D,) like x, n and q of the position before; of `learned`, overwritten.
-    byte: int64 of one element, the byte before; of `space`, overwritten.
-    ids: int64 of one element, the byte.
-    encoder: int32 scalar tensor: number of earlier positions. One is added.
-    decoder: int32 scalar tensor: set to what `encoder` was.
-    length: of chunks, of `every`.
+    x: (D,) float32 or bfloat16, contiguous: encoder output, not normalised.
+    rows: projections of the normalised x, like x: q, k and residual, (3 D,), for the `learned`
+        router; otherwise the residual, (D,).
+    mean: (D,) float32: running mean of chunks.
+    last: (2 D,) like x: n and q of the previous position; overwritten by `learned`.
+    byte: int64, one element: the previous byte; overwritten by `space`.
+    ids: int64, one element: the byte.
+    encoder: int32 scalar tensor: number of earlier positions; incremented.
+    decoder: int32 scalar tensor: set to the old value of `encoder`.
+    length: length of chunks, for `every`.
     eps: added to the mean square.
-    handle: int64 of one element on the GPU of x: that of the conditional node that is told
-        whether a chunk begins; 0 is none. Several texts have none.
-    active: int32 like `encoder`: 0 for texts that the step skips; None for none.
+    handle: int64, one element on the GPU of x: handle of the conditional node to set; 0 for
+        none, as with several texts.
+    active: int32 like `encoder`: 0 for texts that the step skips; None skips none.
 
 Returns:
-    p, (1,) float32, begins, (1,) bool, and y, (D,) like x: residual + mean.
+    p, (1,) float32; begins, (1,) bool; and y = residual + mean, (D,) like x.
 """
 take_chunk_ = Operation(
     "take_chunk", _take_chunk_triton, _take_chunk_torch, take_chunk_reference, _take_cases, _GATE,
@@ -411,17 +411,17 @@ take_chunk_ = Operation(
     timed=[Timed("512 bf16", _take_chunk_torch, "torch, step by step", T=(), D=512),
            Timed("16 texts of 512 bf16", T=(16,), D=512, begins=1)],
 )  # fmt: skip
-"""Take what the inner network gives for a chunk that begins at the last position.
+"""Update the running mean with the inner network's output for a chunk at the last position.
 
 With several texts, all tensors have a leading batch dimension.
 
 Args:
-    z: (D,) float32 or bfloat16, contiguous.
-    p: (1,) float32, of `route_position_`.
+    z: (D,) float32 or bfloat16, contiguous: output of the inner network.
+    p: (1,) float32, from `route_position_`.
     residual: (D,) like z.
-    mean: (D,) float32, the last chunk, smoothed; overwritten.
-    y: (D,) like z, overwritten: residual + mean.
-    position: int32 scalar tensor to which one is added, or None.
-    begins: (B,) int32 of several texts: 0 where a chunk does not begin, and nothing changes;
-        None is nowhere.
+    mean: (D,) float32: running mean of chunks; overwritten.
+    y: (D,) like z: overwritten with residual + mean.
+    position: int32 scalar tensor, incremented, or None.
+    begins: (B,) int32, with several texts: 0 for texts in which no chunk begins, which do not
+        change; None if a chunk begins in every text.
 """

@@ -1,9 +1,9 @@
-"""Smooth the vectors of chunks by how sure their boundaries are: a running mean over chunks.
+"""Smooth the vectors of chunks: an exponential moving average weighted by boundary probability.
 
     s[j] = p[j] z[j] + (1 - p[j]) s[j - 1],   s[-1] = 0
 
-A boundary that was unsure leaves most of the chunk before it, so a small change of p never makes a
-large one of the result. Backward, with g[j] the whole gradient of s[j]:
+At a boundary with low p, most of the previous chunk remains, so the result is continuous in p. In
+the backward pass, with g[j] the total gradient of s[j]:
 
     g[j] = grad_s[j] + (1 - p[j + 1]) g[j + 1]
     grad_z[j] = p[j] g[j],   grad_p[j] = sum over d of g[j] (z[j] - s[j - 1])
@@ -91,7 +91,7 @@ def _smooth_chunks_kernel(
     last = tl.zeros((1, BLOCK_D), dtype=tl.float32)
     for start in range(0, C, BLOCK_C):
         c = (start + offs).to(tl.int64)
-        # chunks after the last keep what was before them
+        # beyond the last chunk, keep the previous state
         p = tl.load(p_ptr + b * stride_pb + c * stride_pc, mask=c < C, other=0)
         mask = (c < C) & (d < D)
         z_ptrs = z_ptr + b * stride_zb + c * stride_zc + d * stride_zd
@@ -149,7 +149,7 @@ def _smooth_chunks_triton(z: Tensor, p: Tensor) -> Tensor:
 
 
 def _blocks(chunks: int, width: int) -> dict[str, int]:
-    """Choose tiles, small ones for small tensors: they take long to interpret."""
+    """Choose tiles: small ones for small tensors, which saves time in the interpreter."""
     most_chunks, most_width = (min(32, triton.next_power_of_2(size)) for size in (chunks, width))
     return {"BLOCK_C": most_chunks, "BLOCK_D": most_width}
 
@@ -171,7 +171,7 @@ def _smooth_chunks_backward_triton(
 
 
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Draw (label, z, p, gradient of the result)."""
+    """Draw (label, z, p, grad_s)."""
     generator = torch.Generator().manual_seed(0)
     normal = normals(generator, device)
 
@@ -209,11 +209,11 @@ smooth_chunks = Operation(
     cases_of(_draw, lambda z, p, _: (z, p)), _GATE, _ARGUMENTS,
     sizes={"B": (1, 3), "C": "m"}, timed=_TIMED,
 )  # fmt: skip
-"""Average each chunk with those before it.
+"""Compute the moving average of chunks.
 
 Args:
     z: (B, C, D) float32 or bfloat16, any strides.
-    p: (B, C) float32, how much of a chunk's mean is its own vector.
+    p: (B, C) float32: weight of a chunk's own vector in its average.
 
 Returns:
     (B, C, D) float32.
@@ -233,13 +233,13 @@ smooth_chunks_backward = Operation(
     draw=_draw_backward, needs_rows=True,
     timed=_TIMED,
 )  # fmt: skip
-"""Propagate a gradient back through `smooth_chunks`.
+"""Compute the gradients of `smooth_chunks`.
 
 Args:
     grad_s: (B, C, D) float32, any strides.
     z: as in `smooth_chunks`.
     p: likewise.
-    s: what it returned.
+    s: the result of `smooth_chunks`.
 
 Returns:
     Gradients of z, like it, and of p, float32.

@@ -1,7 +1,7 @@
-"""Give every position the vector of its chunk: y[t] = x[t] + s[owner[t]].
+"""Upsample chunks: add to every position the vector of its chunk, y[t] = x[t] + s[owner[t]].
 
-The backward sums a chunk's positions, and finds what a factor of its vector at each position would
-have for a gradient: the factor is 1, and only its gradient counts.
+The backward sums over a chunk's positions. It also returns the gradient of a factor c[t] = 1 of the
+chunk's vector at each position, as a straight-through estimator needs it.
 
     grad_s[j] = sum over t of chunk j of grad_y[t]
     grad_c[t] = sum over d of grad_y[t] s[owner[t]]
@@ -90,7 +90,7 @@ def _spread_chunks_backward_kernel(
     begin = tl.load(first_ptr + b * stride_fb + j * stride_fc)
     next_ptr = first_ptr + b * stride_fb + (j + 1) * stride_fc
     end = tl.load(next_ptr, mask=j + 1 < C, other=-1)
-    # the last chunk has all that is left, and a slot without one has nothing
+    # the last chunk has all remaining positions, an unused slot has none
     end = tl.where(end < 0, T, end)
     begin = tl.where(begin < 0, end, begin)
     d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
@@ -137,7 +137,7 @@ def _spread_chunks_backward_triton(
 
 
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor]]:
-    """Draw (label, positions, vectors of chunks, owner, first)."""
+    """Draw (label, x, s, owner, first)."""
     generator = torch.Generator().manual_seed(0)
     normal = normals(generator, device)
     for batch, length, chunks, width, share in (
@@ -194,7 +194,7 @@ spread_chunks = Operation(
 Args:
     x: (B, T, D) float32 or bfloat16, any strides.
     s: (B, C, D) float32, any strides.
-    owner: (B, T) int64 in 0..C-1, of `find_chunks`.
+    owner: (B, T) int64 in 0..C-1, from `find_chunks`.
 
 Returns:
     (B, T, D) in the dtype of x; added in float32.
@@ -206,14 +206,14 @@ spread_chunks_backward = Operation(
     draw=_draw_backward, needs_rows=True,
     timed=[Timed("32x4096 in 1024 of 512 bf16", _spread_chunks_backward_torch, **_TIMED)],
 )  # fmt: skip
-"""Propagate a gradient back through `spread_chunks`; that of x is `grad_y` itself.
+"""Compute the gradients of `spread_chunks`, except that of x, which is `grad_y`.
 
 Args:
     grad_y: (B, T, D) float32 or bfloat16, any strides.
     s: as in `spread_chunks`.
     owner: likewise.
-    first: (B, C) int64, of `find_chunks`.
+    first: (B, C) int64, from `find_chunks`.
 
 Returns:
-    Gradients of s, (B, C, D), and of a factor of it at each position, (B, T); float32.
+    float32 gradients of s, (B, C, D), and of the factor at each position, (B, T).
 """

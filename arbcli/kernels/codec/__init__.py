@@ -1,1 +1,1 @@
-"""Between packed bytes and weights: trits, scales, and eight-bit numbers."""
+"""Encoding and decoding of packed weights: trits, scales, and eight-bit numbers."""

@@ -1,8 +1,8 @@
-"""Decode weights that are all digits of z = T * P + A: w[n, k] = bf16(z[n, k] / U * scale).
+"""Decode `int8` weights, all digits of z = T * P + A: w[n, k] = bf16(z[n, k] / U * scale).
 
 The unit U is P, or the next power of two. z has nine bits with an int8 remainder and at most six
 with one of four bits, and the scale eight, so that z / U * scale is exact in float32 and rounded
-once, to bf16. Every kernel, backend and reference has the same weight.
+once, to bf16. All kernels, backends and references compute the same weight.
 """
 
 import math
@@ -30,11 +30,11 @@ from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
 P = ParamSpec("P")
 ROWS = 32
-"""Rows of a program, each of one block."""
+"""Rows per program, one block of each."""
 
 
 def digits_reference(packed: Packed) -> Tensor:
-    """Compute T, or z / U where the weights are all digits, in float64."""
+    """Compute T, or z / U if the weights are all digits, in float64."""
     trits = unpack_trits_reference(packed.trits, packed.in_features).double()
     if packed.remainder is None:
         return trits
@@ -45,7 +45,7 @@ def digits_reference(packed: Packed) -> Tensor:
 
 
 def scales_reference(packed: Packed) -> Tensor:
-    """Compute the scale of each weight, in float64, not rounded."""
+    """Compute the scale of each weight, in float64, without rounding."""
     v = packed.exponent.to(torch.float64) * 128
     if packed.fraction is not None:
         v = v + packed.fraction.to(torch.float64)
@@ -54,15 +54,15 @@ def scales_reference(packed: Packed) -> Tensor:
 
 
 def decode_digits_reference(packed: Packed) -> Tensor:
-    """Compute what decoding must return, in float64 but for scales and weights, which are bf16."""
+    """Decode in float64, with scales and weights rounded to bf16."""
     scale = scales_reference(packed).to(torch.bfloat16).double()
     return (digits_reference(packed) * scale).to(torch.bfloat16)
 
 
 def digits_torch(packed: Packed, dtype: torch.dtype, rows: slice | None = None) -> Tensor:
-    """Read T, or z / U where the weights are all digits: exact in float32.
+    """Compute T, or z / U if the weights are all digits, exactly in float32.
 
-    And in bfloat16, unless the digits of z count by other shares than they have in it.
+    The result is exact in bfloat16 too, unless the weights of the two digits are fading.
     """
     packed = packed if rows is None else packed.rows(rows)
     trits = unpack_trits_torch(packed.trits, packed.in_features, dtype)
@@ -73,9 +73,9 @@ def digits_torch(packed: Packed, dtype: torch.dtype, rows: slice | None = None) 
 
 
 def decode_digits_torch(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Decode a whole matrix, whatever its weights are, with one product a weight."""
+    """Decode a matrix of trits or of all digits, with one multiplication per weight."""
     in_features, group_size = packed.in_features, packed.group_size
-    faded = packed.radix + packed.low * 128 > 256  # more than the eight bits of bfloat16
+    faded = packed.radix + packed.low * 128 > 256  # exceeds the eight bits of bfloat16
     weight = digits_torch(packed, torch.float32 if faded else dtype)
     scale = scales_torch(packed.exponent, packed.fraction).to(weight.dtype)[..., None]
     whole = in_features // group_size
@@ -84,12 +84,12 @@ def decode_digits_torch(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> 
     if whole * group_size < in_features:
         weight[:, whole * group_size :] *= scale[:, whole]
     if packed.remainder is not None and weight.dtype != torch.bfloat16:
-        weight.copy_(weight.bfloat16())  # the product of a trit is not rounded
+        weight.copy_(weight.bfloat16())  # a product with a trit is exact
     return weight.to(dtype)
 
 
 def decode_digits_native(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Decode a whole matrix by the native loop, which knows float32 and bfloat16."""
+    """Decode a matrix with the native loop, to float32 or bfloat16."""
     rows, in_features = packed.out_features, packed.in_features
     weight = torch.empty(rows, in_features, dtype=dtype, device=packed.trits.device)
     bf16, threads = dtype == torch.bfloat16, native.threads_for(weight.numel())
@@ -98,7 +98,7 @@ def decode_digits_native(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def native_arguments(packed: Packed) -> tuple[Tensor | int | None, ...]:
-    """List what native loops take for a packed matrix."""
+    """List the arguments of native loops for a packed matrix."""
     packed = packed.map(native.as_rows)
     parts = packed.trits, packed.exponent, packed.fraction, packed.remainder
     strides = (0 if part is None else part.stride(0) for part in parts)
@@ -108,10 +108,10 @@ def native_arguments(packed: Packed) -> tuple[Tensor | int | None, ...]:
 
 
 def decode_digits(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Decode a whole matrix by the native loop where it runs and knows the dtype, else by torch.
+    """Decode a matrix with the native loop if it supports device and dtype, otherwise with torch.
 
     Raises:
-        ValueError: parts of the matrix do not belong together.
+        ValueError: shapes or dtypes of the matrix do not match.
     """
     packed.check()
     known = dtype in (torch.float32, torch.bfloat16)
@@ -123,9 +123,9 @@ def decode_digits(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor
 def add_remainder(
     trit, remainder_ptr, offset, mask, of_trit, of_low, DIGITS: tl.constexpr, NIBBLE: tl.constexpr
 ):
-    """Turn trits into z / U, as float32, if weights are all `DIGITS`; `offset` is each weight's.
+    """Convert trits to float32 z / U if `DIGITS`; `offset` is the index of each weight's remainder.
 
-    A trit counts `of_trit` of the scale then, and a unit of the remainder `of_low`.
+    A trit is worth `of_trit` in units of the scale, and a unit of the remainder `of_low`.
     """
     if DIGITS:
         low = tl.load(remainder_ptr + offset, mask=mask, other=0).to(tl.int32)
@@ -137,7 +137,7 @@ def add_remainder(
 
 @triton.jit
 def round_weight(weight, DIGITS: tl.constexpr):
-    """Round float32 weights to bf16, to nearest even; those of trits are bf16 already."""
+    """Round float32 weights to bf16, to nearest even; weights of trits are exact in bf16."""
     if DIGITS:
         bits = weight.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
@@ -154,11 +154,11 @@ def _decode_digits_kernel(
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
     DIGITS: tl.constexpr, NIBBLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Decode one block of some rows."""
+    """Decode one block of `ROWS` rows."""
     block = tl.program_id(0) % blocks
     n = ((tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     width = tl.minimum((K - block * 160 + 4) // 5, 32)
-    if width == 32:  # offsets that a compiler knows: several weights are loaded at once
+    if width == 32:  # offsets known to the compiler, so that loads are vectorised
         _decode_planes(
             packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
             n, block, 32, N, K,
@@ -185,7 +185,7 @@ def _decode_planes(
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
     DIGITS: tl.constexpr, NIBBLE: tl.constexpr, ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Decode five planes, each `width` weights wide; with `ONE_SCALE` a plane lies in one group."""
+    """Decode five planes of `width` weights; with `ONE_SCALE` each plane lies within one group."""
     j = tl.arange(0, 32)[None, :]
     mask_b = (n < N) & (j < width)
     byte = tl.load(packed_ptr + n * stride_pn + (block * 32 + j) * stride_pb, mask=mask_b, other=0)
@@ -208,7 +208,7 @@ def _decode_planes(
 
 
 def decode_digits_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Decode weights that are all digits, by the kernel."""
+    """Decode weights that are all digits with the Triton kernel."""
     rows, in_features = packed.out_features, packed.in_features
     weight = torch.empty(rows, in_features, dtype=dtype, device=packed.trits.device)
     if weight.numel():
@@ -222,10 +222,10 @@ def decode_digits_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def with_remainders(packed: Packed, generator: torch.Generator) -> Iterator[tuple[str, Packed]]:
-    """Draw remainders, any int8, for a packed matrix, whose weights are all digits then.
+    """Add remainders of any int8 value to a packed matrix, whose weights are then all digits.
 
     Yields:
-        What it is called, and the matrix: with a remainder of eight bits, then with one of four.
+        A label and the matrix: with remainders of eight bits, then of four.
     """
     shape = (packed.out_features, packed.in_features)
     draw = partial(torch.randint, generator=generator, device=generator.device, dtype=torch.int8)
@@ -260,7 +260,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
 
 
 def in_float32(run: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Wrap an implementation so that its `dtype` is float32."""
+    """Wrap an implementation with `dtype` fixed to float32."""
 
     @wraps(run)
     def as_float32(*inputs: P.args, **named: P.kwargs) -> Tensor:
@@ -271,17 +271,17 @@ def in_float32(run: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
 
 def digits_large(packed: Packed) -> Tensor:
-    """Find the digits of a matrix for which the reference takes too long."""
+    """Compute the digits of a matrix that is too large for the reference."""
     return digits_torch(packed, torch.float32)
 
 
 def decode_large(packed: Packed) -> Tensor:
-    """Decode a matrix for which the reference takes too long, to float32."""
+    """Decode a matrix that is too large for the reference, to float32."""
     return decode_digits_torch(packed, torch.float32)
 
 
 def in_rounded_float32(decode: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Wrap an implementation so that it decodes to float32, rounded to bf16 for the comparison.
+    """Wrap an implementation to decode to float32, rounded to bf16 for the comparison.
 
     Triton's interpreter rounds bf16 wrongly; float32 holds the same values.
     """
@@ -291,7 +291,7 @@ def in_rounded_float32(decode: Callable[P, Tensor]) -> Callable[P, Tensor]:
     def run(*inputs: P.args, **named: P.kwargs) -> Tensor:
         weight = decode(*inputs, **named)
         rounded = weight.to(torch.bfloat16)
-        # a value that bf16 cannot hold is an error, and NaN equals nothing
+        # a value that is not exact in bf16 becomes NaN, which fails every comparison
         return torch.where(rounded.float() == weight, rounded, torch.nan)
 
     return run

@@ -1,19 +1,19 @@
 """Decode packed trits and scales to e4m3, for products in eight bits: w ~ q * scale.
 
-scale is one power of two for the matrix, which moves its largest octave to 2**7, as in
-`quantise_rows`, or to 2**6 where weights are all digits, of up to three times their scale. Each
-group's own scale, or each weight of all digits, is rounded to the three mantissa bits of e4m3, an
-error of at most 6 %, in the same way forward and backward. A step changes the exact digits, not
-these.
+scale is one power of two for the matrix. It moves the largest octave to 2**7, as in
+`quantise_rows`, or to 2**6 if weights are all digits, which are up to three times their scale.
+Scales of groups, or weights of all digits, are rounded to the three mantissa bits of e4m3, an error
+of at most 6 %, identically in the forward and backward pass. Training steps update the exact
+digits.
 
-A thread decodes four trits of each plane, those that are neighbours in q, to one int32:
+A thread decodes four trits of each plane, which are contiguous in q, to one int32:
 
     as it is      bytes j .. j + 3 of row n       to q[n, k .. k + 3], k the column of byte j
     transposed    byte j of rows n .. n + 3       to q[k, n .. n + 3]
 
-Reason: a trit times a number of e4m3 is that number, its negative or 0. So three integer operations
-on an int32 multiply four weights, none becomes a float, and one store writes all four. Only short
-blocks, and groups that planes do not lie within, are stored a byte at a time.
+Reason: a trit times an e4m3 number is that number, its negative or 0. So three integer operations
+    on an int32 multiply four weights without conversion to float, and one store writes all four.
+    Only short blocks, and groups that do not contain whole planes, are stored one byte at a time.
 """
 
 from collections.abc import Iterator
@@ -46,13 +46,13 @@ from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 
 MOST_PARTS = 128
-"""Programs that share out the exponents, at most, where kernels look for the largest."""
+"""Maximum number of programs that search for the largest exponent."""
 PART = 8192
-"""Exponents that a program reads at once."""
+"""Exponents that a program reads at a time."""
 
 
 def decode_e4m3_reference(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Compute the reference result of `decode_e4m3`; q is float32 here."""
+    """Compute `decode_e4m3`, with q in float32."""
     weight = decode_digits_reference(packed).double()
     weight = weight.T if transposed else weight
     octave = packed.exponent.max().double() - (7 if packed.remainder is None else 6)
@@ -77,7 +77,7 @@ def _largest_octave(packed: Packed) -> int:
 
 @triton.jit
 def _largest_kernel(exponent_ptr, largest_ptr, number, each, BLOCK: tl.constexpr):
-    """Find the largest of `each` exponents, a multiple of BLOCK."""
+    """Find the largest of `each` exponents per program, a multiple of BLOCK."""
     begin = tl.program_id(0) * each
     largest = tl.full((BLOCK,), -128, tl.int32)
     for start in range(begin, begin + each, BLOCK):
@@ -89,7 +89,7 @@ def _largest_kernel(exponent_ptr, largest_ptr, number, each, BLOCK: tl.constexpr
 
 @triton.jit
 def _load_largest(largest_ptr, PARTS: tl.constexpr):
-    """Load the largest exponent of a matrix, of which each part has one."""
+    """Load the largest exponents of all parts, and return their maximum."""
     return tl.max(tl.load(largest_ptr + tl.arange(0, PARTS)).to(tl.int32), axis=0)
 
 
@@ -103,7 +103,7 @@ def _decode_digits_kernel(
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
     NIBBLE: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Decode one block of some rows whose weights are all digits."""
+    """Decode one block of rows whose weights are all digits."""
     block, tile = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     offs_n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     n, j = offs_n[:, None], tl.arange(0, 32)
@@ -153,7 +153,7 @@ def _decode_digits_triton(
 
 @triton.jit
 def _spread(word):
-    """Start decoding four bytes as `warp_products` does: two int32, of bytes 0, 2 and of 1, 3."""
+    """Start decoding four bytes as in `warp_products`: two int32, of bytes 0, 2 and of 1, 3."""
     return first_digits(word & 0xFF00FF), first_digits((word >> 8) & 0xFF00FF)
 
 
@@ -179,13 +179,13 @@ def _decode_e4m3_kernel(
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, TRANSPOSED: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Decode one block of some rows; neighbouring programs write neighbouring parts of q."""
+    """Decode one block of rows; neighbouring programs write neighbouring parts of q."""
     program, blocks, tiles = tl.program_id(0), tl.cdiv(row_bytes, 32), tl.cdiv(N, BLOCK_N)
     if TRANSPOSED:
         block, tile = (
             blocks - 1 - program // tiles,
             program % tiles,
-        )  # the short one first: it takes longest
+        )  # the short block first, as it takes longest
     else:
         block, tile = program % blocks, program // blocks
     n, b, group = (tile * BLOCK_N).to(tl.int64), block * 32, block * 160 // GROUP
@@ -224,7 +224,7 @@ def _decode_block(
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, TRANSPOSED: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Decode a block of rows, four neighbours in q at once, as one int32.
+    """Decode a block of rows, four neighbours in q at a time, as one int32.
 
     If `TRANSPOSED`, these come from the same byte of four rows, else from four bytes of one row.
     Tensors are [8, rows], so that a warp reads from few rows at once. With `PLANES` the block is
@@ -253,7 +253,7 @@ def _decode_block(
         fraction = tl.zeros_like(exponent)
         if HAS_FRACTION:
             fraction = tl.load(fraction_ptr + n_i * stride_fn + group * stride_fg)
-        # by integers, as triton 3.6 converted a column of scales wrongly
+        # integer arithmetic, as triton 3.6 converts a column of scales incorrectly
         scale = to_e4m3(scale_of(exponent, fraction) * inverse, False)
         scales |= scale.to(tl.int32) << 8 * i
     if not TRANSPOSED:
@@ -305,7 +305,7 @@ def _decode_e4m3_triton(
     q = torch.empty(shape, dtype=E4M3, device=packed.trits.device)
     scale = torch.empty(1, len(q), device=packed.trits.device)
     block_n, warps = (128, 4) if transposed else (8, 1)  # the fastest on an H200
-    # the most groups that a block overlaps, and at least 8
+    # the maximum number of groups that a block overlaps, at least 8
     groups = max(8, triton.next_power_of_2((BLOCK - 1) // packed.group_size + 2))
     tiles, blocks = byte_tiles(rows, num_bytes, block_n)
     largest = _largest_triton(packed) if largest is None else largest
@@ -330,7 +330,7 @@ def _largest_triton(packed: Packed) -> Tensor:
 
 
 def largest_exponents(packed: Packed) -> Tensor:
-    """Find the largest exponents of parts of a matrix, int8; there may be one part."""
+    """Find the largest exponent of each part of a matrix, int8, in one or more parts."""
     if uses_triton(packed.trits):
         return _largest_triton(packed)
     return packed.exponent.amax()[None]
@@ -370,7 +370,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
 
 
 LARGEST = Array("L", INT8, dense=True, optional=True, values=never)
-"""Results of `largest_exponents`, which random cases leave out."""
+"""Result of `largest_exponents`; random cases omit it."""
 
 decode_e4m3 = Operation(
     "decode_e4m3", _decode_e4m3_triton, _decode_e4m3_torch, decode_e4m3_reference, _cases,
@@ -386,9 +386,9 @@ decode_e4m3 = Operation(
 Args:
     packed: N rows by K weights, not empty.
     transposed: whether to decode w.T.
-    largest: what `largest_exponents` found; None finds it again.
+    largest: result of `largest_exponents`; None computes it.
 
 Returns:
-    (N, K) float8_e4m3fn q, or (K, N), contiguous; and its scale, a power of two, once for every
-    row of q: (1, N) or (1, K) float32, as a product of matrices wants it.
+    (N, K) float8_e4m3fn q, or (K, N) if `transposed`, contiguous; and its scale, a power of two,
+    repeated for every row of q: (1, N) or (1, K) float32, as scaled matrix products expect.
 """

@@ -1,21 +1,22 @@
 """Decode packed trits and scales to weights: w[n, k] = bf16(T[n, k] * 2 ** (v[n, g] / 128)).
 
 v = 128 E + F is the fixed-point log2 of the scale of group g = k // G: E the octave, F the
-fraction. The rounded bf16 value is the weight, in every kernel, backend and reference. It is made
-from integers: E is the exponent field of a float, F one of 128 mantissas, all at least 0.005 of a
-bf16 step away from a rounding boundary, so no implementation of exp2 can land on another one.
+fraction. The rounded bf16 value is the weight, in every kernel, backend and reference. It is built
+from integers: E is the exponent field of a float, F selects one of 128 mantissas, all at least
+0.005 of a bf16 step away from a rounding boundary, so all implementations of exp2 round to the same
+one.
 
-Where each plane of a block lies within one group, a warp decodes eight blocks at a time:
+If each plane of a block lies within one group, a warp decodes eight blocks at a time:
 
-    thread c of four    loads bytes 8 c .. 8 c + 7 of a block: of each plane, eight neighbours
+    thread c of four    loads bytes 8 c .. 8 c + 7 of a block: eight neighbours of each plane
     shared memory       has plane j of block b of thread c at 320 b + 64 j + 16 c, eight bf16
-    the warp stores     five times 512 contiguous bytes of that, 16 of each thread
+    the warp stores     five times 512 contiguous bytes of this, 16 bytes per thread
 
-Reason: two trits at a time one instruction multiplies by their scale to the pair of bf16 that is
-stored, and a thread needs no other's trits. What four threads have of a plane is 64 contiguous
-bytes; through shared memory a warp stores 512 at once, and that is as fast as writing zeros. The
-short last block, or the whole matrix where groups do not fit planes, is decoded by columns, one
-weight at a time.
+Reason: one instruction multiplies two trits by their scale, which gives the stored pair of bf16,
+    and threads do not exchange trits. Four threads hold 64 contiguous bytes of a plane; through
+    shared memory a warp stores 512 bytes at once, as fast as writing zeros. The short last block,
+    or the whole matrix if groups do not contain whole planes, is decoded by columns, one weight at
+    a time.
 """
 
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ from arbcli.kernels.runtime.shared_memory import allocate, read_four, wait_for_w
 from arbcli.kernels.timed import Timed
 
 ABREAST, COLUMN_ROWS = 4, 16
-"""Of the eight blocks a warp decodes at once, those of one row; rows of a program by columns."""
+"""Blocks of one row among the eight that a warp decodes at once; rows per program by columns."""
 
 
 @triton.jit
@@ -65,7 +66,7 @@ def _decode_weight_kernel(
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, BY_BLOCK: tl.constexpr,
     ABREAST: tl.constexpr, COLUMN_ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode 32 columns of some rows, or, with `BY_BLOCK`, 32 of the full blocks."""
+    """Decode 32 columns of a block of rows, or, with `BY_BLOCK`, 32 full blocks."""
     program = tl.program_id(0)
     blocks = K // 160 if BY_BLOCK else 0
     chunks = tl.cdiv(K - 160 * blocks, 32)
@@ -93,10 +94,10 @@ def _decode_columns(
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg, stride_wn,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Decode up to 32 weights of some rows, from column `first` on, which 32 divides."""
+    """Decode up to 32 weights of each row, from column `first` on, a multiple of 32."""
     row = first_n.to(tl.int64)
     n = tl.minimum(tl.arange(0, ROWS), N - 1 - first_n)[None, :]  # rows beyond N repeat the last
-    columns = first + tl.arange(0, 32)[:, None]  # the first axis, so that a thread has neighbours
+    columns = first + tl.arange(0, 32)[:, None]  # first axis: threads have contiguous weights
     k = tl.minimum(columns, K - 1)
     block = first // 160
     offs_byte, factor = positions_in_block(block, k - 160 * block, K)
@@ -117,7 +118,7 @@ def _decode_blocks(
     stride_pn, stride_en, stride_eg, stride_fn, stride_fg, stride_wn,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, ABREAST: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode full blocks of some rows with one warp; tensors have one element a thread.
+    """Decode full blocks of rows with one warp; tensors have one element per thread.
 
     Thread c of four decodes bytes 8 c .. 8 c + 7 of a block, which are eight neighbours in each of
     the five planes, and then those of three more blocks. It builds the scales of the c-th of these
@@ -138,7 +139,7 @@ def _decode_blocks(
         scale *= 0.5 if digit % 2 else -0.5  # as `take_digits` gives 2 T or -2 T
         scales = scales + (pair(scale, scale),)  # noqa: RUF005
     start = packed_ptr + n * stride_pn
-    skew = start.to(tl.int64).to(tl.int32) & 3  # rows begin at any byte
+    skew = start.to(tl.int64).to(tl.int32) & 3  # rows are not aligned
     words = (start - skew).to(tl.pointer_type(tl.int32)) + (8 * block + 2 * c)
     loaded = ()
     for i in tl.static_range(4):
@@ -175,11 +176,11 @@ def _decode_blocks(
 def _store_staged(
     at, weight_ptr, first_n, first_block, N, blocks, stride_wn, ABREAST: tl.constexpr
 ):
-    """Store eight blocks that a warp has put into shared memory, 512 contiguous bytes at a time."""
+    """Store eight blocks from shared memory, 512 contiguous bytes at a time."""
     thread = tl.arange(0, 32)
     wait_for_warp(thread)
     for part in tl.static_range(5):
-        eight = 32 * part + thread  # weights, of which a block has 20 times eight
+        eight = 32 * part + thread  # index of the first of eight weights; a block has 20 eights
         four = read_four(at + 16 * eight)
         n, eight = first_n + eight // (20 * ABREAST), eight % (20 * ABREAST)
         pointer = weight_ptr + n.to(tl.int64) * stride_wn + (160 * first_block + 8 * eight)
@@ -189,7 +190,7 @@ def _store_staged(
 
 @triton.jit
 def _store_eight(pointer, pairs, mask):
-    """Store eight weights a thread, from four pairs of bf16, to an address that 16 bytes divide."""
+    """Store eight weights per thread, four pairs of bf16, to an address aligned to 16 bytes."""
     if pointer.dtype.element_ty == tl.float32:
         _store_four(pointer, unpair(pairs[0]) + unpair(pairs[1]), mask)
         _store_four(pointer + 4, unpair(pairs[2]) + unpair(pairs[3]), mask)
@@ -206,13 +207,13 @@ def _store_four(pointer, words, mask):
 
 
 def _by_block(packed: Packed) -> bool:
-    """Whether each plane has one scale, words can be loaded, and eight weights stored at once."""
+    """Return whether planes have one scale, and words and eight weights can be accessed at once."""
     whole = in_planes(packed.group_size) and packed.in_features % 8 == 0
     return whole and packed.trits.stride(1) == 1 and torch.version.hip is None
 
 
 def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Decode weights that are trits or all digits, by the kernel for them."""
+    """Decode weights with the kernel for trits or the one for all digits."""
     if packed.remainder is not None:
         return decode_digits_triton(packed, dtype)
     rows, in_features = packed.out_features, packed.in_features
@@ -232,7 +233,7 @@ def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def decode_weights_triton(matrices: list[Packed], dtype: torch.dtype) -> list[Tensor]:
-    """Decode several matrices of trits in one launch, or a few."""
+    """Decode several matrices of trits in one launch or a few launches."""
     found: list[Tensor] = []
     runs = [partial(lambda m: found.append(decode_weight_triton(m, dtype)), m) for m in matrices]
     merge_launches(runs, matrices[0].trits.device)
@@ -276,8 +277,8 @@ decode_weight = Operation(
 
 Args:
     packed: N rows by K weights.
-    dtype: bfloat16, or float32, which holds the same bf16 values.
+    dtype: bfloat16, or float32 with the same bf16 values.
 
 Returns:
-    (N, K) in `dtype`; exact, and equal to the last bit on every backend.
+    (N, K) in `dtype`; exact, and bitwise equal on every backend.
 """

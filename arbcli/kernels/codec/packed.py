@@ -1,4 +1,4 @@
-"""A packed matrix as kernels read it: trits five to a byte, and the two digits of each scale."""
+"""Packed matrix, the weight format of kernels: five trits per byte, and two digits per scale."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,13 +12,13 @@ from arbcli.kernels.codec.layout import LARGEST_BYTE, row_bytes
 from arbcli.kernels.runtime.arguments import INT8, UINT8, Array, Number, compiled_check
 
 OCTAVE = 128
-"""Steps of v = 128 E + F in a doubling of the scale."""
+"""Steps of v = 128 E + F per doubling of the scale."""
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -96, 31
-"""v saturates with E in this range."""
+"""Range of E, at which v saturates."""
 
 
 class Packed(NamedTuple):
-    """A matrix of N rows by K weights, with one scale for every G neighbours of a row."""
+    """A matrix of N rows by K weights, with one scale for every G consecutive weights of a row."""
 
     trits: Tensor
     """(N, row_bytes(K)) uint8, in 0..242."""
@@ -27,31 +27,31 @@ class Packed(NamedTuple):
     fraction: Tensor | None
     """(N, ceil(K / G)) int8, F in 0..127; None stands for zeros."""
     in_features: int
-    """K, in weights rather than bytes."""
+    """K, the number of weights per row."""
     group_size: int
-    """G."""
+    """G, the number of weights per scale."""
     remainder: Tensor | None = None
-    """(N, K) int8, A: the digit below the trit, where weights are all digits, z = T * P + A; None
-    where they are the trit alone."""
+    """(N, K) int8, A: the low digit, if weights are all digits, z = T * P + A; None if weights are
+    trits."""
     radix: int = 1
-    """Value of a trit, in units of 1 / `unit`: P, unless weights fade."""
+    """Value of a trit, in units of 1 / `unit`: P, unless weights are annealed."""
     low: int = 1
-    """Value of a unit of the remainder, in the same units."""
+    """Value of one unit of the remainder, in units of 1 / `unit`."""
     nibble: bool = False
-    """Whether the remainder is only the low four bits of each byte."""
+    """Whether the remainder is stored in the low four bits of each byte."""
 
     @property
     def out_features(self) -> int:
-        """N."""
+        """N, the number of rows."""
         return self.trits.shape[0]
 
     @property
     def num_groups(self) -> int:
-        """Scales of a row."""
+        """Number of scales per row."""
         return num_groups(self.in_features, self.group_size)
 
     def above(self, other: "Packed") -> "Packed":
-        """Copy the rows of this matrix and, below them, those of another one of the same kind."""
+        """Concatenate this matrix and another one of the same format along rows."""
 
         def both(mine: Tensor | None, others: Tensor | None) -> Tensor | None:
             return None if mine is None or others is None else torch.cat((mine, others))
@@ -64,7 +64,7 @@ class Packed(NamedTuple):
         )
 
     def check(self) -> None:
-        """Refuse parts that do not belong together.
+        """Check that shapes and dtypes of the tensors match.
 
         Raises:
             ValueError: a dtype or a shape does not fit.
@@ -72,7 +72,7 @@ class Packed(NamedTuple):
         _check_parts(*self)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Packed":
-        """Apply a function to each of the tensors, such as one that takes some of the rows."""
+        """Apply a function, such as a selection of rows, to each of the tensors."""
         return self._replace(
             trits=function(self.trits),
             exponent=function(self.exponent),
@@ -81,11 +81,11 @@ class Packed(NamedTuple):
         )
 
     def rows(self, index: slice | Tensor) -> "Packed":
-        """Take some of the rows: a view of a slice, a copy of (R,) int64 row numbers."""
+        """Select rows: a view for a slice, a copy for (R,) int64 row indices."""
         return self.map(lambda part: part[index])
 
     def to(self, device: torch.device) -> "Packed":
-        """Copy the tensors to a device, unless they are there."""
+        """Move the tensors to a device."""
         return self.map(lambda part: part.to(device))
 
     @property
@@ -105,22 +105,22 @@ class Packed(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Divisor of z where the weights are all digits."""
+        """U, the divisor of z if the weights are all digits."""
         return unit_of(self.radix)
 
     @property
     def all_pointers(self) -> tuple[Tensor, ...]:
-        """`pointers`, and what a kernel that reads all digits names remainder_ptr."""
+        """`pointers`, and remainder_ptr of kernels that read all digits."""
         return (*self.pointers, self.trits if self.remainder is None else self.remainder)
 
     @property
     def all_strides(self) -> tuple[int, ...]:
-        """`strides`, and what a kernel that reads all digits names stride_an, stride_ak."""
+        """`strides`, and stride_an, stride_ak of kernels that read all digits."""
         return (*self.strides, *((0, 0) if self.remainder is None else self.remainder.stride()))
 
     @property
     def worths(self) -> tuple[float, float]:
-        """Kernel arguments of_trit and of_low: the values of T and A, in units of a scale."""
+        """Kernel arguments of_trit and of_low: the values of T and A in units of the scale."""
         return self.radix / self.unit, self.low / self.unit
 
     @property
@@ -146,19 +146,19 @@ _check_parts = compiled_check(
 
 
 def unit_of(radix: int) -> int:
-    """Find the unit of z where a trit counts P of it: the next power of two."""
+    """Compute the unit of z from P, the radix: the next power of two."""
     return 1 << (radix - 1).bit_length()
 
 
 def num_groups(in_features: int, group_size: int) -> int:
-    """Count the groups of a row of `in_features` weights; the last may be short."""
+    """Count the groups of a row of `in_features` weights; the last one may be short."""
     return -(-in_features // group_size)
 
 
 def random_packed(
     rows: int, in_features: int, group_size: int, generator: torch.Generator, spread: int = 127
 ) -> Packed:
-    """Draw packed trits, E and F where the generator is; E is within `spread` of -1."""
+    """Draw packed trits, E and F on the generator's device; E is within `spread` of -1."""
     draw = partial(torch.randint, generator=generator, device=generator.device)
     trits = draw(0, LARGEST_BYTE + 1, (rows, row_bytes(in_features)), dtype=torch.uint8)
     shape = (rows, num_groups(in_features, group_size))

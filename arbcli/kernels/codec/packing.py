@@ -1,6 +1,6 @@
-"""Pack trits five to a byte and back: byte = sum over d of (trit_d + 1) * 3**d, 0..242.
+"""Pack five trits per byte, and unpack them: byte = sum over d of (trit_d + 1) * 3**d, 0..242.
 
-`layout` says where each weight is.
+`layout` describes the position of each weight.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
 
 
 def in_planes(group_size: int) -> bool:
-    """Return whether groups are whole planes, so that a plane of a block has one scale."""
+    """Return whether groups consist of whole planes, so that each plane has one scale."""
     return group_size % PLANE == 0
 
 
 def pack_trits_reference(trits: Tensor) -> Tensor:
-    """Compute the reference result of `pack_trits`, one weight at a time."""
+    """Compute `pack_trits`, one weight at a time."""
     rows, in_features = trits.shape
     size = in_features // 160 * 32 + -(-(in_features % 160) // 5)
     packed = [[0] * size for _ in range(rows)]
@@ -37,7 +37,7 @@ def pack_trits_reference(trits: Tensor) -> Tensor:
 
 
 def unpack_trits_reference(packed: Tensor, in_features: int) -> Tensor:
-    """Compute the reference result of `unpack_trits`, one weight at a time."""
+    """Compute `unpack_trits`, one weight at a time."""
     values = packed.tolist()
     trits = [[0] * in_features for _ in values]
     for k in range(in_features):
@@ -51,7 +51,7 @@ def unpack_trits_reference(packed: Tensor, in_features: int) -> Tensor:
 
 
 def _planes(flat: Tensor, in_features: int) -> tuple[Tensor, Tensor]:
-    """View (N, bytes, 5) digits as those of full blocks and those of the short block."""
+    """Split (N, bytes, 5) digits into full blocks and the short block, as views."""
     blocks = in_features // BLOCK
     full = flat[:, : blocks * PLANE].unflatten(1, (blocks, PLANE))  # (N, blocks, 32, 5)
     return full, flat[:, blocks * PLANE :]  # (N, width, 5)
@@ -64,7 +64,7 @@ _DIGITS = torch.tensor(
 
 
 def unpack_trits_torch(packed: Tensor, in_features: int, dtype: torch.dtype = torch.int8) -> Tensor:
-    """Unpack through a table of all 256 bytes."""
+    """Unpack with a lookup table of 256 entries."""
     numbers = _DIGITS.to(packed.device).index_select(0, packed.to(torch.int32).flatten())
     digits = numbers.view(torch.int8).view(*packed.shape, 8)[:, :, :TRITS_PER_BYTE]
     full, short = _planes(digits, in_features)
@@ -76,7 +76,7 @@ def unpack_trits_torch(packed: Tensor, in_features: int, dtype: torch.dtype = to
 
 
 def pack_trits_torch(trits: Tensor) -> Tensor:
-    """Pack by Horner's rule over the five planes of each block."""
+    """Pack the five planes of each block by Horner's rule."""
     rows, in_features = trits.shape
     blocks, rest = divmod(in_features, BLOCK)
     width = -(-rest // TRITS_PER_BYTE)
@@ -91,7 +91,7 @@ def pack_trits_torch(trits: Tensor) -> Tensor:
 
 
 def _horner(planes: Tensor) -> Tensor:
-    """Join five planes of trits, the least significant first."""
+    """Combine five planes of trits, the least significant first."""
     byte = planes[4]
     for digit in (3, 2, 1, 0):
         byte = torch.add(planes[digit], byte, alpha=3)
@@ -107,13 +107,13 @@ def digit_of(byte, digit: tl.constexpr):
 
 @triton.jit
 def first_digit(byte):
-    """Turn bytes into the fixed-point numbers of `take_trit`: byte / 81 * 2**30, rounded up."""
+    """Convert bytes to the fixed-point numbers of `take_trit`: byte / 81 * 2**30, rounded up."""
     return byte.to(tl.uint32) * 13256072
 
 
 @triton.jit
 def take_trit(left, digit: tl.constexpr):
-    """Read the next trit T of bytes, and return it with what remains; for digits 4 down to 0.
+    """Decode the next trit T of bytes, for digits 4 down to 0; return it and the rest of the bytes.
 
     The top two bits of `left` hold a digit and the bits below a fraction, mod 4. Even digits d are
     there as they are, 0..2; flipping the lower bit gives -T mod 4. As the top bits of a float32, 00
@@ -134,14 +134,14 @@ def take_trit(left, digit: tl.constexpr):
 
 @triton.jit
 def place(trit, digit: tl.constexpr):
-    """Compute what trit `digit` contributes to its byte."""
+    """Compute the contribution of trit `digit` to its byte."""
     power: tl.constexpr = 3**digit
     return (trit + 1) * power
 
 
 @triton.jit
 def plane_offsets(offs_byte, K, digit: tl.constexpr):
-    """Find the weight k that `digit` of each byte of a row holds.
+    """Compute the index k of the weight in `digit` of each byte of a row.
 
     Padding, and bytes beyond the end of the row, get k >= K, so that one comparison masks both.
     """
@@ -155,7 +155,7 @@ def plane_offsets(offs_byte, K, digit: tl.constexpr):
 
 @triton.jit
 def trit_positions(k, K):
-    """Find the byte that holds each weight `k` of a row, and the factor that `trit_at` needs.
+    """Compute the byte index of each weight `k` of a row, and the factor for `trit_at`.
 
     The factor is 2**32 / 3**(digit + 1), rounded up. Times the byte, mod 2**32, it is a fraction of
     2**32: its first, second and last third are the trits -1, 0 and 1. Rounding adds under 2**8.
@@ -165,7 +165,7 @@ def trit_positions(k, K):
 
 @triton.jit
 def positions_in_block(block, offset, K):
-    """Do what `trit_positions` does, for weight `offset` of a block."""
+    """Compute `trit_positions` of weight `offset` of a block."""
     width = tl.minimum((K - block * 160 + 4) // 5, 32)
     byte, factor = block * 32 + offset, 1431655766
     for digit in tl.static_range(1, 5):
@@ -177,7 +177,7 @@ def positions_in_block(block, offset, K):
 
 @triton.jit
 def trit_at(byte, factor):
-    """Read one trit of each byte as float32; see `trit_positions`."""
+    """Decode one trit of each byte as float32; see `trit_positions`."""
     # the high word of 3 * fraction is 0, 1 or 2; added to the bits of 2**23 it is an exact float32
     lifted = tl.umulhi(byte.to(tl.uint32) * factor, 3) + 0x4B000000
     return lifted.to(tl.float32, bitcast=True) - 8388609.0
@@ -257,18 +257,18 @@ def _pack_trits_triton(trits: Tensor) -> Tensor:
 def illegal_bytes(packed: Tensor) -> int:
     """Count bytes that are not five trits (243..255), on the CPU.
 
-    By numpy: threads may do so side by side, and torch would give each of them threads of its own.
+    Uses numpy: several threads may call it at once, and torch would start threads for each call.
     """
     flat = packed.cpu().reshape(-1).numpy()
     return int((flat > LARGEST_BYTE).sum()) if flat.max(initial=0) > LARGEST_BYTE else 0
 
 
 SHAPES = ((1, 1), (3, 33), (33, 123), (5, 160), (2, 165), (4, 323), (2, 1311))
-"""(N, K): one, ragged in 5, in 32 and in 160, exactly a block, just beyond one, several."""
+"""(N, K): K = 1, not divisible by 5, 32 or 160, one block, one block plus one, several blocks."""
 
 
 def random_trits(rows: int, in_features: int, generator: torch.Generator) -> Tensor:
-    """Draw (rows, in_features) int8 trits, each digit equally likely, where the generator is."""
+    """Draw (rows, in_features) uniform int8 trits on the generator's device."""
     return torch.randint(
         -1, 2, (rows, in_features), generator=generator, device=generator.device, dtype=torch.int8
     )
@@ -307,7 +307,7 @@ pack_trits = Operation(
     "pack_trits", _pack_trits_triton, pack_trits_torch, pack_trits_reference, _pack_cases,
     arguments={"trits": Array("N, K", INT8, values=(-1, 1))}, timings=_pack_timings,
 )  # fmt: skip
-"""Pack trits five to a byte.
+"""Pack five trits per byte.
 
 Args:
     trits: (N, K) int8 in {-1, 0, +1}, any strides.
@@ -327,7 +327,7 @@ unpack_trits = Operation(
 
 Args:
     packed: (N, row_bytes(K)) uint8, any strides.
-    in_features: K, in weights rather than bytes.
+    in_features: K, the number of weights per row.
 
 Returns:
     (N, K) int8 in {-1, 0, +1}.

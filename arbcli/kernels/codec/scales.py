@@ -40,7 +40,7 @@ def load_scale(
     stride_en, stride_eg, stride_fn, stride_fg,
     HAS_FRACTION: tl.constexpr,
 ):  # fmt: skip
-    """Load the digits of scales and build them; `offs_n` and `offs_g` broadcast."""
+    """Load the digits of scales and build the scales; `offs_n` and `offs_g` broadcast."""
     offset = offs_n * stride_en + offs_g * stride_eg
     exponent = tl.load(exponent_ptr + offset, mask=mask, other=0)
     if HAS_FRACTION:

@@ -1,23 +1,24 @@
-"""Decode packed trits in registers and multiply them by bf16 x with a warp's matrix instruction.
+"""Decode packed trits in registers and multiply them by bf16 x with tensor-core instructions.
 
-Tensors here have one element a thread. The instruction, `mma.m16n8k16`, multiplies 16 rows of w by
-8 rows of x, 16 columns deep. Thread 4 r + c of a warp supplies and receives:
+Tensors here have one element per thread. The instruction `mma.m16n8k16` multiplies 16 rows of w by
+8 rows of x over 16 columns. Thread 4 r + c of a warp supplies and receives:
 
-- of w: eight bytes of rows r and r + 8; each of their five digits is a plane of eight weights;
-- of x: for each digit, the eight elements of row r that this plane is multiplied by;
-- of y: rows r and r + 8 of w times rows 2 c and 2 c + 1 of x.
+- w: eight bytes of rows r and r + 8; each of their five digits has eight weights of a plane;
+- x: for each digit, the eight elements of row r that these weights are multiplied by;
+- y: products of rows r and r + 8 of w with rows 2 c and 2 c + 1 of x.
 
-The instruction's own columns, and those that a thread has of a plane of 32 weights:
+Columns of the instruction, and columns of a plane of 32 weights, by thread:
 
     instruction k     0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11 | 12 13 | 14 15      16 deep, of a thread
     thread c           0     1     2     3     0      1       2       3        four: 2 c, 2 c + 1,
                                                                                2 c + 8, 2 c + 9
     plane, thread c   8 c .. 8 c + 7: four of them for each of two instructions
 
-Reason: a sum does not mind the order of its terms. So the columns of w and of x are renamed alike,
-and a thread multiplies the eight neighbours that it has loaded at once, instead of asking others.
+Reason: a sum does not depend on the order of its terms. So the columns of w and x are permuted in
+    the same way, and a thread multiplies the eight contiguous elements that it has loaded, without
+    shuffles.
 
-Triton's interpreter cannot execute PTX, so each operation is written a second time in plain Triton.
+Triton's interpreter cannot execute PTX, so each operation also has a version in plain Triton.
 """
 
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
@@ -62,7 +63,7 @@ _MULTIPLY_REGISTERS = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4
 
 @triton.jit
 def spread(word, PTX: tl.constexpr):
-    """Start decoding four bytes: two int32, one of bytes 0 and 1 and one of bytes 2 and 3."""
+    """Spread four bytes to 16 bits each: two int32, of bytes 0 and 1 and of bytes 2 and 3."""
     if PTX:
         return tl.inline_asm_elementwise(
             _SPREAD, "=&r,=&r,r", [word], dtype=(tl.int32,) * 2, is_pure=True, pack=1
@@ -74,7 +75,7 @@ def spread(word, PTX: tl.constexpr):
 
 @triton.jit
 def first_digits(two):
-    """Turn two bytes, in 16 bits each, into the fixed-point numbers that `take_digits` reads.
+    """Convert two bytes, in 16 bits each, to the fixed-point numbers of `take_digits`.
 
     A byte B becomes q = 202 B + 133, about B / 81 in units of 2**-14, which is exact enough for all
     243 bytes: the top two bits of q are the highest digit, 0..2, and the others the fraction.
@@ -84,7 +85,7 @@ def first_digits(two):
 
 @triton.jit
 def _take_digit(q, digit: tl.constexpr, PTX: tl.constexpr):
-    """Read the next digit of two bytes, and return it with what remains of them.
+    """Decode the next digit of two bytes; return it and the rest of the bytes.
 
     Returns:
         Two bf16, 2 T for odd digits and -2 T for even ones, and q for the next digit.
@@ -112,7 +113,7 @@ def _take_digit(q, digit: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def take_digits(qs, digit: tl.constexpr, PTX: tl.constexpr):
-    """Read one digit of all that `spread` returned: call it for digit 4, 3, 2, 1, 0 in turn."""
+    """Decode one digit of all bytes from `spread`; call it for digits 4, 3, 2, 1, 0 in order."""
     trits, rest = (), ()
     for i in tl.static_range(len(qs)):
         two, q = _take_digit(qs[i], digit, PTX)
@@ -138,9 +139,9 @@ def unpair_four(words):
 
 @triton.jit
 def unpair_again(words, PTX: tl.constexpr):
-    """Split four pairs of bf16 as `unpair_four` does, but never keep the result for another use.
+    """Split four pairs of bf16 like `unpair_four`, but recompute the result at every use.
 
-    Eight registers hold what four words are, so a loop over words that stay has fewer this way.
+    The result needs eight registers instead of four, so a loop that reuses words saves registers.
     """
     if PTX:
         return tl.inline_asm_elementwise(
@@ -153,14 +154,14 @@ def unpair_again(words, PTX: tl.constexpr):
 
 @triton.jit
 def pair(low, high):
-    """Join two float32 that bf16 holds exactly to a pair of bf16."""
+    """Join two float32, exact in bf16, to a pair of bf16."""
     low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
     return ((low >> 16) & 0xFFFF) | (high & -0x10000)
 
 
 @triton.jit
 def round_pair(low, high, PTX: tl.constexpr):
-    """Join two float32 to a pair of bf16: the nearest ones, of two as near the even one."""
+    """Round two float32 to a pair of bf16, to nearest even."""
     if PTX:
         return tl.inline_asm_elementwise(
             _ROUND_PAIR, "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
@@ -187,7 +188,7 @@ def shift_pair(low, high, bits, PTX: tl.constexpr):
 
 @triton.jit
 def from_lane(value, lane, PTX: tl.constexpr):
-    """Fetch an int32 or float32 from thread c = `lane` of the four threads of the same row."""
+    """Fetch an int32 or float32 from thread c = `lane` among the four threads of a row."""
     if PTX:
         REGISTERS: tl.constexpr = "=f,f,r" if value.dtype == tl.float32 else "=r,r,r"
         return tl.inline_asm_elementwise(
@@ -199,7 +200,7 @@ def from_lane(value, lane, PTX: tl.constexpr):
 
 @triton.jit
 def multiply_pairs(a, b, PTX: tl.constexpr):
-    """Multiply two pairs of bf16 whose products bf16 holds exactly; a product of 0 is +0."""
+    """Multiply two pairs of bf16 with products that are exact in bf16; a zero product is +0."""
     if PTX:
         return tl.inline_asm_elementwise(
             _MULTIPLY_PAIRS, "=r,r,r,r", [a, b, tl.zeros_like(a)],
@@ -211,13 +212,13 @@ def multiply_pairs(a, b, PTX: tl.constexpr):
 
 @triton.jit
 def add_products(sums, trits, x, PTX: tl.constexpr):
-    """Add the products of one digit of a warp's bytes with 8 rows of x.
+    """Add the products of one digit of a warp's bytes and 8 rows of x.
 
     Args:
-        sums: of rows r, r, r + 8, r + 8 of w by rows 2 c, 2 c + 1, 2 c, 2 c + 1 of x.
+        sums: float32 sums of rows r, r, r + 8, r + 8 of w by rows 2 c, 2 c + 1, 2 c, 2 c + 1 of x.
         trits: four pairs of bf16 of row r of w, and four of row r + 8.
-        x: the eight bf16 of x that they are multiplied by, as four int32.
-        PTX: whether PTX is understood.
+        x: eight bf16 of x, as four int32.
+        PTX: whether the compiler accepts PTX.
     """
     a, b = trits[:4], trits[4:]
     if PTX:
@@ -252,13 +253,13 @@ def _multiply_lanes(w, x):
 
 @triton.jit
 def add_byte_products(sums, codes, x, PTX: tl.constexpr):
-    """Add the products of 16 rows of 32 codes with 8 rows of 32 integers.
+    """Add the products of 16 rows of 32 codes and 8 rows of 32 integers.
 
     Args:
-        sums: int32, of rows r, r, r + 8, r + 8 of w by rows 2 c, 2 c + 1, 2 c, 2 c + 1 of x.
-        codes: four bytes of row r of w, and four of row r + 8, then four and four more: 0..255.
-        x: the two times four bytes of row r of x that they are multiplied by: -128..127.
-        PTX: whether PTX is understood.
+        sums: int32 sums of rows r, r, r + 8, r + 8 of w by rows 2 c, 2 c + 1, 2 c, 2 c + 1 of x.
+        codes: four bytes of row r of w, four of row r + 8, then the next four of each: 0..255.
+        x: two words of four bytes of row r of x: -128..127.
+        PTX: whether the compiler accepts PTX.
     """
     if PTX:
         return tl.inline_asm_elementwise(
@@ -284,7 +285,7 @@ def _multiply_byte_row(first, second, x):
 
 @triton.jit
 def add_scaled(sums, products, upper, lower):
-    """Add products times scales: the first half of them is of row r, the other of row r + 8."""
+    """Add products times scales; the first half belongs to row r, the second to row r + 8."""
     added = ()
     for i in tl.static_range(len(sums)):
         product = products[i] * (upper if 2 * i < len(sums) else lower)

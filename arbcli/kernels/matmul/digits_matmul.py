@@ -1,25 +1,25 @@
-"""Products of few rows, of weights that are all digits: y = added + gate(rms_norm(x) @ w.T).
+"""Product of few rows with weights that are all digits: y = added + gate(rms_norm(x) @ w.T).
 
-A weight is bf16(z * scale), the same that `decode_weight` gives. Norm, gate and sum can each be
-left out; the norm's division is done last, on the products.
+A weight is bf16(z * scale), as in `decode_weight`. Norm, gate and sum are optional; the division of
+the norm is applied last, to the products.
 
-Layout. The matrix is prepacked in pieces of 16 rows by a plane of 32 weights, a byte a weight: its
-magnitude in seven bits, and its sign. Thread 4 r + c of a warp has the 16 bytes of weights
+Layout. The matrix is prepacked in pieces of 16 rows by a plane of 32 weights, one byte per weight:
+the sign, and a magnitude of seven bits. Thread 4 r + c of a warp has 16 bytes: weights
 8 c .. 8 c + 7 of row r of a piece, then of row r + 8. If the result is gated, row r + 8 of a piece
-is the row half a matrix below row r. Scales, over the unit of z, are bf16, one a row and piece.
-Incomplete pieces are padded with zeros: 1.06 bytes a weight.
+is the row half a matrix below row r. Scales, divided by the unit of z, are bf16, one per row and
+piece. Incomplete pieces are padded with zeros. The total is 1.06 bytes per weight.
 
     a piece, 512 bytes:   thread 4 r + c has 16:  | row r: 8 c .. 8 c + 7 | row r + 8: the same |
     a byte:               | below 0 | magnitude of z, 7 bits |
 
-Reason: one load of 16 bytes is all that a thread needs of a plane, in the order of `warp_products`,
-and a warp loads 512 bytes side by side. Sign and magnitude, and not a signed byte, since 128 + m is
-a bf16 number with the bits of m, so that no conversion is needed.
+Reason: a thread loads its weights of a plane with one load of 16 bytes, in the order of
+`warp_products`, and a warp loads 512 contiguous bytes. Sign and magnitude replace a signed byte
+because 128 + m is a bf16 number that contains the bits of m, so no conversion is needed.
 
-Work. The warps of a program share the pieces of 16 rows, and each multiplies its own by all rows of
-x with the matrix instruction of `warp_products`, whose rows of x beyond M are 0. A magnitude m is
-put into the last bits of the bf16 number 128 + m, and one multiply-add makes (128 + m) * scale -
-128 * scale of it, which is m * scale rounded once.
+Work. The pieces of 16 rows are divided among the warps of a program, which multiply them by all
+rows of x with the instruction of `warp_products`; rows of x beyond M are 0. A magnitude m is
+inserted into the last bits of the bf16 number 128 + m, and one multiply-add computes (128 + m) *
+scale - 128 * scale, which is m * scale rounded once.
 """
 
 from collections.abc import Iterator
@@ -91,29 +91,29 @@ lop3.b32 $1, $1, sign, 0x80008000, 0xF8;
 
 
 class PrepackedDigits(NamedTuple):
-    """A matrix in pieces: T tiles of 16 rows by P planes."""
+    """A prepacked matrix: T tiles of 16 rows by P planes."""
 
     pieces: Tensor
-    """(T, P, 8, 4, 2, 8) uint8: magnitudes of z, and 128 for those below 0."""
+    """(T, P, 8, 4, 2, 8) uint8: magnitudes of z, plus 128 if z is negative."""
     scales: Tensor
     """(T, P, 8, 2) bfloat16."""
     out_features: int
-    """N: elements of a result, after gating; half of the rows then."""
+    """N, the width of the result; half of the rows of the matrix if it is gated."""
     in_features: int
-    """K."""
+    """K, the number of columns."""
     gated: bool
     """Whether a tile has eight rows of each half of the matrix."""
 
 
 def prepack_digits(packed: Packed, gated: bool = False) -> PrepackedDigits:
-    """Arrange a packed matrix whose weights are all digits.
+    """Prepack a matrix whose weights are all digits.
 
     Args:
         packed: N rows by K weights, in groups of a multiple of 32.
-        gated: whether results are to be gated; then N is even.
+        gated: whether results are gated; N is then even.
 
     Raises:
-        ValueError: a dtype or a shape does not fit, or z is beyond what a byte holds.
+        ValueError: a dtype or a shape does not fit, or |z| exceeds 127.
     """
     _check_digits(packed, gated)
     rows, in_features = packed.out_features, packed.in_features
@@ -138,7 +138,7 @@ def prepack_digits(packed: Packed, gated: bool = False) -> PrepackedDigits:
 
 
 def prepack_in_lanes(packed: Packed, gated: bool = False) -> PrepackedDigits:
-    """Arrange a matrix as `in_lanes` of `prepack_digits` does, by the native loop."""
+    """Compute `in_lanes` of `prepack_digits` with the native loop."""
     _check_digits(packed, gated)
     rows = packed.out_features // (1 + gated)
     grid, device = grid_of(rows, packed.in_features, gated, PLANE), packed.trits.device
@@ -161,7 +161,7 @@ _check_digits = compiled_check(
 
 
 def in_lanes(weight: PrepackedDigits) -> PrepackedDigits:
-    """Arrange pieces for the native loop: (T, P, 32, 16) int8, z of 16 rows by column."""
+    """Permute pieces for the native loop: (T, P, 32, 16) int8, z of 16 rows by column."""
     if weight.pieces.dtype == torch.int8:
         return weight
     magnitude = (weight.pieces & ~SIGN).view(torch.int8)
@@ -173,7 +173,7 @@ def digits_matmul_reference(
     x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute the reference result of `digits_matmul`, in float64, one column at a time."""
+    """Compute `digits_matmul` in float64, one column at a time."""
     tiles, planes = pieces.shape[:2]
     weight = torch.zeros(tiles, 2, 8, 32 * planes, dtype=torch.float64, device=x.device)
     for k in range(in_features):
@@ -212,7 +212,7 @@ def _digits_matmul_native(
 
 @triton.jit
 def _pair_of_scales(scale, PTX: tl.constexpr):
-    """Put one scale, bf16 bits, into both halves of a word, and -128 times it into a second."""
+    """Put a scale, as bf16 bits, into both halves of a word, and -128 times it into a second one."""
     both = scale | (scale << 16)
     if PTX:
         return both, tl.inline_asm_elementwise(
@@ -223,7 +223,7 @@ def _pair_of_scales(scale, PTX: tl.constexpr):
 
 @triton.jit
 def _weights(word, scale, offset, PTX: tl.constexpr):
-    """Decode four bytes and multiply them by their scale: two pairs of bf16."""
+    """Decode four bytes and multiply by their scale: two pairs of bf16."""
     if PTX:
         return tl.inline_asm_elementwise(
             _WEIGHTS, "=&r,=&r,r,r,r", [word, scale, offset],
@@ -245,7 +245,7 @@ def _weight(code, scale):
 def _load_pieces(
     pieces, scales, plane, planes, WARPS: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr
 ):
-    """Load a thread's words and scales of `DEPTH` pieces, each `WARPS` after the last."""
+    """Load a thread's words and scales of `DEPTH` pieces, `WARPS` pieces apart."""
     words, of_rows, zero = (), (), tl.zeros_like(plane)
     for i in tl.static_range(DEPTH):
         at = plane + WARPS * i
@@ -280,7 +280,7 @@ def _digits_matmul_kernel(
     x_row = x_ptr + (tl.minimum(r, M - 1) * K + 8 * c)
     sums, squares = (zero, zero, zero, zero), zero
     for _ in range(0, planes, WARPS * DEPTH):
-        # the next pieces are under way while these are multiplied
+        # prefetch the next pieces while these are multiplied
         later = plane + WARPS * DEPTH
         next_words, next_of_rows = _load_pieces(pieces, scales, later, planes, WARPS, DEPTH, PTX)
         for i in tl.static_range(DEPTH):
@@ -315,20 +315,20 @@ def _digits_matmul_kernel(
 
 
 ROWS_ALIKE = 4
-"""Of so many rows each has the bits that it has by itself."""
+"""Number of rows up to which the bits of a row do not depend on the other rows."""
 
 
 class Tiling(NamedTuple):
-    """How the work of a tile is shared out."""
+    """Partition of the work of a tile."""
 
     warps: int
-    """Number of warps per program; each multiplies a share of the planes."""
+    """Number of warps per program; the planes are divided among them."""
     depth: int
-    """Pieces that a warp loads at a time."""
+    """Number of pieces that a warp loads at a time."""
 
 
 def _tiling(rows: int, tiles: int, planes: int, processors: int) -> Tiling:
-    """Choose the fastest on an H200, where kernels overlap."""
+    """Choose the tiling that was fastest on an H200 with overlapping kernels."""
     if tiles <= processors and planes >= 64:
         return Tiling(16, 4)
     if planes >= 128:
@@ -358,16 +358,16 @@ def digits_matmul(
     x: Tensor, weight: PrepackedDigits, eps: float | None = None, added: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Normalise few rows, multiply them by a prepacked matrix, gate the result and add to it.
+    """Normalise rows, multiply by a prepacked matrix, gate the products and add `added`.
 
     Args:
         x: (M, K) bfloat16, contiguous, 1 to 8 rows, K a multiple of 8; on a CPU float32 too, and
             any number of rows.
-        weight: the matrix, and whether the result is gated; on a CPU, `in_lanes` once is faster
-            than in every call.
-        eps: added to the mean square; None leaves the norm out.
-        added: like the result; None leaves the sum out.
-        dtype: of the result, bfloat16 or float32; by default that of `x`.
+        weight: the prepacked matrix; on a CPU, calling `in_lanes` once is faster than in every
+            call.
+        eps: added to the mean square; None omits the norm.
+        added: like the result; None omits the sum.
+        dtype: dtype of the result, bfloat16 or float32; the default is that of `x`.
 
     Returns:
         (M, N) in `dtype`, accumulated in float32 and rounded once.
@@ -386,13 +386,13 @@ SHAPES = (
     (1, 17, 328, 96, False, 1e-6, True), (2, 6, 4136, 64, False, None, False),
     (5, 10, 168, 32, True, 1e-6, False), (8, 9, 2088, 32, False, 1e-6, True),
 )  # fmt: skip
-"""(M, rows, K, G, gated, eps, whether something is added)."""
+"""(M, rows, K, G, gated, eps, with `added`)."""
 
 
 def random_digits(
     rows: int, in_features: int, group_size: int, generator: torch.Generator
 ) -> Packed:
-    """Draw a matrix of all digits with z within what a byte holds."""
+    """Draw a matrix of all digits with |z| up to 127."""
     packed = random_packed(rows, in_features, group_size, generator, spread=8)
     _, (_, packed) = with_remainders(packed, generator)
     return packed
@@ -402,7 +402,7 @@ def _draw_weight(
     rows: int, in_features: int, group_size: int, gated: bool, generator: torch.Generator
 ) -> PrepackedDigits:
     weight = prepack_digits(random_digits(rows, in_features, group_size, generator), gated)
-    codes = torch.randint(0, 256, weight.pieces.shape, generator=generator)  # -0 is one too
+    codes = torch.randint(0, 256, weight.pieces.shape, generator=generator)  # -0 occurs too
     return weight._replace(pieces=codes.to(torch.uint8))
 
 
@@ -432,7 +432,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
     k = -(-k // 8) * 8
     packed = dice.packed(n + n % 2, k, size, digits="all")
-    if packed.remainder is not None and not packed.nibble:  # z is within a byte
+    if packed.remainder is not None and not packed.nibble:  # |z| is at most 127
         packed = packed._replace(remainder=(packed.remainder // 2).clamp(min=-63))
     weight = prepack_digits(packed, gated)
     x = dice.reals(1 + (m - 1) % MOST_ROWS, k, dtype=torch.bfloat16).contiguous()

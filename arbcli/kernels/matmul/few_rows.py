@@ -1,26 +1,26 @@
-"""The product y = x @ w.T for few rows of bf16 x, where the time goes into reading w.
+"""Product y = x @ w.T for few rows of bf16 x, bound by the bandwidth of reading w.
 
-A warp multiplies 16 or 32 rows of w by all rows of x, over a share of the columns, with the matrix
+A warp multiplies 16 or 32 rows of w by all rows of x, over part of the columns, with the
 instruction of `warp_products`. Trits are decoded in registers and never written to shared memory.
 
 Thread c of a row decodes bytes 8 c .. 8 c + 7 of a block. The digits of these are in five planes of
 32 weights, each within one group, so that one scale multiplies 32 products at once. A thread builds
 the scales of one block of four, the c-th, and the others fetch them from it.
 
-One or two rows of x leave columns of the instruction free. Then each thread decodes a whole block
-of its own, four blocks *abreast*: their products lie in different columns of y, because x is 0 in
-the columns of other blocks. That needs a quarter of the scalings, and no exchange of scales.
+One or two rows of x leave columns of the instruction unused. Then each of four threads decodes a
+whole block, four blocks *abreast*: their products are in different columns of y, because x is 0 in
+the columns of other blocks. This needs a quarter of the scalings and no exchange of scales.
 
     column of the instruction      0     1     2     3     4     5     6     7
     rows of x, eight of them       0     1     2     3     4     5     6     7     of one block
     two of them, abreast           0     1     0     1     0     1     0     1     of four:
                                   block 0     block 1     block 2     block 3
 
-Reason: below about 64 rows the time goes into loading w, 1.6 bits a weight; decoding must not take
-longer than that. So digits are decoded in the registers that the instruction takes them from, as
-shared memory would have bf16 weights written and read, ten times the bytes.
+Reason: below about 64 rows, loading w, 1.6 bits per weight, takes the most time, and decoding must
+not take longer. So digits are decoded in the operand registers of the instruction; through shared
+memory, bf16 weights would be written and read, ten times the bytes.
 
-With more than eight rows, x is first copied so that what a warp loads at once is contiguous.
+With more than eight rows, x is first copied such that each load of a warp is contiguous.
 """
 
 from typing import no_type_check
@@ -46,11 +46,11 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors
 
 FEW_ROWS = 64
-"""Largest M that is faster here than with weights decoded once."""
+"""Largest M for which this kernel is faster than decoding the weights once."""
 _PROCESSORS = 132
-"""Multiprocessors that are assumed where there is no GPU: those of an H200."""
+"""Number of multiprocessors to assume without a GPU: that of an H200."""
 _SIZES = ("M", "N", "K", *(f"stride_{n}" for n in ("xm", "pn", "en", "fn", "ym")))
-"""Arguments whose values do not make Triton compile the kernel again."""
+"""Arguments that Triton does not specialise on."""
 
 _LOAD_EIGHT = tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
 _LOAD_EIGHT_OVER = tl.constexpr("""{
@@ -85,7 +85,7 @@ mad.lo.u32 $0, e, 0x800000, $0;
 def load_int(pointer, mask, KIND: tl.constexpr, ZERO: tl.constexpr, PTX: tl.constexpr):
     """Load a `b32`, `s8` or `u8` as int32 where `mask`; elsewhere 0 with `ZERO`, else undefined.
 
-    In PTX, because Triton's analysis of its own loads makes compiling this kernel take a minute.
+    Uses PTX, because Triton's analysis of plain loads makes this kernel compile for a minute.
     """
     if PTX:
         CODE: tl.constexpr = _load_ptx(KIND, ZERO)
@@ -115,9 +115,9 @@ def _load_eight(pointer, PTX: tl.constexpr):
 
 @triton.jit
 def load_eight_over(old, pointer, mask, PTX: tl.constexpr, WRITTEN: tl.constexpr = False):
-    """Load eight elements of x, or 16 bytes, where `mask`; elsewhere keep `old`, which is 0.
+    """Load eight elements of x, 16 bytes, where `mask`; elsewhere keep `old`, which is 0.
 
-    With `WRITTEN` the load comes after a wait for the kernel that writes them.
+    With `WRITTEN` the load is not moved before the wait for the kernel that writes x.
     """
     if PTX:
         x = tl.inline_asm_elementwise(
@@ -135,7 +135,7 @@ def load_eight_over(old, pointer, mask, PTX: tl.constexpr, WRITTEN: tl.constexpr
 
 @triton.jit
 def _scale(exponent, fraction, i: tl.constexpr, digit: tl.constexpr, PTX: tl.constexpr):
-    """Build twice a scale, negated for an even digit, from the i-th bytes of two words."""
+    """Build 2 * scale, negated for an even digit, from the i-th bytes of two words."""
     if PTX:
         CODE: tl.constexpr = _scale_ptx(i, digit % 2 == 0)
         scale = tl.inline_asm_elementwise(
@@ -158,7 +158,7 @@ def _scale_trits(trits, scale, PTX: tl.constexpr):
 
 @triton.jit
 def _add_tiles(sums, trits, scales, x, PTX: tl.constexpr):
-    """Add the products of some rows of w with one tile of x; `scales` if trits are not scaled."""
+    """Add the products of rows of w and one tile of x, times `scales` if trits are not scaled."""
     added = ()
     for i in tl.static_range(len(sums)):
         if len(scales) == 0:
@@ -183,7 +183,7 @@ def _load_words(
     pointers, skews, OFFSET: tl.constexpr, COUNT: tl.constexpr, mask, ZERO: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Load `COUNT` words of each row; the last is needed only if the row is not word-aligned."""
+    """Load `COUNT` words of each row; the last one is needed if a row is not word-aligned."""
     loaded = ()
     for i in tl.static_range(len(pointers)):
         words = ()
@@ -197,7 +197,7 @@ def _load_words(
 
 @triton.jit
 def _begin(words, first: tl.constexpr, skews, PTX: tl.constexpr):
-    """Start decoding eight bytes of each row; rows begin at any byte, so shift them first."""
+    """Start decoding eight bytes of each row, after shifting, as rows are not aligned."""
     qs = ()
     for i in tl.static_range(len(words)):
         for j in tl.static_range(first, first + 2):
@@ -210,7 +210,7 @@ def _load_digits(
     rows, strides, block, c, mask, groups,
     ROWS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Load E, and F if there is one, of the five scales of a block, for each row.
+    """Load E, and F if present, of the five scales of a block, for each row.
 
     With `WORDS`, the block is the c-th from `block` on: its digits are bytes 5 c .. 5 c + 4 of the
     four blocks' 20, and therefore lie in words c and c + 1.
@@ -233,7 +233,7 @@ def _load_digits(
 
 @triton.jit
 def _scales(digits, c, ROWS: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr):
-    """Build five scales of each row."""
+    """Build the five scales of a block for each row."""
     COUNT: tl.constexpr = 2 if WORDS else 5
     scales = ()
     for i in tl.static_range(ROWS):
@@ -311,7 +311,7 @@ def _add_four_blocks(sums, words, skews, xs, x, own, scales, PTX: tl.constexpr):
 
 @triton.jit
 def _rest_digits(rows, width, k, rest, PTX: tl.constexpr):
-    """Find the digit of weight k of the last block, of each row: 0..2 in bits 16 and 17."""
+    """Decode the digit of weight k of the last block for each row: 0..2 in bits 16 and 17."""
     byte, factor = k, tl.full(k.shape, 21846, tl.int32)  # 2**16 / 3 ** (digit + 1)
     for digit in tl.static_range(1, 5):
         later = k >= digit * width
@@ -395,7 +395,7 @@ def _few_rows_kernel(
     warp_n, warp = thread // 32 % N_WARPS, thread // (32 * N_WARPS)
     first_n = tl.program_id(0) * (16 * HEIGHT * N_WARPS)
     ROWS: tl.constexpr = 2 * HEIGHT
-    STEP: tl.constexpr = 4 * K_WARPS  # blocks of a round: four a warp
+    STEP: tl.constexpr = 4 * K_WARPS  # blocks per round: four per warp
     blocks, groups = K // 160, tl.cdiv(K, GROUP)
     rounds = blocks // STEP
     strides = (stride_eg, stride_fg)
@@ -420,7 +420,7 @@ def _few_rows_kernel(
         m = tl.minimum(8 * tile + r, M - 1).to(tl.int64)
         x_row = (x_ptr + (m * stride_xm + 8 * c)).to(tl.pointer_type(tl.uint8))
         x_rows = x_rows + (x_row,)  # noqa: RUF005
-    live = r < (8 if ABREAST == 1 else 2)  # the other columns of y are of no row of x
+    live = r < (8 if ABREAST == 1 else 2)  # the other columns of y are unused
     if TILES > 1:
         x_lanes = tiled_ptr.to(tl.pointer_type(tl.uint8)) + 16 * (thread % 32)
         X_BLOCK: tl.constexpr = 2560 * TILES
@@ -428,7 +428,7 @@ def _few_rows_kernel(
         x_lanes = x_rows[0]
         X_BLOCK: tl.constexpr = 320  # type: ignore[no-redef]
 
-    # load ahead: the blocks left over by whole rounds, and those of the first round
+    # prefetch the blocks beyond whole rounds, and those of the first round
     left = rounds * STEP + warp
     left_words = ()
     for i in tl.static_range(LEFT):
@@ -505,7 +505,7 @@ def _few_rows_kernel(
         for i in tl.static_range(4 * HEIGHT):
             share = sums[tile * HEIGHT + i // 4][i % 4]
             y = tl.sum(tl.reshape(share, (K_WARPS, 32 * N_WARPS)), axis=0)
-            if ABREAST == 4:  # each of a row's four threads has summed other blocks
+            if ABREAST == 4:  # the four threads of a row have summed different blocks
                 y = tl.reshape(y, (8 * N_WARPS, 4))
                 y = tl.reshape(tl.broadcast_to(tl.sum(y, axis=1)[:, None], y.shape), lane.shape)
             y /= 4  # trits and scales are both twice too large
@@ -516,7 +516,7 @@ def _few_rows_kernel(
 
 
 def fits_few_rows(x: Tensor, packed: Packed) -> bool:
-    """Whether `few_rows` can: up to `FEW_ROWS` rows of bf16, trits, groups of whole planes."""
+    """Return whether `few_rows` applies: few bf16 rows, trits, groups of whole planes."""
     if packed.remainder is not None:
         return False
     few = x.dtype == torch.bfloat16 and x.shape[0] <= FEW_ROWS and torch.version.hip is None
@@ -524,7 +524,7 @@ def fits_few_rows(x: Tensor, packed: Packed) -> bool:
 
 
 def few_rows(x: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
-    """Multiply (M, K) `x` that `fits_few_rows` by a packed matrix; (M, N) in `dtype`."""
+    """Multiply (M, K) `x` by a packed matrix, if `fits_few_rows`; (M, N) in `dtype`."""
     (rows, in_features), out_features = x.shape, packed.out_features
     y = torch.empty(rows, out_features, dtype=dtype, device=x.device)
     if y.numel() == 0:
@@ -550,12 +550,12 @@ def few_rows(x: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
 def _plan(
     rows: int, out_features: int, words: bool, processors: int
 ) -> tuple[dict[str, int], int | None]:
-    """Choose how warps share the work, so that all of them are resident at once if possible.
+    """Choose the partition among warps such that all warps are resident at once if possible.
 
     Returns:
-        Constants of the kernel, and the most registers of a thread; None is as many as it takes.
+        Constants of the kernel, and the maximum number of registers per thread; None is no limit.
     """
-    sixteens = triton.cdiv(out_features, 16 * processors)  # tiles of 16 rows for each processor
+    sixteens = triton.cdiv(out_features, 16 * processors)  # tiles of 16 rows per multiprocessor
     many = sixteens > 4
     tiles = next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
     plan = {"TILES": tiles, "N_WARPS": 1, "HEIGHT": 1, "AHEAD": 2 if tiles == 1 else 1}
@@ -567,13 +567,13 @@ def _plan(
         plan |= {"N_WARPS": 2, "HEIGHT": 2}
     elif sixteens > 6:
         plan |= {"N_WARPS": 2}
-    # a processor's registers are 128 a thread for 16 warps, and 168 for 12
+    # a multiprocessor has 128 registers per thread for 16 warps, and 168 for 12
     crowded = sixteens * plan["K_WARPS"] > 12 and tiles * plan["HEIGHT"] == 1
     return plan, 128 if words and crowded else None
 
 
 def _tiled(x: Tensor, in_features: int, tiles: int) -> Tensor:
-    """Copy x to (planes, rows, 32), so that what a warp loads at once is contiguous."""
+    """Copy x to (planes, rows, 32), so that each load of a warp is contiguous."""
     rows, planes = len(x), in_features // BLOCK * 5
     tiled = x.new_empty(planes, 8 * tiles, PLANE)
     whole = x[:, : PLANE * planes].view(rows, planes, PLANE)
@@ -582,12 +582,12 @@ def _tiled(x: Tensor, in_features: int, tiles: int) -> Tensor:
 
 
 def _on_16_bytes(x: Tensor) -> Tensor:
-    """Copy `x` unless every eight of its elements can be loaded at once."""
+    """Copy `x` unless its eights of elements are aligned to 16 bytes."""
     if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
         return x
     return torch.nn.functional.pad(x, (0, -x.shape[1] % 8))
 
 
 def _in_words(digits: Tensor) -> bool:
-    """Whether four digits of a row, from the fourth, eighth .. on, can be loaded at once."""
+    """Return whether the scale digits of a row are aligned, so that four can be loaded at once."""
     return digits.stride(1) == 1 and digits.stride(0) % 4 == 0 and digits.data_ptr() % 4 == 0

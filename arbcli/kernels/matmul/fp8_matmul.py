@@ -1,8 +1,8 @@
-"""Products with a packed matrix in eight bits: both sides rounded to e4m3, summed in float32.
+"""Products with a packed matrix in FP8: both operands rounded to e4m3, accumulated in float32.
 
-Activations and gradients have a scale a row, weights one a matrix; all are powers of two. A trit
-loses nothing, the fraction of its group's scale all but three bits. The matrix library multiplies,
-on GPUs that can (sm_89 or later); elsewhere the same numbers are multiplied in float32.
+Activations and gradients have one scale per row, weights one per matrix; all are powers of two.
+Trits are exact; the fraction of a group's scale is rounded to three bits. cuBLAS multiplies on GPUs
+with FP8 (sm_89 or later); on others the same numbers are multiplied in float32.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from arbcli.kernels.runtime.arguments import FLOAT, Array, Matrix, Number
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 MULTIPLE = 16
-"""Multiple that the matrix library requires of both sizes of a matrix."""
+"""Required divisor of both sizes of a matrix."""
 
 
 def fp8_matmul_reference(
@@ -116,17 +116,17 @@ fp8_matmul = Operation(
     large_reference=partial(fp8_matmul_reference, decode=decode_e4m3.torch), uses_scales=False,
     timings=_timings,
 )  # fmt: skip
-"""Multiply activations by a packed matrix, or a gradient by its transpose, in eight bits.
+"""Multiply activations by a packed matrix, or a gradient by its transpose, in FP8.
 
 y = q * scale @ w.T, or q * scale @ w if `transposed`, with w rounded by `decode_e4m3`
 
 Args:
     q: (M, K) float8_e4m3fn, contiguous; (M, N) if `transposed`.
-    scale: (M, 1) float32; both as `quantise_rows` gives them.
+    scale: (M, 1) float32; `q` and `scale` are results of `quantise_rows`.
     packed: w, N rows by K weights, both multiples of `MULTIPLE`.
-    transposed: whether the product is that of a gradient.
-    dtype: of the result, bfloat16 or float32.
-    largest: of the matrix's exponents, as `largest_exponents` finds it; None does that.
+    transposed: whether to compute q @ w, for a gradient.
+    dtype: dtype of the result, bfloat16 or float32.
+    largest: result of `largest_exponents` of the matrix; None computes it.
 
 Returns:
     (M, N) in `dtype`; (M, K) if `transposed`. A row whose scale is NaN gives NaN.

@@ -1,23 +1,24 @@
-"""Products of a mixture of experts: rows of x are sorted by expert, and each has its own matrix.
+"""Grouped matrix products of a mixture of experts: rows of x are sorted by expert.
 
-Where the rows of an expert begin and end is known on the device only. What is launched depends on
-shapes alone, and every program looks up its work on the device, so that the host never waits. Each
-expert's rows are cut into blocks of their own, so that a tile needs a single matrix. The last block
-of an expert also reads rows of the next one, and does not store their products.
+The bounds of the experts' rows are known only on the device. The launch depends on shapes alone,
+and every program looks up its work on the device, so the host never waits. The rows of each expert
+are cut into separate blocks, so that a tile needs a single matrix. The last block of an expert also
+reads rows of the next one, but does not store their products.
 
-    bounds 2, 7, 9, 9; blocks of 4 rows; rows 0, 1 and 9 to 11 are of no expert
+    bounds 2, 7, 9, 9; blocks of 4 rows; rows 0, 1 and 9 to 11 have no expert
 
     row      0  1| 2  3  4  5  6| 7  8|     | 9 10 11
     group    0   | 1            | 2   | 3   | 4
     block    0   | 1          2 | 3   | none| 4            groups 0 and 4 have none with `out`
     reads        |            6 7 8 9                      block 2 stores row 6 alone
 
-Blocks are numbered over all groups, so that programs take tiles of (block, columns) in turns,
-though only the device knows how many there are: a program sums blocks up to each group, at most 258
-numbers in registers, and finds the group of its block among them. An upper bound is launched.
+Blocks are numbered over all groups, so that programs take tiles of (block, columns) in turns. The
+number of blocks is known only on the device: a program computes the cumulative sum of blocks over
+groups, at most 258 numbers in registers, and searches the group of its block. The grid is an upper
+bound.
 
-Tiles come in bands of 8 blocks of rows that go through the columns of w together, so that a tile of
-w is read from memory once a band, and from the L2 cache by the others.
+Tiles are ordered in bands of 8 blocks of rows that traverse the columns of w together, so that a
+tile of w is read from memory once per band, and from the L2 cache by the other blocks.
 """
 
 from collections.abc import Iterator
@@ -37,17 +38,17 @@ from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.update.newton_schulz import HOPPER, has_aligned_rows, with_aligned_rows
 
 MOST_EXPERTS = 256
-"""Every program loads all bounds at once."""
+"""Maximum number of experts; every program loads all bounds at once."""
 FEW_ROWS, SOME_ROWS = 16, 128
-"""Mean rows an expert up to which tiles have few rows: memory binds, or tiles would be empty."""
+"""Mean rows per expert up to which tiles have few or some rows."""
 PROGRAMS = 2
-"""Programs of `grouped_matmul` that a processor runs at once."""
+"""Programs of `grouped_matmul` per multiprocessor."""
 BAND = 8
-"""Blocks of rows that go through the columns together, so that a tile of w is read from cache."""
+"""Blocks of rows that traverse the columns together, so that tiles of w are read from cache."""
 
 
 class Tiling(NamedTuple):
-    """How a product is cut: tiles of `rows` by `columns`, `depth` a step of what is summed."""
+    """Tile sizes of a product: `rows` by `columns`, with `depth` terms per step."""
 
     rows: int
     columns: int
@@ -57,10 +58,10 @@ class Tiling(NamedTuple):
 
 
 HOPPER_TILES = (Tiling(16, 64, 128, 4, 4), Tiling(64, 128, 64, 4, 4), Tiling(128, 128, 64, 8, 3))
-"""For few, some and many rows an expert; `PROGRAMS` of each fit a processor."""
+"""Tilings for few, some and many rows per expert; `PROGRAMS` of each fit a multiprocessor."""
 OTHER_TILES = (Tiling(16, 64, 32, 4, 4), Tiling(64, 64, 32, 4, 3), Tiling(128, 64, 32, 8, 3))
 HOPPER_GRAD_TILES = (Tiling(128, 128, 16, 8, 3), Tiling(128, 128, 64, 8, 3))
-"""For few rows an expert, and more."""
+"""Tilings of `grouped_grad_w` for few rows per expert, and for more."""
 OTHER_GRAD_TILES = (Tiling(64, 64, 16, 4, 3), Tiling(64, 64, 32, 4, 3))
 FLOAT32_TILES = Tiling(32, 32, 32, 8, 2)
 
@@ -68,7 +69,7 @@ FLOAT32_TILES = Tiling(32, 32, 32, 8, 2)
 def grouped_matmul_reference(
     x: Tensor, w: Tensor, bounds: Tensor, out: Tensor | None = None, apart: bool = False
 ) -> Tensor:
-    """Compute the reference result of `grouped_matmul` from all products, in float64."""
+    """Compute `grouped_matmul` in float64, from the products of all rows and experts."""
     row = torch.arange(len(x), device=x.device)[:, None]
     y = torch.zeros(len(x), w.shape[1], dtype=torch.float64, device=x.device)
     y = y if out is None else y + out
@@ -78,7 +79,7 @@ def grouped_matmul_reference(
 
 
 def grouped_grad_w_reference(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
-    """Compute the reference result of `grouped_grad_w`, in float64."""
+    """Compute `grouped_grad_w` in float64."""
     row = torch.arange(len(x), device=x.device)[:, None]
     grad_w = []
     for e in range(len(bounds) - 1):
@@ -117,7 +118,7 @@ def _load_tile(
     source, matrix, row, column, num_rows, num_columns, stride_matrix, stride_row, stride_column,
     DESCRIBED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of one of a stack of matrices, by the copy engine or not; 0 beyond its end."""
+    """Load a tile of one matrix of a stack, with or without TMA; 0 beyond its end."""
     if DESCRIBED:
         tile = source.load([matrix, row, column]).reshape(ROWS, COLUMNS)
     else:
@@ -137,7 +138,7 @@ def _grouped_matmul_kernel(
     DESCRIBED: tl.constexpr, ZEROS: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    # group 0 is the rows before those of the experts, 1..E are theirs, E + 1 the rows after them
+    # group 0 has the rows before all experts, groups 1..E those of experts, E + 1 the rows after
     offs_e = tl.arange(0, BLOCK_E)
     is_expert = (offs_e > 0) & (offs_e <= E)
     is_group = is_expert
@@ -216,7 +217,7 @@ def _grouped_grad_w_kernel(
             DESCRIBED, BLOCK_R, BLOCK_K,
         )  # fmt: skip
         acc = tl.dot(grad_y.T, x, acc, input_precision="ieee")
-    if whole < last:  # the rest, without the rows of the next expert, which may hold anything
+    if whole < last:  # the remaining rows; those of the next expert are masked, as they may be NaN
         mask = (whole + tl.arange(0, BLOCK_R) < last)[:, None]
         grad_y = _load_tile(
             grad_y_tiles, first * 0, whole, n, S, N, stride_ye, stride_ym, stride_yn,
@@ -236,7 +237,7 @@ def _grouped_grad_w_kernel(
 
 
 def _tiling(x: Tensor, experts: int, apart: bool = False) -> Tiling:
-    """Choose the tiles of `grouped_matmul` from the mean rows an expert, the type and the GPU."""
+    """Choose the tiles of `grouped_matmul` from the mean rows per expert, the dtype and the GPU."""
     if x.dtype == torch.float32:
         return FLOAT32_TILES
     many = 0 if apart else (len(x) > FEW_ROWS * experts) + (len(x) > SOME_ROWS * experts)
@@ -244,7 +245,7 @@ def _tiling(x: Tensor, experts: int, apart: bool = False) -> Tiling:
 
 
 def _grad_tiling(x: Tensor, experts: int) -> Tiling:
-    """Choose the tiles of `grouped_grad_w`, whose depth is the rows of x."""
+    """Choose the tiles of `grouped_grad_w`, which sums over rows of x."""
     if x.dtype == torch.float32:
         return FLOAT32_TILES
     tiles = HOPPER_GRAD_TILES if capability(x) == HOPPER else OTHER_GRAD_TILES
@@ -252,7 +253,7 @@ def _grad_tiling(x: Tensor, experts: int) -> Tiling:
 
 
 def _tiles_of(stack: Tensor, rows: int, columns: int) -> tuple[Any, tuple[int, ...]]:
-    """Describe a stack, or a copy that the copy engine can read; else pass it on, with strides."""
+    """Create a TMA descriptor of a stack or its aligned copy; without TMA, return strides."""
     if capability(stack) != HOPPER:
         return stack, stack.stride()
     if not has_aligned_rows(stack):
@@ -275,7 +276,7 @@ def _grouped_matmul_triton(
         w_tiles, w_strides = _tiles_of(w.mT, depth, columns)
     else:
         w_tiles, w_strides = _tiles_of(w, columns, depth)
-    # an upper bound: each expert, and the rows before and after all of them, may add a short block
+    # upper bound: each expert, and the rows before and after all of them, may add a short block
     tiles = (triton.cdiv(slots, rows) + experts + 1) * triton.cdiv(out_features, columns)
     _grouped_matmul_kernel[(min(tiles, PROGRAMS * num_processors(x)),)](
         x_tiles, w_tiles, bounds, y, slots, experts, out_features, in_features,
@@ -316,7 +317,7 @@ SHAPES = (
     (20, 16, 24, (7,) * 6),
     (90, 8, 300, (*range(0, 50, 7), 50, *(50,) * 30, 90)),
 )
-"""(S, N, K, bounds): no rows for some experts, all for one, some for none; few and many a block."""
+"""(S, N, K, bounds): experts without rows, one with all, rows of none; short, full blocks."""
 
 
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor]]:
@@ -344,7 +345,7 @@ def _matmul_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             yield Case(label + " apart", (x, w, bounds, None, True))
         if "in part" in label:
             yield case(label + " into", x, w, bounds, grad_y)
-            # a NaN of one row or expert is not another's
+            # a NaN in one row or expert must not spread to another
             infected = x.clone()
             infected[: int(bounds[0])] = infected[int(bounds[-1]) :] = torch.nan
             yield case(label + " NaN elsewhere", infected, w, bounds)
@@ -375,7 +376,7 @@ TIMED = ((16384, 40, 5120, 1280), (128, 64, 5120, 1280))
 
 
 def _sorted_slots(slots: int, experts: int, device: torch.device) -> Tensor:
-    """Draw bounds as of a router that prefers no expert."""
+    """Draw bounds of a router with uniform probabilities."""
     owners = torch.randint(experts, (slots,), device=device).sort().values
     return torch.searchsorted(owners, torch.arange(experts + 1, device=device))
 
@@ -389,9 +390,9 @@ def _timed(device: torch.device) -> Iterator[tuple[str, int, Tensor, Tensor, Ten
 
 
 def _matmul_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    """Time it against the library with as many rows for every expert, a little more where need be.
+    """Time it against a batched cuBLAS product with equal, rounded up, rows per expert.
 
-    That is told by shapes alone; with rows as here, the library would have to wait for the device.
+    Its sizes are known from shapes; with ragged rows cuBLAS would have to wait for the device.
     """
     for label, flops, x, w, bounds, grad_y in _timed(device):
         for kind, source, matrices in (("", x, w), (" grad_x", grad_y, w.mT)):
@@ -425,7 +426,7 @@ _GATE = Gate(
 
 
 def _bounds(dice: Dice, slots: int) -> Tensor:
-    """Draw bounds of experts; now and then half of the rows are nobody's."""
+    """Draw bounds of experts; in some cases half of the rows have no expert."""
     experts = dice.pick((1, 2, 4, 9))
     spare = slots // 4 if dice.chance(0.3) else 0
     inner = dice.integers(spare, slots - spare, experts - 1, dtype=torch.int64)
@@ -455,7 +456,7 @@ grouped_matmul = Operation(
     where=(f"0 < E <= {MOST_EXPERTS}", "N > 0 and K > 0"), draw=_draw_product, needs_rows=True,
     torch_is_peer=True, timings=_matmul_timings,
 )  # fmt: skip
-"""Multiply rows that are sorted by expert, each by the matrix of its expert.
+"""Multiply rows, sorted by expert, by the matrix of their expert.
 
 y[s, n] = sum over k of x[s, k] * w[e, n, k], for bounds[e] <= s < bounds[e + 1]
 
@@ -466,11 +467,12 @@ Args:
         rows are contiguous and begin at multiples of 16 bytes.
     w: (E, N, K) like `x`, E at most 256, any strides; copied unless its rows or columns do so.
     bounds: (E + 1,) int64, ascending, within 0..S, which nothing checks.
-    out: (S, N) like `x`: is filled and returned. Rows of no expert are left as they are.
-    apart: whether the bits of a row must not depend on the other rows, nor on their number.
+    out: (S, N) like `x`: written and returned. Rows without an expert are not modified.
+    apart: whether the bits of a row must not depend on other rows or their number.
 
 Returns:
-    (S, N) in the dtype of `x`, accumulated in float32; without `out`, zeros in rows of none.
+    (S, N) in the dtype of `x`, accumulated in float32; without `out`, rows without an expert
+    are zeros.
 """
 grouped_grad_w = Operation(
     "grouped_grad_w", _grouped_grad_w_triton, _grouped_grad_w_torch, grouped_grad_w_reference,
@@ -479,7 +481,7 @@ grouped_grad_w = Operation(
     where=(f"1 < P <= {MOST_EXPERTS + 1}", "N > 0 and K > 0"), draw=_draw_grad_w,
     needs_rows=True, torch_is_peer=True, timings=_grad_w_timings,
 )  # fmt: skip
-"""Propagate a gradient back through `grouped_matmul` to the matrices.
+"""Compute the gradient of the matrices of `grouped_matmul`.
 
 grad_w[e, n, k] = sum over bounds[e] <= s < bounds[e + 1] of grad_y[s, n] * x[s, k]
 
