@@ -211,14 +211,14 @@ class RunDisplay:
             note(f"               {report.entropy:.4f} nats is the text's order-0 entropy,")
             note(f"               {self._uniform()}")
             note(f"time           {clock(report.seconds)}")
-        why = NOT_SAVED if report.run is None else "a float twin is measured, not kept"
+        why = NOT_SAVED if report.run is None else "a float baseline is measured, not kept"
         note(f"checkpoint     {report.checkpoint or f'none: {why}'}")
 
 
 def _compile_time(first: "FirstStep") -> str:
     """Return the compile time of the first step as text."""
     if first.compile_seconds is None:
-        return ", in which torch compiles the twin"
+        return ", in which torch compiles the float baseline"
     compiled, loaded = first.kernels_compiled, first.kernels_loaded
     took = f": {first.compile_seconds:.2f} s to"
     if compiled:

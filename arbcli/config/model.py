@@ -355,7 +355,7 @@ class ModelConfig:
         able = WITH_DIGITS if self.digits in ("all", "trit") else FADING
         stores = self.rule in WITH_DIGITS and self.weights == "ternary"
         if self.digits != "trit" and not (stores and self.rule in able):
-            what = f"the rule `{self.rule}`" if self.weights == "ternary" else "a float twin"
+            what = f"the rule `{self.rule}`" if self.weights == "ternary" else "a float baseline"
             does = "does not fade to" if stores else "stores no digits below"
             raise ArbError(
                 f"{what} {does} the trit",

@@ -49,7 +49,7 @@ FLOAT_LR = {
     ("ste", "adamw"): 3e-3,
     ("ste", "muon"): 3e-3,
 }
-"""Default `lr` of float twins, by weights and optimizer."""
+"""Default `lr` of float baselines, by weights and optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,7 @@ class TrainConfig:
             decisive=True,
         ),
     ] = "rule"
-    """Optimizer of float twins; `rule` for ternary weights."""
+    """Optimizer of float baselines; `rule` for ternary weights."""
     teacher: Annotated[
         str | None,
         Setting(
@@ -296,14 +296,14 @@ class TrainConfig:
         self._check_media()
         if self.teacher is not None and self.model.weights != "ternary":
             raise ArbError(
-                "a float twin cannot have a teacher",
+                "a float baseline cannot have a teacher",
                 hint="leave `teacher` out, or use `weights=ternary`",
                 fields=("teacher", "weights"),
             )
         if self.wire is not None:
             if self.model.weights != "ternary":
                 raise ArbError(
-                    "gradients of a float twin are not rounded",
+                    "gradients of a float baseline are not rounded",
                     hint="leave `wire` out",
                     fields=("wire",),
                 )
@@ -315,13 +315,13 @@ class TrainConfig:
                 )
         if self.compute in ("fp8", "nvfp4") and self.model.weights != "ternary":
             raise ArbError(
-                "the products of a float twin are in bf16",
+                "the products of a float baseline are in bf16",
                 hint=f"leave `compute={self.compute}` out",
                 fields=("compute",),
             )
         if self.keep_best and self.model.weights != "ternary":
             raise ArbError(
-                "a float twin keeps no checkpoint",
+                "a float baseline keeps no checkpoint",
                 hint="leave `keep_best=True` out",
                 fields=("keep_best",),
             )
@@ -405,7 +405,7 @@ class TrainConfig:
             for loss in losses.split("+"):
                 check_choice("scale_losses", loss, LOSSES)
         barred = {
-            "a float twin, which has no scales": self.model.weights != "ternary",
+            "a float baseline, which has no scales": self.model.weights != "ternary",
             "`wire`": self.wire is not None,
             "several batches per step": self.accum > 1,
             "the fix `order` of votes": "order" in self.model.votes_fixes,
@@ -502,7 +502,7 @@ def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def trains_ternary(preset: str | ModelConfig, weights: str | None) -> bool:
-    """Return whether a model is trained with packed ternary weights rather than as a float twin.
+    """Return whether a model has packed ternary weights and is not a float baseline.
 
     Args:
         preset: name of a preset, or the configuration of a model.

@@ -339,6 +339,6 @@ def _left_out(
         "presets without codebooks from the bytes on, in bf16 or their gradients: blocks are"
         " compared one by one there"
     )
-    yield "float twins and their optimizers: they are torch's own"
+    yield "float baselines and their optimizers: they are torch's own"
     if not request.timed:
         yield "speed: `--time` was not given"

@@ -58,7 +58,7 @@ MISTAKES = {
     "train --optimizer adamw": "`--optimizer adamw` only works with float weights",
     "train --no-attention": "`--attention` is `none`",
     "train --preset arb-tiny --graph --no-codebook": "the graph needs the codes of the codebook",
-    "train --weights float --keep-best": "a float twin keeps no checkpoint",
+    "train --weights float --keep-best": "a float baseline keeps no checkpoint",
     "train --weights anneal --keep-best": "the best checkpoint would be from before the weights are"
         " ternary\nhint: leave `--keep-best` out, or use `--weights int8` or `--weights ternary`\n",
     "train --eval-every 0 --keep-best":

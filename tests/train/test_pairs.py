@@ -86,7 +86,7 @@ REFUSED = (
     ("weights", VOTES, "direction", ("orthogonal", "factored", "sign"), "takes no direction"),
     ("weights", TWINS, "direction", ("factored", "sign"), "trained by AdamW or Muon"),
     ("weights", TWINS, "wire", ("int8", "int12", "int16"), "are not rounded"),
-    ("weights", TWINS, "compute", ("fp8", "nvfp4"), "products of a float twin are in bf16"),
+    ("weights", TWINS, "compute", ("fp8", "nvfp4"), "products of a float baseline are in bf16"),
     ("weights", TWINS, "scales", ("routed",), "which has no scales"),
     ("weights", ("votes mended",), "scales", ("routed",), "the fix `order` of votes"),
     ("micro-batches", ("2", "3"), "scales", ("routed",), "several batches per step"),

@@ -199,7 +199,7 @@ def test_matrices_of_other_sizes_and_the_head_are_multiplied_in_bf16(small_graph
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"weights": "float"}, "the products of a float twin are in bf16"),
+        ({"weights": "float"}, "the products of a float baseline are in bf16"),
         ({"dim": 36, "heads": 2}, "sizes are multiples of 16, and this model has none"),
     ],
 )

@@ -265,7 +265,7 @@ SKIPPED = {
     "small models but those of graph, hnet, compressed": {"backend": "interpreter"},
     "scale types T4, T6, ": {}, "compilation for other GPUs": {"targets": None},
     "whether kernels run on the GPUs": {"targets": "sm_90"},
-    "presets without codebooks from the bytes on": {}, "float twins and their optimizers": {},
+    "presets without codebooks from the bytes on": {}, "float baselines and their optimizers": {},
     "speed": {},
 }  # fmt: skip
 """Parts that a request leaves out, by the beginning of how the ledger says so."""
