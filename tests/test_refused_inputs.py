@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "tokens of sounds": (
         lambda _: train_config("tiny", device="cpu", backend="torch", compute="fp32",
                                sound="mulaw", tokenizer="a"),
-        "a tokenizer reads text, and `sound` asks for bytes of other kinds"),
+        "`sound` needs a model of bytes, and the tokenizer reads text"),
     "mixed documents": (
         lambda _: chats(Mixture.__new__(Mixture)), "documents cannot be mixed by weights"),
     "messages without a template": (

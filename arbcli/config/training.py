@@ -49,7 +49,7 @@ FLOAT_LR = {
     ("ste", "adamw"): 3e-3,
     ("ste", "muon"): 3e-3,
 }
-"""Default `lr` of float baselines, by weights and optimizer."""
+"""Default `lr` of float twins, by weights and optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,7 @@ class TrainConfig:
             decisive=True,
         ),
     ] = "rule"
-    """Optimizer of float baselines; `rule` for ternary weights."""
+    """Optimizer of float twins; `rule` for ternary weights."""
     teacher: Annotated[
         str | None,
         Setting(
@@ -502,7 +502,7 @@ def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def trains_ternary(preset: str | ModelConfig, weights: str | None) -> bool:
-    """Return whether a model has packed ternary weights and is not a float baseline.
+    """Return whether a model has packed ternary weights in training, unlike a float baseline.
 
     Args:
         preset: name of a preset, or the configuration of a model.
