@@ -1,1 +1,1 @@
-"""Triton kernels, each next to its torch backend and its reference."""
+"""Triton kernels, each with its torch backend and its reference."""

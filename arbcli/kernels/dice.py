@@ -28,7 +28,7 @@ class Dice:
         self.generator = torch.Generator(device).manual_seed(seed)  # of the numbers in tensors
         self._rolls = torch.Generator().manual_seed(seed)  # the same for tensors of any device
         self.device, self.plain = device, dtype is not None
-        # the interpreter computes wrongly in bf16
+        # the interpreter's bf16 arithmetic is wrong
         choices = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
         self.dtype = dtype or self.pick(choices)
 

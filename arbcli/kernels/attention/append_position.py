@@ -1,4 +1,4 @@
-"""Take in one byte of a text: into the ring of the last bytes, and into the open entry.
+"""Append one byte of a text to the ring of recent bytes and to the open compressed entry.
 
 With the equations of `arbcli.model.parts.compressed_attention`, for the byte at position p, which
 is in place i = p mod m of entry j = p // m:
@@ -7,9 +7,9 @@ is in place i = p mod m of entry j = p // m:
     still = n(sum over u <= i of softmax over u (gates[u] + beta[u]) * values[u])
     entries[j mod E] = R_(j m) still
 
-E slots have one entry more than a byte sees: the open one is made anew with every byte of its own.
-Ring and entries may be in eight bits, codes with an exponent each: see `eight_bits`. Of several
-texts each has programs of its own.
+E slots have one entry more than a byte sees: each byte of the open entry computes it again.
+Ring and entries may be stored in eight bits, as codes with an exponent each: see `eight_bits`. With
+several texts, each text has its own programs.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def append_position_reference(
     new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
     cos: Tensor, sin: Tensor, eps: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the reference result of `append_position_` and its buffers, in float64."""
+    """Compute the result and the buffers of `append_position_`, in float64."""
     p, m = int(position), opened.shape[1]
     new, recent, entries, opened = (part.double() for part in (new, recent, entries, opened))
     begin = p // m * m
@@ -129,7 +129,7 @@ def _append_in_eight_bits(
 def _store_vector(ptr, exponents_ptr, slot, x1, x2, offs, mask, dtype: tl.constexpr,
                   HALF: tl.constexpr, EIGHT: tl.constexpr, FLOATS: tl.constexpr,
                   NATIVE: tl.constexpr):  # fmt: skip
-    """Store the halves of a vector in a slot, perhaps in eight bits."""
+    """Store both halves of a vector in a slot, in the dtype of the buffer or in eight bits."""
     x1, x2 = x1.to(dtype), x2.to(dtype)
     if EIGHT:
         x1, x2, exponent = quantise_halves(x1.to(tl.float32), x2.to(tl.float32), FLOATS, NATIVE)
@@ -150,10 +150,10 @@ def _rotated(x1, x2, cos_ptr, sin_ptr, place, offs, mask, HALF: tl.constexpr):
 @triton.jit
 def _entry_half(opened_ptr, beta_ptr, kept, M, KV, base, offs, mask, value, gate,
                 WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """Mix one half of a head's values over the open block: [BLOCK_H] float32."""
+    """Average one half of a head's values over the open block: [BLOCK_H] float32."""
     rows = tl.arange(0, BLOCK_M)[:, None]
     at = rows * (KV * WIDTH) + base + offs[None, :]
-    old = (rows < kept) & mask[None, :]  # the new byte's are not read where they are stored
+    old = (rows < kept) & mask[None, :]  # the new byte's are in registers
     values = tl.load(opened_ptr + at, mask=old, other=0).to(tl.float32)
     gates = tl.load(opened_ptr + M * KV * WIDTH + at, mask=old, other=0).to(tl.float32)
     values = tl.where(rows == kept, value[None, :], values)
@@ -247,23 +247,24 @@ def append_position_(
     new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
     cos: Tensor, sin: Tensor, eps: float, exponents: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Store one byte, and the open entry as it is with it.
+    """Store one byte, and recompute the open entry.
 
-    Of several texts all but `beta`, `cos` and `sin` have a dimension for them in front, and so has
-    the result.
+    With several texts, all arguments but `beta`, `cos` and `sin`, and the result, have a leading
+    batch dimension.
 
     Args:
         new: (3, G, d) float32 or bfloat16, contiguous, d even: the byte's vector, value and gate.
-        recent: (W, G, d) like it, contiguous: the ring; written.
-        entries: (E, G, d) like it, contiguous; written.
-        opened: (2, m, G d) like it, contiguous: values and gates of the open block; written.
+        recent: (W, G, d) like `new`, contiguous: the ring; modified in place.
+        entries: (E, G, d) like `new`, contiguous; modified in place.
+        opened: (2, m, G d) like `new`, contiguous: values and gates of the open block; modified in
+            place.
         beta: (G d, m) float32, contiguous.
         position: int32 scalar tensor, below P.
         cos: (P, d / 2) float32, contiguous.
         sin: like `cos`.
         eps: added to mean squares.
-        exponents: int8, (W, G) and (E, G) contiguous, written, where `recent` and `entries` are
-            codes of float8_e4m3fn or int8.
+        exponents: int8, (W, G) and (E, G), contiguous, modified in place, if `recent` and `entries`
+            are codes in float8_e4m3fn or int8.
 
     Returns:
         (G, d) like `new`: the open entry, normalised and not rotated.
@@ -283,7 +284,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 4, 3, 2, 4, 0), (2, 6, 5, 3, 3, 7), (1, 10, 4, 9, 7, 41), (3, 2, 2, 4, 4, 19)]
     dtypes = [torch.float32]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         shapes += [(1, 128, 128, 4097, 4, 16383), (1, 128, 128, 129, 128, 1000)]
         shapes += [(2, 512, 128, 33, 128, 4095)]
         dtypes += [torch.bfloat16]
@@ -301,21 +302,21 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             rest = (beta, place, angle.cos(), angle.sin(), 0.1)
             inputs = (*given, *rest)
             yield Case(label, inputs)
-            if kv == 2:  # a text that begins among others
+            if kv == 2:  # one text of the batch is at its first position
                 begins = (-given[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
                 texts = stacked_texts([inputs, begins, inputs], *SHARED)
                 yield Case(f"3 texts of {label}", texts)
 
 
 def _with_numbers(inputs: tuple, still: Tensor) -> tuple[Tensor, ...]:
-    """Give what is left in buffers too, as numbers."""
+    """Return the result and the contents of the buffers, decoded to floats."""
     _, recent, entries, opened, *_, exponents = inputs
     rows = zip((recent, entries), exponents, strict=True)
     return still, *(decode_entries(*row, torch.float32) for row in rows), opened
 
 
 def in_eight_bits(inputs: tuple, stored: torch.dtype) -> tuple:
-    """Turn what `append_position_` is given into codes and exponents."""
+    """Quantise the inputs of `append_position_` to codes and exponents."""
     quantised = [quantise_entries(part, stored) for part in inputs[1:3]]
     codes, exponents = zip(*quantised, strict=True)
     return inputs[0], *codes, *inputs[3:], exponents

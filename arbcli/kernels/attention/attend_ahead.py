@@ -1,24 +1,24 @@
-"""Attention of several new bytes of a text that may be taken back: nothing is stored in the ring.
+"""Attention of several new bytes of a text that may be rejected: the ring is not changed.
 
-Each byte attends to what is in the ring, to the bytes before it of these, and to itself, with the
-bits that it has when they come one by one: where a byte before it would have been stored, its key
-and value take the place of what is in the slot. So bytes after it, which would overwrite the
-oldest ones of a full ring, do not. Keys, rotated and normalised, and values are returned; how many
-of them stay is said later, and `keep_accepted_` stores those.
+Each new byte attends to the ring, to the new bytes before it, and to itself. The result has the
+bits of decoding one byte at a time: the key and value of an earlier new byte replace those of the
+slot in which it would have been stored. Later bytes, which would overwrite the oldest slots of a
+full ring, replace nothing. Rotated and normalised keys, and values, are returned; once it is known
+how many bytes are accepted, `keep_accepted_` stores theirs.
 
     shared memory    queries of all new bytes, their keys, their values: a vector of d bf16 each
     registers        keys and values of a span, eight elements of a slot a thread (`attend_parts`)
     byte i           has byte i - 1 put in its slot of these registers, then all slots multiplied
 
-Why so: the ring is read once for all new bytes, and must stay as it is. A slot that changes does so
-in the registers of the threads that have it, and no other thread waits for that.
+Reason: the ring is read once for all new bytes and must not change. A slot is replaced in the
+registers of the threads that hold it, and no other thread waits for that.
 
-Work. A program has a part of a head, as in `attend_parts`, for some of the new bytes, and reads the
-keys and values of a span once for them. Its warps first rotate what is new, a vector of a head each
-some threads; it is in shared memory then. The bytes follow one after another: before a byte, the
-last one's key and value are put in their slot, in registers. A second kernel averages the parts of
-each byte, all of which it loads at once. For a single byte the product does so; each of its
-programs would have to read all parts of all bytes.
+Work. A program computes one part of a head, as in `attend_parts`, for some of the new bytes, and
+reads the keys and values of a span once for all of them. Its warps first rotate the new vectors and
+write them to shared memory. Then it processes the bytes in order: before each byte, it puts the
+key and value of the previous byte in their slot, in registers. A second kernel averages the parts
+of each byte, all of which it loads at once. For a single byte the next product averages the parts;
+here each of its programs would have to read all parts of all bytes.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,11 +58,11 @@ from arbcli.kernels.runtime.shared_memory import memory_of, read_four, write_fou
 from arbcli.kernels.runtime.threads import load_new, load_where, warp_number
 
 MOST_AHEAD = 8
-"""Bytes at a time."""
+"""Maximum number of new bytes per call."""
 
 
 def slots_of(position: Tensor, rows: int, window: int) -> Tensor:
-    """Find the slots of positions from an int32 scalar on: (M,) int64."""
+    """Compute the ring slots of M positions from an int32 scalar tensor on: (M,) int64."""
     return ((position + torch.arange(rows, device=position.device)) % window).long()
 
 
@@ -74,7 +74,7 @@ def _in_turn(
     new: Tensor,
     position: Tensor,
 ) -> list:
-    """Attend from one position after another, and take back what they store.
+    """Attend from one position after another, then restore the rings.
 
     Args:
         attend: from (3, heads, d) and a position; it stores them in the rings.
@@ -107,7 +107,7 @@ def attend_ahead_reference(
     eps: float,
     most: int = MOST_PARTS,
 ) -> tuple[Tensor, ...]:
-    """Compute what `attend_ahead` returns, new keys and values, and rings as they are: float64."""
+    """Compute the result of `attend_ahead`, its new keys and values, and the rings, in float64."""
     before, found, stored = (keys, values), [], []
     for row, of_row in enumerate(qkv):
         at = int(position) + row
@@ -134,7 +134,7 @@ def _attend_ahead_torch(
 
 @triton.jit
 def _vectors_of(thread, M: tl.constexpr, WIDTH: tl.constexpr):
-    """Number the vectors of new bytes that threads have, a vector of a head some threads.
+    """Map threads to the vectors of new bytes; several threads share a vector.
 
     Vector v is of byte v mod M: first queries, then keys, then values.
     """
@@ -151,21 +151,21 @@ def _take_new(
     qkv_ptr, new_ptr, angles, head, HEADS, eps, stores, memory, thread,
     M: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the queries and keys of a head, and write them and the values to shared memory.
+    """Rotate the new queries and keys of a head, and write them and the values to shared memory.
 
     Args:
         qkv_ptr: words of two elements, (M, 3, heads, d).
         new_ptr: likewise, (2, M, heads, d), to which keys and values are stored if `stores`.
-        angles: cosines and sines for each of `_vectors_of`.
-        head: which.
-        HEADS: how many there are.
-        eps: of the norm.
-        stores: whether this program stores what is new.
-        memory: where the vectors begin.
-        thread: the numbers of the threads.
-        M: bytes.
-        WIDTH: of a head.
-        PTX: whether PTX is understood.
+        angles: cosines and sines of each vector of `_vectors_of`.
+        head: index of the head.
+        HEADS: number of heads.
+        eps: added to the mean square.
+        stores: whether this program stores the new keys and values.
+        memory: shared-memory address of the vectors.
+        thread: index of each thread.
+        M: number of new bytes.
+        WIDTH: width of a head.
+        PTX: whether the compiler accepts PTX.
     """
     HALF: tl.constexpr = WIDTH // 2
     d, vectors, words = 8 * (thread % (WIDTH // 8)), _vectors_of(thread, M, WIDTH), ()
@@ -188,7 +188,7 @@ def _take_new(
 def _begin_row(
     memory, row, d, scale, adds_new, thread, M: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr
 ):
-    """Read the query of a byte, and begin its sums, with the byte itself if `adds_new`."""
+    """Load the query of a byte and initialise its sums, with the byte itself if `adds_new`."""
     LANES: tl.constexpr = WIDTH // 8
     at = memory + (2 * WIDTH * row + 2 * d)
     q, total = unpair_four(read_four(at, PTX)), tl.zeros(thread.shape, tl.float32)
@@ -255,19 +255,19 @@ def _attend_ahead_kernel(
     LANES: tl.constexpr = WIDTH // 8  # threads that share a slot
     STRIDE: tl.constexpr = 32 // LANES * WARPS
     SPAN: tl.constexpr = STRIDE * PASSES
-    OF_ROW: tl.constexpr = (4 * WIDTH + 16) * WARPS  # bytes of shared memory, after what is new
+    OF_ROW: tl.constexpr = (4 * WIDTH + 16) * WARPS  # shared-memory bytes, after the new vectors
     thread = tl.arange(0, 32 * WARPS)
     warp, lane = thread // 32, thread % 32
     d = 8 * (lane % LANES)
     head, part = tl.program_id(0), tl.program_id(1)
     start = EACH * tl.program_id(2)
     before = tl.load(position_ptr)
-    # of a ring that is not full, slots of what is new have nothing in them
+    # in a ring that is not full, the slots of the new bytes are empty
     filled, seen = tl.minimum(before, W), tl.minimum(before + tl.minimum(start + EACH, M), W)
     first, apart = part * SPAN, SPAN * tl.num_programs(1)
     if first < seen:
         mine = first + thread // LANES
-        at = head.to(tl.int64) * W * HALF + d // 2  # words here, of two elements
+        at = head.to(tl.int64) * W * HALF + d // 2  # in words of two elements
         keys_of_head, values_of_head = keys_ptr + at, values_ptr + at
         keys, values = load_span(
             keys_of_head, values_of_head, mine, filled, W, WIDTH, STRIDE, PASSES, PTX
@@ -359,7 +359,7 @@ def _average_parts_kernel(
     values_ptr, totals_ptr, position_ptr, y_ptr, K, span,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Average the parts of each byte as `AttentionParts` says: eight elements a thread."""
+    """Average the parts of each byte (see `AttentionParts`), eight elements per thread."""
     row = tl.program_id(1)
     u = tl.minimum(32 * tl.program_id(0) + tl.arange(0, 32), K // 8 - 1)  # the last one again
     filled = tl.minimum(tl.cdiv(tl.load(position_ptr) + row + 1, span), PARTS) + 0 * u
@@ -417,10 +417,10 @@ def _attend_ahead_triton(
 
 
 def rows_of_program(rows: int, parts: int, processors: int, *, several: bool) -> int:
-    """Choose how many bytes a program attends from, as was fastest on an H100.
+    """Choose the number of bytes per program that was fastest on an H100.
 
-    Few where processors, which have two programs each, would be idle else; two where a program has
-    several spans, as it has sums of all of its bytes in registers meanwhile.
+        Few if multiprocessors, which run two programs each, were idle otherwise; two if a program
+    has several spans, because its registers hold the sums of all its bytes.
     """
     programs = min(rows, max(-(-2 * processors // parts), -(-rows // 2) if several else 1))
     return -(-rows // programs)
@@ -438,15 +438,15 @@ def attend_in_turn(
     eps: float,
     alone: bool = False,
 ) -> Tensor:
-    """Do the same by `decode_attention`, of one byte after another.
+    """Compute `attend_ahead` with one `decode_attention` per byte.
 
     Args:
         qkv: (M, 3, heads, d) float32 or bfloat16, contiguous.
-        keys: as of `decode_attention`, of at least M slots; it is what it was afterwards.
+        keys: as in `decode_attention`, with at least M slots; restored afterwards.
         values: like `keys`.
         new: (2, M, heads, d), set to the keys as they are to be stored, and the values.
-        position: int32 scalar tensor: how many bytes came before the first one.
-        cos: as of `decode_attention`, like those that follow.
+        position: int32 scalar tensor: number of bytes before the first one.
+        cos: as in `decode_attention`, like the following arguments.
         sin: likewise.
         semaphores: likewise.
         eps: likewise.
@@ -475,7 +475,7 @@ _check_turn = compiled_check(
 
 
 class Kept(NamedTuple):
-    """Rings of one attention, and what may be stored in them."""
+    """Rings of one attention layer, and the new vectors that may be stored in them."""
 
     keys: Tensor
     """(heads, W, d)."""
@@ -487,7 +487,7 @@ class Kept(NamedTuple):
 def keep_accepted_reference(
     keys: Tensor, values: Tensor, new: Tensor, position: Tensor, accepted: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `keep_accepted_` must leave in one pair of rings: one vector after another."""
+    """Compute one pair of rings after `keep_accepted_`, one vector at a time."""
     keys, values = keys.clone(), values.clone()
     for row in range(int(accepted)):
         for head in range(len(keys)):
@@ -528,18 +528,18 @@ def _keep_accepted_kernel(
 
 
 class Table(NamedTuple):
-    """Where rings are, for one launch that stores in all of them."""
+    """Addresses of several rings, for one launch that stores vectors in all of them."""
 
     rings: list[Kept]
-    """Tensors that the addresses belong to, which must not move."""
+    """Rings that the addresses point to; they must not be reallocated."""
     addresses: Tensor
-    """(2 R, 2) int64, of each ring and of its new vectors."""
+    """(2 R, 2) int64: the addresses of each ring and of its new vectors."""
     sizes: Tensor
-    """(2 R, 3) int32: heads, slots and width of each."""
+    """(2 R, 3) int32: heads, slots and width of each ring."""
 
 
 def table_of(rings: list[Kept]) -> Table:
-    """Make the table of some rings; all have as many new vectors, of one dtype."""
+    """Build the table of several rings with the same number and dtype of new vectors."""
     addresses: list[tuple[int, int]] = []
     sizes: list[tuple[int, ...]] = []
     for keys, values, new in rings:
@@ -564,12 +564,12 @@ def _keep_accepted_triton(table: Table, position: Tensor, accepted: Tensor) -> N
 
 
 def keep_accepted_(table: Table, position: Tensor, accepted: Tensor) -> None:
-    """Store the keys and values of positions that stay in their rings, in place.
+    """Store the keys and values of accepted positions in their rings, in place.
 
     Args:
-        table: of the rings, and their new vectors.
-        position: int32 scalar tensor, that of the first new vector.
-        accepted: int32 scalar tensor: how many of them stay.
+        table: the rings and their new vectors.
+        position: int32 scalar tensor: position of the first new vector.
+        accepted: int32 scalar tensor: number of accepted vectors.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
@@ -584,7 +584,7 @@ def keep_accepted_(table: Table, position: Tensor, accepted: Tensor) -> None:
 
 SHAPES = ((3, 2, 7, 64, 0, 16), (4, 1, 99, 128, 94, 16), (8, 1, 100, 128, 95, 16),
           (2, 2, 200, 64, 450, 16), (5, 1, 5, 128, 7, 1), (3, 2, 300, 64, 598, 1))  # fmt: skip
-"""(M, heads, W, d, position, most parts)."""
+"""(M, heads, W, d, position, maximum number of parts)."""
 LARGE = ((4, 16, 2048, 128, 2046, 16), (8, 16, 2048, 128, 5000, 16), (4, 12, 1024, 64, 100, 16))
 
 
@@ -603,7 +603,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def _with_rings(inputs: tuple, found: Tensor) -> tuple[Tensor, ...]:
-    """Give new keys and values too, and rings, which stay as they are."""
+    """Return the result, the new keys and values, and the rings, which must not change."""
     _, keys, values, new, *_ = inputs
     return found, new, keys, values
 
@@ -635,21 +635,21 @@ attend_ahead = Operation(
     where=(*_FIT, "M > 1", f"D in {WIDTHS}", ALIGNED),
     compared=_with_rings, draw=_draw_ahead, needs_rows=False,
 )  # fmt: skip
-"""Attend from several new bytes, in parts that are then averaged.
+"""Attend from several new bytes; each head is computed in parts and averaged.
 
 Args:
     qkv: (M, 3, heads, d) bfloat16, contiguous, of 2 to 8 bytes, d 64 or 128.
     keys: (heads, W, d) bfloat16, of at least M slots, as of `attend_parts`; not changed.
     values: like `keys`.
     new: (2, M, heads, d), set to the keys as they are to be stored, and the values.
-    position: int32 scalar tensor: how many bytes came before the first one.
+    position: int32 scalar tensor: number of bytes before the first one.
     cos: (P, d / 2) float32, contiguous.
     sin: like `cos`.
     eps: added to the mean square.
     most: parts of a head at most.
 
 Returns:
-    (M, heads * d) bfloat16, with the bits that a product makes of `attend_parts`.
+    (M, heads * d) bfloat16, with the bits that a product computes from `attend_parts`.
 
 Raises:
     ValueError: a dtype or a shape does not fit.
@@ -668,7 +668,7 @@ def _kept_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def _in_one_pair(run: Callable[[Table, Tensor, Tensor], None]) -> Callable:
-    """Wrap an implementation so that it takes one pair of rings, and returns them."""
+    """Wrap an implementation so that it takes one pair of rings and returns it."""
 
     def in_one_pair(
         keys: Tensor, values: Tensor, new: Tensor, position: Tensor, accepted: Tensor

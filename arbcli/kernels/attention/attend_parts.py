@@ -2,12 +2,12 @@
 
 The equation is that of `decode_attention`: y = softmax(q . k / sqrt(d)) @ v for each head, over the
 slots of a ring in which the new key and value are stored first. The ring is divided into spans of
-slots; of S parts, part p has the spans p, p + S, p + 2 S and so on. Of a part there is left, for
-each head, the sum of exp(q . k / sqrt(d)) over its slots, its *total*, and the mean of its values,
-weighted by that. So y is the mean of all parts, weighted by their totals.
+slots; part p of S has the spans p, p + S, p + 2 S and so on. For each part and head, the result has
+the sum of exp(q . k / sqrt(d)) over its slots, the *total*, and the mean of its values with these
+weights. So y is the mean of all parts, weighted by their totals.
 
-A kernel that reads y takes that mean while it reads. So no program waits for another here, as the
-last one does that adds up the parts; that takes longer than to read the parts.
+A kernel that reads y averages the parts while it reads them. So no program waits for another to add
+up the parts, which would take longer than reading them.
 
 Spans of a ring in S = 3 parts, and slots of width 128 in the threads of a warp:
 
@@ -15,15 +15,14 @@ Spans of a ring in S = 3 parts, and slots of width 128 in the threads of a warp:
     part         0        1        2        0        1        2
     thread   0 .. 15: slot s, elements 8 t .. 8 t + 7;   16 .. 31: slot s + 1;   next warp: s + 2
 
-Why so: 16 bytes a thread are the widest load, and 16 threads load a slot of 256 bytes as a whole. A
-score is summed over these 16 threads by shuffles, and every one of them has it then, for the eight
-elements of the value that are its own. Parts take spans in turn, so that all have as many while a
-ring fills up.
+Reason: the widest load is 16 bytes per thread, and 16 threads load a slot of 256 bytes at once. A
+score is summed over these 16 threads by shuffles; then each of them has it for its own eight
+elements of the value. Parts take spans in turn, so that they stay equal while a ring fills up.
 
-Work. A program has a part of a head. In each pass a warp has two slots of width 128, or four of 64:
-a thread has eight elements of a slot. A span is on its way to registers before the program waits
-for the kernel that makes query, key and value. A long ring has more spans than parts, so that the
-product reads few parts; then a program reads its next span while it computes with one.
+Work. A program computes one part of a head. In each pass a warp has two slots of width 128, or four
+of 64: a thread has eight elements of a slot. A program issues the loads of its first span before it
+waits for the kernel that computes query, key and value. A long ring has more spans than parts, so
+that the product reads few parts; then a program loads its next span while it computes with one.
 """
 
 from collections.abc import Iterator
@@ -62,7 +61,7 @@ WIDTHS = (64, 128)
 WARPS = 8
 """Number of warps per program."""
 PASSES = (6, 4)
-"""Of a span: of a program's only one; of one of several, the next of which takes registers too."""
+"""Passes per span, if a program has one span, or several, of which it prefetches the next."""
 MOST_PARTS = 16
 """Maximum number of parts per head; each program of the next product reads all of them."""
 REGISTERS = 128
@@ -80,10 +79,10 @@ _check_parts = compiled_check(
 
 
 class AttentionParts(NamedTuple):
-    """Attention of one byte, each head in S parts that are to be averaged.
+    """Attention of one byte, with S partial results per head that remain to be averaged.
 
-    Slots of the first min(S, ceil((position + 1) / span)) parts have been written. The others have
-    nothing in them, and are not to be read.
+    The first min(S, ceil((position + 1) / span)) parts are defined. The others are uninitialised
+    and must not be read.
     """
 
     values: Tensor
@@ -91,12 +90,12 @@ class AttentionParts(NamedTuple):
     totals: Tensor
     """(S, heads) float32: the sum of each part's weights."""
     position: Tensor
-    """int32 scalar tensor: how many bytes came before."""
+    """int32 scalar tensor: number of earlier bytes."""
     span: int
-    """Slots of a span."""
+    """Number of slots per span."""
 
     def check(self) -> None:
-        """Refuse parts that do not belong together.
+        """Raise an error if shapes or dtypes of the parts do not match.
 
         Raises:
             ValueError: a dtype or a shape does not fit.
@@ -117,19 +116,19 @@ class AttentionParts(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """How the slots of a ring are shared out."""
+    """Partition of the slots of a ring into parts and spans."""
 
     parts: int
     """Number of parts per head."""
     passes: int
     """Number of passes per span."""
     span: int
-    """Slots."""
+    """Number of slots per span."""
 
 
 def sharing(window: int, width: int, most: int) -> Sharing:
-    """Choose what was fastest on an H200, with `most` parts at most."""
-    slots = WARPS * 256 // width  # of a pass
+    """Choose the partition that was fastest on an H200, with at most `most` parts."""
+    slots = WARPS * 256 // width  # slots per pass
     passes = PASSES[window > most * PASSES[0] * slots]
     span = passes * slots
     return Sharing(min(-(-window // span), most), passes, span)
@@ -145,9 +144,9 @@ def attend_parts_reference(
     eps: float,
     most: int = MOST_PARTS,
 ) -> tuple[Tensor, ...]:
-    """Compute the values and totals of `attend_parts`, and what it leaves in the ring: float64.
+    """Compute the values, totals and ring of `attend_parts`, in float64.
 
-    Query and key are rounded to bf16. What is not written is 0.
+    Query and key are rounded to bf16. Parts that the kernel does not write are 0.
     """
     p, (heads, window, width) = int(position), keys.shape
     parts, _, span = sharing(window, width, most)
@@ -191,14 +190,14 @@ def _attend_parts_torch(
 
 @triton.jit
 def sum_across(values, FROM: tl.constexpr, TO: tl.constexpr, PTX: tl.constexpr):
-    """Add up each of a tuple over the threads whose numbers differ in bits from FROM to below TO.
+    """Sum each tensor of a tuple over the threads whose numbers differ in bits FROM to TO - 1.
 
     All of them have the same sum, to the last bit.
     """
     for bit in tl.static_range(5):
         if 1 << bit >= FROM and 1 << bit < TO:
             others, sums = (), ()
-            for i in tl.static_range(len(values)):  # all are asked for before one is awaited
+            for i in tl.static_range(len(values)):  # issue all before the first use
                 others = others + (across(values[i], 1 << bit, PTX),)  # noqa: RUF005
             for i in tl.static_range(len(values)):
                 sums = sums + (values[i] + others[i],)  # noqa: RUF005
@@ -208,7 +207,7 @@ def sum_across(values, FROM: tl.constexpr, TO: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _angles(pointer, PTX: tl.constexpr):
-    """Load eight float32 of each thread."""
+    """Load eight float32 per thread."""
     found = ()
     for i in tl.static_range(2):
         words = load_new(pointer + 4 * i, PTX)
@@ -219,7 +218,7 @@ def _angles(pointer, PTX: tl.constexpr):
 
 @triton.jit
 def turn(words, cos, sin, eps, WIDTH: tl.constexpr, PTX: tl.constexpr):
-    """Turn and normalise a head's vector, of which a thread has eight elements: four words.
+    """Rotate and normalise a head's vector; a thread holds eight elements, in four words.
 
     `sin` has the sign of each half.
     """
@@ -242,7 +241,7 @@ def turn(words, cos, sin, eps, WIDTH: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def products(k, q):
-    """Sum the products of a thread's eight elements."""
+    """Multiply a thread's eight elements of two vectors and sum the products."""
     score, more = k[0] * q[0], k[1] * q[1]
     for i in tl.static_range(2, 8, 2):
         score += k[i] * q[i]
@@ -255,7 +254,7 @@ def load_span(
     keys_ptr, values_ptr, mine, seen, slot,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, PASSES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Load a thread's keys and values of a span, but for the slot of this byte."""
+    """Load a thread's keys and values of a span, except the slot of the new byte."""
     keys, values = (), ()
     for i in tl.static_range(PASSES):
         s = mine + STRIDE * i
@@ -275,9 +274,9 @@ def add_span(
     sums, total, keys, values, q, mine, seen, slot, scale,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, AGAIN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add a span's weights, and its values times these; a thread has its own slots' only.
+    """Add the weights and weighted values of a thread's slots of a span to its sums.
 
-    If `AGAIN`, other queries are multiplied with the span too.
+    With `AGAIN`, the span is kept for further queries.
     """
     scores = ()
     for i in tl.static_range(len(keys)):
@@ -296,7 +295,7 @@ def add_span(
 
 @triton.jit
 def rotated_angles(cos_ptr, sin_ptr, position, d, HALF: tl.constexpr, PTX: tl.constexpr):
-    """Load the angles of a position for a thread's eight elements; sines with a half's sign."""
+    """Load cosines and signed sines of a position for a thread's eight elements."""
     angle = position.to(tl.int64) * HALF + d % HALF
     cos, sin = _angles(cos_ptr + angle, PTX), ()
     unsigned = _angles(sin_ptr + angle, PTX)
@@ -313,7 +312,7 @@ def _attend_parts_kernel(
     WARPS: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = WIDTH // 2
-    LANES: tl.constexpr = WIDTH // 8  # threads that share a slot
+    LANES: tl.constexpr = WIDTH // 8  # threads per slot
     STRIDE: tl.constexpr = 32 // LANES * WARPS
     OF_WARP: tl.constexpr = 4 * WIDTH + 16  # bytes of shared memory
     thread = tl.arange(0, 32 * WARPS)
@@ -343,7 +342,7 @@ def _attend_parts_kernel(
         q = unpair_four(turn(q_words, cos, sin, eps, WIDTH, PTX))
         total = tl.zeros(thread.shape, tl.float32)
         sums = (total,) * 8
-        # the slot of this byte, which is not loaded
+        # the slot of the new byte, which is in registers
         if PTX:
             adds_new &= warp_number() == 0
         if adds_new:
@@ -402,10 +401,10 @@ def _attend_parts_kernel(
 
 @triton.jit
 def write_sums(at, sums, total, d, lane, WIDTH: tl.constexpr, PTX: tl.constexpr):
-    """Write the sums of a warp, and its total, to shared memory: 4 * WIDTH + 16 bytes."""
+    """Write the sums and the total of a warp to shared memory: 4 * WIDTH + 16 bytes."""
     LANES: tl.constexpr = WIDTH // 8
     sums, totals = sum_across(sums, LANES, 32, PTX), sum_across((total,), LANES, 32, PTX)
-    upper, four = lane // LANES % 2 == 1, ()  # threads that have the same write a half each
+    upper, four = lane // LANES % 2 == 1, ()  # threads that hold the same sums write one half each
     for i in tl.static_range(4):
         word = tl.where(upper, sums[4 + i], sums[i]).to(tl.int32, bitcast=True)
         four = four + (word,)  # noqa: RUF005
@@ -418,7 +417,7 @@ def store_part(
     memory, averages_ptr, totals_ptr, place, of_d, some,
     WIDTH: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add up what the warps have written, and store the average and the total."""
+    """Sum the partial sums of all warps, and store the average and the total."""
     OF_WARP: tl.constexpr = 4 * WIDTH + 16
     found, whole = tl.zeros(of_d.shape, tl.float32), tl.zeros(of_d.shape, tl.float32)
     for w in tl.static_range(WARPS):
@@ -452,7 +451,7 @@ def _attend_parts_triton(
 
 
 def fits_parts(qkv: Tensor) -> bool:
-    """Whether attention of a byte can be left in parts: bf16, kernels, heads of 64 or 128.
+    """Return whether `attend_parts` supports a byte: Triton kernels, bf16, head width 64 or 128.
 
     Args:
         qkv: (..., d), the byte's query, key and value.
@@ -461,7 +460,7 @@ def fits_parts(qkv: Tensor) -> bool:
 
 
 def fits_heads(qkv: Tensor) -> bool:
-    """Whether queries, keys and values are of a dtype and a width that this is for."""
+    """Return whether `attend_parts` supports the dtype and the head width."""
     return qkv.dtype == torch.bfloat16 and qkv.shape[-1] in WIDTHS
 
 
@@ -488,7 +487,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def _with_state(inputs: tuple, found: AttentionParts) -> tuple[Tensor, ...]:
-    """Give what is left in the ring too, and no gaps."""
+    """Return the result and the rings; parts that are not written are zeros."""
     _, keys, values, position, *_ = inputs
     used = torch.arange(len(found.totals), device=keys.device)[:, None] * found.span <= position
     sums, totals = (torch.where(used, part, 0) for part in found[:2])
@@ -544,7 +543,7 @@ attend_parts = Operation(
     ),
     compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
 )  # fmt: skip
-"""Store the key and value of one byte in a ring, and attend to all in it, in parts.
+"""Store the key and value of one byte in a ring, and attend to the ring in parts.
 
 Args:
     qkv: (3, heads, d) bfloat16, contiguous, d 64 or 128: query, key and value.
@@ -552,14 +551,14 @@ Args:
         are stored here, normalised: exp of no score overflows. What has never been written is
         not read. It begins at a multiple of 16 bytes.
     values: like `keys`.
-    position: int32 scalar tensor: how many bytes came before. It is read on the device, and
+    position: int32 scalar tensor: number of bytes before this one. It is read on the device, and
         must be below P.
     cos: (P, d / 2) float32, contiguous.
     sin: like `cos`.
     eps: added to the mean square.
-    most: parts of a head at most.
+    most: maximum number of parts per head.
 
 Returns:
-    Parts whose average is the mean of the last min(position + 1, W) values, weighted by
+    Parts whose average is the mean of the last min(position + 1, W) values, with the weights
     softmax(q . k / sqrt(d)).
 """

@@ -1,4 +1,4 @@
-"""The gradient of causal attention, with the same bits every time.
+"""Gradient of causal attention, bitwise deterministic.
 
 With s = q . k / sqrt(d), p = exp(s - log), y = sum of p v and the gradient g of y, of each query:
 
@@ -7,8 +7,8 @@ With s = q . k / sqrt(d), p = exp(s - log), y = sum of p v and the gradient g of
     grad_q[m] = sum over n of e[m, n] k[n] / sqrt(d)
     grad_k[n] = sum over m of e[m, n] q[m] / sqrt(d)
 
-Programs for queries and programs for keys both compute p and e, so none adds to what is another's:
-seven products where five would do, and nothing of the size of p is written.
+Programs for queries and programs for keys both compute p and e, so no two programs add to the same
+gradient: seven products instead of five, and no matrix of the size of p is stored.
 Source: T. Dao, "FlashAttention-2", https://arxiv.org/abs/2307.08691, algorithm 2.
 """
 
@@ -28,7 +28,7 @@ from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 LOG2_E = 1.4426950408889634
 HOPPER = (9, 0)
-"""The compute capability that tiles were timed on."""
+"""Compute capability for which the tile sizes were tuned."""
 
 
 def causal_attention_backward_reference(
@@ -42,7 +42,7 @@ def causal_attention_backward_reference(
 
 
 def causal_attention_float64(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend in float64: the result, and the logarithm of the sum of each query's exponentials."""
+    """Attend in float64; return the result and the log-sum-exp of each query."""
     q, k, v = (part.double() for part in (q, k, v))
     length = q.shape[2]
     later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
@@ -68,7 +68,7 @@ def _causal_attention_backward_torch(
 
 
 def _place_of_gradients(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make (B, heads, T, d) for each of the three, as parts of one (B, T, 3, heads, d)."""
+    """Allocate the three gradients, (B, heads, T, d) each, as views of one (B, T, 3, heads, d)."""
     batch, heads, length, width = q.shape
     whole = torch.empty(batch, length, 3, heads, width, dtype=q.dtype, device=q.device)
     q_grad, k_grad, v_grad = whole.permute(2, 0, 3, 1, 4).unbind()
@@ -77,13 +77,13 @@ def _place_of_gradients(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _load_rows(desc, b, h, first, ROWS: tl.constexpr, D: tl.constexpr):
-    """Load rows of a head, [ROWS, D]; zeros after the last."""
+    """Load rows of a head, [ROWS, D]; zeros beyond the last row."""
     return desc.load([b, h, first, 0]).reshape(ROWS, D)
 
 
 @triton.jit
 def _store_rows(grads_ptr, values, b, h, first, part, T, H, ROWS: tl.constexpr, D: tl.constexpr):
-    """Store rows of a head, [ROWS, D], to one part of the gradients."""
+    """Store rows of a head, [ROWS, D], to the gradient of q, k or v."""
     t = first + tl.arange(0, ROWS)
     row = ((b.to(tl.int64) * T + t) * 3 + part) * H + h
     ptrs = grads_ptr + row[:, None] * D + tl.arange(0, D)[None, :]
@@ -95,7 +95,7 @@ def _store_turned(
     grads_ptr, values, y_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, part, T, H,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of what `rotary_norm_` made these queries or keys from."""
+    """Store the gradient of these queries or keys before `rotary_norm_`."""
     t, offs_h = first + tl.arange(0, ROWS), tl.arange(0, D // 2)[None, :]
     known, token = t < T, b.to(tl.int64) * T + t
     y = _load_rows(y_desc, b, h, first, ROWS, D).to(tl.float32)
@@ -116,7 +116,7 @@ def _add_keys(
     grad, q, g, log, delta, k_desc, v_desc, b, h, m, begin, end, scale,
     D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to the gradient of some queries what keys from `begin` to `end` contribute."""
+    """Add the contributions of keys `begin` to `end` to the gradient of a block of queries."""
     for first in range(begin, end, BLOCK):
         k = _load_rows(k_desc, b, h, first, BLOCK, D)
         p = tl.exp2(tl.dot(q, k.T, input_precision=PRECISION) * scale - log[:, None])
@@ -135,8 +135,8 @@ def _queries_kernel(
     r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
     D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Find the gradient of some queries of a head, and for keys their sums of g y, `delta`."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK  # those with most keys begin
+    """Compute the gradient of a block of queries, and `delta`, their sum of g * y, for the keys."""
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK  # blocks with the most keys first
     h, b = tl.program_id(1), tl.program_id(2)
     m = first + tl.arange(0, BLOCK)
     of_head = b.to(tl.int64) * H + h
@@ -169,7 +169,7 @@ def _add_queries(
     grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n, begin, end, scale,
     D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to the gradients of some keys and values what queries from `begin` on contribute."""
+    """Add the contributions of queries from `begin` on to the gradients of keys and values."""
     for first in range(begin, end, BLOCK):
         m = first + tl.arange(0, BLOCK)
         q = _load_rows(q_desc, b, h, first, BLOCK, D)
@@ -177,7 +177,7 @@ def _add_queries(
         p = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * scale - log[None, :])
         if MASKED:
             p = tl.where(n[:, None] <= m[None, :], p, 0)
-        g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)  # zeros after the last query
+        g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)  # zeros beyond the last query
         grad_v = tl.dot(p.to(g.dtype), g, grad_v, input_precision=PRECISION)
         delta = tl.load(delta_ptr + m)
         e = p * (tl.dot(v, g.T, input_precision=PRECISION) - delta[None, :])
@@ -191,7 +191,7 @@ def _keys_kernel(
     r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
     D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Find the gradients of some keys and values of a head; the first are seen by most queries."""
+    """Compute the gradients of a block of keys and values; the first ones have the most queries."""
     first = tl.program_id(0) * BLOCK
     h, b = tl.program_id(1), tl.program_id(2)
     of_head = b.to(tl.int64) * H + h
@@ -206,7 +206,7 @@ def _keys_kernel(
         grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n,
         first, first + BLOCK, scale * log2_e, D, BLOCK, True, PRECISION,
     )  # fmt: skip
-    # later queries see all of these keys
+    # later queries attend to all of these keys
     grad_k, grad_v = _add_queries(
         grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n,
         first + BLOCK, T, scale * log2_e, D, BLOCK, False, PRECISION,
@@ -222,7 +222,7 @@ def _keys_kernel(
 
 
 def _tiles(q: Tensor) -> tuple[int, int]:
-    """Choose the rows of a program, by what a GPU holds on its chip, and the stages for keys."""
+    """Choose the rows per program, by the GPU's shared memory, and the pipeline stages for keys."""
     if q.dtype == torch.float32:
         return 16, 2
     if capability(q) != HOPPER:
@@ -239,11 +239,11 @@ def launch_backward(
     """Launch both kernels.
 
     Args:
-        grads: place of the gradients of q, k and v, (B, T, 3, heads, d) contiguous.
+        grads: buffer of the gradients of q, k and v, (B, T, 3, heads, d) contiguous.
         inputs: grad_y, q, k, v and y of `causal_attention_backward`.
-        logs: see there.
-        turned: r, cosines and sines of `rotary_norm_`, which made q and k: then the gradients are
-            those of what it was given.
+        logs: as in `causal_attention_backward`.
+        turned: r, cosines and sines of the `rotary_norm_` that computed q and k; the gradients
+            are then those of its input.
     """
     q = inputs[1]
     batch, heads, length, width = q.shape
@@ -252,7 +252,7 @@ def launch_backward(
     block, stages_of_keys = _tiles(q)
     blocks = triton.cdiv(length, block)
     parts = [described(_readable(part), [1, 1, block, width]) for part in inputs]
-    padded = blocks * block  # keys read whole blocks of queries
+    padded = blocks * block  # key programs read whole blocks of queries
     log2, delta = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
     precision, grid = "ieee" if q.dtype == torch.float32 else "tf32", (blocks, heads, batch)
     r, cos, sin = turned or (logs, logs, logs)
@@ -275,7 +275,7 @@ def _causal_attention_backward_triton(
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Make a copy of what descriptors cannot read: rows that begin anywhere, or are the same."""
+    """Copy a tensor that descriptors cannot read: rows that are not aligned, or have stride 0."""
     aligned = all(stride and stride * x.itemsize % 16 == 0 for stride in x.stride()[:3])
     fits = aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
@@ -284,11 +284,11 @@ def _readable(x: Tensor) -> Tensor:
 def flash_attention_backward(
     grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `causal_attention_backward` does by torch's flash attention, on a GPU in bfloat16.
+    """Compute `causal_attention_backward` with torch's flash attention, on a GPU in bfloat16.
 
-    Its bits are the same every time in torch's deterministic mode.
+    In torch's deterministic mode its bits are the same in every run.
     """
-    length, nothing = q.shape[2], logs  # in place of random numbers, as there is no dropout
+    length, nothing = q.shape[2], logs  # seed and offset of dropout, which is 0
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad_y, q, k, v, y, logs, None, None, length, length, 0.0, True, nothing, nothing
     )
@@ -297,7 +297,7 @@ def flash_attention_backward(
 def random_attention(
     generator: torch.Generator, shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Draw a gradient, normalised queries and keys, and values; find y and its logarithms."""
+    """Draw a gradient, normalised queries and keys, and values; compute y and its log-sum-exps."""
     grad_y, q, k, v = (torch.randn(shape, generator=generator) for _ in range(4))
     q, k = (torch.nn.functional.rms_norm(part, shape[-1:]) for part in (q, k))
     parts = [part.to(dtype) for part in (grad_y, q, k, v)]
@@ -323,7 +323,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def rounded_causal_gradients(
     grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients in float64, but round p and e as products of bfloat16 take them."""
+    """Compute the gradients in float64, with p and e rounded to bfloat16 as in products."""
     dtype, scale = q.dtype, q.shape[3] ** -0.5
     g, q, k, v, y = (part.double() for part in (grad_y, q, k, v, y))
     p = torch.exp(q @ k.mT * scale - logs.double()[..., None]).tril()
@@ -372,15 +372,15 @@ causal_attention_backward = Operation(
     where=("16 <= D <= 128 and D & (D - 1) == 0",), draw=_draw, needs_rows=True,
     peer=rounded_causal_gradients, timings=_timings,
 )  # fmt: skip
-"""Propagate a gradient back through causal attention, of scores divided by sqrt(d).
+"""Compute the gradients of causal attention with scores divided by sqrt(d).
 
 Args:
     grad_y: (B, heads, T, d) bfloat16 or float32, d a power of two from 16 to 128, any strides.
     q: likewise.
     k: likewise.
     v: likewise.
-    y: likewise, what attention gave.
-    logs: (B, heads, T) float32, contiguous: logarithms of the sums of exponentials.
+    y: likewise, the result of attention.
+    logs: (B, heads, T) float32, contiguous: log-sum-exp of the scores of each query.
 
 Returns:
     Gradients of q, k and v, like them: parts of one tensor (B, T, 3, heads, d).

@@ -1,10 +1,9 @@
-"""Which entries a group of bytes attends to: those that an indexer scores highest.
+"""Selection of the entries that a group of bytes attends to: the top k by an indexer's scores.
 
     s[g, j] = sum over h of w[g, h] max(0, q[g, h] . k[j])
 
-Group g sees the entries g - M to g - 1, and has the k of the largest s. Of equal ones the later
-has it.
-Queries and keys may be of e4m3; where a GPU has such products, they are taken.
+Group g sees the entries g - M to g - 1 and selects the k entries with the largest s. Ties go to the
+later entry. Queries and keys may be e4m3; GPUs with e4m3 products use them.
 Source: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, eq. 1 and 2.
 """
 
@@ -28,7 +27,7 @@ ELEMENTS = 1 << 24
 def choose_entries_reference(
     q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k: int
 ) -> Tensor:
-    """Compute the reference result of `choose_entries`, a group at a time in float64."""
+    """Compute `choose_entries` in float64, one group at a time."""
     q, w, k = (part.double() for part in (q, w, k))
     size = min(top_k, k.shape[1])
     chosen = torch.full((*q.shape[:2], size), -1, dtype=torch.int32, device=q.device)
@@ -57,7 +56,7 @@ def _choose_entries_torch(
         scores = (dots.relu() * w[:, some].float()[..., None]).sum(dim=2)
         complete = torch.arange(some.start, some.stop, device=q.device)[:, None] + first
         seen = (places < complete) & (places >= complete - most)
-        # in reverse, as the first of equal ones is the later one then
+        # reversed, so that ties go to the later entry
         scores = scores.masked_fill(~seen, -torch.inf).flip(-1)
         order = scores.sort(dim=-1, descending=True, stable=True)
         best = number - 1 - order.indices[..., :size]
@@ -78,7 +77,7 @@ def _score_entries_kernel(
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     j = (tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)
     last = FIRST + tl.program_id(0) * BLOCK_N + BLOCK_N - 1
-    if tl.program_id(1) * BLOCK_E < last:  # else the groups see none of the entries
+    if tl.program_id(1) * BLOCK_E < last:  # otherwise the groups see no entry of the block
         offs = tl.arange(0, BLOCK_W)
         k_ptrs = k_ptr + b * stride_kb + j[:, None] * stride_kj + offs[None, :]
         k = tl.load(k_ptrs, mask=(j < E)[:, None] & (offs < WIDTH)[None, :], other=0.0)
@@ -103,10 +102,10 @@ def _take_best_kernel(scores_ptr, chosen_ptr, N, E, FIRST, MOST, SIZE, BLOCK: tl
     j = tl.arange(0, BLOCK)
     seen = (j < tl.minimum(FIRST + n, E)) & (j >= FIRST + n - MOST)
     scores = tl.load(scores_ptr + (b * N + n) * E + j, mask=seen, other=0) + 0.0
-    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)  # zero has no sign
+    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)  # remove the sign of zero
     lowest = -2147483648
     order = tl.where(seen, bits ^ ((bits >> 31) & 0x7FFFFFFF), lowest)
-    least = tl.full((), lowest, tl.int32)  # of what is taken, a bit at a time
+    least = tl.full((), lowest, tl.int32)  # find the threshold one bit at a time
     for bit in range(32):
         step = tl.full((), 1, tl.int32) << (31 - bit)
         higher = least + step
@@ -115,7 +114,7 @@ def _take_best_kernel(scores_ptr, chosen_ptr, N, E, FIRST, MOST, SIZE, BLOCK: tl
     above = seen & (order > least)
     equal = (seen & (order == least)).to(tl.int32)
     wanted = SIZE - tl.sum(above.to(tl.int32))
-    from_here = tl.sum(equal) - tl.cumsum(equal) + equal  # equal ones from this one on
+    from_here = tl.sum(equal) - tl.cumsum(equal) + equal  # ties from this entry on are selected
     taken = above | ((equal > 0) & (from_here <= wanted))
     count = tl.cumsum(taken.to(tl.int32))
     chosen_ptr += (b * N + n) * SIZE
@@ -132,14 +131,14 @@ def _choose_entries_triton(
     chosen = torch.empty(batch, groups, size, dtype=torch.int32, device=q.device)
     if not chosen.numel():
         return chosen
-    if q.dtype == E4M3 and not has_e4m3(q):  # exact: bfloat16 has all of its numbers
+    if q.dtype == E4M3 and not has_e4m3(q):  # exact: bfloat16 represents all e4m3 numbers
         q, k = q.to(w.dtype), k.to(w.dtype)
     q, k = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k))
-    tile = 16 if q.dtype == torch.float32 else 64  # in float32 larger ones spill
+    tile = 16 if q.dtype == torch.float32 else 64  # larger float32 tiles spill registers
     together = min(batch, max(1, chunk_elements(ELEMENTS) // (groups * number)))
     scores = torch.empty(together, groups, number, dtype=torch.float32, device=q.device)
     block = triton.next_power_of_2(number)
-    for start in range(0, batch, together):  # so many texts, whose scores are a lot
+    for start in range(0, batch, together):  # texts per pass, to bound the size of the scores
         qs, ws, ks, found = (part[start : start + together] for part in (q, w, k, chosen))
         grid = triton.cdiv(groups, tile), triton.cdiv(number, tile), len(qs)
         _score_entries_kernel[grid](
@@ -159,7 +158,7 @@ def _choose_entries_triton(
 def random_index(
     generator: torch.Generator, batch: int, groups: int, heads: int, width: int, entries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw queries, weights and keys of small integers, whose sums are exact and often equal."""
+    """Draw queries, weights and keys of small integers: sums are exact and ties are frequent."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randint(-3, 4, shape, generator=generator).float()
@@ -175,7 +174,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         (1, 5, 4, 32, 130, 126, 99, 64), (1, 4, 1, 4, 3, 0, 9, 7), (1, 3, 2, 4, 0, 0, 9, 2),
     ]  # fmt: skip
     dtypes = [torch.float32]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         shapes += [(2, 300, 4, 32, 300, 1, 4096, 64), (1, 100, 4, 32, 4096, 3997, 4096, 128)]
         dtypes += [torch.bfloat16]
     for batch, groups, heads, width, entries, first, most, top_k in shapes:
@@ -218,16 +217,16 @@ choose_entries = Operation(
     ],
     not_verified=("scores that differ by a rounding alone: which of them is chosen",),
 )  # fmt: skip
-"""Choose the entries of each group.
+"""Select the top-k entries of each group.
 
 Args:
-    q: (B, N, h, d) float32, bfloat16 or float8_e4m3fn, of groups one after the other.
-    w: (B, N, h) like it, but float32 or bfloat16.
-    k: (B, E, d) like q.
-    first: number of the first group, which is how many entries are complete.
-    most: M.
-    top_k: entries of a group.
+    q: (B, N, h, d) float32, bfloat16 or float8_e4m3fn: queries of N consecutive groups.
+    w: (B, N, h) float32 or bfloat16: weights of the heads.
+    k: (B, E, d) like q: keys of the entries.
+    first: index of the first group, equal to its number of complete entries.
+    most: M, the maximum number of entries that a group sees.
+    top_k: maximum number of entries per group.
 
 Returns:
-    (B, N, min(top_k, E)) int32: their numbers, ascending, and -1 for those that there are not.
+    (B, N, min(top_k, E)) int32: indices of entries, ascending, padded with -1.
 """

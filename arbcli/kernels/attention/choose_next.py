@@ -1,17 +1,17 @@
-"""Indexer step for one byte of a text: the key of the open entry, and perhaps a choice.
+"""Indexer step for one byte: store the open entry's key; at the end of an entry, select anew.
 
-With E slots, of which slot j mod E has entry j, and for the byte at position p of entry j = p // m:
+Entry j is stored in slot j mod E of E slots. For the byte at position p of entry j = p // m:
 
     keys[j mod E] = R_(j m) n(k)
 
-If the byte completes entry j, so that g = j + 1 are complete, those of the entries from g - M on
-are chosen whose scores are largest, of equal ones the later:
+If the byte completes entry j, g = j + 1 entries are complete. Of the entries from g - M on, those
+with the largest scores are selected; ties go to the later entry:
 
     s[i] = sum over h of w[h] max(0, q[h] . keys[i mod E]),  q[h] = R_p n(x[h])
 
-Else the choice stays, but before the first entry is complete there is none. Rotated vectors are
-rounded to the dtype of the queries, keys too: scores are those of what would be stored. Keys may be
-kept in e4m3: they are normalised, and need no scale. Of several texts each has a program.
+Otherwise the selection does not change; it is empty until the first entry is complete. Rotated
+queries and keys are rounded to the dtype of the queries, so scores are computed from stored values.
+Keys may be stored in e4m3: they are normalised and need no scale. Each text has one program.
 """
 
 from collections.abc import Iterator
@@ -40,9 +40,9 @@ def choose_next_reference(
     query: Tensor, key: Tensor, keys: Tensor, choice: Tensor, position: Tensor, cos: Tensor,
     sin: Tensor, m: int, most: int, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the reference result of `choose_next_` in `choice` and `keys`, in float64.
+    """Compute `choice` and `keys` after `choose_next_`, in float64.
 
-    Only queries, and the key that they meet, are rounded as they must be.
+    Only the queries, and the key for their scores, are rounded to the dtype of the queries.
     """
     p, (slots, width), dtype = int(position), keys.shape, query.dtype
     in_eight_bits = keys.dtype == E4M3
@@ -93,7 +93,7 @@ def _choose_next_torch(
     numbers = number - (number - torch.arange(slots, device=keys.device)) % slots
     seen = (numbers >= 0) & (numbers < complete) & (numbers >= complete - most)
     scores = ((q.float() @ keys.float().T).relu() * w[:, None]).sum(dim=0)
-    by_age = numbers.argsort(descending=True)  # of equal scores that of the later comes first
+    by_age = numbers.argsort(descending=True)  # ties: the later entry comes first
     order = scores.masked_fill(~seen, -torch.inf)[by_age].sort(descending=True, stable=True)
     best = numbers[by_age[order.indices[:size]]]
     there = order.values[:size] > -torch.inf
@@ -168,8 +168,8 @@ def _choose_next_kernel(
             dots = tl.dot(n2, tl.trans(q2), dots, input_precision=PRECISION)
             found = tl.sum(tl.maximum(dots, 0) * w[None, :], axis=1)
             tl.store(scores_ptr + slot, found, mask=slot < E)
-        tl.debug_barrier()  # scores are read by other threads
-        # in the order of entries: place s of those that are seen is that of one number
+        tl.debug_barrier()  # other threads read these scores
+        # scores are in the order of entries: index s is one of the visible entries
         first = tl.maximum(complete - MOST, 0)
         there = first + s < complete
         scores = tl.load(scores_ptr + (first + s) % E, mask=there, other=0)
@@ -212,23 +212,24 @@ def _choose_next_triton(
 
 
 def _with_state(inputs: tuple, _found: None) -> tuple[Tensor, Tensor]:
-    """Give what is left."""
+    """Return the modified buffers."""
     _, _, keys, choice, *_ = inputs
     return choice, keys.float() if keys.dtype == E4M3 else keys
 
 
 _QUARTERS = (1.0, 0.0, -1.0, 0.0), (0.0, 1.0, 0.0, -1.0)
-"""Cosine and sine of quarter turns."""
+"""Cosines and sines of multiples of 90 degrees."""
 
 
 def index_of_byte(
     generator: torch.Generator, device: torch.device, dtype: torch.dtype, heads: int, width: int,
     slots: int, size: int, m: int, most: int, position: int,
 ) -> tuple:  # fmt: skip
-    """Draw what `choose_next_` is given: many scores are equal, and all are exact in any dtype.
+    """Draw inputs of `choose_next_` whose scores are often equal, and exact in every dtype.
 
-    So no rounding, and no order of a sum, decides what is chosen. Queries and the new key are of
-    ones, or of ones and fives by turns, which an eps of 3 divides by 2 or by 4; turns are quarters.
+    So the selection does not depend on rounding or on the order of sums. Queries and the new key
+    contain ones, or alternate ones and fives; with an eps of 3 the norm divides these by 2 or 4.
+    Rotations are by multiples of 90 degrees.
     """
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
@@ -255,7 +256,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         (1, 4, 1, 1, 4, 3, 1), (3, 4, 9, 8, 4, 8, 43),
     ]  # fmt: skip
     dtypes = [torch.float32]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         shapes += [(4, 32, 4097, 128, 4, 4096, 16383), (4, 32, 4097, 128, 4, 4096, 17003)]
         dtypes += [torch.bfloat16]
     for heads, width, slots, size, m, most, position in shapes:
@@ -266,12 +267,12 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
                 generator, device, dtype, heads, width, slots, size, m, most, position
             )
             yield Case(label, inputs)
-            if size < slots:  # all scores are equal, and the last entries win
+            if size < slots:  # all scores are equal: the last entries are selected
                 still = inputs[0].clone()
                 still[-heads:] = 0
                 yield Case(f"{label}, equal", (still, *inputs[1:]))
             yield Case(f"{label}, keys in e4m3", (*inputs[:2], inputs[2].to(E4M3), *inputs[3:]))
-            if heads in (2, 4):  # a text that begins, and one of a byte
+            if heads in (2, 4):  # an empty text, and one of a single byte
                 places = (position, 0, max(0, position - 1))
                 texts = [
                     (*inputs[:4], torch.full_like(inputs[4], place), *inputs[5:])
@@ -311,19 +312,20 @@ choose_next_ = Operation(
         for position in (16383, 16382) for texts in ((), (16,))
     ],
 )  # fmt: skip
-"""Store the open entry's key, and choose anew if the byte completes the entry.
+"""Store the open entry's key, and update the selection if the byte completes the entry.
 
-Of several texts all but `cos` and `sin` have a dimension for them in front.
+With several texts, all arguments but `cos` and `sin` have a leading batch dimension.
 
 Args:
-    query: (h (d + 1),) float32 or bfloat16, contiguous: queries of d even, then weights.
-    key: (d,) like it, contiguous.
-    keys: (E, d) like it or float8_e4m3fn, contiguous, E above `most` or never full; written.
-    choice: (k,) int32, contiguous: numbers of entries, ascending, -1 after them; written.
+    query: (h (d + 1),) float32 or bfloat16, contiguous: h queries of even width d, then h weights.
+    key: (d,) in the dtype of `query`, contiguous.
+    keys: (E, d) in that dtype or float8_e4m3fn, contiguous, modified in place; E is above `most`,
+        or the ring never fills.
+    choice: (k,) int32, contiguous, modified in place: ascending indices, padded with -1.
     position: int32 scalar tensor, below P.
     cos: (P, d / 2) float32, contiguous.
     sin: like `cos`.
-    m: bytes of an entry.
-    most: M.
+    m: bytes per entry.
+    most: M, the maximum number of entries that are visible.
     eps: added to mean squares.
 """

@@ -1,14 +1,15 @@
-"""Bytes as compressed attention sees them, and the entries of their blocks.
+"""Inputs of compressed attention: normalised and rotated bytes, and one pooled entry per block.
 
-Of each byte there are a vector r, a value v and a gate a for every head of keys, of d numbers each.
-With n(x) = x / sqrt(mean(x**2) + eps), R_t the turn by the angles of position t, and the m bytes i
-of block j:
+Each byte has a vector r, a value v and a gate a per key head, of width d. n(x) is
+x / sqrt(mean(x**2) + eps), R_t is the rotation by the angles of position t, and i runs over the m
+bytes of block j:
 
     recent[t] = R_t n(r[t]),  still[j] = n(c),  entries[j] = R_(j m) still[j]
-    c = sum over i of p[i] v[i],  p[i] = softmax over i of (a[i] + beta[i]), number by number
+    c = sum over i of p[i] v[i],  p[i] = softmax over i of (a[i] + beta[i]), element by element
 
-With dc the gradient of c, that of v[i] is p[i] dc, and that of a[i] is p[i] dc (v[i] - c), which
-beta has the sum of. `still` has no gradient: only an indexer reads it.
+With dc the gradient of c, the gradient of v[i] is p[i] dc and that of a[i] is p[i] dc (v[i] - c);
+the gradient of beta is the sum of the latter over blocks. `still` has no gradient: only an indexer
+reads it.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from arbcli.kernels.timed import Timed
 def compress_blocks_reference(
     x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the reference result of `compress_blocks`, by bytes and blocks, in float64."""
+    """Compute `compress_blocks` in float64, one byte and one block at a time."""
     x, m = x.double(), beta.shape[1]
     batch, length, _ = x.shape
     x, beta = x.view(batch, length, 3, heads, -1), beta.double().view(heads, -1, m)
@@ -55,7 +56,7 @@ def compress_blocks_backward_reference(
     grad_recent: Tensor, grad_entries: Tensor, x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor,
     heads: int, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the reference result of `compress_blocks_backward`, by autograd of the reference."""
+    """Compute `compress_blocks_backward` by autograd of the reference."""
     x, beta = (part.double().requires_grad_() for part in (x, beta))
     with torch.enable_grad():
         recent, entries, _ = compress_blocks_reference(x, beta, cos, sin, heads, eps)
@@ -98,9 +99,9 @@ def rounded_block_gradients(
     grad_recent: Tensor, grad_entries: Tensor, x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor,
     heads: int, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `compress_blocks_backward`, the gradient of beta from gates' gradients as rounded.
+    """Compute `compress_blocks_backward`, summing rounded gate gradients to that of beta.
 
-    So is the gradient of a bias that is added to what a product in bf16 gave.
+    The gradient of a bias after a bf16 product is rounded in the same way.
     """
     found = _compress_blocks_backward_torch(
         grad_recent, grad_entries, x, beta, cos, sin, heads, eps
@@ -109,7 +110,7 @@ def rounded_block_gradients(
 
 
 def _grad_beta(grad_x: Tensor, beta: Tensor) -> Tensor:
-    """Add up the gradients of the gates of all blocks."""
+    """Sum the gate gradients over all blocks."""
     (width, m), number = beta.shape, grad_x.shape[1] // beta.shape[1]
     of_gates = grad_x[:, : number * m, 2 * width :].reshape(-1, m, width)
     return of_gates.sum(dim=0, dtype=torch.float32).T.contiguous()
@@ -117,7 +118,7 @@ def _grad_beta(grad_x: Tensor, beta: Tensor) -> Tensor:
 
 @triton.jit
 def _rows_of(x_ptr, part, t, kv, offs, mask, stride_t, KV: tl.constexpr, HALF: tl.constexpr):
-    """Load both halves of a part of rows, [BLOCK_M, BLOCK_H] float32."""
+    """Load both halves of the vectors, values or gates of rows: [BLOCK_M, BLOCK_H] float32."""
     ptrs = x_ptr + t.to(tl.int64)[:, None] * stride_t + (part * KV + kv) * (2 * HALF) + offs
     first, second = tl.load(ptrs, mask=mask, other=0), tl.load(ptrs + HALF, mask=mask, other=0)
     return first.to(tl.float32), second.to(tl.float32)
@@ -175,7 +176,7 @@ def _compress_blocks_kernel(
 
 @triton.jit
 def _unrotated(g1, g2, x1, x2, r, cos, sin, WIDTH: tl.constexpr):
-    """Compute the gradient of rows before they were normalised to x, and rotated."""
+    """Compute the gradient of rows before normalisation and rotation."""
     g1, g2 = g1 * cos + g2 * sin, g2 * cos - g1 * sin
     mean = (tl.sum(g1 * x1 + g2 * x2, axis=1) / WIDTH)[:, None]
     return (g1 - x1 * mean) * r, (g2 - x2 * mean) * r
@@ -279,7 +280,7 @@ def _draw(device: torch.device) -> Iterator[tuple[str, tuple]]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 1, 1, 2, 3), (2, 13, 2, 6, 4), (1, 21, 1, 34, 7), (3, 8, 3, 4, 2)]
     dtypes = [torch.float32]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         shapes += [(2, 301, 1, 128, 4), (2, 301, 1, 128, 128), (1, 70, 2, 512, 4)]
         dtypes += [torch.bfloat16]
     for batch, length, heads, width, m in shapes:
@@ -357,10 +358,10 @@ compress_blocks = Operation(
     cases_of(_draw), _GATE, _ARGUMENTS, where=_WHERE, draw=_draw_blocks, needs_rows=True,
     torch_is_peer=True, timed=_TIMED,
 )  # fmt: skip
-"""Turn what was projected of bytes from position 0 on into what is attended to.
+"""Compute the normalised bytes and the pooled entries of a text that starts at position 0.
 
 Args:
-    x: (B, T, 3 G d) float32 or bfloat16, d even: vectors, values and gates of the heads.
+    x: (B, T, 3 G d) float32 or bfloat16, d even: projected vectors, values and gates of the heads.
     beta: (G d, m) float32.
     cos: (T, d / 2) float32.
     sin: like `cos`.
@@ -368,8 +369,8 @@ Args:
     eps: added to mean squares.
 
 Returns:
-    Bytes (B, T, G, d), entries (B, T // m, G, d), and these before they were rotated, in the
-    dtype of x; computed in float32.
+    Bytes (B, T, G, d), entries (B, T // m, G, d), and entries before rotation, in the dtype
+    of x; computed in float32.
 """
 compress_blocks_backward = Operation(
     "compress_blocks_backward", _compress_blocks_backward_triton, _compress_blocks_backward_torch,
@@ -383,10 +384,10 @@ compress_blocks_backward = Operation(
 )  # fmt: skip
 """Propagate gradients back through `compress_blocks`.
 
-`grad_recent` is (B, T, G, d) float32 or bfloat16, of the bytes, and `grad_entries`
-(B, T // m, G, d) like it, of the entries. The rest is what it was given.
+`grad_recent` is the gradient of the bytes, (B, T, G, d) float32 or bfloat16, and `grad_entries`
+that of the entries, (B, T // m, G, d). The other arguments are those of `compress_blocks`.
 
 Returns:
-    Gradients of x in its dtype, and of beta, float32; kernels add up gradients of the gates as
-    they are rounded to the dtype of x.
+    Gradients of x, in its dtype, and of beta, float32; kernels sum gate gradients after rounding
+    to the dtype of x.
 """

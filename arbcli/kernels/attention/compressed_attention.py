@@ -1,22 +1,22 @@
-"""Attention to entries of several bytes, to the last bytes as they are, and to a sink.
+"""Compressed attention: to pooled entries of several bytes, to the last bytes, and to a sink.
 
-A byte at position t sees the W last bytes, itself one of them, and entries of m bytes each. With
-g = (t + 1) // m entries complete, it sees all of them, the last M if there are more, or those of
-them that were chosen: all bytes with the same g are a group and have one choice. One vector is key
-and value. With n(x) = x / sqrt(mean(x**2) + eps), R_t the turn by the angles of position t, and a
-head h that belongs to the head of keys h // (H / G):
+A byte at position t sees the last W bytes, itself included, and entries of m bytes each. Of the
+g = (t + 1) // m complete entries it sees the last M, or a selection of these: all bytes with the
+same g form a group and share one selection. One vector is both key and value. n(x) is
+x / sqrt(mean(x**2) + eps), R_t is the rotation by the angles of position t, and query head h uses
+key head h // (H / G):
 
-    q[t] = R_t n(x[t]),  s[i] = q[t] . c[i] / sqrt(d)             for each vector c[i] that is seen
+    q[t] = R_t n(x[t]),  s[i] = q[t] . c[i] / sqrt(d)             for each visible vector c[i]
     p[i] = exp(s[i]) / (exp(sink[h]) + sum over i of exp(s[i]))
     y[t] = R_-t (sum over i of p[i] c[i])
 
-Vectors are normalised and rotated by their positions, R_i, so what y has of one is rotated by
-R_i-t: by how far it is away. No score exceeds sqrt(d), and no maximum has to be subtracted.
+Vectors are normalised and rotated by their own positions, R_i, so the contribution of c[i] to y is
+rotated by the distance, R_i-t. No score exceeds sqrt(d), so no maximum is subtracted.
 
-The share of an entry in a group is the sum of its p over the group's bytes and over heads, which is
-what an indexer learns from.
+The share of an entry in a group is the sum of its p over the group's bytes and heads. It is the
+target that an indexer is trained on.
 
-Sources: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for choosing; the sink is that of OpenAI, gpt-oss.
+Sources: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for the selection; OpenAI, gpt-oss, for the sink.
 """
 
 from collections.abc import Iterator
@@ -40,20 +40,20 @@ class Sight(NamedTuple):
     """Positions and entries that a byte attends to."""
 
     window: int
-    """W, last bytes, itself one of them."""
+    """W, the number of recent bytes that a byte sees, itself included."""
     ratio: int
-    """m, bytes of an entry."""
+    """m, the number of bytes per entry."""
     most: int
-    """M, entries that are complete; those before the last so many are not seen."""
+    """M, the maximum number of complete entries that a byte sees: the last ones."""
     start: int = 0
     """Position of the first query."""
 
     def group(self, index: int) -> int:
-        """Count the entries that are complete for a query, by its index among the queries."""
+        """Compute the group of a query, its number of complete entries, from its index."""
         return (self.start + index + 1) // self.ratio
 
     def groups(self, length: int) -> range:
-        """List the groups of so many queries."""
+        """Return the range of groups of `length` queries."""
         return range(self.group(0), self.group(length - 1) + 1)
 
 
@@ -61,7 +61,7 @@ def compressed_attention_reference(
     x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sink: Tensor, cos: Tensor,
     sin: Tensor, sight: Sight, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Compute the reference result of `compressed_attention`, a byte at a time in float64."""
+    """Compute `compressed_attention` in float64, one byte at a time."""
     x, recent, entries, sink = (part.double() for part in (x, recent, entries, sink))
     (batch, length, heads, width), lead = x.shape, recent.shape[1] - x.shape[1]
     owner = [head // (heads // recent.shape[2]) for head in range(heads)]
@@ -93,20 +93,20 @@ def compressed_attention_reference(
 
 
 class Part(NamedTuple):
-    """Whole groups of queries, which the torch backend attends with at a time."""
+    """Consecutive groups of queries that the torch backend processes at a time."""
 
     groups: slice
-    """Among the groups of all queries."""
+    """Indices among the groups of all queries."""
     queries: slice
-    """Among the queries."""
+    """Indices among the queries."""
     keys: slice
-    """Rows of the last bytes that they see."""
+    """Rows of the recent bytes that these queries see."""
     skipped: int
-    """Places of the first group that no query is at."""
+    """Positions of the first group before the first query."""
 
 
 def parts_of(length: int, lead: int, sight: Sight, number: int) -> Iterator[Part]:
-    """Cut so many queries into parts of so many groups."""
+    """Split the queries into parts of a given number of groups."""
     groups = sight.groups(length)
     for first in range(groups.start, groups.stop, number):
         last = min(first + number, groups.stop)
@@ -121,7 +121,7 @@ def attend_part(
     x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sink: Tensor, cos: Tensor,
     sin: Tensor, sight: Sight, eps: float, part: Part, lead: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Attend with the queries of a part; they, their keys and choices alone are given."""
+    """Attend with the queries of one part; all arguments are sliced to this part."""
     batch, length, heads, width = x.shape
     device, of_head = x.device, heads // recent.shape[2]
     q = functional.rms_norm(x.float(), (width,), eps=eps)
@@ -171,7 +171,7 @@ ELEMENTS = 1 << 22
 def groups_of_part(
     x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sight: Sight
 ) -> int:
-    """Choose how many groups the torch backend takes at a time."""
+    """Choose the number of groups that the torch backend processes at a time."""
     batch, _, heads, _ = x.shape
     if chosen is None:
         of_query = batch * heads * (entries.shape[1] + sight.window)
@@ -207,7 +207,7 @@ def load_queries(
     x_ptr, cos_ptr, sin_ptr, t, h, mask, stride_t, stride_h,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Load rows of queries, and what turns them: halves, [ROWS, BLOCK_H] float32, cos and sin."""
+    """Load both halves of queries, cosines and sines: [ROWS, BLOCK_H] float32 each."""
     offs = tl.arange(0, BLOCK_H)[None, :]
     both = mask[:, None] & (offs < HALF)
     ptrs = x_ptr + (t.to(tl.int64) * stride_t + h * stride_h)[:, None] + offs
@@ -221,7 +221,7 @@ def load_queries(
 
 @triton.jit
 def load_vectors(ptr, rows, mask, stride, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Load vectors at rows: both halves, [BLOCK_N, BLOCK_H]."""
+    """Load both halves of the vectors at `rows`: [BLOCK_N, BLOCK_H] each."""
     offs = tl.arange(0, BLOCK_H)[None, :]
     ptrs = ptr + rows.to(tl.int64)[:, None] * stride + offs
     both = mask[:, None] & (offs < HALF)
@@ -230,7 +230,7 @@ def load_vectors(ptr, rows, mask, stride, HALF: tl.constexpr, BLOCK_H: tl.conste
 
 @triton.jit
 def scores_of(q1, q2, k1, k2, scale, PRECISION: tl.constexpr):
-    """Multiply rows by vectors, of both of which halves are given: [ROWS, BLOCK_N] float32."""
+    """Multiply queries by vectors, both given as halves: [ROWS, BLOCK_N] float32."""
     found = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
     return tl.dot(q2, tl.trans(k2), found, input_precision=PRECISION) * scale
 
@@ -325,31 +325,31 @@ def _compressed_attention_kernel(
 
 
 class Tiling(NamedTuple):
-    """How queries and keys are shared among programs."""
+    """Partition of queries and keys among programs."""
 
     queries: int
-    """Positions of a program; those of a group where entries are chosen."""
+    """Positions per program; with selected entries, the positions of a group."""
     shift: int
-    """Index of the first query of the first program; places before the first one are left out."""
+    """Index of the first query of the first program; negative indices are masked."""
     programs: int
-    """For each text and head of keys."""
+    """Number of programs per text and key head."""
     rows: int
-    """Of a program: `queries` for each of `of_kv`, rounded up to a power of two, in `parts`."""
+    """Rows per program: `queries` * `of_kv` / `parts`, rounded up to a power of two."""
     parts: int
-    """Programs that share the heads and positions of so many queries: wide ones have less room."""
+    """Programs that share the heads and positions of `queries`; wide heads need more."""
     of_kv: int
-    """Heads of a head of keys, rounded up likewise."""
+    """Query heads per key head, rounded up to a power of two."""
     block_h: int
-    """Half the width of a head, likewise."""
+    """Half the width of a head, rounded up to a power of two."""
 
 
 def most_rows(block_h: int) -> int:
-    """Find how many rows of a program a product takes at once: 64, and fewer of wide heads."""
+    """Return the maximum rows of a product: 64, and fewer for wide heads."""
     return min(64, 64 * 64 // block_h)
 
 
 def tiling(x: Tensor, recent: Tensor, chosen: Tensor | None, sight: Sight) -> Tiling:
-    """Choose how many queries a program has."""
+    """Choose the number of queries per program."""
     length, heads, width = x.shape[1:]
     of_kv = triton.next_power_of_2(heads // recent.shape[2])
     block_h = max(16, triton.next_power_of_2(width // 2))
@@ -358,7 +358,7 @@ def tiling(x: Tensor, recent: Tensor, chosen: Tensor | None, sight: Sight) -> Ti
     if chosen is not None:
         queries, programs = sight.ratio, chosen.shape[1]
         shift = sight.group(0) * sight.ratio - 1 - sight.start
-    rows = max(16, triton.next_power_of_2(queries) * of_kv)  # no product has fewer
+    rows = max(16, triton.next_power_of_2(queries) * of_kv)  # the smallest size of a product
     parts = max(1, rows // most_rows(block_h))
     return Tiling(queries, shift, programs, rows // parts, parts, of_kv, block_h)
 
@@ -395,19 +395,19 @@ def _compressed_attention_triton(
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """Make the numbers of each vector neighbours."""
+    """Make the last dimension contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def block_n(x: Tensor, most: int = 64) -> int:
-    """Choose how many vectors a product takes; few in float32, whose products take registers."""
+    """Choose the vectors per product; few in float32, whose products need registers."""
     if x.dtype == torch.float32:
         return 16
     return min(most, 32 if x.shape[-1] > 128 else 64)
 
 
 def num_warps(x: Tensor, tile: Tiling) -> int:
-    """Choose the warps of a program, so that no register spills."""
+    """Choose the warps per program such that no register spills."""
     large = tile.block_h >= 128 or tile.rows * tile.block_h > 64 * 64 or x.dtype == torch.float32
     return 8 if large else 4
 
@@ -415,15 +415,15 @@ def num_warps(x: Tensor, tile: Tiling) -> int:
 def random_sight(
     generator: torch.Generator, sight: Sight, batch: int, length: int, kept: int, shape: tuple
 ) -> tuple:
-    """Draw what `compressed_attention` is given, but for its eps.
+    """Draw the inputs of `compressed_attention` without its eps.
 
     Args:
-        generator: on the CPU.
-        sight: what a byte sees.
+        generator: a generator of the CPU.
+        sight: positions and entries that a byte sees.
         batch: B.
         length: T.
-        kept: bytes before the first query.
-        shape: heads, heads of keys, width of a head, and entries that are chosen; 0 is all.
+        kept: number of bytes before the first query.
+        shape: heads, key heads, head width, and number of selected entries; 0 selects all.
     """
     heads, kv, width, top_k = shape
     normal = normals(generator)
@@ -455,7 +455,7 @@ SMALL = (
     (Sight(4, 6, 3, 21), 1, 25, 3, (6, 3, 8, 3)), (Sight(3, 4, 99), 1, 9, 0, (72, 1, 4, 2)),
     (Sight(3, 4, 99), 1, 9, 0, (72, 1, 4, 0)),
 )  # fmt: skip
-"""Sights, texts, queries, bytes before them, and shapes: ragged, after a past, too few entries."""
+"""(sight, B, T, earlier bytes, shape): ragged sizes, cached bytes, fewer entries than k."""
 LARGE = (
     (Sight(128, 4, 4096), 1, 390, 0, (12, 1, 128, 64)),
     (Sight(128, 128, 9), 1, 390, 0, (12, 1, 128, 0)),
@@ -468,10 +468,10 @@ LARGE = (
 
 
 def draw_cases(device: torch.device) -> Iterator[tuple[str, tuple]]:
-    """Draw labels and inputs, the eps with them."""
+    """Draw labels and inputs, with the eps."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(*shape, torch.float32) for shape in SMALL]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         both = (torch.float32, torch.bfloat16)
         shapes += [(*shape, dtype) for shape in LARGE for dtype in both]
     for sight, batch, length, kept, shape, dtype in shapes:
@@ -486,7 +486,7 @@ def draw_cases(device: torch.device) -> Iterator[tuple[str, tuple]]:
 
 
 def draw_timed(device: torch.device) -> Iterator[tuple[str, tuple]]:
-    """Draw labels and inputs of 16,384 bytes."""
+    """Draw labels and inputs for 16,384 bytes."""
     for sight, top_k in ((Sight(128, 4, 4096), 128), (Sight(128, 128, 128), 0)):
         generator = torch.Generator().manual_seed(0)
         x, *vectors = random_sight(generator, sight, 1, 16384, 0, (12, 1, 128, top_k))
@@ -504,7 +504,7 @@ def _reference(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 def _dense_attention(x: Tensor) -> Tensor:
-    """Attend to all bytes as dense attention does, with as many products for each of them."""
+    """Compute dense attention to all bytes, with the same number of products per byte."""
     q = x.view(*x.shape[:2], -1, 64)[:, :, :12].transpose(1, 2)
     return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
 
@@ -568,24 +568,23 @@ compressed_attention = Operation(
     where=ATTENTION_WHERE, compared=_those_there_are, draw=draw_attention, needs_rows=True,
     torch_is_peer=True, timings=_timings,
 )  # fmt: skip
-"""Attend with queries at positions one after the other, that of the first in `sight.start`.
+"""Attend with queries at consecutive positions from `sight.start` on.
 
 Args:
-    x: (B, T, H, d) float32 or bfloat16, d even: queries as they were projected.
-    recent: (B, S, G, d) like it, G a divisor of H: last bytes, normalised and rotated. The last
-        one is that of the last query; S is T and as many before it as there are or are seen.
-    entries: (B, E, G, d) like it: entry j is that of positions j m to j m + m - 1, normalised
-        and rotated; there are all that a query sees.
-    chosen: (B, N, k) int32, k at most E: numbers of entries for each group of
-        `sight.groups(T)`, those that are none, -1, last. None is all that are
-        complete.
+    x: (B, T, H, d) float32 or bfloat16, d even: projected queries.
+    recent: (B, S, G, d) like x, G a divisor of H: recent bytes, normalised and rotated. The last
+        one is the byte of the last query; S is T plus the visible bytes before the first query.
+    entries: (B, E, G, d) like x: entry j pools positions j m to j m + m - 1, normalised and
+        rotated; E covers all entries that a query sees.
+    chosen: (B, N, k) int32, k at most E: indices of entries for each group of
+        `sight.groups(T)`, padded with -1. None selects all complete entries.
     sink: (H,) float32.
-    cos: (T, d / 2) float32, of the positions of the queries.
+    cos: (T, d / 2) float32, for the positions of the queries.
     sin: like `cos`.
-    sight: what a byte sees.
+    sight: positions and entries that a byte sees.
     eps: added to the mean square of a query.
 
 Returns:
-    y, (B, T, H, d) in the dtype of x; the logarithms of the totals, (B, T, H) float32; and
-    shares of the chosen entries, (B, N, k) float32, or None where nothing was chosen.
+    y, (B, T, H, d) in the dtype of x; the logarithms of the denominators of p, (B, T, H)
+    float32; and the shares of the selected entries, (B, N, k) float32, or None without `chosen`.
 """

@@ -1,13 +1,13 @@
-"""The gradients of compressed attention.
+"""Gradients of compressed attention.
 
 With p[i] as in `compressed_attention`, D[t] = y[t] . dy[t] and do[t] = R_t dy[t]:
 
     ds[i] = p[i] (do . c[i] - D),  dc[i] = sum over t, h of p[i] do + ds[i] q / sqrt(d)
     dq = sum over i of ds[i] c[i] / sqrt(d),  dsink = -sum over t of exp(sink) / total D
 
-and dx from dq as through any turn and norm. Sums over bytes are made in an order of their own, so
-that they have the same bits every time: each block of vectors goes through the bytes that see it.
-Of chosen entries each group makes a sum for itself, and `sum_choices` adds those up.
+dx follows from dq through rotation and norm. Sums over bytes have a fixed order, so gradients are
+bitwise deterministic: a program loops over the bytes that see its block of vectors. With selected
+entries, each group computes its own sums, and `sum_choices` adds them.
 """
 
 from collections.abc import Iterator
@@ -92,10 +92,10 @@ def rounded_attention_gradients(
     grad_y: Tensor, y: Tensor, logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
     chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients in float64, but round what the kernels round to the dtype of x.
+    """Compute the gradients in float64, with the kernels' roundings to the dtype of x.
 
-    Products of bfloat16 take q, do, p and ds in it, and each group's sum of a chosen entry is kept
-    so. Each of these alone is an error of 1e-3 to 2e-3, and all together of 3e-3 to 4e-3.
+    q, do, p and ds are rounded to bfloat16 for products, and so is each group's sum of a selected
+    entry. Each rounding alone gives an error of 1e-3 to 2e-3, all together 3e-3 to 4e-3.
     """
     dtype, (length, heads, width), near = x.dtype, x.shape[1:], recent.shape[1]
     cos, sin = cos[:, None], sin[:, None]
@@ -109,7 +109,7 @@ def rounded_attention_gradients(
     place = torch.arange(length, device=x.device)[:, None]
     ago = place + near - length - torch.arange(near, device=x.device)
     complete = (sight.start + place + 1) // sight.ratio
-    j = torch.arange(entries.shape[1] + 1, device=x.device)  # the last is none
+    j = torch.arange(entries.shape[1] + 1, device=x.device)  # the last row stands for -1
     far = ((j < complete) & (j >= complete - sight.most)).expand(len(x), -1, -1)
     if chosen is not None:
         mine = chosen[:, (complete - complete[0])[:, 0]].long()  # (B, T, k)
@@ -296,7 +296,7 @@ def _grad_vectors_kernel(
     last = tl.minimum(block * BLOCK_N + BLOCK_N, VECTORS) - 1
     vectors_ptr += b * stride_vb + kv * stride_vg
     k1, k2 = load_vectors(vectors_ptr, offs_n, offs_n < VECTORS, stride_vs, HALF, BLOCK_H)
-    if ENTRIES:  # from the byte that completes the first of them on
+    if ENTRIES:  # from the byte that completes the first of these entries
         low = tl.maximum((block * BLOCK_N + 1) * RATIO - 1 - START, 0)
         high = tl.minimum((last + MOST + 1) * RATIO - 1 - START, T)
     else:
@@ -308,7 +308,7 @@ def _grad_vectors_kernel(
     dk1 = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
     dk2 = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
     for start in range(first * OF_KV, tl.minimum(first + share, high) * OF_KV, ROWS):
-        row = start + tl.arange(0, ROWS)  # OF_KV a position
+        row = start + tl.arange(0, ROWS)  # OF_KV rows per position
         t, own = row // OF_KV, row % OF_KV
         h = kv * of_kv + own
         valid = (own < of_kv) & (t < high)
@@ -339,7 +339,7 @@ def _grad_vectors_kernel(
 
 
 SPLITS = 64
-"""Parts of the bytes that see entries of many bytes, of which there are few."""
+"""Parts into which the bytes that see an entry are split, as entries of many bytes are few."""
 
 
 def _compressed_attention_backward_triton(
@@ -366,9 +366,9 @@ def _compressed_attention_backward_triton(
         shape_of_pairs = batch, number * tile.parts, size, kv * width
         pairs = torch.empty(shape_of_pairs, dtype=x.dtype, device=x.device)
     options, most = {"num_warps": num_warps(x, tile)}, most_rows(tile.block_h)
-    if x.dtype == torch.float32:  # vectors that are loaded ahead leave too little shared memory
+    if x.dtype == torch.float32:  # prefetched vectors leave too little shared memory
         options["num_stages"] = 1
-        most = most // 2 if width > 64 else most  # more rows take more registers than there are
+        most = most // 2 if width > 64 else most  # more rows spill registers
     shape |= {"HEADS": heads, "KV": kv, "OF_KV": tile.of_kv, "PRECISION": precision}
     _grad_queries_kernel[(tile.programs, batch * kv, tile.parts)](
         q, do, x, recent, entries, chosen, cos, sin, logs, delta, grad_x, pairs,
@@ -448,9 +448,9 @@ compressed_attention_backward = Operation(
 )  # fmt: skip
 """Propagate a gradient back through `compressed_attention`.
 
-`grad_y` is (B, T, H, d) in the dtype of x, `y` and `logs` are what it returned, and the rest is
-what it was given.
+`grad_y` is (B, T, H, d) in the dtype of x; `y` and `logs` are results of `compressed_attention`,
+and the other arguments are those of `compressed_attention`.
 
 Returns:
-    Gradients of x in its dtype, and of recent, entries and sink, float32.
+    Gradients of x, in its dtype, and of recent, entries and sink, in float32.
 """

@@ -1,32 +1,31 @@
-"""Attention of one new byte over a ring of keys: y = softmax(q . k / sqrt(d)) @ v, for each head.
+"""Attention of one new byte over a ring of keys: y = softmax(q . k / sqrt(d)) @ v per head.
 
 The byte at position p is stored in slot p mod W of W slots, so the ring holds the last W bytes and
 the oldest is overwritten first. Query and key are rotated by row p of the tables and normalised, as
 `rotary_norm_` does; key and value are stored before any attention. Only differences of positions
-matter to q . k, and a sum over keys does not depend on their order, so the ring is never reordered.
+affect q . k, and the softmax does not depend on the order of keys, so the ring is never reordered.
 
     slots     | block 0 | block 1 | block 2 | ... | not filled |       W of a head
     program       0         1         2       ...                     sums and total to memory, then
-    semaphores 0 -> 1 -> 2 -> ... -> n: the last program adds all up, and sets it to 0 again
+    semaphores 0 -> 1 -> 2 -> ... -> n: the last program adds all sums and resets it to 0
 
-Why so: one head's ring in one program would leave most processors idle, and a second launch to add
-up costs as much as the attention of a short ring. The count of those that have finished is in the
-buffer that is 0 between launches, so that a captured graph needs nothing set.
+Reason: one program per head would leave most multiprocessors idle, and a second launch to add the
+sums costs as much as the attention of a short ring. The count of finished programs is in a buffer
+that is 0 between launches, so a captured graph does not have to reset it.
 
-The filled slots of a head are divided among programs: a block to each, or several where programs
-are too few, the next loaded while one is multiplied. Each computes, over its slots, the sum of
-exp(score) and the sum of the values weighted by that. Queries and keys are normalised, so no score
-exceeds sqrt(d), and no maximum has to be subtracted. The last program to finish adds up the sums of
-all, in the order of the slots, so the result is the same bits whichever program is last.
+The filled slots of a head are divided among programs: one block each, or several blocks if programs
+are too few; then the next block is loaded while one is multiplied. Each program computes the sum of
+exp(score) over its slots, and the sum of the values with these weights. Queries and keys are
+normalised, so no score exceeds sqrt(d), and no maximum is subtracted. The last program to finish
+adds all sums in the order of the slots, so the result has the same bits whichever program is last.
 
-Several texts know nothing of each other: each has rings, a position and programs of its own. Where
-a program's slots end follows from a text's slots alone, so a text has the same bits whatever the
-others are, how many, and how long.
+Texts are independent: each text has its own rings, position and programs. The partition of slots
+depends only on the text's own number of slots, so a text has the same bits in any batch.
 
-In eight bits keys and values are entries of `eight_bits`: codes, and one exponent a position and
-head. The new key and value are rounded to entries first, and attended to as what is then stored, so
-a byte that is read by itself sees what it would see had it been part of a prompt. A key's power of
-two multiplies its score, a value's its weight, so codes are only converted.
+In eight bits, keys and values are entries of `eight_bits`: codes, and one exponent per position and
+head. The new key and value are quantised before attention, so that a byte that is decoded has the
+same result as in a prompt. The power of two of a key multiplies its score, that of a value its
+weight, so codes are only converted.
 """
 
 from collections.abc import Iterator
@@ -63,15 +62,15 @@ from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 SHARED = (4, 5)
 """Arguments of `decode_attention` that are the same for all texts."""
 TILE = 8192
-"""The most elements of keys of a block."""
+"""Maximum number of elements of keys per block."""
 SLOTS = 32
-"""The most slots of a block."""
+"""Maximum number of slots per block."""
 PROGRAMS = 1024
-"""How many programs suffice to read as fast as memory allows: then each has several blocks."""
+"""Number of programs that saturates memory bandwidth; beyond it, a program has several blocks."""
 MAX_PARTS = 32
-"""How many programs' sums are added up at a time."""
+"""Number of partial sums that are added at a time."""
 SLOTS_OF_TEXTS, SPAN_OF_TEXTS = 64, 512
-"""The most slots of a block, and those of a program, where several texts fill a GPU."""
+"""Maximum slots per block and per program, if several texts fill the GPU."""
 
 
 @text_by_text(3, *SHARED)
@@ -79,9 +78,9 @@ def decode_attention_reference(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
     semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the results of `decode_attention`, its ring and its `semaphores` in float64.
+    """Compute the result, the rings and the `semaphores` of `decode_attention`, in float64.
 
-    Keys and values are numbers here, not codes.
+    Keys and values are decoded.
     """
     p, slot, x = int(position), int(position) % keys.shape[1], qkv.to(torch.float64)
     q, k = rotated_reference(x, cos[p], sin[p], eps)
@@ -103,7 +102,7 @@ def rotated_reference(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tens
 
 
 def attend_reference(q: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
-    """Attend to what a ring has after the byte at `position`, in float64."""
+    """Attend to a ring that includes the byte at `position`, in float64."""
     seen = min(position + 1, keys.shape[1])
     y = torch.empty_like(q)
     for head in range(len(q)):
@@ -165,9 +164,9 @@ def load_rotated(
     qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps,
     HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Load a head's query, key and value, turn and normalise the first two: [BLOCK_D] each."""
+    """Load a head's query, key and value; rotate and normalise the first two: [BLOCK_D] each."""
     WIDTH: tl.constexpr = 2 * HALF
-    # query and key, [BLOCK_D, 2]: each element is rotated with its partner in the other half
+    # query and key, [BLOCK_D, 2]: an element is rotated with its partner in the other half
     is_first = offs_d < HALF
     other, angle = tl.where(is_first, HALF, -HALF), offs_d - tl.where(is_first, 0, HALF)
     table = position.to(tl.int64) * HALF + angle
@@ -192,8 +191,8 @@ def add_parts(
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Count this program, and in the last add up the `splits` sums of a head, of any `PROGRAMS`."""
-    tl.debug_barrier()  # all threads store their sums before one counts itself
+    """Count this program; in the last one, add the `splits` partial sums of a head."""
+    tl.debug_barrier()  # all threads store their sums before the program is counted
     arrived = tl.atomic_add(semaphores_ptr + head, 1, sem="acq_rel")
     if arrived == tl.minimum(splits, PROGRAMS) - 1:
         total, found = 0.0, tl.zeros(offs_d.shape, dtype=tl.float32)
@@ -213,7 +212,7 @@ def add_parts(
 
 @triton.jit
 def span_of(seen, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr):
-    """Find how many slots a program has: the fewest whole blocks with which all are somebody's."""
+    """Compute the slots per program: the fewest whole blocks that cover the ring."""
     return BLOCK_S * tl.cdiv(tl.cdiv(seen, BLOCK_S), SPLITS)
 
 
@@ -222,9 +221,9 @@ def _load_slots(
     keys_ptr, values_ptr, exponents_ptr, start, end, slot, offs_d, mask_d, entries,
     WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Load the keys and values of a block, [BLOCK_S, BLOCK_D], but for the slot of this byte.
+    """Load the keys and values of a block, [BLOCK_S, BLOCK_D], except the slot of the new byte.
 
-    With `EIGHT` they are codes, and their exponents, [BLOCK_S, 1], come after them.
+    With `EIGHT` they are codes, followed by their exponents, [BLOCK_S, 1].
     """
     offs_s = start + tl.arange(0, BLOCK_S)[:, None]
     is_old = (offs_s < end) & (offs_s != slot)
@@ -240,7 +239,7 @@ def _load_slots(
 
 @triton.jit
 def _numbers(x, EIGHT: tl.constexpr, E4M3: tl.constexpr, NATIVE: tl.constexpr):
-    """Read keys or values as float32; codes before they are scaled."""
+    """Convert keys or values to float32; codes are not scaled."""
     if EIGHT:
         return numbers_of(x, E4M3, NATIVE)
     return x.to(tl.float32)
@@ -258,7 +257,7 @@ def _decode_attention_kernel(
     WIDTH: tl.constexpr = 2 * HALF
     head, split, text = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(position_ptr + text)
-    # of this head: offsets within its ring are int32, as those of a block are many
+    # base of this head in int64; offsets within its ring are int32
     ring, entries = (text.to(tl.int64) * HEADS + head) * W, tl.cast(HEADS, tl.int64) * W
     keys_ptr, values_ptr = keys_ptr + ring * WIDTH, values_ptr + ring * WIDTH
     qkv_ptr += text * 3 * HEADS * WIDTH
@@ -268,7 +267,7 @@ def _decode_attention_kernel(
     span = SPAN if SPAN > 0 else span_of(seen, BLOCK_S, SPLITS) if SEVERAL else BLOCK_S
     first = split * span
     if first < seen:
-        # load from the ring first: it has the longest latency
+        # load from the ring first, as it has the longest latency
         offs_d, end = tl.arange(0, BLOCK_D), tl.minimum(first + span, seen)
         mask_d = offs_d < WIDTH
         block = _load_slots(
@@ -279,7 +278,7 @@ def _decode_attention_kernel(
             qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP
         )
         q = q.to(tl.float32)
-        if SPAN > 0:  # once, for the many scores of a span
+        if SPAN > 0:  # scale the query once, not every score
             q, scale = q * scale, 1.0
         mine = slot // span == split
         if EIGHT:
@@ -294,7 +293,7 @@ def _decode_attention_kernel(
                 tl.store(at, of_new_key)
                 tl.store(at + entries, of_new_value)
 
-        # sums stay apart until the end: to add them up, warps wait for each other
+        # sums of warps stay separate until the end: adding them needs a barrier
         weights = tl.zeros((BLOCK_S, 1), dtype=tl.float32)
         sums = tl.zeros((BLOCK_S, BLOCK_D), dtype=tl.float32)
         for start in range(first, end if SEVERAL else first + 1, BLOCK_S):
@@ -313,7 +312,7 @@ def _decode_attention_kernel(
             if EIGHT:
                 weight *= scale_of_entry(of_value, E4M3)
             sums += weight * _numbers(value, EIGHT, E4M3, NATIVE)
-        # the slot of this byte, which was not loaded
+        # the slot of the new byte, which was not loaded
         score, new_value = tl.sum(_numbers(k, EIGHT, E4M3, NATIVE) * q), v.to(tl.float32)
         if EIGHT:
             score *= tl.sum(scale_of_entry(of_new_key, E4M3)) * scale
@@ -339,35 +338,35 @@ def _decode_attention_kernel(
 
 
 class Tiling(NamedTuple):
-    """How the slots of a ring are shared out."""
+    """Partition of the slots of a ring among programs."""
 
     slots: int
     """Number of slots per block."""
     splits: int
-    """The most programs of a head."""
+    """Maximum number of programs per head."""
     several: bool
     """Whether a program may have several blocks."""
     warps: int
     span: int = 0
-    """Slots of a program, a multiple of those of a block; 0 is as few as `splits` allows."""
+    """Slots per program, a multiple of `slots`; 0 is the minimum that `splits` allows."""
     registers: int | None = None
     """Maximum number of registers per thread."""
 
 
 def tiling(heads: int, window: int, width: int, dtype: torch.dtype, alone: bool = False) -> Tiling:
-    """Choose by what was fastest on an H200; `alone` is as in `decode_attention`."""
+    """Choose the tiling that was fastest on an H200; `alone` is as in `decode_attention`."""
     block_d = triton.next_power_of_2(width)
     if alone and block_d * triton.next_power_of_2(window) <= TILE:
         return Tiling(triton.next_power_of_2(window), 1, False, 8)
     slots = max(1, min(SLOTS, TILE // block_d))
     blocks, most = triton.cdiv(window, slots), max(1, PROGRAMS // heads)
-    light = width == block_d and blocks <= most  # masks, and a second block, take registers
+    light = width == block_d and blocks <= most  # masks and a second block need registers
     warps = 8 if dtype == torch.float32 else 2 if light else 4
     return Tiling(slots, min(blocks, most), blocks > most, warps)
 
 
 def _tiling_of_texts(window: int, width: int) -> Tiling:
-    """Choose for several texts, whose programs are many: few, with a long span each."""
+    """Choose the tiling of several texts: few programs per head, with a long span each."""
     slots = max(1, min(SLOTS_OF_TEXTS, TILE // triton.next_power_of_2(width)))
     return Tiling(slots, triton.cdiv(window, SPAN_OF_TEXTS), True, 8, SPAN_OF_TEXTS, 128)
 
@@ -379,7 +378,7 @@ def _decode_attention_triton(
     (heads, window, width), is_e4m3 = keys.shape[-3:], keys.dtype == E4M3
     if exponents is not None:
         tile = tiling(heads, window, width, qkv.dtype)
-        if width > 128 and qkv.dtype != torch.float32:  # so that no register spills
+        if width > 128 and qkv.dtype != torch.float32:  # avoids register spills
             tile = tile._replace(warps=4 * tile.warps)
     elif position.dim():
         tile = _tiling_of_texts(window, width)
@@ -405,28 +404,28 @@ def decode_attention(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
     semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Store the key and value of one byte in a ring, and attend to all that are in it.
+    """Store the key and value of one byte in a ring, and attend to the ring.
 
-    Of several texts all but `cos` and `sin` have a dimension for them in front, and so has the
-    result.
+    With several texts, all arguments but `cos` and `sin`, and the result, have a leading batch
+    dimension.
 
     Args:
         qkv: (3, heads, d) float32 or bfloat16, contiguous, d even: query, key and value.
         keys: (heads, W, d) in the dtype of `qkv`, contiguous; slot `position` mod W is written.
-            Keys are such as are stored here, normalised: exp of no score overflows. What has never
-            been written must be finite.
+            Keys must be normalised, so that exp(score) does not overflow. Slots that were never
+            written must be finite.
         values: like `keys`.
-        position: int32 scalar tensor: how many bytes came before. It is read on the device, and
+        position: int32 scalar tensor: number of earlier bytes. It is read on the device, and
             must be below P.
         cos: (P, d / 2) float32, contiguous.
         sin: like `cos`.
-        semaphores: (heads,) int32 zeros, and zeros again afterwards: how programs find out which of
-            them is the last.
+        semaphores: (heads,) int32 zeros, reset to zeros: counters by which the last program finds
+            that it is the last.
         eps: added to the mean square.
-        alone: whether one program has all slots of a head, if they are as few as a block may have:
-            for short rings of one text, where nothing is gained by sharing them out.
-        exponents: (2, heads, W) int8, contiguous, written: of the keys, and of the values, where
-            these are codes of `quantise_entries`, float8_e4m3fn or int8.
+        alone: whether one program computes all slots of a head, if they fit in one block: for short
+            rings of one text, which gain nothing from several programs.
+        exponents: (2, heads, W) int8, contiguous, modified in place: the exponents of keys and
+            values, if these are float8_e4m3fn or int8 codes of `quantise_entries`.
 
     Returns:
         (heads, d) in the dtype of `qkv`: the mean of the last min(position + 1, W) values, weighted
@@ -444,7 +443,7 @@ def decode_attention(
 
 
 def count_on_(position: Tensor, length: int) -> None:
-    """Count `length` positions more, in an int32 scalar tensor."""
+    """Add `length` to a position, an int32 scalar tensor, in place."""
     if uses_native(position):
         native.call("count", position, length)
     else:
@@ -455,7 +454,7 @@ SHAPES = ((1, 1, 2, 0), (1, 3, 10, 1), (2, 7, 66, 30), (3, 65, 16, 64), (2, 100,
           (1, 200, 128, 1000), (2, 130, 8, 128), (1, 2100, 4, 2099))  # fmt: skip
 """(heads, W, d, position): rings that are empty, filling, just full and overwritten."""
 SHORT = ((1, 33, 10, 20), (3, 65, 16, 64), (2, 100, 6, 130))
-"""Rings of which a program has all."""
+"""Rings that fit in one program."""
 LARGE = ((6, 256, 64, 300), (16, 2048, 128, 2047), (16, 2048, 128, 77), (4, 5000, 96, 4999))
 
 
@@ -469,7 +468,7 @@ def _byte_of(
     sizes: tuple, position: int | tuple[int, ...], device: torch.device, dtype: torch.dtype,
     generator: torch.Generator,
 ) -> tuple:  # fmt: skip
-    """Draw a byte, or one of each text, and its rings, of these sizes; the eps comes last."""
+    """Draw the inputs of one byte, or of one byte per text, with their rings; the eps is last."""
     parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
     *_, heads, width = sizes[0]
     place = torch.tensor(position, dtype=torch.int32, device=device)
@@ -483,7 +482,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(*shape, torch.float32, False) for shape in SHAPES]
     shapes += [(*shape, torch.float32, True) for shape in SHORT]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         both = (torch.float32, torch.bfloat16)
         shapes += [(*shape, dtype, False) for shape in LARGE for dtype in both]
         shapes += [(8, 128, 64, 500, dtype, True) for dtype in both]
@@ -499,7 +498,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 def _cases_of_texts(device: torch.device) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(*shape, torch.float32) for shape in OF_TEXTS]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         both = (torch.float32, torch.bfloat16)
         shapes += [(*shape, dtype) for shape in LARGE_OF_TEXTS for dtype in both]
     for texts, heads, window, width, positions, dtype in shapes:
@@ -517,13 +516,13 @@ LARGE_8BIT = (*LARGE, (1, 300, 512, 299), (4, 16384, 64, 16383), (2, 16384, 128,
 def _cases_8bit(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(*shape, torch.float32) for shape in SMALL_8BIT]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         large = (torch.float32, torch.bfloat16)
         shapes += [(*shape, dtype) for shape in LARGE_8BIT for dtype in large]
     for heads, window, width, position, dtype in shapes:
         qkv = torch.randn(3, heads, width, generator=generator).to(device, dtype)
         if width == 10:
-            qkv[2, :, 3] = 3.99  # rounds to the next octave, which integers do not have
+            qkv[2, :, 3] = 3.99  # rounds up to the next octave, beyond int8 codes
         rings = [torch.randn(heads, window, width, generator=generator) for _ in range(2)]
         rings[1] *= torch.exp2(torch.randint(-9, 9, (heads, window, 1), generator=generator))
         angle = 7 * torch.randn(position + 1, width // 2, generator=generator).to(device)
@@ -538,21 +537,21 @@ def _cases_8bit(device: torch.device, _group_size: int) -> Iterator[Case]:
             ring, table = (qkv, keys, values, place), (angle.cos(), angle.sin())
             inputs = (*ring, *table, semaphores, 0.1, False, torch.stack(exponents))
             yield Case(label, inputs)
-            if position in (17, 300):  # a text that begins among others
+            if position in (17, 300):  # one text is at its first position
                 begins = (torch.roll(qkv, 1, 1), keys, values, torch.zeros_like(place))
                 texts = [inputs, (*begins, *inputs[4:]), inputs]
                 yield Case(f"3 texts of {label}", stacked_texts(texts, *SHARED))
 
 
 def _with_state(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
-    """Give what is left in the ring too, as numbers."""
+    """Return the result, the semaphores and the decoded rings."""
     _, keys, values, *_, semaphores, _, _, exponents = inputs
     rings = zip((keys, values), exponents.unbind(-3), strict=True)
     return y, *(decode_entries(*ring, torch.float32) for ring in rings), semaphores
 
 
 def _timed(device: torch.device, heads: int, window: int, width: int, *texts: int) -> tuple:
-    """Draw a byte, or one of each of some texts, at the end of full rings in bf16."""
+    """Draw the inputs of one byte, or of one byte per text, at the end of full bf16 rings."""
     ring, place = (*texts, heads, window, width), window - 1
     sizes = ((*texts, 3, heads, width), ring, ring)
     at = (place,) * texts[0] if texts else place
@@ -615,7 +614,7 @@ PLACE: Arguments = {
     "cos": Array("P, D // 2", FLOAT, dense=True),
     "sin": Array("P, D // 2", FLOAT, dense=True),
 }
-"""Where a byte of each text is, and what vectors of D turn by there."""
+"""Position of each text's byte, and the cosines and sines that rotate vectors of width D."""
 _ARGUMENTS: Arguments = {
     "qkv": Array("*T, 3, H, D", dense=True),
     "keys": Array("*T, H, W, D", dense=True),

@@ -1,17 +1,17 @@
-"""Attention of one byte to the last bytes and to entries: `compressed_attention` from a cache.
+"""Compressed attention of one byte to a cache of recent bytes and entries.
 
-The ring has W slots, the byte at position i in slot i mod W, and entries have E slots, entry j in
-slot j mod E. A choice has numbers of entries; without one all that are complete are seen, the last
-M if there are more. With the byte's own group g = (p + 1) // m:
+The byte at position i is in slot i mod W of the ring, and entry j in slot j mod E of the entries. A
+selection lists indices of entries; without one, the byte sees the last M complete entries. With the
+byte's own group g = (p + 1) // m:
 
     s[i] = R_p n(x) . c[i] / sqrt(d)
     y = R_-p (sum of exp(s[i]) c[i]) / (exp(sink) + sum of exp(s[i]))
 
-Bytes and entries may be in eight bits, codes with an exponent each: see `eight_bits`.
+Bytes and entries may be stored in eight bits, as codes with an exponent each: see `eight_bits`.
 
-The slots of a head are shared among programs. The last one to finish adds up the sums of all, in
-the order of the slots, so the result is the same bits whichever program is last. Of several texts
-each has programs of its own, as many as it would have alone.
+The slots of a head are divided among programs. The last program to finish adds all sums in the
+order of the slots, so the result has the same bits whichever program is last. With several texts,
+each text has as many programs as it would have alone.
 """
 
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 from arbcli.kernels.timed import Timed
 
 SLOTS = 32
-"""Slots of a program."""
+"""Slots per program."""
 SHARED = (4, 6, 7)
 """Arguments of `decode_compressed` that are the same for all texts."""
 
@@ -60,7 +60,7 @@ def decode_compressed_reference(
     position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, most: int, eps: float,
     exponents: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the reference result of `decode_compressed` and its `semaphores`, in float64."""
+    """Compute the result and the `semaphores` of `decode_compressed`, in float64."""
     p, (heads, width) = int(position), x.shape
     if exponents:
         rings = zip((recent, entries), exponents, strict=True)
@@ -97,7 +97,7 @@ def _decode_compressed_torch(
         recent = decode_entries(recent, exponents[0], x.dtype)
         entries = decode_entries(entries, exponents[1], x.dtype)
     if choice is None:
-        number = place // m  # of the open entry
+        number = place // m  # the open entry
         numbers = number - (number - torch.arange(slots, device=device)) % slots
         seen = (numbers >= 0) & (numbers < complete) & (numbers >= complete - most)
         chosen = entries
@@ -156,7 +156,7 @@ def _decode_compressed_kernel(
         seen = number >= 0
     else:
         opened = position // M
-        number = opened - (opened - k + E) % E  # Triton's remainder has the sign of its operand
+        number = opened - (opened - k + E) % E  # Triton's remainder has the sign of the dividend
         seen = (k >= 0) & (k < K) & (number >= 0)
         seen = seen & (number < complete) & (number >= complete - MOST)
     near = near & (s <= position)
@@ -189,7 +189,7 @@ def _decode_compressed_kernel(
     tl.store(sums, tl.sum(weight[:, None] * k1, axis=0), mask=mask)
     tl.store(sums + HALF, tl.sum(weight[:, None] * k2, axis=0), mask=mask)
 
-    tl.debug_barrier()  # all threads store their sums before one counts itself
+    tl.debug_barrier()  # all threads store their sums before the program is counted
     if tl.atomic_add(semaphores_ptr + head, 1, sem="acq_rel") == SPLITS - 1:
         total = tl.exp(tl.load(sink_ptr + head))
         y1, y2 = tl.zeros((BLOCK_H,), dtype=tl.float32), tl.zeros((BLOCK_H,), dtype=tl.float32)
@@ -238,25 +238,25 @@ def decode_compressed(
     position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, most: int, eps: float,
     exponents: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend with one byte, which was stored by `append_position_`.
+    """Attend with one byte that `append_position_` has stored.
 
-    Of several texts all but `sink`, `cos` and `sin` have a dimension for them in front, and so has
-    the result.
+    With several texts, all arguments but `sink`, `cos` and `sin`, and the result, have a leading
+    batch dimension.
 
     Args:
-        x: (H, d) float32 or bfloat16, contiguous, d even: queries as they were projected.
-        recent: (W, G, d) like it, contiguous; all in it are seen that a text has had.
-        entries: (E, G, d) like it, contiguous, E above `most` or never full.
-        choice: (k,) int32, contiguous: numbers of entries, or -1; None is all that are complete.
+        x: (H, d) float32 or bfloat16, contiguous, d even: projected queries.
+        recent: (W, G, d) like x, contiguous: the ring; all filled slots are visible.
+        entries: (E, G, d) like x, contiguous; E is above `most`, or the ring never fills.
+        choice: (k,) int32, contiguous: indices of entries, or -1; None selects all complete ones.
         sink: (H,) float32, contiguous.
         position: int32 scalar tensor, below P.
         cos: (P, d / 2) float32, contiguous.
         sin: like `cos`.
-        semaphores: (H,) int32 zeros, and zeros again afterwards.
-        m: bytes of an entry.
-        most: M.
+        semaphores: (H,) int32 zeros, reset to zeros.
+        m: bytes per entry.
+        most: M, the maximum number of visible entries.
         eps: added to mean squares.
-        exponents: int8, (W, G) and (E, G) contiguous, where `recent` and `entries` are codes of
+        exponents: int8, (W, G) and (E, G), contiguous, if `recent` and `entries` are codes in
             float8_e4m3fn or int8.
 
     Returns:
@@ -277,7 +277,7 @@ def attention_of_byte(
     generator: torch.Generator, device: torch.device, dtype: torch.dtype, heads: int, kv: int,
     width: int, ring: int, slots: int, size: int, m: int, most: int, position: int,
 ) -> tuple:  # fmt: skip
-    """Draw what `decode_compressed` is given; `size` 0 stands for no choice."""
+    """Draw the inputs of `decode_compressed`; `size` 0 stands for no selection."""
     normal = normals(generator)
     vectors = [functional.rms_norm(normal(n, kv, width), (width,)) for n in (ring, slots)]
     complete, choice = (position + 1) // m, None
@@ -295,14 +295,14 @@ def attention_of_byte(
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    # (heads, heads of keys, width, ring, slots, k, m, most, position)
+    # (heads, key heads, width, W, E, k, m, M, position)
     shapes = [
         (2, 1, 4, 3, 2, 0, 4, 1, 0), (4, 2, 6, 5, 4, 2, 3, 3, 2), (4, 2, 6, 5, 4, 2, 3, 3, 40),
         (3, 1, 10, 40, 9, 0, 4, 8, 77), (3, 1, 10, 33, 90, 0, 2, 89, 100),
         (12, 1, 64, 5, 60, 40, 4, 59, 230),
     ]  # fmt: skip
     dtypes = [torch.float32]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         shapes += [
             (12, 1, 128, 128, 4097, 128, 4, 4096, 16383),
             (12, 1, 128, 128, 129, 0, 128, 128, 16383),
@@ -317,7 +317,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             label += " bf16" if dtype == torch.bfloat16 else ""
             inputs = attention_of_byte(generator, device, dtype, *shape)
             yield Case(label, inputs)
-            if position in (40, 77, 16383):  # a text that begins among others
+            if position in (40, 77, 16383):  # one text is at its first position
                 begins = (-inputs[0], *inputs[1:5], torch.zeros_like(inputs[5]), *inputs[6:])
                 texts = stacked_texts([inputs, begins, inputs], *SHARED)
                 yield Case(f"3 texts of {label}", texts)

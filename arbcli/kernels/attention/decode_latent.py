@@ -1,16 +1,15 @@
-"""Attention of one new byte to compressed positions: all that is between two products, at once.
+"""Multi-head latent attention of one new byte, fused between its two projections.
 
-A position p keeps a vector c_p for all heads, whose norm n_p = c_p / rms(c_p) gives head h its key
-(W_h n_p, t_p) and its value V_h n_p; t_p is rotated by the position. The query (q_h, u_h) of a head
-is rotated in its second part and normalised, and keys are divided by their root-mean-square, of
-which the inverse l_hp is kept:
+A position p stores a latent vector c_p for all heads. With n_p = c_p / rms(c_p), head h has the key
+(W_h n_p, t_p) and the value V_h n_p; t_p is rotated by the position. The query (q_h, u_h) of a head
+is rotated in its second part and normalised, and keys are divided by their root-mean-square, whose
+inverse l_hp is stored:
 
     s_hp = (q_h . W_h n_p + u_h . t_p) l_hp scale,    y_h = V_h sum over p of softmax(s_h)_p n_p
 
-W_h.T q_h is formed once, and V_h multiplies last, so no key and no value is made but the new one's
-key, for its length. A program has a head of a text, and knows nothing of others. As queries and
-keys are normalised, no score exceeds `scale` times the width of a head, and no maximum is
-subtracted.
+W_h.T q_h is computed once, and V_h multiplies last, so keys and values are never expanded, except
+the new key, for its length. A program computes one head of a text. As queries and keys are
+normalised, no score exceeds `scale` times the width of a head, and no maximum is subtracted.
 Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
@@ -34,7 +33,7 @@ SHARED = (1, 6, 7)
 """Arguments of `decode_latent` that are the same for all texts."""
 
 TILE = 8192
-"""Elements of weights, or of positions, that a program has at once."""
+"""Elements of weights, or of latents, that a program loads at a time."""
 WARPS = 8
 
 
@@ -43,7 +42,7 @@ def decode_latent_reference(
     row: Tensor, up: Tensor, latent: Tensor, rotated: Tensor, lengths: Tensor, position: Tensor,
     cos: Tensor, sin: Tensor, scale: float, eps: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the reference result of `decode_latent` and its rings, by heads, in float64."""
+    """Compute the result and the rings of `decode_latent` in float64, one head at a time."""
     dtype, p, (window, size), heads = row.dtype, int(position), latent.shape, lengths.shape[1]
     rotary, dim = rotated.shape[1], len(row) - size - rotated.shape[1]
     width, slot = dim // heads, p % window
@@ -51,7 +50,7 @@ def decode_latent_reference(
 
     def turn(x: Tensor) -> Tensor:
         rotated = rotate_reference(x, cos[p], sin[p])
-        return rotated.to(dtype).double()  # rounded, as what is stored
+        return rotated.to(dtype).double()  # rounded like stored values
 
     latent[slot], rotated[slot] = row[dim : dim + size], turn(row[dim + size :])
     n = latent / (latent.square().mean(1, keepdim=True) + eps).sqrt()
@@ -101,7 +100,7 @@ def _decode_latent_torch(
 
 @triton.jit
 def _load_rotated_halves(pointer, offs_r, mask_r, cos, sin, HALF: tl.constexpr):
-    """Load a part that is rotated, and rotate it: both halves, rounded as what is stored."""
+    """Load and rotate both halves of the rotary part, rounded to the dtype of the ring."""
     first = tl.load(pointer + offs_r, mask=mask_r, other=0).to(tl.float32)
     second = tl.load(pointer + HALF + offs_r, mask=mask_r, other=0).to(tl.float32)
     dtype: tl.constexpr = pointer.dtype.element_ty
@@ -217,7 +216,7 @@ LARGE = ((20, 128, 512, 32, 64, 300), (4, 64, 128, 32, 256, 200))
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(*shape, torch.float32) for shape in SHAPES]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         shapes += [(*shape, dtype) for shape in LARGE for dtype in (torch.float32, torch.bfloat16)]
     for heads, width, size, rotary, window, position, dtype in shapes:
         low = dtype == torch.bfloat16
@@ -231,7 +230,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         inputs = (*parts, lengths, place, angle.cos(), angle.sin(), 2 * width**-0.5, 0.1)
         label = f"{heads}x{width}x{size}x{rotary} at {position} of {window}{' bf16' if low else ''}"
         yield Case(label, inputs)
-        if window in (33, 64):  # a text that begins among others
+        if window in (33, 64):  # one text is at its first position
             begins = (-parts[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
             texts = stacked_texts([inputs, begins, inputs], *SHARED)
             yield Case(f"3 texts of {label}", texts)
@@ -279,26 +278,26 @@ decode_latent = Operation(
         for texts in ((), (16,))
     ],
 )  # fmt: skip
-"""Store one new position in the rings, and attend to all that are in them.
+"""Store one new position in the rings, and attend to the rings.
 
-Of several texts all but `up`, `cos` and `sin` have a dimension for them in front, and so has
-the result.
+With several texts, all arguments but `up`, `cos` and `sin`, and the result, have a leading
+batch dimension.
 
 Args:
-    row: (heads * d + L + R,) float32 or bfloat16, contiguous: queries, the compressed position,
-        and the part of its key that is rotated. The last R of each query are rotated too.
-    up: (heads * (d - R + d), L) like `row`: for each head what makes its keys of a compressed
-        position, and then its values.
-    latent: (W, L) like `row`; slot `position` mod W is written, as in those that follow.
+    row: (heads * d + L + R,) float32 or bfloat16, contiguous: queries, the latent vector, and
+        the rotary part of the key. The last R elements of each query are rotated too.
+    up: (heads * (d - R + d), L) like `row`: for each head, the up-projections of keys and then of
+        values.
+    latent: (W, L) like `row`; slot `position` mod W is written, also in `rotated` and `lengths`.
     rotated: (W, R) like `row`.
-    lengths: (W, heads) float32: by what keys are multiplied to be normalised.
-    position: int32 scalar tensor below P: how many bytes came before. Read on the device.
+    lengths: (W, heads) float32: inverse root-mean-squares of keys.
+    position: int32 scalar tensor below P: number of earlier bytes. Read on the device.
     cos: (P, R / 2) float32.
     sin: like `cos`.
-    scale: of scores.
+    scale: factor of scores.
     eps: added to mean squares.
 
-All are contiguous. What has never been written must be finite.
+All are contiguous. Slots that were never written must be finite.
 
 Returns:
     (heads, d) like `row`, computed in float32.

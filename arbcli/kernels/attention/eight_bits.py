@@ -1,15 +1,14 @@
-"""Keys and values in eight bits: a number of eight bits each, and one power of two for all of them.
+"""Keys and values in eight bits: eight-bit codes, and one power of two per vector.
 
-What a position leaves in a cache for one head is an entry, d numbers x ~ code * 2**(e + 1 - room).
-Codes are e4m3, or integers of -127 to 127. e is one less than the octave of the entry's largest
-magnitude, so that infinity's octave, 128, is an int8 too, and an entry that is not finite stays so.
-`room` is the octave that the largest is moved to: 7 for e4m3, whose largest is 448, and 6 for
-integers. A code times a power of two is exact in bfloat16, so what is read back is no further
-rounding.
+An *entry* is the key or value of one position and head: d numbers x ~ code * 2**(e + 1 - room).
+Codes are e4m3, or integers in -127..127. e is the octave of the entry's largest magnitude less one,
+so that the octave of infinity, 128, fits int8 and an entry that is not finite stays so. `room` is
+the octave to which the largest magnitude is scaled: 7 for e4m3, whose maximum is 448, and 6 for
+integers. A code times a power of two is exact in bfloat16, so decoding does not round.
 
-e4m3 has three mantissa bits wherever a number lies, so its error is some 2.7 % of an entry's norm.
-Integers divide the span of the largest evenly, which suits entries whose largest is a few times
-their mean, as normalised keys are: see docs/performance.md.
+e4m3 has three mantissa bits at every magnitude, so its error is about 2.7 % of an entry's norm.
+Integers have a uniform step, which suits entries whose maximum is a few times their mean, such as
+normalised keys: see docs/performance.md.
 """
 
 from typing import NamedTuple
@@ -21,35 +20,35 @@ from arbcli.kernels.matmul.quantise_rows import E4M3, largest_of_rows, round_e4m
 from arbcli.kernels.runtime._triton import tl, triton
 
 FORMATS = {"fp8": E4M3, "int8": torch.int8}
-"""Types of codes, by the names of `--kv`."""
+"""Dtypes of codes, by the values of `--kv`."""
 ROOM = {E4M3: 7, torch.int8: 6}
-"""The octave that the largest magnitude of an entry is moved to."""
+"""Octave to which the largest magnitude of an entry is scaled, by dtype of the codes."""
 
 
 class KeptIn(NamedTuple):
     """Format of keys and values in a cache."""
 
     stored: torch.dtype | None = None
-    """float8_e4m3fn or int8; None is the dtype of activations."""
+    """Dtype of codes, float8_e4m3fn or int8; None stores the dtype of activations."""
     mixed: bool = False
-    """Whether numbers of keys that turn stay in that dtype, with others in eight bits."""
+    """Whether the rotary elements of keys keep the dtype of activations."""
     queries: bool = False
-    """Whether queries are rounded like keys; they are `mixed` then."""
+    """Whether queries are rounded like keys; implies `mixed`."""
 
     @classmethod
     def named(cls, name: str | None) -> "KeptIn":
-        """Read a name of `--kv`: of `FORMATS`, with `-mixed` or `-queries` after it, or another."""
+        """Parse a value of `--kv`: a name of `FORMATS`, with an optional suffix, or another."""
         kind, _, unrounded = (name or "").partition("-")
         return cls(FORMATS.get(kind), bool(unrounded), unrounded == "queries")
 
     def name(self, plain: str) -> str:
-        """Name it, as `plain` where nothing is in eight bits."""
+        """Return the value of `--kv`, or `plain` if no eight-bit codes are stored."""
         kinds = {stored: kind for kind, stored in FORMATS.items()}
         unrounded = "-queries" if self.queries else "-mixed" if self.mixed else ""
         return plain if self.stored is None else kinds[self.stored] + unrounded
 
     def round(self, *parts: Tensor, rotated: int = 0) -> tuple[Tensor, ...]:
-        """Round tensors of entries, (..., d), of which some numbers turn, to what is read back."""
+        """Round entries, (..., d), to their stored values; `rotated` elements are rotary."""
         if self.stored is None:
             return parts
         rotated = rotated if self.mixed else 0
@@ -62,7 +61,7 @@ def decode_entries_reference(codes: Tensor, exponents: Tensor) -> Tensor:
 
 
 def round_entries_reference(x: Tensor, stored: torch.dtype) -> Tensor:
-    """Compute the reference result of `round_entries` for float64 entries, (..., d)."""
+    """Compute `round_entries` for float64 entries, (..., d)."""
     octave = torch.frexp(x.abs().amax(-1, True)).exponent - 1
     scale = torch.exp2((octave.clamp(min=-119) - ROOM[stored]).double())
     if stored == E4M3:
@@ -89,12 +88,12 @@ def quantise_entries(x: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def decode_entries(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read entries back: exact in float32 and bfloat16.
+    """Decode entries, exactly in float32 and bfloat16.
 
     Args:
         codes: (..., d), as `quantise_entries` returns them.
         exponents: (...) int8.
-        dtype: of the result, (..., d).
+        dtype: dtype of the result, (..., d).
     """
     power = ((exponents.to(torch.int32) + 128) << 23).view(torch.float32)
     scale = power * 2.0 ** -ROOM[codes.dtype]
@@ -102,12 +101,12 @@ def decode_entries(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tens
 
 
 def round_entries(x: Tensor, stored: torch.dtype, rotated: int = 0) -> Tensor:
-    """Round entries as if they had been stored and read back; the dtype stays.
+    """Quantise and decode entries; the dtype does not change.
 
     Args:
         x: (..., d).
         stored: float8_e4m3fn or int8.
-        rotated: numbers that stay as they are, see `part_rotated`.
+        rotated: number of elements that are not rounded, see `part_rotated`.
     """
     if rotated == x.shape[-1]:
         return x
@@ -118,11 +117,11 @@ def round_entries(x: Tensor, stored: torch.dtype, rotated: int = 0) -> Tensor:
 
 
 def part_rotated(x: Tensor, rotated: int) -> tuple[Tensor, Tensor]:
-    """Part the numbers of heads that are rotated by position from the others.
+    """Split the elements of heads into rotary ones and others.
 
     Args:
         x: (..., d).
-        rotated: how many, those of the first pairs (i, i + d / 2).
+        rotated: number of rotary elements: those of the first pairs (i, i + d / 2).
 
     Returns:
         (..., rotated), and (..., d - rotated).
@@ -134,14 +133,14 @@ def part_rotated(x: Tensor, rotated: int) -> tuple[Tensor, Tensor]:
 
 
 def join_rotated(rotated: Tensor, others: Tensor) -> Tensor:
-    """Put together what `part_rotated` parted."""
+    """Invert `part_rotated`."""
     pairs = zip(rotated.chunk(2, dim=-1), others.chunk(2, dim=-1), strict=True)
     return torch.cat([part for pair in pairs for part in pair], dim=-1)
 
 
 @triton.jit
 def quantise_entry(x, E4M3: tl.constexpr, NATIVE: tl.constexpr):
-    """Round one entry, [BLOCK_D] float32, zeros beyond it: codes, and an int8 exponent in a [1]."""
+    """Quantise one entry, [BLOCK_D] float32, padded with zeros: codes, and [1] int8 exponent."""
     ROOM: tl.constexpr = 7 if E4M3 else 6
     field = largest_of_rows(x[None, :]).to(tl.int32, bitcast=True) >> 23
     field = tl.maximum(field, 8)
@@ -156,9 +155,9 @@ def quantise_entry(x, E4M3: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def quantise_halves(x1, x2, E4M3: tl.constexpr, NATIVE: tl.constexpr):
-    """Round one entry of two halves, [BLOCK_H] float32: codes of both, and an int8 exponent."""
+    """Quantise one entry of two halves, [BLOCK_H] float32: codes of both, and an int8 exponent."""
     ROOM: tl.constexpr = 7 if E4M3 else 6
-    first = tl.abs(x1).to(tl.int32, bitcast=True)  # compare like the numbers themselves
+    first = tl.abs(x1).to(tl.int32, bitcast=True)  # bits of magnitudes are ordered like the numbers
     second = tl.abs(x2).to(tl.int32, bitcast=True)
     field = tl.maximum(tl.maximum(tl.max(first, axis=0), tl.max(second, axis=0)) >> 23, 8)
     inverse = ((254 + ROOM - field) << 23).to(tl.float32, bitcast=True)
@@ -173,12 +172,12 @@ def quantise_halves(x1, x2, E4M3: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def numbers_of(codes, E4M3: tl.constexpr, NATIVE: tl.constexpr):
-    """Read codes as float32, exactly, before they are scaled."""
+    """Convert codes to float32, exactly and without scaling."""
     if E4M3:
         if NATIVE:
             return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         bits = codes.to(tl.int32)
-        # seen as the exponent and mantissa of a float32, they are 2**120 too small
+        # as exponent and mantissa of a float32, e4m3 bits are 2**120 too small
         small = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
         return small * 1.329227995784916e36  # 2**120
     return codes.to(tl.float32)
@@ -186,6 +185,6 @@ def numbers_of(codes, E4M3: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def scale_of_entry(exponent, E4M3: tl.constexpr):
-    """Build the scale of entries from their int8 exponents."""
+    """Build the float32 scales of entries from their int8 exponents."""
     power = ((exponent.to(tl.int32) + 128) << 23).to(tl.float32, bitcast=True)
     return power * (0.0078125 if E4M3 else 0.015625)  # 2**-7, 2**-6

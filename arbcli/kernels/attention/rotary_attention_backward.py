@@ -1,8 +1,8 @@
-"""The gradient of causal attention and of the `rotary_norm_` before it, by the same programs.
+"""Gradient of causal attention fused with that of the preceding `rotary_norm_`.
 
-The equations are those of `causal_attention_backward` and then of `rotary_norm_backward`. A program
-has the gradient of its queries or keys in registers and goes on from there, so that gradient is
-neither rounded nor written to memory.
+The equations are those of `causal_attention_backward`, followed by `rotary_norm_backward`. A
+program keeps the gradient of its queries or keys in registers between the two, so it is neither
+rounded nor written to memory.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ EPS = 1e-6
 
 
 def parts_of(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """View queries, keys and values, (B, heads, T, d) each, of (B, T, 3, heads, d)."""
+    """View (B, T, 3, heads, d) as queries, keys and values, (B, heads, T, d) each."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
     return q, k, v
 
@@ -39,7 +39,7 @@ def parts_of(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def rotary_attention_backward_reference(
     grad_y: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor, y: Tensor, logs: Tensor
 ) -> Tensor:
-    """Compute the reference result of `rotary_attention_backward`: both references, in float64."""
+    """Compute `rotary_attention_backward` by both references, in float64."""
     q, k, v = causal_attention_backward_reference(grad_y, *parts_of(qkv), y, logs)
     return rotary_norm_backward_reference(q, k, v, qkv, r, cos, sin)
 
@@ -62,13 +62,13 @@ def _rotary_attention_backward_triton(
 def rounded_gradient(
     grad_y: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor, y: Tensor, logs: Tensor
 ) -> Tensor:
-    """Compute it in float64, but round p and e, and the gradients of queries and keys."""
+    """Compute the gradient in float64, with p, e and the gradients of queries and keys rounded."""
     grads = rounded_causal_gradients(grad_y, *parts_of(qkv), y, logs)
     return rotary_norm_backward_reference(*grads, qkv, r, cos, sin).to(qkv.dtype)
 
 
 def _random(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> tuple:
-    """Draw the inputs for (B, T, heads, d): what the forward pass leaves, and a gradient."""
+    """Draw inputs for (B, T, heads, d): the saved tensors of the forward pass, and a gradient."""
     batch, length, heads, width = shape
     qkv = torch.randn(batch, length, 3, heads, width, generator=generator).to(dtype)
     angle = 7 * torch.randn(length, width // 2, generator=generator)
@@ -146,17 +146,17 @@ rotary_attention_backward = Operation(
     where=("16 <= D <= 128 and D & (D - 1) == 0",), draw=_draw, needs_rows=True,
     peer=rounded_gradient, timings=_timings,
 )  # fmt: skip
-"""Propagate a gradient back through causal attention, and through the `rotary_norm_` before it.
+"""Compute the gradient of causal attention and of the preceding `rotary_norm_`.
 
 Args:
     grad_y: (B, heads, T, d) bfloat16 or float32, d a power of two from 16 to 128, any strides.
-    qkv: (B, T, 3, heads, d) contiguous, as `rotary_norm_` left it.
-    r: what that returned.
-    cos: what that was given.
-    sin: what that was given.
+    qkv: (B, T, 3, heads, d) contiguous, the output of `rotary_norm_`.
+    r: the result of `rotary_norm_`.
+    cos: as in `rotary_norm_`.
+    sin: likewise.
     y: the result of attention, like `grad_y`.
-    logs: (B, heads, T) float32, contiguous: logarithms of the sums of exponentials.
+    logs: (B, heads, T) float32, contiguous: log-sum-exp of the scores of each query.
 
 Returns:
-    The gradient of what `rotary_norm_` was given, like `qkv`.
+    Gradient of the input of `rotary_norm_`, like `qkv`.
 """

@@ -1,16 +1,15 @@
-"""Queries and keys before attention, of heads of their own numbers: normalise, scale, turn.
+"""Normalise, scale and rotate queries and keys, with grouped-query attention.
 
-Of a head's vector x of d elements, r = rsqrt(mean(x**2) + eps) and z = x * r * g, with a gain g for
-each element of queries, and others for keys. Without gains g is ones, and without an eps r is one,
-too. With a and b a pair of the two halves of z, at the angle t of the pair and position:
-y = (a cos t - b sin t, a sin t + b cos t).
+For a head's vector x of d elements, r = rsqrt(mean(x**2) + eps) and z = x * r * g, with one vector
+of gains g for queries and one for keys. Without gains g is 1, and without an eps r is 1. For a pair
+(a, b) of elements i and i + d / 2 of z, at the angle t of pair and position: y = (a cos t - b sin
+t, a sin t + b cos t).
 
-The backward turns the gradient back, which gives gz, and computes r again from x:
-grad_x = r * (gz * g - x * r * mean(x * r * gz * g)); grad_g is the sum of gz * x * r over all heads
-of queries, or of keys. A program of the kernel adds up those of its rows, and torch those of the
-programs, always in the same order.
+The backward rotates the gradient by -t, which gives gz, and recomputes r from x:
+grad_x = r * (gz * g - x * r * mean(x * r * gz * g)); grad_g is the sum of gz * x * r over all query
+heads, or key heads. A program sums over its rows, and torch over programs, in a fixed order.
 
-`rotary_norm` does so in place, where queries and keys have as many heads and no gains.
+`rotary_norm` does this in place for equal numbers of query and key heads, without gains.
 """
 
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing, case
 from arbcli.kernels.timed import Timed
 
 TILES = 8
-"""Tiles of rows whose gradients of gains a program adds up."""
+"""Tiles of rows per program when gradients of gains are summed."""
 
 
 def rotary_heads_reference(
@@ -48,7 +47,7 @@ def rotary_heads_backward_reference(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, gains: Tensor | None,
     cos: Tensor, sin: Tensor, eps: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the reference result of `rotary_heads_backward`: autograd through the reference."""
+    """Compute `rotary_heads_backward` by autograd through the reference."""
     grads = (grad_q, grad_k, grad_v)
     grad_q, grad_k, grad_v = (grad.transpose(1, 2).to(torch.float64) for grad in grads)
     kv = grad_k.shape[2]
@@ -67,7 +66,7 @@ def _no_gains(qkv: Tensor) -> Tensor:
 
 
 def _parts(x: Tensor, kv: int) -> tuple[Tensor, Tensor]:
-    """Part (..., queries and keys and maybe values, d) into queries and keys."""
+    """Split (..., heads of queries, keys and optionally values, d) into queries and keys."""
     heads = x.shape[2] - 2 * kv
     return x[:, :, :heads], x[:, :, heads : heads + kv]
 
@@ -257,7 +256,7 @@ SHAPES = (
     (3, 7, 6, 2, 64, "gains"), (2, 7, 2, 2, 64, "norm"), (1, 2, 5, 1, 128, "turn"),
     (1, 70, 5, 3, 16, "gains"), (0, 3, 2, 1, 8, "gains"),
 )  # fmt: skip
-"""(B, T, heads, kv, d), and what is done."""
+"""(B, T, heads, kv, d), and the operations: gains and norm, norm, or rotation alone."""
 
 
 def _inputs(
@@ -267,7 +266,7 @@ def _inputs(
 ]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(*shape, torch.float32) for shape in SHAPES]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         shapes += [
             (3, 5, 4, 2, 66, "gains", torch.bfloat16),
             (4, 256, 6, 6, 64, "gains", torch.bfloat16),
@@ -353,16 +352,16 @@ rotary_heads = Operation(
     needs_rows=True,
     timed=[Timed("8x2048x16+8x128 bf16", B=8, T=2048, H=32, D=128, gains=FLOAT[0], kv=8, eps=1e-6)],
 )  # fmt: skip
-"""Normalise, scale and turn queries and keys.
+"""Normalise, scale and rotate queries and keys.
 
 Args:
-    qkv: (B, T, H, d) float32 or bfloat16, contiguous, d even: heads of queries, then `kv` heads
-        of keys and as many of values.
-    gains: (2, d) float32, contiguous, of queries and of keys; None is ones.
+    qkv: (B, T, H, d) float32 or bfloat16, contiguous, d even: query heads, then `kv` key heads
+        and `kv` value heads.
+    gains: (2, d) float32, contiguous: gains of queries and of keys; None is ones.
     cos: (T, d / 2) float32, contiguous.
     sin: like `cos`.
-    kv: heads of keys.
-    eps: added to the mean square; None leaves the norm out, and there are no gains.
+    kv: number of key heads.
+    eps: added to the mean square; None omits the norm, and requires no gains.
 
 Returns:
     (B, T, H - kv, d) in the dtype of `qkv`, contiguous: queries, then keys; computed in float32
@@ -379,18 +378,19 @@ rotary_heads_backward = Operation(
     where=("D % 2 == 0", "gains is None or eps is not None"), draw=_draw_backward,
     needs_rows=True, timings=_backward_timings,
 )  # fmt: skip
-"""Compute the gradients of what `rotary_heads` was given.
+"""Compute the gradients of the inputs of `rotary_heads`.
 
 Args:
-    grad_q: of queries, (B, heads, T, d), in the dtype of `qkv`, any strides.
-    grad_k: of keys, (B, kv, T, d), likewise.
-    grad_v: of values, likewise.
-    qkv: what `rotary_heads` was given.
+    grad_q: (B, heads, T, d) in the dtype of `qkv`, any strides: gradient of queries.
+    grad_k: (B, kv, T, d), likewise, of keys.
+    grad_v: (B, kv, T, d), likewise, of values.
+    qkv: as in `rotary_heads`.
     gains: likewise.
     cos: likewise.
     sin: likewise.
     eps: likewise.
 
 Returns:
-    (B, T, H, d) contiguous, in the dtype of `qkv`; and (2, d) float32, or (0, d) without gains.
+    Gradient of `qkv`, (B, T, H, d) contiguous, in its dtype; and of `gains`, (2, d) float32, or
+    (0, d) without gains.
 """

@@ -1,10 +1,10 @@
-"""Queries and keys before attention: turn by rotary angles, normalise each head, in place.
+"""Apply rotary embedding to queries and keys and normalise each head, in place.
 
-A head's vector x of d elements is two halves. With a and b a pair of them, at the angle t of the
-pair and position: rotated = (a cos t - b sin t, a sin t + b cos t), and y = rotated * r with
-r = rsqrt(mean(x**2) + eps), as turning changes no length. The backward needs y and r alone:
-grad_x = rotated back by t of r * (gy - y * mean(y * gy)).
-Source of the angles: J. Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, eq. 34.
+Elements i and i + d / 2 of a head's vector x form a pair (a, b). At the angle t of pair and
+position, rotated = (a cos t - b sin t, a sin t + b cos t), and y = rotated * r with r =
+rsqrt(mean(x**2) + eps), as rotation preserves the norm. The backward needs only y and r: grad_x is
+r * (gy - y * mean(y * gy)), rotated by -t. Source of the angles: J. Su et al., "RoFormer",
+https://arxiv.org/abs/2104.09864, eq. 34.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from arbcli.kernels.timed import Timed
 
 
 def _rotary_norm_float64(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Compute (B, T, 3, heads, d) float64: queries, keys rotated and normalised, values as is."""
+    """Rotate and normalise queries and keys, and copy values: (B, T, 3, heads, d) float64."""
     qkv = qkv.to(torch.float64)
     rotated = rotate_reference(qkv, cos[:, None, None], sin[:, None, None])
     normal = normalise_reference(rotated, eps)
@@ -33,7 +33,7 @@ def _rotary_norm_float64(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> T
 def rotary_norm_reference(
     qkv: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the reference result of `rotary_norm_` and its `qkv`, in float64."""
+    """Compute the result of `rotary_norm_` and its `qkv`, in float64."""
     squares = qkv[:, :, :2].to(torch.float64).square().mean(dim=-1)
     return _rotary_norm_float64(qkv, cos, sin, eps), (squares + eps) ** -0.5
 
@@ -41,7 +41,7 @@ def rotary_norm_reference(
 def rotary_norm_backward_reference(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Compute the reference result of `rotary_norm_backward`, in float64, turning back by -t."""
+    """Compute `rotary_norm_backward` in float64, rotating by -t."""
     grads = (part.transpose(1, 2).double() for part in (grad_q, grad_k, grad_v))
     grad = torch.stack((*grads,), dim=2)
     y, grad_y = qkv[:, :, :2].to(torch.float64), grad[:, :, :2]
@@ -51,7 +51,7 @@ def rotary_norm_backward_reference(
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn (B, T, ..., d) float32 by (T, d / 2) angles."""
+    """Rotate (B, T, ..., d) float32 by (T, d / 2) angles."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = (table.view(-1, *(1,) * (x.dim() - 3), cos.shape[-1]) for table in (cos, sin))
     rotated = torch.empty_like(x)
@@ -186,7 +186,7 @@ def _rotary_norm_backward_kernel(
 
 
 def rotary_tile(half: int) -> dict[str, int]:
-    """Choose how many heads, of two halves each, a program takes."""
+    """Choose the number of heads per program."""
     block_h = triton.next_power_of_2(half)
     return {"HALF": half, "BLOCK_R": max(1, 1024 // block_h), "BLOCK_H": block_h}
 
@@ -227,7 +227,7 @@ SHAPES = ((1, 1, 1, 2), (2, 3, 1, 10), (1, 5, 3, 66), (2, 7, 2, 64), (1, 2, 5, 1
 def _inputs(device: torch.device) -> Iterator[tuple[str, torch.Generator, Tensor, Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(*shape, torch.float32) for shape in (*SHAPES, (0, 3, 2, 8))]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         shapes += [(3, 5, 2, 66, torch.bfloat16), (4, 256, 6, 64, torch.bfloat16)]
     for batch, length, heads, width, dtype in shapes:
         qkv = torch.randn(batch, length, 3, heads, width, generator=generator)
@@ -302,16 +302,16 @@ rotary_norm_ = Operation(
     timed=[Timed("8x2048x16x128 bf16", B=8, T=2048, H=16, D=128, eps=1e-6)],
     native=_rotary_norm_native,
 )  # fmt: skip
-"""Turn and normalise the queries and keys of `qkv`, in place; the values stay as they are.
+"""Rotate and normalise the queries and keys of `qkv` in place; values do not change.
 
 Args:
-    qkv: (B, T, 3, heads, d) float32 or bfloat16, contiguous, d even; changed.
+    qkv: (B, T, 3, heads, d) float32 or bfloat16, contiguous, d even; modified in place.
     cos: (T, d / 2) float32, contiguous.
     sin: like `cos`.
     eps: added to the mean square.
 
 Returns:
-    (B, T, 2, heads) float32, the r that every query and key was multiplied by.
+    (B, T, 2, heads) float32: r of every query and key.
 """
 rotary_norm_backward = Operation(
     "rotary_norm_backward", _rotary_norm_backward_triton, _rotary_norm_backward_torch,
@@ -323,16 +323,16 @@ rotary_norm_backward = Operation(
     where=("D % 2 == 0",), draw=_draw_backward, needs_rows=True,
     timings=_backward_timings, native=_rotary_norm_backward_native,
 )  # fmt: skip
-"""Compute the gradient of what `rotary_norm_` was given.
+"""Compute the gradient of the input of `rotary_norm_`.
 
 Args:
-    grad_q: of queries, (B, heads, T, d), of the dtype of `qkv`, any strides.
-    grad_k: of keys, like it.
-    grad_v: of values.
-    qkv: (B, T, 3, heads, d) contiguous, as `rotary_norm_` left it.
-    r: what it returned.
-    cos: what it was given.
-    sin: what it was given.
+    grad_q: (B, heads, T, d) in the dtype of `qkv`, any strides: gradient of queries.
+    grad_k: likewise, of keys.
+    grad_v: likewise, of values.
+    qkv: (B, T, 3, heads, d) contiguous, the output of `rotary_norm_`.
+    r: the result of `rotary_norm_`.
+    cos: as in `rotary_norm_`.
+    sin: likewise.
 
 Returns:
     (B, T, 3, heads, d) contiguous, in the dtype of `qkv`.

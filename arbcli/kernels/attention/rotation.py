@@ -1,6 +1,6 @@
-"""Rotation of vectors by the angles of positions: numbers i and i + d / 2 are a complex number.
+"""Rotary embedding of vectors: elements i and i + d / 2 are one complex number.
 
-References share the first two functions with one another, and nothing with what they check.
+Only references use the first two functions; the implementations that they check do not.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate (..., d) as complex numbers of float64, by (..., d / 2) angles."""
+    """Rotate (..., d) by (..., d / 2) angles, as complex numbers in float64."""
     found = torch.complex(*x.double().chunk(2, dim=-1)) * torch.complex(cos.double(), sin.double())
     return torch.cat((found.real, found.imag), dim=-1)
 
@@ -19,6 +19,6 @@ def normalise_reference(x: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate (..., d) by angles that fit, (..., d / 2); differentiable, in float32."""
+    """Rotate (..., d) by broadcastable (..., d / 2) angles; differentiable, in float32."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)

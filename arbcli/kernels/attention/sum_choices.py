@@ -1,9 +1,9 @@
-"""Add up what groups have for the entries that they chose.
+"""Scatter-add of vectors to the entries that groups selected, in a fixed order.
 
     y[j] = sum over g, i of x[g, i] where chosen[g, i] = j
 
-A map of the place of every entry in every group's choice comes first. So an entry lists its groups
-in their order, and the sum has the same bits every time, which atomic additions would not give.
+A first kernel maps every entry to its index in every group's selection. So a program sums over an
+entry's groups in their order, and the sum is bitwise deterministic, unlike atomic additions.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from arbcli.kernels.timed import Timed
 
 
 def sum_choices_reference(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
-    """Compute the reference result of `sum_choices`, a choice at a time in float64."""
+    """Compute `sum_choices` in float64, one selection at a time."""
     y = torch.zeros(len(x), entries, x.shape[3], dtype=torch.float64, device=x.device)
     for b, groups in enumerate(chosen.tolist()):
         for g, places in enumerate(groups):
@@ -32,7 +32,7 @@ def sum_choices_reference(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
 
 def _sum_choices_torch(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
     batch, width = len(x), x.shape[3]
-    y = torch.zeros(batch, entries + 1, width, device=x.device)  # the last for what is none
+    y = torch.zeros(batch, entries + 1, width, device=x.device)  # the last row collects index -1
     rows = torch.where(chosen >= 0, chosen, entries).long()
     rows = rows + torch.arange(batch, device=x.device)[:, None, None] * (entries + 1)
     y.view(-1, width).index_add_(0, rows.flatten(), x.reshape(-1, width).float())
@@ -57,14 +57,14 @@ def _sum_choices_kernel(
     j, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = (b * ENTRIES + j) * NUMBER
     count = tl.full((), 0, tl.int32)
-    for start in range(0, NUMBER, BLOCK_G):  # list the groups that chose the entry
+    for start in range(0, NUMBER, BLOCK_G):  # list the groups that selected the entry
         g = start + tl.arange(0, BLOCK_G)
         i = tl.load(places_ptr + row + g, mask=g < NUMBER, other=-1).to(tl.int32)
         chose = (i >= 0).to(tl.int32)
         place = count + tl.cumsum(chose) - 1
         tl.store(found_ptr + row + place, g * SIZE + i, mask=i >= 0)
         count += tl.sum(chose)
-    tl.debug_barrier()  # the list is read by other threads
+    tl.debug_barrier()  # other threads read the list
     x_ptr += b * NUMBER * SIZE * WIDTH
     for first in range(0, WIDTH, BLOCK_W):
         offs = first + tl.arange(0, BLOCK_W)[None, :]
@@ -100,7 +100,7 @@ def _sum_choices_triton(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
 def random_choices(
     generator: torch.Generator, batch: int, number: int, size: int, entries: int
 ) -> Tensor:
-    """Draw choices of different entries, ascending, and then some that are none."""
+    """Draw ascending indices of distinct entries, with a padding of -1."""
     scores = torch.rand(batch, number, entries, generator=generator)
     found = scores.argsort(dim=-1)[..., :size].sort(dim=-1).values.int()
     kept = torch.randint(0, size + 1, (batch, number, 1), generator=generator)
@@ -112,7 +112,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     shapes = [(1, 1, 1, 1, 1), (2, 37, 3, 9, 5), (1, 70, 5, 5, 33), (2, 3, 0, 4, 7)]
     shapes += [(1, 40, 2, 150, 130)]
     dtypes = [torch.float32]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         shapes += [(2, 700, 64, 650, 160)]
         dtypes += [torch.bfloat16]
     for batch, number, size, entries, width in shapes:
@@ -148,13 +148,13 @@ sum_choices = Operation(
               chosen=lambda dice, *shape: _choices(dice, *shape, 4096))
     ],
 )  # fmt: skip
-"""Add up the vectors of each entry.
+"""Sum the vectors of each entry.
 
 Args:
     x: (B, N, k, D) float32 or bfloat16, contiguous; k is below 2**15.
-    chosen: (B, N, k) int32, contiguous: numbers of entries, those of a group all different, or
-        -1, whose vectors count nowhere.
-    entries: E.
+    chosen: (B, N, k) int32, contiguous: indices of entries, distinct within a group; vectors
+        with index -1 are ignored.
+    entries: E, the number of entries.
 
 Returns:
     (B, E, D) float32.

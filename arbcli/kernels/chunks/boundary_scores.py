@@ -193,7 +193,7 @@ def _draw(device: torch.device) -> Iterator[Drawn]:
     strided = draw(10, 9, 6).permute(2, 1, 0)[::2], draw(20, 9, 3).permute(2, 1, 0)
     yield "3x9x10 strided", strided, (draw(9, 3).T,)
     yield "2x0x5 empty", (draw(2, 0, 5), draw(2, 0, 10)), (draw(2, 0),)
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         x, qk = draw(3, 300, 776).bfloat16(), draw(3, 300, 1552).bfloat16()
         yield "3x300x776 bf16", (x, qk), (draw(3, 300),)
 
@@ -232,8 +232,8 @@ boundary_scores_backward = Operation(
 
 Args:
     grad_p: (B, T) float32, any strides.
-    x: what `boundary_scores` was given.
-    qk: what it was given.
+    x: as in `boundary_scores`.
+    qk: likewise.
 
 Returns:
     Gradients of x and qk, like them.

@@ -76,7 +76,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("2x5 of 4x9 nowhere", (draw(2, 4, 9), places(2, 5, 1).clamp(max=-1)))
     yield Case("2x0 of 4x9 empty", (draw(2, 4, 9), places(2, 0, 1)))
     yield Case("2x3 of 0x9 empty", (draw(2, 0, 9), places(2, 3, 1).clamp(max=-1)))
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         yield Case("4x300 of 700x776 bf16", (draw(4, 700, 776).bfloat16(), places(4, 300, 700)))
 
 

@@ -277,7 +277,7 @@ def _draw(generator: torch.Generator, width: int, parts: int) -> tuple[Tensor, .
 def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     kinds = [(torch.float32, width) for width in (1, 33, 159)]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         kinds += [(torch.float32, 1024), (torch.bfloat16, 512), (torch.bfloat16, 776)]
     for dtype, width in kinds:
         drawn = []
@@ -376,7 +376,7 @@ route_position_ = Operation(
 )  # fmt: skip
 """Route one position, and count it.
 
-Of several texts all tensors and results have a dimension for them in front.
+With several texts, all tensors and results have a leading batch dimension.
 
 Args:
     router: one of `ROUTERS`.
@@ -387,7 +387,7 @@ Args:
     last: (2 D,) like x, n and q of the position before; of `learned`, overwritten.
     byte: int64 of one element, the byte before; of `space`, overwritten.
     ids: int64 of one element, the byte.
-    encoder: int32 scalar tensor: how many positions came before. One is added.
+    encoder: int32 scalar tensor: number of earlier positions. One is added.
     decoder: int32 scalar tensor: set to what `encoder` was.
     length: of chunks, of `every`.
     eps: added to the mean square.
@@ -413,7 +413,7 @@ take_chunk_ = Operation(
 )  # fmt: skip
 """Take what the inner network gives for a chunk that begins at the last position.
 
-Of several texts all tensors have a dimension for them in front.
+With several texts, all tensors have a leading batch dimension.
 
 Args:
     z: (D,) float32 or bfloat16, contiguous.

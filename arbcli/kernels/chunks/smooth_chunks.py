@@ -188,7 +188,7 @@ def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     strided = normal(10, 9, 6).permute(2, 1, 0)[::2], shares(9, 6).T[::2]
     yield "3x9x10 strided", *strided, normal(10, 3, 9).permute(1, 2, 0)
     yield "2x0x3 empty", normal(2, 0, 3), shares(2, 0), normal(2, 0, 3)
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         z = normal(3, 700, 776).bfloat16()
         yield "3x700x776 bf16", z, shares(3, 700), normal(3, 700, 776)
 
@@ -237,8 +237,8 @@ smooth_chunks_backward = Operation(
 
 Args:
     grad_s: (B, C, D) float32, any strides.
-    z: what `smooth_chunks` was given.
-    p: what it was given.
+    z: as in `smooth_chunks`.
+    p: likewise.
     s: what it returned.
 
 Returns:

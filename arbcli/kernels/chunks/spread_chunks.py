@@ -155,7 +155,7 @@ def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, T
     yield "3x9 in 4 of 10 strided", x, s, owner, first
     found = find_chunks_reference(torch.ones(2, 0, dtype=torch.bool, device=device), 3)
     yield "2x0 in 3 of 5 empty", normal(2, 0, 5), normal(2, 3, 5), found.owner, found.first
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         found = find_chunks_reference(
             (torch.rand(3, 700, generator=generator) < 0.3).to(device), 200
         )
@@ -210,8 +210,8 @@ spread_chunks_backward = Operation(
 
 Args:
     grad_y: (B, T, D) float32 or bfloat16, any strides.
-    s: what `spread_chunks` was given.
-    owner: what it was given.
+    s: as in `spread_chunks`.
+    owner: likewise.
     first: (B, C) int64, of `find_chunks`.
 
 Returns:

@@ -11,7 +11,7 @@ A thread decodes four trits of each plane, those that are neighbours in q, to on
     as it is      bytes j .. j + 3 of row n       to q[n, k .. k + 3], k the column of byte j
     transposed    byte j of rows n .. n + 3       to q[k, n .. n + 3]
 
-Why so: a trit times a number of e4m3 is that number, its negative or 0. So three integer operations
+Reason: a trit times a number of e4m3 is that number, its negative or 0. So three integer operations
 on an int32 multiply four weights, none becomes a float, and one store writes all four. Only short
 blocks, and groups that planes do not lie within, are stored a byte at a time.
 """

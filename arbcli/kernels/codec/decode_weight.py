@@ -11,7 +11,7 @@ Where each plane of a block lies within one group, a warp decodes eight blocks a
     shared memory       has plane j of block b of thread c at 320 b + 64 j + 16 c, eight bf16
     the warp stores     five times 512 contiguous bytes of that, 16 of each thread
 
-Why so: two trits at a time one instruction multiplies by their scale to the pair of bf16 that is
+Reason: two trits at a time one instruction multiplies by their scale to the pair of bf16 that is
 stored, and a thread needs no other's trits. What four threads have of a plane is 64 contiguous
 bytes; through shared memory a warp stores 512 at once, and that is as fast as writing zeros. The
 short last block, or the whole matrix where groups do not fit planes, is decoded by columns, one

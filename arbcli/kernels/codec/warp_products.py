@@ -14,7 +14,7 @@ The instruction's own columns, and those that a thread has of a plane of 32 weig
                                                                                2 c + 8, 2 c + 9
     plane, thread c   8 c .. 8 c + 7: four of them for each of two instructions
 
-Why so: a sum does not mind the order of its terms. So the columns of w and of x are renamed alike,
+Reason: a sum does not mind the order of its terms. So the columns of w and of x are renamed alike,
 and a thread multiplies the eight neighbours that it has loaded at once, instead of asking others.
 
 Triton's interpreter cannot execute PTX, so each operation is written a second time in plain Triton.

@@ -12,7 +12,7 @@ Incomplete pieces are padded with zeros: 1.06 bytes a weight.
     a piece, 512 bytes:   thread 4 r + c has 16:  | row r: 8 c .. 8 c + 7 | row r + 8: the same |
     a byte:               | below 0 | magnitude of z, 7 bits |
 
-Why so: one load of 16 bytes is all that a thread needs of a plane, in the order of `warp_products`,
+Reason: one load of 16 bytes is all that a thread needs of a plane, in the order of `warp_products`,
 and a warp loads 512 bytes side by side. Sign and magnitude, and not a signed byte, since 128 + m is
 a bf16 number with the bits of m, so that no conversion is needed.
 

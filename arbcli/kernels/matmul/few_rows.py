@@ -16,7 +16,7 @@ the columns of other blocks. That needs a quarter of the scalings, and no exchan
     two of them, abreast           0     1     0     1     0     1     0     1     of four:
                                   block 0     block 1     block 2     block 3
 
-Why so: below about 64 rows the time goes into loading w, 1.6 bits a weight; decoding must not take
+Reason: below about 64 rows the time goes into loading w, 1.6 bits a weight; decoding must not take
 longer than that. So digits are decoded in the registers that the instruction takes them from, as
 shared memory would have bf16 weights written and read, ten times the bytes.
 

@@ -15,7 +15,7 @@ A piece of 640 bytes, of which thread 4 r + c loads the 16 of j = c and r:
          | j=0 r=0 | j=0 r=1 | ... | j=0 r=7 | j=1, r=0..7 | j=2 | j=3 | scales r=0..7 |
            | q=0: row r, row r + 8 | q=1: row r, row r + 8 |     four bytes each, 4 planes a byte
 
-Why so: what a thread needs of rows r and r + 8 for its columns 8 c .. 8 c + 7 of four planes is one
+Reason: what a thread needs of rows r and r + 8 for its columns 8 c .. 8 c + 7 of four planes is one
 load of 16 bytes, and eight threads of equal c load 128 bytes side by side. Two bits and not 1.6: a
 code is a mask away from a number, where the digits of a byte come out one after the other. Every
 second column is a neighbour, so that one mask leaves two codes in the two halves of a word.

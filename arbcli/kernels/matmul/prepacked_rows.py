@@ -15,7 +15,7 @@ Shared memory, of a program with W warps and S pieces of each of its tiles and w
     | tile 0: S x 640 | tile 1 | .. | tile 0 | ..   ...  | ..         |   W x rows of x, float32 |
       later its sums: 512 bytes an octet of rows, 16 a thread
 
-Why so: a warp copies and waits for its own pieces alone, and no barrier stops the others. Copies do
+Reason: a warp copies and waits for its own pieces alone, and no barrier stops the others. Copies do
 not pass through registers, which the sums of all rows of x need. Sums take the place of pieces
 that were multiplied, and one barrier later any warp adds up those of all, in the order of warps.
 

@@ -237,7 +237,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield case("2x32 zeros", torch.zeros(2, 32))
     yield case("3x20 the smallest", normal(3, 20) * 2.0**-120)
     yield case("0x32 empty", torch.zeros(0, 32))
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         yield case("1311x776 bf16", normal(1311, 776).bfloat16())
 
 

@@ -11,7 +11,7 @@ In the instruction of bytes, of 16 rows by 8 columns, the columns are for up to 
     x of        row 0         row 1         row 2         row 3          upper and lower bytes
     w of       thread 4 r + c: j = c of one block of 128, of rows r and r + 8
 
-Why so: codes are loaded and masked once for all rows of x. A row of x keeps columns of its own, so
+Reason: codes are loaded and masked once for all rows of x. A row of x keeps columns of its own, so
 that its sums of float32 are formed in the order that they have in `row_matmul`, whose columns are
 four blocks of one row.
 

@@ -18,7 +18,7 @@ In the instruction of bytes, of 16 rows by 8 columns, the columns are for up to 
     x of      block 0       block 1       block 2       block 3          upper and lower bytes
     w of      thread c = 0        1             2             3          its own block of each row
 
-Why so: one row of x would leave six columns empty. With four blocks abreast a thread loads all that
+Reason: one row of x would leave six columns empty. With four blocks abreast a thread loads all that
 it needs of a piece for itself, 64 bytes of codes of rows r and r + 8, and x is 0 where column and
 block differ. Registers and not shared memory hold w: it is loaded before the wait, when nothing is,
 and only one thread uses a byte, once.

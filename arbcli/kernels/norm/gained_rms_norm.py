@@ -154,7 +154,7 @@ def _inputs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor,
     """Draw (label, x, two like it, gain, eps)."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(shape, torch.float32) for shape in SHAPES]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         low = ((5, 33), (4096, 768), (9000, 384), (1025, 5632))
         shapes += [(shape, torch.bfloat16) for shape in low]
     for shape, dtype in shapes:

@@ -290,7 +290,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield case("4x20 transposed", (40, 4), lambda x: x.T)
     yield case("3x40 saturated", (3, 80), lambda x: 40 * x)
     yield case("0x40 empty", (0, 80))
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         for shape in ((5, 33), (4096, 2048), (1025, 5632)):
             label = f"{shape[0]}x{shape[1]} bf16"
             wide = shape[0], 2 * shape[1]

@@ -412,7 +412,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield case("4x40 transposed", (40, 4), lambda x: x.T)
     yield case("9x165 ones", (9, 165), ones=True)
     yield case("0x40 empty", (0, 40))
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         for shape in ((5, 33), (4096, 768), (2048, 2048), (1025, 5632)):
             label = f"{shape[0]}x{shape[1]} bf16"
             yield case(label, shape, dtype=torch.bfloat16)

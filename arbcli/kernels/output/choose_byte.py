@@ -206,7 +206,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     several = 3 * torch.randn(8, 256, generator=generator)
     kinds |= {"8 rows": several, "2 rows of 33 symbols": several[:2, :33].contiguous(),
               "5 rows, some equal": several[:5].round()}  # fmt: skip
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         kinds |= {"bf16": random.bfloat16(), "3 rows bf16": several[:3].bfloat16()}
     place: TensorOptions = {"dtype": torch.int32, "device": device}
     for number, (kind, logits) in enumerate(kinds.items()):

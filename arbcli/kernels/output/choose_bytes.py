@@ -91,7 +91,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     kinds = {"random": random, "33 symbols": random[:, :33].contiguous(),
              "some equal": random.round(), "all equal": torch.zeros(texts, 5),
              "some excluded": torch.where(random > 0, random, -torch.inf)}  # fmt: skip
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         kinds["bf16"] = random.bfloat16()
     for number, (kind, logits) in enumerate(kinds.items()):
         index = torch.arange(texts, dtype=torch.int32)

@@ -136,7 +136,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     targets = torch.randint(20, (66,), generator=generator).to(device)
     yield Case("33x20 strided", (logits.T[:, ::2], targets[::2]))
     yield Case("33x20 large", (300 * logits.T[:, ::2], targets[::2]))
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         logits = torch.randn(1000, 256, generator=generator).to(device, torch.bfloat16)
         targets = torch.randint(256, (1000,), generator=generator).to(device)
         yield Case("1000x256 bf16", (logits, targets))
@@ -180,8 +180,8 @@ cross_entropy_backward = Operation(
 """Compute the gradient of `scale` times the sum of all losses.
 
 Args:
-    logits: what `cross_entropy` was given.
-    targets: what it was given.
+    logits: as in `cross_entropy`.
+    targets: likewise.
     scale: float32 scalar tensor.
 
 Returns:

@@ -127,7 +127,7 @@ def _chunks(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]
     row = torch.randn(33, generator=generator).to(device)
     yield "33x20 strided", logits.T[:, ::2], targets[::2], row
     yield "33x20 large", 300 * logits.T[:, ::2], targets[::2], row
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         logits = torch.randn(1000, 4032, generator=generator).to(device, torch.bfloat16)
         targets = torch.randint(-4032, 8064, (1000,), generator=generator).to(device)
         row = torch.randn(1000, generator=generator).to(device)

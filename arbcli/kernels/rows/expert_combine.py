@@ -168,7 +168,7 @@ def _draw(device: torch.device) -> Iterator[Drawn]:
     inputs = draw(70, 42).T[::2], places(3, 7).T, draw(14, 3)[::2]
     yield "7x3 of 70 strided", inputs, (draw(70, 7).T,)
     yield "0x3 of 7 empty", (draw(0, 7), places(0, 3), draw(0, 3)), (draw(0, 7),)
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         inputs = draw(2400, 776).bfloat16(), places(300, 8), draw(300, 8)
         yield "300x8 of 776 bf16", inputs, (draw(300, 776).bfloat16(),)
 
@@ -234,9 +234,9 @@ grad_gates[m, j] = sum over d of grad_y[m, d] * values[positions[m, j], d]
 
 Args:
     grad_y: (M, D) in the dtype of `values`, any strides.
-    values: what `expert_combine` was given.
+    values: as in `expert_combine`.
     positions: what it was given. The kernel leaves slots outside alone.
-    gates: what it was given.
+    gates: likewise.
 
 Returns:
     Gradients of `values`, like them, zero in rows without a token, and of `gates`, float32;

@@ -264,7 +264,7 @@ def _grad_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     grad_y = torch.randn(35, 40, generator=generator).to(device).T[::2]
     ids = torch.randint(0, 6, (20,), generator=generator).to(device)
     yield Case("20x35 to 6 strided", (grad_y, ids, 6))
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         grad_y = torch.randn(8192, 768, generator=generator).to(device, torch.bfloat16)
         ids = torch.randn(8192, generator=generator).mul(20).add(128).clamp(0, 255).long()
         yield Case("8192x768 to 256 bf16", (grad_y, ids.to(device), 256))

@@ -138,7 +138,7 @@ def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     x, grad_y = (draw(7, 9, 6).permute(2, 1, 0)[::2] for _ in range(2))
     yield "3x9x7, 4 taps strided", x, draw(4, 7).T, grad_y
     yield "2x0x5, 4 taps empty", draw(2, 0, 5), draw(5, 4), draw(2, 0, 5)
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         x, grad_y = (draw(3, 300, 776).bfloat16() for _ in range(2))
         yield "3x300x776, 4 taps bf16", x, draw(776, 4), grad_y
 
@@ -192,6 +192,6 @@ causal_conv_grad_w = Operation(
 
 Args:
     grad_y: like x, any strides.
-    x: what `causal_conv` was given.
+    x: as in `causal_conv`.
     taps: W.
 """

@@ -158,7 +158,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     q, k, v, g = (part.transpose(0, 1)[:, ::2] for part in draw(20, 3, 2, 6, 5))
     yield Case("3x10x2x6x5 strided", (q, k, v, g, False))
     yield Case("2x0x2x3x4 empty", (*draw(2, 0, 2, 3, 4), True))
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         *parts, g = draw(2, 700, 5, 64, 128)
         for reverse in (False, True):
             inputs = (*(part.bfloat16() for part in parts), g, reverse)

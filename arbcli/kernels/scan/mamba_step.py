@@ -210,7 +210,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     texts = [draw_step(2, 7, 5, 4, at, torch.float32, generator) for at in (0, 6, 13)]
     texts = [(*inputs[:3], *texts[0][3:7], inputs[7]) for inputs in texts]
     yield Case("three texts", (*stacked_texts(texts, *SHARED), active))
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         inputs = draw_step(16, 64, 64, 4, 9, torch.bfloat16, generator)
         yield Case("16x64x64 bf16", inputs)
         texts = [draw_step(16, 64, 64, 4, at, torch.bfloat16, generator) for at in range(9)]
@@ -264,7 +264,7 @@ Args:
     rate: (H,) float32.
     bias: like `rate`.
     skip: like `rate`.
-    position: int32 scalar tensor: how many positions came before. It is read on the device.
+    position: int32 scalar tensor: number of earlier positions. It is read on the device.
     active: int32 like `position`, 0 for texts that the step skips; None for none.
 
 Returns:

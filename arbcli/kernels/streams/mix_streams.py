@@ -44,7 +44,7 @@ def mix_streams_backward_reference(
 def mix_streams_torch(
     x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
 ) -> Tensor:
-    """Do as `mix_streams` does, by differentiable operations of torch."""
+    """Compute `mix_streams` with differentiable torch operations."""
     rows = []
     for row in weights.unbind(1):
         y = row[:, :1] * x[:, 0].float()
@@ -188,7 +188,7 @@ def _draw(device: torch.device) -> Iterator[Drawn]:
     yield "3x2x9 to 4 strided", (*inputs, normal(9, 3).T, normal(4, 3).T), (grad_y,)
     inputs = normal(0, 4, 7), normal(0, 4, 4), normal(0, 7), normal(0, 4)
     yield "0x4x7 to 4 empty", inputs, (normal(0, 4, 7),)
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         for rows in (1, 4):
             inputs = normal(700, 4, 776).bfloat16(), normal(700, rows, 4)
             inputs = *inputs, normal(700, 776).bfloat16(), normal(700, rows)
@@ -256,10 +256,10 @@ mix_streams_backward = Operation(
 
 Args:
     grad_y: (M, R, D) in the dtype of x, any strides.
-    x: what `mix_streams` was given.
-    weights: what it was given.
-    added: what it was given.
-    gains: what it was given.
+    x: as in `mix_streams`.
+    weights: likewise.
+    added: likewise.
+    gains: likewise.
 
 Returns:
     Gradients of x, like it, and of weights, float32; and of `added`, like it, and of `gains`,

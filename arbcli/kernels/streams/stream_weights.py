@@ -81,7 +81,7 @@ def stream_weights_backward_reference(
 def stream_weights_torch(
     raw: Tensor, bias: Tensor, rounds: int = ROUNDS
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do as `stream_weights` does, by differentiable operations of torch in float32."""
+    """Compute `stream_weights` with differentiable torch operations in float32."""
     n = count_streams(raw.shape[1])
     z = raw.float() + bias.float()
     a, c, square = z.split((n, n, n * n), dim=1)
@@ -284,7 +284,7 @@ def _draw(device: torch.device) -> Iterator[Drawn]:
     yield case("5 of 4 beyond the limit", 30 * normal(5, 24), rounds=4)
     yield case("5 of 4 strided", normal(48, 10).T[::2, ::2], rounds=1)
     yield case("0 of 4 empty", normal(0, 24))
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         yield case("1311 of 4 bf16", normal(1311, 24).bfloat16(), rounds=ROUNDS)
         yield case("1311 of 4 far from even", 6 * normal(1311, 24), rounds=ROUNDS)
 
@@ -335,9 +335,9 @@ Args:
     grad_a: (M, n) float32.
     grad_b: (M, n, n) float32.
     grad_c: (M, n) float32.
-    raw: what `stream_weights` was given.
-    bias: what it was given.
-    rounds: what it was given.
+    raw: as in `stream_weights`.
+    bias: likewise.
+    rounds: likewise.
 
 Returns:
     (M, n (n + 2)) float32: the gradient of raw, whose sum over positions is that of bias.

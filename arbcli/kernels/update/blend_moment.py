@@ -239,7 +239,7 @@ Args:
         at 2**21. None for the sign of the values.
     column_gain: (K,) float32; None for ones.
     key: int32 scalar tensor, from `stream_keys`.
-    ok: int32 scalar tensor; where 0 nothing changes.
+    ok: int32 scalar tensor; if 0, nothing changes.
     squares: int64 scalar tensor; the sum of the new m squared over the matrix is added to it.
     decay: multiplier of m in units of 2**-16, 0..65536.
     gain: multiplier of u, 0..1023.

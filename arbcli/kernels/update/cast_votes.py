@@ -265,7 +265,7 @@ Args:
     packed: (N, row_bytes(K)) uint8.
     votes: (N, K) int8.
     grad: (N, K) float32, bfloat16 or int8, dL/dw or its sign; only its sign is read.
-    ok: int32 scalar tensor; where 0 nothing changes.
+    ok: int32 scalar tensor; if 0, nothing changes.
     threshold: int32 scalar tensor, 1..127.
     held: (N, K) bool, the trits that stay whatever their votes; None holds none.
 
@@ -287,5 +287,5 @@ Args:
     exponent: (N, groups) int8.
     votes: (N, groups) int8.
     slope: (N, groups) float32; only its sign is read.
-    ok: int32 scalar tensor; where 0 nothing changes.
+    ok: int32 scalar tensor; if 0, nothing changes.
 """

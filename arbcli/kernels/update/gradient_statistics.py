@@ -354,7 +354,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     grad, packed, *flags = case("", 3, 333).inputs
     for name, all_digits in with_remainders(packed, generator):
         yield Case(f"3x333 {name}", (grad, all_digits, *flags))
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16, and takes its time
+    if device.type == "cuda":  # the interpreter's bf16 is wrong, and slow
         yield case("2049x2080 bf16", 2049, 2080, lambda x: x.bfloat16())
 
 

@@ -359,7 +359,7 @@ def _gram_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     if not INTERPRETED:  # Hopper's large tiles, few and many for as many processors as a CPU has
         yield Case("776x8", (draw(776, 8),))
         yield Case("1160x8 transposed", (draw(8, 1160).T,))
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         few = ((33, 17), (384, 1024), (768, 2048), (3, 640, 321))
         for shape in (*few, (1544, 1000), (2048, 5632), (8, 2048, 64)):
             x = draw(*shape).bfloat16()

@@ -159,7 +159,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 1, 1), (5, 33, 41), (17, 3, 165), (3, 65, 7), (33, 2, 1311)]
     dtypes = [torch.float32]
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         shapes += [(300, 260, 776)]
         dtypes += [torch.bfloat16]
     for length, rows, columns in shapes:

@@ -172,5 +172,5 @@ Args:
     key: int32 scalar tensor, from `stream_keys`.
     gain: int32 scalar tensor, at most 2**12.
     shift: int32 scalar tensor; d = (s * gain) >> shift, in units of 2**-16 of v.
-    ok: int32 scalar tensor; where 0 nothing changes.
+    ok: int32 scalar tensor; if 0, nothing changes.
 """

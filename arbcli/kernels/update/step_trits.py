@@ -595,7 +595,7 @@ Args:
     step_size: int64 scalar tensor, what unit root-mean-square moves z, in units of 2**-32.
     squares: int64 scalar tensor, the sum of m squared over the matrix.
     limit: int32 scalar tensor, the largest |d|, in units of 2**-16 of z.
-    ok: int32 scalar tensor; where 0 nothing changes.
+    ok: int32 scalar tensor; if 0, nothing changes.
     flips: int64 scalar tensor; the number of trits that changed is added to it.
     radix: P, what a trit is worth in units of A.
     remainder_max: z is clipped to +-(P + remainder_max).
@@ -626,7 +626,7 @@ Args:
     gain: int32 scalar tensor, at most 2**12.
     shift: int32 scalar tensor; d = (u * gain) >> shift, in units of 2**-16 of z.
     limit: int32 scalar tensor, the largest |d|.
-    ok: int32 scalar tensor; where 0 nothing changes.
+    ok: int32 scalar tensor; if 0, nothing changes.
     flips: int64 scalar tensor; the number of trits that changed is added to it.
     radix: P, what a trit is worth in units of A.
     remainder_max: z is clipped to +-(P + remainder_max).

@@ -167,7 +167,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("17x129 strided", (normal(17, 259)[:, 1::2], None, None, ok()))
     yield Case("17x259 zero", (normal(17, 259) * 0, *gains, ok()))
     yield Case("17x259 not finite", (normal(17, 259) / 0, *gains, ok()))
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16, and takes its time
+    if device.type == "cuda":  # the interpreter's bf16 is wrong, and slow
         yield Case("2049x2080 bf16", (normal(2049, 2080).bfloat16(), None, None, ok()))
 
 

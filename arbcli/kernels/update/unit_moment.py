@@ -75,7 +75,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         moment = torch.randint(-127, 128, (rows, columns), generator=generator, dtype=torch.int8)
         moment = moment.to(device)
         yield case(f"{rows}x{columns}", moment)
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         yield case(f"{rows}x{columns} bf16", moment, torch.bfloat16)
     yield case(f"{rows}x{columns} zero", moment * 0)
     refused = (
@@ -107,7 +107,7 @@ unit_moment = Operation(
 Args:
     moment: (N, K) int8, any strides.
     squares: int64 scalar tensor, the sum of the moment squared; 0 gives zeros.
-    out: (N, K) float32 or bfloat16, any strides; written.
+    out: (N, K) float32 or bfloat16, any strides; modified in place.
 """
 
 

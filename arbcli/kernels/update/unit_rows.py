@@ -130,7 +130,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         bad = normal(9, 40)
         bad[7, 5] = value
         yield case(f"9x40 {value}", bad)
-    if device.type == "cuda":  # the interpreter computes wrongly in bf16, and takes its time
+    if device.type == "cuda":  # the interpreter's bf16 is wrong, and slow
         yield case("2049x2080 bf16", normal(2049, 2080).bfloat16())
 
 
