@@ -177,6 +177,8 @@ def generate(
     from arbcli.infer import generation, several
 
     sampling = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    if ahead is not None and not isinstance(ahead, int):
+        raise ArbError(f"`ahead` is {ahead!r}", hint="use a whole number")
     if isinstance(prompt, bytes | str):
         if batch is not None:
             raise ArbError("`batch` is for several prompts", hint="give a list of them")

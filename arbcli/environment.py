@@ -33,7 +33,7 @@ COUNTS = Path("/proc/stat")
 """Linux's file with the number of running processes."""
 
 TWINS = ("float", "ste")
-"""Choices of `--weights` that train a float twin."""
+"""Choices of `--weights` that train a float baseline."""
 INTERPRET = "TRITON_INTERPRET"
 """Triton's variable: at `1`, kernels run in its interpreter. It is read when they are defined."""
 

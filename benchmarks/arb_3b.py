@@ -1,10 +1,10 @@
-"""Time `arb-3b` in the memory of the system it re-creates, against a float twin that fills as much.
+"""Time `arb-3b` in the memory of the system it re-creates, against a float baseline as large.
 
-    python -m benchmarks.arb_3b [ours] [twin] [checkpoint] [batches] [signs] [--out DIR]
+    python -m benchmarks.arb_3b [arb] [checkpoint] [baseline] [batches] [signs] [--out DIR]
 
-The twin is a dense model in float32 with AdamW, as large as 5,106 MiB take at batch 1; both are
-captured, and the twin is compiled. `batches` goes up to 1,024 windows, of `tiny` too. `signs` has
-the rule `votes`, by gradients whose signs alone are stored, and by gradients that are stored.
+The baseline is a dense model in float32 with AdamW that fills 5,106 MiB at batch 1; both are
+captured, and the baseline is compiled. `batches` goes up to 1,024 windows, of `tiny` too. `signs`
+has the rule `votes`, by gradients whose signs alone are stored, and by gradients that are stored.
 The first step, which compiles what no run before it did, is timed apart.
 """
 
@@ -47,7 +47,7 @@ SIGNED = ((1, False), (32, True))
 ROUNDS, STEPS = 3, 4
 FEW_STEPS_FROM = 256
 """Windows of a batch whose steps take so long that one is a round."""
-PARTS = ("ours", "checkpoint", "twin", "batches", "signs")
+PARTS = ("arb", "checkpoint", "baseline", "batches", "signs")
 
 
 def build(batch: int, options: dict) -> Trainer:
@@ -117,7 +117,7 @@ def time_checkpoint() -> None:
 
 def main() -> None:
     """Print a line a measurement, and write those of steps as rows."""
-    parser = results.options("arb_3b", "Time arb-3b against a float twin in the same memory.")
+    parser = results.options("arb_3b", "Time arb-3b against a float baseline in the same memory.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     args = parser.parse_args()
     parts = args.parts or PARTS
@@ -126,13 +126,13 @@ def main() -> None:
     def save(*about: Any) -> None:
         results.save("arb_3b", [measure(*about)], command=command, folder=args.out)
 
-    if "ours" in parts:
+    if "arb" in parts:
         time_construction()
         for batch, recompute in BATCHES:
             save("arb-3b", batch, OURS | {"recompute": recompute})
     if "checkpoint" in parts:
         time_checkpoint()
-    if "twin" in parts:
+    if "baseline" in parts:
         for batch in TWIN_BATCHES:
             save("AdamW", batch, TWIN)
     if "batches" in parts:

@@ -1,8 +1,8 @@
 """A float model and its step in as few operations as PyTorch needs: the fastest peer of a step.
 
-The shapes are a dense preset's, and the equations those of the float twin without sub-norms. The
-model is one compiled function in bf16, its batch stays on the GPU, gradients are not clipped, and
-the whole step is one CUDA graph. It draws no text and keeps no checkpoint.
+The shapes are a dense preset's, and the equations those of the float baseline without sub-norms.
+The model is one compiled function in bf16, its batch stays on the GPU, gradients are not clipped,
+and the whole step is one CUDA graph. It draws no text and keeps no checkpoint.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,10 @@
-"""Time a training step of `tiny` on the CPU against its float twin, in turns: `make bench`.
+"""Time a training step of `tiny` on the CPU against its float baseline, in turns: `make bench`.
 
     python -m benchmarks.cpu_step [--compute fp32] [--out DIR]
 
 Every kind is a process of its own that waits while another one computes, as libgomp reads once how
-long its threads spin: ours as `arb` sets it, the twin's as libgomp has it. Where there is a C++
-compiler, the twin is measured compiled too. With the time on the clock stands that of the
+long its threads spin: ours as `arb` sets it, the baseline's as libgomp has it. Where there is a C++
+compiler, the baseline is measured compiled too. With the time on the clock stands that of the
 processor, of all threads, which other programs disturb less.
 """
 
@@ -55,7 +55,7 @@ def serve(kind: str, compute: str | None) -> None:
 def start(kind: str, compute: str | None) -> subprocess.Popen:
     """Start the process of a kind."""
     about = ["--compute", compute] if compute else []
-    # the words say to `set_environment` that a twin is trained
+    # the words say to `set_environment` that a baseline is trained
     words = ["--weights", "float"] if KINDS[kind] is TWIN else []
     environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
     return subprocess.Popen(
@@ -79,8 +79,8 @@ def ask(process: subprocess.Popen) -> tuple[tuple[float, float], int, str]:
 
 
 def main() -> None:
-    """Print a line a kind, with its speed against the faster twin's, and write the rows."""
-    parser = results.options("cpu_step", "Time training steps on the CPU against a float twin.")
+    """Print a line a kind, with its speed against the faster baseline's, and write the rows."""
+    parser = results.options("cpu_step", "Time training steps on the CPU against a float baseline.")
     parser.add_argument("--serve", choices=KINDS)
     parser.add_argument("--weights")
     parser.add_argument("--compute", choices=("bf16", "fp32"), help="default: what is native")
@@ -122,7 +122,7 @@ def main() -> None:
     twin, of_cpu = (min(row[name] for row in twins) for name in ("ms", "cpu_ms"))
     for row in rows:
         print(
-            f"{row['kind']:32} {row['ms']:8.1f} ms, {twin / row['ms']:.2f} x the twin;"
+            f"{row['kind']:32} {row['ms']:8.1f} ms, {twin / row['ms']:.2f} x the baseline;"
             f" {row['cpu_ms']:8.1f} ms of the processor, {of_cpu / row['cpu_ms']:.2f} x"
         )
     options = ("--compute", args.compute) if args.compute else ()

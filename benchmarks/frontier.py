@@ -5,7 +5,7 @@
 A step's time says how many steps fit into a fixed time, and `benchmarks.scaling` what loss that
 many steps give. A table then takes, for every budget of memory, the best loss of a kind among the
 models that fit: that is what a user can choose. Only ways to compute a step are measured that leave
-its loss as it is: a twin adds up gradients of parts of a batch, our rules step otherwise then.
+its loss as it is: a baseline adds up gradients of parts of a batch, our rules step otherwise then.
 
 Processes with the same `--lock` time their steps one after another, while others compile.
 """

@@ -3,9 +3,9 @@
     python -m benchmarks.imports [--large] [--out DIR]
 
 Every kind is made by Transformers with random weights (width 512, 6 layers, 4,096 tokens), saved in
-bf16 and imported. Compared with Transformers in float32, on 4 x 256 random tokens: the float twin,
-the integers, and the same weights in Q8_0, as llama.cpp rounds them. `--large` reads a folder of
-Qwen3-0.6B's shape instead, and takes time and memory.
+bf16 and imported. Compared with Transformers in float32, on 4 x 256 random tokens: the float
+baseline, the integers, and the same weights in Q8_0, as llama.cpp rounds them. `--large` reads a
+folder of Qwen3-0.6B's shape instead, and takes time and memory.
 """
 
 import json

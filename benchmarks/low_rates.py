@@ -10,7 +10,7 @@ alone: the direction of `moment` (orthogonal, of a float moment), steps as large
 levels, and scales that stay. After a step a weight goes back to the grid by a rounding: by
 independent random bits (`random`), by low-discrepancy bits (`turned`), to the nearest level
 (`nearest`), or to that with the error kept in float32 until the next step (`kept`). `moment`,
-`nibble` and `moment factored` are the product, and AdamW is the float twin.
+`nibble` and `moment factored` are the product, and AdamW is the float baseline.
 """
 
 from dataclasses import asdict, dataclass
@@ -93,7 +93,7 @@ class GridSteps:
     whose largest weight has the last level.
 
     Args:
-        model: a float twin, whose matrices step; gains of norms stay.
+        model: a float baseline, whose matrices step; gains of norms stay.
         last: level of the grid; None is float32.
         rounding: `random`, `turned`, `nearest` or `kept`; any for float32.
     """
@@ -165,7 +165,7 @@ class GridSteps:
 
 
 def simulate(run: Run, texts: Path, folder: Path, device: str) -> dict[str, Any]:
-    """Tune a float twin on a grid."""
+    """Tune a float baseline on a grid."""
     novels = Texts(Text([texts / "novels-train.txt"]), Text([texts / "novels-val.txt"]), "")
     made: list[GridSteps] = []
 

@@ -1,4 +1,4 @@
-"""Measure a run that several GPUs share: its bits, its speed against a twin's, and what it learns.
+"""Measure a run of several GPUs: its bits, its speed against a baseline's, and its losses.
 
     torchrun --nproc-per-node 2 -m benchmarks.many_gpus bits|speed|quality [--preset NAME]
         [--data FILE --val FILE] [--device cpu] [--eager] [--digits all] [--steps N]
@@ -6,9 +6,10 @@
 
 `bits` trains with all GPUs, and with the first one alone that does all micro-batches, and compares
 every tensor of the state. `speed` times a step of all GPUs with one micro-batch each, and of one
-GPU with one: weak scaling is what each GPU does of that. The peer is the float twin under torch's
-DistributedDataParallel, compiled, with gradients in bfloat16. `quality` compares held-out losses
-with those of the rule that steps by one gradient of the same windows; each GPU has its own runs.
+GPU with one: weak scaling is what each GPU does of that. The peer, of kind `twin`, is the float
+baseline under torch's DistributedDataParallel, compiled, with gradients in bfloat16. `quality`
+compares held-out losses with those of the rule that steps by one gradient of the same windows; each
+GPU has its own runs.
 
 `--device cpu` tries it out with gloo: figures of time and memory mean nothing there.
 """

@@ -90,7 +90,7 @@ def draw_loss(runs: Runs) -> Any:
 
 
 def draw_speed(runs: Runs) -> Any:
-    """Draw the speed of training steps as a share of the faster twin's."""
+    """Draw the speed of training steps as a share of the faster baseline's."""
     figure, axes = pyplot.subplots(figsize=(8, 3.6))
     bars = [
         (f"{title} against {twin}", [
@@ -112,7 +112,7 @@ def draw_speed(runs: Runs) -> Any:
         axes.bar_label(drawn, fmt="%.2f", fontsize=9)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(PRESETS)), PRESETS)
-    axes.set(ylabel="speed, the float twin's being 1")
+    axes.set(ylabel="speed, the float baseline's being 1")
     axes.legend(loc="upper left", frameon=False)
     axes.set_ylim(0, 1.15 * max(ratio for _, found in bars for ratio in found if ratio) + 0.15)
     return figure

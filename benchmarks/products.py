@@ -1,9 +1,9 @@
 """Time the packed products and the whole update against cuBLAS, in one run: `make bench`.
 
 Every call is a replay from a cold cache; ours and the peer's take turns, and a ratio is the median
-over the turns. See `arbcli.verify.timing`. cuBLAS multiplies normal weights, as a float twin has
-them; large products are also compared with cuBLAS of our own, which takes it a little less time, as
-zeros save power.
+over the turns. See `arbcli.verify.timing`. cuBLAS multiplies normal weights, as a float baseline
+has them; large products are also compared with cuBLAS of our own, which takes it a little less
+time, as zeros save power.
 
 A product of few rows is hardly longer than its launch, which no model pays for each: its products
 are launched as one graph. So these are also timed in a row, as many different matrices as are eight

@@ -38,7 +38,7 @@ WEIGHTS = settings_of(ModelConfig)["digits"].setting.words
 """Fields that a word of `--weights` sets."""
 DIGITS = {"trit": "ternary", "all": "all digits", "fade": "ternary"}
 KINDS = {"float": "float", "ste": "straight-through"}
-"""Names of the weights of a twin in tables."""
+"""Names of the weights of a baseline in tables."""
 
 
 def measure(options: str, common: str, text: list[str], seed: int, every: int | None) -> dict:

@@ -5,8 +5,8 @@
 RUN is a size, a number of steps and a kind, such as "384x6 1000 AdamW"; without any, all of four
 sizes and four lengths are run, the longest first. A loss depends on the steps and not on their
 time, so several processes may share a GPU. With `--claims` they share the runs, too: each takes
-those that no other has taken. A twin is captured and not compiled, as to compile takes longer than
-most runs: that moves its last bits.
+those that no other has taken. A baseline is captured and not compiled, as to compile takes longer
+than most runs: that moves its last bits.
 """
 
 import itertools

@@ -13,8 +13,8 @@ Kernels are sorted by what they do. Next to the time of each kind stands its flo
 - **all others**: every tensor that a launch is given, read or written once, at the rate of a copy.
   A tensor that is read and written counts once, so no kernel can be faster.
 
-The bare twin's step (`benchmarks.bare_twin`) is traced and timed after the factored ones, and its
-kernels are sorted by their names alone. MODEL is one of `MODELS`.
+The bare baseline's step (`benchmarks.bare_twin`) is traced and timed after the factored ones, and
+its kernels are sorted by their names alone. MODEL is one of `MODELS`.
 """
 
 import math
@@ -80,7 +80,7 @@ OF_TWIN = {
     STEPPING: r"adam|multi_tensor|foreach",
     **LIBRARIES,
 }
-"""Patterns for the twin, whose weights are converted to bf16 where ours are decoded."""
+"""Patterns for the baseline, whose weights are converted to bf16 where ours are decoded."""
 MULTIPLIED = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1, "_scaled_grouped_mm": 0}
 """Operations of torch that are products, and the place of the first factor."""
 OF_ATTENTION = 3.5
@@ -425,7 +425,7 @@ def milliseconds(found: Counter) -> dict[str, float]:
 
 
 def measure_twin(options: dict[str, Any], ctx: int) -> dict[str, Any]:
-    """Trace and time the step of the bare twin, with AdamW."""
+    """Trace and time the step of the bare baseline, with AdamW."""
     empty()
     torch._dynamo.reset()
     eager = training.EAGER_STEPS + TRACED
@@ -460,7 +460,7 @@ def main() -> None:
         results.save("step_budget", [row], command=command, folder=args.out)
         if MODELS[name].get("direction") == "factored":
             row["twin"] = measure_twin(MODELS[name], row["ctx"])
-            print(f"  the bare twin: {row['twin']}", flush=True)
+            print(f"  the bare baseline: {row['twin']}", flush=True)
             results.save("step_budget", [row], command=command, folder=args.out)
 
 

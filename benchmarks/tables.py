@@ -82,7 +82,7 @@ def speed_ratio(ours: Row | None, peer: Row | None) -> float | None:
 
 
 def faster(runs: Runs, preset: str, twin: str) -> Row | None:
-    """Find the fastest of the twins: with sub-norms, without, and bare."""
+    """Find the fastest of the baselines: with sub-norms, without, and bare."""
     ways = ("", ", no sub-norms", ", bare")
     found = [row_of(runs, preset=preset, kind=f"{twin}{how}") for how in ways]
     return min((row for row in found if row), key=lambda row: row["ms"], default=None)
@@ -148,7 +148,7 @@ def _quality(runs: Runs, preset: str, head: Sequence[str]) -> str:
 
 
 def steps_on_a_cpu(runs: Runs) -> str:
-    """Milliseconds of a step of `tiny` on a CPU, and the twins' speed as a share."""
+    """Milliseconds of a step of `tiny` on a CPU, and the baselines' speed as a share."""
     lines = []
     for compute in ("bf16", "fp32"):
         rows = {row["kind"]: row for row in rows_of(runs, preset="tiny", compute=compute)}
@@ -157,7 +157,7 @@ def steps_on_a_cpu(runs: Runs) -> str:
             [kind, compute, f"{row['ms']:.0f} ms", *(f"{ms / row['ms']:.2f}" for ms in twins)]
             for kind, row in rows.items()
         ]
-    head = ["", "compute", "a step", "the twin being 1", "the compiled twin being 1"]
+    head = ["", "compute", "a step", "the baseline being 1", "the compiled baseline being 1"]
     return markdown(head, lines) + source(runs)
 
 
@@ -177,7 +177,7 @@ def text_on_a_cpu(runs: Runs) -> str:
         ratio = median(mine / theirs for mine, theirs in rates)
         has = "AVX2" if level == "x86-64-v3" else "all"
         lines.append([f"`{preset}`, {digits}", task, str(threads), has, *speeds, f"{ratio:.2f}"])
-    head = ["", "", "threads", "instructions", "ours", "llama.cpp", "ratio"]
+    head = ["", "", "threads", "instructions", "`arb`", "llama.cpp", "ratio"]
     return markdown(head, lines) + source(runs)
 
 
@@ -226,7 +226,7 @@ def quality_in_eight_bits(runs: Runs) -> str:
 
 
 def speed(runs: Runs) -> str:
-    """Bytes a second of a training step against the faster twin's."""
+    """Bytes a second of a training step against the faster baseline's."""
     lines = []
     for preset in PRESETS:
         ours, peer = row_of(runs, preset=preset, kind="factored"), faster(runs, preset, "AdamW")
@@ -241,12 +241,12 @@ def speed(runs: Runs) -> str:
                 _number(speed_ratio(orthogonal, faster(runs, preset, "Muon")), ".2f"),
             ]
         )
-    head = ["preset", "weights", "ours, factored direction", "float AdamW", "ratio"]
+    head = ["preset", "weights", "`arb`, factored direction", "float AdamW", "ratio"]
     return markdown([*head, "ratio, orthogonal against Muon"], lines) + source(runs)
 
 
 def ratios(runs: Runs) -> str:
-    """Speed and memory of training steps as shares of the twins'."""
+    """Speed and memory of training steps as shares of the baselines'."""
     shapes = [row_of(runs, preset=preset, kind="factored") for preset in PRESETS]
     shown = [f"{row['ctx']}, {row['batch']}" if row else "" for row in shapes]
     lines = [["context, windows a batch", *shown]]
@@ -309,7 +309,7 @@ def products(runs: Runs) -> str:
         ("grad_x", "its gradient of x", ".3f"),
         (
             "forward, cuBLAS of these weights",
-            "forward, cuBLAS given our ternary weights, whose zeros save power",
+            "forward, cuBLAS given these ternary weights, whose zeros save power",
             ".3f",
         ),
         ("grad_x, cuBLAS of these weights", "gradient of x, the same", ".3f"),
@@ -370,7 +370,7 @@ def generation(runs: Runs) -> str:
                 f"{_share(peer['copy_share'])} ({peer['mode']})",
             ]
         )
-    head = ["", "ours", "float in bf16", "ratio", "its weights, share of the copy bandwidth"]
+    head = ["", "`arb`", "float in bf16", "ratio", "its weights, share of the copy bandwidth"]
     return markdown(head, lines) + source(runs)
 
 
@@ -382,7 +382,7 @@ def several(runs: Runs) -> str:
         rate, twin = ours["bytes_per_second"], peer["bytes_per_second"]
         about = [f"`{ours['preset']}`", str(ours["batch"])]
         lines.append([*about, f"{rate:,.0f}", f"{twin:,.0f}", f"{rate / twin:.2f}"])
-    return markdown(["", "texts", "ours", "float in bf16", "ratio"], lines) + source(runs)
+    return markdown(["", "texts", "`arb`", "float in bf16", "ratio"], lines) + source(runs)
 
 
 def caches(runs: Runs) -> str:
@@ -453,7 +453,7 @@ def exports(runs: Runs) -> str:
 
 def imports(runs: Runs) -> str:
     """Compare models that were read in with Transformers."""
-    head = ["model", "rule", "group", "float twin from Transformers", "weights off by"]
+    head = ["model", "rule", "group", "float baseline from Transformers", "weights off by"]
     rows = [
         [
             row["kind"],
@@ -629,7 +629,7 @@ def speed_of_many(runs: Runs) -> str:
         lines.append(
             [
                 f"`{row['preset']}`",
-                row["kind"] + ", captured" * row["captured"],
+                row["kind"].replace("twin", "baseline") + ", captured" * row["captured"],
                 f"{row['gpus']}",
                 f"{row['ms']:.2f}",
                 f"{row['bytes_per_second']:,.0f}",

@@ -4,8 +4,8 @@
 
 TEXTS is as of `benchmarks.tuning`. A float Qwen 3 of bytes, of the size of `base` (85 million
 weights), is trained by AdamW on code and novels, and imported. Integers fade to the trit by `arb
-train --init-from --weights anneal`, with and without `--teacher`; straight-through twins begin with
-the same float weights. All see as many tokens of the same text. `rounded` has the trits of the
+train --init-from --weights anneal`, with and without `--teacher`; straight-through baselines begin
+with the same float weights. All see as many tokens of the same text. `rounded` has the trits of the
 import, and no training.
 
 WAY replaces the ways of this file: a kind, a rate, and fields of `Way`, such as
@@ -54,7 +54,7 @@ class Way:
     """A way to a ternary model."""
 
     kind: str
-    """Rule of weights that fade, or optimizer of a straight-through twin."""
+    """Rule of weights that fade, or optimizer of a straight-through baseline."""
     lr: float
     taught: bool = False
     fade_from: float = 0.0

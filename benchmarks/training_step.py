@@ -1,12 +1,12 @@
-"""Time a training step of every preset against its float twin: `make bench`.
+"""Time a training step of every preset against its float baseline: `make bench`.
 
     python -m benchmarks.training_step [PRESET...] [--kinds KIND...] [--out DIR]
 
-The twin is that of `arb train --weights float`: compiled, Muon in batches of equal shapes, its
+The baseline is that of `arb train --weights float`: compiled, Muon in batches of equal shapes, its
 whole step one CUDA graph, with sub-norms as ours and without. Every step draws its batch as
-training does. The bare twin has neither sub-norms nor clipping, and its batch stays on the GPU: see
-`benchmarks.bare_twin`. `factored` is compared with AdamW, and `orthogonal` with Muon, which pays
-for the same iteration.
+training does. The bare baseline has neither sub-norms nor clipping, and its batch stays on the GPU:
+see `benchmarks.bare_twin`. `factored` is compared with AdamW, and `orthogonal` with Muon, which
+pays for the same iteration.
 
 Kinds of a group are in memory together and take turns, so that clocks and heat reach them alike.
 """
@@ -107,7 +107,7 @@ def build(preset: str, kind: str) -> Trainer | BareTwin:
 
 @torch.no_grad()
 def draw(weight: FloatWeight, seed: int, index: int) -> None:
-    """Draw a twin's weight where it is: its own way draws on the CPU, 8 s for those of `1b`."""
+    """Draw a baseline's weight where it is: its own way draws on the CPU, 8 s for those of `1b`."""
     weight.latent.normal_(0, weight.std)
 
 
@@ -216,7 +216,7 @@ def to_row(preset: str, subject: Subject, in_turns: bool) -> dict:
 
 def main() -> None:
     """Print a line a step, and write the rows of each preset."""
-    parser = results.options("training_step", "Time training steps against float twins.")
+    parser = results.options("training_step", "Time training steps against float baselines.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     args = parser.parse_args()

@@ -6,7 +6,7 @@ TEXTS is a folder with `code-train.txt`, `code-val.txt` (`benchmarks.code_text` 
 `novels-train.txt` and `novels-val.txt`. A Qwen 3 of bytes (10.8 million weights) is trained on code
 in float32 by AdamW, and written as a folder for Transformers. Integers go the way of the README:
 `arb import`, then `arb train --init-from` on novels, by the functions that these commands call. The
-peers begin with the same folder: AdamW and Muon by the float twin, others by `float_steps`.
+peers begin with the same folder: AdamW and Muon by the float baseline, others by `float_steps`.
 
 `new` is the held-out loss of novels, `old` that of code, in nats a byte, both of the same windows.
 `speed` times steps alone, each way in a process of its own.
@@ -157,7 +157,7 @@ def pretrain(
 
 
 def twin_trainer(folder: Path, texts: Texts, *, device: str, **options: Any) -> Trainer:
-    """Make a trainer of the float twin of a folder's model."""
+    """Make a trainer of the float baseline of a folder's model."""
     model = read_folder_config(folder, weights="float")
     config = new_config(preset=model, device=device, warmup=WARMUP, **options)
     with deterministic():
@@ -165,7 +165,7 @@ def twin_trainer(folder: Path, texts: Texts, *, device: str, **options: Any) -> 
 
 
 def tune_twin(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
-    """Tune the float twin by AdamW or Muon."""
+    """Tune the float baseline by AdamW or Muon."""
     novels = Texts(Text([texts / "novels-train.txt"]), Text([texts / "novels-val.txt"]), "")
     options = {
         "optimizer": job.kind.lower(),
@@ -185,10 +185,10 @@ def tuned_twin(
     device: str,
     begin: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Let a twin begin with the weights of the folder, train it to its end, and score it.
+    """Let a baseline begin with the weights of the folder, train it to its end, and score it.
 
     Args:
-        trainer: of the twin.
+        trainer: of the baseline.
         folder: of the float model.
         texts: folder of the texts.
         device: of the trainer.

@@ -1,4 +1,4 @@
-"""Twins and decoders that measurements compare with compute what the twin computes."""
+"""Baselines and decoders that measurements compare with compute what the baseline computes."""
 
 import pytest
 import torch

@@ -227,7 +227,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "biases of a Mistral": (
         imported(model_type="mistral", attention_bias=True), "`attention_bias` is `True`"),
     "window of a Llama": (imported(sliding_window=4), "`sliding_window` is `4`"),
-    "float twin of a probe": (probed(float=True), "need a trainer of ternary weights"),
+    "float baseline of a probe": (probed(float=True), "need a trainer of ternary weights"),
     "masked model of a probe": (
         probed(masked=True), "a probe reads bytes from left to right, and the model predicts"),
     "documents of a probe": (probed(packs=True), "a probe reads plain text, and these are"),

@@ -1,4 +1,4 @@
-"""Training of float twins, step by step."""
+"""Training of float baselines, step by step."""
 
 import torch
 from torch import Tensor

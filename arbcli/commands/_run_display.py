@@ -218,7 +218,7 @@ class RunDisplay:
 def _compile_time(first: "FirstStep") -> str:
     """Return the compile time of the first step as text."""
     if first.compile_seconds is None:
-        return ", in which torch compiles the baseline"
+        return ", in which torch compiles the float baseline"
     compiled, loaded = first.kernels_compiled, first.kernels_loaded
     took = f": {first.compile_seconds:.2f} s to"
     if compiled:

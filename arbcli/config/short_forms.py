@@ -181,6 +181,12 @@ def channels(
                 fields=(names[0], "experts"),
             )
         return [MLPConfig(width=ffn, sub_norm=sub_norms)] * layers
+    if hash_layers > layers:
+        raise ArbError(
+            f"`hash_layers` is {hash_layers} of {layers} blocks",
+            hint=f"use 0 to {layers}",
+            fields=("hash_layers",),
+        )
     top_k = TOP_K_EXPERTS if top_k_experts is None else top_k_experts
     learned = _mixture(experts, "top_k_experts", top_k, ffn, moe_gate, shared_expert, moe_clamp)
     hashed = replace(learned, gate="hash")

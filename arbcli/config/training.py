@@ -49,7 +49,7 @@ FLOAT_LR = {
     ("ste", "adamw"): 3e-3,
     ("ste", "muon"): 3e-3,
 }
-"""Default `lr` of float twins, by weights and optimizer."""
+"""Default `lr` of float baselines, by weights and optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,7 @@ class TrainConfig:
             decisive=True,
         ),
     ] = "rule"
-    """Optimizer of float twins; `rule` for ternary weights."""
+    """Optimizer of float baselines; `rule` for ternary weights."""
     teacher: Annotated[
         str | None,
         Setting(

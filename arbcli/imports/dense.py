@@ -63,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor and all its parts; None for ones. That of a twin is float."""
+    """A tensor and all its parts; None for ones. That of a baseline is float."""
 
     tensor: TernaryTensor | FloatWeight | None
     parts: tuple[Part, ...]

@@ -215,11 +215,11 @@ def _chunks(part: Part, width: int) -> list[slice]:
 
 
 def read_float(folder: WeightFolder, config: ModelConfig) -> LanguageModel:
-    """Read a folder into a twin with float weights, to compare with.
+    """Read a folder into a float baseline, to compare with.
 
     Args:
         folder: its weights.
-        config: of the twin, `weights` being `float`.
+        config: of the baseline, `weights` being `float`.
     """
     model = build_model(config, torch.float32)
     check_tensors(folder, model)

@@ -140,7 +140,7 @@ def flat_settings(facts: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def state_histograms(model: LanguageModel) -> dict[str, Histogram]:
-    """Return histograms of trits and of exponents of scales per area; empty for a float twin."""
+    """Return histograms of trits and of scales' exponents per area; empty for a float baseline."""
     trits: dict[str, torch.Tensor] = {}
     octaves: dict[str, torch.Tensor] = {}
     for tensor in model.weights().values():

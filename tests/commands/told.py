@@ -44,7 +44,7 @@ SCENES: dict[str, list[str]] = {
     "check a finished run": ["check", "a"],
     "tune": ["train", "--init-from", "a", *RUN, "--steps", "1", "--batch", "2",
              "--lr", "0.25", "--val", "val.txt", "--no-save"],
-    "twin": ["train", *TINY, *RUN, "--steps", "1", "--weights", "float", "--optimizer", "muon",
+    "baseline": ["train", *TINY, *RUN, "--steps", "1", "--weights", "float", "--optimizer", "muon",
              "--no-save"],
     "inspect": ["inspect", "a"],
     "inspect two": ["inspect", "a/step-000004.safetensors", "--diff", "a"],

@@ -135,7 +135,7 @@ def prepacked(lm) -> int:
 @pytest.mark.parametrize("weights", ["float", "ste"])
 def test_twins_take_the_same_cache(weights, device, monkeypatch):
     lm, ids = model(device, weights=weights), text(21, device)
-    same = model(device, weights=weights, ctx=21)  # a twin turns no more positions than its context
+    same = model(device, weights=weights, ctx=21)  # a baseline turns `ctx` positions at most
     expected = forward_in_windows(same, ids, monkeypatch)
     with lm.prepared_weights():
         got = forward_in_parts(lm, ids, PARTS["ragged chunks and bytes"])

@@ -116,7 +116,7 @@ def test_step_over_one_byte_is_taken():
 
 
 def assert_twin_agrees_with_the_reference(lm: LanguageModel, *others: str) -> None:
-    """Compare the losses of a twin, `text`, `ponder` and others, and every gradient."""
+    """Compare the losses of a baseline, `text`, `ponder` and others, and every gradient."""
     ids = text(2, 9)
     own = {
         name: part.weight(torch.float32).detach().double().requires_grad_()

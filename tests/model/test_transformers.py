@@ -1,6 +1,6 @@
-"""A plain Llama, Qwen or Mistral: the float twin gives the logits of Transformers.
+"""A plain Llama, Qwen or Mistral: the float baseline gives the logits of Transformers.
 
-Random weights of a model of Transformers are copied into the twin, matrix by matrix.
+Random weights of a model of Transformers are copied into the baseline, matrix by matrix.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""The twins' optimizers against torch's own, and a twin that is compiled or captured."""
+"""The baselines' optimizers against torch's own, and a baseline that is compiled or captured."""
 
 import pytest
 import torch

@@ -296,7 +296,7 @@ def test_samples_and_a_trace_change_nothing_of_a_run(text, tmp_path, device, mon
 
 
 def test_samples_compile_nothing(text, tmp_path, monkeypatch):
-    """As blocks of a large twin are compiled: their forward pass makes the text, too."""
+    """As blocks of a large baseline are compiled: their forward pass makes the text, too."""
     always = property(lambda _: True, lambda *_: None)
     monkeypatch.setattr("arbcli.train.trainer.Trainer.is_compiled", always, raising=False)
     monkeypatch.setattr("arbcli.train.trainer.compile_twin", lambda _: None)
