@@ -174,7 +174,7 @@ def test_texts_are_made_in_deterministic_mode(monkeypatch):
         arbcli.generate("model", "a", 5, batch=1)
     with pytest.raises(ArbError, match="`ahead` is for a single prompt"):
         arbcli.generate("model", ["a"], 5, ahead=2)
-    with pytest.raises(ArbError, match="`ahead` is 2.5"):
+    with pytest.raises(ArbError, match=r"`ahead` is 2\.5"):
         arbcli.generate("model", "a", 5, ahead=2.5)
 
 

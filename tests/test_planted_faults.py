@@ -44,7 +44,6 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.model.flow import Documents
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.parts.attention import Attention
 from arbcli.model.parts.edges import Edges
 from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.model.stack import Block
@@ -582,8 +581,9 @@ FAULTS = [
     Fault("wiring", "attention's norm before the MLP", edit(method(Block, "forward"),
         rewrite("branch.part(x, branch.norm, ...)", "branch.part(x, self.branches[0].norm, ...)")),
         "model: output"),
-    Fault("exchange", "queries and keys exchanged", edit(method(Attention, "_attend"),
-        rewrite("q, k, v = prepare(a, b)", "k, q, v = prepare(a, b)")), "model: output"),
+    module("exchange", "queries and keys exchanged", "model.layers",
+        rewrite("attend_causally(*rotary_norm(a, b))",
+        "(lambda qq, kk, vv: attend_causally(kk, qq, vv))(*rotary_norm(a, b))"), "model: output"),
     Fault("wiring", "residual dropped",
         edit(method(Block, "forward"), rewrite("(x + a, None)", "(a, None)")), "model: output"),
     module("loss", "loss summed, not averaged", "model.layers",
