@@ -1,27 +1,27 @@
-"""Prepacking of a matrix of trits for products of few rows: two bits a weight, ready for use.
+"""Prepacked layout of a trit matrix for products of few rows: two bits per weight.
 
-The trits T are *prepacked*: T + 1 in two bits, four to a byte, in pieces of 16 rows by 128
-columns that are stored in the order in which the threads of a warp load them. Plane i of a piece,
-its columns 32 i .. 32 i + 31, is bits 2 i and 2 i + 1 of each byte.
+Trits T are stored as T + 1 in two bits, four per byte, in pieces of 16 rows by 128 columns. Pieces
+are stored in the order in which the threads of a warp load them. Plane i of a piece, its columns
+32 i .. 32 i + 31, is in bits 2 i and 2 i + 1 of each byte.
 
 - 512 bytes of codes. For j in 0..3, r in 0..7 and q in 0..1: bytes 8 j + 4 q .. 8 j + 4 q + 3 of
   row r of the piece, then the same bytes of row r + 8. The first of four bytes has columns
   32 i, the next 2 + 32 i, then 1 + 32 i and 3 + 32 i: every second one is a neighbour.
 - 128 bytes of scales, bf16. For r in 0..7: those of planes 0, 1, 2, 3 of row r, then of row r + 8.
 
-A piece of 640 bytes, of which thread 4 r + c loads the 16 of j = c and r:
+A piece of 640 bytes; thread 4 r + c loads the 16 bytes of j = c and row r:
 
     byte 0         16                     112       128                       512        640
          | j=0 r=0 | j=0 r=1 | ... | j=0 r=7 | j=1, r=0..7 | j=2 | j=3 | scales r=0..7 |
            | q=0: row r, row r + 8 | q=1: row r, row r + 8 |     four bytes each, 4 planes a byte
 
-Reason: what a thread needs of rows r and r + 8 for its columns 8 c .. 8 c + 7 of four planes is one
-load of 16 bytes, and eight threads of equal c load 128 bytes side by side. Two bits and not 1.6: a
-code is a mask away from a number, where the digits of a byte come out one after the other. Every
-second column is a neighbour, so that one mask leaves two codes in the two halves of a word.
+Reason: a thread loads its columns 8 c .. 8 c + 7 of four planes, of rows r and r + 8, with one load
+    of 16 bytes, and eight threads with the same c load 128 contiguous bytes. Codes have two bits,
+    not 1.6, because one mask extracts a code, while base-3 digits are extracted one after another.
+    Every second column is adjacent, so one mask leaves two codes in the two halves of a word.
 
-Codes beyond K are 0, scales beyond it are those of the last group, and rows beyond N are 0
-throughout. If the result is gated, row r + 8 of a piece is the row of w half a matrix below row r.
+Codes beyond K are 0, scales beyond K repeat the last group, and rows beyond N are all 0. If the
+result is gated, row r + 8 of a piece is the row of w half a matrix below row r.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,31 +56,31 @@ from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Case, Timing
 
 BLOCK = 4 * PLANE
-"""Weights of a row in a piece."""
+"""Number of columns per piece."""
 CODE_BYTES, SCALE_BYTES = 512, 128
 """Sizes of a piece's codes and scales in bytes."""
 COLUMNS = [0, 2, 1, 3]
-"""Of the bytes of a word; and the bytes of columns."""
+"""Column offsets of the bytes of a word, and byte offsets of columns."""
 PREPACKED_AT_ONCE = 1 << 22
-"""Weights that are prepacked at a time, which take some 30 bytes each meanwhile."""
+"""Weights that are prepacked at a time; each needs about 30 bytes of temporary memory."""
 PIECE_BYTES = tl.constexpr(CODE_BYTES + SCALE_BYTES)
 
 
 class Prepacked(NamedTuple):
-    """A matrix in pieces: T tiles of 16 rows by B blocks of 128 columns."""
+    """A prepacked matrix: T tiles of 16 rows by B blocks of 128 columns."""
 
     pieces: Tensor
     """(T, B, 640) uint8: (4, 8, 2, 2, 4) bytes, then (8, 2, 4) bfloat16 scales."""
     out_features: int
-    """N: elements of a result, after gating."""
+    """N, the width of the result, after gating."""
     in_features: int
-    """K."""
+    """K, the number of columns."""
     gated: bool
     """Whether a tile has eight rows of each half of the matrix."""
 
 
 def draw_prepacked(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    """Draw rows, a prepacked matrix and what is done with their product."""
+    """Draw rows, a prepacked matrix, and the optional norm, gate and sum."""
     gated, size = dice.below(2) == 1, PLANE * max(1, group_size // PLANE)
     n, k = n + n % 2, -(-k // 8) * 8
     weight = prepack(dice.packed(n, k, size, digits="trit"), gated)
@@ -95,11 +95,11 @@ PREPACKED_ARGUMENTS = few_rows_of(
 
 
 def prepack(packed: Packed, gated: bool = False) -> Prepacked:
-    """Code a packed matrix for products of few rows: 2.5 bits a weight, and what fills pieces.
+    """Prepack a matrix for products of few rows: 2.5 bits per weight, plus padding.
 
     Args:
         packed: N rows by K weights, in groups of a multiple of 32.
-        gated: whether results are to be gated; then N is even.
+        gated: whether results are gated; N is then even.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
@@ -125,7 +125,7 @@ def prepack(packed: Packed, gated: bool = False) -> Prepacked:
 
 
 def _pieces(packed: Packed, gated: bool, blocks: int) -> Tensor:
-    """Code some rows, or as many of either half, to (tiles, blocks, 640) bytes."""
+    """Prepack rows, or equal numbers of rows of both halves, to (tiles, blocks, 640) bytes."""
     device = packed.trits.device
     group = torch.arange(4 * blocks, device=device) * PLANE // packed.group_size
     scales = scales_torch(packed.exponent, packed.fraction)
@@ -144,7 +144,7 @@ def prepacked_reference(
     x: Tensor, pieces: Tensor, out_features: int, in_features: int, gated: bool, eps: float | None,
     added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute what `row_matmul` and `prepacked_rows` must return, in float64, a plane at a time."""
+    """Compute `row_matmul` and `prepacked_rows` in float64, one plane at a time."""
     tiles, blocks = pieces.shape[:2]
     codes = pieces[..., :CODE_BYTES].unflatten(2, (4, 8, 2, 2, 4))
     scales = pieces[..., CODE_BYTES:].contiguous().view(torch.bfloat16).unflatten(2, (8, 2, 4))
@@ -164,7 +164,7 @@ def prepacked_in_float64(
     x: Tensor, pieces: Tensor, out_features: int, in_features: int, gated: bool, eps: float | None,
     added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute what `prepacked_reference` does, for large matrices."""
+    """Compute `prepacked_reference` for large matrices."""
     weight = decode_prepacked(pieces).double().view(len(pieces), 2, 8, -1)
     return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
 
@@ -185,10 +185,10 @@ def prepacked_torch(
     x: Tensor, pieces: Tensor, out_features: int, in_features: int, gated: bool, eps: float | None,
     added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute what `row_matmul` and `prepacked_rows` return with torch, in float32."""
+    """Compute `row_matmul` and `prepacked_rows` with torch, in float32."""
     weight = decode_prepacked(pieces)[:, :in_features]
     results = []
-    for row in x.float():  # one by one, because the sums of a product depend on its rows
+    for row in x.float():  # row by row, because rounding in a product depends on the number of rows
         row = row[None] if eps is None else functional.rms_norm(row[None], row.shape, eps=eps)
         y = (row @ weight.T).view(1, -1, 2, 8)
         results.append(functional.silu(y[:, :, 0]) * y[:, :, 1] if gated else y)
@@ -200,7 +200,7 @@ def prepacked_native(
     x: Tensor, pieces: Tensor, out_features: int, in_features: int, gated: bool, eps: float | None,
     added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute what `row_matmul` and `prepacked_rows` return with the native loop."""
+    """Compute `row_matmul` and `prepacked_rows` with the native loop."""
     return multiply_native(x, pieces, None, out_features, gated, eps, added, dtype)
 
 
@@ -215,12 +215,12 @@ def prepacked_cases(
     shapes: Sequence[tuple], device: torch.device, _group_size: int, *,
     draw: Callable[..., Any] = prepack_drawn,
 ) -> Iterator[Case]:  # fmt: skip
-    """Draw cases of a kernel of prepacked matrices.
+    """Draw the cases of a kernel for prepacked matrices.
 
     Args:
-        shapes: (M, rows, K, G, gated, eps, whether something is added) of each.
-        device: what they are for.
-        draw: (rows, K, G, gated, generator) to a prepacked matrix.
+        shapes: (M, rows, K, G, gated, eps, with `added`) of each case.
+        device: device of the tensors.
+        draw: function of (rows, K, G, gated, generator) that returns a prepacked matrix.
     """
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
@@ -230,7 +230,7 @@ def prepacked_cases(
         x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
         added = torch.randn(m, weight.out_features, generator=generator)
         parts = [part.to(device) if isinstance(part, Tensor) else part for part in weight]
-        for dtype in dtypes:  # bf16 results have a coarser gate
+        for dtype in dtypes:  # the tolerance of bf16 results is coarser
             label = f"{m}x{rows}x{in_features}{' gate' * gated}{' norm' * (eps is not None)}"
             yield Case(
                 f"{label}{' sum' * adds} {str(dtype).removeprefix('torch.')}",
@@ -242,7 +242,7 @@ def prepacked_cases(
 def prepacked_timings(
     shapes: Sequence[tuple], device: torch.device, _group_size: int
 ) -> Iterator[Timing]:
-    """Draw what a kernel of prepacked matrices is timed with: shapes are (M, rows, K, gated)."""
+    """Draw the timings of a kernel for prepacked matrices; shapes are (M, rows, K, gated)."""
     generator = torch.Generator(device)
     half: TensorOptions = {"device": device, "dtype": torch.bfloat16}
     for m, rows, in_features, gated in shapes:

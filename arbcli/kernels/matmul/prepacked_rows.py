@@ -1,13 +1,13 @@
-"""Products of up to 64 rows, none of which depends on the others: y = added + gate(norm(x) @ w.T).
+"""Batch-invariant products of up to 64 rows: y = added + gate(norm(x) @ w.T).
 
-Norm, gate and sum are those of `row_matmul`; `prepacked` says how w lies. One promise is added: a
-row of the result has the same bits whatever the other rows are, and however many. So a text is the
-same whether it is made alone or with others. For that, the order of every sum follows from the
-shape of w alone: a warp takes every `warps`-th block of columns, and warps are summed in order.
+Norm, gate and sum are those of `row_matmul`; `prepacked` describes the layout of w. The bits of a
+row of the result do not depend on the other rows or their number, so a text is the same whether it
+is generated alone or in a batch. To this end, the order of every sum depends only on the shape of
+w: a warp takes every `warps`-th block of columns, and warps are summed in order.
 
 Decoding. A code T + 1, shifted to the top of 16 bits and with all bits flipped, is the bf16 number
 2 T once the other bits are cleared: 00 becomes 11, -2; 01 becomes 10, -0; and 10 becomes 01, 2. Its
-product with its scale is exact. The half too much is taken from the sums.
+product with its scale is exact. The factor 2 is removed from the sums.
 
 Shared memory, of a program with W warps and S pieces of each of its tiles and warps:
 
@@ -15,16 +15,16 @@ Shared memory, of a program with W warps and S pieces of each of its tiles and w
     | tile 0: S x 640 | tile 1 | .. | tile 0 | ..   ...  | ..         |   W x rows of x, float32 |
       later its sums: 512 bytes an octet of rows, 16 a thread
 
-Reason: a warp copies and waits for its own pieces alone, and no barrier stops the others. Copies do
-not pass through registers, which the sums of all rows of x need. Sums take the place of pieces
-that were multiplied, and one barrier later any warp adds up those of all, in the order of warps.
+Reason: a warp copies and waits for its own pieces only, without barriers. Copies do not pass
+    through registers, which hold the sums of all rows of x. Sums replace the pieces that were
+    multiplied; after one barrier, warps add the sums of all warps in order.
 
-Work. A program has some tiles of 16 rows, and all their pieces are copied to shared memory before
-it waits for the kernel that makes x; of a long row, as many as there is room for. Thread 4 r + c of
-a warp has columns 8 c .. 8 c + 7 of each plane: of rows r and r + 8 of w, and of row r of x. The
-matrix instruction has columns for eight rows of x; for sixteen it is repeated with the same trits.
-Where a warp has at most two blocks of columns, it keeps its x in registers for all tiles. The
-squares of the norm are products too: of x with itself, of which the diagonal is kept.
+Work. A program computes several tiles of 16 rows. It starts the copies of their pieces to shared
+memory, as many as fit, before it waits for the kernel that computes x. Thread 4 r + c of a warp has
+columns 8 c .. 8 c + 7 of each plane, of rows r and r + 8 of w and of row r of x. The matrix
+instruction has columns for eight rows of x; for sixteen it is repeated with the same trits. A warp
+with at most two blocks of columns keeps its x in registers for all tiles. The squares of the norm
+are the diagonal of the product of x with itself.
 """
 
 from functools import partial
@@ -69,9 +69,9 @@ from arbcli.kernels.runtime.threads import load_where
 MOST_TEXTS = 64
 """Largest M."""
 SHARED_BYTES = 47 << 10
-"""Of pieces that a program can have at a time."""
+"""Shared memory for pieces per program, in bytes."""
 UNIT_BYTES = tl.constexpr(512)
-"""Accumulator of a warp for 16 rows of w times 8 rows of x: four float32 a thread."""
+"""Bytes of a warp's accumulator of 16 rows of w by 8 rows of x: four float32 per thread."""
 _SCALES_AT = tl.constexpr(CODE_BYTES)
 _TWICE = tl.constexpr("prmt.b32 $0, $1, 0, 0x1010;")
 _TWICE_UPPER = tl.constexpr("prmt.b32 $0, $1, 0, 0x3232;")
@@ -79,7 +79,7 @@ _TWICE_UPPER = tl.constexpr("prmt.b32 $0, $1, 0, 0x3232;")
 
 @triton.jit
 def _twice(word, UPPER: tl.constexpr, PTX: tl.constexpr):
-    """Repeat the lower or the upper half of a word."""
+    """Copy the lower or the upper half of a word to both halves."""
     if PTX:
         CODE: tl.constexpr = _TWICE_UPPER if UPPER else _TWICE
         pair = tl.inline_asm_elementwise(CODE, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
@@ -95,7 +95,7 @@ def _copy_block(
     pieces_ptr, first_tile, tiles, block, slot,
     HEIGHT: tl.constexpr, BLOCKS: tl.constexpr, OF_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Start copying a warp's block of each tile to shared memory; beyond the last, zeros."""
+    """Start copying a warp's block of each tile to shared memory; zeros beyond the last block."""
     UNITS: tl.constexpr = PIECE_BYTES // 16
     lane = tl.arange(0, block.shape[0]) % 32
     for i in tl.static_range(HEIGHT):
@@ -111,7 +111,7 @@ def _copy_block(
 def _piece_of(
     pieces_ptr, first_tile, i, tiles, block, slot, BLOCKS: tl.constexpr, PTX: tl.constexpr
 ):
-    """Say where a warp's piece is: in shared memory, or without PTX where it came from."""
+    """Return the address of a warp's piece: in shared memory, or without PTX in global memory."""
     if PTX:
         at = slot
     else:
@@ -123,7 +123,7 @@ def _piece_of(
 
 @triton.jit
 def _load_block(x_starts, block, K, PTX: tl.constexpr):
-    """Load a warp's block of x: for each plane and eight rows, eight elements a thread."""
+    """Load a warp's block of x: eight elements per thread for each plane and eight rows."""
     c, planes = tl.arange(0, block.shape[0]) % 4, ()
     for plane in tl.static_range(4):
         k, octets = 128 * block + 32 * plane + 8 * c, ()
@@ -135,7 +135,7 @@ def _load_block(x_starts, block, K, PTX: tl.constexpr):
 
 @triton.jit
 def _add_block(sums, at, x, PTX: tl.constexpr):
-    """Add the products of a piece, which is at `at`, with a warp's block of x."""
+    """Add the products of the piece at address `at` and a warp's block of x."""
     thread = tl.arange(0, sums[0][0].shape[0])
     r, c = thread // 4 % 8, thread % 4
     codes = read_four(at + (128 * c + 16 * r), PTX)
@@ -156,7 +156,7 @@ def _add_block(sums, at, x, PTX: tl.constexpr):
 
 @triton.jit
 def _add_squares(squares, x, PTX: tl.constexpr):
-    """Add the products of a warp's block of x with itself."""
+    """Add the products of a warp's block of x and itself."""
     OCTETS: tl.constexpr = len(squares)
     for plane in tl.static_range(4):
         both, added = x[plane][0] + x[plane][OCTETS - 1], ()
@@ -168,7 +168,7 @@ def _add_squares(squares, x, PTX: tl.constexpr):
 
 @triton.jit
 def _write_units(units, at, thread, PTX: tl.constexpr):
-    """Write what a warp has, where nobody else reads or writes before all warps wait."""
+    """Write a warp's sums to its own shared memory, before the barrier."""
     if PTX:
         wait_for_warp(thread)
     for t in tl.static_range(len(units)):
@@ -180,7 +180,7 @@ def _write_units(units, at, thread, PTX: tl.constexpr):
 
 @triton.jit
 def _sum_unit(at, APART: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr):
-    """Sum over warps what they have of a unit, `APART` bytes from one warp's to the next's."""
+    """Sum a unit over warps, whose accumulators are `APART` bytes apart."""
     found = (tl.zeros(at.shape, tl.float32),) * 4
     for w in tl.static_range(WARPS):
         words, total = read_four(at + APART * w, PTX), ()
@@ -210,7 +210,7 @@ def _prepacked_rows_kernel(
         row = tl.minimum(first_row + 8 * t + r, M - 1)
         x_starts = x_starts + (x_ptr + row * (K // 4),)  # noqa: RUF005
 
-    # shared memory of a warp: pieces of each tile, later its sums; after all warps', the squares
+    # shared memory: for each warp pieces, then sums; after all warps, the squares
     OF_WARP: tl.constexpr = OF_TILE * HEIGHT
     memory = memory_of(instead_ptr, thread, BYTES, PTX)
     mine, squares_at = memory + OF_WARP * warp, memory + OF_WARP * WARPS
@@ -239,7 +239,7 @@ def _prepacked_rows_kernel(
                 at = _piece_of(pieces_ptr, first_tile, i, tiles, block, slot, BLOCKS, PTX)
                 sums = _add_block(sums, at, blocks[s], PTX)
             _write_units(sums, of_tile, thread, PTX)
-    else:  # one tile; two blocks of x are on their way while another is multiplied
+    else:  # one tile: prefetch two blocks of x while another one is multiplied
         sums = nothing
         even = _load_block(x_starts, warp, K, PTX)
         odd = _load_block(x_starts, warp + WARPS, K, PTX)
@@ -277,7 +277,7 @@ def _prepacked_rows_kernel(
             write_where(to, square, c == r // 2, PTX)
     tl.debug_barrier()
 
-    # a warp stores every `WARPS`-th unit
+    # each warp stores every `WARPS`-th unit
     UNITS: tl.constexpr = HEIGHT * OCTETS
     for turn in tl.static_range(0, UNITS, WARPS):
         unit = turn + warp
@@ -298,38 +298,38 @@ def _prepacked_rows_kernel(
 
 
 class Tiling(NamedTuple):
-    """How the work is shared out."""
+    """Partition of a product among programs and warps."""
 
     height: int
-    """Tiles of a program; each element of x is loaded once for all of them."""
+    """Tiles per program; each element of x is loaded once for all of them."""
     octets: int
-    """Eights of rows of x that a program has; trits are decoded once for all of them."""
+    """Number of groups of eight rows of x per program; trits are decoded once for all of them."""
     warps: int
-    """Number of warps per program; depends only on the matrix, as it sets the order of sums."""
+    """Warps per program: a function of the matrix only, as it fixes the order of sums."""
     steps: int
-    """Blocks of columns of a warp, at most."""
+    """Maximum number of blocks of columns per warp."""
     stages: int
-    """Of these, how many are in shared memory at a time."""
+    """Number of these blocks in shared memory at a time."""
 
     @property
     def tile_bytes(self) -> int:
-        """Count what a warp has of a tile in shared memory: pieces, then sums."""
+        """Compute the bytes of shared memory per warp and tile: for pieces, then sums."""
         return max(PIECE_BYTES.value * self.stages, UNIT_BYTES.value * self.octets)
 
     @property
     def shared_bytes(self) -> int:
-        """Count what a program has in shared memory: its tiles, and squares of rows."""
+        """Compute the bytes of shared memory per program: for tiles, and squares of rows."""
         return self.warps * (self.height * self.tile_bytes + 32 * self.octets)
 
 
 def _tiling(rows: int, tiles: int, blocks: int, processors: int) -> Tiling:
-    """Choose what a program takes, which on an H200 was the fastest for the matrices of `1b`."""
+    """Choose the tiling that was fastest on an H200 for the matrices of `1b`."""
     octets, warps = 1 if rows <= 8 else 2, 8 if blocks > 4 else 4
     steps, groups = triton.cdiv(blocks, warps), triton.cdiv(rows, 8 * octets)
     stages = min(steps, SHARED_BYTES // (warps * PIECE_BYTES.value))
     if steps > 2:
         return Tiling(1, octets, warps, steps, stages)
-    few = tiles * groups <= 4 * processors  # then a program for each processor is enough
+    few = tiles * groups <= 4 * processors  # one program per multiprocessor is then enough
     at_once = processors * (1 if few else 3 if octets == 1 else 2)
     return Tiling(min(4, triton.cdiv(tiles * groups, at_once)), octets, warps, steps, stages)
 
@@ -365,15 +365,15 @@ def prepacked_rows(
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Normalise rows, multiply them by a prepacked matrix, gate the result and add to it.
+    """Normalise rows, multiply by a prepacked matrix, gate the products and add `added`.
 
     Args:
         x: (M, K) bfloat16, contiguous, 1 to 64 rows, K a multiple of 8; on a CPU float32 too, and
             any number of rows.
-        weight: the matrix, and whether the result is gated.
-        eps: added to the mean square; None leaves the norm out.
-        added: like the result; None leaves the sum out.
-        dtype: of the result, bfloat16 or float32; by default that of `x`.
+        weight: the prepacked matrix.
+        eps: added to the mean square; None omits the norm.
+        added: like the result; None omits the sum.
+        dtype: dtype of the result, bfloat16 or float32; the default is that of `x`.
 
     Returns:
         (M, N) in `dtype`, accumulated in float32 and rounded once. A row's bits do not depend on
@@ -391,7 +391,7 @@ SHAPES = (
     (2, 180, 8, 32, False, None, False), (33, 18, 40, 32, False, 1e-6, True),
     (2, 20, 2600, 32, False, 1e-6, True),
 )  # fmt: skip
-"""(M, rows, K, G, gated, eps, whether something is added)."""
+"""(M, rows, K, G, gated, eps, with `added`)."""
 
 
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:

@@ -1,8 +1,8 @@
-"""Round the rows of a matrix to e4m3, each times a power of two: x ~ q * scale.
+"""Quantise the rows of a matrix to e4m3, with a power-of-two scale per row: x ~ q * scale.
 
-Numbers of e4m3 have three mantissa bits from 2**-6 on; below that they are multiples of 2**-9, and
-the largest is 448. The scale puts the largest of a row between 128 and 256, so elements of at
-least 2**-13 of it keep all three bits. Multiplying by a power of two itself is exact.
+e4m3 numbers have three mantissa bits from 2**-6 on; smaller ones are multiples of 2**-9, and the
+largest is 448. The scale moves the largest magnitude of a row to 128..256, so elements of at least
+2**-13 of it keep all three bits. Multiplication by a power of two is exact.
 Source: P. Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433.
 """
 
@@ -22,20 +22,20 @@ from arbcli.kernels.timed import Timed
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_OCTAVE = 7
-"""The octave that the scale moves the largest magnitude of a row to."""
+"""Octave to which the largest magnitude of a row is scaled."""
 WHOLE_ROW = 16384
-"""Columns of a row that a program can keep in registers."""
+"""Largest row that a program keeps in registers, in columns."""
 
 
 def round_e4m3_reference(values: Tensor) -> Tensor:
-    """Round float64 numbers of magnitude below 448 to the nearest of e4m3, ties to even."""
+    """Round float64 of magnitude below 448 to the nearest e4m3 number, ties to even."""
     octave = torch.frexp(values).exponent - 1
     step = torch.exp2((octave.clamp(min=-6) - 3).double())
     return (torch.round(values / step) * step).to(torch.float32)
 
 
 def quantise_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the reference result of `quantise_rows`; q is float32 here."""
+    """Compute `quantise_rows`, with q in float32."""
     values = x.double()
     largest = values.abs().amax(dim=1, keepdim=True)
     octave = (torch.frexp(largest).exponent - 1).clamp(min=-119)
@@ -82,14 +82,14 @@ def scales_of_largest(largest):
 
 @triton.jit
 def largest_of_rows(x):
-    """Find the largest magnitude of each row of a float32 tile: infinity, or NaN above all."""
-    bits = tl.abs(x).to(tl.int32, bitcast=True)  # compare like the numbers themselves
+    """Compute the largest magnitude of each row of a float32 tile; NaN is larger than infinity."""
+    bits = tl.abs(x).to(tl.int32, bitcast=True)  # bits of magnitudes are ordered like the numbers
     return tl.max(bits, axis=1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def store_e4m3(q_ptr, scale_ptr, x, offs_m, offs_d, mask, M, D, NATIVE: tl.constexpr):
-    """Round whole rows, [BLOCK_M, BLOCK_D] float32, and store them; `offs_m` is [BLOCK_M, 1]."""
+    """Quantise and store whole rows, [BLOCK_M, BLOCK_D] float32; `offs_m` is [BLOCK_M, 1]."""
     scale, inverse = scales_of_largest(largest_of_rows(x))
     tl.store(scale_ptr + offs_m, scale[:, None], mask=offs_m < M)
     q = to_e4m3(x * inverse[:, None], NATIVE)
@@ -129,7 +129,7 @@ def _quantise_rows_kernel(
 
 
 def has_e4m3(tensor: Tensor) -> bool:
-    """Whether a tensor's GPU, or the one compiled for, converts to e4m3 by itself."""
+    """Return whether a tensor's GPU, or the one compiled for, has conversions to e4m3."""
     return not INTERPRETED and capability(tensor) >= (8, 9)
 
 
@@ -156,7 +156,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     for rows, columns in ((1, 1), (3, 33), (5, 704)):
         yield Case(f"{rows}x{columns}", (draw(rows, columns).to(device),))
     wide = draw(2, WHOLE_ROW + 3)
-    wide[0, 0] = wide[1, -1] = 9  # the largest of a row is in its first turn, or in its last
+    wide[0, 0] = wide[1, -1] = 9  # the largest element is in the first or last iteration
     yield Case(f"2x{WHOLE_ROW + 3}", (wide.to(device),))
     few = draw(4, 66)
     yield Case("4x33 strided", (placed(few[:, ::2], device),))
@@ -169,7 +169,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
 
 
 def in_float32(_inputs: tuple, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Give (q, scale) with a q in float32, which compares like any number."""
+    """Return (q, scale) with q in float32, for comparisons."""
     return found[0].float(), found[1]
 
 
@@ -187,7 +187,7 @@ quantise_rows = Operation(
         for columns in (2048, 11264)
     ],
 )  # fmt: skip
-"""Round rows to e4m3.
+"""Quantise rows to e4m3.
 
 Args:
     x: (M, D) float32 or bfloat16, any strides, D at least 1.

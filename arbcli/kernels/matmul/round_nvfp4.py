@@ -1,6 +1,6 @@
-"""Round the rows of a matrix to NVFP4: four-bit numbers with a scale for 16 of them, and one float.
+"""Quantise a matrix to NVFP4: four-bit numbers, a scale per 16 columns, and one global scale.
 
-x ~ g * s * q, with q of e2m1 (0, 0.5, 1, 1.5, 2, 3, 4 or 6, and a sign), s of e4m3 for 16 columns,
+x ~ g * s * q, with q in e2m1 (0, 0.5, 1, 1.5, 2, 3, 4 or 6, and a sign), s in e4m3 for 16 columns,
 and g for the matrix:
 
     g = 2**(octave(max |x|) - 10)
@@ -32,11 +32,11 @@ from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.kernels.timed import Timed
 
 BLOCK = 16
-"""Columns of a scale."""
+"""Columns per scale."""
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of e2m1, by code."""
+"""Magnitudes of e2m1 numbers, indexed by code."""
 OCTAVE = 10
-"""Of the largest magnitude divided by g."""
+"""Octave of the largest magnitude divided by g."""
 SIXTH = 1 / 6
 LARGEST_SCALE = 448.0
 
@@ -44,7 +44,7 @@ _BLOCK, _SIXTH, _LARGEST = map(tl.constexpr, (BLOCK, SIXTH, LARGEST_SCALE))
 
 
 def encode_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the reference result of `encode_nvfp4`, 16 columns at a time in float64."""
+    """Compute `encode_nvfp4` in float64, 16 columns at a time."""
     largest = x.double().abs().max() if x.numel() else x.new_zeros((), dtype=torch.float64)
     octave = max(int(torch.frexp(largest).exponent) - 1, -116) if largest > 0 else -116
     values, blocks = x.double() / 2.0 ** (octave - 10), -(-x.shape[1] // 16)
@@ -67,13 +67,13 @@ def encode_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def round_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the reference result of `round_nvfp4`, in float64: the numbers of codes."""
+    """Compute `round_nvfp4` in float64, by decoding codes."""
     codes, scales, g = encode_nvfp4_reference(x)
     return nvfp4_numbers(codes, scales, torch.float64)[:, : x.shape[1]].to(x.dtype), g
 
 
 def nvfp4_numbers(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read codes and scales as numbers (M, K)."""
+    """Decode codes and scales: (M, K)."""
     found = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1).long()
     numbers = torch.tensor([*NUMBERS, *(-number for number in NUMBERS)], dtype=dtype)
     scales = scales.view(E4M3).to(dtype).repeat_interleave(BLOCK, dim=1)
@@ -81,7 +81,7 @@ def nvfp4_numbers(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def global_scale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the largest magnitude, g and 1 / g, (1,) float32 each; g is NaN if it is not finite."""
+    """Compute the largest magnitude, g and 1 / g: (1,) float32; g is NaN if it is not finite."""
     largest = x.abs().amax().float()[None] if x.numel() else x.new_zeros(1, dtype=torch.float32)
     field = (largest.view(torch.int32) >> 23).clamp(min=OCTAVE + 1)
     scale = ((field - OCTAVE) << 23).view(torch.float32)
@@ -90,7 +90,7 @@ def global_scale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _codes_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Find x / g in blocks, (M, B, 16), the scales of these, codes without signs, and g."""
+    """Compute x / g in blocks, (M, B, 16), their scales, codes without signs, and g."""
     _, scale, inverse = global_scale(x)
     padding = (0, -x.shape[1] % BLOCK)
     t = torch.nn.functional.pad(x.float() * inverse, padding).unflatten(1, (-1, BLOCK))
@@ -119,7 +119,7 @@ def _encode_nvfp4_torch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def number_of_scale(code, NATIVE: tl.constexpr):
-    """Read the float32 numbers of bits of e4m3 that are not negative."""
+    """Decode the bits of non-negative e4m3 numbers to float32."""
     if NATIVE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     code = code.to(tl.int32)
@@ -129,7 +129,7 @@ def number_of_scale(code, NATIVE: tl.constexpr):
 
 @triton.jit
 def number_of_code(code):
-    """Read the float32 numbers of codes of e2m1."""
+    """Decode e2m1 codes to float32."""
     size, exponent = code & 7, (code & 7) >> 1
     large = ((1 << exponent) * (2 + (size & 1))).to(tl.float32) * 0.25
     number = tl.where(size < 2, size.to(tl.float32) * 0.5, large)
@@ -142,7 +142,7 @@ def _nvfp4_kernel(
     M, K, B, stride_xm, stride_xk,
     CODES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Store codes and scales, or the numbers that they are."""
+    """Store codes and scales, or their decoded values."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     b = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     k = b[None, :, None] * _BLOCK + tl.arange(0, _BLOCK)[None, None, :]
@@ -154,7 +154,7 @@ def _nvfp4_kernel(
     size = tl.abs(t)
     bits = to_e4m3(tl.minimum(tl.max(size, axis=2) * _SIXTH, _LARGEST), NATIVE)
     s = number_of_scale(bits, NATIVE)[:, :, None]
-    # no quotient: comparisons are the same to the last bit everywhere
+    # comparisons instead of a quotient give the same bits on every backend
     code = (size > 0.25 * s).to(tl.int32) + (size >= 0.75 * s).to(tl.int32)
     code += (size > 1.25 * s).to(tl.int32) + (size >= 1.75 * s).to(tl.int32)
     code += (size > 2.5 * s).to(tl.int32) + (size >= 3.5 * s).to(tl.int32)
@@ -202,9 +202,9 @@ def _encode_nvfp4_triton(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def round_stack_nvfp4(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each matrix of a stack by a g of its own, all in one launch.
+    """Round each matrix of a stack with its own g, in one launch.
 
-    Each is brought to the same octave first, by a power of two, which is exact.
+    Each matrix is first scaled to the same octave by a power of two, which is exact.
 
     Args:
         w: (E, M, K) float32 or bfloat16, any strides.
@@ -246,7 +246,7 @@ round_nvfp4 = Operation(
     "round_nvfp4", _round_nvfp4_triton, _round_nvfp4_torch, round_nvfp4_reference, _cases,
     arguments={"x": ACTIVATIONS}, torch_is_peer=True, timed=_TIMED,
 )  # fmt: skip
-"""Round a matrix to numbers of four bits, their scales multiplied in.
+"""Round a matrix to NVFP4, with the block scales multiplied in.
 
 Args:
     x: (M, K) float32 or bfloat16, any strides.
@@ -259,12 +259,12 @@ encode_nvfp4 = Operation(
     "encode_nvfp4", _encode_nvfp4_triton, _encode_nvfp4_torch, encode_nvfp4_reference, _cases,
     arguments={"x": ACTIVATIONS}, torch_is_peer=True, timed=_TIMED,
 )  # fmt: skip
-"""Turn a matrix into codes of four bits with their scales.
+"""Encode a matrix to NVFP4 codes and scales.
 
 Args:
     x: (M, K) float32 or bfloat16, any strides.
 
 Returns:
-    (M, 8 ceil(K / 16)) uint8 codes, 0 beyond K; (M, ceil(K / 16)) uint8, the bits of scales of
-    e4m3; and g, (1,) float32, which is NaN if an element is not finite.
+    (M, 8 ceil(K / 16)) uint8 codes, 0 beyond K; (M, ceil(K / 16)) uint8, the bits of e4m3
+    scales; and g, (1,) float32, which is NaN if an element is not finite.
 """
