@@ -1,9 +1,9 @@
-"""Products of up to 8 rows, each with the bits that `row_matmul` gives it by itself.
+"""Products of up to 8 rows, each with the same bits as `row_matmul` of that row.
 
-So bytes of a text that are read together give what they give one by one. The equations, how w lies
-and how x is rounded are those of `row_matmul`, and so is the order of every sum of float32: of the
-planes of a block, of the blocks of a step, of the steps of a row, and of the squares of a row. The
-sums of integers, which are exact in any order, are formed otherwise.
+So bytes of a text that are processed together have the same results as one by one. The equations,
+the layout of w, the rounding of x and the order of every float32 sum are those of `row_matmul`:
+over the planes of a block, the blocks of a step, the steps of a row, and the squares of a row. Only
+sums of integers, which are exact, have another order.
 
 In the instruction of bytes, of 16 rows by 8 columns, the columns are for up to four rows of x:
 
@@ -11,15 +11,14 @@ In the instruction of bytes, of 16 rows by 8 columns, the columns are for up to 
     x of        row 0         row 1         row 2         row 3          upper and lower bytes
     w of       thread 4 r + c: j = c of one block of 128, of rows r and r + 8
 
-Reason: codes are loaded and masked once for all rows of x. A row of x keeps columns of its own, so
-that its sums of float32 are formed in the order that they have in `row_matmul`, whose columns are
-four blocks of one row.
+Reason: codes are loaded and masked once for all rows of x. Each row of x has its own columns, so
+    that its float32 sums have the order of `row_matmul`, whose columns are four blocks of one row.
 
 Work. Weights are loaded once for all rows. The matrix instruction multiplies a block of 16 rows of
 w by four rows of x, two columns each: thread 4 r + c has j = c of each block, and the results of
 rows r and r + 8 of w and row c of x. As many rows of x as fit in shared memory are rounded at a
-time, by all warps together: what a warp of `row_matmul` has of a row, with its squares, is a task
-here. So there may be more warps, and each sum is formed as it is there.
+time, by all warps. A task is the part of a row, with its squares, that one warp of `row_matmul`
+rounds. So the number of warps may differ, while each sum has the same order.
 """
 
 from functools import partial
@@ -70,14 +69,14 @@ from arbcli.kernels.runtime.shared_memory import (
 from arbcli.kernels.runtime.threads import across, load_constant, load_new, load_where, warp_number
 
 SHARED_BYTES = 47 << 10
-"""Capacity of a program for rows of x, their sums and their squares."""
+"""Shared memory per program in bytes, for rows of x, their sums and their squares."""
 ROWS_OF_INSTRUCTION = tl.constexpr(4)
-"""Rows of x that an instruction has room for."""
+"""Rows of x per instruction."""
 OCTETS = tl.constexpr(2)
-"""Eights of x that a thread rounds at a time; more take too many registers."""
+"""Groups of eight elements of x that a thread rounds at a time; more need too many registers."""
 APART = tl.constexpr(32)
-"""Bytes between rows of x in shared memory, and between their sums: threads read and write those of
-four rows at a time, which must be in different banks."""
+"""Padding in bytes between rows of x in shared memory, and between their sums: threads access four
+rows at a time, which must be in different banks."""
 
 
 @triton.constexpr_function
@@ -105,9 +104,9 @@ def _row_by_row_native(
 
 @triton.jit
 def _plane_of(codes, scales, plane: tl.constexpr, PTX: tl.constexpr):
-    """Take the codes of a plane, masked, and the scales of rows r and r + 8.
+    """Return the masked codes of a plane, and the scales of rows r and r + 8.
 
-    It is done again for other rows of x: the compiler is kept from having it in registers.
+    It is recomputed for each group of rows of x, which keeps it out of registers.
     """
     first, second = scales[plane // 2], scales[2 + plane // 2]
     if PTX:
@@ -128,7 +127,7 @@ def _plane_of(codes, scales, plane: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _read_rows(x_at, tables_at, r, c, ROWS: tl.constexpr, OF_ROW: tl.constexpr, PTX: tl.constexpr):
-    """Read a block of up to four rows of x, and of its table what a thread has the results of."""
+    """Read a block of up to four rows of x, and the table entries for a thread's results."""
     at = x_at + (OF_ROW * tl.minimum(r // 2, ROWS - 1) + HALF * (r % 2) + 32 * c)
     if ROWS == ROWS_OF_INSTRUCTION:
         x = read_four(at, PTX) + read_four(at + 16, PTX)
@@ -145,21 +144,21 @@ def _multiply_block(
     codes, scales, x_at, tables_at, r, c,
     ROWS: tl.constexpr, OF_ROW: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Multiply 16 rows of a block by rows of x.
+    """Multiply a block of 16 rows of w by rows of x.
 
     Args:
-        codes: four words of a thread.
-        scales: of rows r and r + 8, four words.
-        x_at: where the block is in shared memory, of the first row of x.
-        tables_at: where its table is, of the first row of x.
-        r: of the threads.
-        c: likewise.
-        ROWS: of x.
-        OF_ROW: bytes from a row of x to the next one.
-        PTX: whether PTX is understood.
+        codes: four words per thread.
+        scales: scales of rows r and r + 8, four words.
+        x_at: shared-memory address of the block in the first row of x.
+        tables_at: address of its table for the first row of x.
+        r: r of each thread.
+        c: c of each thread.
+        ROWS: number of rows of x.
+        OF_ROW: stride of rows of x in bytes.
+        PTX: whether the compiler accepts PTX.
 
     Returns:
-        For each four rows of x, row r with row c of these, and row r + 8.
+        For each four rows of x, the products of rows r and r + 8 of w with row c of these.
     """
     nothing, zero = tl.zeros_like(r), tl.zeros(r.shape, tl.float32)
     of_rows, sums = (), ()
@@ -191,7 +190,7 @@ def _do_step(
     ROWS: tl.constexpr, PER_TILE: tl.constexpr, ABREAST: tl.constexpr,
     OF_ROW: tl.constexpr, OF_SUMS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Do a warp's step for some rows of x, and write its sums."""
+    """Compute a warp's step for several rows of x, and write its sums."""
     r, c = thread // 4 % 8, thread % 4
     block, found = step % PER_TILE * ABREAST, ()
     for b in tl.static_range(ABREAST):
@@ -224,7 +223,7 @@ def _sum_each(a, b):
 
 @triton.jit
 def _task_of(number, warp, ROWS: tl.constexpr, WARPS: tl.constexpr, SQUARES: tl.constexpr):
-    """Find the row of a warp's task, and its first group; beyond the last task it is that again."""
+    """Compute the row and the first group of a warp's task; clamp to the last task."""
     task = tl.minimum(warp + WARPS * number, ROWS * SQUARES - 1)
     return task // SQUARES, task % SQUARES
 
@@ -235,7 +234,7 @@ def _take_octets(
     ROWS: tl.constexpr, WARPS: tl.constexpr, SQUARES: tl.constexpr, GROUPS: tl.constexpr,
     OF_ROW: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Round some eights of each thread to shared memory, from the `first` on: their squares."""
+    """Round groups of eight from `first` on to shared memory, and return their squares."""
     TURNS: tl.constexpr = (GROUPS + SQUARES - 1) // SQUARES
     octets, some, units, to, tables = (), (), (), (), ()
     for k in tl.static_range(first, first + SOME):
@@ -263,10 +262,10 @@ def _take_rows(
     GROUPS: tl.constexpr, OF_ROW: tl.constexpr, WHOLE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Round rows of x to shared memory, and write the squares that each has.
+    """Round rows of x to shared memory, and write the sums of squares of each task.
 
-    A task of a warp is what a warp of `row_matmul` has of a row, with its squares: groups of 32
-    eights, `SQUARES` groups apart.
+    A task is the part of a row that one warp of `row_matmul` rounds: groups of 32 eights,
+        `SQUARES` groups apart.
     """
     TURNS: tl.constexpr = (GROUPS + SQUARES - 1) // SQUARES
     TASKS: tl.constexpr = (ROWS * SQUARES + WARPS - 1) // WARPS
@@ -294,7 +293,7 @@ def _take_rows(
 
 @triton.constexpr_function
 def padded(count):
-    """Count the words of a row's squares in shared memory, which are read by four."""
+    """Round up the number of words of a row's squares, which are read in fours."""
     return -(-count // 4) * 4
 
 
@@ -307,7 +306,7 @@ def _do_rows(
     WARPS: tl.constexpr, ALONE: tl.constexpr, WIDE: tl.constexpr, OF_ROW: tl.constexpr,
     OF_SUMS: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Multiply some rows of x from `start` on, and store what they give."""
+    """Multiply rows of x from `start` on, and store the results."""
     STEPS: tl.constexpr = HEIGHT * PER_TILE
     UNITS: tl.constexpr = ROWS * HEIGHT
     SQUARES: tl.constexpr = min(ALONE, WIDE // 2)
@@ -364,7 +363,7 @@ def _row_by_row_kernel(
     OF_SUMS: tl.constexpr = SUMS * STEPS + APART
     first_tile = tl.program_id(0) * HEIGHT
 
-    # all that a warp multiplies, as in `row_matmul` but for the parts of a block that lanes have
+    # all weights of a warp, as in `row_matmul` except for the assignment of lanes
     codes, scales = (), ()
     for turn in tl.static_range(0, STEPS, WARPS):
         step = tl.minimum(warp + turn, STEPS - 1)
@@ -399,12 +398,12 @@ def _row_by_row_kernel(
 
 
 class RowsTiling(NamedTuple):
-    """How the work of some rows is shared out, where `row_matmul` has a tiling of its own."""
+    """Partition of the work of several rows, in addition to the tiling of `row_matmul`."""
 
     each: int
-    """Rows of x of a program."""
+    """Rows of x per program."""
     at_once: int
-    """Those of them that are in shared memory at a time."""
+    """Rows of x in shared memory at a time."""
     warps: int
     """Number of warps per program."""
     registers: int
@@ -416,11 +415,11 @@ class RowsTiling(NamedTuple):
 def rows_tiling(
     rows: int, alone: of_row.Tiling, tiles: int, blocks: int, processors: int
 ) -> RowsTiling:
-    """Choose what changes no bit, as was fastest for the matrices of `base` and `1b` on an H100.
+    """Choose the tiling that was fastest for `base` and `1b` on an H100; it does not affect bits.
 
-    A program that has a processor for itself has a warp for each step, as far as there are; where
-    two share one, it has the warps of a row. Where processors would be idle, programs of the same
-    tiles share out the rows of x.
+    A program that is alone on a multiprocessor has one warp per step; if two programs share one,
+        each has the warps of `row_matmul`. If multiprocessors would be idle, several programs of
+        the same tiles divide the rows of x.
     """
     steps, wide = alone.height * -(-blocks // alone.abreast), width_of(blocks, alone.abreast)
     shared = tiles > processors * alone.height
@@ -435,7 +434,7 @@ def rows_tiling(
 
 
 def programs_of_tiles(rows: int, programs: int, processors: int) -> int:
-    """Choose how many programs share out the rows, where as many have all tiles."""
+    """Choose the number of programs that divide the rows of x, per program of tiles."""
     return max(1, min(rows, processors // programs))
 
 
@@ -474,16 +473,16 @@ def row_by_row(
     dtype: torch.dtype | None = None,
     early: bool = False,
 ) -> Tensor:
-    """Normalise rows, multiply them by a prepacked matrix, gate the result and add to it.
+    """Normalise rows, multiply by a prepacked matrix, gate the products and add `added`.
 
     Args:
         x: (M, K) bfloat16, contiguous, 1 to 8 rows, K a multiple of 8 and at most `MOST_COLUMNS`.
             On a CPU float32 too.
-        weight: the matrix, and whether the result is gated.
-        eps: added to the mean square; None leaves the norm out.
-        added: like the result; None leaves the sum out.
-        dtype: of the result, bfloat16 or float32; by default that of `x`.
-        early: as of `row_matmul`.
+        weight: the prepacked matrix.
+        eps: added to the mean square; None omits the norm.
+        added: like the result; None omits the sum.
+        dtype: dtype of the result, bfloat16 or float32; the default is that of `x`.
+        early: as in `row_matmul`.
 
     Returns:
         (M, N) in `dtype`; each row has the bits of `row_matmul` of that row.
@@ -501,7 +500,7 @@ SHAPES = (
     (8, 90, 136, 32, True, None, False), (5, 20, 1288, 32, False, 1e-6, False),
     (1, 1, 8, 32, False, 0.1, False),
 )  # fmt: skip
-"""(M, rows, K, G, gated, eps, whether something is added)."""
+"""(M, rows, K, G, gated, eps, with `added`)."""
 TIMED = tuple((4, *shape[1:]) for shape in of_row.TIMED)
 
 

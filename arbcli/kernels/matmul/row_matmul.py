@@ -1,16 +1,16 @@
-"""Products of a single row, with norm, gate and sum fused in: y = added + gate(rms_norm(x) @ w.T).
+"""Product of one row with fused norm, gate and sum: y = added + gate(rms_norm(x) @ w.T).
 
 rms_norm(x) = x / sqrt(mean(x**2) + eps) has no weights; gate(a, b) = silu(a) * b, with a and b the
-two halves of the product. Norm, gate and sum can each be left out. The norm's division is done
-last, on the products. `prepacked` says how w lies.
+two halves of the product. Norm, gate and sum are optional. The division of the norm is applied
+last, to the products. `prepacked` describes the layout of w.
 
-Arithmetic. Matrix units multiply bytes faster than anything else, and add them up exactly. So x is
-rounded to 15 bits, with one power of two for 32 elements: an element is off by at most 2**-14 of
-the largest of its 32, and is exact if it is no smaller than 2**-6 of that. It becomes two signed
-bytes, which are two columns of the instruction. Codes are masked, not shifted: the 4**i that plane
-i has too much goes into the powers of two. What codes have more than trits, a sum of x, is taken
-back from the sums of the lower bytes. All this is in integers; what is left is one float32 product
-and sum for each 32 columns. If an element of x is not finite, every result is NaN.
+Arithmetic. Tensor cores multiply int8 at the highest rate, with exact sums. So x is rounded to 15
+bits, with one power of two for 32 elements: the error of an element is at most 2**-14 of the
+largest of its 32, and elements of at least 2**-6 of it are exact. An element is split into two
+signed bytes, in two columns of the instruction. Codes are masked, not shifted: the factor 4**i of
+plane i goes into the powers of two. Codes are T + 1, so a sum of x is subtracted from the sums of
+the lower bytes. All of this is in integers, except one float32 multiply-add per 32 columns. If an
+element of x is not finite, every result is NaN.
 
 In the instruction of bytes, of 16 rows by 8 columns, the columns are for up to four blocks of 128:
 
@@ -18,15 +18,16 @@ In the instruction of bytes, of 16 rows by 8 columns, the columns are for up to 
     x of      block 0       block 1       block 2       block 3          upper and lower bytes
     w of      thread c = 0        1             2             3          its own block of each row
 
-Reason: one row of x would leave six columns empty. With four blocks abreast a thread loads all that
-it needs of a piece for itself, 64 bytes of codes of rows r and r + 8, and x is 0 where column and
-block differ. Registers and not shared memory hold w: it is loaded before the wait, when nothing is,
-and only one thread uses a byte, once.
+Reason: one row of x would leave six columns empty. With four blocks abreast a thread loads 64 bytes
+    of codes of rows r and r + 8 that only it needs, and x is 0 where column and block differ.
+    Registers hold w instead of shared memory, because w is loaded before the wait for the previous
+    kernel, when registers are free, and each byte is used once, by one thread.
 
-Work. A program has some tiles of 16 rows. Its threads load all its pieces to registers before they
-wait for the kernel that makes x, then round x to shared memory together. The instruction has room
-for eight rows of x: for four blocks *abreast*, of which each thread has one. Then a warp multiplies
-16 rows by 512 columns in a step, else by 128. Sums of steps are added up in their order.
+Work. A program computes several tiles of 16 rows. Its threads load all its pieces to registers
+before they wait for the kernel that computes x, then round x to shared memory. The instruction has
+eight
+columns: with four blocks *abreast*, one per thread of a row, a warp multiplies 16 rows by 512
+    columns per step, otherwise by 128. Steps are summed in their order.
 """
 
 from functools import partial
@@ -74,20 +75,20 @@ from arbcli.kernels.runtime.shared_memory import (
 from arbcli.kernels.runtime.threads import across, load_constant, load_new, load_where, warp_number
 
 HALF = tl.constexpr(144)
-"""Bytes in shared memory of the upper or lower halves of x in a block: padded, as threads read both
-halves of four blocks at a time, which must be in different banks."""
+"""Shared-memory bytes of the upper or lower bytes of x per block, padded: threads read both halves
+of four blocks at a time, which must be in different banks."""
 TABLE = tl.constexpr(32)
-"""Bytes of what else is known of a block of x: the sums of its four planes, and their units."""
+"""Bytes of the table of a block of x: the sums of its four planes, and their units."""
 SUMS = tl.constexpr(64)
-"""Bytes of the sums of a step: 16 float32."""
+"""Bytes of the sums per step: 16 float32."""
 _LEAST = tl.constexpr(20)
-"""The least exponent, biased, that 32 elements are given: units stay normal float32."""
+"""Minimum biased exponent of 32 elements, which keeps units normal float32."""
 _PARTS_AT_ONCE = tl.constexpr(2)
-"""Parts of attention of which a thread has loads under way; more take too many registers."""
+"""Parts of attention that a thread loads at a time; more need too many registers."""
 _NOT_FINITE = tl.constexpr(0x7F80)
-"""Bits of a bf16 that is infinite; larger ones are none."""
+"""Bits of bf16 infinity; larger bits are NaN."""
 _ROUND = tl.constexpr(12582912.0 + 0x8080)
-"""Added to a number, it leaves the integer nearest to it, more 0x8080, in the last 16 bits."""
+"""Added to a float, leaves its nearest integer plus 0x8080 in the last 16 bits."""
 _MAX_PAIRS = tl.constexpr("max.NaN.bf16x2 $0, $1, $2;")
 _SPLIT = tl.constexpr("""{
 .reg .b32 first, second;
@@ -123,7 +124,7 @@ def _row_matmul_native(
 
 @triton.jit
 def _max_pairs(a, b, PTX: tl.constexpr):
-    """Find the larger of two pairs of bf16 without signs; of those that are none, one is none."""
+    """Compute the maximum of two pairs of unsigned bf16; NaN propagates."""
     if PTX:
         return tl.inline_asm_elementwise(
             _MAX_PAIRS, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
@@ -134,17 +135,17 @@ def _max_pairs(a, b, PTX: tl.constexpr):
 
 @triton.jit
 def _largest(four, PTX: tl.constexpr):
-    """Find the largest of eight bf16 without their signs, as one of a pair."""
+    """Compute the largest magnitude of eight bf16, as a pair whose maximum is the result."""
     a = _max_pairs(four[0] & 0x7FFF7FFF, four[1] & 0x7FFF7FFF, PTX)
     return _max_pairs(a, _max_pairs(four[2] & 0x7FFF7FFF, four[3] & 0x7FFF7FFF, PTX), PTX)
 
 
 @triton.jit
 def _split_bytes(a, b, c, d, PTX: tl.constexpr):
-    """Split integers n, of which n + 0x8080 is in the last 16 bits, to n = 256 high + low.
+    """Split integers n, given as n + 0x8080 in the last 16 bits, to n = 256 high + low.
 
     Returns:
-        The lower bytes and the upper ones of all four, from -128 to 127.
+        The lower bytes and the upper bytes of all four, in -128..127.
     """
     if PTX:
         return tl.inline_asm_elementwise(
@@ -158,7 +159,7 @@ def _split_bytes(a, b, c, d, PTX: tl.constexpr):
 
 @triton.jit
 def _round_four(a, b, inverse, PTX: tl.constexpr):
-    """Round two pairs of bf16, times a power of two, to integers below 2**15 in two bytes."""
+    """Round two pairs of bf16, times a power of two, to integers below 2**15, in two bytes each."""
     x, bits = unpair(a) + unpair(b), ()
     for i in tl.static_range(4):
         bits = bits + (tl.fma(x[i], inverse, _ROUND).to(tl.int32, bitcast=True),)  # noqa: RUF005
@@ -179,7 +180,7 @@ def _sum_bytes(word, total, PTX: tl.constexpr):
 
 @triton.jit
 def _over_four(values, PTX: tl.constexpr):
-    """Sum each of some int32 over four neighbouring threads."""
+    """Sum each int32 of a tuple over four neighbouring threads."""
     for turn in tl.static_range(2):
         others, sums = (), ()
         for t in tl.static_range(len(values)):
@@ -192,7 +193,7 @@ def _over_four(values, PTX: tl.constexpr):
 
 @triton.jit
 def _largest_of_four(values, PTX: tl.constexpr):
-    """Find the largest pair of four neighbouring threads, for each of some."""
+    """Compute the maximum of each pair of a tuple over four neighbouring threads."""
     for turn in tl.static_range(2):
         others, most = (), ()
         for t in tl.static_range(len(values)):
@@ -205,15 +206,15 @@ def _largest_of_four(values, PTX: tl.constexpr):
 
 @triton.jit
 def round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
-    """Round eights of x to shared memory, of which four neighbouring threads have a plane.
+    """Round groups of eight elements of x to shared memory; four neighbouring threads have a plane.
 
     Args:
-        octets: some times eight elements of each thread, as four int32.
-        units: which eights of x they are.
-        x_at: for each, where its x begins in shared memory: bytes of plane i and of j at
+        octets: groups of eight elements per thread, as four int32 each.
+        units: index of each group in x.
+        x_at: for each group, the shared-memory address of its x; bytes of plane i and j are at
             32 j + 8 i.
-        tables_at: where the tables of its blocks begin: sums of planes, then their units.
-        PTX: whether PTX is understood.
+        tables_at: addresses of the tables of its blocks: sums of planes, then their units.
+        PTX: whether the compiler accepts PTX.
     """
     TURNS: tl.constexpr = len(octets)
     zero = tl.zeros_like(units[0])
@@ -247,12 +248,12 @@ def round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
 
 @triton.jit
 def _average_parts(values_ptr, totals_ptr, parts, u, K, WIDTH: tl.constexpr, PTX: tl.constexpr):
-    """Average the u-th eight elements of parts of attention, as `AttentionParts` says."""
+    """Average the u-th eight elements of the parts of attention (see `AttentionParts`)."""
     total = tl.zeros(u.shape, tl.float32)
     sums = (total,) * 8
     for start in range(0, parts, _PARTS_AT_ONCE):
         octets, shares = (), ()
-        for i in tl.static_range(_PARTS_AT_ONCE):  # all are asked for before one is awaited
+        for i in tl.static_range(_PARTS_AT_ONCE):  # issue all loads before the first use
             part = tl.minimum(start + i, parts - 1)
             of_heads = totals_ptr + (part * (K // WIDTH) + 8 * u // WIDTH)
             octets = octets + (load_new(values_ptr + (part * (K // 4) + 2 * u), PTX),)  # noqa: RUF005
@@ -275,7 +276,7 @@ def _average_parts(values_ptr, totals_ptr, parts, u, K, WIDTH: tl.constexpr, PTX
 def _load_x(
     x_ptr, totals_ptr, parts, u, K, WIDTH: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr
 ):
-    """Load the u-th eight elements of x, as four int32; beyond K they are 0."""
+    """Load the u-th eight elements of x, as four int32; zeros beyond K."""
     if WIDTH > 0:
         octet = _average_parts(x_ptr, totals_ptr, parts, tl.minimum(u, K // 8 - 1), K, WIDTH, PTX)
         four = ()
@@ -290,7 +291,7 @@ def _load_x(
 
 @triton.jit
 def sum_of_squares(four):
-    """Sum the squares of eight elements, four int32."""
+    """Sum the squares of eight elements, given as four int32."""
     x = unpair_four(four)
     even, odd = x[0] * x[0], x[1] * x[1]
     for i in tl.static_range(2, 8, 2):
@@ -305,12 +306,12 @@ def _take_x(
     TURNS: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Load eights of x from `first` on, a few a thread, and round them; returns their squares."""
+    """Load and round groups of eight of x from `first` on, and return their squares."""
     THREADS: tl.constexpr = thread.shape[0]
     octets, units, squares = (), (), tl.zeros(thread.shape, tl.float32)
     for t in tl.static_range(TURNS):
         u = thread + (first + THREADS * t)
-        if not PTX:  # whole warps take part that would not: they repeat what others do
+        if not PTX:  # warps without work of their own repeat that of others
             u = u % UNITS
         octets = octets + (_load_x(x_ptr, totals_ptr, parts, u, K, WIDTH, WHOLE, PTX),)  # noqa: RUF005
         units = units + (u,)  # noqa: RUF005
@@ -325,7 +326,7 @@ def _take_x(
 
 @triton.constexpr_function
 def mask_of(plane):
-    """Mask the codes of a plane in a word."""
+    """Return the mask of a plane's codes in a word."""
     return (0x03030303, 0x0C0C0C0C, 0x30303030, -0x3F3F3F40)[plane]
 
 
@@ -333,7 +334,7 @@ def mask_of(plane):
 def _multiply_step(
     codes, scales, x_at, tables_at, block, thread, ABREAST: tl.constexpr, PTX: tl.constexpr
 ):
-    """Multiply 16 rows by what a warp has of x: the sums of rows r and r + 8.
+    """Multiply 16 rows by a warp's part of x; return the sums of rows r and r + 8.
 
     Thread 4 r + c has bytes of its own block, block + c, of four abreast: a column of the
     instruction is of one of them, and x is 0 there for the threads of others. With one block, a
@@ -377,7 +378,7 @@ def _do_step(
     codes, scales, step, sums_at, x_at, tables_at, thread,
     PER_TILE: tl.constexpr, ABREAST: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Do a warp's step, and write its sums."""
+    """Compute a warp's step, and write its sums."""
     block = step % PER_TILE * ABREAST
     upper, lower = _multiply_step(codes, scales, x_at, tables_at, block, thread, ABREAST, PTX)
     at = sums_at + (SUMS * step + 4 * (thread // 4 % 8))
@@ -387,7 +388,7 @@ def _do_step(
 
 @triton.constexpr_function
 def width_of(blocks, abreast):
-    """Count the blocks of x in shared memory: those of whole steps, and of whole warps of x."""
+    """Compute the number of blocks of x in shared memory, rounded up to whole steps and warps."""
     steps = -(-blocks // abreast)
     return (steps * abreast + 1) // 2 * 2
 
@@ -398,9 +399,9 @@ def finish(
     NORM: tl.constexpr, GATED: tl.constexpr, PER_TILE: tl.constexpr, SQUARES: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add up a row's sums of steps, normalise and gate that, and add to it.
+    """Sum the steps of a row, normalise, gate, and add `added`.
 
-    `SQUARES` sums of squares are at `squares_at`.
+    Address `squares_at` has `SQUARES` sums of squares.
     """
     y, odd = tl.zeros(added.shape, tl.float32), tl.zeros(added.shape, tl.float32)
     for k in tl.static_range(0, PER_TILE, 2):
@@ -439,7 +440,7 @@ def _row_matmul_kernel(
     WIDE: tl.constexpr = width_of(BLOCKS, ABREAST)
     first_tile = tl.program_id(0) * HEIGHT
 
-    # all that a warp multiplies; what fills its last steps repeats others, with x that is 0
+    # all weights of a warp; the padding of its last steps repeats others, times x of 0
     codes, scales = (), ()
     for turn in tl.static_range(0, STEPS, WARPS):
         step = tl.minimum(warp + turn, STEPS - 1)
@@ -458,7 +459,7 @@ def _row_matmul_kernel(
     tables_at = x_at + 2 * HALF * WIDE
     sums_at = tables_at + TABLE * WIDE
     squares_at = sums_at + SUMS * STEPS
-    of_tile, row = thread // 16, thread % 16  # of the result that a thread stores
+    of_tile, row = thread // 16, thread % 16  # index of the result that a thread stores
     n = (first_tile + of_tile) * (8 if GATED else 16) + (row % 8 if GATED else row)
     stores = (of_tile < HEIGHT) & (n < N) & (row < (8 if GATED else 16))
     parts = 1
@@ -506,19 +507,19 @@ def _row_matmul_kernel(
 
 
 class Tiling(NamedTuple):
-    """How the work is shared out."""
+    """Partition of a product among programs and warps."""
 
     abreast: int
-    """Blocks of a step, 1 or 4."""
+    """Blocks per step, 1 or 4."""
     height: int
-    """Tiles of a program."""
+    """Tiles per program."""
     warps: int
     """Number of warps per program, a multiple of 4; each takes every `warps`-th step."""
     registers: int = 128
     """Maximum number of registers per thread; fewer let the next kernel start earlier."""
 
     def shared_bytes(self, blocks: int) -> int:
-        """Count what a program has of x, of its steps' sums and of its warps' squares."""
+        """Compute the bytes of shared memory per program, for x, the sums of steps, and squares."""
         steps = self.height * -(-blocks // self.abreast)
         width = width_of(blocks, self.abreast)
         of_x = (2 * HALF.value + TABLE.value) * width
@@ -526,19 +527,19 @@ class Tiling(NamedTuple):
 
 
 def tiling_of(tiles: int, blocks: int, processors: int) -> Tiling:
-    """Choose the fastest for the matrices of `1b` on an H200, and what is like it for others."""
+    """Choose the tiling that was fastest on an H200 for `1b`, or a similar one otherwise."""
     each = -(-tiles // processors)
-    if each == 1 and blocks <= 16:  # as many warps as there are blocks
+    if each == 1 and blocks <= 16:  # one warp per block
         return Tiling(1, 1, max(4, triton.next_power_of_2(blocks)), 64)
     steps = -(-blocks // 4)
     most = 8 if steps <= 16 else 16
-    height = max(1, min(each, 4, 2 * most // steps))  # a warp has two steps, or registers spill
+    height = max(1, min(each, 4, 2 * most // steps))  # at most two steps per warp
     warps = max(4, min(most, triton.next_power_of_2(height * steps)))
     return Tiling(4, height, warps, 96 if height == 4 else 128)
 
 
 MOST_COLUMNS = 17_920
-"""The largest K: more columns of x do not fit in the memory that a program shares."""
+"""Largest K: more columns of x do not fit in shared memory."""
 
 
 def _row_matmul_triton(
@@ -578,20 +579,20 @@ def row_matmul(
     dtype: torch.dtype | None = None,
     early: bool = False,
 ) -> Tensor:
-    """Normalise a row, multiply it by a prepacked matrix, gate the result and add to it.
+    """Normalise a row, multiply by a prepacked matrix, gate the product and add `added`.
 
     Args:
-        x: (1, K) bfloat16, contiguous, K a multiple of 8 and at most `MOST_COLUMNS`; or parts of
-            attention, whose average it is. On a CPU float32 too.
-        weight: the matrix, and whether the result is gated.
-        eps: added to the mean square; None leaves the norm out.
-        added: like the result; None leaves the sum out.
-        dtype: of the result, bfloat16 or float32; by default that of `x`.
-        early: whether the next kernel may begin before the last one has ended: see `overlap`.
+        x: (1, K) bfloat16, contiguous, K a multiple of 8 and at most `MOST_COLUMNS`; or
+            `AttentionParts`, which are averaged to x. On a CPU float32 too.
+        weight: the prepacked matrix.
+        eps: added to the mean square; None omits the norm.
+        added: like the result; None omits the sum.
+        dtype: dtype of the result, bfloat16 or float32; the default is that of `x`.
+        early: whether the next kernel may start before the previous one has ended: see `overlap`.
 
     Returns:
-        (1, N) in `dtype`: of x rounded to 15 bits, 32 elements at a time, accumulated in float32
-        and rounded once. NaN where an element of x is not finite.
+        (1, N) in `dtype`, from x rounded to 15 bits per group of 32 elements; accumulated in
+        float32 and rounded once. NaN if an element of x is not finite.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
@@ -612,14 +613,14 @@ SHAPES = (
     (1, 66, 136, 32, True, None, False), (1, 20, 3288, 32, False, 1e-6, False),
     (1, 94, 512, 64, True, 1e-6, True),
 )  # fmt: skip
-"""(M, rows, K, G, gated, eps, whether something is added)."""
+"""(M, rows, K, G, gated, eps, with `added`)."""
 TIMED = ((1, 6144, 2048, False), (1, 2048, 2048, False), (1, *MATRIX, True), (1, 2048, 5632, False))
 """(M, rows, K, gated)."""
 
 
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     x, *rest = draw_prepacked(dice, group_size, 1, n, min(k, MOST_COLUMNS))
-    # whole numbers, which 15 bits hold: of a few results, what is rounded may be most
+    # integers, exact in 15 bits: with few results, rounding errors could dominate
     return (8 * x).round(), *rest
 
 

@@ -1,10 +1,9 @@
-"""Products of matrices in NVFP4 as they are: codes of four bits, and scales that hardware applies.
+"""Products of NVFP4 matrices from their codes and scales, on tensor cores that support them.
 
     x ~ g * s * q,   y = g_a g_b * sum over k of (s_a q_a) (s_b q_b)
 
-with g, s, q and codes as in `round_nvfp4`. From compute capability 10 on the product is one of the
-hardware's. Elsewhere the kernel multiplies the numbers themselves: not every version of the
-compiler makes that of it.
+with g, s, q and codes as in `round_nvfp4`. From compute capability 10 on, the hardware multiplies
+codes. On older GPUs the kernel decodes them first, because not every version of Triton does that.
 Source: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025.
 """
 
@@ -30,7 +29,7 @@ from arbcli.kernels.runtime.backend import capability, uses_triton
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FIRST_CAPABILITY = (10, 0)
-"""Whose hardware multiplies them."""
+"""First compute capability with NVFP4 products in hardware."""
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -38,7 +37,7 @@ _BLOCK = tl.constexpr(BLOCK)
 def scaled_nvfp4_matmul_reference(
     a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Compute the reference result of `scaled_nvfp4_matmul`, in float64."""
+    """Compute `scaled_nvfp4_matmul` in float64."""
     rows, columns = (
         nvfp4_numbers(*part, torch.float64) for part in ((a, of_a), (b, of_b))
     )  # (M, K), (N, K)
@@ -54,7 +53,7 @@ def _scaled_nvfp4_matmul_torch(
 
 @triton.jit
 def _decoded(codes, bits, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Read codes and the bits of scales as float32 numbers, [BLOCK_M, BLOCK_K]."""
+    """Decode codes and scales to float32, [BLOCK_M, BLOCK_K]."""
     codes = codes.to(tl.int32)
     numbers = tl.join(number_of_code(codes & 15), number_of_code(codes >> 4))
     numbers = tl.reshape(numbers, [BLOCK_M, BLOCK_K // _BLOCK, _BLOCK])
@@ -73,7 +72,7 @@ def _scaled_nvfp4_kernel(
     offs_k, offs_b = tl.arange(0, BLOCK_K // 2), tl.arange(0, BLOCK_K // _BLOCK)
     in_m, in_n = (m < M)[:, None], (n < N)[:, None]
     y = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K // 2):  # K bytes of a row, two codes each
+    for start in range(0, K, BLOCK_K // 2):  # K counts bytes, of two codes each
         k = start + offs_k
         a = tl.load(a_ptr + m[:, None] * K + k[None, :], mask=in_m & (k < K)[None, :], other=0)
         b = tl.load(b_ptr + n[:, None] * K + k[None, :], mask=in_n & (k < K)[None, :], other=0)
@@ -100,12 +99,12 @@ def _scaled_nvfp4_matmul_triton(
     y = torch.empty(rows, outputs, dtype=dtype, device=a.device)
     if y.numel():
         scaled = capability(a) >= FIRST_CAPABILITY
-        tile = (128, 64, 64) if scaled else (16, 16, 128)  # larger ones spill
+        tile = (128, 64, 64) if scaled else (16, 16, 128)  # larger tiles spill registers
         grid = triton.cdiv(rows, tile[0]), triton.cdiv(outputs, tile[1])
         _scaled_nvfp4_kernel[grid](
             a, of_a, b, of_b, scale, y, rows, outputs, half, of_a.shape[1],
             BLOCK_M=tile[0], BLOCK_N=tile[1], BLOCK_K=tile[2], SCALED=scaled,
-            PRECISION="ieee" if INTERPRETED else "tf32",  # numbers of six bits, which both have
+            PRECISION="ieee" if INTERPRETED else "tf32",  # six bits, exact in both dtypes
             num_warps=8 if scaled else 4,
         )  # fmt: skip
     return y
@@ -114,18 +113,18 @@ def _scaled_nvfp4_matmul_triton(
 def nvfp4_matmul(
     q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply rounded activations by a packed matrix, as bfloat16, with sums in float32.
+    """Multiply NVFP4 activations by a packed matrix in bfloat16, accumulated in float32.
 
     Args:
         q: (M, K) float32 or bfloat16; (M, N) if `transposed`.
-        scale: (1,) float32, g; both as `round_nvfp4` gives them.
-        packed: w, N rows by K weights, which are rounded along the sum. Trits are exact, but for
-            the fractions of their scales; the groups of T16 are the blocks of a scale.
-        transposed: whether the product is that of a gradient, q @ w.
-        dtype: of the result.
+        scale: (1,) float32, g; `q` and `scale` are results of `round_nvfp4`.
+        packed: w, N rows by K weights, quantised along the summed dimension. Trits are exact,
+            except for the fractions of their scales; groups of T16 are the blocks of NVFP4.
+        transposed: whether to compute q @ w, for a gradient.
+        dtype: dtype of the result.
 
     Returns:
-        (M, N); (M, K) if `transposed`. A scale of NaN gives NaN.
+        (M, N); (M, K) if `transposed`. NaN if `scale` is NaN.
     """
     weight = decode_weight(packed, q.dtype)
     weight, of_weight = round_nvfp4(weight.T if transposed else weight)
@@ -133,15 +132,15 @@ def nvfp4_matmul(
 
 
 def nvfp4_product(x: Tensor, packed: Packed, *, transposed: bool = False) -> Tensor:
-    """Multiply activations by a packed matrix, or a gradient by its transpose, in four bits.
+    """Multiply activations by a packed matrix, or a gradient by its transpose, in NVFP4.
 
-    Hardware that multiplies them is taken; elsewhere the same numbers are multiplied as bfloat16:
-    see `nvfp4_matmul`.
+    Uses hardware that supports NVFP4; otherwise the same numbers are multiplied in bfloat16:
+        see `nvfp4_matmul`.
 
     Args:
         x: (M, K) float32 or bfloat16; (M, N) if `transposed`.
         packed: N rows by K weights, both multiples of `MULTIPLE`.
-        transposed: whether the product is that of a gradient.
+        transposed: whether to compute x @ w, for a gradient.
 
     Returns:
         (M, N) in the dtype of x; (M, K) if `transposed`.
@@ -205,15 +204,15 @@ scaled_nvfp4_matmul = Operation(
     draw=_draw, needs_rows=True, timings=_timings,
     not_verified=("products of hardware of compute capability 10 and more, which was not there",),
 )  # fmt: skip
-"""Multiply two matrices of codes, the second one transposed, summed in float32.
+"""Compute a @ b.T for two matrices of NVFP4 codes, accumulated in float32.
 
 Args:
-    a: (M, 8 B) uint8 codes, contiguous, as `encode_nvfp4` gives them.
-    of_a: (M, B) uint8, their scales.
+    a: (M, 8 B) uint8 codes, contiguous, from `encode_nvfp4`.
+    of_a: (M, B) uint8: scales of a.
     b: (N, 8 B) like a.
-    of_b: (N, B) like `of_a`.
-    scale: (1,) float32, of both: g_a g_b.
-    dtype: of the result, bfloat16 or float32.
+    of_b: (N, B) like `of_a`: scales of b.
+    scale: (1,) float32: g_a g_b.
+    dtype: dtype of the result, bfloat16 or float32.
 
 Returns:
     (M, N) in `dtype`.

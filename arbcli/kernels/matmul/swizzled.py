@@ -1,8 +1,8 @@
-"""Shared pieces of products of few rows: checks, tiles of rows, and how results are stored.
+"""Shared code of products of few rows: argument checks, tiles of rows, and stores of results.
 
-A matrix is laid out anew for them, in tiles of 16 rows by pieces in the order in which the threads
-of a warp load them: `prepacked` says how for trits, `digits_matmul` for all digits. If the result
-is gated, row r + 8 of a tile is the row of w half a matrix below row r, so that one thread has both
+A matrix is prepacked for them, in tiles of 16 rows, with pieces in the order in which the threads
+of a warp load them: see `prepacked` for trits, `digits_matmul` for all digits. If the result is
+gated, row r + 8 of a tile is the row of w half a matrix below row r, so that one thread has both
 inputs of the gate.
 """
 
@@ -26,9 +26,9 @@ from arbcli.kernels.runtime.arguments import (
 from arbcli.kernels.runtime.backend import uses_native, uses_triton
 
 ROWS = 16
-"""Rows of a piece."""
+"""Rows per piece."""
 MOST_ROWS = 8
-"""Largest M: what one instruction multiplies."""
+"""Largest M: the rows of x of one instruction."""
 
 
 check_trits = compiled_check(
@@ -36,11 +36,11 @@ check_trits = compiled_check(
     {"packed": Matrix("N, K, G"), "gated": Number(())},
     ("packed.remainder is None", f"G % {PLANE} == 0", "not gated or N % 2 == 0"),
 )
-"""Refuses what has no pieces: all digits, groups of less than planes, halves that are none."""
+"""Check that a matrix can be prepacked: trits, groups of whole planes, even N if gated."""
 
 
 def in_tiles(rows: Tensor, gated: bool) -> Tensor:
-    """Split rows, padded with zeros, to (tiles, 2, 8, ...): those of the second eight last."""
+    """Split rows, padded with zeros, into (tiles, 2, 8, ...), two eights per tile."""
     halves = rows.unflatten(0, (2, -1)) if gated else rows[None]
     missing = -halves.shape[1] % (8 if gated else ROWS)
     halves = functional.pad(halves, (*(0, 0) * (halves.dim() - 2), 0, missing))
@@ -50,12 +50,12 @@ def in_tiles(rows: Tensor, gated: bool) -> Tensor:
 
 
 def fits_prepacked(x: Tensor, group_size: int) -> bool:
-    """Whether a step should prepack its weights: groups of whole planes, and kernels for it.
+    """Return whether weights should be prepacked: groups of whole planes, and a supported device.
 
     Args:
-        x: the stream, (B, 1, K) of one position of each text; on a CPU (1, T, K) of several
-            positions of one text too.
-        group_size: of the weights.
+        x: the residual stream, (B, 1, K), one position of each text; on a CPU also (1, T, K),
+            several positions of one text.
+        group_size: number of weights per scale.
     """
     fits = x.shape[2] % 8 == 0 and group_size % PLANE == 0
     if uses_native(x):
@@ -75,7 +75,7 @@ def _store(y, added_ptr, y_ptr, at, mask, ADD: tl.constexpr):
 def store_both(
     upper, lower, added_ptr, y_ptr, m, n, N, mask, GATED: tl.constexpr, ADD: tl.constexpr
 ):
-    """Store the results of rows r and r + 8 of a tile: one if they are gated, else two."""
+    """Store the results of rows r and r + 8 of a tile: one if gated, otherwise two."""
     at = m * N + n
     if GATED:
         _store(upper / (1 + tl.exp(-upper)) * lower, added_ptr, y_ptr, at, mask & (n < N), ADD)
@@ -85,12 +85,12 @@ def store_both(
 
 
 def arrange_native(packed: Packed, pieces: Tensor, scales: Tensor | None, gated: bool) -> int:
-    """Lay a matrix out with the native loop; returns how many of all digits a byte does not hold.
+    """Prepack a matrix with the native loop; return the number of z that do not fit in a byte.
 
     Args:
         packed: the matrix.
-        pieces: to write to: (T, B, 640) uint8 of trits, or (T, P, 32, 16) int8.
-        scales: (T, P, 8, 2) bfloat16, of all digits; None of trits.
+        pieces: output, (T, B, 640) uint8 for trits, or (T, P, 32, 16) int8 for all digits.
+        scales: output, (T, P, 8, 2) bfloat16, for all digits; None for trits.
         gated: whether a tile has eight rows of each half of the matrix.
     """
     rows, threads = packed.out_features, native.threads_for(pieces.numel())
@@ -101,10 +101,10 @@ def multiply_native(
     x: Tensor, pieces: Tensor, scales: Tensor | None, out_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Normalise rows, multiply, gate and add with the native loop; `scales` are those of digits.
+    """Normalise rows, multiply, gate and add with the native loop; `scales` is None for trits.
 
-    A row's bits do not depend on the others. Of trits, x is rounded to 16 bits, 32 elements with
-    one power of two; of all digits, each element by itself.
+    A row's bits do not depend on other rows. x is rounded to 16 bits: for trits with one power of
+        two per 32 elements, for all digits with one per element.
     """
     (rows, in_features), blocks = x.shape, -(-x.shape[1] // 128)
     y = torch.empty(rows, out_features, dtype=dtype, device=x.device)
@@ -121,12 +121,12 @@ def multiply_native(
 
 
 def grid_of(out_features: int, in_features: int, gated: bool, block: int) -> tuple[int, int]:
-    """Count the tiles of a laid out matrix, and its blocks of so many columns."""
+    """Compute the tiles of a prepacked matrix, and its number of blocks of `columns`."""
     return -(-out_features // (ROWS // (1 + gated))), -(-in_features // block)
 
 
 def few_rows_of(pieces: Arguments) -> Arguments:
-    """Declare few rows, the pieces of a matrix that they are multiplied by, and what is added."""
+    """Declare the arguments: few rows, a prepacked matrix, and `added`."""
     return {
         "x": Array("M, in_features", SOME_REAL, dense=True),
         **pieces,
@@ -137,7 +137,7 @@ def few_rows_of(pieces: Arguments) -> Arguments:
 
 
 def few_rows_fit(most: int) -> tuple[str, ...]:
-    """Say what holds of few rows, `most` of them; loops take float32 too, and more than a few."""
+    """Return the conditions on up to `most` rows; on a CPU float32 and more rows are allowed."""
     return (
         "x.dtype == torch.bfloat16 or uses_native(x)",
         "M == 1" if most == 1 else f"M > 0 and (M <= {most} or uses_native(x))",
@@ -147,7 +147,7 @@ def few_rows_fit(most: int) -> tuple[str, ...]:
 
 
 def tiles_by(block: int) -> str:
-    """Write the tiles of a matrix, and its blocks of so many columns: see `grid_of`."""
+    """Return expressions of the tiles and column blocks of a matrix: see `grid_of`."""
     return f"-(-out_features // ({ROWS} // (1 + gated))), -(-in_features // {block})"
 
 
@@ -155,7 +155,7 @@ def tiles_reference(
     x: Tensor, weight: Tensor, out_features: int, gated: bool, eps: float | None,
     added: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Normalise rows, multiply, gate and add in float64, by a decoded (T, 2, 8, K) matrix."""
+    """Normalise rows, multiply, gate and add in float64, with a decoded (T, 2, 8, K) matrix."""
     x = x.double()
     if eps is not None:
         x = x / ((x * x).sum(1, keepdim=True) / x.shape[1] + eps) ** 0.5
@@ -167,7 +167,7 @@ def tiles_reference(
 
 
 def with_torch(x: Tensor, weight: Tensor, gated: bool, added: Tensor) -> Tensor:
-    """Do the same with dense weights, one operation at a time."""
+    """Compute the same from dense weights, one torch operation at a time."""
     y = functional.linear(functional.rms_norm(x, x.shape[1:], eps=1e-6), weight)
     if gated:
         gate, up = y.chunk(2, dim=1)

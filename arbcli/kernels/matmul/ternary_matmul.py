@@ -1,10 +1,10 @@
 """Products with a packed matrix: y = x @ w.T, and its gradient grad_x = grad_y @ w.
 
-For up to `FUSED_ROWS` rows of x the packed bytes are decoded in registers: by `few_rows` where that
-fits, else by a general kernel for every type, stride and group size. With more rows, and for
-gradients, the weights are decoded once into a transient buffer and the matrix library multiplies:
-decoding them again for every tile of x would cost more than writing them once. So are weights
-that are all digits, for any number of rows.
+For up to `FUSED_ROWS` rows of x, packed bytes are decoded in registers: by `few_rows` if it
+applies, otherwise by a general kernel for every dtype, stride and group size. With more rows, and
+for gradients, the weights are decoded once to a temporary buffer and torch multiplies: decoding
+them again for every tile of x would cost more. Weights that are all digits are always decoded
+first.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ from arbcli.kernels.runtime.arguments import Array, Matrix, Number
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FUSED_ROWS = 64
-"""Largest M that is multiplied without decoding the whole matrix first."""
+"""Largest M for which the matrix is not decoded first."""
 
 
 def ternary_matmul_reference(
@@ -79,7 +79,7 @@ def _ternary_matmul_kernel(
         )  # fmt: skip
         for digit in tl.static_range(5):
             k = plane_offsets(offs_b, K, digit)
-            x = tl.load(  # [BLOCK_M, 32], 0 in the padding, whatever the weight there
+            x = tl.load(  # [BLOCK_M, 32], 0 in the padding, so its weights do not matter
                 x_ptr + offs_m * stride_xm + k[None, :] * stride_xk,
                 mask=mask_m & (k < K)[None, :], other=0.0,
             )  # fmt: skip
@@ -109,7 +109,7 @@ def _ternary_matmul_triton(x: Tensor, packed: Packed, dtype: torch.dtype | None 
         x, *packed.pointers, y, rows, out_features, in_features, num_bytes,
         *x.stride(), *packed.strides, *y.stride(),
         **packed.constants, BLOCK_M=16, BLOCK_N=32,
-        # float32 products are unrolled one by one: with fewer warps the registers spill
+        # float32 products are unrolled: with fewer warps, registers spill
         num_warps=8 if x.dtype == torch.float32 else 4,
     )  # fmt: skip
     return y
@@ -122,13 +122,13 @@ def _ternary_matmul_grad_x_triton(grad_y: Tensor, packed: Packed) -> Tensor:
 SHAPES = (
     (1, 1, 1), (3, 33, 123), (33, 17, 165), (5, 131, 33), (2, 5, 1311), (FUSED_ROWS + 1, 33, 96)
 )  # fmt: skip
-"""(M, N, K); the last is decoded once and multiplied by the matrix library."""
+"""(M, N, K); for the last one the matrix is decoded first."""
 
 
 def _inputs(
     device: torch.device, group_size: int, columns: str
 ) -> Iterator[tuple[str, Tensor, Packed]]:
-    """Draw (label, activations, matrix) with activations of N or K columns, as `columns` says."""
+    """Draw (label, activations, matrix); `columns` selects N or K columns of activations."""
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
     for rows, out_features, in_features in SHAPES:
@@ -152,7 +152,7 @@ def _inputs(
 
 
 FEW_ROWS_SHAPES = ((1, 1, 1), (3, 33, 123), (8, 16, 640), (9, 17, 805), (3, 2, 5280), (2, 3, 5480))
-"""(M, N, K) for `few_rows`: ragged, one tile and one more, twice what its warps take in a round."""
+"""(M, N, K) for `few_rows`: ragged sizes, one tile, one more, two rounds of its warps."""
 
 
 def _forward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -163,7 +163,7 @@ def _forward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
 
 
 def _few_rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    """Draw bf16 activations for float32 results, by a finer gate than that of bf16 results."""
+    """Draw bf16 activations for float32 results, whose tolerance is finer than for bf16."""
     generator = torch.Generator().manual_seed(1)
     for rows, out_features, in_features in FEW_ROWS_SHAPES:
         x = torch.randn(rows, in_features, generator=generator)
@@ -172,7 +172,7 @@ def _few_rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         x, packed = x.to(device, torch.bfloat16), packed.to(device)
         label = f"{rows}x{out_features}x{in_features} bfloat16 to float32"
         yield Case(label, (x, packed, torch.float32))
-    # rows of w that begin on any byte of a view, and digits that cannot be loaded as words
+    # views with unaligned rows of w, and digits that cannot be loaded as words
     assert packed.fraction is not None
     views = packed._replace(
         trits=packed.trits.repeat(1, 2)[:, 3 : 3 + packed.trits.shape[1]],
@@ -190,7 +190,7 @@ def _grad_x_cases(device: torch.device, group_size: int) -> Iterator[Case]:
 
 
 TIMED = (*((m, size) for size in (8192, 16384) for m in (1, 8, 64)), (4096, 8192), (8192, 8192))
-"""(M, N = K): few rows, which memory binds, and many, which products bind."""
+"""(M, N = K): few rows, bound by memory, and many rows, bound by compute."""
 
 
 def _timings(grad_x: bool, device: torch.device, group_size: int) -> Iterator[Timing]:
@@ -198,7 +198,7 @@ def _timings(grad_x: bool, device: torch.device, group_size: int) -> Iterator[Ti
     for rows, size in TIMED:
         packed = random_packed(size, size, group_size, generator, spread=8)
         source = torch.randn(rows, size, generator=generator, device=device, dtype=torch.bfloat16)
-        # the same values: their many zeros cost a GPU less power, and so make it faster
+        # the same values, as their many zeros save power and so speed up the GPU
         dense = decode_weight(packed)
         yield Timing(
             f"{rows}x{size}x{size}",
@@ -243,7 +243,7 @@ ternary_matmul_grad_x = Operation(
     torch_is_peer=True, scale_path=in_planes,
     timings=partial(_timings, True),
 )  # fmt: skip
-"""Propagate a gradient back through `ternary_matmul`.
+"""Compute the gradient of x of `ternary_matmul`.
 
 grad_x[m, k] = sum over n of grad_y[m, n] * w[n, k], accumulated in float32
 

@@ -1,9 +1,9 @@
-"""Root-mean-square normalise rows with gains that are trained: y = x * rsqrt(mean(x**2) + eps) * g.
+"""RMS norm of rows with trained gains: y = x * rsqrt(mean(x**2) + eps) * g.
 
 The forward is the kernel of `rms_norm`, given gains for weights. Backward, with
 r = rsqrt(mean(x**2) + eps) and xhat = x * r: grad_x is that of `rms_norm`, and grad_g the sum of
-gy * xhat over all rows. A program of the kernel adds up those of its rows, and torch those of the
-programs, always in the same order. y is returned again, so that only x has to be saved.
+gy * xhat over all rows. A program sums over its rows, and torch over programs, in a fixed order.
+The backward returns y again, so that only x has to be saved.
 """
 
 from collections.abc import Iterator
@@ -35,9 +35,9 @@ from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing, case
 from arbcli.kernels.timed import Timed
 
 LEAST_TILES = 4
-"""Tiles of rows whose gradients of gains a program adds up, or more."""
+"""Minimum number of row tiles per program."""
 MOST_PROGRAMS = 1024
-"""That share rows out: enough for a GPU, and few sums for torch to add up."""
+"""Maximum number of programs: enough to fill a GPU, with few sums for torch to add."""
 
 
 def gained_rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -95,7 +95,7 @@ def _gained_rms_norm_backward_kernel(
     program = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     gain = tl.load(gain_ptr + offs_d, mask=offs_d < D, other=0)
-    of_gain = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)  # threads share it after the loop
+    of_gain = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)  # reduce over threads after the loop
     for tile in range(tiles):
         offs_m = ((program * tiles + tile) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
         mask = (offs_m < M) & (offs_d < D)[None, :]
@@ -139,7 +139,7 @@ def _gained_rms_norm_backward_triton(
 def gained_gradient_in_its_dtype(
     grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute with operations of torch, gradients and sum, in the dtype of `x`."""
+    """Compute gradients and sum with torch operations, in the dtype of `x`."""
     x, weight = (part.detach().requires_grad_() for part in (x, weight))
     with torch.enable_grad():
         y = torch_rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
@@ -151,7 +151,7 @@ SHAPES = ((5, 1), (7, 33), (3, 123), (2, 3, 165), (261, 5), (37, 130), (0, 40), 
 
 
 def _inputs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor, float]]:
-    """Draw (label, x, two like it, gain, eps)."""
+    """Draw (label, x, two tensors like x, gain, eps)."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(shape, torch.float32) for shape in SHAPES]
     if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
@@ -161,7 +161,7 @@ def _inputs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor,
         label = "x".join(map(str, shape)) + (" bf16" if dtype == torch.bfloat16 else "")
         x, grad, other = (torch.randn(shape, generator=generator) for _ in range(3))
         gain = torch.randn(shape[-1], generator=generator).to(device)
-        # with a small eps the gradient of a narrow norm cancels to nothing
+        # with a small eps the gradient of a narrow norm cancels
         eps = 0.1 if shape[-1] == 1 or shape[-1] > WHOLE_ROW else 1e-6
         x, grad, other = (part.to(device, dtype) for part in (3 * x, grad, other))
         yield label, x, grad, other, gain, eps
@@ -208,7 +208,7 @@ gained_rms_norm = Operation(
     {"x": ROWS, "weight": _GAIN, "eps": EPS}, sizes=ROW_SIZES,
     timed=_TIMED, native=rms_norm.native,
 )  # fmt: skip
-"""Normalise the rows of `x` and multiply them by gains.
+"""Normalise the rows of `x` by their root mean square and multiply them by gains.
 
 Args:
     x: (..., D) float32 or bfloat16, any strides.
@@ -224,10 +224,10 @@ add_gained_rms_norm = Operation(
     {"x": ROWS, "added": ROWS, "weight": _GAIN, "eps": EPS}, sizes=ROW_SIZES,
     timed=_TIMED, native=add_rms_norm.native,
 )  # fmt: skip
-"""Add to the rows of `x`, and normalise them as `gained_rms_norm` does.
+"""Compute `gained_rms_norm` of x + added.
 
-`added` has the shape and dtype of `x`, and any strides; the rest is what `gained_rms_norm` is
-given.
+`added` has the shape and dtype of `x`, and any strides; the other arguments are those of
+`gained_rms_norm`.
 
 Returns:
     x + added, rounded, and the norm of that; both like the result of `gained_rms_norm`.
@@ -240,10 +240,10 @@ gained_rms_norm_backward = Operation(
     sizes=ROW_SIZES, peer=gained_gradient_in_its_dtype, timings=_backward_timings,
     native=_gained_rms_norm_backward_native,
 )  # fmt: skip
-"""Compute the gradients of `gained_rms_norm`, and its result again.
+"""Compute the gradients of `gained_rms_norm`, and recompute its result.
 
 `grad_y` has the shape and dtype of `x`, and any strides, and so has `other_grad`, the gradient
-of `x` by another path: it is added before rounding. The rest is what `gained_rms_norm` was given.
+of `x` by another path: it is added before rounding. The others are those of `gained_rms_norm`.
 
 Returns:
     grad_x and y, each like the result of `gained_rms_norm`, and (D,) float32, the gradient of the

@@ -1,8 +1,8 @@
-"""The middle of a gated MLP: y = rms_norm(silu(gate) * up), with frozen ternary weights.
+"""Activation and norm of a gated MLP: y = rms_norm(silu(gate) * up), with frozen ternary weights.
 
 gate and up are the two halves of a row. With h = silu(gate) * up, s = sigmoid(gate) and grad_h from
 the norm: grad_up = grad_h * silu(gate) and grad_gate = grad_h * up * s * (1 + gate * (1 - s)).
-Without weights they are ones; without an eps there is no norm, and y = h.
+Without weights, weights are ones; without an eps there is no norm, and y = h.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,9 +39,9 @@ from arbcli.kernels.runtime.operation import Case, Gate, Operation
 from arbcli.kernels.timed import Timed
 
 WHOLE_BACKWARD = 2048
-"""Columns that a program of the backward can keep in registers, of all six matrices."""
+"""Largest row, in columns, for which a backward program keeps all six matrices in registers."""
 WIDE_BACKWARD = {"WHOLE": False, "BLOCK_M": 1, "BLOCK_D": 2048, "num_warps": 16}
-"""Tile of wider rows, of which so few are read at a time that the cache still has them later."""
+"""Tile of wider rows, small enough that the second pass reads them from cache."""
 
 
 def gated_rms_norm_reference(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
@@ -74,7 +74,7 @@ def _gated_rms_norm_torch(gate_up: Tensor, weight: Packed | None, eps: float | N
 
 
 def _place_of_gradient(gate_up: Tensor, overwrite: bool) -> Tensor:
-    """Return the buffer of the gradient: the input itself (in place), or a new tensor."""
+    """Return the buffer of the gradient: the input (in place), or a new tensor."""
     if overwrite and gate_up.is_contiguous():
         return gate_up
     return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
@@ -182,7 +182,7 @@ def _gated_rms_norm_backward_kernel(
         r = tl.rsqrt(squares / D + eps)
         mean = (products * r / D)[:, None]
         r = r[:, None]
-    for start in range(0, D, BLOCK_D):  # once, if the row is whole
+    for start in range(0, D, BLOCK_D):  # only once, if a tile has the whole row
         offs_d = start + tl.arange(0, BLOCK_D)
         mask = (offs_m < M) & (offs_d < D)[None, :]
         gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
@@ -231,7 +231,7 @@ def _gated_rms_norm_backward_triton(
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y = torch.empty(grad_y.shape, dtype=gate_up.dtype, device=gate_up.device)
-    # a program reads what it has to of its rows before it writes there
+    # a program reads its rows before it writes to them
     grad_gate_up = _place_of_gradient(gate_up, overwrite)
     if y.numel():
         width, decoded = y.shape[-1], norm_weight(weight)
@@ -259,7 +259,7 @@ def _backward_tiling(
 def gated_rms_norm_in_its_dtype(
     gate_up: Tensor, weight: Packed | None, eps: float | None
 ) -> Tensor:
-    """Compute with operations of torch and round after each, as the reference for bf16."""
+    """Compute with torch operations, each rounded, as the peer for bf16."""
     gate, up = gate_up.chunk(2, dim=-1)
     product = functional.silu(gate) * up
     return product if eps is None else rms_norm_in_its_dtype(product, weight, eps)
@@ -277,9 +277,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         weight = None if ones or eps is None else drawn.to(device)
         return Case(label, (gate_up, weight, eps))
 
-    yield case("5x1", (5, 2), eps=0.1)  # with a small eps the gradient cancels to nothing
+    yield case("5x1", (5, 2), eps=0.1)  # with a small eps the gradient cancels
     for rows, width in ((7, 33), (3, 123), (9, 1311), (2, 4096), (1, 8209)):
-        # wide rows take the interpreter seconds
+        # wide rows take seconds in the interpreter
         if width <= 4096 or device.type == "cuda" or group_size == 6:
             yield case(f"{rows}x{width}", (rows, 2 * width))
     yield case("3x123 no norm", (3, 246), eps=None)
@@ -311,7 +311,7 @@ def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
 
 
 def backward_in_its_dtype(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Compute with operations of torch, in the dtype of `gate_up`, and overwrite nothing."""
+    """Compute with torch operations, in the dtype of `gate_up`, out of place."""
     return gradient_and_output(gated_rms_norm_in_its_dtype, *inputs[:4])
 
 
@@ -335,12 +335,12 @@ gated_rms_norm = Operation(
     _cases, _GATE, GATED_ARGUMENTS, where=GATED_WHERE, sizes=GATED_SIZES, scale_path=in_planes,
     peer=gated_rms_norm_in_its_dtype, timed=_TIMED, native=_gated_rms_norm_native,
 )  # fmt: skip
-"""Multiply silu of the first half of every row by the second half, and normalise.
+"""Multiply silu of the first half of every row by the second half, and apply RMS norm.
 
 Args:
     gate_up: (..., 2 D) float32 or bfloat16, any strides.
-    weight: of the norm, one row of D weights; None is ones, and gives the same bits as ones.
-    eps: added to the mean square; None leaves the norm out, and then there are no weights.
+    weight: packed weights of the norm, one row of D; None is ones, with the same bits.
+    eps: added to the mean square; None omits the norm, and requires no weights.
 
 Returns:
     (..., D) in the dtype of `gate_up`, contiguous; computed in float32 and rounded once.
@@ -352,12 +352,11 @@ gated_rms_norm_backward = Operation(
     where=GATED_WHERE, sizes=GATED_SIZES, scale_path=in_planes,
     peer=backward_in_its_dtype, timed=_TIMED, native=_gated_rms_norm_backward_native,
 )  # fmt: skip
-"""Compute the gradient of `gated_rms_norm` with respect to `gate_up`, and its result again.
+"""Compute the gradient of `gate_up` in `gated_rms_norm`, and recompute its result.
 
-`grad_y` is (..., D) of the dtype of `gate_up`, with any strides. `overwrite` says that the
-gradient may take the place of `gate_up`, which it does if that is contiguous. The rest is what
-`gated_rms_norm` was given.
+`grad_y` is (..., D) in the dtype of `gate_up`, with any strides. With `overwrite`, the gradient
+is written to `gate_up` if that is contiguous. The other arguments are those of `gated_rms_norm`.
 
 Returns:
-    (..., 2 D) and (..., D), like `gate_up` and like the result of `gated_rms_norm`.
+    The gradient, (..., 2 D) like `gate_up`, and y, (..., D) like the result of `gated_rms_norm`.
 """

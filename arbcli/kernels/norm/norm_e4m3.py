@@ -1,7 +1,7 @@
-"""Norm and rounding to e4m3 in one kernel: (q, scale) = quantise_rows(norm(x)), gated or of a sum.
+"""RMS norm fused with quantisation to e4m3: (q, scale) = quantise_rows(norm(x)), optionally gated.
 
-The norm is rounded to the dtype of x first, as if it had been stored, so the bits are those of the
-two kernels in turn. Rows too wide for registers, and the torch backend, do run the two in turn.
+The norm is first rounded to the dtype of x, as if it were stored, so the bits are those of the two
+separate kernels. The torch backend, and rows too wide for registers, run the two separately.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ from arbcli.kernels.runtime.operation import Case, Gate, MakeCases, MakeTimings,
 
 
 def in_turn(norm: Callable, round_rows: Callable) -> Callable[..., Any]:
-    """Do what a norm does, and then round its result, stored in the dtype of its input."""
+    """Compose a norm, rounded to the dtype of its input, and `quantise_rows`."""
 
     def run(*inputs: Any) -> tuple[Tensor, ...]:
         found = norm(*inputs)
@@ -63,14 +63,14 @@ def _norm_e4m3_kernel(
     GATED: tl.constexpr, ADD: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Round what the norm makes of x, of x and what is added to it, or of a gate and `other`."""
+    """Normalise x, x + `other`, or a gate and `other`, and quantise the result."""
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     offs_d = tl.arange(0, BLOCK_D)
     mask = (offs_m < M) & (offs_d < D)[None, :]
     y = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
     if GATED:
         y = y * sigmoid(y) * load_rows(other_ptr, offs_m, offs_d, mask, stride_om)
-    if ADD:  # what is normalised is the sum as it is stored
+    if ADD:  # normalise the sum as rounded for the store
         y += load_rows(other_ptr, offs_m, offs_d, mask, stride_om)
         y = y.to(total_ptr.dtype.element_ty).to(tl.float32)
         store_rows(total_ptr, y, offs_m, offs_d, mask, D)
@@ -129,7 +129,7 @@ def _gated_rms_norm_e4m3_triton(
 
 
 def _cases_of(spec: Operation) -> MakeCases:
-    """Take the matrices among the cases of a norm; wide ones take the interpreter seconds."""
+    """Take the cases of a norm that are matrices, without wide ones, slow in the interpreter."""
 
     def cases(device: torch.device, group_size: int) -> Iterator[Case]:
         for case in spec.cases(device, group_size):
@@ -141,7 +141,7 @@ def _cases_of(spec: Operation) -> MakeCases:
 
 
 def _timings_of(spec: Operation, run: Callable) -> MakeTimings:
-    """Time what a norm is timed on, against the norm and the rounding apart."""
+    """Use the timings of a norm, with the separate norm and quantisation as the peer."""
 
     def timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         for timing in spec.draw_timings(device, group_size):
@@ -152,7 +152,7 @@ def _timings_of(spec: Operation, run: Callable) -> MakeTimings:
 
 
 def _as_product(_inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Give q * scale, which a tie hardly changes."""
+    """Return q * scale, which a different rounding of a tie changes little."""
     *before, q, scale = found
     return *before, q.float() * scale
 
@@ -171,7 +171,7 @@ rms_norm_e4m3 = Operation(
     {**rms_norm.arguments, "x": _X}, where=("D > 0",), uses_scales=False, compared=_as_product,
     timings=_timings_of(rms_norm, _rms_norm_e4m3_triton),
 )  # fmt: skip
-"""Normalise the rows of `x` as `rms_norm` does, and round them as `quantise_rows` does.
+"""Compute `rms_norm` of the rows of `x`, and quantise them with `quantise_rows`.
 
 Args:
     x: (M, D) float32 or bfloat16, any strides.
@@ -187,7 +187,7 @@ add_rms_norm_e4m3 = Operation(
     {**add_rms_norm.arguments, "x": _X, "added": _X}, where=("D > 0",), uses_scales=False,
     compared=_as_product, timings=_timings_of(add_rms_norm, _add_rms_norm_e4m3_triton),
 )  # fmt: skip
-"""Add to the rows of `x` as `add_rms_norm` does, and do for the sum what `rms_norm_e4m3` does.
+"""Compute x + added as in `add_rms_norm`, and `rms_norm_e4m3` of the sum.
 
 Returns:
     (M, D) x + added in the dtype of `x`; (M, D) float8_e4m3fn, and (M, 1) float32 scales.
@@ -199,4 +199,4 @@ gated_rms_norm_e4m3 = Operation(
     sizes={"W": "2 * k"}, uses_scales=False, compared=_as_product,
     timings=_timings_of(gated_rms_norm, _gated_rms_norm_e4m3_triton),
 )  # fmt: skip
-"""Do for (M, 2 D) `gate_up` what `rms_norm_e4m3` does, after the gate of `gated_rms_norm`."""
+"""Compute `gated_rms_norm` of (M, 2 D) `gate_up`, and quantise its rows to e4m3."""

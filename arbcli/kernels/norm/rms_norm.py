@@ -1,12 +1,12 @@
-"""Root-mean-square normalise rows with ternary weights: y = x * rsqrt(mean(x**2) + eps) * w.
+"""RMS norm of rows with ternary weights: y = x * rsqrt(mean(x**2) + eps) * w.
 
-w is one packed row of frozen weights, decoded before a kernel runs; without weights it is ones.
+w is one packed row of frozen weights, decoded before the kernel runs; the default is ones.
 Backward, with r = rsqrt(mean(x**2) + eps) and xhat = x * r:
 grad_x = r * (gy * w - xhat * mean(xhat * gy * w)).
 
-The backward also returns y, so that only x has to be saved, not what the next layer multiplied. To
-grad_x, rounded, it adds the gradient that x has besides, as that of a residual stream.
-Rows are kept in registers; rows too wide for that are read in blocks, twice.
+The backward also returns y, so that only x has to be saved, not the input of the next layer. It can
+add another gradient of x, such as that of a residual stream, to grad_x before rounding.
+Rows are kept in registers; wider rows are read twice, in blocks.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,9 +28,9 @@ from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FEW_ROWS = 8
-"""So many rows or fewer, as when a text is generated, are shared by more threads."""
+"""Number of rows, as in generation, up to which more threads share a row."""
 WHOLE_ROW = 8192
-"""Columns of a row that a program can keep in registers."""
+"""Largest row that a program keeps in registers, in columns."""
 Weight = Packed | Tensor | None
 """One packed row of frozen weights; or gains, (D,) float32: see `gained_rms_norm`; None is ones."""
 
@@ -45,13 +45,13 @@ def rms_norm_reference(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
 def add_rms_norm_reference(
     x: Tensor, added: Tensor, weight: Packed | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the reference result of `add_rms_norm`: the sum rounded as in torch, then float64."""
+    """Compute `add_rms_norm`: the sum rounded as in torch, then float64."""
     total = x + added
     return total, rms_norm_reference(total, weight, eps)
 
 
 def of_sum(norm: Callable) -> Callable[..., Any]:
-    """Add to the first input of a norm, rounded as torch does it; return that, and its norm."""
+    """Add to the first input of a norm, rounded as in torch; return the sum and its norm."""
 
     def run(x: Tensor, added: Tensor, weight: Weight, eps: float) -> tuple[Tensor, Tensor]:
         total = (x + added).contiguous()
@@ -115,7 +115,7 @@ def _rms_norm_backward_native(
 
 
 def norm_native(x: Tensor, weight: Weight, eps: float | None, *, gated: bool) -> Tensor:
-    """Normalise rows by the native loop; where `gated`, what silu and product make of their halves.
+    """Normalise rows, or if `gated` silu(first half) * second half, with the native loop.
 
     Without an eps there is no norm.
     """
@@ -133,10 +133,10 @@ def norm_native(x: Tensor, weight: Weight, eps: float | None, *, gated: bool) ->
 def norm_backward_native(
     grad_y: Tensor, x: Tensor, weight: Weight, eps: float | None, *, gated: bool, grad_x: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of `norm_native` with respect to x, and its result again.
+    """Compute the gradient of x in `norm_native`, and recompute its result.
 
-    The gradient is written to `grad_x`, like x and contiguous, which may be x: a row is read before
-    it is written.
+    The gradient is written to `grad_x`, like x and contiguous. It may be x itself, as each row is
+        read before it is written.
     """
     y = torch.empty(grad_y.shape, dtype=x.dtype, device=x.device)
     if y.numel():
@@ -150,7 +150,7 @@ def norm_backward_native(
 
 
 def norm_weight_torch(weight: Weight) -> Tensor | None:
-    """Decode the weights of a norm to (D,) float32 by torch; None and gains stay as they are."""
+    """Decode the weights of a norm to (D,) float32 with torch; return None and gains unchanged."""
     if isinstance(weight, Packed):
         return decode_digits_torch(weight, torch.float32)[0]
     return weight
@@ -159,7 +159,7 @@ def norm_weight_torch(weight: Weight) -> Tensor | None:
 def norm_gradient(
     grad_y: Tensor, x: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute grad_x and y of some rows by torch; (M, D) float32 x, (D,) float32 weights."""
+    """Compute grad_x and y with torch, from (M, D) float32 x and (D,) float32 weights."""
     width = x.shape[-1]
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     r = norm.square_().div_(width).add_(eps).rsqrt_()
@@ -178,10 +178,10 @@ def load_rows(ptr, offs_m, offs_d, mask, stride_m):
 
 @triton.jit
 def load_weight(ptr, offs_d, D, one, HAS_WEIGHT: tl.constexpr):
-    """Load float32 weights of columns, [1, BLOCK_D]; without weights give `one`, which is 1.
+    """Load float32 weights of columns, [1, BLOCK_D]; without weights return `one`, which is 1.
 
-    `one` is an argument of the kernel, and so no constant to the compiler: it fuses a product with
-    it into the same instructions as a product with a weight, and the results are the same bits.
+    `one` is a kernel argument, not a constant, so the compiler emits the same fused instructions
+        as for weights, and the results have the same bits.
     """
     weight = one
     if HAS_WEIGHT:
@@ -236,7 +236,7 @@ def _rms_norm_kernel(
 def store_gradient(
     grad_x_ptr, other_grad_ptr, values, offs_m, offs_d, mask, D, stride_bm, OTHER_GRAD: tl.constexpr
 ):
-    """Store a gradient, with another one added before it is rounded."""
+    """Store a gradient, after adding another one and before rounding."""
     if OTHER_GRAD:
         values = values.to(grad_x_ptr.dtype.element_ty).to(tl.float32)
         values += load_rows(other_grad_ptr, offs_m, offs_d, mask, stride_bm)
@@ -296,15 +296,15 @@ def _rms_norm_backward_kernel(
 def tiling(
     rows: int, width: int, elements: int = 16, whole: int = WHOLE_ROW
 ) -> tuple[tuple[int], dict[str, int]]:
-    """Choose the programs that share rows out, and their tiles.
+    """Choose the number of programs and their tiles.
 
-    With few rows a GPU is idle anyway, and what counts is how long one takes.
+    With few rows the GPU is not full, and the latency of one program matters.
 
     Args:
         rows: M.
         width: D.
-        elements: of a thread, where there are many rows.
-        whole: the widest rows that are kept in registers.
+        elements: elements per thread, with many rows.
+        whole: largest width of rows that are kept in registers.
     """
     if width > whole:
         return (rows,), {"WHOLE": False, "BLOCK_M": 1, "BLOCK_D": 1024, "num_warps": 4}
@@ -316,14 +316,14 @@ def tiling(
 
 
 def norm_weight(weight: Weight) -> Tensor | None:
-    """Decode the weights of a norm to (D,) float32 with the kernel, as `norm_weight_torch` does."""
+    """Decode the weights of a norm to (D,) float32 with the Triton kernel."""
     if isinstance(weight, Packed):
         return decode_weight_triton(weight, torch.float32)[0]
     return weight
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """View, or copy, (..., D) as rows whose elements lie side by side."""
+    """View, or copy, (..., D) as rows with contiguous elements."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
 
@@ -379,7 +379,7 @@ def _rms_norm_backward_triton(
 
 
 def rms_norm_in_its_dtype(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
-    """Compute with operations of torch, in the dtype of `x`, as the reference for bf16."""
+    """Compute with torch operations in the dtype of `x`, as the peer for bf16."""
     decoded = None if weight is None else decode_digits_torch(weight, x.dtype)[0]
     return torch_rms_norm(x, x.shape[-1:], decoded, eps)
 
@@ -396,14 +396,14 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         return Case(label, (x, None if ones else weight, eps))
 
     for rows in (5, 9):
-        # with a small eps the gradient cancels to nothing
+        # with a small eps the gradient cancels
         yield case(f"{rows}x1", (rows, 1), eps=0.1)
     for rows, width in ((7, 33), (3, 123), (9, 1311), (2, 4096)):
         yield case(f"{rows}x{width}", (rows, width))
-    # wide rows take the interpreter seconds, and many rows too
+    # wide rows, and many rows, take seconds in the interpreter
     if device.type == "cuda" or group_size == 6:
         wide = WHOLE_ROW + 5
-        for ones in (False, True):  # an eps that tells
+        for ones in (False, True):  # an eps large enough to matter
             yield case(f"1x{wide}{' ones' * ones}", (1, wide), eps=0.1, ones=ones)
     if device.type == "cuda" or group_size == 32:
         yield case("261x5", (261, 5))
@@ -446,7 +446,7 @@ def _backward_added_cases(device: torch.device, group_size: int) -> Iterator[Cas
 def backward_in_its_dtype(
     grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute with operations of torch, gradient and sum, in the dtype of `x`."""
+    """Compute gradient and sum with torch operations, in the dtype of `x`."""
     grad_x, y = gradient_and_output(rms_norm_in_its_dtype, grad_y, x, weight, eps)
     return grad_x if other_grad is None else grad_x + other_grad, y
 
@@ -473,7 +473,7 @@ def _add_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     x, grad_y, weight = _timed_inputs(device)
     _, r = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, TIMED_EPS)
-    # what autograd calls for torch's `rms_norm`, for the gradient of x alone
+    # the operation that autograd calls for torch's `rms_norm`, for the gradient of x only
     inputs = (grad_y, x, weight.shape, r, weight, [True, False])
     peer = partial(torch.ops.aten._fused_rms_norm_backward, *inputs)
     yield Timing("16384x2048 bf16", (grad_y, x, None, TIMED_EPS), peer=peer)
@@ -492,7 +492,7 @@ _GATE = Gate(
 
 ROWS, NORM_WEIGHT = Array("*B, D"), Matrix("1, D", optional=True, spread=2)
 EPS = Number(("1e-6 if k > 4 else 0.1",))
-"""Of a narrow norm the gradient cancels."""
+"""Larger eps of narrow norms, whose gradient would otherwise cancel."""
 ROW_SIZES = {"B": "(m,)"}
 
 rms_norm = Operation(
@@ -500,11 +500,11 @@ rms_norm = Operation(
     {"x": ROWS, "weight": NORM_WEIGHT, "eps": EPS}, sizes=ROW_SIZES, scale_path=in_planes,
     peer=rms_norm_in_its_dtype, timings=_timings, native=_rms_norm_native,
 )  # fmt: skip
-"""Normalise the rows of `x` and multiply them by ternary weights.
+"""Normalise the rows of `x` by their root mean square and multiply them by ternary weights.
 
 Args:
     x: (..., D) float32 or bfloat16, any strides.
-    weight: one row of D weights; None is ones, and gives the same bits as ones.
+    weight: one packed row of D weights; None is ones, with the same bits.
     eps: added to the mean square.
 
 Returns:
@@ -516,9 +516,9 @@ add_rms_norm = Operation(
     sizes=ROW_SIZES, scale_path=in_planes, peer=of_sum(rms_norm_in_its_dtype), timings=_add_timings,
     native=of_sum(_rms_norm_native),
 )  # fmt: skip
-"""Add to the rows of `x`, and normalise them as `rms_norm` does.
+"""Compute `rms_norm` of x + added.
 
-`added` has the shape and dtype of `x`, and any strides; the rest is what `rms_norm` is given.
+`added` has the shape and dtype of `x`, and any strides; the others are those of `rms_norm`.
 
 Returns:
     x + added, rounded, and the norm of that; both like the result of `rms_norm`.
@@ -531,10 +531,10 @@ rms_norm_backward = Operation(
     sizes=ROW_SIZES, scale_path=in_planes, peer=backward_in_its_dtype, timings=_backward_timings,
     native=_rms_norm_backward_native,
 )  # fmt: skip
-"""Compute the gradient of `rms_norm` with respect to `x`, and its result again.
+"""Compute the gradient of x in `rms_norm`, and recompute its result.
 
 `grad_y` has the shape and dtype of `x`, and any strides, and so has `other_grad`, the gradient
-of `x` by another path: it is added before rounding. The rest is what `rms_norm` was given.
+of `x` by another path: it is added before rounding. The others are those of `rms_norm`.
 
 Returns:
     grad_x and y, each like the result of `rms_norm`.

@@ -1,9 +1,9 @@
-"""Accept those of several bytes of a text whose proposals they equal.
+"""Acceptance step of speculative decoding: keep the proposals that equal the chosen bytes.
 
-A check reads the last byte of a text and M - 1 proposals after it, and so has the logits of M
-bytes. `choose_byte` chooses each by the random numbers of its own position. The first one is a byte
-of the text whatever was proposed; and each following one is, as long as the bytes before it equal
-their proposals. So what is accepted is what would be chosen one by one.
+A check reads the last byte of a text and M - 1 proposals, and returns the logits of M next bytes.
+`choose_byte` samples each with the random numbers of its own position. The first sample is always
+accepted, and each following one if all samples before it equal their proposals. So the accepted
+bytes are those of decoding one byte at a time.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from arbcli.kernels.runtime.operation import EXACT, Case, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 MOST_AHEAD = 8
-"""Bytes at a time."""
+"""Maximum number of bytes per check."""
 
 
 def accept_ahead_reference(
@@ -29,7 +29,7 @@ def accept_ahead_reference(
     places: Tensor,
     accepted: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Compute what `accept_ahead_` must leave, in Python's integers."""
+    """Compute the buffers of `accept_ahead_` with Python integers."""
     proposed, found, count = ids.tolist(), chosen.tolist(), 1
     while count < len(found) and proposed[count] == found[count - 1]:
         count += 1
@@ -66,7 +66,7 @@ def _accept_ahead_kernel(
     count = tl.min(tl.where(chosen == proposed, 8, row + 1), axis=0)
     byte = tl.sum(tl.where(row == count - 1, chosen, 0), axis=0)
     first = tl.load(position_ptr)
-    tl.debug_barrier()  # all have read what is written now
+    tl.debug_barrier()  # all threads have read the buffers that are written now
     tl.store(ids_ptr, byte)
     tl.store(position_ptr, first + count)
     tl.store(places_ptr + row, first + count + row, mask=row < M)
@@ -127,18 +127,17 @@ accept_ahead_ = Operation(
     sizes={"M": f"min(m + 1, {MOST_AHEAD})", "D": "k + 1"},
     compared=("ids", "last", "position", "places", "accepted"),
 )  # fmt: skip
-"""Accept the bytes that equal their proposals, and the first that does not, in place.
+"""Accept the bytes that equal their proposals, and the first one that differs, in place.
 
 Args:
-    ids: (M,) int64, the byte that was read first and the proposals after it; the first one is
-        set to the last byte that is accepted.
-    chosen: (M,) int64, what follows each of them.
-    rows: (M, D), what the model has of each, any dtype.
-    last: (D,), set to the row of the byte before that.
-    position: int32 scalar, that of the first of `ids`; set to that of the next one.
-    places: (M,) int32, set to the positions from the next one on.
-    accepted: (2,) int32, set to `position` as it was, and to how many bytes were accepted,
-        which is also how many of `ids` stay in the text.
+    ids: (M,) int64: the last byte and the proposals; element 0 is set to the last accepted byte.
+    chosen: (M,) int64: the sampled byte after each of `ids`.
+    rows: (M, D), any dtype: hidden state of each of `ids`.
+    last: (D,): set to the row from which the last accepted byte was sampled.
+    position: int32 scalar: position of `ids[0]`; advanced by the number of accepted bytes.
+    places: (M,) int32: set to the positions from the new one on.
+    accepted: (2,) int32: set to the old `position` and to the number of accepted bytes, which
+        is also the number of `ids` that stay in the text.
 
 All are contiguous. They are read and written on the device.
 """

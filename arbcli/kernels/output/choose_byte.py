@@ -1,9 +1,9 @@
-"""Choose next bytes of a text: the largest of logit / temperature + Gumbel noise, of those kept.
+"""Sample next bytes with the Gumbel-max trick: argmax of logit / temperature + noise.
 
-Byte i is kept if fewer than `top_k` bytes are likelier, and if these have less than `top_p`
-together; of equals the smaller is the likelier. That is found by comparing all pairs, not by
-sorting and summing in order. The noise is -ln(-ln(u)), u = (w + 1/2) / 2**23, w the upper 23 bits
-of a random word of (key, position, i): so the choice follows the softmax, and the seed decides it.
+Byte i is a candidate if fewer than `top_k` bytes are more likely and their total probability is
+below `top_p`; ties go to the smaller byte. This is computed by comparing all pairs, without a sort.
+The noise is -ln(-ln(u)), u = (w + 1/2) / 2**23, w the upper 23 bits of a random word of
+(key, position, i). So samples follow the softmax, and the seed determines them.
 Source: E. J. Gumbel, "Statistical Theory of Extreme Values and Some Practical Applications", 1954.
 """
 
@@ -22,7 +22,7 @@ from arbcli.kernels.timed import Timed
 from arbcli.kernels.update.random_bits import mix_reference, random_bits, random_words
 
 MAX_SYMBOLS = 256
-"""Every byte; one program holds all logits. Of more symbols the likeliest are found by a sort."""
+"""Number of bytes; one program holds all logits. With more symbols, a sort is used."""
 
 
 def choose_byte_reference(
@@ -60,7 +60,7 @@ def choose_byte_torch(
     byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: float,
     top_k: int, top_p: float,
 ) -> None:  # fmt: skip
-    """Do what `choose_byte_` does, by torch's operations."""
+    """Compute `choose_byte_` with torch operations."""
     if logits.dim() == 2:
         for row, (one, of_row) in enumerate(zip(byte.view(-1), logits, strict=True)):
             place = position + row
@@ -77,13 +77,13 @@ def choose_byte_torch(
 def choice_torch(
     logits: Tensor, position: Tensor, key: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    """Choose one of at most `MAX_SYMBOLS` symbols by (V,) float32 logits: an int64 scalar."""
+    """Sample one of at most `MAX_SYMBOLS` symbols from (V,) float32 logits: an int64 scalar."""
     if temperature == 0:
         return logits.argmax()
     score = (logits - logits.max()) / temperature
     index = torch.arange(len(score), dtype=torch.int32, device=score.device)
     tied = (score == score[:, None]) & (index < index[:, None])
-    likelier = (score > score[:, None]) | tied  # [i, j]: whether j is likelier than i
+    likelier = (score > score[:, None]) | tied  # [i, j]: whether j is more likely than i
     kept = likelier.sum(1) < top_k
     if top_p < 1:
         share = torch.where(kept, score, -torch.inf).softmax(0)
@@ -95,7 +95,7 @@ def choose_among_many(
     byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor,
     temperature: float | Tensor, top_k: int | Tensor, top_p: float | Tensor,
 ) -> None:  # fmt: skip
-    """Do as `choose_byte_` does with any number of symbols; numbers may be scalar tensors."""
+    """Compute `choose_byte_` for any number of symbols; options may be scalar tensors."""
     if not isinstance(temperature, Tensor) and temperature == 0:
         choice = logits.argmax()[None]
     else:
@@ -103,12 +103,12 @@ def choose_among_many(
         score = (score - score[0]) / (temperature + (temperature == 0))
         rank = torch.arange(len(score), device=score.device)
         kept = rank < top_k
-        # added up as integers, which is the same in any order
+        # integer sums are the same in any order
         share = (torch.where(kept, score, -torch.inf).softmax(0) * 2.0**40).long()
         most = top_p.double() * 2**40 if isinstance(top_p, Tensor) else top_p * 2.0**40
         kept &= (share.cumsum(0) - share < most) | (top_p == 1)
         noise = _noise(key, position, symbol.to(torch.int32)) * (temperature > 0)
-        # an index of no dimension would be read by the host
+        # a zero-dimensional index would be read by the host
         choice = symbol.gather(0, torch.where(kept, score + noise, -torch.inf).argmax()[None])
     byte.copy_(choice.view_as(byte))
     text.index_copy_(0, position.long()[None], choice.to(text.dtype))
@@ -124,11 +124,10 @@ def choose_symbol(
     logits_ptr, position, key, temperature, top_k, top_p, V, drawn, some,
     BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr, favoured=-1, bonus=0.0,
 ):  # fmt: skip
-    """Choose the symbol of a position by V logits.
+    """Sample the symbol of a position from V logits.
 
-    `drawn` says whether by chance, and `some` whether among the likeliest alone: of one text they
-    are known when the kernel is compiled, of several each has its own. The logit of the symbol
-    `favoured` has a `bonus`.
+    `drawn` selects sampling instead of argmax, and `some` top-k or top-p. They are constants for
+    one text, and values per text for several. `bonus` is added to the logit of symbol `favoured`.
     """
     symbol = tl.arange(0, BLOCK_V)
     kept = symbol < V
@@ -140,7 +139,7 @@ def choose_symbol(
         if some:
             rank = tl.zeros((BLOCK_V,), dtype=tl.int32)
             before = tl.zeros((BLOCK_V,), dtype=tl.float32)
-            for start in range(0, V, BLOCK_J):  # a thread has all rivals of a symbol
+            for start in range(0, V, BLOCK_J):  # a thread compares one symbol with all others
                 rival = start + tl.arange(0, BLOCK_J)[:, None]
                 other = tl.load(logits_ptr + rival, mask=rival < V, other=float("-inf"))
                 other = other.to(tl.float32) + tl.where(rival == favoured, bonus, 0.0)
@@ -246,19 +245,19 @@ choose_byte_ = Operation(
     timed=[Timed("256 logits", choose_byte_torch, "torch, step by step", B=(1, 1), P=9, M=(), V=256,
                  logits=torch.float32, position=0, key=0, temperature=0.8, top_k=40, top_p=0.95)],
 )  # fmt: skip
-"""Choose the byte, or token, at `position` of `text` by its logits, in place, or several.
+"""Sample the byte or token at `position` of `text`, or several from there on, in place.
 
-Of more than 256 symbols the likeliest are found by sorting, by torch's operations everywhere.
+With more than 256 symbols, candidates are found by sorting, with torch operations on all backends.
 
 Args:
-    byte: int64 of one element, set to the byte, for its next reader; or of M, contiguous.
-    text: (P,) uint8, or int32 of more than 256 symbols, contiguous; its element `position` is
-        set to the byte, or those from there on.
-    logits: (V,) float32 or bfloat16, contiguous; finite, or -inf. Or (M, V), V at most 256, a
-        row for each byte, whose noise is that of its own position.
+    byte: int64, one element or (M,), contiguous: set to the samples.
+    text: (P,) uint8, or int32 for more than 256 symbols, contiguous; elements from `position` on
+        are set to the samples.
+    logits: (V,) float32 or bfloat16, contiguous, finite or -inf. Or (M, V), V at most 256: one
+        row per byte, with the noise of its own position.
     position: int32 scalar tensor, at most P - M. It is read on the device.
-    key: int32 scalar tensor, of the random stream.
-    temperature: divides the logits; 0 takes the largest.
-    top_k: how many of the likeliest are kept, at least 1.
-    top_p: of these the fewest that have this share together are kept; above 0, 1 for all.
+    key: int32 scalar tensor: key of the random stream.
+    temperature: divisor of the logits; 0 takes the largest logit.
+    top_k: number of most likely symbols to keep, at least 1.
+    top_p: smallest total probability of the symbols to keep; above 0, and 1 keeps all.
 """

@@ -1,4 +1,4 @@
-"""`choose_byte` for several texts at once, each with its own position, key and way of choosing."""
+"""Batched `choose_byte`: each text has its own position, key and sampling options."""
 
 from collections.abc import Callable, Iterator
 
@@ -105,7 +105,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def _picked(*values: float) -> Callable[[Dice, int], Tensor]:
-    """Draw numbers that are each one of these."""
+    """Draw a tensor whose elements are picked from a sequence."""
     return lambda dice, texts: torch.tensor(
         [dice.pick(values) for _ in range(texts)], device=dice.device
     )
@@ -131,18 +131,18 @@ choose_bytes_ = Operation(
                  "torch's multinomial", B=64, P=9, V=256, logits=torch.float32, position=0,
                  temperature=0.95, top_k=40, top_p=0.95)],
 )  # fmt: skip
-"""Choose the byte, or token, at `position` of each text by its logits, in place.
+"""Sample the byte or token at `position` of each text from its logits, in place.
 
-Of more than 256 symbols one text after another has torch's operations.
+With more than 256 symbols, texts are processed one by one with torch operations.
 
 Args:
-    byte: (B, 1) int64, set to the bytes, for their next reader.
+    byte: (B, 1) int64: set to the samples.
     text: (B, P) uint8, or int32 of more than 256 symbols; in each row the element at its
         position is set.
     logits: (B, V) float32 or bfloat16; finite, or -inf.
     position: (B,) int32 below P. It is read on the device, as are those that follow.
-    key: (B,) int32, of the random streams.
-    temperature: (B,) float32: see `choose_byte_` for this and the next ones.
+    key: (B,) int32: keys of the random streams.
+    temperature: (B,) float32: see `choose_byte_` for this and the following arguments.
     top_k: (B,) int32.
     top_p: (B,) float32.
 

@@ -1,7 +1,7 @@
 """Cross-entropy of logits, a row at a time: loss[m] = logsumexp(x[m]) - x[m, target[m]], in nats.
 
-Its backward is softmax(x[m]) minus one at the target, times the gradient of the row's loss; it is
-computed from the logits again, and no probability is kept.
+The backward is (softmax(x[m]) - onehot(target[m])) times the gradient of the row's loss. It is
+recomputed from the logits, so probabilities are not saved.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def _cross_entropy_backward_torch(logits: Tensor, targets: Tensor, scale: Tensor
 
 @triton.jit
 def _softmax_parts(logits_ptr, offs_m, offs_v, mask, stride_m, stride_v):
-    """Load rows of logits, less the highest of each, and the exponentials' sum."""
+    """Load rows of logits, subtract each row's maximum, and sum the exponentials."""
     ptrs = logits_ptr + offs_m * stride_m + offs_v[None, :] * stride_v
     x = tl.load(ptrs, mask=mask, other=float("-inf")).to(tl.float32)
     x -= tl.max(x, axis=1)[:, None]
@@ -73,7 +73,7 @@ def _cross_entropy_kernel(
     inside = offs_m < M
     row = tl.minimum(offs_m, M - 1)[
         :, None
-    ]  # beyond the end, read the last row; its loss is not stored
+    ]  # beyond the end, read the last row; the loss is not stored
     x, total = _softmax_parts(logits_ptr, row, offs_v, (offs_v < V)[None, :], stride_m, stride_v)
     target = tl.load(targets_ptr + offs_m * stride_t, mask=inside, other=0)
     of_target = tl.sum(tl.where(offs_v[None, :] == target[:, None], x, 0.0), axis=1)
@@ -162,7 +162,7 @@ cross_entropy = Operation(
     timed=[Timed("16384x256 bf16", partial(functional.cross_entropy, reduction="none"),
                  M=16384, V=256)],
 )  # fmt: skip
-"""Compute the loss of every row, in nats.
+"""Compute the cross-entropy of every row, in nats.
 
 Args:
     logits: (M, V) float32 or bfloat16, V at most 4096, any strides.
@@ -177,7 +177,7 @@ cross_entropy_backward = Operation(
     _ARGUMENTS | {"scale": Array("", FLOAT, values=lambda dice: dice.real(0.1))},
     where=_WHERE, sizes=_SIZES, timed=[Timed("16384x256 bf16", M=16384, V=256)],
 )  # fmt: skip
-"""Compute the gradient of `scale` times the sum of all losses.
+"""Compute the gradient of `scale` times the sum of `cross_entropy`.
 
 Args:
     logits: as in `cross_entropy`.

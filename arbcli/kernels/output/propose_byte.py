@@ -1,7 +1,7 @@
-"""Propose a byte of a text by a head's logits, and by what followed its last bytes before.
+"""Propose a byte from a head's logits and from an earlier occurrence of the last bytes.
 
-The byte that is repeated has a larger logit, by some for each byte that was equal before. Another
-proposal than that ends the repetition, so nothing is favoured in those after it.
+The logit of the repeated byte is increased in proportion to the number of equal bytes before it. If
+another byte is proposed, the repetition ends, and later proposals have no increase.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from arbcli.kernels.runtime.operation import EXACT, Case, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 NONE = tl.constexpr(-1)
-"""In place of a byte that is repeated."""
+"""Value that stands for no repeated byte."""
 
 
 def propose_byte_reference(
@@ -119,18 +119,18 @@ propose_byte_ = Operation(
     sizes={"V": f"min(k + 1, {MAX_SYMBOLS})"},
     compared=("byte", "repeated"),
 )  # fmt: skip
-"""Choose a byte that is proposed as `choose_byte_` does, a repeated one sooner, in place.
+"""Sample a proposal as `choose_byte_` does, with a bonus for the repeated byte, in place.
 
 Args:
     byte: (1,) int64, set to the byte.
-    repeated: (2,) int64: the byte that is repeated, or -1, and that of the next proposal, which is
-        set to -1 if another one is chosen.
-    equal: int32 scalar, how many bytes were equal before.
+    repeated: (2,) int64: the repeated byte, or -1, and that of the next proposal, which is set to
+        -1 if another byte is sampled.
+    equal: int32 scalar: number of equal bytes before.
     logits: (V,) float32 or bfloat16, contiguous, V at most 256.
-    position: int32 scalar, of the byte. It is read on the device.
-    key: int32 scalar tensor, of the random stream.
-    each: is added to the logit of the byte that is repeated for each equal byte.
-    temperature: divides the logits; 0 takes the largest.
-    top_k: how many of the likeliest are kept, at least 1.
-    top_p: of these the fewest that have this share together are kept; above 0, 1 for all.
+    position: int32 scalar: position of the byte. It is read on the device.
+    key: int32 scalar tensor: key of the random stream.
+    each: bonus of the repeated byte's logit per equal byte.
+    temperature: as in `choose_byte_`.
+    top_k: likewise.
+    top_p: likewise.
 """

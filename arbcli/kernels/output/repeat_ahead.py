@@ -1,8 +1,8 @@
-"""Find the bytes of a text that followed its last ones before: the text repeats itself.
+"""Prompt lookup: find an earlier occurrence of a text's last bytes, and the bytes after it.
 
-Of the positions before the last byte, the one is taken up to which most bytes equal the last ones
-of the text, `MOST_EQUAL` at most, and of equals the latest. What follows it is repeated. If the
-text ends before there are as many bytes as are wanted, what follows begins again.
+Of the positions before the last byte, the kernel selects the one with the longest suffix that
+equals the end of the text, up to `MOST_EQUAL` bytes; ties go to the latest position. The bytes
+after it are the proposals. If the text ends before M bytes, the proposals repeat from the start.
 """
 
 from collections.abc import Iterator
@@ -17,15 +17,15 @@ from arbcli.kernels.runtime.operation import EXACT, Case, Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 MOST_EQUAL = tl.constexpr(16)
-"""Bytes before a position that are compared."""
+"""Maximum number of bytes that are compared per position."""
 SPAN = tl.constexpr(4096)
-"""Positions before the last byte that are looked at."""
+"""Number of positions before the last byte that are searched."""
 
 
 def repeat_ahead_reference(
     repeated: Tensor, equal: Tensor, text: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `repeat_ahead_` must leave: one position after another."""
+    """Compute the buffers of `repeat_ahead_`, one position at a time."""
     known, most = bytes(text[: int(position) + 1].tolist()), MOST_EQUAL.value
     best, longest = len(known) - 1, 0
     for end in range(max(1, len(known) - SPAN.value), len(known)):
@@ -68,7 +68,7 @@ def _repeat_ahead_kernel(
         byte = tl.load(text_ptr + at, mask=same, other=0)
         same &= byte == tl.load(text_ptr + tl.maximum(position - i, 0))
         length += same.to(tl.int32)
-    best = tl.max(length * SPAN - back, axis=0) + SPAN  # of equals the latest
+    best = tl.max(length * SPAN - back, axis=0) + SPAN  # ties go to the latest position
     row, period = tl.arange(0, 8), SPAN - best % SPAN
     source = tl.maximum(position - period + 1 + row % period, 0)
     byte = tl.load(text_ptr + source, mask=row < M, other=0)
@@ -85,7 +85,7 @@ def _repeat_ahead_triton(repeated: Tensor, equal: Tensor, text: Tensor, position
 
 TEXTS = (b"a", b"ab", b"aaaa", b"abcdabcdab", b"xyz_1 xyz_2 xyz_1 xyz_", b"no two alike",
          b"0123456789abcdefghi, 3456789abcdefghi; 0123456789abcdefghi")  # fmt: skip
-"""The last one has two places of which more bytes are equal than are compared."""
+"""The last text has two positions with more equal bytes than are compared."""
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -93,7 +93,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     long = torch.randint(3, (2 * SPAN.value,), generator=generator)
     kinds = {text.decode(): torch.tensor([*text]) for text in TEXTS} | {"three symbols": long}
     for label, apart in (("as far", SPAN.value), ("just too far", SPAN.value + 1)):
-        ends = 255 - torch.arange(30)  # elsewhere bytes rise, so one is equal at most
+        ends = 255 - torch.arange(30)  # other bytes increase, so at most one byte is equal
         kinds[f"a place {label}"] = torch.cat([ends, torch.arange(apart - 30) % 251, ends])
     for label, text in kinds.items():
         for size in (1, 3, 8):
@@ -117,12 +117,12 @@ repeat_ahead_ = Operation(
     sizes={"M": f"min(m + 1, {MOST_AHEAD})", "P": "n + k"},
     compared=("repeated", "equal"),
 )  # fmt: skip
-"""Find what followed the longest last bytes that the text had before, in place.
+"""Find the bytes after the longest earlier occurrence of the text's last bytes, in place.
 
 Args:
-    repeated: (M,) int64, contiguous, set to the bytes that are expected after the last one; of no
-        meaning where none are equal.
-    equal: int32 scalar, set to how many bytes are equal, 0 to 16.
+    repeated: (M,) int64, contiguous: set to the proposals after the last byte; undefined if
+        `equal` is 0.
+    equal: int32 scalar: set to the number of equal bytes, 0 to 16.
     text: (P,) uint8, contiguous.
-    position: int32 scalar, below P, that of the last byte; what is in `text` after it is not read.
+    position: int32 scalar, below P: position of the last byte; later elements are not read.
 """

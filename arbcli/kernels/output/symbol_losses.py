@@ -1,7 +1,7 @@
-"""Cross-entropy of a vocabulary in chunks of symbols, of which one chunk's logits are there.
+"""Cross-entropy of a large vocabulary in chunks of symbols, with the logits of one chunk at a time.
 
-Forward, each chunk adds to the logarithm of a row's sum of exponentials. Backward, the logits of a
-chunk are computed again and become their gradient in place.
+Forward, each chunk updates the log-sum-exp of every row. Backward, the logits of a chunk are
+recomputed and replaced by their gradient, in place.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from arbcli.kernels.runtime.operation import Case, Gate, Operation
 from arbcli.kernels.timed import Timed
 
 MOST_SYMBOLS = 4096
-"""Maximum number of symbols per chunk; one program holds those of a row."""
+"""Maximum number of symbols per chunk; one program holds a chunk of a row."""
 
 
 def add_symbols_reference(
@@ -75,7 +75,7 @@ def _add_symbols_kernel(
     highest = tl.maximum(tl.max(x, axis=0), before)
     total = tl.sum(tl.exp(x - highest), axis=0) + tl.exp(before - highest)
     found = tl.sum(tl.where((offs_n == target) & inside, x, 0.0), axis=0)
-    tl.debug_barrier()  # all threads have read before one of them writes
+    tl.debug_barrier()  # all threads read before any thread writes
     tl.store(total_ptr + m, tl.log(total) + highest)
     tl.store(of_target_ptr + m, so_far + found)
 
@@ -115,7 +115,7 @@ def _grade_symbols_triton(logits: Tensor, targets: Tensor, total: Tensor, scale:
 
 
 def _chunks(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Draw (label, logits, targets, a number of each row)."""
+    """Draw (label, logits, targets, a float32 per row)."""
     generator = torch.Generator().manual_seed(0)
     for rows, symbols in ((1, 1), (3, 33), (17, 256), (9, 300), (2, 4033), (0, 256)):
         logits = 5 * torch.randn(rows, symbols, generator=generator).to(device)
@@ -176,15 +176,13 @@ add_symbols_ = Operation(
     where=_WHERE, sizes=_SIZES, compared=("total", "of_target"),
     timed=[Timed("16384x4032 bf16", lambda *given: torch.logsumexp(given[2], 1), M=16384, V=4032)],
 )  # fmt: skip
-"""Add a chunk of symbols to the sums of rows, in place.
+"""Update the log-sum-exp of rows with a chunk of symbols, in place.
 
 Args:
-    total: (M,) float32, contiguous: the logarithm of the sum of exponentials so far, which is
-        -inf before the first chunk.
-    of_target: (M,) float32, contiguous, to which the logit of the target is added if it is in
-        the chunk.
+    total: (M,) float32, contiguous: log-sum-exp so far, -inf before the first chunk.
+    of_target: (M,) float32, contiguous; the target's logit is added if it is in the chunk.
     logits: (M, N) float32 or bfloat16, N at most 4096, any strides; finite.
-    targets: (M,) int64, counted from the first symbol of the chunk; any others are elsewhere.
+    targets: (M,) int64, relative to the first symbol of the chunk; others are out of range.
 """
 grade_symbols_ = Operation(
     "grade_symbols", _grade_symbols_triton, _grade_symbols_torch, grade_symbols_reference,
@@ -193,11 +191,11 @@ grade_symbols_ = Operation(
     compared=("logits",),
     timed=[Timed("16384x4032 bf16", lambda logits, *_: torch.softmax(logits, 1), M=16384, V=4032)],
 )  # fmt: skip
-"""Turn the logits of a chunk of symbols into the gradient of scaled losses, in place.
+"""Replace the logits of a chunk by the gradient of the scaled losses, in place.
 
 Args:
-    logits: as of `add_symbols_`.
-    targets: as of `add_symbols_`.
-    total: (M,) float32, contiguous, what all chunks made of it.
-    scale: (M,) float32, contiguous, of each row's loss.
+    logits: as in `add_symbols_`.
+    targets: as in `add_symbols_`.
+    total: (M,) float32, contiguous: log-sum-exp over all chunks.
+    scale: (M,) float32, contiguous: factor of each row's loss.
 """
