@@ -1,1 +1,1 @@
-"""Rows looked up, weighted, gathered and scattered."""
+"""Row lookups, weighted sums, gathers and scatters."""

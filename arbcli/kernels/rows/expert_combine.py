@@ -1,7 +1,7 @@
 """Sum the outputs of a token's experts: y[m] = sum over j of gates[m, j] * values[p[m, j]].
 
-The values are sorted by expert, and the positions p say where those of each token are. The backward
-reads them again: the gradient of a gate is the dot product of its value and the gradient of y.
+The values are sorted by expert; p has the positions of each token's values. The backward reads the
+values again: the gradient of a gate is the dot product of its value and the gradient of y.
 
 Without gates, the sum is also the backward of the dispatch, which copies a token to all its slots.
 """
@@ -129,7 +129,7 @@ def _expert_combine_backward_triton(
     grad_y: Tensor, values: Tensor, positions: Tensor, gates: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     tokens, slots = positions.shape
-    # rows without a token have no gradient; where there are none, all is written
+    # rows without a token have a zero gradient; otherwise every row is written
     make = torch.empty if len(values) == tokens * slots else torch.zeros
     grad_values = make(values.shape, dtype=values.dtype, device=values.device)
     grad_gates = torch.empty(positions.shape, dtype=torch.float32, device=values.device)
@@ -227,7 +227,7 @@ expert_combine_backward = Operation(
     draw=lambda dice, g, m, n, k: (dice.reals(m, k), *_draw_slots(dice, g, m, n, k)),
     timed=[Timed("4096x4 of 1280 bf16", _expert_combine_backward_torch, **_TIMED)],
 )  # fmt: skip
-"""Propagate a gradient back through `expert_combine`, in one pass.
+"""Compute the gradients of `expert_combine` in one pass.
 
 grad_values[positions[m, j]] = gates[m, j] * grad_y[m]
 grad_gates[m, j] = sum over d of grad_y[m, d] * values[positions[m, j], d]

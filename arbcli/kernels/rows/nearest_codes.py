@@ -1,12 +1,11 @@
-"""The nearest of many codes: argmin over v of |q[m] - codes[v]|**2, the first of equal ones.
+"""Nearest-neighbour search in a codebook: argmin over v of |q[m] - codes[v]|**2, first of ties.
 
-Vectors and codes are int8, so products and distances are integers below 2**31, and the choice is
-exact: the same on every device. |q|**2 is the same for all codes, so the largest 2 q.c - |c|**2 is
-sought, a block of codes at a time. Nothing of the shape M x V is ever made: each program keeps the
-best of its codes, of which there is one for each share of the codes and each row at the end. The
-native loop reads the codes once, 16 for all vectors, and multiplies bytes as they are: the torch
-backend has to convert all codes to floats. On one core of a CPU with VNNI it takes 17 ms for one
-vector and 131,072 codes of 1,024 numbers, where the torch backend takes 256.
+Vectors and codes are int8, so products and distances are integers below 2**31, and the result is
+the same on every device. |q|**2 is the same for all codes, so a program maximises 2 q.c - |c|**2, a
+block of codes at a time. No M x V tensor is stored: each program keeps its best code, and a last
+step reduces over the programs of a row. The native loop reads the codes once, 16 at a time for all
+vectors, and multiplies bytes; the torch backend converts all codes to floats. On one core of a CPU
+with VNNI the loop takes 17 ms for one vector and 131,072 codes of width 1,024, and torch 256 ms.
 """
 
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ MOST_WIDTH = 2**15
 EXACT_IN_FLOAT32 = 1024
 """Width up to which sums of products are at most 2**24, which float32 holds."""
 CHUNK_ELEMENTS = 2**22
-"""Products that the torch backend has at a time."""
+"""Products that the torch backend computes at a time."""
 INDEX_BITS = 32
 
 
@@ -41,7 +40,7 @@ def nearest_codes_reference(q: Tensor, codes: Tensor) -> Tensor:
 
 
 def _best(scores: Tensor, places: Tensor) -> Tensor:
-    """Find the place of the largest score of each row, the lowest of those that have it: (M,).
+    """Return the place of the largest score of each row, (M,); ties go to the lowest place.
 
     Args:
         scores: (M, n) int32.
@@ -113,7 +112,7 @@ def _nearest_codes_kernel(
         scores = tl.where((v < V)[None, :], 2 * products - norms[None, :], -(2**31))
         mine = tl.max(scores, axis=1)
         at = tl.argmax(scores, axis=1, tie_break_left=True)
-        place = tl.where(mine > best, first + at, place)  # of equal ones the first stays
+        place = tl.where(mine > best, first + at, place)  # ties go to the first
         best = tl.maximum(best, mine)
     row = part.to(tl.int64) * M + m
     tl.store(score_ptr + row, best, mask=m < M)
@@ -160,7 +159,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             for n in (rows, number)
         )
         half = number // 2
-        codes[number - half :] = codes[:half].clone()  # each nearest code is there twice
+        codes[number - half :] = codes[:half].clone()  # each nearest code occurs twice
         yield Case(f"{rows} of {number}x{width}", (q.to(device), codes.to(device)))
     few = torch.randint(-1, 2, (40, 3), generator=generator, dtype=torch.int8).to(device)
     yield Case("many at one distance", (few, few.flip(0).contiguous()))

@@ -1,8 +1,7 @@
 """Copy rows of an int8 or uint8 table to a compact matrix, and write them back in place.
 
-A step that touches few rows of a large table works on a matrix of those rows alone. Rows are bytes
-to these kernels, whatever they mean, and a row outside the table is zeros to read and nothing to
-write, so that a list of rows can be padded.
+A step that touches few rows of a large table works on a compact matrix of these rows. The kernels
+copy bytes. Out-of-range row indices read zeros and are not written, so lists of rows can be padded.
 """
 
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ def gather_rows_reference(buffer: Tensor, rows: Tensor) -> Tensor:
 
 
 def scatter_rows_reference(buffer: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """Compute what `scatter_rows_` must leave in the buffer, one row at a time."""
+    """Compute the buffer after `scatter_rows_`, one row at a time."""
     for r, v in enumerate(rows.tolist()):
         if 0 <= v < len(buffer):
             buffer[v] = values[r]
@@ -120,7 +119,7 @@ def _draw(
 
 
 def _distinct_cases(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Draw (label, buffer, rows): what is awkward about either; rows inside are distinct."""
+    """Draw (label, buffer, rows) with awkward layouts and indices; rows in range are distinct."""
     generator = torch.Generator().manual_seed(0)
 
     def case(label: str, buffer: Tensor, rows: list[int]) -> tuple[str, Tensor, Tensor]:
@@ -161,13 +160,13 @@ def _scatter_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 TABLES = ((5_000_000, 64, 76), (5_000_000, 13, 76), (131_072, 1024, 8))
-"""(V, bytes of a row, V over the rows that a step touches)."""
+"""(V, bytes per row, V divided by the number of touched rows)."""
 
 
 def _production_rows(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Draw (label, rows far apart of a large table, all of them in random order).
+    """Draw (label, distant rows of a large table, these rows in random order).
 
-    So the roofline counts the bytes that are touched, and not the table.
+    So the roofline counts the touched bytes, not the table.
     """
     for num_rows, num_bytes, apart in TABLES:
         buffer = _draw(num_rows, num_bytes, torch.Generator(device))[::apart]
@@ -184,7 +183,7 @@ def _gather_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 def _scatter_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     def run(*inputs: Tensor) -> tuple:
         _scatter_rows_triton(*inputs)
-        return ()  # the buffer is counted among the inputs
+        return ()  # the inputs include the buffer
 
     for label, buffer, rows in _production_rows(device):
         num_rows, num_bytes = buffer.shape
@@ -209,7 +208,7 @@ gather_rows = Operation(
 
 Args:
     buffer: (V, B) int8 or uint8, any strides.
-    rows: (R,) int64, repeated ones too.
+    rows: (R,) int64; may repeat.
 
 Returns:
     (R, B) of the buffer's dtype, contiguous; zeros where rows[r] is outside 0..V-1.
@@ -219,7 +218,7 @@ Returns:
 def _draw_scattered(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     buffer, _ = gather_rows.drawn(dice, group_size, m, n, k)
     rows = torch.randperm(n, generator=dice.generator, device=dice.device)[:m]
-    rows = torch.where(dice.integers(0, 3, len(rows)) == 0, n, rows)  # a quarter is outside
+    rows = torch.where(dice.integers(0, 3, len(rows)) == 0, n, rows)  # a quarter is out of range
     limits = torch.iinfo(buffer.dtype)
     values = dice.integers(limits.min, limits.max, len(rows), k, dtype=buffer.dtype)
     return buffer, dice.view(rows), values
@@ -238,7 +237,7 @@ scatter_rows_ = Operation(
 
 Args:
     buffer: (V, B) int8 or uint8, any strides.
-    rows: (R,) int64; those within 0..V-1 are distinct, others are ignored.
+    rows: (R,) int64; indices in 0..V-1 are distinct, others are ignored.
     values: (R, B) of the buffer's dtype, any strides.
 
 Returns:

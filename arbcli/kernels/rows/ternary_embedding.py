@@ -1,7 +1,7 @@
-"""Look up rows of a packed table, y[m] = w[ids[m]], and sum gradients by id, g[v] += gy[m].
+"""Embedding with a packed table: y[m] = w[ids[m]], and its gradient by id, g[v] += gy[m].
 
-Only the rows asked for are decoded. The tokens of one id are summed in an order that the ids alone
-decide, without atomics, so that the gradient is the same bits every time.
+Only the requested rows are decoded. The tokens of an id are summed without atomics, in an order
+that depends only on the ids, so the gradient is bitwise deterministic.
 """
 
 from collections.abc import Iterator
@@ -33,13 +33,13 @@ from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 MOST_DECODED = 4096
-"""Rows of a table that is decoded whole where it is read more often than it has rows."""
+"""Maximum rows of a table that is decoded as a whole, if it has fewer rows than lookups."""
 MOST_COUNTED = 1024
-"""Rows of a table whose tokens are found by reading all ids for each; more take a sort."""
+"""Maximum rows of a table for which each row scans all ids; larger tables use a sort."""
 
 
 def embedding_rows_reference(ids: Tensor, packed: Packed) -> Tensor:
-    """Compute the reference result of `embedding_rows`: the whole table, then its rows."""
+    """Compute `embedding_rows` by decoding the whole table."""
     table = decode_digits_reference(packed)
     return torch.stack([table[v] for v in ids.tolist()]) if len(ids) else table[:0]
 
@@ -51,7 +51,7 @@ def embedding_grad_reference(grad_y: Tensor, ids: Tensor, num_embeddings: int) -
 
 
 def decodes_whole(ids: Tensor, packed: Packed) -> bool:
-    """Return whether each row is decoded once, however often it is used."""
+    """Return whether the whole table is decoded, each row once."""
     return packed.out_features < len(ids) and packed.out_features <= MOST_DECODED
 
 
@@ -77,14 +77,14 @@ def _embedding_rows_native(
 
 
 def _embedding_grad_torch(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
-    # a bag is one id's tokens, and is summed by one thread in their order
+    # a bag has the tokens of one id, and one thread sums it in order
     order, bounds = _segments(ids, num_embeddings)
     rows = grad_y.to(torch.float32).contiguous()
     return embedding_bag(order, rows, bounds, mode="sum", include_last_offset=True)
 
 
 def _segments(ids: Tensor, num_embeddings: int) -> tuple[Tensor, Tensor]:
-    """Group tokens by id: those of id v are order[bounds[v] : bounds[v + 1]], in their order."""
+    """Group tokens by id: tokens of id v are order[bounds[v] : bounds[v + 1]], ascending."""
     sorted_ids, order = torch.sort(ids, stable=True)
     every_id = torch.arange(num_embeddings + 1, device=ids.device)
     return order, torch.searchsorted(sorted_ids, every_id)
@@ -140,7 +140,7 @@ def _table_rows_kernel(
 
 @triton.jit
 def _segments_kernel(ids_ptr, order_ptr, bounds_ptr, M, V, stride_im, BLOCK: tl.constexpr):
-    """Find where the tokens of one id begin, and put them there in their order."""
+    """Compute the first index of an id's tokens, and store its tokens from there on, in order."""
     v = tl.program_id(0)
     before = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, M, BLOCK):
@@ -194,7 +194,7 @@ def _embedding_rows_triton(
         )  # fmt: skip
     elif y.numel():
         rows, num_bytes = packed.trits.shape
-        # a step of a text has few, and takes as long as their loads
+        # decoding one position has few rows, and is bound by load latency
         tile = triton.next_power_of_2(len(ids)) if len(ids) <= 8 else 32
         _embedding_rows_kernel[byte_tiles(len(ids), num_bytes, tile)](
             ids, *packed.all_pointers, y, len(ids), rows, packed.in_features, num_bytes,
@@ -210,7 +210,7 @@ def _embedding_grad_triton(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> 
     grad = torch.empty(num_embeddings, width, dtype=torch.float32, device=grad_y.device)
     if grad.numel():
         order, bounds = _segments_triton(ids, num_embeddings)
-        # narrow blocks of columns, for many programs even if one id has most of the tokens
+        # narrow blocks of columns give many programs even if one id has most tokens
         _embedding_grad_kernel[(num_embeddings, triton.cdiv(width, 32))](
             grad_y, order, bounds, grad, width, *grad_y.stride(), BLOCK_M=64, BLOCK_D=32
         )
@@ -230,7 +230,7 @@ def _segments_triton(ids: Tensor, num_embeddings: int) -> tuple[Tensor, Tensor]:
 
 
 def _ids_cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor, int]]:
-    """Draw (label, ids, number of embeddings): what is awkward about ids."""
+    """Draw (label, ids, number of embeddings) with awkward ids."""
     yield "duplicates", torch.randint(0, 7, (40,), generator=generator), 11
     yield "one id", torch.full((150,), 3), 5
     yield "last id", torch.tensor([6, 0, 6]), 7
@@ -281,7 +281,7 @@ def _rows_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
 def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     ids = torch.randn(16384, device=device).mul(20).add(128).clamp(0, 255).long()
     grad_y = torch.randn(16384, 2048, device=device, dtype=torch.bfloat16)
-    # what autograd calls for torch's `embedding`; its sums are rounded to bf16
+    # the operation that autograd calls for torch's `embedding`; its sums are rounded to bf16
     peer = partial(torch.ops.aten.embedding_dense_backward, grad_y, ids, 256, -1, False)
     yield Timing("16384x2048 to 256 bf16", (grad_y, ids, 256), peer=peer)
 
@@ -297,16 +297,16 @@ embedding_rows = Operation(
     sizes={"V": "n"}, scale_path=in_planes, timings=_rows_timings,
     native=in_rounded_float32(_embedding_rows_native),
 )  # fmt: skip
-"""Decode the rows of a packed table that `ids` asks for.
+"""Decode the rows `ids` of a packed table.
 
 Args:
-    ids: (M,) int64 in 0..V-1, repeated ones too. One outside is an IndexError of the other
-        backends on a CPU, and a row of NaN, rather than a wait for the device, in the kernel.
+    ids: (M,) int64 in 0..V-1; may repeat. An id out of range raises IndexError in CPU backends
+        and gives a row of NaN in the Triton kernel, which cannot wait for the device.
     packed: the table, V rows by D weights.
-    dtype: bfloat16, or float32, which holds the same bf16 values.
+    dtype: bfloat16, or float32 with the same bf16 values.
 
 Returns:
-    (M, D) in `dtype`; exact, and equal to the last bit on every backend.
+    (M, D) in `dtype`; exact, and bitwise equal on every backend.
 """
 
 
@@ -328,5 +328,5 @@ Args:
     num_embeddings: V.
 
 Returns:
-    (V, D) float32, zeros for an id without tokens; summed in float32, always in the same order.
+    (V, D) float32, zeros for an id without tokens; summed in float32, in a fixed order.
 """

@@ -1,13 +1,12 @@
 """Weighted sums of rows of a packed table, y[m] = sum over j of weights[m, j] * w[ids[m, j]].
 
-A *slot* is one (m, j). A table can have millions of rows, of which a step touches thousands, so
-nothing here has the shape of the table, and only the gradient of its rows can have a row for each
-slot. Rows are decoded where they are summed. A thread owns a few neighbouring weights of one group:
-it computes their bytes and digits once, and for each slot loads these bytes and one scale.
+A *slot* is one (m, j). A table can have millions of rows, of which a step touches thousands, so no
+tensor here has the shape of the table, and only the gradient of rows can have one row per slot.
+Rows are decoded in the kernel that sums them. A thread has a few adjacent weights of one group: it
+computes their byte offsets and digits once, and for each slot loads these bytes and one scale.
 
-The gradient has only the rows that were touched, in a compact matrix. `touched_rows` sorts slots by
-row. The order of each sum follows from the ids alone, without atomics, so that the gradient is the
-same bits every time.
+The gradient has only the touched rows, in a compact matrix. `touched_rows` sorts slots by row. Sums
+use no atomics and their order depends only on the ids, so the gradient is bitwise deterministic.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,22 +38,22 @@ from arbcli.kernels.runtime.inputs import normals, placed
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FEW = 8
-"""Rows with at most so many slots are summed side by side, a slot at a time."""
+"""Maximum slots of rows that are summed in parallel, one slot at a time."""
 CHUNK_ELEMENTS = 1 << 20
 """Weights that the torch backend decodes at a time."""
 
 
 class TouchedRows(NamedTuple):
-    """The rows of a table that some slots name, and the slots of each."""
+    """The distinct rows of a table that slots refer to, and the slots of each row."""
 
     rows: Tensor
-    """(R,) int64: the distinct ids of rows, ascending, then the number of rows as padding."""
+    """(R,) int64: distinct row ids, ascending, padded with V."""
     order: Tensor
-    """(S,) int64: slots sorted by id, in their order for each id; those of no row come last."""
+    """(S,) int64: slots in a stable sort by id; slots without a row are last."""
     bounds: Tensor
     """(R + 1,) int64: the slots of rows[r] are order[bounds[r] : bounds[r + 1]]."""
     count: Tensor  # type: ignore[assignment]  # in place of the method of tuples
-    """int64 scalar: how many rows are touched, the rest of the R being padding."""
+    """int64 scalar: number of touched rows; the others of the R rows are padding."""
 
 
 def weighted_rows_reference(
@@ -62,7 +61,7 @@ def weighted_rows_reference(
 ) -> Tensor:
     """Compute the reference result of `weighted_rows`, one slot at a time, in float64."""
     table, ids = _with_no_row(decode(packed), ids)
-    weights = weights.double().masked_fill(ids == packed.out_features, 0)  # whatever it is
+    weights = weights.double().masked_fill(ids == packed.out_features, 0)  # even if it is NaN
     y = table.new_zeros(len(ids), packed.in_features)
     for j in range(ids.shape[1]):
         y += weights[:, j, None] * table[ids[:, j]]
@@ -72,7 +71,7 @@ def weighted_rows_reference(
 def weighted_rows_grad_weights_reference(
     grad_y: Tensor, ids: Tensor, packed: Packed, *, decode: Callable = decode_digits_reference
 ) -> Tensor:
-    """Compute the reference result of `weighted_rows_grad_weights`, in the same way."""
+    """Compute `weighted_rows_grad_weights` in float64, one slot at a time."""
     table, ids = _with_no_row(decode(packed), ids)
     grad = table.new_zeros(ids.shape)
     for j in range(ids.shape[1]):
@@ -81,7 +80,7 @@ def weighted_rows_grad_weights_reference(
 
 
 def _with_no_row(table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Append a row of zeros, in float64, which ids outside of the table become."""
+    """Append a row of zeros, in float64, for ids out of range."""
     inside = (ids >= 0) & (ids < len(table))
     zeros = table.new_zeros(1, table.shape[1])
     return torch.cat([table, zeros]).double(), ids.where(inside, len(table))
@@ -99,7 +98,7 @@ def weighted_rows_grad_reference(
 
 
 def _decoded_slots(ids: Tensor, packed: Packed) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Decode the rows of a few tokens at a time: (tokens, which ids are rows, (m, k, D) rows)."""
+    """Decode the rows of a few tokens at a time: (tokens, mask of valid ids, (m, k, D) rows)."""
     (num_tokens, slots), num_rows, width = ids.shape, packed.out_features, packed.in_features
     if num_rows == 0:
         return
@@ -126,7 +125,7 @@ def _weighted_rows_torch(
 def _weighted_rows_grad_weights_torch(grad_y: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     grad = torch.zeros(ids.shape, device=ids.device)
     for part, inside, rows in _decoded_slots(ids, packed):
-        rows *= grad_y[part].float()[:, None]  # summed by halves, which loses less than in order
+        rows *= grad_y[part].float()[:, None]  # pairwise summation, which rounds less
         grad[part] = rows.sum(dim=2).masked_fill_(~inside, 0)
     return grad
 
@@ -139,7 +138,7 @@ def _weighted_rows_grad_torch(
     num_rows, width = len(bounds) - 1, grad_y.shape[1]
     if num_rows * width == 0:
         return torch.zeros(num_rows, width, dtype=dtype, device=grad_y.device)
-    # a bag is one row's slots, and is summed by one thread in their order
+    # a bag has the slots of one row, and one thread sums it in order
     order = order[: int(bounds[-1])]
     grad = embedding_bag(
         tokens[order], grad_y.to(torch.float32).contiguous(), bounds,
@@ -150,9 +149,9 @@ def _weighted_rows_grad_torch(
 
 @triton.jit
 def _chunk_columns(D, GROUP: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
-    """Find the group of each chunk, [CHUNKS, 1, 1], and its columns, [CHUNKS, 1, WIDTH].
+    """Compute the group of each chunk, [CHUNKS, 1, 1], and its columns, [CHUNKS, 1, WIDTH].
 
-    A chunk is up to `WIDTH` neighbouring columns of one group; one that is short has column D.
+    A chunk is up to `WIDTH` adjacent columns of one group, padded with column D.
     """
     per_group: tl.constexpr = (GROUP + WIDTH - 1) // WIDTH
     chunk = (tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS))[:, None, None]
@@ -163,7 +162,7 @@ def _chunk_columns(D, GROUP: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.const
 
 @triton.jit
 def _chunk_bytes(k, D):
-    """Find the byte and the factor of each column (`trit_positions`); column D reads any byte."""
+    """Compute the byte and the factor of each column (`trit_positions`); column D is not used."""
     offs_byte, factor = trit_positions(k, D)
     return tl.where(k < D, offs_byte, 0), factor
 
@@ -177,9 +176,9 @@ def _load_slot(
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
     NIBBLE: tl.constexpr,
 ):  # fmt: skip
-    """Load the rows of one slot a token: which are rows of the table, their scales, their digits.
+    """Load the row of one slot per token: a mask of valid ids, scales and digits.
 
-    For a slot of no row, row 0 is loaded and not used: loads without a mask are cheaper.
+    For a slot without a row, row 0 is loaded and discarded: unmasked loads are cheaper.
     """
     v = tl.load(ids_ptr, mask=mask, other=-1)  # [1, BLOCK_M, 1] int64
     inside = (v >= 0) & (v < V)
@@ -280,7 +279,7 @@ def _load_products(
     grad_y_ptr, weights_ptr, tokens_ptr, order_ptr, place, mask, offs_d, D,
     stride_ym, stride_yd, stride_w, stride_t,
 ):  # fmt: skip
-    """Load weights[s] * grad_y[tokens[s]] of the slots s at some places of the order."""
+    """Load weights[s] * grad_y[tokens[s]] for a range of the sorted slots s."""
     slot = tl.load(order_ptr + place, mask=mask, other=0)
     token = tl.load(tokens_ptr + slot * stride_t, mask=mask, other=0)
     weight = tl.load(weights_ptr + slot * stride_w, mask=mask, other=0)
@@ -296,7 +295,7 @@ def _weighted_rows_grad_kernel(
     stride_ym, stride_yd, stride_w, stride_t,
     MOST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Sum the slots of rows that have up to `MOST`, side by side; then each longer row alone."""
+    """Sum rows of up to `MOST` slots in parallel, then each longer row alone."""
     first_r = tl.program_id(0).to(tl.int64) * BLOCK_R
     offs_r = first_r + tl.arange(0, BLOCK_R)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -330,7 +329,7 @@ def _weighted_rows_grad_kernel(
 
 
 def _scale_path(group_size: int) -> tuple[bool, bool]:
-    """Return whether groups are as wide as the wider chunks, and whether some chunks are short."""
+    """Return whether groups are at least as wide as wide chunks, and whether chunks are padded."""
     return group_size >= 8, group_size % 4 > 0
 
 
@@ -392,7 +391,7 @@ def _weighted_rows_grad_triton(
     num_rows, width = len(bounds) - 1, grad_y.shape[1]
     grad = torch.empty(num_rows, width, dtype=dtype or grad_y.dtype, device=grad_y.device)
     if grad.numel():
-        # narrow blocks of columns, for many programs even if one row has most of the slots
+        # narrow blocks of columns give many programs even if one row has most slots
         block_r, block_d = 16, 32
         _weighted_rows_grad_kernel[(triton.cdiv(num_rows, block_r), triton.cdiv(width, block_d))](
             grad_y, weights, tokens, order, bounds, grad, num_rows, width,
@@ -406,9 +405,9 @@ _check_ids = compiled_check("touched_rows", {"ids": Array("S", INT64), "num_rows
 
 
 def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
-    """Find the rows that slots name, and group the slots by row.
+    """Find the distinct rows of slots, and group the slots by row.
 
-    Shapes follow from those of the arguments, and nothing waits for the device.
+    Shapes depend only on the shapes of the arguments, so the host does not wait for the device.
 
     Args:
         ids: (S,) int64. A slot whose id is outside 0..V-1, such as -1, belongs to no row.
@@ -428,7 +427,7 @@ def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
     keys, order = torch.sort(keys, stable=True)
     begins = keys < num_rows
     begins[1:] &= keys[1:] != keys[:-1]
-    ranks = torch.cumsum(begins, dim=0)  # of a slot's row, from 1
+    ranks = torch.cumsum(begins, dim=0)  # index of a slot's row, from 1
     num_touched = min(len(ids), num_rows)
     places = torch.arange(1, num_touched + 2, device=ids.device)
     slots = inside.sum()
@@ -443,18 +442,18 @@ def weighted_rows_grad(
     grad_y: Tensor, weights: Tensor, tokens: Tensor, touched: TouchedRows,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute the gradient of the rows that `weighted_rows` summed.
+    """Compute the gradient of the table's rows in `weighted_rows`.
 
     Args:
         grad_y: (M, D) float32 or bfloat16, any strides.
-        weights: (S,) float32, of each slot.
-        tokens: (S,) int64 in 0..M-1, the row of `grad_y` that each slot belongs to.
-        touched: `touched_rows` of the S ids.
+        weights: (S,) float32: weight of each slot.
+        tokens: (S,) int64 in 0..M-1: row of `grad_y` of each slot.
+        touched: result of `touched_rows` for the S ids.
         dtype: bfloat16 or float32; None is that of `grad_y`.
 
     Returns:
-        (R, D) in `dtype`, row r the sum over its slots s of weights[s] * grad_y[tokens[s]], zeros
-        for padding; summed in float32, always in the same order.
+        (R, D) in `dtype`: row r is the sum over its slots s of weights[s] * grad_y[tokens[s]], and
+        padding is zeros; summed in float32, in a fixed order.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
@@ -463,7 +462,7 @@ def weighted_rows_grad(
 
 
 def _slots_cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor, int, int]]:
-    """Draw (label, ids, number of rows, D): what is awkward about slots."""
+    """Draw (label, ids, number of rows, D) with awkward slots."""
 
     def draw(*shape: int, rows: int) -> Tensor:
         return torch.randint(0, rows, shape, generator=generator)
@@ -524,7 +523,7 @@ def _grad_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         weights = draw(ids.numel())
         label = f"{'x'.join(map(str, ids.shape))} to {rows}x{dim} {label}"
         yield Case(label, (draw(len(ids), dim), weights, tokens, order, bounds))
-    # rows with as many slots as are added one by one, one fewer, one more, none and most
+    # rows with `FEW` slots, one fewer, one more, none, and most of them
     sizes = (FEW, 1, FEW - 1, FEW + 1, 0, 300, 2)
     ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     ids = ids[torch.randperm(len(ids), generator=generator)].to(device)
@@ -536,15 +535,15 @@ def _grad_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 SHAPES = ((2048, 32, 5_000_000, 64, 76), (2048, 8, 131_072, 1024, 8))
-"""(M, k, V, D, V over the rows that a step touches)."""
+"""(M, k, V, D, V divided by the number of touched rows)."""
 
 
 def _production_slots(
     device: torch.device, group_size: int
 ) -> Iterator[tuple[str, Tensor, Tensor, Packed]]:
-    """Draw (label, ids, weights, table), with rows far apart of a large table, each used once.
+    """Draw (label, ids, weights, table), with distant rows of a large table, each used once.
 
-    So the roofline counts the bytes that are read, and not the table.
+    So the roofline counts the bytes that are read, not the table.
     """
     for tokens, slots, rows, dim, apart in SHAPES:
         packed = random_packed(rows, dim, group_size, torch.Generator(device), spread=8)
@@ -567,7 +566,7 @@ def _grad_weights_timings(device: torch.device, group_size: int) -> Iterator[Tim
     for label, ids, _, packed in _production_slots(device, group_size):
         tokens, slots = ids.shape
         grad_y = torch.randn(tokens, packed.in_features, device=device, dtype=torch.bfloat16)
-        # what autograd calls for torch's `embedding_bag`, which has no bf16
+        # the operation that autograd calls for torch's `embedding_bag`, which has no bf16
         peer = partial(
             torch.ops.aten._embedding_bag_per_sample_weights_backward,
             grad_y.float(), decode_weight(packed, torch.float32), ids.flatten(),
@@ -640,11 +639,11 @@ weighted_rows = Operation(
     large_reference=partial(weighted_rows_reference, decode=decode_large),
     scale_path=_scale_path, timings=_weighted_rows_timings,
 )  # fmt: skip
-"""Sum rows of a packed table, each with its weight.
+"""Compute weighted sums of rows of a packed table.
 
 Args:
-    ids: (M, k) int64, repeated ones too, any strides. A slot whose id is outside 0..V-1, such
-        as -1, adds nothing, whatever its weight is.
+    ids: (M, k) int64, any strides; may repeat. A slot whose id is outside 0..V-1, such as -1,
+        is ignored, even if its weight is NaN.
     weights: (M, k) float32, any strides.
     packed: the table, V rows by D weights.
     dtype: bfloat16 or float32.

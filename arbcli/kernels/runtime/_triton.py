@@ -1,4 +1,4 @@
-"""Triton, or a stub in its place, so that other backends work where triton is missing."""
+"""Triton, or a stub if it is not installed, so that other backends work without it."""
 
 import os
 from collections.abc import Callable
@@ -8,15 +8,15 @@ from typing import Any
 
 from arbcli.errors import ArbError
 
-# triton 3.9 warns at every start unless it is told; results here do not depend on it
+# triton 3.9 warns at import unless this is set; results here do not depend on it
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 class TritonMissing(ArbError):
-    """Raised where Triton is needed and not installed.
+    """Triton is required but not installed.
 
     Args:
-        what: needs it.
+        what: the feature that requires it.
     """
 
     def __init__(self, what: str) -> None:
@@ -27,16 +27,16 @@ class TritonMissing(ArbError):
 
 
 class _Constant(int):
-    """A number that kernels read, as `triton.language.constexpr` holds it."""
+    """Stub of `triton.language.constexpr`."""
 
     @property
     def value(self) -> int:
-        """The number."""
+        """Value of the constant."""
         return int(self)
 
 
 class _Unlaunchable:
-    """A kernel's definition, which can be read and not be launched."""
+    """Stub of a kernel: it can be defined and inspected, but not launched."""
 
     def __init__(self, function: Callable) -> None:
         update_wrapper(self, function)  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ class _Unlaunchable:
 
 
 class _Stub(SimpleNamespace):
-    """Just enough for kernels to be defined."""
+    """Stub of Triton with the names that definitions of kernels use."""
 
     def __getattr__(self, name: str) -> Any:
         special = name.startswith("__")
@@ -74,5 +74,5 @@ except ImportError:
     )
     TensorDescriptor = None
 
-# triton reads this when a kernel is defined, so this module's import is the last chance to set it
+# triton reads this when a kernel is defined, which follows the import of this module
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,8 +1,8 @@
-"""Arguments of an operation: what each has to be, and the check that follows from it.
+"""Declarations of an operation's arguments, and the checks compiled from them.
 
-Sizes are named where they first stand alone, as `M` and `D` in "M, D", and are the same wherever
-they stand again, as in "2*D". "*B, D" is any number of dimensions and then D. An argument whose
-sizes need those of a later one is checked after it.
+A size is bound where its name first stands alone, as `M` and `D` in "M, D", and checked where it is
+used again, as in "2*D". "*B, D" is any number of dimensions followed by D. An argument whose sizes
+depend on a later one is checked after it.
 """
 
 import ast
@@ -23,64 +23,64 @@ FUNCTIONS = {
 }  # fmt: skip
 """Functions that expressions may call."""
 REAL = (torch.float32, torch.bfloat16)
-"""Types of values; all arrays of `REAL` in a call have the same one."""
+"""Dtypes of real values; all `REAL` arrays of a call have the same one."""
 SOME_REAL = (torch.float32, torch.bfloat16, "of its own")
-"""Types of values that others of the call need not have."""
+"""Dtypes of real values, independent of other arguments."""
 FLOAT, INT8, INT32, INT64 = (torch.float32,), (torch.int8,), (torch.int32,), (torch.int64,)
 UINT8, BOOL, BF16 = (torch.uint8,), (torch.bool,), (torch.bfloat16,)
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A tensor."""
+    """Declaration of a tensor argument."""
 
     sizes: str
-    """Its shape, as the module says."""
+    """Shape expression (see the module's docstring)."""
     dtypes: tuple = REAL
-    """Types that it may have."""
+    """Allowed dtypes."""
     dense: bool | Literal["rows", "parts"] = False
-    """Whether its elements must lie one after the other, or those of each of its rows, or of its
-    parts, x[0] and so on; else it may have any strides."""
+    """Whether the tensor, its `rows`, or its `parts` x[0], x[1], .. must be contiguous; otherwise
+    any strides are allowed."""
     optional: bool = False
-    """Whether None stands for it; so do other kinds."""
+    """Whether None is allowed."""
     values: tuple[str | int, str | int] | Callable[..., Any] | None = None
-    """Drawn values: between two numbers or sizes, or (dice, *shape) to a tensor; None is normal
-    numbers, or all that an integer can be."""
+    """Values in random cases: a range of numbers or sizes, or a function of (dice, *shape); None
+    draws normal numbers, or the full range of an integer dtype."""
     one: bool = False
-    """Whether it is one element, or one of each of some texts, in any number of dimensions."""
+    """Whether the tensor has one element, or one per text, in any number of dimensions."""
 
     @property
     def dims(self) -> list[str]:
-        """Its sizes, one by one."""
+        """Sizes of the dimensions."""
         return [size.strip() for size in self.sizes.split(",") if size.strip()]
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A packed matrix."""
+    """Declaration of a packed matrix."""
 
     sizes: str = "N, K"
     optional: bool = False
     spread: int = 8
-    """How far exponents that are drawn are from -1."""
+    """Maximum distance of drawn exponents from -1."""
     digits: str = "any"
-    """Which of its weights are drawn, as of `Dice.packed`."""
+    """Kind of weights to draw, as in `Dice.packed`."""
 
     @property
     def dims(self) -> list[str]:
-        """Its sizes, one by one."""
+        """Sizes of the dimensions."""
         return [size.strip() for size in self.sizes.split(",")]
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number, or a name, that is known to the host."""
+    """Declaration of a host number or string."""
 
     drawn: tuple[Any, ...]
-    """Choices in random cases; a string is a name or computed from sizes. None at
-    all leave it out, as the last argument."""
+    """Options in random cases; a string is a literal or an expression of sizes. Without any, the
+    argument, a last one, is omitted."""
     named: bool = False
-    """Whether these are all that it may be."""
+    """Whether only these values are allowed."""
     optional: bool = False
 
 
@@ -89,11 +89,11 @@ Arguments = Mapping[str, Argument]
 
 
 def never(*_: Any) -> None:
-    """Leave an argument out of random cases, as the last one."""
+    """Omit an argument, a last one, from random cases."""
 
 
 def evaluate(expression: Any, known: Mapping[str, Any]) -> Any:
-    """Compute what is written of sizes; what is not a string is itself."""
+    """Evaluate an expression of sizes; return other values unchanged."""
     return eval(expression, FUNCTIONS, dict(known)) if isinstance(expression, str) else expression
 
 
@@ -107,7 +107,7 @@ def compiled_check(
     operation: str, arguments: Mapping[str, Argument], where: tuple[str, ...] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[..., None]:  # fmt: skip
-    """Write the check of a declaration, and compile it: every eager call is checked."""
+    """Generate and compile the check of a declaration, as it runs in every eager call."""
     space: dict[str, Any] = {"_refuse": _refuse, "_refuse_values": _refuse_values}
     space |= {"_operation": operation, "_arguments": arguments, "_float32": torch.float32}
     space |= {"_bfloat16": torch.bfloat16, "_where": where, "_shapes": {}, **FUNCTIONS}
@@ -136,7 +136,7 @@ def compiled_check(
 
 
 def _is_ready(kind: Argument, known: set[str]) -> bool:
-    """Whether the sizes of an argument are known, or named by it."""
+    """Return whether the sizes of an argument are bound, or bound by the argument itself."""
     if isinstance(kind, Number):
         return True
     named = {size.strip("*") for size in kind.dims if size.strip("*").isidentifier()}
@@ -146,7 +146,7 @@ def _is_ready(kind: Argument, known: set[str]) -> bool:
 
 
 def _lines_of(name: str, kind: Argument, known: set[str], space: dict[str, Any]) -> list[str]:
-    """Write the check of an argument; sizes that it names are known from then on."""
+    """Generate the check of an argument, and add the sizes that it binds."""
     refuse = f"_refuse(_operation, {name!r}, {name}, _arguments, locals())"
     if isinstance(kind, Number):
         if not kind.named:
@@ -233,7 +233,7 @@ def _wrong_dtype(name: str, kind: Array, known: set[str], space: dict[str, Any])
 def _refuse(
     operation: str, name: str, given: Any, arguments: Mapping[str, Argument], known: dict[str, Any]
 ) -> None:
-    """Say what an argument has to be, and what was given."""
+    """Raise a ValueError with the required and the actual argument."""
     need, got = _needed(arguments[name], given, known)
     raise ValueError(f"{operation}: {name}: need {need}, got {got}")
 
@@ -259,7 +259,7 @@ def _needed(kind: Argument, given: Any, known: dict[str, Any]) -> tuple[str, str
 
 
 def _refuse_values(operation: str, condition: str, known: dict[str, Any]) -> None:
-    """Say what does not hold."""
+    """Raise a ValueError with the condition that does not hold."""
     names = sorted(names_in(condition) & known.keys())
     got = ", ".join(f"{name} = {_plain(known[name])}" for name in names)
     raise ValueError(f"{operation}: need {condition}, got {got}")

@@ -1,4 +1,4 @@
-"""Which implementation of the kernels runs: one choice, made once, named in every report."""
+"""Selection of the backend that runs the kernels."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ _chunk_elements: int | None = None
 
 
 def default_backend(device: torch.device) -> str:
-    """Name the backend that runs on `device` unless one is forced.
+    """Return the default backend of `device`.
 
     It is `triton` on a GPU, and on a CPU `native` if there is a C compiler; else `torch`.
     """
@@ -33,7 +33,7 @@ def default_backend(device: torch.device) -> str:
 
 
 def check_backend(name: str, device: torch.device) -> None:
-    """Refuse a backend that cannot run on `device`; nothing else ever stands in for it.
+    """Check that a backend can run on `device`; there is no silent fallback.
 
     Raises:
         ArbError: the backend is unknown, or cannot run here.
@@ -64,7 +64,7 @@ def _check_interpreter() -> None:
     if not INTERPRETED:
         raise interpreter_not_asked_for()
     triton, numpy = (version(name).split(".") for name in ("triton", "numpy"))
-    if triton[:2] == ["3", "6"] and tuple(map(int, numpy[:2])) >= (2, 4):  # mended in Triton 3.7
+    if triton[:2] == ["3", "6"] and tuple(map(int, numpy[:2])) >= (2, 4):  # fixed in Triton 3.7
         raise ArbError(
             "Triton 3.6 converts arrays of one element to numbers, which NumPy 2.4 refuses",
             hint="install `numpy<2.4` or a later Triton, or use `--backend torch`",
@@ -86,7 +86,7 @@ def _check_native(device: torch.device) -> None:
 
 @contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Force every kernel called inside onto one backend; `None` restores the default."""
+    """Run every kernel inside the context on one backend; `None` restores the default."""
     global _forced
     before, _forced = _forced, name
     try:
@@ -96,20 +96,20 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether an operation on `tensor` launches a Triton kernel, compiled or interpreted."""
+    """Return whether an operation on `tensor` launches a Triton kernel, compiled or interpreted."""
     return (_forced or default_backend(tensor.device)) in ("triton", "interpreter")
 
 
 def uses_native(tensor: Tensor) -> bool:
-    """Whether an operation on `tensor` is one of the `native` backend's loops, if it has one.
+    """Return whether an operation on `tensor` uses its loop of the `native` backend, if it has one.
 
-    Otherwise it is torch's operations, unless it launches a Triton kernel.
+    Otherwise it uses torch operations, unless it launches a Triton kernel.
     """
     return (_forced or default_backend(tensor.device)) == "native"
 
 
 def choose(tensor: Tensor, triton: Callable, torch: Callable, native: Callable) -> Callable:
-    """Choose what runs an operation on `tensor` among what each backend has for it."""
+    """Select the implementation of an operation on `tensor` from those of the backends."""
     backend = _forced or default_backend(tensor.device)
     if backend == "native":
         return native
@@ -118,9 +118,9 @@ def choose(tensor: Tensor, triton: Callable, torch: Callable, native: Callable) 
 
 @contextmanager
 def compile_for(capability: tuple[int, int], processors: int = 5) -> Iterator[None]:
-    """Let launchers called inside choose as on a GPU of this compute capability.
+    """Make launchers inside the context behave as on a GPU of this compute capability.
 
-    Processors are few unless said: interpreted one after another, some have several tiles to share.
+    The default number of multiprocessors is small, so that interpreted cases have shared tiles.
     """
     global _assumed
     before, _assumed = _assumed, (capability, processors)
@@ -131,24 +131,24 @@ def compile_for(capability: tuple[int, int], processors: int = 5) -> Iterator[No
 
 
 def capability(tensor: Tensor) -> tuple[int, int]:
-    """Find the compute capability compiled for, or that of a tensor's GPU; else (0, 0)."""
+    """Return the compute capability of `compile_for`, or of a tensor's GPU; otherwise (0, 0)."""
     if _assumed:
         return _assumed[0]
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (0, 0)
 
 
 def num_processors(tensor: Tensor) -> int:
-    """Count the multiprocessors of the GPU compiled for, or of a tensor's; else assume a few."""
+    """Return the multiprocessors of `compile_for` or of a tensor's GPU; otherwise a few."""
     if _assumed:
         return _assumed[1]
     if tensor.is_cuda:
         return torch.cuda.get_device_properties(tensor.device).multi_processor_count
-    return 5  # so few that a small case already gives several tiles to some of them
+    return 5  # few enough that small cases have several tiles per multiprocessor
 
 
 @contextmanager
 def chunks_of(elements: int | None) -> Iterator[None]:
-    """Let the torch backend work on parts of so many elements; `None` is as many as it likes."""
+    """Set the number of elements of the torch backend's parts; `None` restores the default."""
     global _chunk_elements
     before, _chunk_elements = _chunk_elements, elements
     try:
@@ -158,19 +158,19 @@ def chunks_of(elements: int | None) -> Iterator[None]:
 
 
 def chunk_elements(usual: int) -> int:
-    """Say how many elements a part may have, that has `usual` ones unless told otherwise."""
+    """Return the number of elements per part, `usual` by default."""
     return usual if _chunk_elements is None else _chunk_elements
 
 
 def tiles_of_a_program(matrix: Tensor, few: int, many: int) -> int:
-    """Say how many tiles a program takes: few, so that a small matrix has programs enough."""
+    """Return the number of tiles per program: few for small matrices, to have enough programs."""
     return many if matrix.numel() >= LARGE_ELEMENTS else few
 
 
 def row_chunks(matrix: Tensor, elements: int = 1 << 18) -> Iterator[slice]:
-    """Split the rows of a matrix so that what the torch backend makes of a part stays in cache.
+    """Split the rows of a matrix such that the torch backend's temporaries of a part fit in cache.
 
-    Parts begin at even rows, as two rows share their random bits.
+    Parts begin at even rows, as pairs of rows share random words.
     """
     rows = matrix.shape[0]
     step = 2 * max(1, chunk_elements(elements) // max(1, 2 * matrix.shape[1]))

@@ -1,4 +1,4 @@
-"""Let processes that share a machine compile each kernel once, and not each for itself."""
+"""Compile each kernel once per machine instead of once per process."""
 
 import hashlib
 from pathlib import Path
@@ -8,14 +8,14 @@ from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED
 
 
 def compile_each_once(folder: str) -> None:
-    """Let this process wait for a kernel that another compiles, which Triton's cache then has.
+    """Wait for a kernel that another process compiles, then load it from Triton's cache.
 
     Args:
-        folder: where locks are, the same for all of the processes.
+        folder: folder of the locks, shared by all processes.
     """
     if not HAS_TRITON or INTERPRETED:
         return
-    import fcntl  # where triton is, this is
+    import fcntl  # triton is installed here
 
     from triton import compiler
 
@@ -28,4 +28,4 @@ def compile_each_once(folder: str) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)
             return compile_alone(source, *args, **kwargs)
 
-    compiler.compile = compile_once  # launchers look it up when they first run
+    compiler.compile = compile_once  # launchers look this up at their first run

@@ -1,4 +1,4 @@
-"""Count the kernels that Triton compiles or loads, and the time that they take."""
+"""Count the kernels that Triton compiles or loads, and measure the time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,18 +12,18 @@ MICROSECOND = 1e-6
 
 @dataclass(slots=True)
 class Compiling:
-    """Kernels that were needed for the first time in a process."""
+    """Number and time of kernels that a process compiled or loaded."""
 
     compiled: int = 0
     loaded: int = 0
-    """Kernels that an earlier process compiled, and left in Triton's cache."""
+    """Number of kernels loaded from Triton's cache."""
     seconds: float = 0.0
-    """Time that both took."""
+    """Time of compiling and loading, in seconds."""
 
 
 @contextmanager
 def counted_compiling() -> Iterator[Compiling]:
-    """Count what Triton compiles and loads within the context, in this process."""
+    """Count the kernels that Triton compiles and loads inside the context, in this process."""
     found = Compiling()
     if not HAS_TRITON:
         yield found

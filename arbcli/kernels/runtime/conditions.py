@@ -1,4 +1,4 @@
-"""Conditions of CUDA graphs: a kernel says on the device whether a part of its graph is to run."""
+"""Conditional nodes of CUDA graphs: a kernel sets whether a part of its graph runs."""
 
 import ctypes
 from functools import cache
@@ -9,13 +9,13 @@ import torch
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, tl, triton
 
 OLDEST_DRIVER = 12040
-"""Version of CUDA whose drivers know conditional nodes."""
+"""First CUDA version with conditional nodes."""
 
 if HAS_TRITON:
 
     @tl.core.extern
     def _set_condition(handle: Any, value: Any, _semantic: Any = None) -> Any:
-        """Call a function that the driver has for kernels; it gives nothing back."""
+        """Call the device function that sets a condition."""
         types = {(tl.int64, tl.int32): ("cudaGraphSetConditional", tl.int32)}
         return tl.core.extern_elementwise(
             "", "", [handle, value], types, is_pure=False, _semantic=_semantic
@@ -24,9 +24,9 @@ if HAS_TRITON:
 
 @triton.jit
 def tell_condition(handle_ptr, value):
-    """Say whether what a conditional node has is to run, in a kernel before it in its graph.
+    """Set the condition of a later conditional node of the same graph.
 
-    A handle of 0 is of no node, and nothing happens.
+    A handle of 0 does nothing.
     """
     handle = tl.load(handle_ptr)
     if handle != 0:
@@ -40,7 +40,7 @@ def driver() -> ctypes.CDLL:
 
 
 def has_conditions(device: torch.device) -> bool:
-    """Whether kernels on a device can tell conditions."""
+    """Return whether a device supports conditional nodes."""
     if device.type != "cuda" or torch.version.cuda is None or not HAS_TRITON or INTERPRETED:
         return False
     version = ctypes.c_int()

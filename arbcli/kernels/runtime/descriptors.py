@@ -1,4 +1,4 @@
-"""Descriptions of tensors, by which the copy engine of a GPU loads and stores whole tiles."""
+"""TMA descriptors, with which the GPU's copy engine loads and stores whole tiles."""
 
 import torch
 from torch import Tensor
@@ -7,16 +7,17 @@ from arbcli.kernels.runtime._triton import TensorDescriptor
 
 
 def described(tensor: Tensor, tile: list[int]) -> "TensorDescriptor":
-    """Describe a tensor to a kernel that loads tiles of it.
+    """Create a tensor descriptor for a kernel that loads tiles.
 
-    A launch makes of this what the driver needs, for which the thread must have a current context
-    of CUDA. A thread has none before its first call of the runtime, and a thread of autograd may
-    begin with this kernel. To ask whether a stream is being captured is such a call, and no more.
+    The launch encodes it with the driver, which requires a current CUDA context. A thread has no
+        context before its first runtime call, and this may be the first kernel of an autograd
+        thread. So this queries whether a stream is being captured, a runtime call without side
+        effects.
 
     Args:
         tensor: strides but the last one, which is 1, are multiples of 16 bytes, and so is its
             address.
-        tile: the shape of what is loaded at a time.
+        tile: shape of a tile.
     """
     if torch.cuda.is_initialized():
         torch.cuda.is_current_stream_capturing()

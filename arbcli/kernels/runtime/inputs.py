@@ -1,4 +1,4 @@
-"""Types of keyword arguments of tensors, drawn ones, and ones that lie elsewhere as they did."""
+"""Helpers for input tensors: typed options, copies with the same strides, normal numbers."""
 
 from collections.abc import Callable
 from typing import TypedDict
@@ -15,7 +15,7 @@ class TensorOptions(TypedDict):
 
 
 def placed(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device with its strides and offset, of which `to` keeps few."""
+    """Copy a tensor to a device with its strides and offset, which `to` does not always keep."""
     if not x.numel():
         return x.to(device)
     steps = zip(x.shape, x.stride(), strict=True)

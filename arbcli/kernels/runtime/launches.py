@@ -1,7 +1,7 @@
-"""Single entry point of kernel launches, which can be replaced to trace them.
+"""Replacement of all kernel launches, for tracing.
 
-Every kernel here is launched as `kernel[grid](...)`, triton's own notation, whether it is compiled
-or interpreted. Replacing what that does reaches all of them, and a new one needs no word for it.
+Every kernel is launched as `kernel[grid](...)`, compiled or interpreted. Replacing this operator
+affects all kernels, also new ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,8 +13,8 @@ from arbcli.kernels.runtime._triton import HAS_TRITON
 
 @contextmanager
 def replaced_launches(instead: Callable) -> Iterator[None]:
-    """Call `instead(kernel, grid, *arguments, **options)` wherever a kernel would be launched."""
-    if not HAS_TRITON:  # nothing can be launched
+    """Call `instead(kernel, grid, *arguments, **options)` in place of every launch."""
+    if not HAS_TRITON:  # no kernel can be launched
         yield
         return
     from triton.runtime.jit import KernelInterface

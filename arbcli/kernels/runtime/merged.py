@@ -1,9 +1,9 @@
-"""Launches that wait for one another's like, and run as one: the same kernels on many matrices.
+"""Horizontal fusion of launches: the same kernels on many matrices run as one launch.
 
-A kernel on a small matrix takes less time than its launch. So what would be launched for each of
-many matrices is recorded first, and then the first launches of all of them run as one, then the
-second ones, and so on. A program of such a launch finds in a table what its own launch would have
-been given, and does what it would have done: not a bit of the results is another.
+A kernel on a small matrix takes less time than its launch. So the launches for each of many
+matrices are recorded first. Then the first launches of all matrices run as one launch, then the
+second ones, and so on. A program of a merged launch reads the arguments of its part from a table
+and runs the original kernel, so results have the same bits.
 """
 
 import struct
@@ -18,24 +18,24 @@ from arbcli.kernels.runtime._triton import HAS_TRITON, tl, triton
 from arbcli.kernels.runtime.launches import replaced_launches
 
 ALIGNMENT = 16
-"""Compilers are told which addresses and integers this divides, and load words at once there."""
+"""Divisibility of addresses and integers that compilers specialise on."""
 POINTERS = {
     getattr(torch, name): getattr(tl, name)
     for name in ("uint8", "int8", "int32", "int64", "bfloat16", "float32", "float64")
     if HAS_TRITON
 }
-"""Element type of a pointer in the table, by the dtype of its tensor."""
+"""Triton element type of pointers in the table, by dtype of the tensor."""
 
 
 class Launch(NamedTuple):
-    """One launch, of a kernel whose constants come last, on a grid of one axis."""
+    """A recorded launch of a kernel with trailing constants, on a one-dimensional grid."""
 
     kernel: Any
     programs: int
     arguments: tuple
     constants: tuple
     options: tuple[tuple[str, Any], ...]
-    """How it is compiled: warps, fusion."""
+    """Compile options, such as the number of warps."""
 
     @property
     def kind(self) -> tuple:
@@ -45,14 +45,14 @@ class Launch(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Where a merged launch finds the arguments that differ between its parts."""
+    """Table of the arguments that differ between the parts of a merged launch."""
 
     columns: list[list[int]]
-    """Integers by part, the first one its programs."""
+    """Integers per part; the first one is its number of programs."""
     shared: tuple
     """Arguments that are the same for all parts."""
     plan: tuple
-    """Of each argument how it is read, what it points to, and its column or place of `shared`."""
+    """How each argument is read, its element type, and its column or its index in `shared`."""
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _merged_kernel(
     table_ptr, shared, constants, KERNEL: tl.constexpr, WIDTH: tl.constexpr,
     HOW: tl.constexpr, TYPES: tl.constexpr, WHERE: tl.constexpr,
 ):  # fmt: skip
-    """Run one program of a part: gather its arguments, and do what the kernel does with them."""
+    """Run one program of a part: load its arguments and call the kernel."""
     row = table_ptr + tl.program_id(1) * WIDTH
     if tl.program_id(0) >= tl.load(row):
         return
@@ -87,15 +87,15 @@ def _merged_kernel(
 
 
 def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) -> None:
-    """Do what several functions do, with launches of the same kernel as one.
+    """Run several functions with their launches of the same kernels merged.
 
     A function may launch kernels on grids of one axis whose first parameters are not constants. It
     must compute nothing else of what they write, as they run when all functions have returned, and
     nothing that another function's kernels write.
 
     Args:
-        parts: functions.
-        device: of the tensors.
+        parts: functions that launch the kernels.
+        device: device of the tensors.
     """
     recorded: list[list[Launch]] = []
 
@@ -144,7 +144,7 @@ def _constant_names(kernel: Any) -> set[str]:
 
 
 def _tabulated(wave: list[Launch]) -> Table:
-    """Put what differs between launches into columns."""
+    """Build the table columns of arguments that differ between launches."""
     columns = [[launch.programs for launch in wave]]
     shared: list[Any] = []
     plan: list[tuple[str, Any, int]] = []
@@ -168,7 +168,7 @@ def _tabulated(wave: list[Launch]) -> Table:
 
 
 def _as_integer(value: Any) -> int:
-    """Write an argument as an integer: an address, a number, or the bits of a float32."""
+    """Encode an argument as an integer: an address, a number, or the bits of a float32."""
     if isinstance(value, Tensor):
         return value.data_ptr()
     if isinstance(value, float):
@@ -191,25 +191,25 @@ def _launch(wave: list[Launch], table: Table, on_device: Tensor) -> None:
 
 
 def _on_host(numbers: list[int], device: torch.device) -> Tensor:
-    """Put integers where the host need not wait until `device` has them."""
+    """Copy integers to memory from which `device` can read without a wait of the host."""
     host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return host.pin_memory() if device.type == "cuda" else host
 
 
 class Tables:
-    """Brings tables to the device."""
+    """Copies tables to the device."""
 
     def __init__(self) -> None:
         self.brought = 0
-        """Integers that were brought so far."""
+        """Integers that have been copied so far."""
         self._room: Tensor | None = None
         self._numbers: list[int] = []
 
     def bring(self, numbers: list[int], device: torch.device) -> Tensor:
-        """Bring integers to the device; of launches that are captured, only find them a place.
+        """Copy integers to the device; for captured launches, only reserve memory.
 
         Raises:
-            RuntimeError: more are captured than there is room for.
+            RuntimeError: captured integers exceed the reserved memory.
         """
         self.brought += len(numbers)
         if self._room is None:
@@ -222,14 +222,14 @@ class Tables:
 
     @contextmanager
     def captured(self, numbers: int, device: torch.device) -> Iterator[Tensor]:
-        """Keep the tables of launches that are captured inside, and write them at the end.
+        """Keep the tables of launches captured inside the context, and write them at its end.
 
-        A graph reuses its own memory, and what is written to it once would be lost, so the tables
+        A graph reuses its own memory, and data written to it once would be lost, so the tables
         are outside of it. Its addresses never change.
 
         Args:
-            numbers: integers that there will be, at most.
-            device: where they are to be.
+            numbers: maximum number of integers.
+            device: device of the tables.
 
         Yields:
             The tables, which must live as long as the graph.
@@ -245,4 +245,4 @@ class Tables:
 
 
 TABLES = Tables()
-"""One for all: launches follow one another."""
+"""Shared instance: launches are sequential."""

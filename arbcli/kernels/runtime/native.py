@@ -56,21 +56,21 @@ LEVELS = {
 LEVELS |= {"amd64": LEVELS["x86_64"], "arm64": LEVELS["aarch64"]}
 COMPILE_SECONDS = 300
 RECORDED = {"attend_position", "count", "look_up", "multiply_rows"}
-"""Loops that a `Recording` can do again: all that they do is shared among threads."""
+"""Loops that a `Recording` can replay: their whole work is divided among threads."""
 NUMBERS = (int, float)
-"""Types of arguments that go to a loop as they are."""
+"""Types of arguments that are passed to a loop unchanged."""
 ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.new_empty}
-"""Operations of torch that compute nothing, besides views."""
+"""Torch operations besides views that compute nothing."""
 LEAST_ELEMENTS = 1 << 16
 """Size of a matrix in elements above which rows are shared among threads."""
 
 
 _functions: dict[str, Callable[..., int]] = {}
-"""Functions of the library that were called."""
+"""Cache of the library's functions by name."""
 
 
 class _Missing(Exception):
-    """Why there is no library."""
+    """The library is missing, with the reason."""
 
 
 def available() -> bool:
@@ -83,7 +83,7 @@ def available() -> bool:
 
 
 def why_not() -> str:
-    """Say why they cannot."""
+    """Return the reason why the loops cannot run here."""
     return _library()[1]
 
 
@@ -104,7 +104,7 @@ def _loaded() -> ctypes.CDLL:
 
 
 def _load() -> ctypes.CDLL:
-    """Load what was compiled before, or compile it and keep it where that is possible."""
+    """Load the compiled library from the cache, or compile it and cache it if possible."""
     if os.name != "posix":
         raise _Missing("it is for Linux and macOS")
     level = _level()
@@ -112,15 +112,15 @@ def _load() -> ctypes.CDLL:
     about = "\0".join([SOURCE.read_text(), *command, "" if level else "\n".join(describe_cpu())])
     name = f"native-{hashlib.sha256(about.encode()).hexdigest()[:20]}.so"
     kept = cache_folder() / name
-    with tempfile.TemporaryDirectory() as folder:  # nobody else can write to what is loaded
+    with tempfile.TemporaryDirectory() as folder:  # other users cannot write to the loaded file
         library = Path(folder) / name
         if (content := read_cached(kept)) is not None:
             library.write_bytes(content)
-            with suppress(OSError):  # of a system with another linker
+            with suppress(OSError):  # built on a system with another linker
                 return ctypes.CDLL(str(library))
         _compile([*command, str(SOURCE), "-o", str(library), "-lm"])
         loaded = ctypes.CDLL(str(library))
-        with suppress(ArbError):  # it is compiled again the next time
+        with suppress(ArbError):  # it is compiled again in the next process
             write_cached(kept, [library.read_bytes()])
     return loaded
 
@@ -164,7 +164,7 @@ def _level() -> str | None:
 
 
 def describe_cpu() -> list[str]:
-    """List lines that tell this CPU from others: its model and its flags."""
+    """List lines that identify this CPU: its model and flags."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         about = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
@@ -187,12 +187,12 @@ def call(name: str, *arguments: Tensor | float | None) -> int:
     """Call a loop.
 
     Args:
-        name: of the function in `native.c`.
-        arguments: those of its prototype. A tensor is the address of its first element. With one
-            that has no memory nothing is done.
+        name: name of the function in `native.c`.
+        arguments: arguments of its prototype. A tensor is passed as the address of its first
+            element. If a tensor has no memory, nothing is called.
 
     Returns:
-        What it returns; nothing sensible if it returns nothing.
+        The function's return value; undefined if it is void.
     """
     if _recording is not None:
         _recording.take(name, arguments)
@@ -210,7 +210,7 @@ def call(name: str, *arguments: Tensor | float | None) -> int:
 
 
 class NotRecorded(Exception):
-    """Something other than loops that can be recorded was computed."""
+    """An operation was called that cannot be recorded."""
 
 
 class _Watch(TorchDispatchMode):
@@ -230,9 +230,9 @@ class _Watch(TorchDispatchMode):
 
 
 class Recording:
-    """Loops that ran inside `with`, to be run again in one call on the same tensors.
+    """Recording of the loops that run inside `with`, to replay on the same tensors in one call.
 
-    Operations of torch would be missed, so that they are refused.
+    Torch operations cannot be recorded and raise an error.
     """
 
     def __init__(self) -> None:
@@ -268,16 +268,16 @@ class Recording:
         self._tensors += [part for part in arguments if isinstance(part, Tensor)]
 
     def replay(self) -> None:
-        """Compute all of it again."""
+        """Run all recorded loops again."""
         self._library.replay(self._made, ctypes.c_int64(self._threads))
 
 
 _recording: Recording | None = None
-"""The one whose `with` this is in."""
+"""The active recording."""
 
 
 def _find(name: str, arguments: tuple) -> Callable[..., int]:
-    """Find a function by its name, and tell ctypes of what types such arguments are."""
+    """Look up a function by name, and declare its argument types to ctypes."""
     kinds = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_double}
     function = getattr(_loaded(), name)
     function.restype = ctypes.c_int64
@@ -286,7 +286,7 @@ def _find(name: str, arguments: tuple) -> Callable[..., int]:
 
 
 def threads_for(elements: int) -> int:
-    """Choose the number of threads for a matrix of so many elements."""
+    """Choose the number of threads for a matrix with a given number of elements."""
     return torch.get_num_threads() if elements >= LEAST_ELEMENTS else 1
 
 

@@ -47,7 +47,7 @@ class Case:
 
 
 MOST_DRAWS = 100
-"""For a random case, until one fits."""
+"""Maximum number of draws per random case until one is valid."""
 MATRIX = (11264, 2048)
 """(N, K) that kernels are timed on: the largest matrix of a model of 1.2 billion weights."""
 
@@ -102,7 +102,7 @@ class Drawable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """How close is close enough, and why."""
+    """Tolerance of a comparison."""
 
     relative: float = 0.0
     """Largest norm of the error over norm of the reference, for real values."""
@@ -119,7 +119,7 @@ class Gate:
 
     @property
     def text(self) -> str:
-        """Say in a few words what passes."""
+        """Describe the tolerance in a few words."""
         if self.exact:
             return "equal"
         peer = f", or torch's error + {self.peer_slack:.0%}" if self.peer_slack else ""
@@ -240,7 +240,7 @@ class Operation(Generic[P, R]):
         return choose(tensor, *self.launch)
 
     def run(self, backend: str) -> Callable:
-        """Find what a backend has, for comparing: it returns what it changes, too."""
+        """Return a backend's implementation for comparisons; it returns modified arguments too."""
         if backend == "native":
             return self.native or self.torch
         return self.torch if backend == "torch" else self.triton
@@ -296,11 +296,11 @@ class Operation(Generic[P, R]):
             k: its inputs.
 
         Raises:
-            ValueError: nothing that was drawn for these sizes fits.
+            ValueError: no draw for these sizes is valid.
         """
         if self.draw is not None:
             return self.draw(dice, group_size, m, n, k)
-        for _ in range(MOST_DRAWS):  # what does not fit together is drawn again
+        for _ in range(MOST_DRAWS):  # invalid combinations are drawn again
             inputs = self._drawn(dice, group_size, m, n, k)
             with suppress(ValueError):
                 self.check(*inputs)
@@ -320,7 +320,7 @@ class Operation(Generic[P, R]):
 
 
 def draw_argument(kind: Argument, dice: Any, group_size: int, known: Mapping[str, Any]) -> Any:
-    """Draw an argument, whose sizes are known."""
+    """Draw an argument with bound sizes."""
     if isinstance(kind, Number):
         chosen = dice.pick(kind.drawn)
         return chosen if kind.named else evaluate(chosen, known)

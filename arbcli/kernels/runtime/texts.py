@@ -1,4 +1,4 @@
-"""Kernels for one position of each of several texts: their plain implementations, text by text."""
+"""Batched torch and reference implementations, which process texts one by one."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 def text_by_text(place: int, *shared: int) -> Callable[[Callable], Callable]:
-    """Let an implementation for one text take several, one after another.
+    """Extend an implementation for one text to several texts, processed one by one.
 
     The decorated function does as before with a scalar position. With positions of (B,), its other
     tensors have a dimension for texts in front; each text is computed from its own part of them,
     written in place, and results are stacked.
 
     Args:
-        place: number of the argument that is the position.
-        shared: numbers of the arguments that are the same for all texts.
+        place: index of the position argument.
+        shared: indices of the arguments that all texts share.
     """
 
     def decorate(run: Callable) -> Callable:
@@ -48,7 +48,7 @@ def _own(part: Any, text: int) -> Any:
 
 
 def stacked_texts(cases: list[tuple], *shared: int) -> tuple:
-    """Put the inputs of several texts together, for the case of a kernel.
+    """Stack the inputs of several texts to one case of a kernel.
 
     Args:
         cases: inputs of each text; all but tensors, and tensors that are `shared`, are taken from

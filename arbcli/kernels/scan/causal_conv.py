@@ -1,7 +1,7 @@
 """A short causal convolution of every channel: y[t, d] = sum over i of w[d, i] x[t - W + 1 + i, d].
 
-What is before the beginning is zero. `reverse` looks ahead instead, x[t + W - 1 - i, d], which is
-the gradient of x.
+x is zero before the first position. `reverse` uses later positions, x[t + W - 1 - i, d], which
+computes the gradient of x.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def causal_conv_grad_w_reference(grad_y: Tensor, x: Tensor, taps: int) -> Tensor
 
 
 def _shifted(x: Tensor, taps: int, reverse: bool) -> Iterator[Tensor]:
-    """Give, for each tap, what it multiplies."""
+    """Return the input of each tap, shifted."""
     ends = (0, 0, 0, taps - 1) if reverse else (0, 0, taps - 1, 0)
     padded = functional.pad(x, ends)
     for i in range(taps):
@@ -168,7 +168,7 @@ causal_conv = Operation(
     where=(f"0 < W <= {MOST_TAPS}",), sizes={"B": (1, 3), "T": "m", "W": (1, 4, 8)},
     timings=_timings,
 )  # fmt: skip
-"""Mix every position of a channel with the few before it.
+"""Convolve every channel with its causal taps.
 
 Args:
     x: (B, T, D) float32 or bfloat16, any strides.

@@ -1,4 +1,4 @@
-"""Linear attention whose past decays: the scan of a state space model, and its own backward.
+"""Linear attention with decay, the scan of a state space model; its backward is a scan too.
 
     y[t] = sum over s <= t of exp(g[s + 1] + ... + g[t]) (q[t] . k[s]) v[s]
 
@@ -134,7 +134,7 @@ def _draw(
 ) -> tuple:  # fmt: skip
     draw = normals(generator, device)
 
-    # so that a piece is heard of in the one after the next
+    # so that a piece still matters two pieces later
     decays = -0.02 * torch.rand(batch, length, heads, generator=generator).to(device)
     return (
         draw(batch, length, heads, states), draw(batch, length, heads, states),
@@ -207,14 +207,14 @@ decay_scan = Operation(
     sizes={"B": (1, 2), "T": "m", "H": (1, 3), "P": "min(n, 70)", "N": (1, 9, 32)},
     peer=scan_in_bf16, timings=_timings,
 )  # fmt: skip
-"""Attend linearly to a past that decays.
+"""Compute linear attention with decay.
 
 Args:
     q: (B, T, H, N) float32 or bfloat16, any strides.
     k: like q.
     v: (B, T, H, P) in the dtype of q, any strides.
     g: (B, T, H) float32, logarithms of decays, not positive.
-    reverse: whether to attend to the future instead.
+    reverse: whether to attend to later positions instead.
 
 Returns:
     (B, T, H, P) float32.

@@ -1,4 +1,4 @@
-"""One position of a Mamba-2 block, between its two projections: one kernel for all of it.
+"""Decoding step of a Mamba-2 block, fused between its two projections.
 
     z, u, B, C, t = rows
     u, B, C = silu(causal convolution)        with what the positions before had there
@@ -250,7 +250,7 @@ mamba_step = Operation(
         for texts in ((), (16,))
     ],
 )  # fmt: skip
-"""Pass one position through a block, from its first projection to what its norm is given.
+"""Compute one position of a block, from its first projection to the input of its norm.
 
 Of several texts `rows`, `ring`, `state`, `position` and the result have a dimension for them in
 front.

@@ -29,17 +29,17 @@ from arbcli.kernels.timed import Timed
 
 ROUNDS = 20
 SHIFT = 2.0
-"""Of z_c: where c is 1."""
+"""Value of z_c at which c is 1."""
 LIMIT = 16.0
 STREAMS = (1, 2, 4, 8)
 SLACK = 2.0**-21
-"""More than roundings of sums are, whose quotients have no meaning."""
+"""Bound above the rounding errors of sums, whose quotients are meaningless."""
 
 _SHIFT, _LIMIT, _SLACK = tl.constexpr(SHIFT), tl.constexpr(LIMIT), tl.constexpr(SLACK)
 
 
 def count_streams(numbers: int) -> int:
-    """Find n of n (n + 2) numbers."""
+    """Compute n from the length n (n + 2)."""
     return math.isqrt(numbers + 1) - 1
 
 
@@ -118,7 +118,7 @@ def _load_square(raw_ptr, bias_ptr, offs_m, M, stride_rm, N: tl.constexpr):
     mask = (offs_m < M)[:, None, None]
     z = tl.load(raw_ptr + offs_m[:, None, None] * stride_rm + places, mask=mask, other=0)
     z = z.to(tl.float32) + tl.load(bias_ptr + places)
-    # what is not a number stays none
+    # NaN stays NaN
     bounded = tl.where(z > _LIMIT, _LIMIT, tl.where(z < -_LIMIT, -_LIMIT, z))
     return bounded, z == bounded
 
@@ -151,7 +151,7 @@ def _back_through(g, first, rounds):
 
 @triton.jit
 def _lacking(p):
-    """Find what rows and columns lack, [BLOCK_M, N] each, and what to divide by."""
+    """Compute the deficits of rows and columns, [BLOCK_M, N] each, and the divisor."""
     of_rows = tl.maximum(1 - tl.sum(p, axis=2), 0)
     of_columns = tl.maximum(1 - tl.sum(p, axis=1), 0)
     return of_rows, of_columns, tl.sum(of_rows, axis=1) + _SLACK
@@ -305,7 +305,7 @@ stream_weights = Operation(
     sizes={"S": STREAMS, "W": "S * (S + 2)"},
     timed=[Timed("16384 of 4 bf16", stream_weights_torch, M=16384, W=24, rounds=ROUNDS)],
 )  # fmt: skip
-"""Make the weights that streams are read, kept and written by.
+"""Compute the weights with which streams are read, mixed and written.
 
 Args:
     raw: (M, n (n + 2)) float32 or bfloat16, any strides; n is one of `STREAMS`.

@@ -1,1 +1,1 @@
-"""From a gradient to an integer step."""
+"""Kernels of the update: from gradients to integer steps."""

@@ -1,4 +1,4 @@
-"""Judge a gradient by its sums of squares, and find what makes it a direction.
+"""Validate a gradient by its sums of squares, and compute the gains of its direction.
 
 It can be used if the sum of its squares is within 2**-120 .. 2**120, where float32 holds squares
 well: beyond it is not finite, or as good as that, and below all zero, or as good as that. The slope
@@ -42,7 +42,7 @@ FLOOR = 2.0**-120
 
 
 class GradientGains(NamedTuple):
-    """Whether a gradient is used, and what it is multiplied by."""
+    """Validity of a gradient, and its multipliers."""
 
     ok: Tensor
     """int32 scalar; 0 if it is refused."""
@@ -350,7 +350,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def _with_state(inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Give counters and decoded statistics, too."""
+    """Return the result, counters and decoded statistics."""
     if int(found[0]) == 0:  # nobody reads these then
         found = (found[0], *(torch.zeros_like(gain) for gain in found[1:]))
     running = [statistic_value_reference(x) for x in inputs[5:7] if x is not None]

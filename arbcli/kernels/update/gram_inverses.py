@@ -23,7 +23,7 @@ from arbcli.kernels.runtime.arguments import FLOAT, Array, Number, compiled_chec
 from arbcli.kernels.runtime.backend import uses_native
 
 LEAST_TRACE = torch.finfo(torch.float32).tiny
-"""Of X X.T: what it is divided by may be too small for float32 otherwise."""
+"""Minimum trace of X X.T, so that its divisor is in the range of float32."""
 LEAST_NORM = 1e-30
 NATIVE_ROWS = 1024
 """Largest n of the native loop; larger matrices do not stay in a processor's cache."""

@@ -39,7 +39,7 @@ def signs_reference(columns: int) -> list[int]:
 
 
 def hadamard_matrix(block: int) -> list[list[int]]:
-    """Write down H."""
+    """Build H, (block, block)."""
     return [[(-1) ** (i & j).bit_count() for j in range(block)] for i in range(block)]
 
 
@@ -57,7 +57,7 @@ def mixed_reference(x: Tensor, block: int) -> Tensor:
 
 
 def _signs(x: Tensor) -> Tensor:
-    """Find s of the columns of a matrix, (K,) int32."""
+    """Compute s of the columns of a matrix, (K,) int32."""
     columns = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
     words = random_bits(columns.new_zeros(()), columns.new_zeros(1), columns)
     return words[0].bitwise_right_shift_(31).mul_(2).add_(1)

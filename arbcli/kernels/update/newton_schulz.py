@@ -82,9 +82,9 @@ SMALL_TILES = Tiling(block=64, block_k=128, num_warps=4, num_stages=4)
 GRAM_TILES = Tiling(block=128, block_k=64, num_warps=8, num_stages=6)
 POLYNOMIAL_TILES = Tiling(block=128, block_k=64, num_warps=8, num_stages=4)
 MANY_TILES = Tiling(block=128, block_k=64, num_warps=8, num_stages=3)
-"""For Hopper's matrix units, copy engine and shared memory; two programs of the last fit."""
+"""Tilings for Hopper's tensor cores, TMA and shared memory; two programs of the last one fit."""
 OTHER_TILES = Tiling(block=32, block_k=32, num_warps=8, num_stages=2)
-"""For float32, and for every other GPU."""
+"""Tiling for float32, and for all other GPUs."""
 MANY = 8
 """Tiles a processor from which on they are not shared."""
 

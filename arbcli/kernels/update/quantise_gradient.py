@@ -46,9 +46,9 @@ NONE = -128
 NOT_FINITE = 127
 """Stands for the exponent of a row that is not finite; its elements that are not count as 0."""
 LOWEST, HIGHEST = -100, 100
-"""Exponents of rows are within these."""
+"""Range of exponents of rows."""
 LARGEST_OF_PLANES = 2047
-"""Of sums of twelve bits."""
+"""Largest magnitude of twelve-bit sums."""
 
 
 def quantise_gradient_reference(
@@ -81,7 +81,7 @@ def quantise_gradient_reference(
 
 
 def together_reference(sums: Tensor, low: Tensor | None) -> Tensor:
-    """Put the planes of sums together, in int64: (..., N, K)."""
+    """Combine the planes of sums, in int64: (..., N, K)."""
     if low is None:
         return sums.long()
     bits = torch.stack([low.long() % 16, low.long() // 16], dim=-2)
@@ -135,7 +135,7 @@ def _quantise_gradient_torch(
 
 
 def together(sums: Tensor, low: Tensor | None) -> Tensor:
-    """Put the planes of sums together.
+    """Combine the planes of sums.
 
     Args:
         sums: (..., N, K) integers.

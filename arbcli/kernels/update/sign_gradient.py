@@ -33,11 +33,11 @@ from arbcli.kernels.update.gradient_statistics import (
 TILE = 128
 """Columns of a tile: as many whole groups as fit, and at least one."""
 PARTS = 4
-"""Into how many parts the torch backend cuts a matrix, at least."""
+"""Minimum number of parts into which the torch backend splits a matrix."""
 
 
 class SignGradient(NamedTuple):
-    """Facts of a gradient that a rule of signs reads."""
+    """Signs and statistics of a gradient."""
 
     signs: Tensor
     """(N, K) int8."""
