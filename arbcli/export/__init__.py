@@ -1,1 +1,1 @@
-"""Trained models in the forms that other programs read, and what is in such a file."""
+"""Export of trained models to the formats of other programs, and readers of these formats."""

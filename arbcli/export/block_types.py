@@ -1,4 +1,4 @@
-"""How GGUF stores weights: plain numbers, or blocks of small integers that share an fp16 scale.
+"""Weight types of GGUF: plain numbers, or blocks of small integers with an fp16 scale.
 
 A block of a row holds d and the integers q: the weight is q * d. Of weights that are trits q is the
 trit and d the scale of its group, so that nothing is rounded. Of weights that are all digits q is z
@@ -30,9 +30,9 @@ class BlockType:
 
     name: str
     number: int
-    """Its number in a file."""
+    """Identifier of the type in a file."""
     block: int
-    """Weights of a block."""
+    """Number of weights per block."""
     block_bytes: int
     largest: int = 0
     """Largest magnitude of stored integers."""
@@ -112,7 +112,7 @@ Q4_0 = BlockType("Q4_0", 2, 32, 18, 7, _pack_halves, _unpack_halves)
 Q2_0 = BlockType("Q2_0", 42, 64, 18, 1, _pack_quarters, _unpack_quarters)
 Q8_0 = BlockType("Q8_0", 8, 32, 34, 127, _pack_bytes, _unpack_bytes)
 TYPES = {kind.name.lower(): kind for kind in (F32, F16, BF16, Q8_0, Q4_0, Q2_0)}
-"""Types by their names in `--type`."""
+"""Types by their value of `--type`."""
 LEAST_NORMAL = 2.0**-14
 """Scales below it lose digits in fp16. Those of Q8_0 may: a weight is off by 127 * 2**-25 at most,
 3.8e-6, where the largest of its group is below 0.008."""

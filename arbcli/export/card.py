@@ -1,4 +1,4 @@
-"""A model card: what a model is and how it was trained, from its run."""
+"""Model card of a run: the configuration and the training."""
 
 import math
 from contextlib import suppress
@@ -58,7 +58,7 @@ def model_card(weights: Weights, name: str) -> str:
 
 
 def run_figures(run: Path, step: int) -> dict[str, str]:
-    """Find text and losses of a run as it was at a step; nothing if there is no run."""
+    """Return the text and the losses of a run at a step; empty if there is no run."""
     figures: dict[str, str] = {}
     with suppress(ArbError):
         text = read_json(run / CONFIG, TEXT)["text"]

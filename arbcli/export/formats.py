@@ -1,4 +1,4 @@
-"""Names of the forms that a model is written in; no torch, as a command line asks for them."""
+"""Names of the export formats, without importing torch, for the command line."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""GGUF, for llama.cpp and what is built on it: dense blocks without sub-norms.
+"""Export to GGUF, the format of llama.cpp: models of dense blocks without sub-norms.
 
 llama.cpp turns the numbers 2 i and 2 i + 1 of a head of a Llama or a Mistral as a pair, and those
 of other models as ours are, i and i + d / 2. So rows of queries and keys of the former go in the
@@ -121,14 +121,14 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
 
 
 def architecture_of(config: ModelConfig, companions: Path | None) -> Architecture:
-    """Find the architecture that a model came as, or else one that computes the same."""
+    """Return the architecture that a model was imported from, or an equivalent one."""
     if companions is None:
         return known_shape(config).architecture
     return ARCHITECTURES[read_json(companions / CONFIG, {})["model_type"]]
 
 
 def check_architecture(config: ModelConfig, architecture: Architecture) -> None:
-    """Refuse what llama.cpp does not compute for an architecture.
+    """Check that llama.cpp supports a model's settings in an architecture.
 
     Raises:
         ArbError: it is refused.
@@ -182,13 +182,13 @@ def _order(source: Source, config: ModelConfig, architecture: Architecture) -> d
 
 
 def smallest_type(config: ModelConfig) -> BlockType:
-    """Choose the smallest type that holds what the weights of a model are made of."""
+    """Choose the smallest type that represents the integers of a model's weights."""
     of_trits = OF_GROUP_SIZE.get(config.group_size, BF16)
     return of_trits if config.digits == "trit" or of_trits is BF16 else Q8_0
 
 
 def check_model(model: LanguageModel) -> None:
-    """Refuse what no architecture has a place for.
+    """Check that some architecture can represent the model.
 
     Raises:
         ArbError: it is refused.
@@ -231,7 +231,7 @@ def _encoded(source: Source, kind: BlockType, orders: dict[str, Tensor]) -> Iter
 
 
 def integers(packed: Packed) -> Tensor:
-    """Read what weights are made of, (N, K) int8: trits, or z where they are all digits."""
+    """Return the integers of weights, (N, K) int8: trits, or z if they are all digits."""
     if packed.remainder is None:
         return unpack_trits(packed.trits, packed.in_features)
     return (digits_torch(packed, torch.float32) * packed.unit).to(torch.int8)

@@ -1,4 +1,4 @@
-"""The GGUF container: what is said of a model, and its tensors, written one at a time.
+"""The GGUF container: metadata and tensors, written one at a time.
 
     magic    "GGUF", version 3, numbers of tensors and of keys
     keys     a name, the type of its value, the value
@@ -32,7 +32,7 @@ _FORMATS = {
 }  # fmt: skip
 """Struct formats of scalar values, by the number of the type."""
 MOST_ENTRIES = 1 << 20
-"""Keys, tensors or elements of a list that a reader believes in."""
+"""Maximum number of keys, tensors or elements of a list that the reader accepts."""
 MOST_SIZES = 4
 """Dimensions of a tensor."""
 

@@ -106,7 +106,7 @@ def _write_files(
 
 
 def _write_companions(folder: Path, config: ModelConfig, kind: BlockType) -> None:
-    """Write what a model that was not imported brings along."""
+    """Write the tokenizer and the settings of a model that was not imported."""
     of_bytes = config.vocabulary == VOCABULARY
     ends = {"eos_token_id": END, "pad_token_id": END} if of_bytes else {}
     write_json(folder / CONFIG, _config(config, kind) | ends)

@@ -1,4 +1,4 @@
-"""The weights alone, in the format of a checkpoint: trits and scales, and whose they are.
+"""Export of the weights alone, in the format of a checkpoint: trits, scales and their origin.
 
 Where weights are all digits, the remainders are among them.
 """

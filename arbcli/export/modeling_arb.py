@@ -9,13 +9,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
 class ArbConfig(Qwen3Config):
-    """The configuration of Qwen3 under a name of its own, so that nothing else loads the model."""
+    """Configuration of Qwen3 with its own model type, so that only this code loads the model."""
 
     model_type = "arb_byte_lm"
 
 
 class NormedLinear(nn.Linear):
-    """A linear layer of what is divided by its root-mean-square first."""
+    """Linear layer with an RMS norm of its input."""
 
     def __init__(self, plain: nn.Linear, eps: float) -> None:
         factory = {"device": plain.weight.device, "dtype": plain.weight.dtype}

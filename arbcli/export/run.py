@@ -1,4 +1,4 @@
-"""From a run to a file, or a folder, that another program reads."""
+"""Export of a run to a file or a folder of another program."""
 
 import time
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""Models of other programs: their configurations, names and weights, and a checkpoint of them."""
+"""Import of models of other programs: configurations, tensor names and weights."""

@@ -1,7 +1,7 @@
-"""Files that come with a model and that nobody trains: configuration, settings, chat template.
+"""Companion files of a model: configuration, settings, chat template.
 
-They lie in `COMPANIONS` of a run, as they came, and go along where a run begins with its weights.
-The tokenizer lies in the run itself, as that of every run does.
+A run stores unchanged copies in its folder `COMPANIONS`, and a run that begins with its weights
+copies them. The tokenizer is stored in the run itself, as in every run.
 """
 
 from hashlib import sha256
@@ -23,9 +23,9 @@ NAMES = (
     CONFIG, GENERATION, TEMPLATE, "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.json",
 )  # fmt: skip
-"""Files that go along, those that there are."""
+"""Names of companion files, which are copied if they exist."""
 LARGEST = 2**27
-"""Bytes of one."""
+"""Maximum size of a companion file in bytes."""
 
 
 def copy_companions(source: Path, target: Path) -> None:

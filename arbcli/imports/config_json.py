@@ -1,4 +1,4 @@
-"""`config.json` of a folder for Transformers, as the configuration of a model of ours.
+"""Conversion of a Transformers `config.json` to a `ModelConfig`.
 
 Every field has to be known: one that decides what is computed is read, one that says nothing of it
 is in `SILENT`, and one that would have to be obeyed is held to the value in `ONLY`. Any other field
@@ -48,7 +48,7 @@ OF_ROPE = {
 
 
 class _Fields:
-    """The fields of a file, each of which is taken once."""
+    """Fields of a file, each of which is read once."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self._left = {name: value for name, value in values.items() if value is not None}
@@ -64,13 +64,13 @@ class _Fields:
         return value
 
     def refused(self, name: str, value: Any) -> ArbError:
-        """Make the error of a value that no model here can have."""
+        """Return the error of a value that is not supported."""
         return ArbError(
             f"{self.where}: `{name}` is `{shown(value)}`, which arb does not support", hint=HINT
         )
 
     def end(self) -> None:
-        """Refuse the first field that was not taken."""
+        """Raise an error for the first field that was not read."""
         for name, value in sorted(self._left.items()):
             raise ArbError(
                 f"{self.where}: `{name}`, which is `{shown(value)}`, is not a field that arb knows",
@@ -156,7 +156,7 @@ def _within(mixer: AttentionConfig, window: int | None, ctx: int) -> AttentionCo
 
 
 def _windows(fields: _Fields, model_type: str, layers: int) -> list[int | None]:
-    """Find the window of each layer; None is none."""
+    """Return the attention window of each layer; None is full attention."""
     window = fields.take("sliding_window", int, None)
     uses = fields.take("use_sliding_window", bool, model_type == "mistral")
     if model_type == "llama" and window is not None:

@@ -25,7 +25,7 @@ from arbcli.model.parts.mlp import MLP
 
 
 class Architecture(NamedTuple):
-    """A kind of model that other programs know."""
+    """Model architecture of other programs."""
 
     model_type: str
     """Its name in a `config.json`."""
@@ -46,7 +46,7 @@ ARCHITECTURES = {
         Architecture("mistral", "MistralForCausalLM", "llama", True),
     )
 }
-"""By their names in a `config.json`."""
+"""Architectures by `model_type` in `config.json`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Shape(NamedTuple):
 
     @property
     def architecture(self) -> Architecture:
-        """The architecture that computes the same."""
+        """The equivalent architecture."""
         if self.norms_heads:
             return ARCHITECTURES["qwen3"]
         if self.bias:
@@ -171,7 +171,7 @@ def known_shape(config: ModelConfig) -> Shape:
 
 
 def check_attention(config: ModelConfig) -> None:
-    """Check that some architecture has all that attention of a model has.
+    """Check that some architecture supports the attention of a model.
 
     Raises:
         ArbError: none has.
@@ -185,7 +185,7 @@ def check_attention(config: ModelConfig) -> None:
 
 
 def _unsaid(mixer: AttentionConfig) -> str | None:
-    """Name what attention has and no architecture has."""
+    """Return the name of an attention feature that no architecture supports."""
     normed = mixer.query_key_norm != "none"
     found = {
         "sinks": mixer.sink,

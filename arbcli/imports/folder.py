@@ -36,11 +36,11 @@ HINT = "copy the folder again, or save it with `save_pretrained`"
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies."""
+    """Location of a tensor in a file."""
 
     file: Path
     begin: int
-    """In bytes from the beginning of the file."""
+    """Offset of the data from the beginning of the file, in bytes."""
     dtype: str
     """A name of `DTYPES`."""
     shape: tuple[int, ...]

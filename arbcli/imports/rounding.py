@@ -31,24 +31,24 @@ from arbcli.model.layers.vector import SCALE_OF_ZERO, VectorWeight
 from arbcli.model.packed import TernaryTensor
 
 PLACES = (0, -2, -1, 1, 2, 3, 4, 5, 6, 7, 8)
-"""Scales that are tried, by their places from s0 in the list of scales."""
+"""Candidate scales, as offsets from s0 in the list of scales."""
 CLIPPED = 2
 """Places below s0 where the scale of a clipped group of our own grid may be."""
 SEEN_FIRST = 4
 """Weights of a group, the largest, that a scale of our own grid must fit before all are read."""
 IN_HAND = 1 << 18
-"""Weights that are rounded at a time."""
+"""Number of weights that are rounded at a time."""
 ZERO = 0
 """v of a group of zeros."""
 
 
 class Grid(NamedTuple):
-    """The levels of the digits of a rule."""
+    """Integer levels of an update rule."""
 
     largest: int
-    """L."""
+    """L, the largest magnitude of z."""
     unit: int
-    """U."""
+    """U, the unit of z."""
 
 
 class Rounded(NamedTuple):
@@ -61,7 +61,7 @@ class Rounded(NamedTuple):
 
 
 def grid_of(tensor: TernaryTensor) -> Grid:
-    """Find the levels of a tensor whose weights are all digits."""
+    """Return the integer levels of a tensor whose weights are all digits."""
     return Grid(tensor.rule.radix + tensor.rule.remainder_max, tensor.packed.unit)
 
 

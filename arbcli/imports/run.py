@@ -1,4 +1,4 @@
-"""From a folder for Transformers to a run whose checkpoint has its weights as integers."""
+"""Import of a Transformers folder to a run with a checkpoint of integer weights."""
 
 import dataclasses
 import math
@@ -32,12 +32,12 @@ from arbcli.tokens import FILE as TOKENIZER
 OUTLIER = 8.0
 """Root-mean-squares of a tensor from which on a weight is an outlier."""
 READ_AT_ONCE = 1 << 22
-"""Weights that are float at a time."""
+"""Number of weights that are in float32 at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorReport:
-    """How a tensor was rounded."""
+    """Rounding error of a tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class ImportReport:
     run: str
     checkpoint: str
     model_type: str
-    """As `config.json` names it."""
+    """`model_type` in `config.json`."""
     vocabulary: int
     ctx: int
     num_weights: int

@@ -1,1 +1,1 @@
-"""Looking inside: counts, memory, and what a few steps do."""
+"""Inspection of models and runs: counts, memory, and probes of training steps."""

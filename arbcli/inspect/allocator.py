@@ -30,7 +30,7 @@ def round_up(size: int, unit: int) -> int:
 
 
 def segment_bytes(size: int) -> int:
-    """Find what is taken from the device for a block of `size` bytes that fits nowhere."""
+    """Return the size of the new segment for a block of `size` bytes."""
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < OWN_SEGMENT else round_up(size, SEGMENT_UNIT)
@@ -41,7 +41,7 @@ class Block:
     """A part of a segment, in use or free; the parts of a segment are a chain."""
 
     size: int
-    """Bytes, a multiple of `UNIT`."""
+    """Size in bytes, a multiple of `UNIT`."""
     address: int
     """The driver's choice; of free blocks of one size that of the lowest address is taken."""
     pool: "_Pool"
@@ -51,7 +51,7 @@ class Block:
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of its segment."""
+        """Whether the block is its whole segment."""
         return self.before is None and self.after is None
 
 

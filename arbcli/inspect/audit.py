@@ -1,4 +1,4 @@
-"""Real training steps under watch: what is alive at every stage, and whether it goes again.
+"""Memory audit of real training steps: live memory at every stage, and leaks.
 
 On CUDA the levels are those of the allocator. A CPU has none to ask, so the storages that are alive
 are counted: each is noted when an operation returns it, or when Python holds it, and struck off
@@ -32,7 +32,7 @@ from arbcli.train.teacher import read_teacher
 from arbcli.train.trainer import Trainer
 
 TOLERANCE = 0.01
-"""How far the state may be from its prediction, as a share of it."""
+"""Maximum relative error of the predicted size of the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Level:
     """Memory at the end of a stage."""
 
     step: int
-    """From 1; 0 is the loading."""
+    """Number of the step, from 1; 0 is loading."""
     stage: str
     """`load`, `forward`, `backward` (which updates the weights too) or `end`."""
     live_bytes: int
@@ -59,12 +59,12 @@ class Level:
     reserved_bytes: int | None
     """Memory that the CUDA allocator has reserved."""
     peak_bytes: int
-    """The most alive at once during the stage."""
+    """Peak of live memory during the stage, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that must be so."""
+    """A condition that must hold."""
 
     name: str
     passed: bool
@@ -86,7 +86,7 @@ class AuditReport:
     measured: MeasuredState
     levels: tuple[Level, ...]
     peak_bytes: int
-    """The most alive at once in any step."""
+    """Peak of live memory over all steps, in bytes."""
     peak_error: float
     """The predicted peak over this one, minus 1."""
     largest: tuple[LiveTensor, ...]

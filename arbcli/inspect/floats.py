@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from arbcli.inspect.trace import Storages, calling_function
 
 OUTSIDE = "-"
-"""Stands for a module where none computes: in what surrounds the model."""
+"""Module name of computations outside the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The parts of a model as a tree: where each is, what it is, and what it takes."""
+"""Tree of a model's parts, with path, description and size of each."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class PartReport:
     """Name of its module; that of blocks ends in the first and the last number, as in `blocks.2-8`,
     or in `blocks.2-8 by 2` where others are between them."""
     depth: int
-    """Number of parts that it is inside of."""
+    """Depth in the tree: number of enclosing parts."""
     count: int
     """How many there are of it; weights and bytes are those of all of them."""
     kind: str
     shape: str
-    """In words: what differs from the default, or the sizes of matrices."""
+    """Description: settings that differ from the default, or sizes of matrices."""
     weights: int
     """Logical weights, those of norms among them."""
     bytes: int

@@ -81,9 +81,9 @@ class _Hidden(NamedTuple):
     """Bytes that an operation allocates besides its results, and frees before it returns."""
 
     before: tuple[int, ...] = ()
-    """Before the results."""
+    """Sizes of hidden allocations before the results, in bytes."""
     after: tuple[int, ...] = ()
-    """After them."""
+    """Sizes of hidden allocations after the results, in bytes."""
 
 
 def _flash_backward(args: tuple) -> _Hidden:
@@ -258,7 +258,7 @@ class _Trace(Storages):
 
     @property
     def allocated(self) -> int:
-        """Count what is alive now."""
+        """Return the bytes that are allocated now."""
         return self.memories[0].allocated
 
     def reserved(self) -> int:

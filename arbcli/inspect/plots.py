@@ -22,7 +22,7 @@ BLUE, ORANGE, GREEN = "#1f6fb4", "#e07b00", "#2a9d4e"
 
 
 def require_matplotlib() -> None:
-    """Refuse to start what would end without its picture.
+    """Check that matplotlib is installed, before a run that ends with a plot.
 
     Raises:
         ArbError: matplotlib is not installed.

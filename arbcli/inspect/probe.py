@@ -51,9 +51,9 @@ from arbcli.train.trainer import Trainer
 
 BINS = 16
 SAMPLE_BYTES = 400
-"""Number of bytes of held-out text whose chunks are displayed."""
+"""Number of bytes of held-out text whose chunks are shown."""
 MOST_LOGITS = 2**28
-"""That are looked at, of a model whose steps make none; but a window always is."""
+"""Maximum number of logits to inspect if steps compute none; one window is always inspected."""
 ROUNDING = 1e-3
 """Movement of a logit, over the root-mean-square of all, that rounding alone may cause."""
 

@@ -20,11 +20,11 @@ class Share:
 
     rank: int
     weights: int
-    """Weights that it owns."""
+    """Number of weights that the process owns."""
     kept_bytes: int
     """Its own shard: remainders, moments and statistics of the tensors that it owns."""
     state_bytes: int
-    """That, and what all have."""
+    """Size of its own shard and of the replicated state, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class RankReport:
     share: Share
     predicted_peak: PeakReport
     measured: AuditReport | None
-    """None where it was only predicted."""
+    """Measurement; None if it was only predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class RanksReport:
 
 
 def predict_ranks(config: TrainConfig, size: int, budget: int | None = None) -> RanksReport:
-    """Predict what each of so many processes holds.
+    """Predict the memory of each of several processes.
 
     Args:
         config: of a run whose gradients travel.
@@ -94,7 +94,7 @@ def audit_ranks(config: TrainConfig, group: Group) -> RanksReport:
 
 
 def share_out(config: TrainConfig, size: int) -> list[Share]:
-    """Find what each of so many processes holds between steps."""
+    """Compute the state of each of several processes between steps."""
     tensors, whole = _declared(config)
     owners = assign_owners(tensors, size)
     weights, own = [0] * size, [0] * size

@@ -94,7 +94,7 @@ class Saved(ABC):
 
     @abstractmethod
     def bytes_by_area(self) -> dict[str, Counter]:
-        """Add up what it holds."""
+        """Sum the bytes of the file by area."""
 
     @abstractmethod
     def histograms(self) -> tuple[dict[str, list[int]], dict[str, Counter]]:
@@ -162,7 +162,7 @@ class Packed(Saved):
         return list_parts(self.model)
 
     def bytes_by_area(self) -> dict[str, Counter]:
-        """Add up the state by what it is for."""
+        """Sum the bytes of the state by area and purpose."""
         found: dict[str, Counter] = {}
         for module in self.model.state_modules():
             for name, kind in module.kinds.items():
@@ -227,7 +227,7 @@ class Plain(Saved):
 
 
 def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
-    """Open whatever was saved, and check what it has digests of.
+    """Open a run, checkpoint or export, and verify its digests.
 
     Args:
         path: a run, a checkpoint, or an export.

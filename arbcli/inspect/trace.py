@@ -265,7 +265,7 @@ def _launch_nothing(_kernel: Any, _grid: Any, *_: Any, **__: Any) -> None: ...
 
 
 class _Elsewhere(TorchFunctionMode):
-    """Puts what is asked for on one device on another."""
+    """Redirects allocations from one device to another."""
 
     def __init__(self, device: torch.device, place: torch.device) -> None:
         super().__init__()
@@ -349,7 +349,7 @@ def _substitutes(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
             yield expert, slice(expert * share, min((expert + 1) * share, slots))
 
     def wait(of: Any = None) -> None:
-        if torch.cuda.is_available() and of != META:  # where nothing runs
+        if torch.cuda.is_available() and of != META:  # no kernel runs on `meta`
             synchronize(of)
 
     yield torch.cuda, "synchronize", wait

@@ -110,7 +110,7 @@ class TensorReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A name for what was seen, and the numbers that it rests on."""
+    """A finding, with the numbers that support it."""
 
     name: str
     evidence: str
@@ -134,7 +134,7 @@ class ChunkReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
-    """Everything that a probe measured, and what it makes of it."""
+    """Measurements and verdicts of a probe."""
 
     passed: bool
     verdicts: tuple[Verdict, ...]
@@ -167,12 +167,12 @@ class ProbeReport:
 
 
 def ratio(value: float | None, base: float | None) -> float | None:
-    """Divide, where there is something to divide by."""
+    """Divide; None if the divisor is 0 or missing."""
     return None if value is None or not base else value / base
 
 
 def judge(report: ProbeReport) -> tuple[Verdict, ...]:
-    """Name what is wrong with what was measured, the gravest first; `ok` if nothing is."""
+    """Derive the verdicts from the measurements, most severe first; `ok` if there is no finding."""
     checks = {
         "acausal": _acausal,
         "leak": _leak,

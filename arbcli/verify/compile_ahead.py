@@ -1,4 +1,4 @@
-"""Compile every kernel for GPUs that need not be there, and read what each needs of them.
+"""Ahead-of-time compilation of every kernel for GPUs that need not be present.
 
 The launchers run as on the GPU, on tensors without memory and with the launch replaced by a
 recorder, so what is compiled is what they launch there on the fixed cases and on the matrices of
@@ -136,7 +136,7 @@ def _compile_job(name: str, target: str, group_size: int) -> CompileResult:
         try:
             registers, spilled, shared = _needs(variant, chosen)
             needs.append((registers, 0 if variant.may_spill else spilled, shared))
-        except Exception as failure:  # whatever a compiler complains of is the result
+        except Exception as failure:  # any error of the compiler is the result
             complaint = f"{type(failure).__name__}: {failure}".strip().splitlines()[-1]
             error = f"{variant.function.fn.__name__}: {complaint}"
             break
@@ -155,7 +155,7 @@ def _compile_job(name: str, target: str, group_size: int) -> CompileResult:
 
 
 def find_excess(spill_bytes: int, shared_bytes: int, target: Target) -> str | None:
-    """Say what a kernel needs too much of; None if it fits."""
+    """Return the resource that a kernel exceeds; None if it fits."""
     if spill_bytes > PARKED_BYTES:
         return f"{spill_bytes} bytes of registers spill to memory"
     if shared_bytes > target.shared_bytes:
@@ -202,7 +202,7 @@ FEW_WEIGHTS = 1 << 19
 
 
 def _variants(spec: Operation, group_size: int) -> list[Variant]:
-    """List what the launcher of a spec asks for, each as Triton specialises it."""
+    """List the specialisations that the launcher of an operation requests."""
     found: dict[str, Variant] = {}
     may_spill = False
 

@@ -63,7 +63,7 @@ class Drawn:
 
 
 class Tally:
-    """Counts what the random cases of a kernel are, one after another.
+    """Counts the properties of a kernel's random cases.
 
     Args:
         name: of the kernel.
@@ -173,7 +173,7 @@ def real_cases(
 
 
 def _form(value: Any) -> Any:
-    """Say what there is to know of inputs but the numbers in tensors."""
+    """Describe inputs without the values of tensors."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.storage_offset(), value.dtype
     return tuple(map(_form, value)) if isinstance(value, tuple) else repr(value)

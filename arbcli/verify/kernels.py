@@ -1,4 +1,4 @@
-"""Run kernels against their references: what was compared, how closely, and what was not."""
+"""Compare kernels with their references, and report coverage and errors."""
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -83,9 +83,9 @@ class KernelResult:
     kind: str
     """A key of `METHODS`."""
     shapes: tuple[str, ...]
-    """Labels of the cases."""
+    """Labels of the compared cases."""
     outputs: int
-    """Tensors compared."""
+    """Number of compared tensors."""
     elements: int
     """Number of their elements, which equals the reference's."""
     unwritten: int
@@ -135,7 +135,7 @@ class Checks:
 
 
 def verify_kernels(*args: Any, **kwargs: Any) -> VerifyReport:
-    """Compare kernels with their references, and wait for what is found; see `begin_kernels`."""
+    """Compare kernels with their references, and wait for the results; see `begin_kernels`."""
     return begin_kernels(*args, **kwargs)()
 
 
@@ -198,7 +198,7 @@ def begin_kernels(
 
 
 def find_kernels(names: Iterable[str]) -> list[Operation]:
-    """Find kernels by name; no name at all finds every one.
+    """Return kernels by name; without names, all kernels.
 
     Raises:
         ArbError: no kernel has one of the names.
@@ -520,7 +520,7 @@ def _verify(
 
 
 def _expected(spec: Operation, part: _Part, case: Case, reference: Callable) -> tuple[Tensor, ...]:
-    """Compute what the reference returns.
+    """Compute the results of the reference.
 
     Processes that share a GPU wait for one another at each of its many small operations. So it runs
     on the host, and large cases of a GPU have the reference of real matrices, if there is one.

@@ -1,4 +1,4 @@
-"""The ledger of a verification: what was compared, how, how closely, and what was not."""
+"""Ledger of a verification: comparisons, methods, errors, and gaps."""
 
 import dataclasses
 import datetime
@@ -80,7 +80,7 @@ def new_ledger(
     interrupted: str | None = None,
     sampled: tuple[str, ...] = (),
 ) -> Ledger:
-    """Gather what was found, on what, and what follows from it."""
+    """Build the ledger from results and machine, with its conclusions."""
     failures = (
         *(failure for result in kernels for failure in _kernel_failures(result)),
         *(_parity_failure(result) for result in parity if not result.passed),
@@ -416,7 +416,7 @@ def speed_rows(timing: TimingReport) -> Iterable[list[str]]:
 
 
 def roofline_text(roofline: Roofline) -> str:
-    """Write in one line what the machine did in this run."""
+    """Format the measured bandwidth and throughput of the machine as one line."""
     return (
         f"copy {roofline.bytes_per_second / 1e12:.2f} TB/s,"
         f" bf16 product {roofline.flops_per_second / 1e12:.0f} TFLOP/s,"

@@ -1,4 +1,4 @@
-"""Remember which checks passed, so that what has not changed is not verified again.
+"""Cache of passed checks, so that unchanged code is not verified again.
 
 A result is found again by everything that it follows from: the sources of the kernel, of what it
 imports and of the verifier, the versions of Python, torch and Triton, the device, the settings of
@@ -223,7 +223,7 @@ class Memory:
         return self._digests[path]
 
     def _recall(self, key: "_Key | None", kind: type) -> list | None:
-        """Read what was remembered; None if there is nothing, or nothing to be believed."""
+        """Read a cached result; None if it is missing or invalid."""
         if key is None or self._fresh:
             return None
         path = self._folder / key.name
@@ -274,7 +274,7 @@ class _Key:
 
 
 def _rebuilt(kind: type, row: dict[str, Any]) -> Any:
-    """Make a result of what JSON has kept of it."""
+    """Rebuild a result from JSON."""
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in row.items()}
     return kind(**fields | {"remembered": True})
 

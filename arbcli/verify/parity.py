@@ -1,4 +1,4 @@
-"""Compare models with their references: blocks, gradients, updates, what must not happen.
+"""Comparison of models with their references: blocks, gradients, updates, forbidden effects.
 
 A block is compared on the very input and output gradient that the kernels gave it, so an error is
 found where it is made, and a rounding in one block does not count in the next. A model is compared
