@@ -553,7 +553,7 @@ def _plan(
     """Choose the partition among warps such that all warps are resident at once if possible.
 
     Returns:
-        Constants of the kernel, and the maximum number of registers per thread; None is no limit.
+        Constants of the kernel, and the maximum number of registers per thread; None sets no limit.
     """
     sixteens = triton.cdiv(out_features, 16 * processors)  # tiles of 16 rows per multiprocessor
     many = sixteens > 4

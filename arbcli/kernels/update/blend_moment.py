@@ -1,4 +1,4 @@
-"""Blend a step's direction into the moment: m <- SR(decay * m + gain * u), saturating, in place.
+"""Update the first moment from a direction: m <- SR(decay * m + gain * u), saturating, in place.
 
 m is int8 in units of `range / max` of the rule, u the direction in units of 2**-16 of its
 root-mean-square. All of it is int32: with 16 fractional bits,
@@ -37,7 +37,7 @@ DIRECTION_LIMIT = 1 << 21
 
 
 def moment_max(nibble: bool) -> int:
-    """Largest magnitude of a moment: int8, or the half of a byte."""
+    """Return the largest magnitude of a moment, in int8 or a nibble."""
     return 7 if nibble else 127
 
 
@@ -105,7 +105,7 @@ def _blend_moment_kernel(
     HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Blend `STEPS` tiles of pairs of rows, one below the other."""
+    """Update `STEPS` consecutive tiles of pairs of rows."""
     if tl.load(ok_ptr) == 0:
         return
     key = tl.load(key_ptr)
@@ -118,7 +118,7 @@ def _blend_moment_kernel(
     for step in range(STEPS):
         # a pair is rows 2 i and 2 i + 1
         pair = ((tile_p * STEPS + step) * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
-        halves = ()  # loaded before the first is stored, which later loads would have to wait for
+        halves = ()  # loaded before the first store, as later loads would wait for it
         for half in tl.static_range(2):
             n = 2 * pair + half
             mask = (n < N) & mask_k

@@ -1,10 +1,9 @@
 """The `votes` rule: vote -sign(grad), move one notch where the votes reach a threshold, in place.
 
-The rule of the system that `arb` re-creates, kept faithfully so that `arb probe-loss` can show why
-it fails. A trit that its votes reach +-threshold moves one notch, and its votes are thrown away,
-also where it is at the end of its range already. A trit that is held back stays, and keeps its
-votes. Scales vote with the sign of their slope and move a whole octave; they keep what is left
-above the threshold.
+The rule of the original system that `arb` re-creates, so that `arb probe-loss` can show why it
+fails. A trit whose votes reach +-threshold moves by one, and its votes are reset to 0, even at the
+end of its range. A trit that is held back does not move and keeps its votes. Scales accumulate
+votes by the sign of their slope and move by an octave; votes beyond the threshold are kept.
 """
 
 from collections.abc import Iterator
@@ -212,7 +211,7 @@ def _trit_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     yield Case("2x1311 held", (*inputs, *usual, held))
     saturated = torch.full_like(inputs[1], 127)
     yield Case("2x1311 saturated", (packed, saturated, -inputs[2].abs(), *usual))
-    kept = (usual[0], _scalar(200, device))  # what is counted on may be seen
+    kept = (usual[0], _scalar(200, device))  # both branches occur
     yield Case("2x1311 saturated and kept", (packed, saturated, -inputs[2].abs(), *kept))
     yield Case("2x1311 saturated below and kept", (packed, -saturated, inputs[2].abs(), *kept))
     packed = pack_trits_reference(random_trits(6, 165, generator)).to(device)
@@ -259,7 +258,7 @@ cast_trit_votes = Operation(
     timed=[Timed("11264x2048 bf16", **OF_MATRIX, packed=(0, 242), votes=(-2, 2),
                  grad=torch.bfloat16, threshold=3)],
 )  # fmt: skip
-"""Vote on every trit of a matrix in place, and move those whose votes reach a threshold.
+"""Add votes to every trit of a matrix, and move those whose votes reach a threshold, in place.
 
 Args:
     packed: (N, row_bytes(K)) uint8.
@@ -267,7 +266,7 @@ Args:
     grad: (N, K) float32, bfloat16 or int8, dL/dw or its sign; only its sign is read.
     ok: int32 scalar tensor; if 0, nothing changes.
     threshold: int32 scalar tensor, 1..127.
-    held: (N, K) bool, the trits that stay whatever their votes; None holds none.
+    held: (N, K) bool: trits that must not move; None holds none.
 
 Returns:
     int64 scalar tensor, the number of trits that changed.
@@ -281,7 +280,7 @@ cast_scale_votes = Operation(
     },
     compared=("exponent", "votes"), sizes={"G": "k"}, timed=[Timed("11264x64", N=11264, G=64)],
 )  # fmt: skip
-"""Vote on every scale of a matrix in place, and move by an octave those that reach 4.
+"""Add votes to every scale of a matrix, and move those that reach 4 by an octave, in place.
 
 Args:
     exponent: (N, groups) int8.

@@ -1,10 +1,10 @@
 """A step's direction in fixed point: u = round(values * row_gain * column_gain), units of 2**-16.
 
-The values are a gradient, or what was made of it, and the gains bring them to unit
-root-mean-square over the matrix: two float32 products in this order, saturation, and one rounding
-to the nearest integer, ties to even. Without gains u is the sign of each value. Each of these is
-one IEEE operation, so u is the same integer on every backend; kernels that form it are launched
-with `enable_fp_fusion=False`, as a fused multiply-add would round once where two are meant.
+The values are a gradient or its transformation, and the gains scale them to unit root-mean-square
+over the matrix: two float32 products in this order, saturation, and one rounding to the nearest
+integer, ties to even. Without gains u is the sign of each value. Each of these is one IEEE
+operation, so u is the same integer on every backend. Kernels that compute it are launched with
+`enable_fp_fusion=False`, as a fused multiply-add would round once instead of twice.
 """
 
 import torch
@@ -70,7 +70,7 @@ def round_to_int(x):
 
 @triton.jit
 def load_gain(gain_ptr, offset, mask, HAS: tl.constexpr):
-    """Load gains of rows or columns inside a kernel; 1 where there are none."""
+    """Load gains of rows or columns inside a kernel; 1 without gains."""
     if HAS:
         return tl.load(gain_ptr + offset, mask=mask, other=0)
     else:
@@ -97,7 +97,7 @@ DIRECTION = {
     "row_gain": Array("N", FLOAT, optional=True),
     "column_gain": Array("K", FLOAT, dense=True, optional=True),
 }
-"""Values of a direction, with gains of rows and columns; without any, the sign of the values."""
+"""Arguments of a direction: values, and gains of rows and columns; without gains, signs."""
 GAINS_BELONG = "column_gain is None or row_gain is not None"
 OK = Array("", INT32, values=Dice.ok)
-"""The flag by which a matrix is stepped or not."""
+"""Flag that enables the step of a matrix."""

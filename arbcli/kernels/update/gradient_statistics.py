@@ -1,4 +1,4 @@
-"""Read a gradient once: slopes of the scales, and sums of its squares.
+"""Statistics of a gradient in one pass: slopes of the scales, and sums of squares.
 
 slope[n, g] = sum over k in group g of grad * w, the slope of the loss in the log of a scale. The
 squares are summed over the matrix, which tells whether the gradient can be used, and over its rows
@@ -359,7 +359,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
 
 
 def _in_one_part(_inputs: tuple, found: GradientStatistics) -> tuple[Tensor, ...]:
-    """Add parts up, in float64."""
+    """Sum the parts, in float64."""
     slope, *sums, rows, columns = found
     sums = [part.double().sum() for part in sums]
     return slope, *sums, *(part.double().sum(0) for part in (rows, columns))

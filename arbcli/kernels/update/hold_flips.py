@@ -1,4 +1,4 @@
-"""A bound on flips: of the trits that would flip, all but the most voted are held back.
+"""Bound on flips: only the trits with the most votes may flip in a step.
 
 A trit would flip if its votes, this gradient's counted, reach the threshold and it is not at that
 end of its range. These are ranked by |votes|, and equal ones by 16 random bits; the first `most`
@@ -52,7 +52,7 @@ check = compiled_check(
 def hold_flips(
     packed: Tensor, votes: Tensor, grad: Tensor, threshold: Tensor, key: Tensor, most: int
 ) -> Tensor:
-    """Find the trits that a bound on flips holds back.
+    """Compute the mask of trits that a bound on flips holds back.
 
     Args:
         packed: (N, row_bytes(K)) uint8.
@@ -60,7 +60,7 @@ def hold_flips(
         grad: (N, K) float32, bfloat16 or int8, dL/dw or its sign; only its sign is read.
         threshold: int32 scalar tensor, 1..127.
         key: int32 scalar tensor, from `stream_keys`.
-        most: how many trits may flip, 1 or more.
+        most: maximum number of trits that may flip, 1 or more.
 
     Returns:
         (N, K) bool.

@@ -100,7 +100,7 @@ def _take_last_bits_torch(
 
 
 def _z_torch(trits: Tensor, remainder: Tensor, radix: int, nibble: bool) -> Tensor:
-    """Put digits together: (N, K) int16."""
+    """Combine digits to z: (N, K) int16."""
     low = remainder << 4 >> 4 if nibble else remainder
     z = low.to(torch.int16)
     return z.add_(unpack_trits_torch(trits, remainder.shape[1]), alpha=radix)
@@ -208,7 +208,7 @@ SHAPES = ((1, 1), (3, 33), (33, 165), (2, 1311), (4, 160))
 def _state(
     shape: tuple[int, int], radix: int, nibble: bool, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Draw packed trits and remainders, all that z can be."""
+    """Draw packed trits and remainders over the full range of z."""
     largest = radix + (7 if nibble else 63)
     z = torch.randint(-largest, largest + 1, shape, generator=generator)
     trits = torch.sign(z) * (z.abs() > radix // 2)
@@ -291,7 +291,7 @@ take_last_bits_ = Operation(
     compared=("trits", "remainder"), draw=_draw_taken, needs_rows=False,
     timed=[Timed("11264x2048", **_TIMED)],
 )  # fmt: skip
-"""Change z to what its last four bits say, in place.
+"""Update z from its last four bits, in place.
 
 Args:
     trits: (N, row_bytes(K)) uint8, the packed trits T.

@@ -1,7 +1,7 @@
-"""Merged launches as a kernel to verify: the scales of several matrices, stepped by one launch.
+"""Verification of merged launches: the scale steps of several matrices in one launch.
 
-`runtime/merged.py` gathers the arguments of each matrix from a table. Whether it does is seen by
-any kernel; that of `step_scales` has pointers, strides and sizes, and integers for a result.
+`runtime/merged.py` reads the arguments of each matrix from a table. Any kernel can test this; that
+of `step_scales` has pointers, strides and sizes, and integer results.
 """
 
 import itertools

@@ -59,7 +59,7 @@ LARGEST_GAIN = 1 << 23
 
 
 def moment_gain(step_size: Tensor, squares: Tensor, num_weights: int) -> int:
-    """Compute what the moment is multiplied by, as an integer; waits for the device.
+    """Compute the integer gain of the moment; waits for the device.
 
     Between tensors on the CPU every operation is one correctly rounded float32 operation; a root is
     that of float64 rounded, as torch's in float32 is off by a bit on some CPUs.
@@ -456,7 +456,7 @@ def _scalar(value: int, device: torch.device, dtype: torch.dtype = torch.int32) 
 def _state(
     shape: tuple[int, int], radix: int, largest: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Draw packed trits and remainders, all that z can be."""
+    """Draw packed trits and remainders over the full range of z."""
     low, high = -radix - largest, radix + largest + 1
     z = torch.randint(low, high, shape, generator=generator)
     trits = torch.sign(z) * (z.abs() > radix // 2)
@@ -523,7 +523,7 @@ def _direction_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def draw_weights(dice: Dice, n: int, k: int, radix: int, largest: int) -> tuple[Tensor, Tensor]:
-    """Draw trits and remainders, all that z can be."""
+    """Draw trits and remainders over the full range of z."""
     z = dice.integers(-radix - largest, radix + largest, n, k, dtype=torch.int32)
     trits = torch.sign(z) * (z.abs() > radix // 2)
     packed = dice.view(pack_trits_torch(trits.to(torch.int8)))

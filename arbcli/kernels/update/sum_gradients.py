@@ -1,4 +1,4 @@
-"""Add up the integers that processes made of a gradient, and undo how its columns were mixed.
+"""Sum the quantised gradients of several processes, and invert the Hadamard mixing of columns.
 
     g[n, k] = 2**e[n] * s[k] / B * (sum over p of q[p] times H)[n, k]
 
@@ -138,7 +138,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         exponent, fitting = integers(-100, 100, rows), integers(-9, 0, number, rows)
         inputs, block = (parts, None, exponent, fitting), block_of(columns)
         yield Case(f"{number}x{rows}x{columns} {dtype}", (*inputs, block, torch.float32))
-        if limit * number * block <= 256:  # which bfloat16 has exactly
+        if limit * number * block <= 256:  # exact in bfloat16
             yield Case(f"{number}x{rows}x{columns} {dtype} bf16", (*inputs, block, torch.bfloat16))
     exponent, fitting = exponent.clone(), fitting.clone()
     exponent[1], fitting[1, 2], fitting[0, 3] = NONE, NOT_FINITE, NOT_FINITE
@@ -188,15 +188,15 @@ sum_gradients = Operation(
         for parts, low in ((1, None), (4, None), (4, 1))
     ],
 )  # fmt: skip
-"""Add up the parts of a gradient.
+"""Sum the parts of a quantised gradient.
 
 Args:
     parts: (P, N, K) int8, int16 or int32, each part contiguous. B times the largest sum is
         below 2**31.
     low: (P, (N + 1) // 2, K) uint8, each part contiguous, or None: as of `quantise_gradient`.
-    exponent: (N,) int8, contiguous; what `quantise_gradient` divided by.
-    fitting: (P, N) int8, each part contiguous; what it found.
-    block: B, of `quantise_gradient`.
+    exponent: (N,) int8, contiguous: the `exponent` argument of `quantise_gradient`.
+    fitting: (P, N) int8, each part contiguous: the `fitting` result of each part.
+    block: B, as in `quantise_gradient`.
     dtype: float32 or bfloat16.
 
 Returns:

@@ -1,6 +1,6 @@
-"""Bring a direction to unit root-mean-square: 2**16 / rms(values * row_gain * column_gain).
+"""Normalise a direction to unit root-mean-square: 2**16 / rms(values * row_gain * column_gain).
 
-The gain is folded into that of the rows, so the direction itself is never written down.
+The gain is multiplied into the row gains, so the direction itself is never stored.
 """
 
 import math
@@ -31,7 +31,7 @@ from arbcli.kernels.update.gradient_gains import sum_parts
 def unit_gain_reference(
     values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, ok: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the reference result of `unit_gain`, and leave in `ok`, in float64."""
+    """Compute the result of `unit_gain` and its `ok`, in float64."""
     values = values.double()
     rows = values.new_ones(len(values)) if row_gain is None else row_gain.double()
     u = values * rows[:, None] * (1 if column_gain is None else column_gain.double())
@@ -73,7 +73,7 @@ def _unit_gain_torch(
 
 
 def _gain_of(squares: Tensor, values: Tensor, row_gain: Tensor | None, ok: Tensor) -> Tensor:
-    """Find the gain from the sums over rows."""
+    """Compute the gain from the sums of squares of rows."""
     mean_square = float(squares.cpu().sum(dtype=torch.float64)) / values.numel()
     usable = 0 < mean_square < math.inf
     ok *= usable
@@ -91,7 +91,7 @@ def _direction_squares_kernel(
     HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the squares of `STEPS` tiles, one below the other."""
+    """Sum the squares of `STEPS` consecutive tiles."""
     tiles_k = tl.cdiv(K, BLOCK_K)
     tile_n, tile_k = tl.program_id(0).to(tl.int64) // tiles_k, tl.program_id(0) % tiles_k
     k = (tile_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
@@ -182,7 +182,7 @@ unit_gain = Operation(
     timed=[Timed("11264x2048 bf16", **OF_MATRIX, row_gain=1, column_gain=1, ok=1)],
     native=_unit_gain_native,
 )  # fmt: skip
-"""Find the gain of the rows that gives a direction unit root-mean-square over the matrix.
+"""Compute the row gains that give a direction unit root-mean-square over the matrix.
 
 Args:
     values: (N, K) float32 or bfloat16, not empty, any strides.

@@ -1,4 +1,4 @@
-"""Bring a moment to norm 1, as Newton-Schulz iterations begin: y = m / sqrt(sum of m squared).
+"""Normalise a moment to norm 1, the input of Newton-Schulz iterations: y = m / sqrt(sum of m**2).
 
 The sum is known, as `blend_moment` adds it up. Its root is rounded to the type of y, and so is y;
 each operation is one of correctly rounded float32, and all backends agree to the last bit.

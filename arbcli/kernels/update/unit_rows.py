@@ -1,4 +1,4 @@
-"""Give the rows of a direction one length, and the whole unit root-mean-square over its matrix.
+"""Normalise the rows of a direction to equal norm, and the matrix to unit root-mean-square.
 
 A row of zeros stays one: gain[n] = 2**16 sqrt(N / R) / rms(values[n]), R the rows that are not
 zero. Source, with a running mean instead of that of the one step: Z. Li et al., "NorMuon",
@@ -22,7 +22,7 @@ from arbcli.kernels.update.direction import UNIT, native_arguments
 
 
 def unit_rows_reference(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the reference result of `unit_rows`, and leave in `ok`, in float64."""
+    """Compute the result of `unit_rows` and its `ok`, in float64."""
     gain = torch.zeros(len(values), dtype=torch.float64, device=values.device)
     for n, row in enumerate(values.double()):
         mean_square = float((row * row).mean())
@@ -49,7 +49,7 @@ def _unit_rows_native(values: Tensor, ok: Tensor) -> Tensor:
 
 
 def _gains_of(squares: Tensor, width: int, ok: Tensor) -> Tensor:
-    """Find the gains from the sums over rows."""
+    """Compute the gains from the sums of squares of rows."""
     gain = (squares / width).rsqrt_().mul_(UNIT)
     usable = (squares > 0) & (squares < float("inf"))
     ok *= torch.isfinite(squares).all()
@@ -76,7 +76,7 @@ def _row_squares_kernel(
 
 @triton.jit
 def _unit_rows_kernel(squares_ptr, ok_ptr, gain_ptr, N, UNIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Find the gains of some rows; every program counts, of all of them, those that are not zero.
+    """Compute the gains of a block of rows; every program counts the nonzero rows of the matrix.
 
     The square of a row stands for what it is: above 0, 0, or not finite.
     """
@@ -157,7 +157,7 @@ unit_rows = Operation(
     },
     compared=("ok",), timings=_timings, native=_unit_rows_native,
 )  # fmt: skip
-"""Find the gain of each row, so that all are of one length, of unit root-mean-square together.
+"""Compute row gains that give all rows equal norm, and the matrix unit root-mean-square.
 
 Args:
     values: (N, K) float32 or bfloat16, not empty, any strides.
