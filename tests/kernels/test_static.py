@@ -554,6 +554,6 @@ def test_kernel_in_ptx_says_how_its_data_lies_and_why():
         source = file.read_text()
         if re.search(r"\bPTX: tl\.constexpr", source) and re.search(r"def \w+_kernel\(", source):
             said = ast.get_docstring(ast.parse(source))
-            found[file.stem] = "Why so: " in said and bool(re.search(r"\n\n    \S", said))
+            found[file.stem] = "Reason: " in said and bool(re.search(r"\n\n    \S", said))
     assert len(found) > 7
     assert all(found.values()), found
