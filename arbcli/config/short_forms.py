@@ -164,7 +164,8 @@ def channels(
 ) -> list[MLPConfig | ExpertsConfig]:
     """Build the channel mixers of a list of blocks: MLPs, or experts of width `ffn`.
 
-    The first `hash_layers` blocks select experts by a hash, and the others by `moe_gate`.
+    The first `hash_layers` blocks, or all if there are fewer, select experts by a hash, and the
+    others by `moe_gate`.
     """
     if experts is None:
         given = {
@@ -181,12 +182,6 @@ def channels(
                 fields=(names[0], "experts"),
             )
         return [MLPConfig(width=ffn, sub_norm=sub_norms)] * layers
-    if hash_layers > layers:
-        raise ArbError(
-            f"`hash_layers` is {hash_layers} of {layers} blocks",
-            hint=f"use 0 to {layers}",
-            fields=("hash_layers",),
-        )
     top_k = TOP_K_EXPERTS if top_k_experts is None else top_k_experts
     learned = _mixture(experts, "top_k_experts", top_k, ffn, moe_gate, shared_expert, moe_clamp)
     hashed = replace(learned, gate="hash")

@@ -113,7 +113,6 @@ def test_experts_of_a_position_have_two_names_with_a_graph():
     ({"experts": 0}, "`experts` is 0"),
     ({"shared_expert": True}, "`shared_expert` only applies to experts, and the model has none"),
     ({"hash_layers": 1}, "`hash_layers` only applies to experts, and the model has none"),
-    ({"experts": 4, "hash_layers": 5}, "`hash_layers` is 5 of 4 blocks"),
     ({"experts": 4, "moe_gate": "soft"}, "`moe_gate` is `soft`"),
 ])  # fmt: skip
 def test_experts_that_cannot_be_are_refused(given, says):
