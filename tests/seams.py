@@ -1,4 +1,4 @@
-"""What calls within the package leave out or exchange, and what nothing in the package reads.
+"""List arguments that calls leave out or exchange, and names that the package never reads.
 
 Found by names alone: a call may be of any function or class of its name, and says something only
 where all of these say the same. `constants.py` puts what is found into its list.

@@ -1,4 +1,4 @@
-"""What commands tell programs of small runs on a CPU, from the first step to an export.
+"""Record the JSON output of commands on small CPU runs, from the first step to an export.
 
 `python tests/commands/told.py` writes it to `told.txt`; `test_told.py` compares. Numbers with a
 point are within a part of each other, as their last digits are a machine's; what is measured of a

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from arbcli.kernels.attention.rotary_norm import unpack_qkv
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
@@ -53,7 +54,7 @@ def causal_attention_float64(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
 def _causal_attention_backward_torch(
     grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = _place_of_gradients(q)
+    grads = unpack_qkv(_new_gradients(q))
     scale = q.shape[3] ** -0.5
     for *places, g, query, key, value, result, log in zip(
         *grads, grad_y, q, k, v, y, logs, strict=True
@@ -67,12 +68,10 @@ def _causal_attention_backward_torch(
     return grads
 
 
-def _place_of_gradients(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the three gradients, (B, heads, T, d) each, as views of one (B, T, 3, heads, d)."""
+def _new_gradients(q: Tensor) -> Tensor:
+    """Allocate the gradients of q, k and v as one tensor, (B, T, 3, heads, d)."""
     batch, heads, length, width = q.shape
-    whole = torch.empty(batch, length, 3, heads, width, dtype=q.dtype, device=q.device)
-    q_grad, k_grad, v_grad = whole.permute(2, 0, 3, 1, 4).unbind()
-    return q_grad, k_grad, v_grad
+    return torch.empty(batch, length, 3, heads, width, dtype=q.dtype, device=q.device)
 
 
 @triton.jit
@@ -269,9 +268,9 @@ def launch_backward(
 def _causal_attention_backward_triton(
     grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = _place_of_gradients(q)
-    launch_backward(grads[0], (grad_y, q, k, v, y), logs)
-    return grads
+    grads = _new_gradients(q)
+    launch_backward(grads, (grad_y, q, k, v, y), logs)
+    return unpack_qkv(grads)
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from arbcli.kernels.attention.rotary_norm import (
     rotary_norm_,
     rotary_norm_backward,
     rotary_norm_backward_reference,
+    unpack_qkv,
 )
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime.arguments import FLOAT, Array
@@ -30,24 +31,18 @@ from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 EPS = 1e-6
 
 
-def parts_of(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """View (B, T, 3, heads, d) as queries, keys and values, (B, heads, T, d) each."""
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
-    return q, k, v
-
-
 def rotary_attention_backward_reference(
     grad_y: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor, y: Tensor, logs: Tensor
 ) -> Tensor:
     """Compute `rotary_attention_backward` by both references, in float64."""
-    q, k, v = causal_attention_backward_reference(grad_y, *parts_of(qkv), y, logs)
+    q, k, v = causal_attention_backward_reference(grad_y, *unpack_qkv(qkv), y, logs)
     return rotary_norm_backward_reference(q, k, v, qkv, r, cos, sin)
 
 
 def _rotary_attention_backward_torch(
     grad_y: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor, y: Tensor, logs: Tensor
 ) -> Tensor:
-    grads = causal_attention_backward.torch(grad_y, *parts_of(qkv), y, logs)
+    grads = causal_attention_backward.torch(grad_y, *unpack_qkv(qkv), y, logs)
     return rotary_norm_backward.torch(*grads, qkv, r, cos, sin)
 
 
@@ -55,7 +50,7 @@ def _rotary_attention_backward_triton(
     grad_y: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor, y: Tensor, logs: Tensor
 ) -> Tensor:
     grads = torch.empty_like(qkv)
-    launch_backward(grads, (grad_y, *parts_of(qkv), y), logs, (r, cos, sin))
+    launch_backward(grads, (grad_y, *unpack_qkv(qkv), y), logs, (r, cos, sin))
     return grads
 
 
@@ -63,7 +58,7 @@ def rounded_gradient(
     grad_y: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor, y: Tensor, logs: Tensor
 ) -> Tensor:
     """Compute the gradient in float64, with p, e and the gradients of queries and keys rounded."""
-    grads = rounded_causal_gradients(grad_y, *parts_of(qkv), y, logs)
+    grads = rounded_causal_gradients(grad_y, *unpack_qkv(qkv), y, logs)
     return rotary_norm_backward_reference(*grads, qkv, r, cos, sin).to(qkv.dtype)
 
 
@@ -74,7 +69,7 @@ def _random(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dty
     angle = 7 * torch.randn(length, width // 2, generator=generator)
     cos, sin = angle.cos(), angle.sin()
     qkv, r = rotary_norm_.torch(qkv, cos, sin, EPS)
-    y, logs = causal_attention_float64(*parts_of(qkv))
+    y, logs = causal_attention_float64(*unpack_qkv(qkv))
     grad_y = torch.randn(batch, length, heads, width, generator=generator).to(dtype)
     return grad_y.transpose(1, 2), qkv, r, cos, sin, y.to(dtype), logs.float()
 
@@ -98,13 +93,13 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         angle = torch.randn(length, width // 2, device=device)
         table = angle.cos(), angle.sin()
         qkv, r = rotary_norm_.triton(qkv, *table, EPS)
-        q, k, v = parts_of(qkv)
+        q, k, v = unpack_qkv(qkv)
         y, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
         grad_y = torch.randn_like(y)
 
         def both(inputs: tuple) -> Tensor:
             grad_y, qkv, r, cos, sin, y, logs = inputs
-            grads = causal_attention_backward.triton(grad_y, *parts_of(qkv), y, logs)
+            grads = causal_attention_backward.triton(grad_y, *unpack_qkv(qkv), y, logs)
             return rotary_norm_backward.triton(*grads, qkv, r, cos, sin)
 
         inputs = (grad_y, qkv, r, *table, y, logs)

@@ -22,6 +22,12 @@ from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing, case
 from arbcli.kernels.timed import Timed
 
 
+def unpack_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """View (B, T, 3, heads, d) as queries, keys and values, (B, heads, T, d) each."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
+    return q, k, v
+
+
 def _rotary_norm_float64(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Rotate and normalise queries and keys, and copy values: (B, T, 3, heads, d) float64."""
     qkv = qkv.to(torch.float64)
@@ -259,8 +265,7 @@ def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]
     (timing,) = rotary_norm_.draw_timings(device, group_size)
     qkv, *table, _ = timing.inputs
     r = torch.rand(*qkv.shape[:2], 2, qkv.shape[3], device=device)
-    grads = torch.randn_like(qkv).permute(2, 0, 3, 1, 4).unbind()
-    yield Timing(timing.label, (*grads, qkv, r, *table))
+    yield Timing(timing.label, (*unpack_qkv(torch.randn_like(qkv)), qkv, r, *table))
 
 
 _GATE = Gate(

@@ -12,8 +12,8 @@ from arbcli.kernels.attention.causal_attention_backward import (
     causal_attention_backward,
     flash_attention_backward,
 )
-from arbcli.kernels.attention.rotary_attention_backward import parts_of, rotary_attention_backward
-from arbcli.kernels.attention.rotary_norm import rotary_norm_
+from arbcli.kernels.attention.rotary_attention_backward import rotary_attention_backward
+from arbcli.kernels.attention.rotary_norm import rotary_norm_, unpack_qkv
 from arbcli.kernels.runtime.backend import capability, uses_triton
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import Angles, rotary_norm
@@ -61,7 +61,7 @@ def attend_rotated(qkv: Tensor, angles: Angles) -> Tensor:
     Returns:
         (B, heads, T, d).
     """
-    q, *_ = parts_of(qkv)
+    q, *_ = unpack_qkv(qkv)
     if torch.compiler.is_compiling() or not (_takes_cudnn(q) and uses_triton(qkv)):
         return attend_causally(*rotary_norm(qkv, angles))
     return _RotaryAttention.apply(qkv, *angles)
@@ -172,7 +172,7 @@ class _RotaryAttention(Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         r = rotary_norm_(qkv, cos, sin, NORM_EPS)
-        y, logs = _attend_by_cudnn(*parts_of(qkv))
+        y, logs = _attend_by_cudnn(*unpack_qkv(qkv))
         ctx.save_for_backward(qkv, r, cos, sin, y, logs)
         return y
 

@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.kernels.attention.rotary_heads import rotary_heads, rotary_heads_backward
-from arbcli.kernels.attention.rotary_norm import rotary_norm_, rotary_norm_backward
+from arbcli.kernels.attention.rotary_norm import rotary_norm_, rotary_norm_backward, unpack_qkv
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import NORM_EPS
@@ -199,7 +199,7 @@ class _RotaryNorm(Function):
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         r = rotary_norm_(qkv, cos, sin, NORM_EPS)
         ctx.save_for_backward(qkv, r, cos, sin)
-        return _parts(qkv)
+        return unpack_qkv(qkv)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -221,7 +221,7 @@ class _RotaryNormOfCopy(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _r: Tensor) -> tuple[Tensor | None, ...]:
-        return rotary_norm_backward(*_parts(grad), *ctx.saved_tensors), None, None
+        return rotary_norm_backward(*unpack_qkv(grad), *ctx.saved_tensors), None, None
 
 
 _rotary_norm_of_copy = operator(_RotaryNormOfCopy)
@@ -230,11 +230,6 @@ _rotary_norm_of_copy = operator(_RotaryNormOfCopy)
 def table_for(qkv: Tensor, rotary: RotaryConfig = PLAIN) -> Angles:
     """Compute the angles of the positions of (B, T, ..., d): see `rotary_table`."""
     return rotary_table(qkv.shape[1], qkv.shape[-1], qkv.device, rotary=rotary)
-
-
-def _parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
-    return q, k, v
 
 
 def rotary_norm(
@@ -252,7 +247,7 @@ def rotary_norm(
     """
     table = table or table_for(qkv, rotary)
     if torch.compiler.is_compiling():
-        return _parts(_rotary_norm_of_copy(qkv, *table)[0])
+        return unpack_qkv(_rotary_norm_of_copy(qkv, *table)[0])
     return _RotaryNorm.apply(qkv, *table)
 
 
