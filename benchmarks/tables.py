@@ -548,9 +548,14 @@ WAYS_TO_TRITS = {
 
 
 def ways_to_trits(runs: Runs) -> str:
-    """List ways to a ternary model, those with the least loss of both texts first."""
+    """List ways to a ternary model with a loss for each seed, by the mean loss of both texts."""
+    ways: dict[tuple, list[Row]] = {}
+    for row in sorted(rows_of(runs), key=lambda row: row["seed"]):
+        fields = ("kind", "lr", "taught", "fade_from", "fade_to")
+        ways.setdefault(tuple(row[field] for field in fields), []).append(row)
     lines = []
-    for row in sorted(rows_of(runs), key=lambda row: row["new"] + row["old"]):
+    for rows in sorted(ways.values(), key=lambda rows: mean(r["new"] + r["old"] for r in rows)):
+        row = rows[0]
         fades = row["kind"] not in WAYS_TO_TRITS
         way = f"`{row['kind']}`" if fades else WAYS_TO_TRITS[row["kind"]]
         lines.append(
@@ -558,8 +563,7 @@ def ways_to_trits(runs: Runs) -> str:
                 way + (", taught" if row["taught"] else ""),
                 f"{row['fade_from']:.0%} to {row['fade_to']:.0%}" if fades else "",
                 f"{row['lr']:g}" if row["lr"] else "",
-                f"{row['new']:.4f}",
-                f"{row['old']:.4f}",
+                *(", ".join(f"{each[text]:.4f}" for each in rows) for text in ("new", "old")),
                 f"{row['state_bytes'] / 1e6:.0f}" if row["state_bytes"] else "",
             ]
         )
