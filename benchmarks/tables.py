@@ -931,19 +931,20 @@ def searched(runs: Runs, text: str, ctx: int, *, small: bool = False) -> str:
 
 
 def stage_rates(runs: Runs) -> str:
-    """Held-out losses by the factor of a stage's learning rate."""
-    found: dict[tuple[str, float, str], dict[float, list[float]]] = {}
-    for row in rows_of(runs):
-        place = found.setdefault((row["model"], row["lr"], row["stage"]), {})
+    """Held-out losses by the factor of a stage's learning rate, for each seed."""
+    found: dict[tuple, dict[float, list[float]]] = {}
+    for row in sorted(rows_of(runs), key=lambda row: row["seed"]):
+        place = found.setdefault(tuple(row[name] for name in ("model", "steps", "lr", "stage")), {})
         place.setdefault(row["factor"], []).append(row["held_out_nats"])
     factors = sorted({factor for losses in found.values() for factor in losses})
     lines = []
-    for (model, lr, stage), losses in found.items():
-        all_losses = losses | {1.0: found[model, lr, "all"][1.0]}
+    for (*run, stage), losses in sorted(found.items()):
+        all_losses = losses | {1.0: found[*run, "all"][1.0]}
         cells = (all_losses.get(factor, []) for factor in factors)
         losses_of = [", ".join(f"{x:.4f}" for x in cell) for cell in cells]
-        lines.append([model, f"{lr:g}", stage, *losses_of])
-    head = ["model", "`--lr`", "faster or slower", *(f"{factor:g}" for factor in factors)]
+        model, steps, lr = run
+        lines.append([model, f"{steps:,}", f"{lr:g}", stage, *losses_of])
+    head = ["model", "steps", "`--lr`", "faster or slower", *(f"{factor:g}" for factor in factors)]
     return _measured(head, lines, runs)
 
 
