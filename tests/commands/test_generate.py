@@ -18,7 +18,8 @@ import torch
 from arbcli.config.model import ModelConfig
 from arbcli.kernels.runtime.backend import default_backend
 from arbcli.train.configure import new_config
-from arbcli.train.run import Observer, start_run
+from arbcli.train.observer import Observer
+from arbcli.train.run import start_run
 
 BACKEND = default_backend(torch.device("cpu"))
 TEXT = "ternary weights read naïve text. " * 200
