@@ -21,7 +21,7 @@ from arbcli.config.model import MOST, VOCABULARY
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.device import capturing, deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
-from arbcli.infer.checks import Checks
+from arbcli.infer.checks import Checks, can_check
 from arbcli.infer.option_checks import check_ahead
 from arbcli.infer.step_graph import StepGraph
 from arbcli.infer.tokens import bytes_of, symbols_of
@@ -31,7 +31,8 @@ from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.cache import Cache
-from arbcli.model.language_model import LanguageModel, Phase
+from arbcli.model.decoding import Phase, step_phases
+from arbcli.model.language_model import LanguageModel
 
 WARM_UP_STEPS = 3
 """Steps before the capture, in which kernels are compiled and libraries choose algorithms."""
@@ -141,7 +142,7 @@ class Decoder:
         self._byte = torch.zeros(1, 1, dtype=torch.int64, device=device)  # last byte of the text
         seed = torch.tensor(self.sampling.seed, dtype=torch.int32, device=device)
         self._key = stream_keys(seed, torch.full_like(seed, stream), 1, 1)[0, 0]
-        self._phases = model.step_phases(self._byte, self.cache)
+        self._phases = step_phases(model, self._byte, self.cache)
         self.checks = self._new_checks(ahead)
         """Speculative decoding; None for single-byte steps."""
         self.checks_made, self.checked_bytes = 0, 0
@@ -231,7 +232,7 @@ class Decoder:
                     f"`--ahead` does not work with a cache in {model.kept_in}",
                     hint="leave `--kv` or `--ahead` out",
                 )
-            if not model.can_check():
+            if not can_check(model):
                 raise ArbError(
                     "this model does not support `--ahead`",
                     hint="leave `--ahead` out; docs/models.md says which models can",
