@@ -548,9 +548,14 @@ WAYS_TO_TRITS = {
 
 
 def ways_to_trits(runs: Runs) -> str:
-    """List ways to a ternary model, those with the least loss of both texts first."""
+    """List ways to a ternary model with a loss for each seed, by the mean loss of both texts."""
+    ways: dict[tuple, list[Row]] = {}
+    for row in sorted(rows_of(runs), key=lambda row: row["seed"]):
+        fields = ("kind", "lr", "taught", "fade_from", "fade_to")
+        ways.setdefault(tuple(row[field] for field in fields), []).append(row)
     lines = []
-    for row in sorted(rows_of(runs), key=lambda row: row["new"] + row["old"]):
+    for rows in sorted(ways.values(), key=lambda rows: mean(r["new"] + r["old"] for r in rows)):
+        row = rows[0]
         fades = row["kind"] not in WAYS_TO_TRITS
         way = f"`{row['kind']}`" if fades else WAYS_TO_TRITS[row["kind"]]
         lines.append(
@@ -558,8 +563,7 @@ def ways_to_trits(runs: Runs) -> str:
                 way + (", taught" if row["taught"] else ""),
                 f"{row['fade_from']:.0%} to {row['fade_to']:.0%}" if fades else "",
                 f"{row['lr']:g}" if row["lr"] else "",
-                f"{row['new']:.4f}",
-                f"{row['old']:.4f}",
+                *(", ".join(f"{each[text]:.4f}" for each in rows) for text in ("new", "old")),
                 f"{row['state_bytes'] / 1e6:.0f}" if row["state_bytes"] else "",
             ]
         )
@@ -927,19 +931,20 @@ def searched(runs: Runs, text: str, ctx: int, *, small: bool = False) -> str:
 
 
 def stage_rates(runs: Runs) -> str:
-    """Held-out losses by the factor of a stage's learning rate."""
-    found: dict[tuple[str, float, str], dict[float, list[float]]] = {}
-    for row in rows_of(runs):
-        place = found.setdefault((row["model"], row["lr"], row["stage"]), {})
+    """Held-out losses by the factor of a stage's learning rate, for each seed."""
+    found: dict[tuple, dict[float, list[float]]] = {}
+    for row in sorted(rows_of(runs), key=lambda row: row["seed"]):
+        place = found.setdefault(tuple(row[name] for name in ("model", "steps", "lr", "stage")), {})
         place.setdefault(row["factor"], []).append(row["held_out_nats"])
     factors = sorted({factor for losses in found.values() for factor in losses})
     lines = []
-    for (model, lr, stage), losses in found.items():
-        all_losses = losses | {1.0: found[model, lr, "all"][1.0]}
+    for (*run, stage), losses in sorted(found.items()):
+        all_losses = losses | {1.0: found[*run, "all"][1.0]}
         cells = (all_losses.get(factor, []) for factor in factors)
         losses_of = [", ".join(f"{x:.4f}" for x in cell) for cell in cells]
-        lines.append([model, f"{lr:g}", stage, *losses_of])
-    head = ["model", "`--lr`", "faster or slower", *(f"{factor:g}" for factor in factors)]
+        model, steps, lr = run
+        lines.append([model, f"{steps:,}", f"{lr:g}", stage, *losses_of])
+    head = ["model", "steps", "`--lr`", "faster or slower", *(f"{factor:g}" for factor in factors)]
     return _measured(head, lines, runs)
 
 

@@ -22,7 +22,7 @@ from arbcli.model.language_model import LanguageModel
 if TYPE_CHECKING:
     from arbcli.infer.generation import Sampling
 
-EACH_EQUAL = 0.2
+EACH_EQUAL = 0.4
 """Logit bonus of the byte that continues a repetition, for each matching byte before it."""
 
 
