@@ -177,8 +177,9 @@ def generate(
     """
     from arbcli.device import deterministic
     from arbcli.infer import generation, several
+    from arbcli.infer.sampling import Sampling
 
-    sampling = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if ahead is not None and not isinstance(ahead, int):
         raise ArbError(f"`ahead` is {ahead!r}", hint="use a whole number")
     if isinstance(prompt, bytes | str):

@@ -4,11 +4,10 @@ Proposals come from the model's multi-byte prediction head, if it has one, and f
 the text.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from arbcli.infer.sampling import Sampling
 from arbcli.kernels.attention.attend_ahead import keep_accepted_, table_of
 from arbcli.kernels.output.accept_ahead import accept_ahead_
 from arbcli.kernels.output.choose_byte import choose_byte_
@@ -18,9 +17,6 @@ from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.model.cache import Cache
 from arbcli.model.decoding import fused_logits, fuses
 from arbcli.model.language_model import LanguageModel
-
-if TYPE_CHECKING:
-    from arbcli.infer.generation import Sampling
 
 EACH_EQUAL = 0.4
 """Logit bonus of the byte that continues a repetition, for each matching byte before it."""
@@ -86,7 +82,7 @@ class Checks:
         numbers = torch.arange(self.size, dtype=torch.int32, device=byte.device)
         self._places.copy_(self._cache.position + numbers)
 
-    def run(self, text: Tensor, key: Tensor, sampling: "Sampling") -> None:
+    def run(self, text: Tensor, key: Tensor, sampling: Sampling) -> None:
         """Run a step, which appends 1 to `size` bytes to the text.
 
         Args:

@@ -4,8 +4,9 @@ from contextlib import nullcontext
 
 import torch
 
-from arbcli.infer.generation import Sampling, generate
+from arbcli.infer.generation import generate
 from arbcli.infer.holes import filled
+from arbcli.infer.sampling import Sampling
 from arbcli.infer.tokens import symbols_of
 from arbcli.train.trainer import Trainer
 

@@ -174,7 +174,7 @@ def test_prompts_of_a_file_are_a_line_each(generate, tmp_path, monkeypatch):
 
 def test_how_far_a_long_prompt_is_read_is_shown(generate, monkeypatch):
     """Each quarter of a minute here: by the second line three quarters of the prompt are read."""
-    module = importlib.import_module("arbcli.commands.generate")
+    module = importlib.import_module("arbcli.commands._prompts")
     seconds = iter(range(0, 1000, 16))
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     monkeypatch.setattr(ModelConfig, "reach", None)  # all of it is read

@@ -11,7 +11,7 @@ from marks import mostly_slow
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
-from arbcli.infer.checks import can_check
+from arbcli.infer.checks import EACH_EQUAL, can_check
 from arbcli.infer.generation import Decoder, Sampling
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
@@ -90,10 +90,10 @@ def test_text_of_a_model_without_the_head_is_the_same(how):
     ("size", "sure", "wanted"), [(0, 0.0, b"two o"), (5, 0.9, b"two o"), (5, 1.1, b"tAAAA")]
 )
 def test_what_the_text_repeats_is_proposed(size, sure, wanted, monkeypatch):
-    """Five bytes are equal, which counts 1.0; a head that is as sure has its own way."""
+    """Five bytes are equal; a head that is surer than they count has its own way."""
     lm = model(size, DTYPES[0], **SMALL)
     of_head = torch.zeros(1, 1, 256, device=lm.device)
-    of_head[..., ord("A")] = sure
+    of_head[..., ord("A")] = sure * 5 * EACH_EQUAL
     for name in ("step", "forward") if size else ():
         monkeypatch.setattr(lm.ahead, name, lambda x, _: (x, of_head))
     with lm.prepared_weights(), use_backend(KERNELS):
