@@ -369,7 +369,7 @@ def open_texts(
     conversion: Conversion = PLAIN,
     split: str | None = None,
 ) -> Texts:
-    """Find the files of a run and split them into training and validation texts.
+    """Open the files of a run, split into training and validation texts.
 
     An entry is a file, a glob (`**` for any depth) or a folder: all regular files below it, except
     hidden files, files below links to folders, saved runs and models, and binary files, including

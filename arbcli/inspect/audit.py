@@ -126,7 +126,7 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
 
 
 def _what_fits(config: TrainConfig, peak: PeakReport, budget: int) -> str:
-    """Find the largest batch that fits, or a switch that makes one window fit: by prediction."""
+    """Predict the largest batch that fits, or a setting with which a single window fits."""
     nothing = "no batch fits: use a smaller --ctx or --preset, or --rule nibble"
     if budget <= peak.state_bytes:
         return nothing

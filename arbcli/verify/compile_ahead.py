@@ -69,7 +69,7 @@ class CompileResult:
     variants: int
     """Sets of types, constants and specialisations that were compiled."""
     registers: int
-    """Of one thread, the most of all variants; as the other two figures."""
+    """Registers of one thread; like the next two figures, the maximum of all variants."""
     spill_bytes: int
     """Registers of one thread that had to be kept in memory, in the cases that a CPU has too: wide
     heads and rows, which are drawn for a GPU alone, may spill."""
@@ -198,7 +198,7 @@ def _figures(text: str, pattern: str) -> tuple[int, ...]:
 
 
 FEW_WEIGHTS = 1 << 19
-"""Of the matrices of presets that kernels of `OF_VALUES` are drawn for."""
+"""Maximum size of the presets' matrices for which kernels of `OF_VALUES` are drawn."""
 
 
 def _variants(spec: Operation, group_size: int) -> list[Variant]:

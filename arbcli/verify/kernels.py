@@ -69,7 +69,7 @@ for one another at the GPU."""
 LARGE = 1 << 15
 """Elements of the inputs of a case of a GPU that is compared as real matrices are."""
 SHARED = 12
-"""Of these, several processes compile so many first ones."""
+"""Number of cases of a kernel that several processes compile first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +220,12 @@ class _Part:
     backends: tuple[str, ...]
     checks: Checks
     index: int
-    """Among the parts of the kernel and scale type."""
+    """Index of the part among those of the kernel and scale type."""
     kind: str
     share: tuple[int, int] = (0, 1)
-    """Which of how many shares, of the fixed cases."""
+    """Share of the fixed cases: its index, and the number of shares."""
     rows: int | None = None
-    """Of the matrices of models; and their turn, as `real_cases` has it."""
+    """Rows of the matrices of models; with `turn` as in `real_cases`."""
     turn: int | None = None
 
 

@@ -208,7 +208,7 @@ class _Offer:
     launches: dict[str, Launch]
     """By what is compiled for them."""
     order: str | None
-    """Of a real matrix, its order of magnitude."""
+    """Order of magnitude of a real matrix; None for other cases."""
 
 
 def _order(label: str) -> str:
