@@ -44,7 +44,7 @@ BLOCK_BYTES = 2**20
 MAX_BLOCKS = 256
 """Maximum number of blocks that `entropy` and `digest` read; longer texts are sampled."""
 FEW_FILES = 20
-"""From this number on, a tenth of the files is a representative sample."""
+"""Minimum number of files of which a tenth is a representative sample."""
 USUAL_SHARES = (0.02, 0.3)
 """Usual share of bytes in a tenth of the files; outside of it file sizes are too uneven."""
 MOST_WEIGHT = 10**9

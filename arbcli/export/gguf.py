@@ -66,7 +66,7 @@ from arbcli.tokens import FILE
 END = 0
 """The byte that ends a text: no text has it, and generation stops there."""
 ROTATED = re.compile(r"\.attn_[qk]\.")
-"""In the names of matrices and biases whose results turn by angles."""
+"""Pattern of the names of matrices and biases whose results are rotated."""
 OF_GROUP_SIZE = {32: Q4_0, 96: Q4_0, 64: Q2_0, 128: Q2_0}
 """The smallest type that holds trits, by the weights that share a scale; for others BF16."""
 

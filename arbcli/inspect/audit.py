@@ -55,7 +55,7 @@ class Level:
     stage: str
     """`load`, `forward`, `backward` (which updates the weights too) or `end`."""
     live_bytes: int
-    """On CUDA what the allocator has given out, on a CPU the bytes of live tensors."""
+    """Allocated memory on CUDA, or the size of live tensors on a CPU, in bytes."""
     reserved_bytes: int | None
     """Memory that the CUDA allocator has reserved."""
     peak_bytes: int

@@ -157,8 +157,10 @@ HIDDEN: dict[Any, Callable[[tuple], _Hidden]] = {
     torch.ops.aten.cumsum.default: _running_sum,
     torch.ops.aten.topk.default: _topk,
 }
-"""By operation of torch on a GPU, from its arguments: read off records of the allocator, and for
-`scatter_`, `cumsum` and `topk` off torch's source. Sums in two steps, 512 bytes each, are left out.
+"""Hidden allocations of torch's operations on a GPU, from their arguments.
+
+They are from records of the allocator, and for `scatter_`, `cumsum` and `topk` from torch's source.
+Sums in two steps, 512 bytes each, are omitted.
 """
 IN_PLACE = {
     torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,

@@ -55,7 +55,7 @@ TARGETS = {
     "sm_120": Target("cuda", 120, 32, 99 << 10, 170),
     "gfx942": Target("hip", "gfx942", 64, 64 << 10, 304),
 }
-"""By the name its makers use: A100, L4 and RTX 40, H100 and H200, B200, RTX 50, MI300."""
+"""Targets by architecture: A100, L4 and RTX 40, H100 and H200, B200, RTX 50, MI300."""
 PARKED_BYTES = 16
 """ptxas parks up to four rarely used values to fit one more block of threads; more is a spill."""
 

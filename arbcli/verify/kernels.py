@@ -49,8 +49,8 @@ METHODS = {
 }
 """Descriptions of the checks by kind."""
 SHARES = 4
-"""In which all cases of a kernel without scales are shared out on a GPU, with them there are eight
-scale types; and in which what a slow one compiles is shared out."""
+"""Number of processes on a GPU that share the cases of a kernel without scales (kernels with scales
+are shared by scale type), and the compilation of a slow kernel."""
 SLOWEST = (
     "fp8_matmul", "ternary_matmul", "compressed_attention_backward", "decode_e4m3", "attend_ahead",
     "compressed_attention", "gradient_statistics", "decode_attention", "decode_digits",
@@ -121,7 +121,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Which checks to make of each kernel."""
+    """Checks of each kernel to run."""
 
     real_shapes: tuple[tuple[int, int], ...] = ()
     """(N, K) of the matrices of models, for the `triton` backend."""

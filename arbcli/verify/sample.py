@@ -206,7 +206,7 @@ class _Offer:
 
     facts: set[Hashable]
     launches: dict[str, Launch]
-    """By what is compiled for them."""
+    """Launches by the variant that is compiled for them."""
     order: str | None
     """Order of magnitude of a real matrix; None for other cases."""
 

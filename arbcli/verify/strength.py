@@ -1,7 +1,7 @@
-"""Which mistakes the checks are known to catch: those that were planted to see whether they do.
+"""Planted faults that the checks are known to catch.
 
-`planted.json`, next to this file, lists them. The tests plant them, one at a time, and each
-has to be found by the check that is named with it; `python tests/write_planted.py` writes the list.
+`planted.json`, next to this file, lists them. The tests plant them one at a time, and the check that
+is listed for a fault must detect it. `python tests/write_planted.py` writes the list.
 """
 
 import json

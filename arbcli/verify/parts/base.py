@@ -26,7 +26,7 @@ class Choices:
     """Choices of a model, so that its reference goes the same way where scores are close."""
 
     made: dict[str, list[Tensor]] = field(default_factory=dict)
-    """By the name of the module that chose, each (B, ...), in the order in which it chose."""
+    """Choices by the name of the module, (B, ...) each, in order."""
     scores: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Scores of the entries that were chosen, and of the best ones, sorted, by the reference."""
     products: list[tuple[Tensor, Tensor]] = field(default_factory=list)
