@@ -39,7 +39,7 @@ class Branch(NamedTuple):
     norm: str
     """Name of the norm before it."""
     part: Callable[[Weights, Tensor, Tensor, Reading], Tensor]
-    """Function of weights, stream (T, D), normalised stream and inputs, to the output to be added."""
+    """Compute the output to be added, from weights, stream (T, D), normalised stream and inputs."""
 
     def apply(self, w: Weights, weight: Tensor | None, reading: Reading, x: Tensor) -> Tensor:
         """Normalise the stream (T, D), by weights that the norm may have, and run the part."""

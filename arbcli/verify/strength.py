@@ -1,7 +1,7 @@
 """Planted faults that the checks are known to catch.
 
-`planted.json`, next to this file, lists them. The tests plant them one at a time, and the check that
-is listed for a fault must detect it. `python tests/write_planted.py` writes the list.
+`planted.json`, next to this file, lists them. The tests plant them one at a time, and the check
+that is listed for a fault must detect it. `python tests/write_planted.py` writes the list.
 """
 
 import json
