@@ -81,7 +81,7 @@ def with_model_file(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"preset": read_model(path)}
 
 
-KEPT_IN = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed", "fp8-queries", "int8-queries")
+CACHE_DTYPES = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed", "fp8-queries", "int8-queries")
 """Choices of `--kv`."""
 REPEATED = ("--data", "--val")
 """Options that accept several values in a row, as a shell expands `*.txt` to."""
@@ -346,15 +346,15 @@ ScaleTypeToCome = option_for("scale_type", default="")
 DirectionToCome = option_for(
     "direction", help="Optimizer for later training; the state is laid out for it.", default=""
 )
-KeptIn = Annotated[
+CacheDtype = Annotated[
     str | None,
     typer.Option(
         "--kv",
         help="Storage of keys and values: bf16, or eight bits as fp8 or int8. With -mixed, the"
         " elements of keys that rotary embedding rotates keep the dtype of activations. [default:"
         " that of activations]",
-        metavar="|".join(KEPT_IN),
-        callback=one_of("kv", KEPT_IN),
+        metavar="|".join(CACHE_DTYPES),
+        callback=one_of("kv", CACHE_DTYPES),
         rich_help_panel=RUN,
     ),
 ]

@@ -9,12 +9,12 @@ from rich.table import Table
 
 from arbcli.commands._options import (
     Backend,
+    CacheDtype,
     Checkpoint,
     ComputeOfRun,
     Device,
     Field,
     Json,
-    KeptIn,
     Quiet,
     Run,
     find_run,
@@ -61,7 +61,7 @@ def evaluate(
         ),
     ] = None,
     compute: ComputeOfRun = None,
-    kv: KeptIn = None,
+    kv: CacheDtype = None,
     device: Device = None,
     backend: Backend = None,
     quiet: Quiet = False,
