@@ -62,8 +62,8 @@ def _execute(PTX: tl.constexpr, thread):
 def allocate(SIZE: tl.constexpr):
     """Reserve up to 48 KB for a program, once in a kernel: the start address, a scalar.
 
-    The compiler may compute a tensor again for another layout, with several elements per thread, and
-    the memory must be declared only once: the address is a scalar.
+    The compiler may compute a tensor again for another layout, with several elements per thread,
+    and the memory must be declared only once: the address is a scalar.
     """
     PTX: tl.constexpr = _allocate_ptx(SIZE)
     return tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
