@@ -22,7 +22,6 @@ from arbcli.config.presets import ATTENTIONS, GRAPH_ATTENTIONS, check_preset
 from arbcli.config.settings import MODEL, OUTPUT, RUN, Setting, replaced
 from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import BACKENDS, SETTINGS, spelled_out, train_config, words_of
-from arbcli.data import check_named, check_weights
 from arbcli.environment import (
     INTERPRET,
     interpreter_not_asked_for,
@@ -34,6 +33,7 @@ from arbcli.errors import ArbError
 from arbcli.output import note
 from arbcli.reading import check_regular
 from arbcli.rules import FADING
+from arbcli.text_files import check_named, check_weights
 
 
 def option_of(field: str) -> str:

@@ -21,11 +21,12 @@ from arbcli.commands._options import (
     one_path,
 )
 from arbcli.commands._saved import saved_config
-from arbcli.data import check_named, open_text
+from arbcli.data import open_text
 from arbcli.errors import ArbError
 from arbcli.infer.option_checks import check_masked_option, check_stride
 from arbcli.output import PIPE_SECONDS, LiveLine, emit, note, table
 from arbcli.run_files import run_of
+from arbcli.text_files import check_named
 
 if TYPE_CHECKING:
     from arbcli.infer.evaluation import EvaluateReport
