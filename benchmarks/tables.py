@@ -36,7 +36,7 @@ def rows_of(runs: Runs, **fields: Any) -> list[Row]:
 
 
 def row_of(runs: Runs, **fields: Any) -> Row | None:
-    """Find the row that has these values, None if nothing measured it."""
+    """Return the row with these values; None if it was not measured."""
     found = rows_of(runs, **fields)
     return found[0] if found else None
 
@@ -72,7 +72,7 @@ def _program(command: str) -> str:
 
 
 def speed_ratio(ours: Row | None, peer: Row | None) -> float | None:
-    """Find how many times as fast ours is: the median over rounds in turns, else of the medians."""
+    """Return our relative speed: the median over rounds in turns, or the ratio of medians."""
     if not ours or not peer:
         return None
     if ours.get("in_turns") and peer.get("in_turns"):
@@ -82,7 +82,7 @@ def speed_ratio(ours: Row | None, peer: Row | None) -> float | None:
 
 
 def faster(runs: Runs, preset: str, twin: str) -> Row | None:
-    """Find the fastest of the baselines: with sub-norms, without, and bare."""
+    """Return the fastest of the baselines: with sub-norms, without, and bare."""
     ways = ("", ", no sub-norms", ", bare")
     found = [row_of(runs, preset=preset, kind=f"{twin}{how}") for how in ways]
     return min((row for row in found if row), key=lambda row: row["ms"], default=None)
@@ -1088,13 +1088,13 @@ def laws(runs: Runs) -> str:
 
 
 FRONTIER_SECONDS = 7.2
-"""Of one GPU: AdamW does 2,000 steps of 10.8 million weights in them."""
+"""Seconds of one GPU, in which AdamW makes 2,000 steps of 10.8 million weights."""
 FRONTIER_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 """MiB."""
 
 
 def best_within(steps: Runs, losses: Runs, kind: str, budget: float) -> tuple[float, Row] | None:
-    """Find the lowest loss of a kind in the time and memory given, and which step it is of.
+    """Return the lowest loss of a kind within a time and memory, and its step.
 
     Args:
         steps: results of `frontier`.
