@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from arbcli.data import Text, check_named, open_texts
+from arbcli.data import Text, open_texts
 from arbcli.errors import ArbError
 from arbcli.plain_text import Conversion
+from arbcli.text_files import check_named
 
 WRITTEN = Path(__file__).with_suffix(".txt")
 CONTEXT, SHORT = 8, 36
