@@ -104,7 +104,7 @@ class LanguageModel(nn.Module):
         else:
             self.stages = ()
         grouped = not config.outer and memories is None
-        self.blocks = Stack(main.blocks, main, site, grouped=grouped)
+        self.blocks = Stack(main.blocks, main, site, grouped=grouped, recompute=recompute)
         books = memories.codebooks if memories else {}
         for name in ("codebook", "knowledge"):
             setattr(self, name, build_book(books[name], site, name) if name in books else None)

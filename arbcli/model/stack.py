@@ -159,6 +159,7 @@ class Stack(nn.ModuleList):
         stage: configuration of the stage that they belong to.
         site: storage settings and width of the stage.
         grouped: whether to decode several small matrices in one launch, if the blocks are equal.
+        recompute: whether the backward recomputes blocks.
     """
 
     if TYPE_CHECKING:
@@ -172,6 +173,7 @@ class Stack(nn.ModuleList):
         site: Site,
         *,
         grouped: bool = False,
+        recompute: bool = False,
     ) -> None:
         first, made = 0, []
         for config in blocks:
@@ -186,7 +188,8 @@ class Stack(nn.ModuleList):
                     [each.weight for each in layers if isinstance(each, TernaryLinear)]
                     for layers in linears
                     if layers
-                ]
+                ],
+                across=not recompute,
             )
 
     def forward(

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from arbcli.config.site import Site
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_e4m3 import largest_exponents
-from arbcli.kernels.codec.decode_weight import decode_weights_triton
+from arbcli.kernels.codec.decode_weights import decode_weights_triton
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.digits_matmul import (
     ROWS_ALIKE,
@@ -194,7 +194,11 @@ class LinearWeight(StreamedTensor):
         return grad_x
 
 
-def decode_in_groups(blocks: list[list[LinearWeight]]) -> None:
+MOST_AT_ONCE = 2**22
+"""Maximum number of weights of several blocks that are decoded in one launch: 8 MiB in bf16."""
+
+
+def decode_in_groups(blocks: list[list[LinearWeight]], *, across: bool) -> None:
     """Decode small matrices in groups, as decoding one takes less time than its launch.
 
     A backward begins with smaller groups, as decoded weights would add to the peak while most
@@ -202,12 +206,17 @@ def decode_in_groups(blocks: list[list[LinearWeight]]) -> None:
 
     Args:
         blocks: the weights of each block, equally many, in the order of a forward, each once.
+        across: whether a group may have the weights of several blocks. A block that is recomputed
+            uses weights of its own only.
     """
     weights, size = [weight for block in blocks for weight in block], len(blocks[0])
     large = any(weight.num_weights >= LARGE_ELEMENTS for weight in weights)
     if not weights or large or weights[0].rule.reads_all:
         return
-    forward, back = range(0, len(weights), size), (0, 1, *range(size - 1, len(weights), size))
+    at_once = MOST_AT_ONCE // sum(weight.num_weights for weight in blocks[0]) if across else 1
+    length = size * max(1, at_once)
+    forward = range(0, len(weights), length)
+    back = (0, 1, *range(size - 1, len(weights), length))
     for order, starts, name in (
         (weights, forward, "needed_after"),
         (weights[::-1], back, "needed_before"),
