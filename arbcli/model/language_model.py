@@ -24,7 +24,7 @@ from arbcli.model.baselines import FloatWeight
 from arbcli.model.cache import Cache, SeveralCache
 from arbcli.model.flow import Documents, Flow, Losses, Reading, each_text, merge, rows_of
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
-from arbcli.model.layers.linear import LinearWeight, TernaryLinear
+from arbcli.model.layers.linear import LinearWeight, TernaryLinear, decode_in_groups
 from arbcli.model.layers.loss import divergence
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor
@@ -103,8 +103,7 @@ class LanguageModel(nn.Module):
             self.stages = nn.ModuleList(Stage(config, index) for index in range(len(config.outer)))
         else:
             self.stages = ()
-        grouped = not config.outer and memories is None
-        self.blocks = Stack(main.blocks, main, site, grouped=grouped, recompute=recompute)
+        self.blocks = Stack(main.blocks, main, site)
         books = memories.codebooks if memories else {}
         for name in ("codebook", "knowledge"):
             setattr(self, name, build_book(books[name], site, name) if name in books else None)
@@ -122,6 +121,10 @@ class LanguageModel(nn.Module):
         else:
             self.head = symbol_head(config, self.embedding)
         self.ahead = Ahead(config.ahead, outermost) if config.ahead else None
+        if not config.outer and memories is None:
+            used_once = isinstance(self.head, TernaryLinear) and not self.ahead
+            head = self.head.weight if used_once else None
+            decode_in_groups(self.blocks.weights_of_blocks(), head, across=not recompute)
         self._counts: Tensor | None = None
 
     def forward(self, ids: Tensor, cache: Cache | SeveralCache | None = None) -> Tensor:

@@ -34,7 +34,7 @@ def step(model: LanguageModel, device) -> dict[str, torch.Tensor]:
     return gradients | {"loss": loss.detach()}
 
 
-@pytest.mark.parametrize(("layers", "launches"), [(1, [4, 1, 2, 1]), (3, [12, 1, 2, 9])])
+@pytest.mark.parametrize(("layers", "launches"), [(1, [5, 2, 2, 1]), (3, [13, 2, 2, 9])])
 def test_decoding_ahead_changes_no_bit_and_saves_launches(
     layers, launches, device, backend, monkeypatch
 ):
@@ -57,13 +57,13 @@ def test_decoding_ahead_changes_no_bit_and_saves_launches(
 def weights_of(model: LanguageModel) -> list:
     parts = [(block.attention, block.mlp) for block in model.blocks]
     layers = [(a.qkv, a.output, mlp.gate_up, mlp.output) for a, mlp in parts]
-    return [layer.weight for block in layers for layer in block]
+    return [layer.weight for block in layers for layer in block] + [model.head.weight]
 
 
 def test_several_blocks_are_decoded_in_one_launch_and_little_at_first():
     weights = weights_of(LanguageModel(preset("tiny", **SIZES | {"layers": 2})))
     assert weights[0].needed_after == tuple(weights[1:])
-    assert weights[7].needed_before == ()
+    assert weights[8].needed_before == (weights[7],)
     assert weights[6].needed_before == (weights[5],)
     assert weights[4].needed_before == tuple(weights[3::-1])
 
@@ -71,9 +71,9 @@ def test_several_blocks_are_decoded_in_one_launch_and_little_at_first():
 def test_groups_are_bounded_by_their_size(monkeypatch):
     monkeypatch.setattr(linear, "MOST_AT_ONCE", 2 * 8 * (24 + 8 + 16 + 8))
     weights = weights_of(LanguageModel(preset("tiny", **SIZES | {"layers": 5})))
-    assert [len(weight.needed_after) for weight in weights[::4]] == [7, 3, 7, 3, 3]
-    assert [len(weight.needed_before) for weight in weights[::-1]][:12] == [
-        0, 1, 0, 7, 6, 5, 4, 3, 2, 1, 0, 7,
+    assert [len(weight.needed_after) for weight in weights[::4]] == [7, 3, 7, 3, 4, 0]
+    assert [len(weight.needed_before) for weight in weights[::-1]][:13] == [
+        1, 0, 1, 0, 7, 6, 5, 4, 3, 2, 1, 0, 7,
     ]  # fmt: skip
 
 
@@ -82,6 +82,15 @@ def test_a_recomputed_block_decodes_its_own_weights_only():
     assert weights[0].needed_after == tuple(weights[1:4])
     assert weights[4].needed_before == (weights[3], weights[2], weights[1])
     assert weights[0].needed_before == ()
+    assert not weights[8].decodes_ahead
+
+
+def test_weights_in_eight_bits_are_not_decoded(device, backend, monkeypatch):
+    model = build(device)
+    for weight in weights_of(model)[:4]:
+        weight.fp8 = True
+    weights_of(model)[4].propagate(torch.ones(65, 256, device=device))
+    assert all(weight._decoded is None for weight in weights_of(model))
 
 
 def test_what_was_decoded_is_not_used_for_new_weights(device, backend):
