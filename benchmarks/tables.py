@@ -570,6 +570,8 @@ def ways_to_trits(runs: Runs) -> str:
             ]
         )
     head = ["way", "weights fade", "rate", "novels", "code", "state, MB", "peak, MB"]
+    if not any(line[-1] for line in lines):  # earlier rows have none
+        head, lines = head[:-1], [line[:-1] for line in lines]
     return _measured(head, lines, runs)
 
 
