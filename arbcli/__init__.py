@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from arbcli.config.training import TrainConfig
     from arbcli.infer.evaluation import EvaluateReport
     from arbcli.model.language_model import LanguageModel
+    from arbcli.train.observer import Observer
     from arbcli.train.record import TrainReport
-    from arbcli.train.run import Observer
 
 
 def load(
@@ -73,7 +73,8 @@ def train(
         ArbError: a failure that the user can fix; earlier checkpoints stay intact.
     """
     from arbcli.infer.load import read_saved
-    from arbcli.train.run import Observer, start_run
+    from arbcli.train.observer import Observer
+    from arbcli.train.run import start_run
 
     observer = observer or Observer()
     initial = None if init_from is None else read_saved(Path(init_from), observer.noted)
@@ -99,7 +100,8 @@ def resume(
         ArbError: there is no checkpoint to resume, or the training text has changed.
     """
     set_environment()
-    from arbcli.train.run import Observer, resume_run
+    from arbcli.train.observer import Observer
+    from arbcli.train.run import resume_run
 
     return resume_run(Path(run), observer or Observer(), steps=steps)
 
@@ -151,7 +153,7 @@ def generate(
 ) -> bytes | list[bytes]:
     """Continue one prompt, or a batch of prompts; deterministic for a given seed.
 
-    See `arbcli.infer.generation.generate`, and `arbcli.infer.several` for batches.
+    See `arbcli.infer.generation.generate`, and `arbcli.infer.batch` for batches.
 
     Args:
         model: from `load`.
@@ -163,7 +165,7 @@ def generate(
         seed: of the random numbers; each prompt of a list has a stream of its own.
         kv: storage dtype of keys and values: `bf16`, `fp8` or `int8`; None is that of activations.
         batch: prompts of a list that are decoded together; None is the default of
-            `arbcli.infer.several`. The texts do not depend on it.
+            `arbcli.infer.batch`. The texts do not depend on it.
         ahead: speculative decoding of a single prompt: maximum number of bytes per step; None is
             1. The text does not depend on it, and it is only faster on a GPU.
 
@@ -174,14 +176,16 @@ def generate(
         ArbError: a prompt is empty, a number is out of range, or the model cannot check bytes.
     """
     from arbcli.device import deterministic
-    from arbcli.infer import generation, several
+    from arbcli.infer import generation
+    from arbcli.infer.batch import Request, generate_batch
+    from arbcli.infer.sampling import Sampling
 
-    sampling = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if ahead is not None and not isinstance(ahead, int):
         raise ArbError(f"`ahead` is {ahead!r}", hint="use a whole number")
     if isinstance(prompt, bytes | str):
         if batch is not None:
-            raise ArbError("`batch` is for several prompts", hint="give a list of them")
+            raise ArbError("`batch` is for a list of prompts", hint="give a list, or leave it out")
         with deterministic():
             made = generation.generate(
                 model, _bytes(prompt), length, sampling, kv=kv, ahead=1 if ahead is None else ahead
@@ -190,11 +194,11 @@ def generate(
     if ahead is not None:
         raise ArbError("`ahead` is for a single prompt", hint="leave it out, or give one prompt")
     requests = [
-        several.Request(prompt=_bytes(each), length=length, sampling=sampling, stream=index)
+        Request(prompt=_bytes(each), length=length, sampling=sampling, stream=index)
         for index, each in enumerate(prompt)
     ]
     with deterministic():
-        texts = dict(several.generate_several(model, requests, batch, kv=kv))
+        texts = dict(generate_batch(model, requests, batch, kv=kv))
     return [texts[index] for index in range(len(requests))]
 
 

@@ -111,11 +111,13 @@ def test_model_that_is_tuned_brings_what_was_not_asked_for(
 
 def test_logger_that_is_named_twice_hears_once(asked, monkeypatch):
     monkeypatch.setattr(train, "check_logger", lambda name: None)
-    found = mock.Mock(side_effect=lambda name, tell: name)
+    loggers = {"wandb": mock.Mock(), "mlflow": mock.Mock()}
+    found = mock.Mock(side_effect=lambda name, tell: loggers[name])
     monkeypatch.setattr(train, "find_logger", found)
     words = ["--log", "wandb", "--log", "mlflow", "--log", "wandb", "--device", "cpu"]
     call = asked("arbcli.train.run.start_run", "train", *words)
-    assert call.args[2].observers[1:] == ["wandb", "mlflow"]
+    call.args[2].stepped(3)
+    assert [each.stepped.mock_calls for each in loggers.values()] == [[mock.call(3)]] * 2
     assert [told.args[0] for told in found.call_args_list] == ["wandb", "mlflow"]
 
 
@@ -265,7 +267,7 @@ def test_several_prompts_are_continued_as_was_asked(asked, monkeypatch, tmp_path
     path.write_text('"a"\n{"prompt": "b", "length": 2}\n')
     words = ["--checkpoint", "x", "--prompts", str(path), "--batch", "3", "--length", "4"]
     words += ["--kv", "int8", "--device", "cpu", "--backend", "torch", "--top-k", "5"]
-    call = asked("arbcli.infer.several.continue_several", "generate", *words)
+    call = asked("arbcli.infer.batch.continue_batch", "generate", *words)
     model, requests, batch = call.args
     assert (model, batch) == ("model", 3)
     assert [(each.prompt, each.length) for each in requests] == [(b"a", 4), (b"b", 2)]
@@ -303,7 +305,7 @@ def test_prompt_is_taken_byte_for_byte(asked, monkeypatch):
         assert asked(continues, *words, *given).args[2] == prompt
     stdin = SimpleNamespace(buffer=io.BytesIO(b'"a"\r\n\n"b"'), isatty=lambda: False)
     monkeypatch.setattr(sys, "stdin", stdin)
-    call = asked("arbcli.infer.several.continue_several", *words, "--prompts", "-")
+    call = asked("arbcli.infer.batch.continue_batch", *words, "--prompts", "-")
     assert [each.prompt for each in call.args[1]] == [b"a", b"b"]
 
 
@@ -316,7 +318,7 @@ def test_snapshot_may_end_in_either_of_its_suffixes(asked, tmp_path):
 LEFT_OUT = {
     "generate x": ("infer.generation.continue_text",
         {"kv": None, "ends": (), "ahead": 1, "sampling": (0.8, 256, 1.0, 0), "length": 512}),
-    "generate x --prompts p.jsonl": ("infer.several.continue_several", {"batch": None, "kv": None}),
+    "generate x --prompts p.jsonl": ("infer.batch.continue_batch", {"batch": None, "kv": None}),
     "evaluate x --data t.txt": ("infer.evaluation.evaluate",
         {"stride": None, "batch": 16, "kv": None, "draws": None}),
     "export some/run --to hf": ("export.run.export", {"out": None, "kind": None}),
