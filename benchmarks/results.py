@@ -28,6 +28,7 @@ KEYS = {
     "checks": ("preset", "size", "prompt", "way"),
     "checked_texts": ("preset", "prompt", "way", "size", "has_head", "favour"),
     "holes": ("run", "hole"),
+    "heard": ("run", "text"),
     "kv_cache": ("preset", "ctx", "kv"),
     "products": ("size", "rows", "what"),
     "arb_3b": ("kind", "batch", "recompute"),

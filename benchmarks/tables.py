@@ -955,13 +955,14 @@ def checked_texts(runs: Runs) -> str:
     kept: dict[tuple, Row] = {}
     for row in sorted((row for row in ways if row["size"] > 1), key=lambda row: row["favour"] or 0):
         kept[tuple(row[name] for name in ("preset", "way", "size", "has_head"))] = row
-    names = [f"{name}-ahead" for name in PRESETS]
+    names = {"small-ahead": "`small`", "base-ahead": "`base`"}
+    names |= {"1b-ahead": "`1b`, 560 steps", "1b-ahead2": "`1b`, 760 steps"}
     lines = []
-    for key in sorted(kept, key=lambda key: (names.index(key[0]), key)):
+    for key in sorted(kept, key=lambda key: ([*names].index(key[0]), key)):
         row, (name, way, size, has_head) = kept[key], key
         lines.append(
             [
-                f"`{name.removesuffix('-ahead')}`",
+                names[name],
                 way,
                 str(size),
                 f"head, {row['favour']:g}" if has_head else "text alone",
@@ -996,7 +997,7 @@ def codebooks(runs: Runs) -> str:
                 # the first steps are compiled
                 (early, begin, _), (late, end, _) = row["told"][0], row["told"][-1]
                 share, dead = (
-                    _number(row.get(name), ".1%").replace("%", " %")
+                    f"{100 * row[name]:.3g} %" if name in row else ""
                     for name in ("used_share", "dead_share")
                 )
                 lines.append(
@@ -1028,7 +1029,7 @@ def holes(runs: Runs) -> str:
             if row:
                 losses = row["nats_per_byte"]
                 without = losses.get(f"{kind} without the right side")
-                excess, error = row["excess"][kind], row["standard_error"][kind]
+                error = row.get("standard_error", {}).get(kind)
                 lines.append(
                     [
                         str(size),
@@ -1036,7 +1037,8 @@ def holes(runs: Runs) -> str:
                         f"{losses[kind]:.4f}",
                         _number(without, ".4f"),
                         f"{losses['next']:.4f}",
-                        f"{excess:+.4f} ± {error:.4f}",
+                        f"{losses[kind] - losses['next']:+.4f}"
+                        + (f" ± {error:.4f}" if error else ""),
                     ]
                 )
     head = [
