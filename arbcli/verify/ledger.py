@@ -16,8 +16,9 @@ from arbcli.errors import ArbError
 from arbcli.verify.compare import worst
 from arbcli.verify.compile_ahead import PARKED_BYTES, CompileResult
 from arbcli.verify.kernels import METHODS, KernelResult
-from arbcli.verify.parity import CHECKS, ParityResult
+from arbcli.verify.parity import CHECKS
 from arbcli.verify.strength import Strength, find_strength, strength_text
+from arbcli.verify.subjects import ParityResult
 from arbcli.verify.timing import Roofline, TimingReport
 from arbcli.version import __version__
 
@@ -216,7 +217,7 @@ def _triton_version() -> str | None:
 
 
 def _commit() -> str | None:
-    """Find the commit of the checkout that this file is tracked in."""
+    """Return the commit of the checkout that tracks this file; None without one."""
     package = Path(__file__).parent
     git = ["git", "--no-optional-locks", "-C", str(package)]
     tracked = [*git, "ls-files", "--error-unmatch", "__init__.py"]
