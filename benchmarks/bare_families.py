@@ -42,7 +42,7 @@ TINY = 1e-30
 
 
 class _Taken(Function):
-    """Rows of a matrix by index, whose gradient sums rows by the inverse index; -1 is no row."""
+    """Rows of a matrix by index; the gradient sums rows by the inverse index, and ignores -1."""
 
     @staticmethod
     def forward(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
