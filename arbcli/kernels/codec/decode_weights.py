@@ -6,7 +6,6 @@ all matrices as one launch, with the bits of single launches.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +37,11 @@ def _one_by_one(decode: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ..
 
 def _in_one_launch(*matrices: Packed) -> tuple[Tensor, ...]:
     found = iter(decode_weights_triton([*matrices], torch.float32))
-    rounded: Callable[[Any], Tensor] = in_rounded_float32(lambda _, dtype=None: next(found))
-    return tuple(map(rounded, matrices))
+
+    def next_one(matrix: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
+        return next(found)
+
+    return tuple(map(in_rounded_float32(next_one), matrices))
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
