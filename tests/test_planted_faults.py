@@ -47,12 +47,13 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.model.parts.edges import Edges
 from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.model.stack import Block
-from arbcli.verify import parity
+from arbcli.verify import models, parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.kernels import KERNELS, copies, find_kernels, peers_of
-from arbcli.verify.parity import RAGGED, Subject
+from arbcli.verify.models import RAGGED
 from arbcli.verify.sample import is_long
 from arbcli.verify.strength import PLANTED
+from arbcli.verify.subjects import Subject
 
 pytestmark = [
     pytest.mark.skipif(
@@ -763,7 +764,7 @@ def scale_type_of(kernel: str, named: str) -> str | None:
 def of_model(name: str, check: str) -> list:
     """Make one of the checks of a model, as far as the first result that fails."""
     parts = {"output": "blocks", "gradient": "blocks"}.get(check, "whole")
-    config = RAGGED if name == "ragged" else parity.MODELS[name]
+    config = RAGGED if name == "ragged" else models.MODELS[name]
     subject = Subject(name, config, 2, torch.float32, CPU, "torch", (parts,))
     make = parity._causality if check == "causality" else parity._compare
     with deterministic(), poisoned(warn_only=False):
