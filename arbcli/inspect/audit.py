@@ -166,8 +166,8 @@ def audit(
         predicted: called with the predicted peak before it is measured.
         group: the processes of the run; None is a single process.
         state_bytes: size of this process's share of the state; None is the whole state.
-        floats: whether to list all float tensors of the first step. Modules then keep their arguments
-            alive for longer, so that another tensor may cause the peak of the forward pass.
+        floats: whether to list all float tensors of the first step. Modules then keep their
+            arguments alive for longer, so another tensor may cause the peak of the forward pass.
 
     Raises:
         ArbError: there is not enough memory, or the snapshot cannot be written.

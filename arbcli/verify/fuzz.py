@@ -147,8 +147,8 @@ def real_cases(
         group_size: G.
         shapes: (N, K) of the matrices.
         rows: number of rows of activations, one of `real_rows`; None is all of them.
-        turn: None draws all cases. Otherwise each matrix has one number of rows and one dtype, which
-            alternate; six consecutive turns cover all cases.
+        turn: None draws all cases. Otherwise each matrix has one number of rows and one dtype,
+            which alternate; six consecutive turns cover all cases.
         dice: random source.
         wanted: called with the label of a case without its dtype; returns whether to draw it.
     """

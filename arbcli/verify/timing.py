@@ -92,8 +92,8 @@ def time_calls(
         calls: calls to time, which must keep their inputs alive.
         stopwatch: stopwatch of their device.
         seconds: total time, without warm-up.
-        capture: whether to capture and replay the launches of a call; not for calls that wait for the
-            GPU or replay a graph.
+        capture: whether to capture and replay the launches of a call; not for calls that wait for
+            the GPU or replay a graph.
 
     Returns:
         Microseconds of each turn, by call.
