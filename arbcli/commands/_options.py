@@ -382,8 +382,8 @@ BY_HAND = {
             help="Kind and size of the model. Dense blocks: tiny, small, base or 1b. Compressed"
             " attention: arb-long; with experts and four residual streams: arb-deep-small or"
             " arb-deep. N-grams, codebooks, experts and a graph: arb-tiny or arb-3b. Dynamic"
-            " chunks: hnet-tiny, hnet-small, hnet-base or hnet-two-stage; chunks of 16 bytes:"
-            " hnet-every, of 32: hnet-long. [default: tiny]",
+            " chunks: hnet-tiny, hnet-small, hnet-base or hnet-two-stage; chunks of 32 bytes:"
+            " hnet-every or hnet-long, of 128: hnet-code. [default: tiny]",
             callback=_check_preset,
             rich_help_panel=MODEL,
         ),
