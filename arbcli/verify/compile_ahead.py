@@ -109,8 +109,8 @@ def compile_kernels(
         names: kernels to compile; none at all means every one.
         targets: keys of `TARGETS`.
         group_size: G.
-        number: of processes.
-        progress: is told each kernel that is done, and what it found.
+        number: number of processes.
+        progress: called for each finished kernel, with its result.
 
     Raises:
         ArbError: triton is missing, or a name is unknown.

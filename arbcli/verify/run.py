@@ -89,8 +89,8 @@ def verify(request: VerifyRequest, show: Callable[[str], None] = lambda _: None)
     """Make the checks that are asked for; SIGINT or SIGTERM ends them with what was found so far.
 
     Args:
-        request: which checks, and where.
-        show: is told of each part as it is done, in a line.
+        request: checks, device and backends.
+        show: called with a line for each finished part.
 
     Raises:
         ArbError: there is no such kernel, scale type, target, device or backend.
