@@ -224,7 +224,8 @@ captured, and whether blocks were computed again.
 
 On an H100 at `df1b92c6`. Those of `1b` and `arb-3b` are of an H200, before the gradient of a gated
 MLP's middle overwrote that middle, which saves up to 11 %, and before gradients of small
-matrices were held: to be measured again.
+matrices were held: to be measured again. Weights of several blocks, decoded at once, add half a
+percent to `tiny` since.
 """
 
 
@@ -241,7 +242,7 @@ def test_predicted_peak_is_no_more_than_a_gpu_held_before(name, batch, captured,
     )
     peak = predict_peak(config, captured=captured)
     allocated, reserved = MEASURED[name, batch, captured, recompute]
-    assert -0.12 <= peak.peak_bytes / allocated - 1 <= 0.004
+    assert -0.12 <= peak.peak_bytes / allocated - 1 <= 0.005
     assert -0.14 <= peak.reserved_bytes / reserved - 1 <= 0.035
     assert peak.evaluated_bytes >= peak.reserved_bytes
 
