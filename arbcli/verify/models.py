@@ -27,7 +27,7 @@ from arbcli.model.layers.expert_weight import ExpertWeight
 from arbcli.model.layers.linear import LinearWeight
 
 RAGGED = dense(dim=36, layers=2, heads=2, ffn=50, ctx=6)
-"""A model whose sizes are no multiples of 5, 32 and 160, small enough for the interpreter."""
+"""A model whose sizes 5, 32 and 160 do not divide, small enough for the interpreter."""
 GRAPH: dict[str, Any] = {
     "dim": 24, "layers": 2, "heads": 2, "ffn": 13, "ctx": 6, "latent": 10, "rotary": 4,
     "ngram_rows": 61, "ngram_dim": 11, "key_dim": 4, "codes": (5, 7), "code_dim": 17,
