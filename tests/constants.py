@@ -43,9 +43,10 @@ def constants() -> str:
     ]
     lines += [f"{name}: {dataclasses.asdict(shape)}" for name, shape in PRESETS.items()]
     lines += _leading_nowhere(trees)
-    found = [*seams.left_out(trees), *seams.exchanged(trees), *seams.never_read(trees)]
+    calls = list(seams.calls_of(trees))
+    found = [*seams.left_out(calls), *seams.exchanged(calls), *seams.never_read(trees)]
     lines += [line for line in found if not line.startswith("kernels/")]
-    unlike = seams.unlike_others(trees)
+    unlike = seams.unlike_others(calls)
     lines += [line for line in unlike if not line.startswith(("kernels/", "verify/"))]
     lines += seams.lacking(trees)
     return "\n".join(lines) + "\n"
@@ -98,7 +99,7 @@ class _Given:
 
 def _leading_nowhere(trees: dict[str, ast.Module]) -> Iterator[str]:
     given: dict[str, _Given] = {}
-    calls = [node for tree in trees.values() for node in ast.walk(tree)]
+    calls = [node for tree in trees.values() for node in seams.nodes_of(tree)]
     for call in (node for node in calls if isinstance(node, ast.Call)):
         name, arguments = _name_of(call.func), call.args
         if name == "partial" and arguments:

@@ -7,7 +7,8 @@ where all of these say the same. `constants.py` puts what is found into its list
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 MOST_UNLIKE = 6
@@ -27,9 +28,15 @@ class _Parameters(NamedTuple):
     optional: set[str]
 
 
-def left_out(trees: dict[str, ast.Module]) -> Iterator[str]:
+@cache
+def nodes_of(tree: ast.Module) -> list[ast.AST]:
+    """List all nodes of a module."""
+    return list(ast.walk(tree))
+
+
+def left_out(calls: Iterable[tuple]) -> Iterator[str]:
     """List optional parameters of calls that are not given where a variable has their name."""
-    for where, scope, called, arguments, keywords, signatures in _calls(trees):
+    for where, scope, called, arguments, keywords, signatures in calls:
         if any(isinstance(each, ast.Starred) for each in arguments) or None in keywords:
             continue
         open_to_all = set.intersection(
@@ -39,11 +46,11 @@ def left_out(trees: dict[str, ast.Module]) -> Iterator[str]:
             yield f"{where} hands no {name} on to {called}"
 
 
-def unlike_others(trees: dict[str, ast.Module]) -> Iterator[str]:
+def unlike_others(calls: Iterable[tuple]) -> Iterator[str]:
     """List calls that give an optional parameter, or leave it out, unlike most calls."""
     given: dict[tuple[str, str], list[str]] = {}
     omitted: dict[tuple[str, str], list[str]] = {}
-    for where, _, called, arguments, keywords, signatures in _calls(trees):
+    for where, _, called, arguments, keywords, signatures in calls:
         spread = any(isinstance(each, ast.Starred) for each in arguments) or None in keywords
         alike = {(*each.ordered, *sorted(each.optional)) for each in signatures}
         if spread or len(alike) > 1 or called == "Setting":
@@ -64,7 +71,7 @@ def lacking(trees: dict[str, ast.Module]) -> Iterator[str]:
     """List tensors that are made on no named device, and errors without a hint."""
     for place, tree in trees.items():
         computes = place.split("/")[0] in COMPUTES
-        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        for function in (node for node in nodes_of(tree) if isinstance(node, ast.FunctionDef)):
             inner = [node for part in function.body for node in _within(part)]
             for call in (node for node in inner if isinstance(node, ast.Call)):
                 keywords, name = {each.arg for each in call.keywords}, _named(call.func)
@@ -76,9 +83,9 @@ def lacking(trees: dict[str, ast.Module]) -> Iterator[str]:
                     yield f"{place}: {function.name} makes {name} on no device"
 
 
-def exchanged(trees: dict[str, ast.Module]) -> Iterator[str]:
+def exchanged(calls: Iterable[tuple]) -> Iterator[str]:
     """List arguments by position that have the name of another parameter, which has another."""
-    for where, _, called, arguments, _, signatures in _calls(trees):
+    for where, _, called, arguments, _, signatures in calls:
         named = [_named(each) for each in arguments]
         for number, name in enumerate(named):
             places = {
@@ -93,12 +100,12 @@ def exchanged(trees: dict[str, ast.Module]) -> Iterator[str]:
 
 def never_read(trees: dict[str, ast.Module]) -> Iterator[str]:
     """List functions, classes, fields, attributes and constants that nothing reads."""
-    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    nodes = [node for tree in trees.values() for node in nodes_of(tree)]
     loads = (node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load))
     read = Counter(getattr(node, "id", getattr(node, "attr", "")) for node in loads)
     for place, tree in trees.items():
         known = {}
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 known[node.name] = None
             body = node.body if isinstance(node, ast.ClassDef | ast.Module) else []
@@ -138,7 +145,8 @@ def _within(node: ast.AST) -> Iterator[ast.AST]:
             yield from _within(child)
 
 
-def _calls(trees: dict[str, ast.Module]) -> Iterator[tuple]:
+def calls_of(trees: dict[str, ast.Module]) -> Iterator[tuple]:
+    """Yield the calls of known functions: place, names there, function, arguments, signatures."""
     signatures = _signatures(trees)
 
     def visit(node: ast.AST, where: str, scope: set[str]) -> Iterator[tuple]:
