@@ -62,7 +62,7 @@ def costs(model: LanguageModel, content: bytes, others: int) -> list[list[float]
 
 
 def told(found: list[list[float]], samples: int) -> dict[str, Any]:
-    """Say what own texts are worth.
+    """Measure the benefit of own texts.
 
     Args:
         found: of `costs`.

@@ -36,7 +36,7 @@ def rows_of(runs: Runs, **fields: Any) -> list[Row]:
 
 
 def row_of(runs: Runs, **fields: Any) -> Row | None:
-    """Find the row that has these values, None if nothing measured it."""
+    """Return the row with these values; None if it was not measured."""
     found = rows_of(runs, **fields)
     return found[0] if found else None
 
@@ -72,7 +72,7 @@ def _program(command: str) -> str:
 
 
 def speed_ratio(ours: Row | None, peer: Row | None) -> float | None:
-    """Find how many times as fast ours is: the median over rounds in turns, else of the medians."""
+    """Return our relative speed: the median over rounds in turns, or the ratio of medians."""
     if not ours or not peer:
         return None
     if ours.get("in_turns") and peer.get("in_turns"):
@@ -82,7 +82,7 @@ def speed_ratio(ours: Row | None, peer: Row | None) -> float | None:
 
 
 def faster(runs: Runs, preset: str, twin: str) -> Row | None:
-    """Find the fastest of the baselines: with sub-norms, without, and bare."""
+    """Return the fastest of the baselines: with sub-norms, without, and bare."""
     ways = ("", ", no sub-norms", ", bare")
     found = [row_of(runs, preset=preset, kind=f"{twin}{how}") for how in ways]
     return min((row for row in found if row), key=lambda row: row["ms"], default=None)
@@ -412,6 +412,34 @@ def chunked(runs: Runs) -> str:
     return markdown(head, lines) + source(runs)
 
 
+def families(runs: Runs) -> str:
+    """Speed and peak of a step of other families against plain PyTorch, and the float baseline."""
+    lines = []
+    for family in dict.fromkeys(row["preset"] for row in rows_of(runs)):
+        for ours, peer in (("factored", "AdamW"), ("orthogonal", "Muon")):
+            mine, bare, twin = (
+                row_of(runs, preset=family, kind=kind) for kind in (ours, f"{peer}, bare", peer)
+            )
+            if not (mine and bare):
+                continue
+            rates = (f"{row['bytes_per_second']:,}" for row in (mine, bare))
+            lines.append(
+                [
+                    f"`{family}`",
+                    f"{ours} against {peer}",
+                    *rates,
+                    _number(speed_ratio(mine, bare), ".2f"),
+                    _number(speed_ratio(mine, twin), ".2f"),
+                    f"{mine['allocated_bytes'] / bare['allocated_bytes']:.2f}",
+                ]
+            )
+    head = [
+        "model", "step", "`arb`, bytes/s", "plain PyTorch, bytes/s", "ratio",
+        "ratio to the float baseline", "peak allocated, ratio to plain",
+    ]  # fmt: skip
+    return _measured(head, lines, runs)
+
+
 def chunked_quality(runs: Runs) -> str:
     """Losses of every kind of chunked model, and of a dense one, after the same time."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows_of(runs)))
@@ -557,6 +585,7 @@ def ways_to_trits(runs: Runs) -> str:
     for rows in sorted(ways.values(), key=lambda rows: mean(r["new"] + r["old"] for r in rows)):
         row = rows[0]
         fades = row["kind"] not in WAYS_TO_TRITS
+        peaks = sorted({each.get("peak_bytes") or 0 for each in rows} - {0})
         way = f"`{row['kind']}`" if fades else WAYS_TO_TRITS[row["kind"]]
         lines.append(
             [
@@ -565,9 +594,12 @@ def ways_to_trits(runs: Runs) -> str:
                 f"{row['lr']:g}" if row["lr"] else "",
                 *(", ".join(f"{each[text]:.4f}" for each in rows) for text in ("new", "old")),
                 f"{row['state_bytes'] / 1e6:.0f}" if row["state_bytes"] else "",
+                ", ".join(f"{peak / 1e6:,.0f}" for peak in peaks),
             ]
         )
-    head = ["way", "weights fade", "rate", "novels", "code", "state, MB"]
+    head = ["way", "weights fade", "rate", "novels", "code", "state, MB", "peak, MB"]
+    if not any(line[-1] for line in lines):  # earlier rows have none
+        head, lines = head[:-1], [line[:-1] for line in lines]
     return _measured(head, lines, runs)
 
 
@@ -1110,13 +1142,13 @@ def laws(runs: Runs) -> str:
 
 
 FRONTIER_SECONDS = 7.2
-"""Of one GPU: AdamW does 2,000 steps of 10.8 million weights in them."""
+"""Seconds of one GPU, in which AdamW makes 2,000 steps of 10.8 million weights."""
 FRONTIER_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 """MiB."""
 
 
 def best_within(steps: Runs, losses: Runs, kind: str, budget: float) -> tuple[float, Row] | None:
-    """Find the lowest loss of a kind in the time and memory given, and which step it is of.
+    """Return the lowest loss of a kind within a time and memory, and its step.
 
     Args:
         steps: results of `frontier`.
@@ -1214,6 +1246,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "several-texts": ("several_texts", several),
     "kv-cache": ("kv_cache", caches),
     "hnet": ("hnet", chunked),
+    "families": ("families", families),
     "long-speed": ("long", long_speed),
     "long-quality": ("long_quality", long_quality),
     "long-options": ("long_quality", long_options),

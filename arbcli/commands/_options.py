@@ -15,14 +15,13 @@ import typer
 
 from arbcli import run_files
 from arbcli.chats import has_documents
-from arbcli.commands._saved import check_saved
+from arbcli.commands._saved import check_is_model
 from arbcli.config.checks import check_choice, check_setting
 from arbcli.config.file import read_model
 from arbcli.config.presets import ATTENTIONS, GRAPH_ATTENTIONS, check_preset
 from arbcli.config.settings import MODEL, OUTPUT, RUN, Setting, replaced
 from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import BACKENDS, SETTINGS, spelled_out, train_config, words_of
-from arbcli.data import check_named, check_weights
 from arbcli.environment import (
     INTERPRET,
     interpreter_not_asked_for,
@@ -34,6 +33,7 @@ from arbcli.errors import ArbError
 from arbcli.output import note
 from arbcli.reading import check_regular
 from arbcli.rules import FADING
+from arbcli.text_files import check_named, check_weights
 
 
 def option_of(field: str) -> str:
@@ -81,7 +81,7 @@ def with_model_file(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"preset": read_model(path)}
 
 
-KEPT_IN = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed", "fp8-queries", "int8-queries")
+CACHE_DTYPES = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed", "fp8-queries", "int8-queries")
 """Choices of `--kv`."""
 REPEATED = ("--data", "--val")
 """Options that accept several values in a row, as a shell expands `*.txt` to."""
@@ -183,7 +183,7 @@ def find_run(path: Path, root: Path | None = None, *, loads: bool = False) -> Pa
     elif loads and path.is_dir() and not run_files.checkpoints(path):
         raise run_files.without_checkpoint(path)
     elif loads and not path.is_dir():
-        check_saved(path)
+        check_is_model(path)
     return path
 
 
@@ -197,7 +197,7 @@ def check_settings(settings: dict[str, Any]) -> None:
         ArbError: settings are incompatible, or a file does not exist.
     """
     machine = {"device": "cpu", "backend": "torch"}
-    train_config(**{"preset": "tiny", "compute": "fp32"} | settings | machine)
+    train_config(**{"preset": "tiny", "compute": "bf16"} | settings | machine)
     if settings.get("tokenizer"):
         check_regular(Path(settings["tokenizer"]))
     if settings.get("teacher"):
@@ -346,15 +346,15 @@ ScaleTypeToCome = option_for("scale_type", default="")
 DirectionToCome = option_for(
     "direction", help="Optimizer for later training; the state is laid out for it.", default=""
 )
-KeptIn = Annotated[
+CacheDtype = Annotated[
     str | None,
     typer.Option(
         "--kv",
         help="Storage of keys and values: bf16, or eight bits as fp8 or int8. With -mixed, the"
         " elements of keys that rotary embedding rotates keep the dtype of activations. [default:"
         " that of activations]",
-        metavar="|".join(KEPT_IN),
-        callback=one_of("kv", KEPT_IN),
+        metavar="|".join(CACHE_DTYPES),
+        callback=one_of("kv", CACHE_DTYPES),
         rich_help_panel=RUN,
     ),
 ]
@@ -382,8 +382,8 @@ BY_HAND = {
             help="Kind and size of the model. Dense blocks: tiny, small, base or 1b. Compressed"
             " attention: arb-long; with experts and four residual streams: arb-deep-small or"
             " arb-deep. N-grams, codebooks, experts and a graph: arb-tiny or arb-3b. Dynamic"
-            " chunks: hnet-tiny, hnet-small, hnet-base or hnet-two-stage; chunks of 16 bytes:"
-            " hnet-every, of 32: hnet-long. [default: tiny]",
+            " chunks: hnet-tiny, hnet-small, hnet-base or hnet-two-stage; chunks of 32 bytes:"
+            " hnet-every or hnet-long, of 128: hnet-code. [default: tiny]",
             callback=_check_preset,
             rich_help_panel=MODEL,
         ),

@@ -42,9 +42,9 @@ def token_keys(
     """Describe the tokenizer of a model.
 
     Args:
-        path: of its `tokenizer.json`.
+        path: path of its `tokenizer.json`.
         companions: folder of files that came with the model; None is none.
-        config: of the model, whose vocabulary may be larger than the tokenizer's.
+        config: configuration of the model, whose vocabulary may exceed the tokenizer's.
 
     Raises:
         ArbError: it cannot be read, or is of a kind that is not written.
@@ -136,7 +136,7 @@ def _steps(tokenizer: dict[str, Any], name: str, several: str) -> list[dict[str,
 
 
 def _ends(companions: Path) -> dict[str, int]:
-    """Find the tokens that begin, end and pad a text; of several that end one the first."""
+    """Read the numbers of the tokens that begin, end and pad a text; the first of several."""
     found = {}
     for name in (CONFIG, GENERATION):
         if not (companions / name).exists():
@@ -151,7 +151,7 @@ def _ends(companions: Path) -> dict[str, int]:
 
 
 def _chat_template(companions: Path) -> str | None:
-    """Find the template of chats, which is copied and not run."""
+    """Read the chat template, which is copied and not run."""
     if (companions / TEMPLATE).exists():
         return read_companion(companions / TEMPLATE).decode(errors="replace")
     path = companions / "tokenizer_config.json"

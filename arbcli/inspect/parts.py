@@ -41,7 +41,7 @@ def list_parts(model: "LanguageModel") -> tuple[PartReport, ...]:
     Those of depth 0 make up the model.
 
     Args:
-        model: of ternary weights; it may be on `meta`.
+        model: a model of packed weights, possibly on `meta`.
     """
     return tuple(_parts(model, model.config))
 
@@ -109,9 +109,9 @@ def _blocks(path: str, stack: "Module", configs: Iterable[Any]) -> Iterator[Part
 
 
 def _equal(configs: list[Any]) -> Iterator[range]:
-    """Find the numbers of equal blocks: runs of one, or of several that take turns.
+    """Yield the indices of repeated blocks: runs of equal blocks, or of a repeated pattern.
 
-    Of several they are as few as possible, and each has two turns at least.
+    A pattern is as short as possible, and is repeated at least once.
     """
     start = 0
     while start < len(configs):

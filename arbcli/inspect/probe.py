@@ -68,10 +68,10 @@ def probe(
     """Run a few steps of a new or saved model, and check their results.
 
     Args:
-        config: what to compute, with ternary weights.
-        steps: how many; at least 1.
-        checkpoint: where to start; None is a new model.
-        progress: is told of each step before it is done.
+        config: configuration with packed weights.
+        steps: number of steps, at least 1.
+        checkpoint: checkpoint to start from; None is a new model.
+        progress: called before each step.
 
     Raises:
         ArbError: something the user can fix.
@@ -93,14 +93,14 @@ def open_saved(
     backend: str | None = None,
     **given: Any,
 ) -> tuple[TrainConfig, Checkpoint]:
-    """Read what `probe` needs to go on with a saved model.
+    """Read the arguments with which `probe` continues a saved model.
 
     Args:
         path: a run directory, whose newest intact checkpoint is taken, or a checkpoint in one.
-        steps: how many will be done; a run that ends before is taken to be that much longer.
-        note: is told of each checkpoint that is passed over.
-        device: None is the GPU if there is one.
-        backend: None is the device's own.
+        steps: number of steps; a run that would end earlier is extended.
+        note: called with a message for each checkpoint that is skipped.
+        device: device; None is the GPU if there is one.
+        backend: kernel backend; None is the default of the device.
         given: fields of `TrainConfig` to use instead of the run's.
 
     Raises:
@@ -248,7 +248,7 @@ class _Watch:
                 self._streams[name] = norms / math.sqrt(rows.shape[2])  # (B, T)
 
     def _range(self, name: str, module: HyperConnection, args: tuple[Any, ...]) -> None:
-        """Find the least and the largest weight that streams are read and written by."""
+        """Record the minimum and maximum weights with which streams are read and written."""
         if not torch.is_grad_enabled():
             read, _, write = module.weights(args[0].flatten(0, 1))
             ends = (read.min(), read.max(), write.min(), write.max())
@@ -379,7 +379,7 @@ def _read(
     trainer: Trainer, watch: _Watch, ids: Tensor, targets: Tensor, starts: list[int],
     stepped: _Stepped,
 ) -> Reading:  # fmt: skip
-    """Look at the model through held-out text, after a step."""
+    """Evaluate the model on held-out text after a step."""
     logits = trainer.model(ids).float()
     losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     losses = losses.view_as(targets).mean(0)  # (T,) float32
@@ -514,7 +514,7 @@ def _projected(model: LanguageModel) -> Iterator[list[Tensor]]:
 
 
 def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
-    """Look where a model begins chunks in (B, T) bytes."""
+    """Return statistics of a model's chunks in (B, T) bytes; None without chunks."""
     if not model.stages:
         return None
     stages = torch.stack(model.boundaries(ids)).cpu()  # (stages, B, T)

@@ -105,7 +105,7 @@ class Saved(ABC):
         return ()
 
     def report(self) -> SavedReport:
-        """Look at all of it."""
+        """Return the complete report."""
         signs, octaves = self.histograms()
         files = [path for path in self.path.rglob("*") if path.is_file()]
         return SavedReport(
@@ -231,7 +231,7 @@ def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
 
     Args:
         path: a run, a checkpoint, or an export.
-        note: is told of each damaged checkpoint that is passed over.
+        note: called with a message for each damaged checkpoint that is skipped.
 
     Raises:
         ArbError: it is nothing that arb writes, or it is damaged.

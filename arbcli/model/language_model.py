@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.config.model import VOCABULARY, ModelConfig
-from arbcli.model.cache import Cache, SeveralCache
+from arbcli.model.cache import BatchCache, Cache
 from arbcli.model.decoding import forward_with_cache
 from arbcli.model.flow import Documents, Flow, Losses, Reading, merge, rows_of
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
+from arbcli.model.layers.linear import TernaryLinear, decode_in_groups
 from arbcli.model.layers.loss import divergence
 from arbcli.model.layers.symbols import Predictions, in_chunks
 from arbcli.model.packed_model import PackedModel
@@ -79,8 +80,7 @@ class LanguageModel(PackedModel):
             self.stages = nn.ModuleList(Stage(config, index) for index in range(len(config.outer)))
         else:
             self.stages = ()
-        grouped = not config.outer and memories is None
-        self.blocks = Stack(main.blocks, main, site, grouped=grouped)
+        self.blocks = Stack(main.blocks, main, site)
         books = memories.codebooks if memories else {}
         for name in ("codebook", "knowledge"):
             setattr(self, name, build_book(books[name], site, name) if name in books else None)
@@ -98,13 +98,17 @@ class LanguageModel(PackedModel):
         else:
             self.head = symbol_head(config, self.embedding)
         self.ahead = Ahead(config.ahead, outermost) if config.ahead else None
+        if not config.outer and memories is None:
+            used_once = isinstance(self.head, TernaryLinear) and not self.ahead
+            head = self.head.weight if used_once else None
+            decode_in_groups(self.blocks.weights_of_blocks(), head, across=not recompute)
         self._counts: Tensor | None = None
 
     def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
         """Compute logits, (B, T, V) in `compute_dtype`, from bytes or tokens, (B, T) int64.
 
         With a `Cache`, B is 1, and the symbols continue the text of the cache. With a
-        `SeveralCache`, T is 1: one symbol of each text is read, and the logits of a text do not
+        `BatchCache`, T is 1: one symbol of each text is read, and the logits of a text do not
         depend on the others.
         """
         if cache is not None:
@@ -115,11 +119,11 @@ class LanguageModel(PackedModel):
         """Create the decoding cache of a text of at most `positions` bytes: see `Cache`."""
         return Cache(self, positions, first=first)
 
-    def new_several_cache(
+    def new_batch_cache(
         self, texts: int, positions: int, device: torch.device | None = None
-    ) -> SeveralCache:
+    ) -> BatchCache:
         """Create the decoding cache of a batch of texts of at most `positions` bytes each."""
-        return SeveralCache(self, texts, positions, device=device)
+        return BatchCache(self, texts, positions, device=device)
 
     def loss(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Compute the mean cross-entropy in nats per symbol: see `losses`."""

@@ -24,7 +24,7 @@ from arbcli.kernels.runtime.backend import compile_for
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.verify.fuzz import real_cases
 from arbcli.verify.kernels import find_kernels
-from arbcli.verify.parity import matrix_shapes
+from arbcli.verify.models import matrix_shapes
 from arbcli.verify.sample import OF_VALUES
 from arbcli.verify.variants import Launch, Variant, recorded_launches, variant_of
 from arbcli.verify.workers import JobDone, Workers
@@ -43,7 +43,7 @@ class Target(NamedTuple):
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability; (0, 0) of a GPU that has none."""
+        """Compute capability; (0, 0) for GPUs without one."""
         return divmod(int(self.architecture), 10) if self.backend == "cuda" else (0, 0)
 
 
@@ -55,7 +55,7 @@ TARGETS = {
     "sm_120": Target("cuda", 120, 32, 99 << 10, 170),
     "gfx942": Target("hip", "gfx942", 64, 64 << 10, 304),
 }
-"""By the name its makers use: A100, L4 and RTX 40, H100 and H200, B200, RTX 50, MI300."""
+"""Targets by architecture: A100, L4 and RTX 40, H100 and H200, B200, RTX 50, MI300."""
 PARKED_BYTES = 16
 """ptxas parks up to four rarely used values to fit one more block of threads; more is a spill."""
 
@@ -69,7 +69,7 @@ class CompileResult:
     variants: int
     """Sets of types, constants and specialisations that were compiled."""
     registers: int
-    """Of one thread, the most of all variants; as the other two figures."""
+    """Registers of one thread; like the next two figures, the maximum of all variants."""
     spill_bytes: int
     """Registers of one thread that had to be kept in memory, in the cases that a CPU has too: wide
     heads and rows, which are drawn for a GPU alone, may spill."""
@@ -109,8 +109,8 @@ def compile_kernels(
         names: kernels to compile; none at all means every one.
         targets: keys of `TARGETS`.
         group_size: G.
-        number: of processes.
-        progress: is told each kernel that is done, and what it found.
+        number: number of processes.
+        progress: called for each finished kernel, with its result.
 
     Raises:
         ArbError: triton is missing, or a name is unknown.
@@ -198,7 +198,7 @@ def _figures(text: str, pattern: str) -> tuple[int, ...]:
 
 
 FEW_WEIGHTS = 1 << 19
-"""Of the matrices of presets that kernels of `OF_VALUES` are drawn for."""
+"""Maximum size of the presets' matrices for which kernels of `OF_VALUES` are drawn."""
 
 
 def _variants(spec: Operation, group_size: int) -> list[Variant]:

@@ -11,12 +11,12 @@ LEAST_SHARE = 1e-4
 
 
 def boundaries(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, list[bool]]:
-    """Find how likely a chunk begins at each position of the normalised x, (T, D), and where.
+    """Compute boundary probabilities and boundaries of the positions of a normalised x, (T, D).
 
     Args:
         w: weights of the stage.
         x: the stream.
-        reading: of the stage, with the configuration of its chunks.
+        reading: inputs of the stage, with the configuration of its chunks.
     """
     config, length = reading.config_of(ChunkingConfig), len(x)
     if config.boundaries == "learned":

@@ -22,7 +22,7 @@ def memories(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, list[Tens
     Args:
         w: weights of the model.
         x: the stream.
-        reading: of the model, with the configuration of the memories.
+        reading: inputs of the model, with the configuration of the memories.
 
     Returns:
         The stream, and the result of each codebook.
@@ -63,7 +63,7 @@ def codebook(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, Tensor, T
 
 
 def quantiser(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the nearest code of each position; return the result, codes, and ones."""
+    """Return the nearest code of each position as a vector, the codes' numbers, and ones."""
     taken, codes = reading.taken(), reading.memory("codes").double()
     z = norm(norm(x, w.get("norm")) @ w["query"].T)
     near = (z.detach() * UNIT).round().clamp(-127, 127)
@@ -90,10 +90,10 @@ def iterated(
 
     Args:
         w: weights of the iterations.
-        start: what they start from.
+        start: initial values of the iterations.
         codes: (T,) rows of the table and (T,) their weights; None where there is no codebook.
-        table: of the codebook.
-        reading: of the iterations.
+        table: table of the codebook.
+        reading: inputs of the iterations.
 
     Returns:
         The result, and (iterations, T): what of each position halted with each iteration.
