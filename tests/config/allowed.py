@@ -1,7 +1,7 @@
 """Record the values that every field of a configuration takes, in turn and in pairs.
 
 `python tests/config/allowed.py` writes them to `allowed.txt`; `test_allowed.py` compares. Every
-field of every part of the models of `verify.parity`, and of runs, gets numbers around its bounds,
+field of every part of the models of `verify.models`, and of runs, gets numbers around its bounds,
 words of all settings, and the parts of other models. A line has the values with the number of
 models that take them, then a sum of their widths, products and the like. Refusals follow, in which
 each number is N.
@@ -21,7 +21,7 @@ from arbcli.config.settings import settings_of
 from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import TrainConfig, train_config
 from arbcli.errors import ArbError
-from arbcli.verify.parity import MODELS as ALL_MODELS
+from arbcli.verify.models import MODELS as ALL_MODELS
 
 ALIKE = ("graph softplus", "graph hash", "graph nearest", "hnet", "hnet words", "4 streams")
 """Models with the fields of others."""
