@@ -412,6 +412,34 @@ def chunked(runs: Runs) -> str:
     return markdown(head, lines) + source(runs)
 
 
+def families(runs: Runs) -> str:
+    """Speed and peak of a step of other families against plain PyTorch, and the float baseline."""
+    lines = []
+    for family in dict.fromkeys(row["preset"] for row in rows_of(runs)):
+        for ours, peer in (("factored", "AdamW"), ("orthogonal", "Muon")):
+            mine, bare, twin = (
+                row_of(runs, preset=family, kind=kind) for kind in (ours, f"{peer}, bare", peer)
+            )
+            if not (mine and bare):
+                continue
+            rates = (f"{row['bytes_per_second']:,}" for row in (mine, bare))
+            lines.append(
+                [
+                    f"`{family}`",
+                    f"{ours} against {peer}",
+                    *rates,
+                    _number(speed_ratio(mine, bare), ".2f"),
+                    _number(speed_ratio(mine, twin), ".2f"),
+                    f"{mine['allocated_bytes'] / bare['allocated_bytes']:.2f}",
+                ]
+            )
+    head = [
+        "model", "step", "`arb`, bytes/s", "plain PyTorch, bytes/s", "ratio",
+        "ratio to the float baseline", "peak allocated, ratio to plain",
+    ]  # fmt: skip
+    return _measured(head, lines, runs)
+
+
 def chunked_quality(runs: Runs) -> str:
     """Losses of every kind of chunked model, and of a dense one, after the same time."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows_of(runs)))
@@ -1196,6 +1224,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "several-texts": ("several_texts", several),
     "kv-cache": ("kv_cache", caches),
     "hnet": ("hnet", chunked),
+    "families": ("families", families),
     "long-speed": ("long", long_speed),
     "long-quality": ("long_quality", long_quality),
     "long-options": ("long_quality", long_options),

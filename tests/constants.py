@@ -45,6 +45,9 @@ def constants() -> str:
     lines += _leading_nowhere(trees)
     found = [*seams.left_out(trees), *seams.exchanged(trees), *seams.never_read(trees)]
     lines += [line for line in found if not line.startswith("kernels/")]
+    unlike = seams.unlike_others(trees)
+    lines += [line for line in unlike if not line.startswith(("kernels/", "verify/"))]
+    lines += seams.lacking(trees)
     return "\n".join(lines) + "\n"
 
 

@@ -15,7 +15,7 @@ import typer
 
 from arbcli import run_files
 from arbcli.chats import has_documents
-from arbcli.commands._saved import check_saved
+from arbcli.commands._saved import check_is_model
 from arbcli.config.checks import check_choice, check_setting
 from arbcli.config.file import read_model
 from arbcli.config.presets import ATTENTIONS, GRAPH_ATTENTIONS, check_preset
@@ -183,7 +183,7 @@ def find_run(path: Path, root: Path | None = None, *, loads: bool = False) -> Pa
     elif loads and path.is_dir() and not run_files.checkpoints(path):
         raise run_files.without_checkpoint(path)
     elif loads and not path.is_dir():
-        check_saved(path)
+        check_is_model(path)
     return path
 
 
@@ -197,7 +197,7 @@ def check_settings(settings: dict[str, Any]) -> None:
         ArbError: settings are incompatible, or a file does not exist.
     """
     machine = {"device": "cpu", "backend": "torch"}
-    train_config(**{"preset": "tiny", "compute": "fp32"} | settings | machine)
+    train_config(**{"preset": "tiny", "compute": "bf16"} | settings | machine)
     if settings.get("tokenizer"):
         check_regular(Path(settings["tokenizer"]))
     if settings.get("teacher"):

@@ -371,10 +371,10 @@ def predict_peak(
     """Predict the most memory that a training step holds at once where `config` says it runs.
 
     Args:
-        config: of a run with packed weights.
+        config: configuration of a run with packed weights.
         captured: whether it is captured after a few steps, as `arb train` does it on a GPU.
-        rank: of the process it is asked for.
-        size: how many processes share the run.
+        rank: rank of the process.
+        size: number of processes of the run.
     """
     device = torch.device(config.device)
     group = _Imagined(rank, size) if size > 1 else None

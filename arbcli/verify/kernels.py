@@ -154,12 +154,12 @@ def begin_kernels(
     Args:
         names: kernels to check; none at all means every one.
         group_sizes: scale types to check, by name.
-        device: where to run.
+        device: device to run on.
         backends: `triton` or `interpreter`, `torch`, and `native`.
-        checks: which of them to make; the fixed cases by default.
+        checks: checks to run; the fixed cases by default.
         workers: processes that share the work; None is this one.
-        progress: is told each kernel that is done, and what it found.
-        memory: of what passed before; None remembers nothing.
+        progress: called for each finished kernel, with its results.
+        memory: results of earlier runs; None stores none.
 
     Returns:
         Waits, and returns what was found.
@@ -357,7 +357,7 @@ class _WholeJobs:
 
     Args:
         jobs: all of them, as `_jobs` makes them.
-        progress: is told each kernel and scale type that is done, and what it found.
+        progress: called for each finished kernel and scale type, with the results.
     """
 
     def __init__(self, jobs: list[tuple], progress: Callable[[JobDone], None]) -> None:

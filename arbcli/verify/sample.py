@@ -112,7 +112,7 @@ class CompiledSample:
     compiled runs too, and so does one real matrix of each order of magnitude.
 
     Args:
-        spec: of the kernel.
+        spec: operation of the kernel.
     """
 
     def __init__(self, spec: Operation) -> None:
@@ -145,7 +145,7 @@ class CompiledSample:
 
         Args:
             part: has the case.
-            label: of the case.
+            label: label of the case.
             run: launches its kernels, which is recorded and not done.
             fixed: whether it is a fixed case, and no real matrix.
         """

@@ -86,14 +86,14 @@ def time_calls(
     *,
     capture: bool = True,
 ) -> list[list[float]]:
-    """Time calls that take turns.
+    """Time calls in turns.
 
     Args:
-        calls: what to time. What they read has to live as long as they do.
-        stopwatch: of the device they run on.
-        seconds: for all of them, warm-up not counted.
-        capture: whether to replay the launches of a call; not for one that waits for the GPU, or
-            replays a graph of its own.
+        calls: calls to time, which must keep their inputs alive.
+        stopwatch: stopwatch of their device.
+        seconds: total time, without warm-up.
+        capture: whether to capture and replay the launches of a call; not for calls that wait for
+            the GPU or replay a graph.
 
     Returns:
         Microseconds of each turn, by call.
@@ -205,10 +205,10 @@ def time_kernels(
     """Time the kernels that passed, and no other.
 
     Args:
-        found: what their verification found.
-        stopwatch: of the device they were verified on.
-        group_size: of the scales of timed matrices.
-        progress: is told each kernel that is next.
+        found: results of their verification.
+        stopwatch: stopwatch of the device of the verification.
+        group_size: group size of the scales of timed matrices.
+        progress: called with the name of each kernel before it is timed.
     """
     passed: dict[str, bool] = {}
     for result in found:

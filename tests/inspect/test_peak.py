@@ -118,6 +118,23 @@ def test_predicted_peak_of_other_heads_and_objectives_is_the_measured_one(change
     assert predict_peak(config).peak_bytes == measured_peak(config)
 
 
+@pytest.mark.parametrize("compute", ["bf16", "fp8"])
+def test_predicted_peak_of_packed_gates_is_the_measured_one(compute):
+    config = config_of({"pack": True, "layers": 4, "dim": 64, "ffn": 208, "compute": compute})
+    assert predict_peak(config).peak_bytes == measured_peak(config)
+
+
+def test_packed_gates_take_three_quarters_on_a_gpu():
+    shape = {"layers": 4, "dim": 64, "ffn": 512, "ctx": 128}
+    of_gpu = {"device": "cuda", "backend": "triton", "batch": 8}
+    kept, packed = (
+        predict_peak(TrainConfig(model=preset("tiny", **shape), pack=pack, **of_gpu))
+        for pack in (False, True)
+    )
+    rows = 8 * 128
+    assert kept.saved_bytes - packed.saved_bytes == 3 * rows * (512 - 2)
+
+
 def test_predicted_peak_of_a_vector_quantiser_is_the_measured_one(small_graph):
     config = config_of({"ctx": 33, "code_search": "nearest"}, small_graph)
     assert predict_peak(config).peak_bytes == measured_peak(config)
@@ -207,7 +224,8 @@ captured, and whether blocks were computed again.
 
 On an H100 at `df1b92c6`. Those of `1b` and `arb-3b` are of an H200, before the gradient of a gated
 MLP's middle overwrote that middle, which saves up to 11 %, and before gradients of small
-matrices were held: to be measured again.
+matrices were held: to be measured again. Weights of several blocks, decoded at once, add half a
+percent to `tiny` since.
 """
 
 
@@ -224,7 +242,7 @@ def test_predicted_peak_is_no_more_than_a_gpu_held_before(name, batch, captured,
     )
     peak = predict_peak(config, captured=captured)
     allocated, reserved = MEASURED[name, batch, captured, recompute]
-    assert -0.12 <= peak.peak_bytes / allocated - 1 <= 0.004
+    assert -0.12 <= peak.peak_bytes / allocated - 1 <= 0.005
     assert -0.14 <= peak.reserved_bytes / reserved - 1 <= 0.035
     assert peak.evaluated_bytes >= peak.reserved_bytes
 

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from arbcli.config.site import Site
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_e4m3 import largest_exponents
-from arbcli.kernels.codec.decode_weight import decode_weights_triton
+from arbcli.kernels.codec.decode_weights import decode_weights_triton
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.digits_matmul import (
     ROWS_ALIKE,
@@ -37,7 +37,7 @@ from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_native, uses_tri
 from arbcli.kernels.update.sign_gradient import sign_gradient
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import anchor, operator
-from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
+from arbcli.model.layers.norm import NORM_EPS, PackedGates, TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 from arbcli.model.widths import inner_lr_factor
 
@@ -88,6 +88,14 @@ class LinearWeight(StreamedTensor):
             return nvfp4_product(x, self.packed)
         return self._multiply(x)
 
+    def multiply_packing(self, x: Tensor, before: TernaryGate) -> tuple[Tensor, PackedGates]:
+        """Compute `multiply` of gate and up, and pack these for the backward pass."""
+        if self._in_fp8(x):
+            q, scale, kept = before.rounded_packing(x)
+            return self._multiply_rounded(q, scale, x.dtype), kept
+        y, kept = before.packing(x)
+        return nvfp4_product(y, self.packed) if self._in_nvfp4(x) else self._multiply(y), kept
+
     def _multiply(self, x: Tensor) -> Tensor:
         if self.decodes_ahead and len(x) > FUSED_ROWS and uses_triton(x):
             return x @ self._dense(x.dtype, self.needed_after).T
@@ -129,6 +137,7 @@ class LinearWeight(StreamedTensor):
         decoded, self._decoded = self._decoded, None
         if decoded is not None and decoded[:2] == (self.version, dtype):
             return decoded[2]
+        group = tuple(each for each in group if not (each.fp8 or each.nvfp4))
         own, *others = decode_weights_triton([each.packed for each in (self, *group)], dtype)
         for weight, dense in zip(group, others, strict=True):
             weight._decoded = weight.version, dtype, dense
@@ -166,7 +175,7 @@ class LinearWeight(StreamedTensor):
     def product_backward(
         self,
         grad_y: Tensor,
-        x: Tensor,
+        x: Tensor | PackedGates,
         before: "TernaryRMSNorm | None",
         wanted: bool,
         *,
@@ -177,24 +186,31 @@ class LinearWeight(StreamedTensor):
 
         Args:
             grad_y: (M, N).
-            x: (M, K), or the input of `before`.
+            x: (M, K), or the input of `before`, packed or not.
             before: as in `multiply`.
             wanted: whether the gradient of x is needed; else the result may be None.
             other_grad: another gradient of x, which `before` adds.
             overwrite: whether the gradient of a gate may overwrite x.
         """
-        grad_x, source = None, x
+        grad_x: Tensor | None = None
+        source: Any = x
         if wanted or (before and before.trained):
             grad_x = self.propagate(grad_y)
             if before:
-                grad_x, source = before.backward(grad_x, x, other_grad, overwrite)
+                grad_x, source = before.backward(grad_x, source, other_grad, overwrite)
         elif before:
-            source = before(x)
+            source = before(source)
         self.collect(source, grad_y)
         return grad_x
 
 
-def decode_in_groups(blocks: list[list[LinearWeight]]) -> None:
+MOST_AT_ONCE = 2**22
+"""Maximum number of weights of several blocks that are decoded in one launch: 8 MiB in bf16."""
+
+
+def decode_in_groups(
+    blocks: list[list[LinearWeight]], head: LinearWeight | None, *, across: bool
+) -> None:
     """Decode small matrices in groups, as decoding one takes less time than its launch.
 
     A backward begins with smaller groups, as decoded weights would add to the peak while most
@@ -202,12 +218,21 @@ def decode_in_groups(blocks: list[list[LinearWeight]]) -> None:
 
     Args:
         blocks: the weights of each block, equally many, in the order of a forward, each once.
+        head: the weight that is used after them, if it is used once.
+        across: whether a group may have weights of several blocks and of the head. A block that is
+            recomputed uses weights of its own only.
     """
-    weights, size = [weight for block in blocks for weight in block], len(blocks[0])
+    weights = [weight for block in blocks for weight in block]
     large = any(weight.num_weights >= LARGE_ELEMENTS for weight in weights)
     if not weights or large or weights[0].rule.reads_all:
         return
-    forward, back = range(0, len(weights), size), (0, 1, *range(size - 1, len(weights), size))
+    after = [head] if across and head and head.num_weights < LARGE_ELEMENTS else []
+    size, number = len(blocks[0]), len(weights)
+    at_once = MOST_AT_ONCE // sum(weight.num_weights for weight in blocks[0]) if across else 1
+    length = size * max(1, at_once)
+    forward, first = range(0, number, length), len(after)
+    back = (0, first + 1, *range(first + size - 1, first + number, length))
+    weights += after
     for order, starts, name in (
         (weights, forward, "needed_after"),
         (weights[::-1], back, "needed_before"),
@@ -281,6 +306,25 @@ class _LinearOfSum(Function):
         return grad, grad, None, None, None
 
 
+class _LinearOfGates(Function):
+    """y = before(x) @ w.T of gate and up, which are packed for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, weight: LinearWeight, before: TernaryGate
+    ) -> Tensor:
+        ctx.weight, ctx.before = weight, before
+        y, kept = weight.multiply_packing(x, before)
+        ctx.save_for_backward(*kept)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        kept = PackedGates(*ctx.saved_tensors)
+        grad = ctx.weight.product_backward(grad_y, kept, ctx.before, True, overwrite=True)
+        return grad, None, None, None
+
+
 class TernaryLinear(nn.Module):
     """y = x @ w.T with packed ternary weights.
 
@@ -348,7 +392,11 @@ class TernaryLinear(nn.Module):
             return self(x, before), x
         rows = x.reshape(-1, x.shape[-1])
         if added is None:
-            y = _linear(rows, self.weight, before, consumes and not compiled)
+            if consumes and getattr(before, "packs", False) and torch.is_grad_enabled():
+                self.weight.await_backward()
+                y = _LinearOfGates.apply(rows, anchor(x), self.weight, before)
+            else:
+                y = _linear(rows, self.weight, before, consumes and not compiled)
         else:
             if torch.is_grad_enabled():
                 self.weight.await_backward()
