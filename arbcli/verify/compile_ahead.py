@@ -43,7 +43,7 @@ class Target(NamedTuple):
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability; (0, 0) of a GPU that has none."""
+        """Compute capability; (0, 0) for GPUs without one."""
         return divmod(int(self.architecture), 10) if self.backend == "cuda" else (0, 0)
 
 

@@ -55,7 +55,7 @@ class Drawn:
     offset: int
     """Cases with a tensor that begins inside of its memory."""
     saturated: int
-    """Cases with a tensor of bytes all of which are one number, and not 0."""
+    """Cases with a tensor of bytes that are all equal, and not 0."""
     in_parts: int
     """Cases that the torch backend works on in parts."""
     never: tuple[str, ...]
@@ -180,7 +180,7 @@ def _form(value: Any) -> Any:
 
 
 def real_reference(spec: Operation) -> Callable:
-    """Choose what large cases are compared with, as the references take a weight at a time."""
+    """Return the reference for large cases, as others compute one weight at a time."""
     return spec.large_reference or (spec.torch if spec.gate.exact else spec.reference)
 
 

@@ -37,7 +37,7 @@ SETTINGS = (
 )  # fmt: skip
 """Prefixes of variables that can change a result."""
 FIRST = -1
-"""The turn of what is done ahead, unless it says."""
+"""Default priority of the calls before a job."""
 
 
 def memory_folder() -> Path:
@@ -72,7 +72,7 @@ def kernel_sources(spec: Operation, *, drawn: bool = False) -> frozenset[Path] |
 
 
 def all_sources() -> frozenset[Path]:
-    """List every source file of the program: what a result of a model follows from."""
+    """Return all source files of the program, on which the results of models depend."""
     return _sources_in("")
 
 
@@ -110,7 +110,7 @@ def _imports(path: Path) -> frozenset[Path]:
 
 
 def describe_machine(device: torch.device) -> str:
-    """Write down what results follow from besides sources: libraries, device, CPU, settings."""
+    """Describe the other dependencies of results: libraries, device, CPU, settings."""
     lines = [platform.platform(), platform.python_version(), torch.__version__]
     lines += [str(device), f"{torch.get_num_threads()} threads"]
     for name in LIBRARIES:

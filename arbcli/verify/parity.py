@@ -86,7 +86,7 @@ OF_MANY_KERNELS = ("arb-deep", "mixed", "graph", "hnet-two-stage", "arb-tiny wit
 SHARES = 4
 """Number of processes that share this compilation."""
 AHEAD, LAST = 1, 3
-"""The turns of what is compiled for models, and of models, after those of kernels."""
+"""Priorities of the compilation for models, and of models, among those of kernels."""
 FEW = 32
 """Maximum number of positions of which each is changed to test causality; of more, two are."""
 LR = 2.0
@@ -290,7 +290,7 @@ def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> T
 
 @contextmanager
 def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
-    """Note what the parts of a model choose in a forward of so many texts."""
+    """Record the choices of a model's parts in a forward of a batch."""
     found, handles, indexers = Choices(), [], []
 
     def note(name: str, choose: Callable[..., Tensor], *given: Any) -> None:
@@ -395,7 +395,7 @@ def _end_to_end(
 def _blocks(
     subject: Subject, found: Trace, reference: Reference, leaves: dict[str, Tensor]
 ) -> Iterator[ParityResult]:
-    """Compare embedding, blocks and head, each on what the kernels gave it.
+    """Compare embedding, blocks and head, each on the inputs that the kernels computed.
 
     Args:
         subject: subject of the comparison.
@@ -411,7 +411,7 @@ def _blocks(
     def compare(
         name: str, got: Tensor, grad: Tensor, wanted: Tensor, own: dict, besides: Tensor | float = 0
     ) -> Iterator[ParityResult]:
-        """Compare an output; and for its gradient, those of leaves with their references."""
+        """Compare an output, and the gradients of leaves for a gradient of it."""
         yield subject.result("output", name, got, wanted, subject.gate)
         objective = (wanted * grad.double()).sum() + besides
         grads = torch.autograd.grad(objective, [leaf for leaf, _ in own.values()])
@@ -521,7 +521,7 @@ def _rotary(device: torch.device) -> Iterator[ParityResult]:
 
 
 def _tensor(subject: Subject) -> tuple[TernaryTensor, list[Tensor]]:
-    """Make a packed tensor, and two gradients of long tails, whose rows and columns differ."""
+    """Create a packed tensor, and two long-tailed gradients whose rows and columns differ."""
     generator = torch.Generator(subject.device).manual_seed(4)
 
     def normal(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Time kernels against torch's own operations, and against what the machine could do in that run.
+"""Time kernels relative to torch's operations, and to the limits of the machine in that run.
 
 What is timed is one call, captured as a CUDA graph and replayed between two events. That is how a
 training step runs, and it leaves out Python but not the launch: a call that does nothing takes
@@ -32,9 +32,9 @@ from arbcli.verify.compare import as_tuple
 from arbcli.verify.kernels import KernelResult, find_kernels
 
 WARM_UPS = 3
-"""Calls before a capture, and turns before those that count."""
+"""Warm-up calls before a capture, and warm-up turns."""
 TURNS = (10, 500)
-"""The least and the most that are taken, whatever the time for them."""
+"""Minimum and maximum number of turns, whatever their time."""
 
 
 class Stopwatch:
@@ -52,7 +52,7 @@ class Stopwatch:
         self._stream = torch.cuda.Stream(device)
 
     def capture(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Turn what a call launches into one replay of it; the call must not wait for the GPU."""
+        """Capture the launches of a call, which must not wait for the GPU; return their replay."""
         torch.cuda.synchronize(self.device)  # inputs are made on another stream
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UPS):  # compiles kernels and allocates the library's workspace
@@ -179,7 +179,7 @@ class TimingReport:
 
 
 def check_timeable(device: torch.device, backends: Iterable[str]) -> None:
-    """Refuse to time what does not run, or is not verified first.
+    """Check that kernels can run here and are verified before they are timed.
 
     Raises:
         ArbError: `device` is not a GPU, or its kernels are not among the `backends` to be verified.
