@@ -13,7 +13,7 @@ import pytest
 import torch
 from interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
 from marks import mostly_slow
-from mutants import decides, untold_changes
+from mutants import decides, unnoticed_changes
 
 import arbcli.kernels
 from arbcli.config.site import SCALE_TYPES
@@ -190,7 +190,7 @@ DECIDED_ALIKE = {"choose_next", "decode_weight", "last_bits"}
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_each_condition_of_a_reference_is_decided_by_a_case(spec):
     """Else a kernel that has it the other way round would pass."""
-    untold = [*untold_changes(spec, 1000, decides)]
+    untold = [*unnoticed_changes(spec, 1000, decides)]
     assert len(untold) == (spec.name in DECIDED_ALIKE), untold
 
 
