@@ -1080,6 +1080,28 @@ def holes(runs: Runs) -> str:
     return _measured(head, lines, runs)
 
 
+def heard(runs: Runs) -> str:
+    """Bits that sounds save after their own text."""
+    names = {"words-again.txt": "heard, in another reading", "words-val.txt": "not heard"}
+    lines = [
+        [
+            row["run"],
+            names[row["text"]],
+            str(row["sounds"]),
+            f"{row['bits_per_sample']:.3f}",
+            f"{row['after_others']:.3f}",
+            f"{row['bits_saved_per_sound']:.1f} ± {row['standard_error']:.1f}",
+            f"{row['own_is_likeliest']:.0%}, {row['by_chance']:.0%}".replace("%", " %"),
+        ]
+        for row in rows_of(runs)
+    ]
+    head = [
+        "model", "words", "sounds", "bits per sample after its text", "after another's",
+        "bits saved per sound", "own text is the likeliest, by chance",
+    ]  # fmt: skip
+    return _measured(head, lines, runs)
+
+
 def _only(runs: Runs, **fields: Any) -> Runs:
     found = [run | {"rows": rows_of([run], **fields)} for run in runs]
     return [run for run in found if run["rows"]]
@@ -1240,6 +1262,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "checked-texts": ("checked_texts", checked_texts),
     "codebooks": ("codes", codebooks),
     "holes": ("holes", holes),
+    "heard": ("heard", heard),
     "search-novels-4096": ("search", partial(searched, text="novels", ctx=4096)),
     "search-novels-16384": ("search", partial(searched, text="novels", ctx=16384)),
     "search-code-4096": ("search", partial(searched, text="code", ctx=4096)),

@@ -585,7 +585,7 @@ def test_checkpoint_of_another_run_is_refused_by_field(started):
         place.update(before)
     names = config.decisive().keys() - {"scale_losses"}
     saved.data["settings"] = settings | dict.fromkeys(names, 7)
-    with pytest.raises(ArbError, match=r"its `accum` is 7, not 1, its `batch` .*, and 9 more"):
+    with pytest.raises(ArbError, match=r"its `accum` is 7, not 1, its `batch` .*, and 10 more"):
         accept(saved)
 
 
