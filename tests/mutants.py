@@ -2,6 +2,7 @@
 
     python tests/mutants.py map FOLDER [arguments of pytest]
     python tests/mutants.py try FOLDER EACH SEED MODULE...
+    python tests/mutants.py draw FOLDER NUMBER SEED MODULE...
     python tests/mutants.py cases EACH [KERNEL...]
 
 `map` runs tests in a copy of this tree and notes which statements of `arbcli` each of them runs.
@@ -9,6 +10,9 @@
 the lines outside of functions, and runs the tests of the changed statement: those of the module's
 own test file first, then those that run least. It prints what none of them sees. Some changes make
 no difference to anyone: that is for the reader to judge.
+
+`draw` draws NUMBER changes in all: each of the next MODULE, of any of its functions. Besides single
+expressions, calls that convert or bound are left out, and neighbouring statements change places.
 
 `cases` draws EACH changes of the reference of every kernel, and prints those that no case tells
 from the reference: a kernel with the same mistake would pass.
@@ -31,6 +35,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, cycle, islice, pairwise
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -50,6 +55,7 @@ FLIPPED: dict[type, type] = {
 }  # fmt: skip
 EXCHANGED = {"min": "max", "max": "min", "any": "all", "all": "any", "zeros": "ones",
              "amax": "amin", "floor": "ceil", "ceil": "floor", "sum": "mean"}  # fmt: skip
+CONVERSIONS = ("to", "float", "long", "contiguous", "clone", "copy", "clamp", "clamp_", "detach")
 DROPPED = (ast.AugAssign, ast.Raise, ast.Continue, ast.Break, ast.Delete)
 
 
@@ -128,6 +134,27 @@ def changes_of(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             yield node, "pass"
 
 
+def further_changes_of(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Yield a call without its conversion or its bound."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in CONVERSIONS:
+            yield node, ast.unparse(value)
+        case ast.Call(func=ast.Name(id="min" | "max"), args=[one, other]):
+            yield node, ast.unparse(one)
+            yield node, ast.unparse(other)
+
+
+def may_change_places(first: ast.stmt, second: ast.stmt) -> bool:
+    """Return whether two statements also run the other way round, and one of them is a call."""
+    plain = ast.Expr | ast.Assign | ast.AugAssign
+    if not (isinstance(first, plain) and isinstance(second, plain)):
+        return False
+    names = [node for node in ast.walk(first) if isinstance(node, ast.Name)]
+    bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    read = {node.id for node in ast.walk(second) if isinstance(node, ast.Name)}
+    return not bound & read and ast.Call in (type(first.value), type(second.value))
+
+
 def decides(mutant: Mutant) -> bool:
     """Return whether a change turns a condition around."""
     before, after = mutant.before, mutant.after
@@ -138,14 +165,32 @@ def _is_kernel(node: ast.AST) -> bool:
     return "jit" in "".join(map(ast.unparse, getattr(node, "decorator_list", [])))
 
 
-def mutants_of(source: str, kernels: bool = False) -> list[Mutant]:
-    """List all changes of a module, without those of annotations, texts and kernels."""
+def mutants_of(source: str, kernels: bool = False, further: bool = False) -> list[Mutant]:
+    """List all changes of a module, without those of annotations, texts and kernels.
+
+    Args:
+        source: the text of the module.
+        kernels: whether those of kernels are listed too.
+        further: whether those of `further_changes_of` and of the order of statements are.
+    """
     lines = source.encode().splitlines(keepends=True)
     starts = [0]
     for line in lines:
         starts.append(starts[-1] + len(line))
     found: list[Mutant] = []
     data = source.encode()
+
+    def span(node: ast.AST) -> tuple[int, int]:
+        begin, end = starts[node.lineno - 1], starts[node.end_lineno - 1]
+        return begin + node.col_offset, end + node.end_col_offset
+
+    def turn(body: list[ast.stmt], function: str) -> None:
+        for first, second in pairwise(body):
+            if may_change_places(first, second):
+                (begin, middle), (again, end) = span(first), span(second)
+                after = data[again:end] + data[middle:again] + data[begin:middle]
+                before = data[begin:end].decode()
+                found.append(Mutant(first.lineno, function, before, after.decode(), (begin, end)))
 
     def visit(node: ast.AST, function: str, around: str) -> None:
         if isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom):
@@ -156,9 +201,8 @@ def mutants_of(source: str, kernels: bool = False) -> list[Mutant]:
             around = f"{around}.{node.name}".lstrip(".")
             if isinstance(node, ast.FunctionDef) and not function:
                 function = around  # the code of those inside is part of its own
-        for old, text in changes_of(node):
-            begin = starts[old.lineno - 1] + old.col_offset
-            end = starts[old.end_lineno - 1] + old.end_col_offset
+        for old, text in chain(changes_of(node), further_changes_of(node) if further else ()):
+            begin, end = span(old)
             before = data[begin:end].decode()
             replaced = text if isinstance(old, ast.stmt | ast.Slice) else f"({text})"
             if isinstance(old, ast.Attribute | ast.Name | ast.Constant):
@@ -167,6 +211,8 @@ def mutants_of(source: str, kernels: bool = False) -> list[Mutant]:
         for name, value in ast.iter_fields(node):
             if name in ("annotation", "returns"):
                 continue
+            if further and function and name in ("body", "orelse") and isinstance(value, list):
+                turn(value, function)
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
                     visit(child, function, around)
@@ -419,25 +465,52 @@ class Trier:
         return os.waitstatus_to_exitcode(status) == 0
 
 
-def try_mutants(folder: Path, each: int, seed: int, names: list[str]) -> int:
-    """Try changes of modules, and print what no test sees."""
-    known, tree = Map(folder / "map.jsonl"), folder / "tree"
-    begin(tree)
-    package, chosen = tree / "arbcli", {}
-    files: dict[str, None] = {}
+def _by_function(path: Path, further: bool = False) -> dict[str, list[Mutant]]:
+    functions: dict[str, list[Mutant]] = {}
+    for mutant in mutants_of(path.read_text(), further=further):
+        if mutant.function:
+            functions.setdefault(mutant.function, []).append(mutant)
+    return functions
+
+
+def _drawn_of_each(package: Path, each: int, seed: str, names: list[str]) -> Iterator[tuple]:
+    """Yield modules with so many changes of every function."""
     for name in names:
         place = package / name
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            name, draw = str(path.relative_to(package)), random.Random(f"{seed} {path.name}")
-            functions: dict[str, list[Mutant]] = {}
-            for mutant in mutants_of(path.read_text()):
-                if mutant.function:
-                    functions.setdefault(mutant.function, []).append(mutant)
-            drawn = [draw.sample(found, min(each, len(found))) for found in functions.values()]
-            chosen[name] = [mutant for mutants in drawn for mutant in mutants]
-            for mutant in chosen[name]:
-                tests = known.within(known.of(name, mutant.line), WIDE_SECONDS)
-                files |= dict.fromkeys(test.split("::")[0] for test in tests)
+            draw = random.Random(f"{seed} {path.name}")
+            for found in _by_function(path).values():
+                for mutant in draw.sample(found, min(each, len(found))):
+                    yield str(path.relative_to(package)), mutant
+
+
+def drawn_in_all(package: Path, seed: str, names: list[str]) -> Iterator[tuple[str, Mutant]]:
+    """Yield modules with a change, without end: of each of `names` in turn, of any function."""
+    draw, known = random.Random(seed), {}
+    for name in cycle(names):
+        place = package / name
+        if name not in known:
+            paths = sorted(place.rglob("*.py")) if place.is_dir() else [place]
+            known[name] = [(p, each) for p in paths for each in _by_function(p, True).values()]
+        path, mutants = draw.choice(known[name])
+        yield str(path.relative_to(package)), draw.choice(mutants)
+
+
+def try_mutants(folder: Path, number: int, seed: str, names: list[str], in_all: bool) -> int:
+    """Try changes of modules, so many of each function or in all; print what no test sees."""
+    known, tree = Map(folder / "map.jsonl"), folder / "tree"
+    begin(tree)
+    package = tree / "arbcli"
+    if in_all:
+        drawn = islice(drawn_in_all(package, seed, names), number)
+    else:
+        drawn = _drawn_of_each(package, number, seed, names)
+    chosen: dict[str, list[Mutant]] = {}
+    files: dict[str, None] = {}
+    for name, mutant in drawn:
+        chosen.setdefault(name, []).append(mutant)
+        tests = known.within(known.of(name, mutant.line), WIDE_SECONDS)
+        files |= dict.fromkeys(test.split("::")[0] for test in tests)
     import pytest
 
     there = [file for file in files if (tree / file).exists()]
@@ -514,4 +587,5 @@ if __name__ == "__main__":
     Path(place).mkdir(parents=True, exist_ok=True)
     if what == "map":
         sys.exit(make_map(Path(place).resolve(), rest))
-    sys.exit(try_mutants(Path(place).resolve(), int(rest[0]), int(rest[1]), rest[2:]))
+    number, seed, *modules = rest
+    sys.exit(try_mutants(Path(place).resolve(), int(number), seed, modules, what == "draw"))
