@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from arbcli.config.training import TrainConfig
     from arbcli.infer.evaluation import EvaluateReport
     from arbcli.model.language_model import LanguageModel
+    from arbcli.train.observer import Observer
     from arbcli.train.record import TrainReport
-    from arbcli.train.run import Observer
 
 
 def load(
@@ -73,7 +73,8 @@ def train(
         ArbError: a failure that the user can fix; earlier checkpoints stay intact.
     """
     from arbcli.infer.load import read_saved
-    from arbcli.train.run import Observer, start_run
+    from arbcli.train.observer import Observer
+    from arbcli.train.run import start_run
 
     observer = observer or Observer()
     initial = None if init_from is None else read_saved(Path(init_from), observer.noted)
@@ -99,7 +100,8 @@ def resume(
         ArbError: there is no checkpoint to resume, or the training text has changed.
     """
     set_environment()
-    from arbcli.train.run import Observer, resume_run
+    from arbcli.train.observer import Observer
+    from arbcli.train.run import resume_run
 
     return resume_run(Path(run), observer or Observer(), steps=steps)
 
@@ -175,8 +177,9 @@ def generate(
     """
     from arbcli.device import deterministic
     from arbcli.infer import generation, several
+    from arbcli.infer.sampling import Sampling
 
-    sampling = generation.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if ahead is not None and not isinstance(ahead, int):
         raise ArbError(f"`ahead` is {ahead!r}", hint="use a whole number")
     if isinstance(prompt, bytes | str):

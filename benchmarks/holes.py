@@ -4,10 +4,11 @@ The first run is of a masked model, or has `objective=fill`: that reads both sid
 hole from left to right. The peers are a model of the next byte, which ignores the right side, and
 the first model where all of that is hidden from it, too. Every window has one hole, in its middle.
 The masked model fills it in a random order, for which the bound of `arbcli.masking` is estimated by
-some draws; or from left to right, for which its loss is exact. Each length of a hole prints an
-object of JSON.
+some draws; or from left to right, for which its loss is exact. Each length of a hole prints a row
+of JSON, which is also written to `holes.json`: losses, by how much each exceeds that of the model
+of the next byte, and the standard error of that over windows.
 
-    python -m benchmarks.holes MASKED|FILL NEXT TEXT [--hole BYTES...]
+    python -m benchmarks.holes MASKED|FILL NEXT TEXT [--hole BYTES...] [--out DIR]
 """
 
 import argparse
@@ -25,19 +26,20 @@ from arbcli.infer.load import load_model
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.masking import hide
 from arbcli.model.language_model import LanguageModel
+from benchmarks import results
 
 
-def next_loss(model: LanguageModel, ids: Tensor, hole: slice) -> float:
-    """Average the cross-entropy of the bytes of holes, (B, T) ids, by those before each."""
+def next_loss(model: LanguageModel, ids: Tensor, hole: slice) -> Tensor:
+    """Average the cross-entropy over each hole, by the bytes before it: (B, T) ids give (B,)."""
     losses = model.position_losses(ids[:, :-1], ids[:, 1:])
-    return float(losses[:, hole.start - 1 : hole.stop - 1].mean())
+    return losses[:, hole.start - 1 : hole.stop - 1].mean(dim=1)
 
 
 def masked_loss(
     model: LanguageModel, ids: Tensor, hole: slice, draws: int, step: int, *, right: bool
-) -> float:
-    """Average the bound over the bytes of holes, with what is after them or without."""
-    total, symbol = 0.0, model.config.vocabulary
+) -> Tensor:
+    """Average the bound over each hole, with what is after it or without: (B,)."""
+    total, symbol = torch.zeros(len(ids), device=ids.device), model.config.vocabulary
     for draw in range(draws):
         numbers = range(draw * len(ids), (draw + 1) * len(ids))
         given, targets = ids.clone(), torch.full_like(ids, -1)
@@ -46,59 +48,69 @@ def masked_loss(
         )
         if not right:
             given[:, hole.stop :] = symbol
-        total += float(model.position_losses(given, targets).mean()) / draws
+        total += model.position_losses(given, targets).mean(dim=1) / draws
     return total
 
 
-def ordered_loss(model: LanguageModel, ids: Tensor, hole: slice) -> float:
-    """Average the loss of the bytes of holes, filled from left to right with both sides known."""
-    total = torch.zeros((), device=ids.device)
+def ordered_loss(model: LanguageModel, ids: Tensor, hole: slice) -> Tensor:
+    """Average the loss over each hole, filled from left to right with both sides known: (B,)."""
+    total = torch.zeros(len(ids), device=ids.device)
     for place in range(hole.start, hole.stop):
         given, targets = ids.clone(), torch.full_like(ids, -1)
         given[:, place : hole.stop] = model.config.vocabulary
         targets[:, place] = ids[:, place]
-        total += model.position_losses(given, targets).mean()
-    return float(total) / (hole.stop - hole.start)
+        total += model.position_losses(given, targets).mean(dim=1)
+    return total / (hole.stop - hole.start)
 
 
-def filled_loss(model: LanguageModel, ids: Tensor, hole: slice, *, right: bool) -> float:
-    """Average the loss of the bytes of holes after both sides, or after an empty right side."""
+def filled_loss(model: LanguageModel, ids: Tensor, hole: slice, *, right: bool) -> Tensor:
+    """Average the loss over each hole after both sides, or after an empty right side: (B,)."""
     rows, size = [], hole.stop - hole.start
     for row in ids:
         after = row[hole.stop :] if right else row[:0]
         rows.append(led_in(row[: hole.start], row[hole], after, model.config.vocabulary))
     whole = torch.stack(rows)
     losses = model.position_losses(whole[:, :-1], whole[:, 1:].clamp(max=VOCABULARY - 1))
-    return float(losses[:, -size:].mean())
+    return losses[:, -size:].mean(dim=1)
 
 
 @torch.no_grad()
 def compare(
     masked: LanguageModel, following: LanguageModel, text: Text, *,
     hole: int, windows: int, batch: int, draws: int,
-) -> dict[str, float]:  # fmt: skip
-    """Average the nats a byte of `windows` holes, spread evenly over a text."""
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Average the nats a byte of `windows` holes, spread evenly over a text.
+
+    Returns:
+        `nats_per_byte` of all ways; `excess`, that over the model of the next byte, of the others;
+        and `standard_error` of the excess.
+    """
     in_order = not masked.config.is_masked
     context = min(masked.config.ctx - EXTRA * in_order, following.config.ctx)
     place = slice((context - hole) // 2, (context + hole) // 2)
     apart = (len(text) - context) // windows
     first, *others = ("fill",) if in_order else ("masked", "masked from left to right")
     kinds = ("next", first, f"{first} without the right side", *others)
-    sums = dict.fromkeys(kinds, 0.0)
+    found: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
     for begin in range(0, windows, batch):
         starts = [apart * number for number in range(begin, min(begin + batch, windows))]
         ids = text.window_batch(starts, context).to(masked.device).long()
-        share = len(starts) / windows
-        sums["next"] += share * next_loss(following, ids, place)
+        found["next"].append(next_loss(following, ids, place))
         for name, right in zip(kinds[1:3], (True, False), strict=True):
             if in_order:
-                found = filled_loss(masked, ids, place, right=right)
+                losses = filled_loss(masked, ids, place, right=right)
             else:
-                found = masked_loss(masked, ids, place, draws, begin, right=right)
-            sums[name] += share * found
+                losses = masked_loss(masked, ids, place, draws, begin, right=right)
+            found[name].append(losses)
         if not in_order:
-            sums[kinds[3]] += share * ordered_loss(masked, ids, place)
-    return sums
+            found[kinds[3]].append(ordered_loss(masked, ids, place))
+    whole = {kind: torch.cat(parts).double() for kind, parts in found.items()}
+    excess = {kind: losses - whole["next"] for kind, losses in whole.items() if kind != "next"}
+    return {
+        "nats_per_byte": {kind: float(losses.mean()) for kind, losses in whole.items()},
+        "excess": {kind: float(more.mean()) for kind, more in excess.items()},
+        "standard_error": {kind: float(more.std()) / windows**0.5 for kind, more in excess.items()},
+    }
 
 
 def main() -> None:
@@ -110,15 +122,18 @@ def main() -> None:
     sizes = {"windows": 512, "batch": 32, "draws": 16}
     for name, usual in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--out", type=Path, default=results.FOLDER)
     args = parser.parse_args()
     masked, following = load_model(args.masked), load_model(args.next)
     how = {name: getattr(args, name) for name in sizes}
     text = Text([args.text])
+    command = results.command_line("holes", args.masked.name, args.next.name, "TEXT")
     for hole in args.hole:
         with deterministic(), use_backend(resolve_backend(None, masked.device)):
             losses = compare(masked, following, text, hole=hole, **how)
-        found = {"run": args.masked.name, "device": str(masked.device), "hole": hole}
-        print(json.dumps(found | how | {"nats_per_byte": losses}), flush=True)
+        row = {"run": args.masked.name, "hole": hole} | how | losses
+        print(json.dumps(row), flush=True)
+        results.save("holes", [row], command=command, folder=args.out)
 
 
 if __name__ == "__main__":

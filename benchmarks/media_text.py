@@ -49,6 +49,8 @@ WORDS = 300
 """Commonest words of a text."""
 WORD = re.compile(r"[a-z]{3,12}")
 SPEEDS = 5
+SLOWEST = 140
+"""Words a minute, unless `--slowest` says otherwise."""
 READINGS = 100
 """Ways to read a word: as many pitches as make 100 with voices and speeds."""
 NEXT_READING = 7
@@ -99,6 +101,7 @@ def spoken(
     voices: int = len(VOICES),
     pitches: int = 0,
     pause: bool = True,
+    slowest: int = SLOWEST,
 ) -> tuple[SoundHeader, bytes]:
     """Speak a sentence, in the voice of its index, as a form of `SAMPLE_BYTES`.
 
@@ -110,8 +113,9 @@ def spoken(
         voices: how many of `VOICES` there are.
         pitches: how many each has; 0 is its own alone.
         pause: whether silence follows.
+        slowest: words a minute of the slowest speed; the others are 10 to 40 faster.
     """
-    voice, speed = VOICES[index % voices], 140 + 10 * (index % SPEEDS)
+    voice, speed = VOICES[index % voices], slowest + 10 * (index % SPEEDS)
     command = ["espeak-ng", "-v", voice, "-s", str(speed), "--stdout", "--", sentence]
     if pitches:
         turn = index // (SPEEDS * voices) % pitches
@@ -200,6 +204,7 @@ def records(
     rate: int = RATE,
     voices: int = 2,
     begin: int = 0,
+    slowest: int = SLOWEST,
 ) -> Iterator[Record]:
     """Make the records of texts, several at once, in their order.
 
@@ -210,10 +215,11 @@ def records(
         rate: samples a second.
         voices: 1, 2 or 4, that read words; clauses have all of `VOICES`.
         begin: the index of the first text.
+        slowest: words a minute of the slowest speed.
     """
     make = MAKERS[kind]
     if kind != "pages":
-        make = partial(make, form=form, rate=rate)
+        make = partial(make, form=form, rate=rate, slowest=slowest)
     if kind == "words":
         pitches = READINGS // (SPEEDS * voices)
         make = partial(make, voices=voices, pitches=pitches, pause=False)
@@ -224,14 +230,26 @@ def records(
                 yield Record(text, *body)
 
 
-def write_held_out(folder: Path, kind: str, held: list[Record]) -> dict[str, Any]:
-    """Write the held-out part, with its own sentences and with others'; return sizes by format."""
+def write_held_out(
+    folder: Path, kind: str, held: list[Record], *, peers: bool = True
+) -> dict[str, Any]:
+    """Write the held-out part, with its own sentences and with others'; return sizes by format.
+
+    Args:
+        folder: for the files.
+        kind: a key of `MAKERS`.
+        held: records.
+        peers: whether the sizes are measured, for which soundfile or Pillow is needed.
+    """
     texts = [record.sentence for record in held]
     for name, before in (("val", texts), ("val-others", texts[1:] + texts[:1])):
         pairs = zip(held, before, strict=True)
         content = b"".join(record.written(sentence) for record, sentence in pairs)
         (folder / f"{kind}-{name}.txt").write_bytes(content)
-    units, every = sum(record.header.units for record in held), [one.sizes() for one in held]
+    units = sum(record.header.units for record in held)
+    if not peers:
+        return {"units": units}
+    every = [one.sizes() for one in held]
     bits = {name: 8 * sum(sizes[name] for sizes in every) / units for name in every[0]}
     return {"units": units, "bits_per_unit": bits}
 
@@ -255,6 +273,12 @@ def main() -> None:
     parser.add_argument(
         "--voices", type=int, choices=(1, 2, 4), default=2, help="of words [default: 2]"
     )
+    parser.add_argument(
+        "--slowest", type=int, default=SLOWEST, help="words a minute [default: 140]"
+    )
+    parser.add_argument(
+        "--no-peers", action="store_true", help="do not measure sizes in other formats"
+    )
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     is_word = args.kind == "words"
@@ -265,21 +289,21 @@ def main() -> None:
         parse(path.read_text("utf-8", errors="replace"))
         for path in (args.text, args.val or args.text)
     )
-    how = (args.form, args.rate, args.voices)
-    held = list(records(args.kind, others[: args.held_out], *how))
+    made = partial(
+        records, args.kind, form=args.form, rate=args.rate, voices=args.voices, slowest=args.slowest
+    )
+    held = list(made(others[: args.held_out]))
     apart = {record.sentence for record in held}
-    report = write_held_out(args.folder, args.kind, held)
+    report = write_held_out(args.folder, args.kind, held, peers=not args.no_peers)
     texts = [text for text in texts if text not in apart]
     if is_word:
-        unread = records(args.kind, texts, *how, NEXT_READING * args.readings)
+        unread = made(texts, begin=NEXT_READING * args.readings)
         content = b"".join(record.written() for record in unread)
         (args.folder / f"{args.kind}-again.txt").write_bytes(content)
     written, numbers = 0, range(args.readings if is_word else 1)
-    made = chain.from_iterable(
-        records(args.kind, texts, *how, NEXT_READING * number) for number in numbers
-    )
+    every = chain.from_iterable(made(texts, begin=NEXT_READING * number) for number in numbers)
     with (args.folder / f"{args.kind}-train.txt").open("wb") as file:
-        while written < args.bytes and (record := next(made, None)) is not None:
+        while written < args.bytes and (record := next(every, None)) is not None:
             written += file.write(record.written())
     report = {"kind": args.kind, "train_bytes": written, **report}
     (args.folder / f"{args.kind}.json").write_text(json.dumps(report))

@@ -27,6 +27,7 @@ KEYS = {
     "several_texts": ("preset", "batch", "kind"),
     "checks": ("preset", "size", "prompt", "way"),
     "checked_texts": ("preset", "prompt", "way", "size", "has_head", "favour"),
+    "holes": ("run", "hole"),
     "kv_cache": ("preset", "ctx", "kv"),
     "products": ("size", "rows", "what"),
     "arb_3b": ("kind", "batch", "recompute"),

@@ -11,8 +11,8 @@ what it lacks is timed and added, which needs a GPU without other processes, and
 that it has may share one. With 0 seconds kinds are only timed.
 
 `--rival KIND --final-val VAL` compares the best one with another, of several the best of the first
-round: both train for the last number of seconds on seeds 1 to 3, and are judged on a text that
-chose nothing. The best one trains with trits as well, on seed 1.
+round, in which rivals train, too. Both train for the last number of seconds on seeds 1 to 3, and
+are judged on a text that chose nothing. The best one trains with trits as well, on seed 1.
 
 A row that is in the file of `--out` already is read, and not measured again: a search that was
 interrupted goes on where it was.
@@ -275,7 +275,7 @@ def main() -> None:
     )
     parser.add_argument("--final-val", help="held-out text of that comparison")
     args = parser.parse_args()
-    kinds = args.kind or list(KINDS)
+    kinds = list(dict.fromkeys([*(args.kind or KINDS), *(args.rival or ())]))
     rounds = args.seconds or [9.0, 36.0]
     if args.rival and len(rounds) == 1:
         parser.error("--rival takes the last of --seconds, and there is but one")

@@ -1,12 +1,13 @@
 """Train chunked models whose stages have learning rates of their own, one stage at a time.
 
     python -m benchmarks.stage_rates TRAIN VAL [MODEL...] [--seeds N...] [--steps N] [--lr X]
-                                    [--out DIR]
+                                    [--stages NAME...] [--factors X...] [--out DIR]
 
 The rate of all weights of a stage is multiplied by each of `FACTORS`, those of other stages,
 embedding and head stay; and last those of all weights are, as rates that are better for all of
 them would be taken for those of a stage. MODEL is one of `MODELS`: of one outer stage, and of two;
-those that are called tiny train on a CPU, too.
+those that are called tiny train on a CPU, too. Stages are `outer 0` and so on, `main`, `around`
+(embedding and head) and `all`.
 """
 
 from itertools import product
@@ -19,6 +20,7 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 from benchmarks import results
+from benchmarks.search import KINDS, POSITIONS
 from benchmarks.training_step import empty
 
 READ: dict[str, Any] = {"preset": "hnet-small", "ctx": 1024, "batch": 8}
@@ -33,13 +35,16 @@ MODELS = {
         "outer_dim": (192, 256), "outer_layers": (1, 1), "outer_heads": (3, 4),
         "outer_ffn": (512, 704), "chunk_length": (3, 3),
     },
+    "one outer stage, every 8": READ | {"boundaries": "every", "chunk_length": (8,)},
+    "85 M, every 4": {"kind": "every 4"},
+    "85 M, every 32": {"kind": "every 32"},
     "tiny, one outer stage": TINY,
     "tiny, two outer stages": TINY | {
         "outer_dim": (64, 96), "outer_layers": (1, 1), "outer_heads": (2, 2),
         "outer_ffn": (176, 256), "chunk_length": (3, 3),
     },
 }  # fmt: skip
-"""Options by name."""
+"""Options by name, or a kind of `benchmarks.search`, which has all digits."""
 FACTORS = (0.25, 0.5, 2.0, 4.0)
 
 
@@ -47,6 +52,15 @@ def stage_of(name: str) -> str:
     """Name the stage that a weight is of: `outer 0` and so on, `main`, or `around` all."""
     first, second, *_ = name.split(".")
     return f"outer {second}" if first == "stages" else "main" if first == "blocks" else "around"
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """Return the options of one of `MODELS`."""
+    options = MODELS[name]
+    if "kind" not in options:
+        return options
+    model = KINDS[options["kind"]]()
+    return {"preset": model, "digits": "all", "batch": POSITIONS // model.ctx}
 
 
 def build(
@@ -75,15 +89,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--lr", type=float, help="of all weights [default: the rule's]")
+    parser.add_argument(
+        "--stages", nargs="*", help="whose rates are multiplied [default: each, all]"
+    )
+    parser.add_argument("--factors", type=float, nargs="*", default=FACTORS)
     given = parser.parse_intermixed_args()
     paths, rate = (given.train, given.val), {} if given.lr is None else {"lr": given.lr}
     command = results.command_line("stage_rates", "TRAIN", "VAL", "--steps", str(given.steps))
     for seed in given.seeds:
         for model in given.models or MODELS:
-            options = MODELS[model]
+            options = options_of(model)
             depth = len(new_config(**options).model.outer)
-            stages = [*(f"outer {index}" for index in range(depth)), "main"]
-            runs = [("all", 1.0), *product([*stages, "all"], FACTORS)]
+            stages = given.stages or [*(f"outer {index}" for index in range(depth)), "main", "all"]
+            runs = [("all", 1.0), *product(stages, given.factors)]
             for stage, factor in runs:
                 empty()
                 with deterministic():

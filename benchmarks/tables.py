@@ -548,9 +548,14 @@ WAYS_TO_TRITS = {
 
 
 def ways_to_trits(runs: Runs) -> str:
-    """List ways to a ternary model, those with the least loss of both texts first."""
+    """List ways to a ternary model with a loss for each seed, by the mean loss of both texts."""
+    ways: dict[tuple, list[Row]] = {}
+    for row in sorted(rows_of(runs), key=lambda row: row["seed"]):
+        fields = ("kind", "lr", "taught", "fade_from", "fade_to")
+        ways.setdefault(tuple(row[field] for field in fields), []).append(row)
     lines = []
-    for row in sorted(rows_of(runs), key=lambda row: row["new"] + row["old"]):
+    for rows in sorted(ways.values(), key=lambda rows: mean(r["new"] + r["old"] for r in rows)):
+        row = rows[0]
         fades = row["kind"] not in WAYS_TO_TRITS
         way = f"`{row['kind']}`" if fades else WAYS_TO_TRITS[row["kind"]]
         lines.append(
@@ -558,8 +563,7 @@ def ways_to_trits(runs: Runs) -> str:
                 way + (", taught" if row["taught"] else ""),
                 f"{row['fade_from']:.0%} to {row['fade_to']:.0%}" if fades else "",
                 f"{row['lr']:g}" if row["lr"] else "",
-                f"{row['new']:.4f}",
-                f"{row['old']:.4f}",
+                *(", ".join(f"{each[text]:.4f}" for each in rows) for text in ("new", "old")),
                 f"{row['state_bytes'] / 1e6:.0f}" if row["state_bytes"] else "",
             ]
         )
@@ -927,19 +931,118 @@ def searched(runs: Runs, text: str, ctx: int, *, small: bool = False) -> str:
 
 
 def stage_rates(runs: Runs) -> str:
-    """Held-out losses by the factor of a stage's learning rate."""
-    found: dict[tuple[str, float, str], dict[float, list[float]]] = {}
-    for row in rows_of(runs):
-        place = found.setdefault((row["model"], row["lr"], row["stage"]), {})
+    """Held-out losses by the factor of a stage's learning rate, for each seed."""
+    found: dict[tuple, dict[float, list[float]]] = {}
+    for row in sorted(rows_of(runs), key=lambda row: row["seed"]):
+        place = found.setdefault(tuple(row[name] for name in ("model", "steps", "lr", "stage")), {})
         place.setdefault(row["factor"], []).append(row["held_out_nats"])
     factors = sorted({factor for losses in found.values() for factor in losses})
     lines = []
-    for (model, lr, stage), losses in found.items():
-        all_losses = losses | {1.0: found[model, lr, "all"][1.0]}
+    for (*run, stage), losses in sorted(found.items()):
+        all_losses = losses | {1.0: found[*run, "all"][1.0]}
         cells = (all_losses.get(factor, []) for factor in factors)
         losses_of = [", ".join(f"{x:.4f}" for x in cell) for cell in cells]
-        lines.append([model, f"{lr:g}", stage, *losses_of])
-    head = ["model", "`--lr`", "faster or slower", *(f"{factor:g}" for factor in factors)]
+        model, steps, lr = run
+        lines.append([model, f"{steps:,}", f"{lr:g}", stage, *losses_of])
+    head = ["model", "steps", "`--lr`", "faster or slower", *(f"{factor:g}" for factor in factors)]
+    return _measured(head, lines, runs)
+
+
+def checked_texts(runs: Runs) -> str:
+    """Speed of texts of trained models by checks, with the largest bonus of a repetition."""
+    ways = [row for row in rows_of(runs) if "bytes_per_check" in row]
+    alone = {(row["preset"], row["way"]): row for row in ways if row["size"] == 1}
+    kept: dict[tuple, Row] = {}
+    for row in sorted((row for row in ways if row["size"] > 1), key=lambda row: row["favour"] or 0):
+        kept[tuple(row[name] for name in ("preset", "way", "size", "has_head"))] = row
+    names = [f"{name}-ahead" for name in PRESETS]
+    lines = []
+    for key in sorted(kept, key=lambda key: (names.index(key[0]), key)):
+        row, (name, way, size, has_head) = kept[key], key
+        lines.append(
+            [
+                f"`{name.removesuffix('-ahead')}`",
+                way,
+                str(size),
+                f"head, {row['favour']:g}" if has_head else "text alone",
+                _speeds(alone[name, way]),
+                _speeds(row),
+                f"{mean(row['bytes_per_check']):.2f}",
+                f"{row['times']:.2f}",
+                "yes" if row["same"] else "**no**",
+            ]
+        )
+    head = [
+        "model", "sampling", "`--ahead`", "proposals", "bytes/s without", "with", "bytes a check",
+        "times as fast", "same text",
+    ]  # fmt: skip
+    return _measured(head, lines, runs)
+
+
+def _speeds(row: Row) -> str:
+    low, high = min(row["bytes_per_second"]), max(row["bytes_per_second"])
+    return f"{low:,} to {high:,}"
+
+
+def codebooks(runs: Runs) -> str:
+    """Use of codes, step times and losses of vector quantisers and product keys."""
+    kinds = {"nearest": "quantiser", "keys": "product keys", "none": "no codebook"}
+    shapes = {"shared": "131,072 x 1,024", "knowledge": "5,000,000 x 64"}
+    lines = []
+    for shape in shapes:
+        for kind in kinds:
+            row = row_of(runs, shape=shape, kind=kind)
+            if row:
+                # the first steps are compiled
+                (early, begin, _), (late, end, _) = row["told"][0], row["told"][-1]
+                share, dead = (
+                    _number(row.get(name), ".1%").replace("%", " %")
+                    for name in ("used_share", "dead_share")
+                )
+                lines.append(
+                    [
+                        shapes[shape],
+                        kinds[kind],
+                        f"{1000 * (end - begin) / (late - early):.2f}",
+                        f"{row['val_loss']:.4f}",
+                        share,
+                        _number(row.get("perplexity"), ",.0f"),
+                        dead,
+                        f"{row['state_bytes'] / MIB:,.0f}",
+                    ]
+                )
+    head = [
+        "rows", "kind", "ms per step", "held-out nats per byte", "used", "perplexity", "dead",
+        "state, MiB",
+    ]  # fmt: skip
+    return _measured(head, lines, runs)
+
+
+def holes(runs: Runs) -> str:
+    """Losses in holes, and by how much they exceed those of the model of the next byte."""
+    kinds = {"fill": "fill", "masked": "masked", "masked from left to right": "masked"}
+    lines = []
+    for size in sorted({row["hole"] for row in rows_of(runs)}):
+        for kind, name in kinds.items():
+            row = row_of(runs, run=name, hole=size)
+            if row:
+                losses = row["nats_per_byte"]
+                without = losses.get(f"{kind} without the right side")
+                excess, error = row["excess"][kind], row["standard_error"][kind]
+                lines.append(
+                    [
+                        str(size),
+                        kind,
+                        f"{losses[kind]:.4f}",
+                        _number(without, ".4f"),
+                        f"{losses['next']:.4f}",
+                        f"{excess:+.4f} ± {error:.4f}",
+                    ]
+                )
+    head = [
+        "hole, bytes", "objective", "both sides", "left side alone", "`next`, left side",
+        "both sides less `next`",
+    ]  # fmt: skip
     return _measured(head, lines, runs)
 
 
@@ -1099,6 +1202,9 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "step-budget": ("step_budget", step_budget),
     "ablation": ("ablation", ablation),
     "stage-rates": ("stage_rates", stage_rates),
+    "checked-texts": ("checked_texts", checked_texts),
+    "codebooks": ("codes", codebooks),
+    "holes": ("holes", holes),
     "search-novels-4096": ("search", partial(searched, text="novels", ctx=4096)),
     "search-novels-16384": ("search", partial(searched, text="novels", ctx=16384)),
     "search-code-4096": ("search", partial(searched, text="code", ctx=4096)),

@@ -15,8 +15,9 @@ import arbcli
 from arbcli.export.run import export
 from arbcli.infer.generation import Sampling, generate
 from arbcli.train.configure import new_config
+from arbcli.train.observer import Observer
 from arbcli.train.record import Record
-from arbcli.train.run import Observer, start_run
+from arbcli.train.run import start_run
 
 PROMPT = b"import "
 

@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 
 from arbcli.config.model_file import model_lines
 from arbcli.train.configure import new_config
-from arbcli.train.run import Observer, start_run
+from arbcli.train.observer import Observer
+from arbcli.train.run import start_run
 
 SHAPE = {"sub_norms": False, "dim": 32, "layers": 1, "heads": 2, "ffn": 64, "ctx": 16, "batch": 2}
 CHATML = (

@@ -125,11 +125,11 @@ def small_compressed() -> dict:
 @pytest.fixture(scope="session", autouse=True)
 def short_samples_and_evaluations():
     """Of two batches and four symbols: forty and 256 take most of the time of a small run."""
-    from arbcli.train import run  # not before the variable is set
+    from arbcli.train import sample  # not before the variable is set
     from arbcli.train.trainer import Trainer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "SAMPLE_BYTES", 4)
+        patch.setattr(sample, "SAMPLE_BYTES", 4)
         patch.setattr(Trainer.evaluate.__wrapped__, "__defaults__", (2,))
         yield
 

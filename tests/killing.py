@@ -26,7 +26,7 @@ from arbcli.config.model import ModelConfig
 from arbcli.config.model_file import model_lines
 from arbcli.config.presets import preset
 from arbcli.run_files import checkpoints
-from arbcli.train import run as run_module
+from arbcli.train import sample
 from arbcli.train.parallel import launch
 from arbcli.train.record import METRICS
 from arbcli.train.trainer import Trainer
@@ -328,7 +328,7 @@ def main(place: str, kills: str, seed: str, *names: str) -> int:
         names: of `RUNS`; none are all.
     """
     torch.set_num_threads(1)
-    run_module.SAMPLE_BYTES = 1
+    sample.SAMPLE_BYTES = 1
     os.environ["XDG_CACHE_HOME"] = str(Path(place) / "cache")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else it complains of the fork
     bad = 0

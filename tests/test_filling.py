@@ -8,6 +8,7 @@ import torch
 
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
+from arbcli.data import Text
 from arbcli.errors import ArbError
 from arbcli.filling import EXTRA, LEAD, cut, in_layout, led_in
 from arbcli.infer.generation import Sampling
@@ -16,7 +17,7 @@ from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.verify.reference import Reference
 from arbcli.verify.update_reference import reference_weight
-from benchmarks.holes import filled_loss
+from benchmarks.holes import compare, filled_loss, next_loss
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48}
 SUFFIX, PREFIX, MIDDLE = 256, 257, 258
@@ -114,9 +115,35 @@ def test_holes_of_a_benchmark_cost_what_float64_says(right):
         after = row[hole.stop :] if right else []
         rows.append([SUFFIX, 0, LEAD + 3, *after, PREFIX, *row[:4], MIDDLE, *row[4 : hole.stop]])
     logs = reference(torch.tensor(rows)[:, :-1])[0].log_softmax(dim=-1)[:, -3:]
-    wanted = -logs.gather(2, ids[:, hole, None]).mean()
+    wanted = -logs.gather(2, ids[:, hole, None])[..., 0].mean(dim=1)
     with torch.no_grad():
-        assert filled_loss(lm, ids, hole, right=right) == pytest.approx(float(wanted), rel=1e-4)
+        found = filled_loss(lm, ids, hole, right=right)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=0)
+
+
+def test_losses_of_holes_are_compared_window_by_window(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(32, 112)) * 9)
+    models = made(ctx=24), build_model(preset("tiny", **SIZES, ctx=24), torch.float32)
+    models[1].initialise(1)
+    text, how = Text([tmp_path / "text"]), {"hole": 3, "windows": 5, "draws": 1}
+    with torch.no_grad():
+        found, alike = (compare(*models, text, batch=batch, **how) for batch in (5, 2))
+    for part, losses in found.items():
+        assert alike[part] == pytest.approx(losses, rel=1e-4, abs=1e-6)
+    apart, size = (len(text) - 19) // 5, 19
+    ids = text.window_batch([apart * number for number in range(5)], size).long()
+    place = slice(8, 11)
+    with torch.no_grad():
+        fill, peer = (
+            filled_loss(models[0], ids, place, right=True),
+            next_loss(models[1], ids, place),
+        )
+    assert found["nats_per_byte"]["fill"] == pytest.approx(float(fill.mean()), rel=1e-5)
+    more = (fill - peer).double()
+    assert found["excess"]["fill"] == pytest.approx(float(more.mean()), rel=1e-4)
+    wanted = float(more.std()) / 5**0.5
+    assert found["standard_error"]["fill"] == pytest.approx(wanted, rel=1e-4)
+    assert found["excess"].keys() == {"fill", "fill without the right side"}
 
 
 def test_holes_are_filled_one_after_another():

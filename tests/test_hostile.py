@@ -23,7 +23,8 @@ from arbcli.infer.load import load_model
 from arbcli.model.build import build_model
 from arbcli.run_files import latest_run
 from arbcli.train.configure import new_config
-from arbcli.train.run import Observer, resume_run, start_run
+from arbcli.train.observer import Observer
+from arbcli.train.run import resume_run, start_run
 from arbcli.train.trainer import Trainer, text_digest
 
 SMALL = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}

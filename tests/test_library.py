@@ -15,7 +15,8 @@ from arbcli.errors import ArbError
 from arbcli.infer.load import load_model
 from arbcli.kernels.runtime.backend import default_backend
 from arbcli.plain_text import Conversion
-from arbcli.train.run import Observer, start_run
+from arbcli.train.observer import Observer
+from arbcli.train.run import start_run
 
 PAGE = Path(__file__).parents[1] / "docs" / "library.md"
 SMALL = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}

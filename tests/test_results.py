@@ -2,10 +2,11 @@
 
 import json
 import re
+import sys
 
 import pytest
 
-from benchmarks import results, tables
+from benchmarks import results, search, tables
 from benchmarks.results import FOLDER, KEYS, add_runs, load, options
 
 DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b|\d\d:\d\d:\d\d")
@@ -160,3 +161,27 @@ def test_benchmark_without_a_commit_ends_before_it_measures(monkeypatch):
         options("frontier", "").parse_args([])
     monkeypatch.setenv("ARB_COMMIT", "abc")
     assert options("frontier", "").parse_args([]).out == FOLDER
+
+
+def test_search_compares_its_best_with_a_rival_that_is_not_a_kind(tmp_path, monkeypatch):
+    """The rival trains in the first round, and a text that selected neither judges both."""
+    losses, trained = {"every 16": 1.2, "every 24": 1.1, "every 4": 1.3}, []
+
+    def measure(kind, ctx, digits, seconds, seed, text, times):
+        trained.append((kind, digits, seconds, seed, *text["val"]))
+        row = {"kind": kind, "digits": digits, "seconds": seconds, "seed": seed}
+        return row | {"held_out_nats": losses[kind]}
+
+    options = {"text": "novels", "data": "TRAIN", "val": "A", "final-val": "B", "out": tmp_path}
+    repeated = {"kind": ("every 16", "every 24"), "rival": ("every 4",), "seconds": (9, 36)}
+    given = [f"--{name}={value}" for name, value in options.items()]
+    given += [f"--{name}={value}" for name, values in repeated.items() for value in values]
+    monkeypatch.setenv("ARB_COMMIT", "abc1234")
+    monkeypatch.setattr(sys, "argv", ["search", *given])
+    monkeypatch.setattr(search, "measure", measure)
+    search.main()
+    assert trained == [
+        *((kind, "all", 9.0, 0, "A") for kind in losses),
+        *((kind, "all", 36.0, seed, "B") for seed in (1, 2, 3) for kind in ("every 24", "every 4")),
+        ("every 24", "trit", 36.0, 1, "B"),
+    ]

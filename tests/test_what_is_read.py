@@ -17,8 +17,9 @@ from arbcli.run_files import latest_run
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
 from arbcli.train.directory import read_facts
+from arbcli.train.observer import Observer
 from arbcli.train.record import LONGEST_LINE, METRICS, best_step, read_all_records, read_records
-from arbcli.train.run import Observer, resume_run, start_run
+from arbcli.train.run import resume_run, start_run
 
 SHAPE = {"dim": 32, "layers": 1, "heads": 2, "ffn": 64, "ctx": 16, "sub_norms": False}
 

@@ -11,7 +11,7 @@ from arbcli.signals import Interrupted, RaisedSignal
 
 if TYPE_CHECKING:
     from arbcli.infer.conversation import Conversation
-    from arbcli.infer.generation import Sampling
+    from arbcli.infer.sampling import Sampling
     from arbcli.model.language_model import LanguageModel
 
 WELCOME = (

@@ -2,11 +2,10 @@
 
 import os
 import sys
-import time
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,15 +23,14 @@ from arbcli.commands._options import (
     find_run,
     one_path,
 )
+from arbcli.commands._prompts import PromptProgress, read_lines, read_prompt
 from arbcli.commands._saved import saved_config
 from arbcli.errors import ArbError
 from arbcli.infer.option_checks import check_ahead, check_fills, check_masked_option
-from arbcli.media.continuing import kind_of, prompt_and_length, write_first
+from arbcli.media.continuing import kind_of, write_first
 from arbcli.output import (
-    PIPE_SECONDS,
     LiveLine,
     TextWriter,
-    clock,
     emit_json,
     is_terminal,
     note,
@@ -40,17 +38,32 @@ from arbcli.output import (
     write_bytes,
     write_chunks,
 )
-from arbcli.plain_text import plain_file
-from arbcli.reading import check_regular, open_regular
+from arbcli.reading import check_regular
 
 LENGTH = 512
 """Default number of bytes, or tokens, to generate."""
-MOST_PROMPT_BYTES = 2**26
-"""Maximum size of a prompt, or of a file of prompts."""
+EXCLUDED = {
+    "--bytes": ("--json", "--out", "--chunks"),
+    "--prompt-file": ("--prompt",),
+    "--infill": ("--prompt", "--prompt-file", "--chat", "--chunks", "--ahead", "--kv"),
+    "--prompts": (
+        "--prompt", "--prompt-file", "--out", "--chat", "--bytes", "--chunks", "--ahead",
+        "--infill", "--steps", "--json",
+    ),
+}  # fmt: skip
+"""Options that cannot be combined with another one."""
+NEEDED = {
+    "--batch": ("--prompts", "add `--prompts FILE`"),
+    "--keep": ("--prompt-file", "give a sound or picture"),
+}
+"""Options that only apply with another one, and the hint for it."""
+NOT_INTERACTIVE = (
+    "--prompt", "--prompt-file", "--infill", "--prompts", "--out", "--bytes", "--chunks", "--json",
+)  # fmt: skip
+"""Options with which the command reads no prompts from a terminal."""
 
 if TYPE_CHECKING:
     from arbcli.config.model import ModelConfig
-    from arbcli.infer.holes import FillReport
     from arbcli.infer.several import Request, TextReport
     from arbcli.model.language_model import LanguageModel
 
@@ -169,254 +182,165 @@ def generate(
     prompts are read interactively. A model that fills holes completes the text of --infill, a
     masked one a prompt too, and the whole text is written to stdout.
     """
-    if raw and as_json:
-        raise ArbError("`--bytes` cannot be combined with `--json`", hint="choose one")
-    if raw and out is not None:
-        raise ArbError("`--bytes` cannot be combined with `--out`", hint="choose one")
-    if raw and chunks:
-        raise ArbError("`--bytes` cannot be combined with `--chunks`", hint="choose one")
-    if prompts is None and batch is not None:
-        raise ArbError("`--batch` only applies with `--prompts`", hint="add `--prompts FILE`")
-    if prompt is not None and prompt_file is not None:
-        raise ArbError("`--prompt` and `--prompt-file` both give a prompt", hint="give one of them")
-    if keep is not None and prompt_file is None:
-        raise ArbError("`--keep` only applies with `--prompt-file`", hint="give a sound or picture")
+    given = {
+        "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
+        "--infill": infill is not None, "--prompts": prompts is not None,
+        "--batch": batch is not None, "--steps": steps is not None, "--keep": keep is not None,
+        "--out": out is not None, "--ahead": ahead is not None, "--kv": kv is not None,
+        "--chat": chats, "--bytes": raw, "--chunks": chunks, "--json": as_json,
+    }  # fmt: skip
+    _check_combinations(given)
     if out is not None:
         kind_of(out)
-    not_with_infill = {
-        "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
-        "--chat": chats, "--chunks": chunks, "--ahead": ahead is not None, "--kv": kv is not None,
-    }  # fmt: skip
-    for option, is_given in not_with_infill.items():
-        if infill is not None and is_given:
-            raise ArbError(
-                f"`{option}` cannot be combined with `--infill`", hint=f"leave `{option}` out"
-            )
-    not_with_prompts = {
-        "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
-        "--out": out is not None, "--chat": chats, "--bytes": raw, "--chunks": chunks,
-        "--ahead": ahead is not None, "--infill": infill is not None, "--steps": steps is not None,
-        "--json": as_json,
-    }  # fmt: skip
-    for option, is_given in not_with_prompts.items():
-        if prompts is not None and is_given:
-            raise ArbError(
-                f"`{option}` cannot be combined with `--prompts`",
-                hint=f"leave `{option}` out",
-            )
     checkpoint = find_run(one_path(run, checkpoint), loads=True)
     if prompt_file is not None:
         check_regular(prompt_file)
-    next_byte_options = {
-        "--chat": chats, "--chunks": chunks, "--ahead": ahead is not None, "--kv": kv is not None,
-    }  # fmt: skip
-    model_options = next_byte_options, ahead or 1, steps, infill is not None
     if config := saved_config(checkpoint):
-        _check_model(config, *model_options)
+        _check_model(config, given, ahead, steps)
         if chats:
             template_of(checkpoint if checkpoint.is_dir() else checkpoint.parent)
-    lines = _read_lines(prompts) if prompts else []
-    texts = prompt, prompt_file, infill, prompts
-    is_interactive = all(text is None for text in texts) and not (raw or as_json or chunks or out)
-    is_interactive = is_interactive and is_terminal()
+    lines = read_lines(prompts) if prompts else []
+    is_interactive = not any(given[option] for option in NOT_INTERACTIVE) and is_terminal()
     with LiveLine() as line, typing_dropped() if is_interactive else nullcontext():
         line.show_wait("loading")
         from arbcli.device import resolve_backend, resolve_device
-        from arbcli.infer import generation  # imports torch: slow, and not needed for `arb --help`
-        from arbcli.infer.chunks import check_chunks, chunk_depths
+        from arbcli.infer import chunks as chunking  # imports torch: slow
         from arbcli.infer.conversation import Conversation
+        from arbcli.infer.generation import continue_text
         from arbcli.infer.holes import HOLE, HOLE_LENGTH, fill_text
         from arbcli.infer.load import load_named_model
         from arbcli.infer.prompts import read_prompts
+        from arbcli.infer.sampling import Sampling
 
-        sampling = generation.Sampling(
-            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0
-        )
-        if prompts:
-            requests = read_prompts(lines, str(prompts), length or LENGTH, sampling)
-        else:
-            requests = None
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0)
+        name = str(prompts)
+        requests = read_prompts(lines, name, length or LENGTH, sampling) if prompts else []
         place = resolve_device(device)
         backend = resolve_backend(backend, place)
         model, name = load_named_model(checkpoint, place, note, compute)
     if requests:
         _continue_several(model, requests, batch, backend, kv)
         return
-    _check_model(model.config, *model_options)
+    _check_model(model.config, given, ahead, steps)
     fills = infill is not None or model.config.is_masked
     conversation = Conversation(model, Path(name)) if chats and not fills else None
     if is_interactive and not fills:
         chat(model, length or LENGTH, sampling, backend, kv, conversation)
         return
     if prompt_file is not None:
-        prompt_bytes, length = _read_prompt(prompt_file, checkpoint, model, keep, length)
+        start, length = read_prompt(prompt_file, checkpoint, model, keep, length)
+    elif prompt == "-":
+        start = sys.stdin.buffer.read()
     else:
-        prompt = "\n" if prompt is None else prompt
-        prompt_bytes = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
+        start = os.fsencode("\n" if prompt is None else prompt)
     if fills:
-        parts = [prompt_bytes, b""] if infill is None else os.fsencode(infill).split(HOLE.encode())
-        filled, content = fill_text(
-            model, name, parts, length or HOLE_LENGTH, steps, sampling, backend=backend
-        )
-        _write_filled(filled, content, out, raw=raw, as_json=as_json)
+        parts = [start, b""] if infill is None else os.fsencode(infill).split(HOLE.encode())
+        size = length or HOLE_LENGTH
+        filled, content = fill_text(model, name, parts, size, steps, sampling, backend=backend)
+        _write(content, asdict(filled), out, raw=raw, as_json=as_json)
+        speed = f"{filled.length:,} symbols filled in {filled.steps:,} steps"
+        _note_end(f"{speed} and {filled.seconds:.2f} s on {filled.device}, backend {backend}")
         return
-    length = length or LENGTH
     if chunks:
-        check_chunks(model)
-    read = conversation.ask(prompt_bytes) if conversation else prompt_bytes
-    text_bytes, collects = bytearray(prompt_bytes), as_json or chunks or out is not None
-    with _PromptProgress() as reading, TextWriter() as text:
-        report = generation.continue_text(
+        chunking.check_chunks(model)
+    collected, collects = bytearray(start), as_json or chunks or out is not None
+    with PromptProgress() as reading, TextWriter() as writer:
+        report = continue_text(
             model,
             name,
-            read,
-            length,
+            conversation.ask(start) if conversation else start,
+            length or LENGTH,
             sampling,
             backend=backend,
             kv=kv,
             ends=conversation.ends if conversation else (),
             ahead=ahead or 1,
             on_prompt=reading.show,
-            on_bytes=write_bytes if raw else text_bytes.extend if collects else text.write,
+            on_bytes=write_bytes if raw else collected.extend if collects else writer.write,
         )
-    if out is not None:
-        note(f"`{out}` has {write_first(out, bytes(text_bytes))}")
-    depths = chunk_depths(model, bytes(text_bytes), backend) if chunks else None
-    if as_json:
-        emit_json(asdict(report) | ({"chunk_depths": depths} if chunks else {}))
-    elif depths is not None:
-        write_chunks(bytes(text_bytes), depths)
-    unit = "bytes" if model.tokenizer is None else "tokens"
-    bytes_per_check = report.bytes_per_check
-    checks = "" if bytes_per_check is None else f", {bytes_per_check:.2f} bytes a check"
-    rate, cache = f"{report.bytes_per_second:,.0f}", f"{report.cache_bytes:,}"
-    note("")
-    note(
-        f"{report.length} {unit}, {rate} bytes/s on {place}, backend {backend}, cache of"
-        f" {cache} bytes in {report.kv}{checks}"
+    if collects:
+        content = bytes(collected)
+        depths = chunking.chunk_depths(model, content, backend) if chunks else None
+        extra = {"chunk_depths": depths} if chunks else {}
+        _write(content, asdict(report) | extra, out, as_json=as_json, depths=depths)
+    checks = report.bytes_per_check
+    _note_end(
+        f"{report.length} {_unit(model)}, {report.bytes_per_second:,.0f} bytes/s on {place},"
+        f" backend {backend}, cache of {report.cache_bytes:,} bytes in {report.kv}"
+        + ("" if checks is None else f", {checks:.2f} bytes a check")
     )
 
 
-def _check_model(
-    config: "ModelConfig",
-    next_byte_options: dict[str, bool],
-    ahead: int,
-    steps: int | None,
-    fills: bool,
-) -> None:
-    """Check that a model supports the options.
+def _check_combinations(given: dict[str, bool]) -> None:
+    """Check that options can be combined.
 
     Args:
-        config: configuration of the model.
-        next_byte_options: options for models that predict the next byte, each with whether it was
-            given.
-        ahead: maximum number of bytes per step.
-        steps: value of `--steps`, if given.
-        fills: whether the text has holes.
+        given: whether each option was given.
+
+    Raises:
+        ArbError: an option excludes or needs another one.
+    """
+    for option, (needed, hint) in NEEDED.items():
+        if given[option] and not given[needed]:
+            raise ArbError(f"`{option}` only applies with `{needed}`", hint=hint)
+    for option, others in EXCLUDED.items():
+        for other in others:
+            if given[option] and given[other]:
+                raise ArbError(
+                    f"`{other}` cannot be combined with `{option}`", hint=f"leave `{other}` out"
+                )
+
+
+def _check_model(
+    config: "ModelConfig", given: dict[str, bool], ahead: int | None, steps: int | None
+) -> None:
+    """Check that a model supports the options.
 
     Raises:
         ArbError: the model does not support an option.
     """
     check_masked_option(config, "--steps", steps)
-    if fills:
+    if given["--infill"]:
         check_fills(config)
-    for option, is_given in next_byte_options.items():
-        if is_given and (config.is_masked or fills):
+    for option in ("--chat", "--chunks", "--ahead", "--kv"):
+        if given[option] and config.is_masked:
             raise ArbError(
                 f"`{option}` only applies to text that is generated from left to right",
                 hint=f"leave `{option}` out",
             )
-    check_ahead(config, ahead)
+    check_ahead(config, ahead or 1)
 
 
-class _PromptProgress:
-    """Shows the progress of reading a long prompt, with the remaining time.
-
-    The line is updated every second on a terminal, and every `PIPE_SECONDS` elsewhere.
-    """
-
-    def __init__(self) -> None:
-        self._line, self._stack = LiveLine(), ExitStack()
-        self._begun = time.perf_counter()
-        self._next = self._begun + 1
-
-    def __enter__(self) -> "_PromptProgress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the line."""
-        self._stack.close()
-
-    def show(self, done: int, size: int) -> None:
-        """Show that `done` of `size` symbols are read."""
-        now = time.perf_counter()
-        if done == size:
-            self._stack.close()
-        elif now >= self._next:
-            if self._next == self._begun + 1:
-                self._stack.enter_context(self._line)
-            self._next = now + (1 if self._line.is_live else PIPE_SECONDS)
-            left = (now - self._begun) * (size - done) / done
-            text = f"read {done:,} of {size:,} of the prompt, {clock(left)} left"
-            (self._line.show_wait if self._line.is_live else note)(text)
-
-
-def _write_filled(
-    report: "FillReport", content: bytes, out: Path | None, *, raw: bool, as_json: bool
+def _write(
+    content: bytes,
+    report: dict[str, Any],
+    out: Path | None,
+    *,
+    as_json: bool,
+    raw: bool = False,
+    depths: list[int] | None = None,
 ) -> None:
-    """Write a text whose holes were filled, and a note with the time."""
+    """Write a complete text: to a file, and as JSON, coloured chunks, bytes or characters."""
     if out is not None:
         note(f"`{out}` has {write_first(out, content)}")
-    elif as_json:
-        emit_json(asdict(report))
+    if as_json:
+        emit_json(report)
+    elif depths is not None:
+        write_chunks(content, depths)
     elif raw:
         write_bytes(content)
-    else:
+    elif out is None:
         with TextWriter() as text:
             text.write(content)
-    note("")
-    note(
-        f"{report.length:,} symbols filled in {report.steps:,} steps and {report.seconds:.2f} s on"
-        f" {report.device}, backend {report.backend}"
-    )
 
 
-def _read_prompt(
-    file: Path, checkpoint: Path, model: "LanguageModel", keep: float | None, length: int | None
-) -> tuple[bytes, int | None]:
-    """Read a file as the run reads its texts; return the prompt and the length to generate."""
-    from arbcli.train.directory import run_conversion
-
-    plain = plain_file(file, run_conversion(checkpoint))
-    with open_regular(plain) as source:
-        content = source.read(MOST_PROMPT_BYTES + 1)
-    if len(content) > MOST_PROMPT_BYTES:
-        raise ArbError(
-            f"`{file}` has more than {MOST_PROMPT_BYTES:,} bytes", hint="give a shorter prompt"
-        )
-    if model.tokenizer is not None and plain != file:
-        raise ArbError(
-            "a model with a tokenizer only reads text", hint="give a text file, or use a byte model"
-        )
-    return prompt_and_length(content, keep, length)
+def _note_end(message: str) -> None:
+    note("")  # the text may have no newline at its end
+    note(message)
 
 
-def _read_lines(file: Path) -> list[bytes]:
-    """Read the lines of a file, or of stdin for `-`."""
-    try:
-        with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as source:
-            content = source.read(MOST_PROMPT_BYTES + 1)
-    except OSError as error:
-        why = error.strerror or type(error).__name__
-        raise ArbError(
-            f"cannot read `{file}`: {why}", hint="give a file, or - for stdin"
-        ) from error
-    if len(content) > MOST_PROMPT_BYTES:
-        raise ArbError(
-            f"`{file}` has more than {MOST_PROMPT_BYTES:,} bytes of prompts",
-            hint="split it into several files",
-        )
-    return content.splitlines()
+def _unit(model: "LanguageModel") -> str:
+    return "bytes" if model.tokenizer is None else "tokens"
 
 
 def _continue_several(
@@ -433,8 +357,8 @@ def _continue_several(
         emit_json(asdict(text))
 
     done = continue_several(model, requests, batch, backend=backend, kv=kv, on_text=write)
-    kind = "bytes" if model.tokenizer is None else "tokens"
+    unit, rate = _unit(model), done.length / done.seconds
     note(
-        f"{done.texts} texts, {done.length:,} {kind}, {done.length / done.seconds:,.0f} {kind}/s on"
-        f" {done.device}, backend {done.backend}, {done.batch} at once"
+        f"{done.texts} texts, {done.length:,} {unit}, {rate:,.0f} {unit}/s on {done.device},"
+        f" backend {done.backend}, {done.batch} at once"
     )

@@ -221,7 +221,8 @@ def train(
         display.wait("loading")
         from arbcli.inspect import plots, room  # imports torch: not needed for `arb --help`
         from arbcli.train.configure import new_config
-        from arbcli.train.run import Observers, resume_run, start_run
+        from arbcli.train.observer import Observers
+        from arbcli.train.run import resume_run, start_run
 
         if plot is not None:
             plots.require_matplotlib()

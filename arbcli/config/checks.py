@@ -14,7 +14,7 @@ from arbcli.reading import is_of, shown
 
 LARGEST = 2**20
 """Upper bound of sizes not in `LARGEST_OF`; products of a tensor's sizes fit in 63 bits."""
-LARGEST_OF = {"iterations": 256, "rows": 2**31 - 1}
+LARGEST_OF = {"iterations": 256, "rows": 2**31 - 1, "codes": 2**28}
 """Upper bounds of sizes by field."""
 LEAST_OF = {"place": 0}
 """Lower bounds of sizes by field; 1 for all others."""

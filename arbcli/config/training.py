@@ -204,7 +204,7 @@ class TrainConfig:
         int | None,
         Setting("Steps between records.", RUN, least=1, most=LONGEST_LOG, default="10"),
     ] = None
-    """Steps between records; None is `arbcli.train.run.LOG_EVERY`."""
+    """Steps between records; None is `arbcli.train.schedule.LOG_EVERY`."""
     sample_every: Annotated[
         int | None,
         Setting("Steps between samples of text.", RUN, least=1, default="only at the end"),

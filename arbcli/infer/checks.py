@@ -4,11 +4,10 @@ Proposals come from the model's multi-byte prediction head, if it has one, and f
 the text.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from arbcli.infer.sampling import Sampling
 from arbcli.kernels.attention.attend_ahead import keep_accepted_, table_of
 from arbcli.kernels.output.accept_ahead import accept_ahead_
 from arbcli.kernels.output.choose_byte import choose_byte_
@@ -16,13 +15,29 @@ from arbcli.kernels.output.propose_byte import propose_byte_
 from arbcli.kernels.output.repeat_ahead import repeat_ahead_
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.model.cache import Cache
+from arbcli.model.decoding import fused_logits, fuses
 from arbcli.model.language_model import LanguageModel
 
-if TYPE_CHECKING:
-    from arbcli.infer.generation import Sampling
-
-EACH_EQUAL = 0.2
+EACH_EQUAL = 0.4
 """Logit bonus of the byte that continues a repetition, for each matching byte before it."""
+
+
+@torch.no_grad()
+def can_check(model: LanguageModel) -> bool:
+    """Return whether `Checks` supports a model; call it within `prepared_weights`.
+
+    It needs fused steps, a single stage and stream whose parts all have `steps_ahead`, no other
+    part that reads the text, no holes, and unquantised keys and values.
+    """
+    main, config = model.config.main, model.config
+    others = config.outer, config.beside, config.reads_text, config.composite, config.fills
+    if any((*others, main.memories, main.router)) or main.streams > 1 or model.kept.stored:
+        return False
+    parts = [branch.part for block in model.blocks for branch in block.branches]
+    if config.head:
+        parts.append(model.byte_mlp)
+    x = torch.empty(1, 1, main.dim, dtype=model.compute_dtype, device=model.device)
+    return fuses(model, x) and all(part.steps_ahead and part.steps_fused for part in parts)
 
 
 class Checks:
@@ -67,7 +82,7 @@ class Checks:
         numbers = torch.arange(self.size, dtype=torch.int32, device=byte.device)
         self._places.copy_(self._cache.position + numbers)
 
-    def run(self, text: Tensor, key: Tensor, sampling: "Sampling") -> None:
+    def run(self, text: Tensor, key: Tensor, sampling: Sampling) -> None:
         """Run a step, which appends 1 to `size` bytes to the text.
 
         Args:
@@ -78,7 +93,10 @@ class Checks:
         settings = sampling.temperature, sampling.top_k, sampling.top_p
         position = self._cache.position
         self._propose(text, key, settings)
-        logits, rows = self._model.check(self._ids, self._cache)
+        with self._cache.main.clock.checking():  # the cache does not advance
+            x = self._model.embedding(self._ids, self._model.compute_dtype)
+            rows = self._model.blocks.step(x, self._cache.main)
+        logits = fused_logits(self._model, rows)  # the bits of single steps
         choose_byte_(self._chosen, text, logits[0], self._places[1], key, *settings)
         accept_ahead_(
             self._ids[0], self._chosen, rows[0], self._last.view(-1), position, self._places,
@@ -88,14 +106,14 @@ class Checks:
 
     def _propose(self, text: Tensor, key: Tensor, settings: tuple[float, int, float]) -> None:
         """Propose the bytes after the last one."""
-        equal, position, x = self._equal, self._cache.position, self._last
-        if self._model.ahead is None:
+        equal, position, x, head = self._equal, self._cache.position, self._last, self._model.ahead
+        if head is None:
             repeat_ahead_(self._ids[0, 1:], equal, text, position)
             return
-        repeated = self._repeated
+        repeated, fused = self._repeated, fuses(self._model, x) and head.mlp.steps_fused
         repeat_ahead_(repeated, equal, text, position)
         for number in range(1, self.size):
             byte, place = self._ids[:, number - 1 : number], self._places[number]
-            x, logits = self._model.propose(x, byte)
+            x, logits = head.step(x, byte) if fused else head(x, byte)
             byte, own = self._ids[0, number : number + 1], repeated[number - 1 : number + 1]
-            propose_byte_(byte, own, equal, logits, place, key, EACH_EQUAL, *settings)
+            propose_byte_(byte, own, equal, logits[0, 0], place, key, EACH_EQUAL, *settings)

@@ -17,12 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.config.model import MOST, VOCABULARY
+from arbcli.config.model import VOCABULARY
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.device import capturing, deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
-from arbcli.infer.checks import Checks
+from arbcli.infer.checks import Checks, can_check
 from arbcli.infer.option_checks import check_ahead
+from arbcli.infer.sampling import Sampling
 from arbcli.infer.step_graph import StepGraph
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_byte import choose_byte_
@@ -31,7 +32,8 @@ from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.cache import Cache
-from arbcli.model.language_model import LanguageModel, Phase
+from arbcli.model.decoding import Phase, step_phases
+from arbcli.model.language_model import LanguageModel
 
 WARM_UP_STEPS = 3
 """Steps before the capture, in which kernels are compiled and libraries choose algorithms."""
@@ -40,36 +42,6 @@ FETCHED_STEPS = 16
 LONGEST_TEXT = 2**24
 """Maximum length of prompt and generated text; float32 has no exact integers beyond."""
 OUT_OF_MEMORY = "close what else uses the GPU, or use `--device cpu`"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """Parameters of sampling from logits."""
-
-    temperature: float = 0.8
-    """Sampling temperature; 0 is greedy."""
-    top_k: int = VOCABULARY
-    """Sample from the k likeliest symbols, or from all if there are fewer."""
-    top_p: float = 1.0
-    """Nucleus (top-p) sampling, applied after `top_k`."""
-    seed: int = 0
-    """Seed of the random numbers, which only depend on it and the position on any device."""
-
-    def __post_init__(self) -> None:
-        """Check the ranges of the parameters.
-
-        Raises:
-            ArbError: a parameter is out of range.
-        """
-        t = self.temperature
-        for option, value, fits, hint in (
-            ("temperature", t, t == 0 or 1e-6 <= t <= 1e6, "0, or 1e-6 to 1e6"),
-            ("top-k", self.top_k, 1 <= self.top_k <= MOST, f"1 to {MOST:,}"),
-            ("top-p", self.top_p, 0 < self.top_p <= 1, "a number above 0 and at most 1"),
-            ("seed", self.seed, 0 <= self.seed < 2**31, f"0 to {2**31 - 1}"),
-        ):
-            if not fits:
-                raise ArbError(f"`--{option}` is {value}", hint=f"use {hint}")
 
 
 class _Fetch(NamedTuple):
@@ -136,12 +108,14 @@ class Decoder:
         self.backend = backend or default_backend(device)
         self.length = 0
         """Length of the text so far."""
+        self.num_generated = 0
+        """Number of symbols that `stream` has yielded."""
         dtype = text_dtype(model.config.vocabulary)
         self._text = torch.zeros(positions, dtype=dtype, device=device)
         self._byte = torch.zeros(1, 1, dtype=torch.int64, device=device)  # last byte of the text
         seed = torch.tensor(self.sampling.seed, dtype=torch.int32, device=device)
         self._key = stream_keys(seed, torch.full_like(seed, stream), 1, 1)[0, 0]
-        self._phases = model.step_phases(self._byte, self.cache)
+        self._phases = step_phases(model, self._byte, self.cache)
         self.checks = self._new_checks(ahead)
         """Speculative decoding; None for single-byte steps."""
         self.checks_made, self.checked_bytes = 0, 0
@@ -195,12 +169,24 @@ class Decoder:
         self._byte.copy_(ids[-1])  # the next step reads it
         self.length += len(prompt)
 
-    def stream(self, length: int) -> Iterator[Sequence[int]]:
+    def stream(self, length: int, ends: Collection[int] = ()) -> Iterator[Sequence[int]]:
         """Generate `length` symbols, and yield them in pieces while later ones are computed.
+
+        Args:
+            length: number of symbols.
+            ends: stop symbols, which are not yielded.
 
         Raises:
             ValueError: the text would be too long, or no prompt was read.
         """
+        for part in self._stream(length):
+            place = next((i for i, symbol in enumerate(part) if symbol in ends), None)
+            self.num_generated += len(part[:place])
+            yield part[:place]
+            if place is not None:
+                return
+
+    def _stream(self, length: int) -> Iterator[Sequence[int]]:
         if not 0 < self.length <= len(self._text) - length:
             raise ValueError(f"no room for {length} bytes after {self.length}")
         if self.checks is not None:
@@ -231,7 +217,7 @@ class Decoder:
                     f"`--ahead` does not work with a cache in {model.kept_in}",
                     hint="leave `--kv` or `--ahead` out",
                 )
-            if not model.can_check():
+            if not can_check(model):
                 raise ArbError(
                     "this model does not support `--ahead`",
                     hint="leave `--ahead` out; docs/models.md says which models can",
@@ -441,6 +427,8 @@ def generate(
     kv: str | None = None,
     ends: Collection[int] = (),
     ahead: int = 1,
+    on_prompt: Callable[[int, int], None] = lambda *_: None,
+    on_read: Callable[[Decoder], None] = lambda _: None,
 ) -> Iterator[bytes]:
     """Continue a prompt.
 
@@ -453,6 +441,8 @@ def generate(
         kv: storage format of keys and values: see `LanguageModel.keeping`.
         ends: stop symbols, which are not part of the text.
         ahead: maximum number of bytes per step: see `Decoder`.
+        on_prompt: called during prefill with the symbols read and in total.
+        on_read: called after prefill.
 
     Yields:
         Pieces of one or more bytes.
@@ -464,45 +454,14 @@ def generate(
     room = spare_bytes(model.device)
     with explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
         symbols = symbols_of(model, prompt)
-        decoder = _decoder_for(model, symbols, length, sampling, backend, kv, ahead)
-        decoder.read(symbols)
-        yield from bytes_of(model, symbols, _until(decoder.stream(length), ends))
-
-
-def _decoder_for(
-    model: LanguageModel,
-    prompt: Sequence[int],
-    length: int,
-    sampling: Sampling | None,
-    backend: str | None,
-    kv: str | None,
-    ahead: int,
-) -> Decoder:
-    """Create the decoder of a text, before it reads the prompt."""
-    with model.keeping(kv):
-        return Decoder(
-            model,
-            len(prompt) + length,
-            sampling,
-            backend=backend,
-            ahead=ahead,
-            prompt=len(prompt),
-        )
-
-
-def _until(parts: Iterator[Sequence[int]], ends: Collection[int]) -> Iterator[Sequence[int]]:
-    """Yield symbols up to the first one in `ends`."""
-    for part in parts:
-        place = next((i for i, symbol in enumerate(part) if symbol in ends), None)
-        yield part[:place]
-        if place is not None:
-            return
-
-
-def _counting(parts: Iterator[Sequence[int]], counted: list[int]) -> Iterator[Sequence[int]]:
-    for part in parts:
-        counted[0] += len(part)
-        yield part
+        size = len(symbols)
+        with model.keeping(kv):
+            decoder = Decoder(
+                model, size + length, sampling, backend=backend, ahead=ahead, prompt=size
+            )
+        decoder.read(symbols, on_prompt)
+        on_read(decoder)
+        yield from bytes_of(model, symbols, decoder.stream(length, ends))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -567,20 +526,32 @@ def continue_text(
         ArbError: the prompt is empty, an option does not suit the model, or GPU memory is
             exhausted.
     """
-    text = bytearray()
-    room = spare_bytes(model.device)
-    with deterministic(), explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
-        symbols = symbols_of(model, prompt)
-        decoder = _decoder_for(model, symbols, length, sampling, backend, kv, ahead)
-        decoder.read(symbols, on_prompt)
-        if decoder.device.type == "cuda":
-            torch.cuda.synchronize(decoder.device)
-        started, counted = time.perf_counter(), [0]
-        parts = _counting(_until(decoder.stream(length), ends), counted)
-        for part in bytes_of(model, symbols, parts):
+    text, started = bytearray(), 0.0
+    decoder: Decoder | None = None
+
+    def begin(reader: Decoder) -> None:
+        nonlocal started, decoder
+        if reader.device.type == "cuda":
+            torch.cuda.synchronize(reader.device)
+        started, decoder = time.perf_counter(), reader
+
+    with deterministic():
+        for part in generate(
+            model,
+            prompt,
+            length,
+            sampling,
+            backend=backend,
+            kv=kv,
+            ends=ends,
+            ahead=ahead,
+            on_prompt=on_prompt,
+            on_read=begin,
+        ):
             text += part
             on_bytes(part)
-        seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    assert decoder is not None
     if isinstance(prompt, bytes):
         prompt_text = prompt.decode(errors="replace")
     else:
@@ -589,7 +560,7 @@ def continue_text(
         checkpoint=checkpoint,
         prompt=prompt_text,
         text=text.decode(errors="replace"),
-        length=counted[0],
+        length=decoder.num_generated,
         bytes_per_second=len(text) / seconds,
         **dataclasses.asdict(sampling),
         kv=decoder.kept_in,

@@ -15,8 +15,9 @@ from torch import Tensor
 from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.filling import EXTRA, led_in
-from arbcli.infer.generation import OUT_OF_MEMORY, Decoder, Sampling, text_dtype
+from arbcli.infer.generation import OUT_OF_MEMORY, Decoder, text_dtype
 from arbcli.infer.option_checks import check_fills
+from arbcli.infer.sampling import Sampling
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import use_backend

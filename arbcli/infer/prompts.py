@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from arbcli.errors import ArbError
-from arbcli.infer.generation import Sampling
+from arbcli.infer.sampling import Sampling
 from arbcli.infer.several import Request
 from arbcli.reading import is_of, parse_json
 

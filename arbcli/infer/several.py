@@ -27,12 +27,12 @@ from arbcli.infer.generation import (
     LONGEST_TEXT,
     OUT_OF_MEMORY,
     WARM_UP_STEPS,
-    Sampling,
     copied_to_host,
     read_symbols,
     symbols_on,
     text_dtype,
 )
+from arbcli.infer.sampling import Sampling
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import default_backend, use_backend

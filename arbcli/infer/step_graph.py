@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime.conditions import driver
-from arbcli.model.language_model import Phase
+from arbcli.model.decoding import Phase
 
 _CONDITIONAL, _IF = 13, 0
 """Node type and condition type in the driver's header."""

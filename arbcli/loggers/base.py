@@ -14,8 +14,8 @@ from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import row_chunks, use_backend
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
+from arbcli.train.observer import Observer
 from arbcli.train.record import Record, TrainReport
-from arbcli.train.run import Observer
 from arbcli.train.trainer import Trainer
 
 PROJECT = "arb"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from arbcli.errors import ArbError
 from arbcli.kernels.attention.attend_ahead import Kept
 from arbcli.model.mark import Mark, Written
 from arbcli.model.parts.ngrams import HISTORY
@@ -97,6 +98,9 @@ class Cache(_Markable):
         texts: batch size B; None for a single text, whose tensors have no batch dimension.
         device: device of the states; None is the model's.
         first: first position that is read; earlier ones are only counted.
+
+    Raises:
+        ArbError: the model is masked, and does not generate from left to right.
     """
 
     def __init__(
@@ -108,6 +112,11 @@ class Cache(_Markable):
         device: torch.device | None = None,
         first: int = 0,
     ) -> None:
+        if model.config.is_masked:
+            raise ArbError(
+                "this model is masked and cannot generate text from left to right",
+                hint="fill holes: `arb generate RUN --infill TEXT`",
+            )
         device, slots = device or model.device, model.config.slots
         self.positions = positions
         kept = StateSpec(positions, model.compute_dtype, device, texts, model.kept, first)

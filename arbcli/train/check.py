@@ -10,17 +10,18 @@ from arbcli.checkpoint import Accept, Checkpoint, DamagedError, load_checkpoint
 from arbcli.config.training import TrainConfig
 from arbcli.errors import ArbError
 from arbcli.run_files import CONFIG, best_checkpoints, checkpoints, directory_of, step_of
-from arbcli.train.directory import open_texts_again, read_facts, run_config
-from arbcli.train.recent import FIELD
-from arbcli.train.record import METRICS, read_all_records
-from arbcli.train.run import (
+from arbcli.train.directory import (
     accept_of,
     can_begin_again,
-    check_steps,
-    is_evaluated,
-    stays,
-    teacher_again,
+    open_texts_again,
+    read_facts,
+    run_config,
 )
+from arbcli.train.recent import FIELD
+from arbcli.train.record import METRICS, read_all_records, stays
+from arbcli.train.run import check_steps
+from arbcli.train.schedule import is_evaluated
+from arbcli.train.teacher import teacher_again
 from arbcli.train.trainer import text_digest
 
 

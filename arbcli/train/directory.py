@@ -17,18 +17,21 @@ import torch
 
 from arbcli.chat_template import find_template
 from arbcli.chats import Chats, has_documents
-from arbcli.checkpoint import Checkpoint
+from arbcli.checkpoint import Accept, Checkpoint
 from arbcli.config.checks import check_at_least
 from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data import Text, Texts, entropy, open_texts
 from arbcli.errors import ArbError
+from arbcli.infer.load import check_saved
 from arbcli.infer.tokens import check_digest, check_vocabulary
 from arbcli.plain_text import PLAIN, Conversion
 from arbcli.reading import read_json
 from arbcli.run_files import CONFIG, RUNS, run_of
 from arbcli.tokens import FILE, Tokenizer, tokenised
+from arbcli.train.recent import check_recent
+from arbcli.train.record import read_records
 from arbcli.train.schedule import fade_stage
 from arbcli.train.trainer import text_digest
 from arbcli.version import __version__
@@ -69,8 +72,8 @@ def next_number(root: Path) -> int:
     return max(numbers) + 1
 
 
-def make_directory(run: Path) -> None:
-    """Create the directory of a new run.
+def make_directory(run: Path) -> Path:
+    """Create the directory of a new run, and return it.
 
     Raises:
         ArbError: it cannot be created.
@@ -80,6 +83,7 @@ def make_directory(run: Path) -> None:
             run.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise ArbError(f"`{run}` is a file", hint="choose another `--out`") from None
+    return run
 
 
 @contextmanager
@@ -187,6 +191,31 @@ def check_same_run(
             f" {', '.join(differing[:MOST_NAMED])}{more}",
             hint=hint,
         )
+
+
+def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
+    """Return a check that a run can resume from a checkpoint.
+
+    Args:
+        run: directory of the run.
+        facts: contents of `config.json`.
+        config: the configuration in `facts`.
+    """
+
+    def accept(checkpoint: Checkpoint) -> None:
+        check_same_run(run, facts, config, checkpoint)
+        check_recent(checkpoint)
+        check_saved(checkpoint)
+
+    return accept
+
+
+def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
+    """Return whether a run has no state yet, so that it can restart from step 0.
+
+    The first checkpoint is saved before the first record. Runs with initial weights need these.
+    """
+    return "init_from" not in facts and not read_records(run)
 
 
 def _earlier_steps(facts: dict[str, Any], step: int) -> list[int]:

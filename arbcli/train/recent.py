@@ -16,8 +16,9 @@ from arbcli.errors import ArbError
 from arbcli.reading import check_schema
 from arbcli.train.parallel.group import Group
 from arbcli.train.record import finite
+from arbcli.train.schedule import LOG_EVERY
 
-KEPT_STEPS = 10
+KEPT_STEPS = LOG_EVERY
 """Minimum number of steps in a checkpoint, which is the interval of records."""
 FIELD = "recent"
 """Key of a checkpoint's `data`; absent from checkpoints of earlier versions."""

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from arbcli.checkpoint import write_file
+from arbcli.config.training import TrainConfig
 from arbcli.errors import ArbError
 from arbcli.reading import open_regular, parse_json, test_of
+from arbcli.train.schedule import is_evaluated, is_recorded
 
 METRICS = "metrics.jsonl"
 """File of a run's records in JSON lines."""
@@ -106,12 +108,12 @@ class TrainReport:
     bits_per_byte: float | None
     entropy: float
     """Order-0 entropy of the held-out text in nats per byte."""
-    seconds: float
-    sample: str
+    seconds: float = 0.0
+    sample: str = ""
     """Generated text; empty if the run was stopped, or was already finished."""
-    stopped_by: str | None
+    stopped_by: str | None = None
     """Name of the signal that ended the run early."""
-    first_step: FirstStep | None
+    first_step: FirstStep | None = None
     """The first step of this process; None if it made no step."""
 
     def as_json(self) -> dict[str, Any]:
@@ -217,3 +219,20 @@ def seconds_until(run: Path, step: int) -> float:
     """Return the training time up to a step by the records; 0 without one."""
     records = (record for record in read_records(run) if record["step"] <= step)
     return max((record.get("seconds") or 0.0 for record in records), default=0.0)
+
+
+def stays(record: dict[str, Any], step: int, config: TrainConfig, has_recent: bool) -> bool:
+    """Return whether a record is kept when the run resumes from the checkpoint of a step.
+
+    Later records are written again, and so is that of the step if its evaluation is missing. An
+    extra record of a stop is dropped, as its steps are included in the next one.
+
+    Args:
+        record: see `Record.as_json`.
+        step: step of the checkpoint.
+        config: configuration of the run.
+        has_recent: whether the checkpoint has losses of the last steps.
+    """
+    if record["step"] != step or record.get("val_loss") is not None:
+        return record["step"] <= step
+    return not is_evaluated(config, step) and (is_recorded(config, step) or not has_recent)

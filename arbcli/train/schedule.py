@@ -1,4 +1,4 @@
-"""Schedules of the learning rate, and of weights that fade.
+"""Schedules of a run by step: learning rate, fading weights, evaluations and records.
 
 The learning rate is a linear warm-up times a decay to the final rate.
 """
@@ -8,6 +8,8 @@ import math
 from arbcli.config.training import SCHEDULES, TrainConfig
 from arbcli.rules import STAGES, find_rule
 
+LOG_EVERY = 10
+"""Default interval of records in steps; reading a loss synchronises with the GPU."""
 FINAL_SHARE = 0.05
 """Default final learning rate, relative to `lr`."""
 DECAY_SHARE = 0.2
@@ -67,3 +69,26 @@ def fade_share(step: int, steps: int, fades: tuple[float, float]) -> float:
 def fade_stage(step: int, steps: int, fades: tuple[float, float]) -> str:
     """Return the name in `STAGES` at a step; all stages after the first last equally long."""
     return STAGES[math.ceil(fade_share(step, steps, fades) * (len(STAGES) - 1))]
+
+
+def _intervals(config: TrainConfig) -> list[int]:
+    """Return the intervals in steps at which a run writes records."""
+    others = filter(None, [config.eval_interval, config.sample_every])
+    return [config.log_every or LOG_EVERY, *others]
+
+
+def last_due_record(config: TrainConfig, step: int) -> int:
+    """Return the last step before `step` after which a record was due; 0 if there is none."""
+    return max((step - 1) // interval * interval for interval in _intervals(config))
+
+
+def is_evaluated(config: TrainConfig, step: int) -> bool:
+    """Return whether a run evaluates held-out text after a step."""
+    interval = config.eval_interval
+    return interval > 0 and (step == config.steps or (step > 0 and step % interval == 0))
+
+
+def is_recorded(config: TrainConfig, step: int) -> bool:
+    """Return whether an uninterrupted run writes a record after a step."""
+    due = any(step % interval == 0 for interval in _intervals(config))
+    return step == config.steps or (step > 0 and due)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,6 +49,21 @@ def read_teacher(
         trained_with = saved.checkpoint.data.get(DIGEST)
         check_digest(Tokenizer.read(config.tokenizer), trained_with, Path(config.tokenizer))
     return saved
+
+
+def teacher_again(facts: dict[str, Any], config: TrainConfig) -> SavedModel | None:
+    """Read the teacher of a resumed run.
+
+    Raises:
+        ArbError: it is missing or has changed.
+    """
+    teacher = read_teacher(config)
+    if teacher is not None and teacher.checkpoint.digest != facts.get("teacher_digest"):
+        raise ArbError(
+            f"`{teacher.path}` is not the teacher that the run began with",
+            hint="restore it, or start a new run with `--out`",
+        )
+    return teacher
 
 
 def frozen_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> LanguageModel:

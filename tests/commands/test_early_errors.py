@@ -94,8 +94,8 @@ MISTAKES = {
     "generate run --length 16777217": "Invalid value for '--length': Input should be less than or",
     "generate made --kv fp4": "`--kv` is `fp4`",
     "generate made --device cpu --backend triton": "the `triton` backend needs a CUDA device",
-    "generate made --bytes --json": "`--bytes` cannot be combined with `--json`",
-    "generate made --chunks --bytes": "`--bytes` cannot be combined with `--chunks`",
+    "generate made --bytes --json": "`--json` cannot be combined with `--bytes`",
+    "generate made --chunks --bytes": "`--chunks` cannot be combined with `--bytes`",
     "generate made --batch 2": "`--batch` only applies with `--prompts`",
     "generate masked --infill a…b --prompt c": "`--prompt` cannot be combined with `--infill`\n"
         "hint: leave `--prompt` out\n",

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from arbcli.train.configure import new_config
-from arbcli.train.run import Observer, start_run
+from arbcli.train.observer import Observer
+from arbcli.train.run import start_run
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 64, "ctx": 16, "batch": 4}
 

@@ -18,7 +18,8 @@ import torch
 from arbcli.config.model import ModelConfig
 from arbcli.kernels.runtime.backend import default_backend
 from arbcli.train.configure import new_config
-from arbcli.train.run import Observer, start_run
+from arbcli.train.observer import Observer
+from arbcli.train.run import start_run
 
 BACKEND = default_backend(torch.device("cpu"))
 TEXT = "ternary weights read naïve text. " * 200
@@ -173,7 +174,7 @@ def test_prompts_of_a_file_are_a_line_each(generate, tmp_path, monkeypatch):
 
 def test_how_far_a_long_prompt_is_read_is_shown(generate, monkeypatch):
     """Each quarter of a minute here: by the second line three quarters of the prompt are read."""
-    module = importlib.import_module("arbcli.commands.generate")
+    module = importlib.import_module("arbcli.commands._prompts")
     seconds = iter(range(0, 1000, 16))
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     monkeypatch.setattr(ModelConfig, "reach", None)  # all of it is read

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from arbcli.train.configure import new_config
-from arbcli.train.run import Observer, resume_run, start_run
+from arbcli.train.observer import Observer
+from arbcli.train.run import resume_run, start_run
 
 soundfile = pytest.importorskip("soundfile", reason="needs the extra `media`")
 Image = pytest.importorskip("PIL.Image", reason="needs the extra `media`")
@@ -93,10 +94,13 @@ def test_half_picture_is_completed(call, folder, tmp_path):
         (["--prompt", "a", "--out", "x.wav"], "the model wrote no sound"),
         (["--prompt", "a", "--out", "x.txt"], "neither a sound nor a picture"),
         (["--keep", "0.5"], "`--keep` only applies with `--prompt-file`"),
-        (["--prompt", "a", "--prompt-file", "c.jsonl"], "both give a prompt"),
+        (
+            ["--prompt", "a", "--prompt-file", "c.jsonl"],
+            "`--prompt` cannot be combined with `--prompt-file`",
+        ),
         (["--prompt-file", "a.wav", "--keep", "1"], "nothing is left to make"),
         (["--prompt-file", "gone.wav"], "cannot read"),
-        (["--bytes", "--out", "x.wav"], "`--bytes` cannot be combined with `--out`"),
+        (["--bytes", "--out", "x.wav"], "`--out` cannot be combined with `--bytes`"),
     ],
 )
 def test_mistake_is_one_line(words, message, call, folder, monkeypatch):

@@ -31,7 +31,7 @@ from arbcli.config.training import BACKENDS, SETTINGS, TrainConfig, spelled_out,
 from arbcli.errors import ArbError
 from arbcli.kernels.runtime import backend
 from arbcli.train import configure
-from arbcli.train.run import LOG_EVERY
+from arbcli.train.schedule import LOG_EVERY
 
 SHOWN = {
     ("`lr` is -1.0", "lr"): "`--lr` is -1.0",

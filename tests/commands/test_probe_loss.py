@@ -9,7 +9,8 @@ from arbcli.cli import app
 from arbcli.errors import ArbError
 from arbcli.inspect import plots
 from arbcli.train.configure import new_config
-from arbcli.train.run import Observer, start_run
+from arbcli.train.observer import Observer
+from arbcli.train.run import start_run
 
 SMALL = ["--dim", "32", "--layers", "2", "--heads", "2", "--ffn", "48", "--ctx", "32"]
 SMALL += ["--batch", "8", "--device", "cpu"]

@@ -61,7 +61,7 @@ def test_train_of_a_graph_shows_what_it_measures_of_itself(text, tmp_path, arb_h
 def test_train_shows_samples_utilisation_and_where_the_trace_is(
     text, tmp_path, arb_here, monkeypatch
 ):
-    monkeypatch.setattr("arbcli.train.run.peak_operations", lambda device: 1e12)
+    monkeypatch.setattr("arbcli.train.recorder.peak_operations", lambda device: 1e12)
     monkeypatch.setattr("arbcli.train.trainer.Trainer.evaluate", lambda self: 1.0)
     args = ["--data", text, *SMALL, "--steps", "5", "--sample-every", "4", "--profile"]
     done = arb_here("train", *args, "--out", str(tmp_path / "r"))

@@ -111,11 +111,13 @@ def test_model_that_is_tuned_brings_what_was_not_asked_for(
 
 def test_logger_that_is_named_twice_hears_once(asked, monkeypatch):
     monkeypatch.setattr(train, "check_logger", lambda name: None)
-    found = mock.Mock(side_effect=lambda name, tell: name)
+    loggers = {"wandb": mock.Mock(), "mlflow": mock.Mock()}
+    found = mock.Mock(side_effect=lambda name, tell: loggers[name])
     monkeypatch.setattr(train, "find_logger", found)
     words = ["--log", "wandb", "--log", "mlflow", "--log", "wandb", "--device", "cpu"]
     call = asked("arbcli.train.run.start_run", "train", *words)
-    assert call.args[2].observers[1:] == ["wandb", "mlflow"]
+    call.args[2].stepped(3)
+    assert [each.stepped.mock_calls for each in loggers.values()] == [[mock.call(3)]] * 2
     assert [told.args[0] for told in found.call_args_list] == ["wandb", "mlflow"]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from arbcli.cli import main
-from arbcli.train import run
+from arbcli.train import sample
 from arbcli.train.trainer import Trainer
 
 WRITTEN = Path(__file__).with_suffix(".txt")
@@ -77,7 +77,7 @@ def tell() -> list[str]:
     """Run the commands in a new folder, and list what they tell and what their files have."""
     before = Path.cwd()
     few = mock.patch.object(Trainer.evaluate.__wrapped__, "__defaults__", (2,))
-    short = mock.patch.object(run, "SAMPLE_BYTES", 4)
+    short = mock.patch.object(sample, "SAMPLE_BYTES", 4)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ), few, short:
         os.environ |= {"XDG_CACHE_HOME": f"{folder}/cache", "COLUMNS": "100"}
         os.chdir(folder)

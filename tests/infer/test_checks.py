@@ -11,6 +11,7 @@ from marks import mostly_slow
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
+from arbcli.infer.checks import EACH_EQUAL, can_check
 from arbcli.infer.generation import Decoder, Sampling
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
@@ -89,11 +90,12 @@ def test_text_of_a_model_without_the_head_is_the_same(how):
     ("size", "sure", "wanted"), [(0, 0.0, b"two o"), (5, 0.9, b"two o"), (5, 1.1, b"tAAAA")]
 )
 def test_what_the_text_repeats_is_proposed(size, sure, wanted, monkeypatch):
-    """Five bytes are equal, which counts 1.0; a head that is as sure has its own way."""
+    """Five bytes are equal; a head that is surer than they count has its own way."""
     lm = model(size, DTYPES[0], **SMALL)
-    of_head = torch.zeros(256, device=lm.device)
-    of_head[ord("A")] = sure
-    monkeypatch.setattr(lm, "propose", lambda x, _: (x, of_head))
+    of_head = torch.zeros(1, 1, 256, device=lm.device)
+    of_head[..., ord("A")] = sure * 5 * EACH_EQUAL
+    for name in ("step", "forward") if size else ():
+        monkeypatch.setattr(lm.ahead, name, lambda x, _: (x, of_head))
     with lm.prepared_weights(), use_backend(KERNELS):
         decoder = Decoder(lm, 40, WAYS[0], backend=KERNELS, capture=False, ahead=5)
         decoder.read(b"one two one t")
@@ -116,11 +118,12 @@ def test_proposals_that_are_right_are_all_accepted(monkeypatch):
             nonlocal calls
             place = int(decoder.cache.position) + 1 + calls % (size - 1)
             calls += 1
-            of_byte = torch.zeros(256, device=x.device)
-            of_byte[known[place]] = 100  # whatever the text repeats
+            of_byte = torch.zeros(1, 1, 256, device=x.device)
+            of_byte[..., known[place]] = 100  # whatever the text repeats
             return x, of_byte
 
-        monkeypatch.setattr(lm, "propose", propose)
+        for name in ("step", "forward"):
+            monkeypatch.setattr(lm.ahead, name, propose)
         assert b"".join(decoder.stream(LENGTH)) == wanted
     assert decoder.checked_bytes == size * decoder.checks_made == LENGTH // size * size
 
@@ -176,9 +179,9 @@ def test_each_part_of_a_model_that_a_check_does_not_know_is_refused(other):
 
     with lm.prepared_weights(), use_backend(KERNELS):
         lm.config = config()
-        assert lm.can_check()
+        assert can_check(lm)
         lm.config = config(**other)
-        assert not lm.can_check()
+        assert not can_check(lm)
 
 
 def test_eight_bits_of_keys_and_torch_alone_are_refused():

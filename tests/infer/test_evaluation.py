@@ -35,7 +35,7 @@ class Fake(nn.Module):
     def _hidden(self, ids, _seen):
         return ids
 
-    def _logits(self, ids):
+    def logits(self, ids):
         return self(ids)
 
     def forward(self, ids):

@@ -18,6 +18,7 @@ from arbcli.infer import generation
 from arbcli.infer.generation import Decoder, Sampling, continue_text, generate
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.decoding import fused_logits, fuses
 from arbcli.model.flow import Flow
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import rotary
@@ -158,9 +159,9 @@ def test_fused_head_normalises_the_stream():
     lm.initialise(0)
     x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     with lm.prepared_weights(), use_backend("native"):
-        assert lm._fuses(x)
-        small, large = (lm._fused_logits(size * x).float() for size in (1, 8))
-        torch.testing.assert_close(small, lm._logits(Flow(x)).float(), rtol=0.05, atol=0.05)
+        assert fuses(lm, x)
+        small, large = (fused_logits(lm, size * x).float() for size in (1, 8))
+        torch.testing.assert_close(small, lm.logits(Flow(x)).float(), rtol=0.05, atol=0.05)
     torch.testing.assert_close(large, small, rtol=0.02, atol=0.02)
     assert small.std() > 0.1
 

@@ -24,6 +24,7 @@ from arbcli.kernels.runtime import backend as backends
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.model.build import build_model
+from arbcli.model.decoding import step_phases
 from arbcli.model.language_model import LanguageModel
 
 
@@ -227,7 +228,7 @@ def test_byte_takes_so_many_launches(name, options, most, small_graph):
             replaced_launches(lambda kernel, *_, **__: launched.append(kernel)),
         ):
             stack.enter_context(context)
-        phases = lm.step_phases(torch.zeros(1, 1, dtype=torch.int64), lm.new_cache(16))
+        phases = step_phases(lm, torch.zeros(1, 1, dtype=torch.int64), lm.new_cache(16))
         for _ in range(2):  # weights are prepacked by the first
             launched.clear()
             for phase in phases:

@@ -16,7 +16,6 @@ from arbcli.infer.generation import Decoder, Sampling, generate
 from arbcli.infer.prompts import read_prompts
 from arbcli.infer.several import Request, SeveralDecoder, cache_bytes, generate_several
 from arbcli.kernels.attention.eight_bits import KeptIn
-from arbcli.model import language_model as model_module
 from arbcli.model.language_model import LanguageModel
 
 
@@ -28,7 +27,7 @@ def lm(device, monkeypatch) -> LanguageModel:
         lm = LanguageModel(config)
     lm.initialise(0)
     if device.type == "cpu":
-        monkeypatch.setattr(model_module, "fits_prepacked", lambda x, _: x.shape[1] == 1)
+        monkeypatch.setattr("arbcli.model.decoding.fits_prepacked", lambda x, _: x.shape[1] == 1)
     return lm
 
 

@@ -25,7 +25,8 @@ from arbcli.inspect.verdicts import ProbeReport
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.train.configure import new_config
-from arbcli.train.run import Observer, start_run
+from arbcli.train.observer import Observer
+from arbcli.train.run import start_run
 from arbcli.train.schedule import learning_rate
 from arbcli.train.trainer import Trainer
 

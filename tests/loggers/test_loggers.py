@@ -13,7 +13,8 @@ import pytest
 from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, base, check_logger, find_logger
 from arbcli.train.configure import new_config
-from arbcli.train.run import Observer, Observers, resume_run, start_run
+from arbcli.train.observer import Observer, Observers
+from arbcli.train.run import resume_run, start_run
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
 

@@ -1,5 +1,6 @@
 """Sounds and pictures: files to bytes and back, where they stand in a text, and what is refused."""
 
+import json
 import math
 import shutil
 import struct
@@ -435,6 +436,13 @@ def test_what_is_held_out_by_a_benchmark_is_in_no_training_text(tmp_path, monkey
     assert b"Nobody" in val
     assert b"worst" in train
     assert b"best" not in train
+    with_peers = json.loads((tmp_path / "out/pages.json").read_text())
+    monkeypatch.setattr("sys.argv", [*given, "--val", str(tmp_path / "b.txt"), "--no-peers"])
+    media_text.main()
+    without = json.loads((tmp_path / "out/pages.json").read_text())
+    assert with_peers.pop("bits_per_unit")
+    assert with_peers == without
+    assert (tmp_path / "out/pages-val.txt").read_bytes() == val
 
 
 def test_words_of_a_benchmark_are_the_commonest():
@@ -451,6 +459,10 @@ def test_readings_of_a_word_differ(tmp_path):
     ]
     assert len({one.body for one in readings}) == 5
     assert all(one.header.rate == 4000 for one in readings)
+    usual, faster = (
+        next(media_text.records("words", ["house"], slowest=slowest)) for slowest in (140, 280)
+    )
+    assert 1.5 < len(usual.body) / len(faster.body) < 3
 
 
 def test_sounds_are_cheaper_after_a_text_that_is_of_use():

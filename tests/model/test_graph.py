@@ -22,7 +22,7 @@ from arbcli.config.parts import CompressedAttentionConfig
 from arbcli.config.presets import preset
 from arbcli.config.settings import plain_type
 from arbcli.config.short_forms import arguments
-from arbcli.model import language_model as model_module
+from arbcli.model import decoding
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.rules import LR
@@ -192,9 +192,9 @@ def test_steps_by_kernels_give_the_logits_of_steps_by_parts(attention, small_gra
         return torch.cat([lm(part, cache) for part in ids.split([7] + [1] * 13, dim=1)], dim=1)
 
     with lm.prepared_weights():
-        monkeypatch.setattr(model_module, "fits_prepacked", lambda *_: False)
+        monkeypatch.setattr(decoding, "fits_prepacked", lambda *_: False)
         expected = read()
-        monkeypatch.setattr(model_module, "fits_prepacked", lambda x, _: x.shape[1] == 1)
+        monkeypatch.setattr(decoding, "fits_prepacked", lambda x, _: x.shape[1] == 1)
         got = read()
         kept = [part for part in lm.modules() if getattr(part, "_decoded", None) is not None]
         assert len(kept) == (2 if attention else 0)

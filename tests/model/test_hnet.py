@@ -98,7 +98,7 @@ def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatc
         return y if added is None else added + y
 
     monkeypatch.setattr(TernaryLinear, "fused", fused)
-    monkeypatch.setattr(LanguageModel, "_fuses", lambda *_: True)
+    monkeypatch.setattr("arbcli.model.decoding.fuses", lambda *_: True)
     lm, prompt, of_steps = model(kind), bytes(text(1, 5)[0].tolist()), []
     awaited = [stage.outward for stage in lm.stages]
     awaited += [s.router.query_key if s.router else s.residual for s in lm.stages]

@@ -22,7 +22,8 @@ from arbcli.model.build import build_model
 from arbcli.run_files import CONFIG, checkpoint_path
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
-from arbcli.train.run import Observer, resume_run, start_run
+from arbcli.train.observer import Observer
+from arbcli.train.run import resume_run, start_run
 from arbcli.train.teacher import frozen_model, read_teacher
 from arbcli.train.trainer import Trainer
 from arbcli.verify.reference import reference_loss, reference_model

@@ -13,14 +13,15 @@ from arbcli.cli import app
 from arbcli.errors import ArbError
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
-from arbcli.train.run import Observer, resume_run, start_run
+from arbcli.train.observer import Observer
+from arbcli.train.run import resume_run, start_run
 
 SMALL = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
 
 
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch):
-    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    monkeypatch.setattr("arbcli.train.schedule.LOG_EVERY", 1)
 
 
 class Stop(Observer):

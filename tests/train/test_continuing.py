@@ -21,14 +21,16 @@ from arbcli.train import run as running
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
 from arbcli.train.directory import read_facts
-from arbcli.train.run import Observer, resume_run, start_run
+from arbcli.train.observer import Observer
+from arbcli.train.recorder import Resumed
+from arbcli.train.run import resume_run, start_run
 
 SMALL = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
 
 
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch):
-    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    monkeypatch.setattr("arbcli.train.schedule.LOG_EVERY", 1)
 
 
 def records(run: Path) -> list[dict]:
@@ -136,7 +138,7 @@ def test_run_of_a_gpu_goes_on_where_it_is_told_to(text, tmp_path, monkeypatch):
 def test_run_killed_before_its_first_save_begins_again(steps, text, tmp_path, monkeypatch):
     config = new_config(**SMALL, data=[text], steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr("arbcli.train.run.save_checkpoint", mock.Mock(side_effect=SystemExit))
+        patch.setattr("arbcli.train.saving.save_checkpoint", mock.Mock(side_effect=SystemExit))
         with pytest.raises(SystemExit):
             start_run(config, tmp_path / "a", Observer())
     assert not checkpoints(tmp_path / "a")
@@ -157,7 +159,7 @@ def test_steps_are_traced_however_a_run_begins(text, tmp_path, monkeypatch):
     save_checkpoint(run, trainer.checkpoint(read_facts(run)["text"]["digest"]))
     resume_run(run, Observer(), profile=7)
     found = [(call.args[4], call.args[5:]) for call in looped.call_args_list]
-    assert found == [(3, ()), (5, ()), (7, (running.Resumed({}, 0.0),))]
+    assert found == [(3, ()), (5, ()), (7, (Resumed({}, 0.0),))]
 
 
 def test_run_whose_checkpoints_are_gone_does_not_begin_again(text, tmp_path):

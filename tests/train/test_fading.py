@@ -21,7 +21,8 @@ from arbcli.rules import FADED, FADING, STAGES, find_rule, stage_rule
 from arbcli.run_files import checkpoint_path
 from arbcli.train import trainer as training
 from arbcli.train.configure import new_config
-from arbcli.train.run import Observer, resume_run, start_run
+from arbcli.train.observer import Observer
+from arbcli.train.run import resume_run, start_run
 from arbcli.train.schedule import fade_share, fade_stage, learning_rate
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 

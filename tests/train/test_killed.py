@@ -20,12 +20,13 @@ from arbcli.checkpoint import load_checkpoint, save_checkpoint
 from arbcli.config.training import TrainConfig
 from arbcli.errors import ArbError
 from arbcli.run_files import checkpoints
-from arbcli.train import run as running
+from arbcli.train import loop, recorder, schedule
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
+from arbcli.train.observer import Observer
 from arbcli.train.recent import FIELD
 from arbcli.train.record import METRICS
-from arbcli.train.run import Observer, resume_run, start_run
+from arbcli.train.run import resume_run, start_run
 from arbcli.train.trainer import Trainer
 
 TINY = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2}
@@ -41,7 +42,7 @@ TIMINGS = ("seconds", "bytes_per_second", "seconds_left", "mfu", "peak_bytes")
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch):
     evaluate = Trainer.evaluate
-    monkeypatch.setattr(running, "LOG_EVERY", 4)
+    monkeypatch.setattr(schedule, "LOG_EVERY", 4)
     monkeypatch.setattr(Trainer, "evaluate", lambda self: evaluate(self) - (self.step == BEST))
 
 
@@ -146,7 +147,7 @@ class Watch:
             (Path, "unlink"), (Path, "mkdir"),
         ):  # fmt: skip
             patch.setattr(owner, name, self.around(getattr(owner, name)))
-        append = running.append_record
+        append = recorder.append_record
 
         def torn(run, record):
             line = json.dumps(record.as_json())
@@ -155,7 +156,7 @@ class Watch:
             append(run, record)
             self.look()
 
-        patch.setattr(running, "append_record", torn)
+        patch.setattr(recorder, "append_record", torn)
 
 
 def go_on(config: TrainConfig, run: Path, observer: Observer | None = None) -> None:
@@ -199,14 +200,14 @@ def test_killed_run_ends_with_the_files_and_records_of_a_whole_one(any_number, c
 def killed_before_record(config: TrainConfig, run: Path, step: int) -> None:
     """Leave a run that was killed once a step was saved, and before its record was written."""
 
-    def kill(loop, *_):
-        if loop.trainer.step == step:
+    def kill(self, *_):
+        if self.trainer.step == step:
             raise KeyboardInterrupt
-        record(loop, *_)
+        record(self, *_)
 
-    record = running._Loop._record
+    record = loop.Loop._record
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running._Loop, "_record", kill)
+        patch.setattr(loop.Loop, "_record", kill)
         with pytest.raises(KeyboardInterrupt):
             start_run(config, run, Observer())
     assert checkpoints(run)[0].name == f"step-{step:06d}.safetensors"
@@ -336,7 +337,7 @@ def test_stop_of_an_earlier_version_keeps_its_record(config, tmp_path):
             signal.raise_signal(signal.SIGTERM)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "LOG_EVERY", 2)
+        patch.setattr(schedule, "LOG_EVERY", 2)
         start_run(config(), run, Stop())
     saved = load_checkpoint(checkpoints(run)[0])
     assert saved.step == 2

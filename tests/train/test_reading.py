@@ -21,6 +21,7 @@ from arbcli.config.training import train_config_dict
 from arbcli.data import open_texts
 from arbcli.model.operations import step_operations
 from arbcli.plain_text import Conversion
+from arbcli.train import loop, recorder, saving, schedule
 from arbcli.train import run as runs
 from arbcli.train import trainer as training
 from arbcli.train.configure import new_config
@@ -30,9 +31,11 @@ from arbcli.train.directory import (
     open_texts_again,
     run_facts,
 )
+from arbcli.train.minutes import steps_in
+from arbcli.train.observer import Observer
 from arbcli.train.parallel.group import Group
 from arbcli.train.record import seconds_until
-from arbcli.train.run import Observer, resume_run, start_run
+from arbcli.train.run import resume_run, start_run
 from arbcli.train.trainer import EVAL_BATCHES, Trainer
 
 TRAIN, VAL = b"abcdefgh", b"WXYZ"
@@ -207,11 +210,12 @@ TRITS = 25088
 def records(options, tmp_path_factory) -> list[dict]:
     clock, run = Clock(), tmp_path_factory.mktemp("golden") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "LOG_EVERY", 1)
-        patch.setattr(runs, "time", clock)
+        patch.setattr(schedule, "LOG_EVERY", 1)
+        for module in (loop, recorder, saving):
+            patch.setattr(module, "time", clock)
         clock.take(patch, Trainer, "train_step", 0.5)
         clock.take(patch, Trainer, "evaluate", 100)
-        clock.take(patch, runs, "save_checkpoint", 1000)
+        clock.take(patch, saving, "save_checkpoint", 1000)
         # what is not timed falls between the same two records more than once
         planned = {"save_every": 1, "eval_every": 3}
         start_run(new_config(**options | planned), run, Observer())
@@ -262,15 +266,15 @@ def several(first: bool, agree: Callable) -> SimpleNamespace:
 
 
 def test_record_of_several_processes_is_of_all_of_them(options, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "peak_operations", lambda device: 1e9)
+    monkeypatch.setattr(recorder, "peak_operations", lambda device: 1e9)
     trainer, told, observer = trainer_of(options), [], Observer()
     observer.recorded = told.append
     for first in (True, False):
         trainer.group = several(first, lambda *values: (111, 222))
-        loop = runs._Loop(trainer, tmp_path, {}, observer, None, None)
+        running = loop.Loop(trainer, tmp_path, {}, observer, None, None)
         for _ in range(2):
-            loop._train_step()
-        loop._record(None)
+            running._train_step()
+        running._record(None)
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert len(lines) == 1  # the first process writes it, and all are told
     for record, step in zip(told, (2, 4), strict=True):
@@ -281,20 +285,20 @@ def test_record_of_several_processes_is_of_all_of_them(options, tmp_path, monkey
 
 def test_first_process_samples_and_all_end_by_the_signal_of_one(options, tmp_path, monkeypatch):
     trainer = trainer_of(options, sample_every=1, steps=9)
-    monkeypatch.setattr(runs._Loop, "_sample", lambda self: "text")
+    monkeypatch.setattr(loop.Loop, "_sample", lambda self: "text")
     for first in (True, False):
         told, observer = [], Observer()
         observer.recorded = told.append
         agree = mock.Mock(return_value=(0, 0))
         trainer.group = several(first, agree)
-        loop = runs._Loop(trainer, tmp_path, {}, observer, None, None)
-        assert not loop._is_stopped(SimpleNamespace(received=None))
-        loop._train_step()
-        loop._after_step(trainer.step)
+        running = loop.Loop(trainer, tmp_path, {}, observer, None, None)
+        assert not running._is_stopped(SimpleNamespace(received=None))
+        running._train_step()
+        running._after_step(trainer.step)
         assert [record.sample for record in told] == ["text" if first else None]
         agree.return_value = (signal.SIGTERM, 1)
-        assert loop._is_stopped(SimpleNamespace(received=None))
-        assert (loop.stopped_by, loop._old) == (signal.SIGTERM, True)
+        assert running._is_stopped(SimpleNamespace(received=None))
+        assert (running.stopped_by, running._save_is_due) == (signal.SIGTERM, True)
 
 
 def test_everything_that_decides_a_run_is_compared_between_processes(options, monkeypatch):
@@ -317,7 +321,7 @@ def test_everything_that_decides_a_run_is_compared_between_processes(options, mo
 
 
 def test_record_has_the_mean_of_all_steps_since_the_last(records, options, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "LOG_EVERY", 4)
+    monkeypatch.setattr(schedule, "LOG_EVERY", 4)
     start_run(new_config(**options), tmp_path / "seldom", Observer())
     seldom = [json.loads(line) for line in (tmp_path / "seldom" / "metrics.jsonl").open()]
     assert [record["step"] for record in seldom] == [4, 6]
@@ -339,13 +343,13 @@ def test_report_has_the_entropy_of_the_held_out_text(options, tmp_path):
 def test_minutes_are_as_many_steps_as_they_have_room_for(minutes, steps, options, monkeypatch):
     """Half a second a step; the three that time it come off, and evaluations take nothing here."""
     clock = Clock()
-    monkeypatch.setattr(runs, "time", clock)
+    monkeypatch.setattr("arbcli.train.minutes.time", clock)
     clock.take(monkeypatch, Trainer, "train_step", 0.5)
     clock.take(monkeypatch, Trainer, "evaluate", 0)
-    monkeypatch.setattr(runs, "TIMED_STEPS", 2)
+    monkeypatch.setattr("arbcli.train.minutes.TIMED_STEPS", 2)
     config = new_config(**options | {"steps": 10**6})
     texts = open_texts(config.data, config.val, seed=0, context=config.model.ctx)
-    assert runs._fit_to_minutes(config, texts, minutes, Group(), None).steps == steps
+    assert steps_in(minutes, Trainer(config, texts), 0.0) == steps
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -422,7 +426,7 @@ def test_texts_of_a_run_are_split_again_as_they_were(split, options, monkeypatch
 
 def test_counters_go_on_through_a_resume(options, tmp_path, monkeypatch):
     """One step without a finite gradient is counted once before, and still after."""
-    monkeypatch.setattr(runs, "LOG_EVERY", 1)
+    monkeypatch.setattr(schedule, "LOG_EVERY", 1)
     step_of = Trainer.train_step
 
     def poisoned(self, *args):

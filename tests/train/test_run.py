@@ -28,13 +28,22 @@ from arbcli.errors import ArbError
 from arbcli.model.operations import step_operations
 from arbcli.run_files import checkpoints
 from arbcli.train import run as run_module
+from arbcli.train import schedule
 from arbcli.train.check import check_run
 from arbcli.train.configure import new_config
-from arbcli.train.directory import field_digests, make_directory, make_next_directory, read_facts
+from arbcli.train.directory import (
+    accept_of,
+    field_digests,
+    make_directory,
+    make_next_directory,
+    read_facts,
+)
+from arbcli.train.minutes import steps_in
+from arbcli.train.observer import Observer
 from arbcli.train.parallel.group import Group
 from arbcli.train.profiling import StepTrace
 from arbcli.train.record import Record, append_record, keep_records
-from arbcli.train.run import Observer, accept_of, resume_run, start_run
+from arbcli.train.run import resume_run, start_run
 from arbcli.train.schedule import learning_rate
 from arbcli.train.trainer import Trainer
 
@@ -75,7 +84,7 @@ def final(run: Path, step: int = 12) -> bytes:
 
 
 def test_hangup_saves_like_a_termination(text, tmp_path, device, monkeypatch):
-    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    monkeypatch.setattr("arbcli.train.schedule.LOG_EVERY", 1)
     observer = Observer()
     # a terminal that is closed sends it more than once
     observer.recorded = lambda record: [signal.raise_signal(signal.SIGHUP) for _ in range(2)]
@@ -169,13 +178,13 @@ def test_first_step_tells_which_kernels_were_compiled_and_which_loaded(
     text, tmp_path, device, monkeypatch
 ):
     counted = SimpleNamespace(compiled=3, loaded=5, seconds=1.5)
-    monkeypatch.setattr("arbcli.train.run.counted_compiling", lambda: nullcontext(counted))
+    monkeypatch.setattr("arbcli.train.loop.counted_compiling", lambda: nullcontext(counted))
     first = start_run(config(text, device), tmp_path / "run", StopAt(1)).first_step
     assert (first.kernels_compiled, first.kernels_loaded, first.compile_seconds) == (3, 5, 1.5)
 
 
 def test_run_goes_on_with_the_threads_that_it_began_with(text, tmp_path, device, monkeypatch):
-    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    monkeypatch.setattr("arbcli.train.schedule.LOG_EVERY", 1)
     monkeypatch.setattr("arbcli.train.trainer.Trainer.evaluate", lambda self: 1.0)
     begun, notes, seen = tmp_path / "run", [], []
     start_run(config(text, device, steps=2, batch=1), begun, StopAt(1))
@@ -220,7 +229,7 @@ def test_text_that_is_overwritten_while_it_is_read_is_noticed(text, tmp_path, mo
                 file.write(b"?" * (size // 2))
 
     monkeypatch.setattr(
-        "arbcli.train.run._Loop._report_step", lambda self: stepped(self.trainer.step)
+        "arbcli.train.loop.Loop._report_step", lambda self: stepped(self.trainer.step)
     )
     with pytest.raises(ArbError, match="the text was changed while the run read it") as told:
         start_run(config(str(path), "cpu", steps=8, save_every=1), begun, observer)
@@ -231,7 +240,7 @@ def test_text_that_is_overwritten_while_it_is_read_is_noticed(text, tmp_path, mo
 
 
 def test_error_between_steps_is_raised_after_a_save(text, tmp_path, device, monkeypatch):
-    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 3)
+    monkeypatch.setattr("arbcli.train.schedule.LOG_EVERY", 3)
     observer = Observer()
     observer.recorded = lambda record: 1 / 0
     observer.noted = (notes := []).append
@@ -259,10 +268,10 @@ def test_run_is_saved_at_the_start_and_by_time(text, tmp_path, device, monkeypat
     def note(run, checkpoint, keep):
         saved.append(checkpoint.step)
 
-    monkeypatch.setattr("arbcli.train.run.save_checkpoint", note)
+    monkeypatch.setattr("arbcli.train.saving.save_checkpoint", note)
     start_run(config(text, device, steps=3, save_every=500), tmp_path / "a", Observer())
     assert saved == [0, 3]
-    monkeypatch.setattr("arbcli.train.run.SAVE_SECONDS", 0)
+    monkeypatch.setattr("arbcli.train.saving.SAVE_SECONDS", 0)
     start_run(config(text, device, steps=3, save_every=500), tmp_path / "b", Observer())
     assert saved == [0, 3, 0, 1, 2, 3]
 
@@ -306,7 +315,7 @@ def test_samples_compile_nothing(text, tmp_path, monkeypatch):
         compiled_sum = torch.compile(torch.sum, backend=lambda graph, _: compiled.append(graph))
         return [b"%d" % int(compiled_sum(torch.ones(3)))]
 
-    monkeypatch.setattr("arbcli.train.run.generate", generate)
+    monkeypatch.setattr("arbcli.train.sample.generate", generate)
     report = start_run(config(text, "cpu", steps=1), tmp_path / "run", Observer())
     assert (report.sample, compiled) == ("3", [])
 
@@ -319,7 +328,7 @@ def test_sample_that_finds_no_memory_is_told_and_the_run_goes_on(text, tmp_path,
             raise error
         return "text"
 
-    monkeypatch.setattr("arbcli.train.run._Loop._sample", sample)
+    monkeypatch.setattr("arbcli.train.loop.Loop._sample", sample)
     observer = Observer()
     observer.noted, observer.recorded = mock.Mock(), mock.Mock()
     start_run(config(text, "cpu", steps=3, sample_every=1), tmp_path / "run", observer)
@@ -338,7 +347,7 @@ def test_run_that_ends_before_a_step_is_traced_says_so(text, tmp_path):
 
 
 def test_utilisation_is_what_the_model_needs_over_what_the_gpu_can(text, tmp_path, monkeypatch):
-    monkeypatch.setattr("arbcli.train.run.peak_operations", lambda device: 1e9)
+    monkeypatch.setattr("arbcli.train.recorder.peak_operations", lambda device: 1e9)
     told = []
     observer = Observer()
     observer.recorded = told.append
@@ -489,7 +498,7 @@ def test_resume_of_a_finished_run_says_so_without_its_text_or_a_model(
 
 
 def test_resume_refuses_another_text(text, tmp_path, device, monkeypatch):
-    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    monkeypatch.setattr("arbcli.train.schedule.LOG_EVERY", 1)
     start_run(config(text, device), tmp_path / "run", StopAt(1))
     Path(text).write_bytes(Path(text).read_bytes().replace(b"learn", b"adore"))
     with pytest.raises(ArbError, match="the text is not the one"):
@@ -499,7 +508,7 @@ def test_resume_refuses_another_text(text, tmp_path, device, monkeypatch):
 @pytest.fixture
 def started(text, tmp_path, monkeypatch) -> Path:
     """Stop a run after its first step."""
-    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    monkeypatch.setattr("arbcli.train.schedule.LOG_EVERY", 1)
     start_run(config(text, "cpu", steps=11), tmp_path / "run", StopAt(0))
     return tmp_path / "run"
 
@@ -628,7 +637,7 @@ def test_train_refuses_a_directory_that_holds_a_run(text, finished, device):
 def test_train_stops_after_three_steps_without_finite_gradients(
     text, tmp_path, device, monkeypatch
 ):
-    monkeypatch.setattr("arbcli.train.run.LOG_EVERY", 1)
+    monkeypatch.setattr("arbcli.train.schedule.LOG_EVERY", 1)
 
     loss_of = Trainer.train_step
 
@@ -650,7 +659,7 @@ def test_train_stops_after_three_steps_without_finite_gradients(
 
 
 def test_twin_stops_where_its_loss_is_not_finite_and_does_not_resume(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "LOG_EVERY", 1)
+    monkeypatch.setattr(schedule, "LOG_EVERY", 1)
     monkeypatch.setattr(
         "arbcli.train.trainer.Trainer.train_step",
         lambda trainer: setattr(trainer, "step", trainer.step + 1) or torch.tensor(torch.nan),
@@ -747,18 +756,20 @@ def test_minutes_count_everything(minutes, of_building, text, monkeypatch):
         clock[0] += seconds
         return torch.tensor(1.0)
 
+    settings = config(text, "cpu", eval_every=None)
     trainer = SimpleNamespace(
         captures=False,
+        config=settings,
+        group=Group(),
         release_graph=lambda: None,
         train_step=lambda: pass_time(of_step),
         evaluate=lambda batches: pass_time(batches * of_batch),
     )
-    monkeypatch.setattr(run_module, "_build", lambda *_: pass_time(of_building) is None or trainer)
-    monkeypatch.setattr(run_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    settings = config(text, "cpu", eval_every=None)
-    found = run_module._fit_to_minutes(settings, None, minutes, Group(), None)
-    evaluations = -(-found.steps // found.eval_interval)
-    whole = clock[0] + found.steps * of_step + evaluations * 40 * of_batch
+    monkeypatch.setattr("arbcli.train.minutes.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    pass_time(of_building)
+    steps = steps_in(minutes, trainer, 0.0)
+    evaluations = -(-steps // dataclasses.replace(settings, steps=steps).eval_interval)
+    whole = clock[0] + steps * of_step + evaluations * 40 * of_batch
     assert 0.95 * minutes * 60 <= whole <= minutes * 60
     assert clock[0] - of_building <= 0.1 * minutes * 60 + 3 * of_step
 

@@ -11,7 +11,7 @@ from arbcli.config.parts.experts import ExpertsConfig
 from arbcli.config.site import Site
 from arbcli.errors import ArbError
 
-MOST_CODES, MOST_CODE_WIDTH = 2**28, 2**15
+MOST_CODE_WIDTH = 2**15
 CODE_SEARCHES = ("keys", "nearest")
 """Searches for rows of codebooks: product keys, or the nearest code."""
 
@@ -80,7 +80,7 @@ class QuantiserConfig(PartConfig):
             ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
-        for name, most in (("codes", MOST_CODES), ("width", MOST_CODE_WIDTH), ("patience", 127)):
+        for name, most in (("width", MOST_CODE_WIDTH), ("patience", 127)):
             check_at_most(name, getattr(self, name), most)
 
     def products(self, site: Site, positions: float) -> float:

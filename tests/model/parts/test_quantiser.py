@@ -7,6 +7,8 @@ import torch
 from graph_parts import initialised, normal, site
 
 from arbcli.config.parts.memories import QuantiserConfig
+from arbcli.config.presets import preset
+from arbcli.errors import ArbError
 from arbcli.model.parts.quantiser import MEMORY, MOST, UNIT, Quantiser, _bits
 
 CONFIG = QuantiserConfig(codes=37, width=12, patience=3)
@@ -106,3 +108,11 @@ def test_processes_take_what_all_have_seen():
         other.after_step()
         for name, buffer in alone.named_buffers():
             assert torch.equal(buffer, dict(other.named_buffers())[name]), name
+
+
+def test_shapes_of_the_largest_preset_have_a_quantiser():
+    config = preset("arb-3b", code_search="nearest")
+    assert config.main.memories.codebook == QuantiserConfig(codes=512 * 256, width=1024)
+    assert config.main.memories.knowledge == QuantiserConfig(codes=2500 * 2000, width=64)
+    with pytest.raises(ArbError, match="`codes` is 268,435,457"):
+        QuantiserConfig(codes=2**28 + 1, width=8)

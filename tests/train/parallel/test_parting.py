@@ -16,9 +16,10 @@ from arbcli.errors import ArbError
 from arbcli.infer.load import read_saved
 from arbcli.train import run as runs
 from arbcli.train.configure import new_config
+from arbcli.train.observer import Observer
 from arbcli.train.parallel import group as group_module
 from arbcli.train.parallel.group import joined
-from arbcli.train.run import Observer, resume_run, start_run
+from arbcli.train.run import resume_run, start_run
 
 
 @pytest.fixture

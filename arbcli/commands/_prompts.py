@@ -1,0 +1,89 @@
+"""Reading of prompts for `arb generate`, and the progress of reading a long one."""
+
+import sys
+import time
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from arbcli.errors import ArbError
+from arbcli.media.continuing import prompt_and_length
+from arbcli.output import PIPE_SECONDS, LiveLine, clock, note
+from arbcli.plain_text import plain_file
+from arbcli.reading import open_regular
+
+if TYPE_CHECKING:
+    from arbcli.model.language_model import LanguageModel
+
+MOST_PROMPT_BYTES = 2**26
+"""Maximum size of a prompt, or of a file of prompts."""
+
+
+def read_prompt(
+    file: Path, checkpoint: Path, model: "LanguageModel", keep: float | None, length: int | None
+) -> tuple[bytes, int | None]:
+    """Read a file as the run reads its texts; return the prompt and the length to generate."""
+    from arbcli.train.directory import run_conversion
+
+    plain = plain_file(file, run_conversion(checkpoint))
+    with open_regular(plain) as source:
+        content = source.read(MOST_PROMPT_BYTES + 1)
+    if len(content) > MOST_PROMPT_BYTES:
+        raise ArbError(
+            f"`{file}` has more than {MOST_PROMPT_BYTES:,} bytes", hint="give a shorter prompt"
+        )
+    if model.tokenizer is not None and plain != file:
+        raise ArbError(
+            "a model with a tokenizer only reads text", hint="give a text file, or use a byte model"
+        )
+    return prompt_and_length(content, keep, length)
+
+
+def read_lines(file: Path) -> list[bytes]:
+    """Read the lines of a file, or of stdin for `-`."""
+    try:
+        with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as source:
+            content = source.read(MOST_PROMPT_BYTES + 1)
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise ArbError(
+            f"cannot read `{file}`: {why}", hint="give a file, or - for stdin"
+        ) from error
+    if len(content) > MOST_PROMPT_BYTES:
+        raise ArbError(
+            f"`{file}` has more than {MOST_PROMPT_BYTES:,} bytes of prompts",
+            hint="split it into several files",
+        )
+    return content.splitlines()
+
+
+class PromptProgress:
+    """Shows the progress of reading a long prompt, with the remaining time.
+
+    The line is updated every second on a terminal, and every `PIPE_SECONDS` elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self._line, self._stack = LiveLine(), ExitStack()
+        self._begun = time.perf_counter()
+        self._next = self._begun + 1
+
+    def __enter__(self) -> "PromptProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the line."""
+        self._stack.close()
+
+    def show(self, done: int, size: int) -> None:
+        """Show that `done` of `size` symbols are read."""
+        now = time.perf_counter()
+        if done == size:
+            self._stack.close()
+        elif now >= self._next:
+            if self._next == self._begun + 1:
+                self._stack.enter_context(self._line)
+            self._next = now + (1 if self._line.is_live else PIPE_SECONDS)
+            left = (now - self._begun) * (size - done) / done
+            text = f"read {done:,} of {size:,} of the prompt, {clock(left)} left"
+            (self._line.show_wait if self._line.is_live else note)(text)

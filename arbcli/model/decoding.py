@@ -1,0 +1,150 @@
+"""Decoding with a cache: new positions of a text, and one position of each text of a batch."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.matmul.swizzled import fits_prepacked
+from arbcli.model.cache import Cache, SeveralCache
+from arbcli.model.flow import Flow, Reading, each_text
+from arbcli.model.stage import pass_one
+
+if TYPE_CHECKING:
+    from arbcli.model.language_model import LanguageModel
+
+
+def forward_with_cache(model: "LanguageModel", ids: Tensor, cache: Cache) -> Tensor:
+    """Compute logits of new positions: see `LanguageModel.forward`."""
+    if cache.is_marked and not cache.reads_at_once and ids.shape[1] > 1:
+        return torch.cat([model(part, cache) for part in ids.split(1, dim=1)], dim=1)
+    if model.stages and isinstance(cache, SeveralCache):  # some text nearly always begins a chunk
+        *_, logits = [phase.run() for phase in step_phases(model, ids, cache)]
+        assert logits is not None  # the last phase returns them
+        return logits
+    with cache.reading(ids) as text:
+        x, reading = _embed(model, text, ids.shape[1])
+        if model.stages:
+            return model.logits(_continue_stages(model, 0, x, ids, reading, cache))
+        fused = fuses(model, x)
+        with cache.main.clock.reading(ids.shape[1]):
+            flow = model.run_innermost(x, reading, cache.main, fused=fused)
+        if fused:
+            return fused_logits(model, flow.x)
+        if len(x) > 1:
+            return each_text(lambda row: model.logits(Flow(row)), flow.total())
+        return model.logits(flow)
+
+
+class Phase(NamedTuple):
+    """A part of a decoding step with fixed shapes, which can be captured as a CUDA graph."""
+
+    depth: int
+    """Nesting depth; phases of depth 0 always run, deeper ones if `leads_deeper` says so."""
+    run: Callable[[], Tensor | None]
+    """Run the phase; the last one returns the logits, (1, 1, V)."""
+    leads_deeper: Callable[[], Tensor] | None = None
+    """Return a bool tensor of one element, true if the phases one level deeper run; None: never."""
+    handle: Tensor | None = None
+    """Handle of the conditional node for deeper phases, int64 of one element, 0 for no node; None
+    if conditional nodes are not supported."""
+
+
+def step_phases(model: "LanguageModel", ids: Tensor, cache: Cache) -> list[Phase]:
+    """Return the phases of a decoding step, in order.
+
+    A byte that does not begin a chunk only needs the outer stages.
+
+    Args:
+        model: the model.
+        ids: (1, 1) int64, or (B, 1) for a batch; read by each run of the phases.
+        cache: from `new_cache` or `new_several_cache`; updated in place.
+    """
+    last = len(model.stages)
+    if not last:
+        return [Phase(0, lambda: model(ids, cache))]
+    reading, is_fused = Reading(), False
+
+    def down(index: int) -> None:
+        nonlocal reading, is_fused
+        if index == 0:
+            with cache.reading(ids) as text:
+                x, reading = _embed(model, text, 1)
+            is_fused = fuses(model, x)
+        else:
+            x = model.stages[index - 1].step_inward(cache.stages[index - 1], fused=is_fused)
+        past = cache.stages[index]
+        model.stages[index].step_down(x, ids, reading, past, fused=is_fused)
+
+    def main() -> None:
+        stage, past = model.stages[last - 1], cache.stages[last - 1]
+        x = stage.step_inward(past, fused=is_fused)
+        x = pass_one(model.blocks, x, cache.main, reading, fused=is_fused)
+        stage.step_outward(x, past, cache.main.position, fused=is_fused)
+
+    def up(index: int) -> Tensor | None:
+        past = cache.stages[index]
+        x = model.stages[index].step_up(reading, past, fused=is_fused)
+        if index:  # stages count their own positions
+            before = cache.stages[index - 1]
+            return model.stages[index - 1].step_outward(x, before, None, fused=is_fused)
+        if is_fused:
+            return fused_logits(model, x)
+        return each_text(lambda row: model.logits(Flow(row)), x)
+
+    phases = []
+    for index, past in enumerate(cache.stages):
+        begins = partial(getattr, past, "begins")
+        phases.append(Phase(index, partial(down, index), begins, past.handle))
+    phases.append(Phase(last, main))
+    return phases + [Phase(index, partial(up, index)) for index in reversed(range(last))]
+
+
+def _continue_stages(
+    model: "LanguageModel", index: int, x: Tensor, ids: Tensor, reading: Reading, cache: Cache
+) -> Flow:
+    """Run stage `index` and all inner ones for new positions of a text, like `_run_stages`."""
+    if index == len(model.stages):
+        with cache.main.clock.reading(x.shape[1]):
+            return model.run_innermost(x, reading, cache.main)
+
+    def inner(x: Tensor, inside: Reading) -> Flow:
+        return _continue_stages(model, index + 1, x, ids, inside, cache)
+
+    return model.stages[index].follow(x, ids, reading, cache.stages[index], inner)
+
+
+def _embed(model: "LanguageModel", text: Tensor, length: int) -> tuple[Tensor, Reading]:
+    """Embed while decoding, each text separately; also return the additional inputs."""
+    if model.config.beside:
+        x = each_text(lambda row: model.embed(row, length), text)
+    else:
+        x = model.embed(text, length)
+    return x, model.reading(text, length)
+
+
+def fuses(model: "LanguageModel", x: Tensor) -> bool:
+    """Return whether decoding steps use the fused kernels.
+
+    Args:
+        model: the model.
+        x: the stream, (B, 1, D).
+    """
+    fits = model.weights_are_prepared and fits_prepacked(x, model.config.site().group_size)
+    stages = model.config.stages  # kernels read rows in vectors of eight elements
+    plain = all(stage.dim % 8 == 0 and stage.adds_plainly for stage in stages)
+    return fits and plain and model.plain_norms and model.fits_bytes
+
+
+def fused_logits(model: "LanguageModel", x: Tensor) -> Tensor:
+    """Compute logits of one position of each text with fused kernels."""
+    if model.config.composite:
+        return each_text(lambda row: model.logits(Flow(row)), x)
+    if model.config.head:
+        if model.byte_mlp.steps_fused:
+            x = model.byte_mlp.step(x)
+        else:
+            x = each_text(lambda row: model.byte_mlp(row, model.byte_norm).total(), x)
+    return model.head.fused(x, normalise=True)

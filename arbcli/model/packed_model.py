@@ -1,0 +1,167 @@
+"""All weights of a model: their state, their initialisation, and tensors derived from them."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from arbcli.config.model import ModelConfig
+from arbcli.errors import ArbError
+from arbcli.kernels.attention.eight_bits import KeptIn
+from arbcli.model.baselines import FloatWeight
+from arbcli.model.layers.linear import LinearWeight, TernaryLinear
+from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.layers.vector import TernaryTaps, TernaryVector
+from arbcli.model.packed import StateModule, TernaryTensor
+from arbcli.model.parts.base import CachedAttention
+from arbcli.model.step_memory import StepMemory
+
+
+class PackedModel(nn.Module):
+    """A module over packed tensors, or over the float weights of a baseline.
+
+    Args:
+        config: configuration of the model.
+        compute_dtype: dtype of activations, bfloat16 or float32.
+    """
+
+    kept = KeptIn()
+    """Storage format of keys and values in caches."""
+    weights_are_prepared = False
+    """Whether the model is within `prepared_weights`."""
+
+    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config, self.compute_dtype = config, compute_dtype
+
+    def forget_uses(self) -> None:
+        """Discard forward passes whose backward was not run, as after an error."""
+        for part in self.modules():
+            if isinstance(part, StreamedTensor | StepMemory):
+                part.forget()
+
+    def _memories(self) -> list[StepMemory]:
+        return [part for part in self.modules() if isinstance(part, StepMemory)]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(itertools.chain(self.buffers(), self.parameters())).device
+
+    @property
+    def plain_norms(self) -> bool:
+        """Whether there are norms, and the weights of all of them are known to be 1."""
+        norms = [part for part in self.modules() if isinstance(part, TernaryRMSNorm)]
+        return bool(norms) and all(norm.plain for norm in norms)
+
+    @property
+    def fits_bytes(self) -> bool:
+        """Whether the integer values of all linear layers' weights fit in int8."""
+        return all(matrix.rule.fits_a_byte for matrix in self._matrices())
+
+    @contextmanager
+    def prepared_weights(self, spare_bytes: int = 0) -> Iterator[None]:
+        """Cache tensors derived from the weights, which must not change within the block.
+
+        Float weights are cast once. Packed matrices are prepacked for decoding steps.
+
+        Args:
+            spare_bytes: memory for decoded matrices, which the torch backend keeps if all fit.
+        """
+        with ExitStack() as stack:
+            if self.decoded_bytes <= spare_bytes:
+                for weight in self._matrices():
+                    stack.enter_context(weight.decoded_once())
+            for part in self.modules():
+                if isinstance(part, FloatWeight):
+                    stack.enter_context(part.cast_once(self.compute_dtype))
+                elif isinstance(part, TernaryLinear | TernaryTaps | TernaryVector):
+                    stack.enter_context(part.prepacked_once())
+            before, self.weights_are_prepared = self.weights_are_prepared, True
+            try:
+                yield
+            finally:
+                self.weights_are_prepared = before
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Size of all linear layers' matrices, decoded to the dtype of activations, in bytes."""
+        return sum(weight.num_weights for weight in self._matrices()) * self.compute_dtype.itemsize
+
+    def _matrices(self) -> list[LinearWeight]:
+        return [part for part in self.modules() if isinstance(part, LinearWeight)]
+
+    @contextmanager
+    def keeping(self, kv: str | None) -> Iterator[None]:
+        """Set the storage format of keys and values for caches created within the block.
+
+        A forward without a cache rounds keys and values likewise, so that its losses equal those of
+        decoding. For inference only.
+
+        Args:
+            kv: `fp8`, `int8`, `bf16` if activations are bfloat16, or None for the dtype of
+                activations. With `-mixed`, elements of keys that RoPE rotates are not quantised;
+                with `-queries`, queries are quantised too.
+
+        Raises:
+            ArbError: the model has no keys and values, or does not support the format.
+        """
+        if kv == "bf16" and self.compute_dtype != torch.bfloat16:
+            raise ArbError(
+                "`--kv bf16` needs activations in bf16, and they are float32",
+                hint="leave `--kv` out, or add `--compute bf16`",
+            )
+        kept, before = KeptIn.named(kv), self.kept
+        attentions = [part for part in self.modules() if isinstance(part, CachedAttention)]
+        if kept.stored and not attentions:
+            raise ArbError("this model has no keys and values", hint="leave `--kv` out")
+        if kept.queries and not all(part.rounds_queries for part in attentions):
+            raise ArbError(
+                "queries of latent attention cannot be stored in eight bits",
+                hint=f"use `--kv {kept._replace(queries=False).name('')}`",
+            )
+        keeping: list[PackedModel | CachedAttention] = [self, *attentions]
+        for part in keeping:
+            part.kept = kept
+        try:
+            yield
+        finally:
+            for part in keeping:
+                part.kept = before
+
+    @property
+    def kept_in(self) -> str:
+        """Name of the storage format of keys and values."""
+        return self.kept.name("bf16" if self.compute_dtype == torch.bfloat16 else "fp32")
+
+    def initialise(self, seed: int) -> None:
+        """Initialise all weights from a seed: see `arbcli.model.initial`."""
+        for index, weight in enumerate(self.weights().values()):
+            weight.initialise(seed, index)
+
+    def drop_training_state(self) -> None:
+        """Delete the buffers that only training needs: see `TernaryTensor.drop_training_state`."""
+        for weight in self.packed_tensors().values():
+            weight.drop_training_state()
+
+    def declare_wire(self) -> None:
+        """Declare the buffers for several processes: see `TernaryTensor.declare_wire`."""
+        for weight in self.packed_tensors().values():
+            weight.declare_wire()
+
+    def state_modules(self) -> Iterator[StateModule]:
+        """Yield all modules with persistent buffers, in the order of the model."""
+        return (part for part in self.modules() if isinstance(part, StateModule))
+
+    def packed_tensors(self) -> dict[str, TernaryTensor]:
+        """Return all packed tensors by name, in the order of the model; none for a baseline."""
+        tensors = self.weights().items()
+        return {name: part for name, part in tensors if isinstance(part, TernaryTensor)}
+
+    def weights(self) -> dict[str, TernaryTensor | FloatWeight]:
+        """Return all weights by name, in the order of the model."""
+        kinds = (TernaryTensor, FloatWeight)
+        return {name: part for name, part in self.named_modules() if isinstance(part, kinds)}

@@ -1,0 +1,40 @@
+"""A sample of text from the model of a run."""
+
+from contextlib import nullcontext
+
+import torch
+
+from arbcli.infer.generation import generate
+from arbcli.infer.holes import filled
+from arbcli.infer.sampling import Sampling
+from arbcli.infer.tokens import symbols_of
+from arbcli.train.trainer import Trainer
+
+SAMPLE_BYTES = 256
+SAMPLE_STEPS = 32
+"""Forward passes for a sample of a masked model."""
+PROMPT = b"\n"
+PROMPT_BYTES = 16
+"""Length of the prompt from the held-out text, if the tokenizer drops `PROMPT`."""
+
+
+def sample_text(trainer: Trainer) -> str:
+    """Generate a sample.
+
+    Raises:
+        ArbError: GPU memory is exhausted.
+    """
+    model, config = trainer.model, trainer.config
+    sampling, prompt = Sampling(seed=config.seed), PROMPT
+    if not symbols_of(model, prompt):  # the tokenizer drops it
+        prompt = trainer.texts.val.source.read(0, PROMPT_BYTES)
+    # large float baselines are compiled block by block, for training only; `set_stance` imports
+    # torch's compiler, which takes 2 s
+    compiled = trainer.is_compiled
+    with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        if config.model.is_masked:
+            length = min(SAMPLE_BYTES, config.model.ctx)
+            text = filled(model, length, SAMPLE_STEPS, sampling, backend=config.backend)
+        else:
+            text = generate(model, prompt, SAMPLE_BYTES, sampling, backend=config.backend)
+        return b"".join(text).decode(errors="replace")
