@@ -392,8 +392,8 @@ def _initialising_once() -> Iterator[None]:
         if is_new(tensor):
             fill(tensor, trit)
 
-    TernaryTensor.initialise = initialise_once  # type: ignore[method-assign]
-    TernaryTensor.fill = fill_once  # type: ignore[method-assign]
+    TernaryTensor.initialise = initialise_once  # type: ignore[assignment, method-assign]
+    TernaryTensor.fill = fill_once  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
