@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from syntax import children, walk
+
 ELSEWHERE = ("torch", "tl", "np", "F", "os", "json", "math", "dist")
 """Modules whose functions may have the names of ours."""
 
@@ -18,9 +20,21 @@ class _Parameters(NamedTuple):
     optional: set[str]
 
 
-def left_out(trees: dict[str, ast.Module]) -> Iterator[str]:
+class _Call(NamedTuple):
+    """A call of a function or class of which the package has one of that name."""
+
+    where: str
+    scope: set[str]
+    """Names of parameters and variables around it."""
+    called: str
+    arguments: list[ast.expr]
+    keywords: list[str | None]
+    signatures: list[_Parameters]
+
+
+def left_out(calls: list[_Call]) -> Iterator[str]:
     """List optional parameters of calls that are not given where a variable has their name."""
-    for where, scope, called, arguments, keywords, signatures in _calls(trees):
+    for where, scope, called, arguments, keywords, signatures in calls:
         if any(isinstance(each, ast.Starred) for each in arguments) or None in keywords:
             continue
         open_to_all = set.intersection(
@@ -30,9 +44,9 @@ def left_out(trees: dict[str, ast.Module]) -> Iterator[str]:
             yield f"{where} hands no {name} on to {called}"
 
 
-def exchanged(trees: dict[str, ast.Module]) -> Iterator[str]:
+def exchanged(calls: list[_Call]) -> Iterator[str]:
     """List arguments by position that have the name of another parameter, which has another."""
-    for where, _, called, arguments, _, signatures in _calls(trees):
+    for where, _, called, arguments, _, signatures in calls:
         named = [_named(each) for each in arguments]
         for number, name in enumerate(named):
             places = {
@@ -47,12 +61,17 @@ def exchanged(trees: dict[str, ast.Module]) -> Iterator[str]:
 
 def never_read(trees: dict[str, ast.Module]) -> Iterator[str]:
     """List functions, classes, fields, attributes and constants that nothing reads."""
-    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
-    loads = (node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load))
+    nodes = {place: walk(tree) for place, tree in trees.items()}
+    loads = (
+        node
+        for part in nodes.values()
+        for node in part
+        if type(getattr(node, "ctx", 0)) is ast.Load
+    )
     read = Counter(getattr(node, "id", getattr(node, "attr", "")) for node in loads)
-    for place, tree in trees.items():
+    for place, part in nodes.items():
         known = {}
-        for node in ast.walk(tree):
+        for node in part:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 known[node.name] = None
             body = node.body if isinstance(node, ast.ClassDef | ast.Module) else []
@@ -88,22 +107,24 @@ def written_in(function: ast.FunctionDef) -> list[str]:
 def _within(node: ast.AST) -> Iterator[ast.AST]:
     if not isinstance(node, ast.FunctionDef | ast.JoinedStr):
         yield node
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             yield from _within(child)
 
 
-def _calls(trees: dict[str, ast.Module]) -> Iterator[tuple]:
-    signatures = _signatures(trees)
+def calls_in(trees: dict[str, ast.Module]) -> list[_Call]:
+    """List the calls of what the package defines, with the parameters of all of that name."""
+    signatures, found = _signatures(trees), []
 
-    def visit(node: ast.AST, where: str, scope: set[str]) -> Iterator[tuple]:
-        if isinstance(node, ast.ClassDef):
+    def visit(node: ast.AST, where: str, scope: set[str]) -> None:
+        kind = type(node)
+        if kind is ast.ClassDef:
             where, scope = f"{where}{node.name}.", set()
-        elif isinstance(node, ast.FunctionDef | ast.Lambda):
-            about, inner = node.args, list(ast.walk(node))
+        elif kind is ast.FunctionDef or kind is ast.Lambda:
+            about = node.args
             own = {each.arg for each in (*about.posonlyargs, *about.args, *about.kwonlyargs)}
-            own |= {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            own |= {n.id for n in walk(node) if type(n) is ast.Name and type(n.ctx) is ast.Store}
             where, scope = f"{where}{getattr(node, 'name', 'lambda')}.", scope | own
-        elif isinstance(node, ast.Call):
+        elif kind is ast.Call:
             function, arguments = node.func, node.args
             if getattr(function, "id", "") == "partial" and arguments:
                 function, *arguments = arguments
@@ -112,12 +133,13 @@ def _calls(trees: dict[str, ast.Module]) -> Iterator[tuple]:
             if called in signatures and not foreign:
                 keywords = [each.arg for each in node.keywords]
                 place = where.rstrip(".")
-                yield place, scope, called, arguments, keywords, signatures[called]
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, where, scope)
+                found.append(_Call(place, scope, called, arguments, keywords, signatures[called]))
+        for child in children(node):
+            visit(child, where, scope)
 
     for place, tree in trees.items():
-        yield from visit(tree, f"{place}: ", set())
+        visit(tree, f"{place}: ", set())
+    return found
 
 
 def _signatures(trees: dict[str, ast.Module]) -> dict[str, list[_Parameters]]:
