@@ -153,7 +153,7 @@ def generate(
 ) -> bytes | list[bytes]:
     """Continue one prompt, or a batch of prompts; deterministic for a given seed.
 
-    See `arbcli.infer.generation.generate`, and `arbcli.infer.several` for batches.
+    See `arbcli.infer.generation.generate`, and `arbcli.infer.batch` for batches.
 
     Args:
         model: from `load`.
@@ -165,7 +165,7 @@ def generate(
         seed: of the random numbers; each prompt of a list has a stream of its own.
         kv: storage dtype of keys and values: `bf16`, `fp8` or `int8`; None is that of activations.
         batch: prompts of a list that are decoded together; None is the default of
-            `arbcli.infer.several`. The texts do not depend on it.
+            `arbcli.infer.batch`. The texts do not depend on it.
         ahead: speculative decoding of a single prompt: maximum number of bytes per step; None is
             1. The text does not depend on it, and it is only faster on a GPU.
 
@@ -176,7 +176,8 @@ def generate(
         ArbError: a prompt is empty, a number is out of range, or the model cannot check bytes.
     """
     from arbcli.device import deterministic
-    from arbcli.infer import generation, several
+    from arbcli.infer import generation
+    from arbcli.infer.batch import Request, generate_batch
     from arbcli.infer.sampling import Sampling
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -184,7 +185,7 @@ def generate(
         raise ArbError(f"`ahead` is {ahead!r}", hint="use a whole number")
     if isinstance(prompt, bytes | str):
         if batch is not None:
-            raise ArbError("`batch` is for several prompts", hint="give a list of them")
+            raise ArbError("`batch` is for a list of prompts", hint="give a list, or leave it out")
         with deterministic():
             made = generation.generate(
                 model, _bytes(prompt), length, sampling, kv=kv, ahead=1 if ahead is None else ahead
@@ -193,11 +194,11 @@ def generate(
     if ahead is not None:
         raise ArbError("`ahead` is for a single prompt", hint="leave it out, or give one prompt")
     requests = [
-        several.Request(prompt=_bytes(each), length=length, sampling=sampling, stream=index)
+        Request(prompt=_bytes(each), length=length, sampling=sampling, stream=index)
         for index, each in enumerate(prompt)
     ]
     with deterministic():
-        texts = dict(several.generate_several(model, requests, batch, kv=kv))
+        texts = dict(generate_batch(model, requests, batch, kv=kv))
     return [texts[index] for index in range(len(requests))]
 
 

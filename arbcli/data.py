@@ -4,16 +4,12 @@ A text is a sequence of files read as one stream of bytes. A batch is a set of w
 positions only depend on (seed, step, micro): to resume, a run only needs the number of the step.
 """
 
-import glob
 import os
-import re
-import stat
 import struct
 import sys
-import sysconfig
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256, shake_256
@@ -23,37 +19,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbcli.errors import ArbError
-from arbcli.plain_text import MEDIA, PLAIN, Conversion, may_have_records, plain_file
-from arbcli.reading import shown
+from arbcli.plain_text import PLAIN, Conversion, plain_file
+from arbcli.text_files import (
+    SAVED,
+    check_weights,
+    file_bytes,
+    find_files,
+    find_standard_library,
+    unreadable,
+    weight_of,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-PACKED = (".gz", ".zst", ".parquet")
-"""Suffixes of files that are unpacked: they are binary, but their contents may be text."""
-PEEKED_BYTES = 8192
-"""Bytes at the start of a file in which a zero byte marks it as binary."""
-SAVED = (".safetensors", ".gguf")
-"""Suffixes of saved models, which are left out of a folder's texts."""
-RUN = "config.json", frozenset({"metrics.jsonl", ".lock"})
-"""A folder with the first file and any of the others is a run."""
 MAX_OPEN_MAPS = 64
 """Maximum number of mapped files of a text; each has a descriptor, and some systems allow 256."""
 BLOCK_BYTES = 2**20
 MAX_BLOCKS = 256
 """Maximum number of blocks that `entropy` and `digest` read; longer texts are sampled."""
 FEW_FILES = 20
-"""From this number on, a tenth of the files is a representative sample."""
+"""Minimum number of files of which a tenth is a representative sample."""
 USUAL_SHARES = (0.02, 0.3)
 """Usual share of bytes in a tenth of the files; outside of it file sizes are too uneven."""
-MOST_WEIGHT = 10**9
-"""Largest weight of a text in a mixture."""
 FAR_NATS = 0.5
 """Difference of order-0 entropies in nats for texts of different kinds; within a kind, hundredths
 are usual."""
-NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-"""Folders left out of the standard library: installed packages and tests."""
 
 
 class _Piece(NamedTuple):
@@ -76,7 +68,7 @@ class Text:
         self._pieces: list[_Piece] = []
         begin = 0
         for path in paths:
-            size = _file_bytes(path)
+            size = file_bytes(path)
             end = size if stop is None else min(size, stop - begin)
             piece = _Piece(Path(os.path.abspath(path)), max(0, start - begin), end)
             if piece.start < piece.stop:
@@ -187,7 +179,7 @@ class Text:
         except ValueError:  # raised by mmap if the file is shorter
             is_shorter = True
         except OSError as error:
-            raise _unreadable(path, error.strerror) from error
+            raise unreadable(path, error.strerror) from error
         if is_shorter:
             raise ArbError(
                 f"`{path}` has become shorter since the text was opened",
@@ -369,7 +361,7 @@ def open_texts(
     conversion: Conversion = PLAIN,
     split: str | None = None,
 ) -> Texts:
-    """Find the files of a run and split them into training and validation texts.
+    """Open the files of a run, split into training and validation texts.
 
     An entry is a file, a glob (`**` for any depth) or a folder: all regular files below it, except
     hidden files, files below links to folders, saved runs and models, and binary files, including
@@ -399,12 +391,12 @@ def open_texts(
         parts = _find_parts(data, left_out, conversion)
         name = _name(data)
     else:
-        parts = [(_find_standard_library(), None)]
+        parts = [(find_standard_library(), None)]
         name = f"standard library source of Python {sys.version_info[0]}.{sys.version_info[1]}"
     weights, found = [weight for _, weight in parts], None
     if val:
         train = _mix([_plain_text(files, conversion) for files, _ in parts], weights)
-        held_out = _plain_text(_find_files(val, left_out, conversion), conversion)
+        held_out = _plain_text(find_files(val, left_out, conversion), conversion)
     else:
         split = split if data else "files"
         each = [_split(files, seed, conversion, split, context) for files, _ in parts]
@@ -434,7 +426,7 @@ def open_text(entries: Sequence[str], conversion: Conversion = PLAIN) -> tuple[T
         ArbError: an entry matches no file or cannot be read.
     """
     left_out: list[str] = []
-    files = _find_files(entries, left_out, conversion)
+    files = find_files(entries, left_out, conversion)
     return _plain_text(files, conversion), _describe(_name(entries), len(files), left_out)
 
 
@@ -447,37 +439,10 @@ def _find_parts(
         ArbError: only some entries have weights, or one is 0.
     """
     check_weights(entries)
-    weighed = [_weight(entry) for entry in entries]
+    weighed = [weight_of(entry) for entry in entries]
     if all(weight is None for _, weight in weighed):
-        return [(_find_files(entries, left_out, conversion), None)]
-    return [(_find_files([entry], left_out, conversion), weight) for entry, weight in weighed]
-
-
-def check_weights(entries: Sequence[str]) -> None:
-    """Check that all entries have a valid weight, or none has one.
-
-    Raises:
-        ArbError: only some have weights, or one is 0 or too large.
-    """
-    weights = [_weight(entry)[1] for entry in entries]
-    if all(weight is None for weight in weights):
-        return
-    for entry, weight in zip(entries, weights, strict=True):
-        if not weight or weight > MOST_WEIGHT:
-            raise ArbError(
-                f"`{shown(entry)}` has no valid weight, and another text has one",
-                hint=f"give all of them one above 0 and up to {MOST_WEIGHT:,}, as in"
-                " `--data a.txt:0.7 --data b.txt:0.3`, or none",
-            )
-
-
-def _weight(entry: str) -> tuple[str, float | None]:
-    """Split `book.txt:0.7` into the entry and its weight, unless a file has this name."""
-    path, _, weight = entry.rpartition(":")
-    is_weight = re.fullmatch(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", weight)
-    if not path or not is_weight or _mode(os.path.expanduser(entry)):
-        return entry, None
-    return path, float(weight)
+        return [(find_files(entries, left_out, conversion), None)]
+    return [(find_files([entry], left_out, conversion), weight) for entry, weight in weighed]
 
 
 def _mix(texts: list[Text], weights: list[float | None]) -> Text:
@@ -522,7 +487,7 @@ def _split(
         train, val = (Text([plain[file] for file in part]) for part in _split_files(files, seed))
         if split == "files" or len(files) >= FEW_FILES or _are_alike(train, val):
             return "files", (train, val)
-    sizes = [(path, _file_bytes(path)) for path in plain.values()]
+    sizes = [(path, file_bytes(path)) for path in plain.values()]
     cuts = [(path, size - size // 10, size) for path, size in sizes]
     within = Text.of_parts([(path, 0, cut) for path, cut, _ in cuts]), Text.of_parts(cuts)
     if len(files) == 1:
@@ -549,198 +514,3 @@ def _split_files(files: list[Path], seed: int) -> tuple[list[Path], list[Path]]:
 
     val = set(sorted(files, key=rank)[: max(1, round(len(files) / 10))])
     return [file for file in files if file not in val], [file for file in files if file in val]
-
-
-def _find_standard_library() -> list[Path]:
-    folder = sysconfig.get_paths()["stdlib"]
-    files = [file for file in _files_below(folder, [], NOT_TEXT) if file.suffix == ".py"]
-    files = [file for file in files if _file_bytes(file)]
-    if len(files) < 2:
-        raise ArbError(
-            f"this Python has no source of its standard library in `{folder}`",
-            hint="name a text with `--data`",
-        )
-    return files
-
-
-def _find_files(entries: Sequence[str], left_out: list[str], conversion: Conversion) -> list[Path]:
-    """List the files with any bytes that `entries` name, each once, in the order of `entries`.
-
-    Runs, models and binary files of folders are appended to `left_out`.
-    """
-    unique: dict[str, Path] = {}
-    for entry in entries:
-        for file in _expand(entry, left_out, conversion):
-            unique.setdefault(os.path.realpath(file), file)
-    files = [file for file in unique.values() if _file_bytes(file)]
-    if not files:
-        raise _without_text(entries)
-    return files
-
-
-def _expand(entry: str, left_out: list[str], conversion: Conversion) -> list[Path]:
-    path = os.path.expanduser(entry)
-    is_named = _mode(path) != 0
-    files = []
-    for match in [path] if is_named else sorted(set(_matches(path))):
-        mode = _mode(match)
-        if stat.S_ISDIR(mode):
-            below = _files_below(match, left_out)
-            binary = {file for file in below if _is_left_out(file, conversion)}
-            left_out += map(str, binary)
-            files += [file for file in below if file not in binary]
-        elif is_named or stat.S_ISREG(mode):
-            files.append(Path(os.path.abspath(match)))
-    if not files:
-        raise _without_files(entry, is_named=is_named)
-    return files
-
-
-def check_named(entries: Iterable[str], field: str | None = None) -> None:
-    """Check that entries exist, without reading folders or files.
-
-    Args:
-        entries: entries of texts, see `open_texts`.
-        field: the `--field` of records; None if it was not given.
-
-    Raises:
-        ArbError: an entry matches nothing, or is neither a folder nor a readable file; or all
-            entries are empty files; or `field` is given and all are files without fields.
-    """
-    entries, plain, has_bytes = list(entries), [], False
-    for entry in entries:
-        path = os.path.expanduser(_weight(entry)[0])
-        mode = _mode(path)
-        if mode and not stat.S_ISDIR(mode):
-            has_bytes |= _file_bytes(Path(path)) > 0
-            plain.append(not may_have_records(Path(path)))
-        elif not mode and next(_matches(path), None) is None:
-            raise _without_files(_weight(entry)[0], is_named=False)
-        else:
-            plain.append(False)
-            has_bytes = True  # unknown until the folder or glob is read
-    if entries and not has_bytes:
-        raise _without_text(entries)
-    if field is not None and plain and all(plain):
-        raise ArbError(
-            f"`--field {field}` only applies to records, and none of the texts is a .jsonl or"
-            " .parquet file",
-            hint="leave `--field` out: plain texts are read as they are",
-        )
-
-
-def _without_text(entries: Iterable[str]) -> ArbError:
-    names = ", ".join(f"`{entry}`" for entry in entries)
-    return ArbError(f"there is no text in {names}", hint="name files that are not empty")
-
-
-def _without_files(entry: str, *, is_named: bool) -> ArbError:
-    return ArbError(
-        f"the folder `{entry}` has no text files" if is_named else f"nothing matches `{entry}`",
-        hint="name a file, a glob in quotes, or a folder with files that are neither hidden nor"
-        " binary",
-    )
-
-
-def _matches(pattern: str) -> Iterator[str]:
-    """Yield the paths that a glob matches, like `glob.iglob`, but safe for cyclic links.
-
-    `**` visits each folder once, by the first path that leads to it.
-    """
-    if re.search(r"(^|/)\*\*$", pattern):
-        pattern += "/*"
-    before, deep, after = pattern.partition("**/")
-    if not deep or not (before.endswith("/") or not before):
-        yield from glob.iglob(pattern, recursive=True)
-        return
-    while after.startswith("**/"):
-        after = after.removeprefix("**/")
-    for folder in sorted(glob.glob(before) if before else ["."]):
-        for below in _folders_below(folder):
-            base = glob.escape(os.path.join(below, "") if before else os.path.join(below, "")[2:])
-            yield from _matches(base + after)
-
-
-def _folders_below(folder: str) -> Iterator[str]:
-    """Yield a folder and all below it, also through links, except hidden ones; each once."""
-    seen: set[tuple[int, int]] = set()
-    for parent, folders, _ in os.walk(folder, followlinks=True):
-        status = os.stat(parent)
-        if (key := (status.st_dev, status.st_ino)) in seen:
-            folders.clear()
-            continue
-        seen.add(key)
-        folders[:] = sorted(name for name in folders if name[0] != ".")
-        yield parent
-
-
-def _files_below(
-    folder: str, left_out: list[str], skip: frozenset[str] = frozenset()
-) -> list[Path]:
-    """List the regular files below a folder, sorted, without hidden ones and folders in `skip`.
-
-    Saved runs and models below it are appended to `left_out`.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise _unreadable(error.filename, error.strerror) from error
-
-    files = []
-    top = os.path.abspath(folder)
-    for parent, folders, names in os.walk(top, onerror=refuse):
-        folders[:] = [name for name in folders if name[0] != "." and name not in skip]
-        if parent != top and RUN[0] in names and not RUN[1].isdisjoint(names):
-            left_out.append(parent)
-            folders.clear()
-            continue
-        left_out += [os.path.join(parent, name) for name in names if name.endswith(SAVED)]
-        names = [name for name in names if not name.endswith(SAVED)]
-        paths = [Path(parent, name) for name in names if name[0] != "."]
-        files += [path for path in paths if stat.S_ISREG(_mode(path))]
-    return sorted(files, key=Path.as_posix)
-
-
-def _is_left_out(path: Path, conversion: Conversion) -> bool:
-    """Return whether a file of a folder is binary (has a zero byte at its start) or unwanted."""
-    name = path.name.lower()
-    if name.endswith(MEDIA):
-        return not conversion.takes(name)
-    if name.endswith(PACKED):
-        return False
-    try:
-        with path.open("rb") as file:
-            return b"\0" in file.read(PEEKED_BYTES)
-    except OSError as error:
-        raise _unreadable(path, error.strerror) from error
-
-
-def _mode(path: str | Path) -> int:
-    """Return the mode of a path with links followed, 0 if it does not exist."""
-    try:
-        return os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: path with a NUL
-        return 0
-    except OSError as error:
-        raise _unreadable(path, error.strerror) from error
-
-
-def _file_bytes(path: Path) -> int:
-    """Return the size of a file, which must be regular and readable."""
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise _unreadable(path, error.strerror) from error
-    if not stat.S_ISREG(status.st_mode):
-        raise ArbError(
-            f"`{path}` is not a regular file",
-            hint="texts are memory-mapped: write it to a file first, and name that file",
-        )
-    if not os.access(path, os.R_OK):
-        raise _unreadable(path, "Permission denied")
-    return status.st_size
-
-
-def _unreadable(path: str | Path, reason: str | None) -> ArbError:
-    return ArbError(
-        f"cannot read `{path}`: {reason}", hint="check that it exists and that you may read it"
-    )

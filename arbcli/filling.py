@@ -45,7 +45,7 @@ def in_layout(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> T
 
 
 def led_in(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Tensor:
-    """Put a hole in the order of `in_layout`, as the end of one that begins `LEAD` symbols sooner.
+    """Lay out a text like `in_layout`, as if the hole began `LEAD` symbols earlier.
 
     Args:
         before: text before the hole; all of it is read after the mark if it is shorter than `LEAD`.
@@ -54,7 +54,7 @@ def led_in(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Tens
         vocabulary: V.
 
     Returns:
-        (N,) int64, as many as `in_layout` makes; the hole's symbols are the last ones.
+        (N,) int64, with the length of `in_layout`; the hole's symbols are the last ones.
     """
     begin = max(0, len(before) - LEAD)
     return in_layout(before[:begin], torch.cat([before[begin:], hole]), after, vocabulary)

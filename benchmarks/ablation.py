@@ -50,7 +50,7 @@ OF_RUNS: dict[str, dict[str, Any]] = {"scale-losses": {"scale_losses": ("moe_gra
 
 @cache
 def options(name: str) -> dict:
-    """Find the options of a variant, with the widest MLPs that leave it no more weights."""
+    """Return the options of a variant, with the widest MLPs that give it no more weights."""
     if VARIANTS[name] is None:
         return PEER
     given = dict(PEER)

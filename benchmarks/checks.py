@@ -86,7 +86,7 @@ def microseconds(back: Callable[[], None], run: Callable[[], None], runs: int) -
 
 
 def kernels_of(run: Callable[[], None]) -> dict[str, tuple[float, float]]:
-    """Find the launches of each kernel in a run, and by how many us it moves the end of the run.
+    """Return the launches of each kernel in a run, and how many us it adds to the run.
 
     A kernel may begin while the one before it still runs; what counts is from its end back to the
     end of the last one, or to its own beginning if that is later.

@@ -68,7 +68,7 @@ def start(kind: str, compute: str | None) -> subprocess.Popen:
 
 
 def ask(process: subprocess.Popen) -> tuple[tuple[float, float], int, str]:
-    """Let a process do its steps: milliseconds of one, its bytes, and what it computes in.
+    """Run the steps of a process; return milliseconds and bytes of a step, and its dtype.
 
     The milliseconds are those of the clock and of the processor.
     """

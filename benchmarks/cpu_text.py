@@ -118,7 +118,7 @@ def start(*words: str) -> subprocess.Popen:
 
 
 def ask(process: subprocess.Popen, task: str) -> tuple[float, float]:
-    """Let a process do a task: bytes a second, and a second of the processor."""
+    """Run a task in a process; return bytes per second, and per second of the processor."""
     process.stdin.write(f"{task}\n")
     process.stdin.flush()
     clock, processor = map(float, process.stdout.readline().split())
@@ -175,7 +175,7 @@ def measure(preset: str, digits: str, args: argparse.Namespace, folder: Path) ->
 
 
 def ratio(ours: dict, theirs: dict, name: str) -> float:
-    """Find how many times as fast ours is: the median over rounds in turns."""
+    """Return our relative speed: the median over rounds in turns."""
     pairs = zip(ours[f"rounds_{name}"], theirs[f"rounds_{name}"], strict=True)
     return statistics.median(mine / other for mine, other in pairs)
 

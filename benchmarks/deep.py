@@ -111,7 +111,7 @@ def causality(trainer: Trainer) -> dict:
 def generate(model: LanguageModel, kv: str | None) -> dict:
     """Make text after a prompt, from a cache in eight bits or as it is."""
     prompt = text().read_bytes()[:500]
-    with model.keeping(kv), model.prepared_weights():
+    with model.cached_as(kv), model.prepared_weights():
         decoder = Decoder(model, len(prompt) + LENGTH, Sampling(seed=0))
         decoder.read(prompt)
         begun = time.perf_counter()

@@ -96,7 +96,7 @@ def run_export(
 
 
 def distances(found: Tensor, ours: Tensor, exact: Tensor) -> dict[str, float]:
-    """Find how far log-probabilities are from those of `arb`, and from those in float64."""
+    """Compare log-probabilities with those of `arb`, and with those in float64."""
     return {
         "largest": float((found - ours).abs().max()),
         "from_float64": float((found - exact).abs().max()),

@@ -119,7 +119,7 @@ def _linearise(
 
 
 def between(rows: Sequence[dict[str, Any]], steps: float) -> float:
-    """Find the loss after some steps, on a line through the logarithms of two measured lengths.
+    """Interpolate the loss after some steps between the logarithms of two measured lengths.
 
     Args:
         rows: of one kind, size and seed.

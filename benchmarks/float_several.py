@@ -78,7 +78,7 @@ def step_block(
     return x + functional.linear(sub_norm(functional.silu(gate) * up), down)
 
 
-class SeveralFloatDecoder:
+class BatchFloatDecoder:
     """A float model, a cache for several texts, and the last byte of each.
 
     Args:

@@ -93,7 +93,7 @@ def bytes_per_second(more: Callable[[int], None], length: int) -> float:
 def find_peer(
     name: str, model: LanguageModel, prompt: int, modes: list[str]
 ) -> tuple[str, Callable[[int], None], int, dict[str, float]]:
-    """Find the fastest mode of the float decoder, by a few bytes; one that fails is reported."""
+    """Return the fastest mode of the float decoder for a few bytes; failing ones are reported."""
     found, rates = {}, {}
     for mode in modes:
         started = time.perf_counter()

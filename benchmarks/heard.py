@@ -1,6 +1,6 @@
 """Bits a sample of held-out speech after its own text, and after those of other records.
 
-    python -m benchmarks.heard RUN TEXT [--others N]
+    python -m benchmarks.heard RUN TEXT [--others N] [--out DIR]
 
 `benchmarks.media_text` writes the text: sentences or words, each followed by its sound.
 Every sound is predicted after its own text and after N others, with the same bytes before and the
@@ -22,6 +22,7 @@ from arbcli.infer.load import load_model
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.media.spans import find_spans
 from arbcli.model.language_model import LanguageModel
+from benchmarks import results
 
 NEARBY = 8
 """Records before the one that is predicted; a window has as much of them as it holds."""
@@ -61,7 +62,7 @@ def costs(model: LanguageModel, content: bytes, others: int) -> list[list[float]
 
 
 def told(found: list[list[float]], samples: int) -> dict[str, Any]:
-    """Say what own texts are worth.
+    """Measure the benefit of own texts.
 
     Args:
         found: of `costs`.
@@ -82,18 +83,22 @@ def told(found: list[list[float]], samples: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure a run, and print one object of JSON."""
+    """Measure a run, and print and write one row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--others", type=int, default=15, help="texts of a sound [default: 15]")
+    parser.add_argument("--out", type=Path, default=results.FOLDER)
     args = parser.parse_args()
     model, content = load_model(args.run), args.text.read_bytes()
     with deterministic(), use_backend(resolve_backend(None, model.device)):
         found = costs(model, content, args.others)
     samples = sum(size for *_, size in records(content))
-    how = {"device": str(model.device), "text": args.text.name, "others": args.others}
-    print(json.dumps(how | told(found, samples)))
+    row = {"run": args.run.name, "text": args.text.name, "others": args.others}
+    row |= told(found, samples)
+    print(json.dumps(row))
+    command = results.command_line("heard", args.run.name, args.text.name)
+    results.save("heard", [row], command=command, folder=args.out)
 
 
 if __name__ == "__main__":

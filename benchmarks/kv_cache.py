@@ -18,13 +18,13 @@ from torch.nn import functional
 from arbcli.config.presets import preset
 from arbcli.device import deterministic
 from arbcli.infer.generation import Decoder
-from arbcli.kernels.attention.eight_bits import KeptIn
+from arbcli.kernels.attention.eight_bits import CacheFormat
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from benchmarks import results
 from benchmarks.generation import bytes_per_second
 
-KEPT_IN = ("bf16", "fp8", "int8")
+CACHE_DTYPES = ("bf16", "fp8", "int8")
 ROUNDED = ("fp8", "fp8-mixed", "fp8-queries", "int8", "int8-mixed", "int8-queries")
 ROUNDS, ROUND_BYTES, WARM_UP_BYTES = 7, 256, 64
 LENGTH = WARM_UP_BYTES + ROUNDS * ROUND_BYTES
@@ -46,7 +46,7 @@ def make_text(model: LanguageModel, kv: str) -> tuple[Callable[[int], None], int
         What makes so many bytes more and waits for them, and the bytes of the cache.
     """
     prompt = model.config.ctx
-    with model.keeping(kv):
+    with model.cached_as(kv):
         decoder = Decoder(model, prompt + LENGTH)
     decoder.read(bytes(index * 131 % 251 for index in range(prompt)))
 
@@ -61,10 +61,10 @@ def measure(name: str, ctx: int) -> list[dict]:
     """Measure a preset in each type."""
     model = build(name, ctx)
     with model.prepared_weights(), deterministic():
-        texts = {kv: make_text(model, kv) for kv in KEPT_IN}
+        texts = {kv: make_text(model, kv) for kv in CACHE_DTYPES}
         for more, _ in texts.values():
             more(WARM_UP_BYTES)
-        rates: dict[str, list[float]] = {kv: [] for kv in KEPT_IN}
+        rates: dict[str, list[float]] = {kv: [] for kv in CACHE_DTYPES}
         for _ in range(ROUNDS):
             for kv, (more, _) in texts.items():
                 rates[kv].append(bytes_per_second(more, ROUND_BYTES))
@@ -77,11 +77,11 @@ def measure(name: str, ctx: int) -> list[dict]:
             "bytes_per_second": round(statistics.median(rates[kv]), 1),
             "rounds_bytes_per_second": [round(rate, 1) for rate in rates[kv]],
         }
-        for kv in KEPT_IN
+        for kv in CACHE_DTYPES
     ]
 
 
-def cosine(kept: KeptIn, heads: int, length: int, width: int) -> float:
+def cosine(kept: CacheFormat, heads: int, length: int, width: int) -> float:
     """Compare attention of one query over rounded entries with that over unrounded ones.
 
     All are normal numbers, queries and keys normalised, half of their numbers rotated; the cosine
@@ -106,7 +106,9 @@ def print_errors() -> None:
     """Print a line a head width and length."""
     for width in (64, 128, 512):
         for length in (1, 33, 2048, 16384):
-            found = (f"{kv} {cosine(KeptIn.named(kv), 8, length, width):.5f}" for kv in ROUNDED)
+            found = (
+                f"{kv} {cosine(CacheFormat.named(kv), 8, length, width):.5f}" for kv in ROUNDED
+            )
             print(f"heads of {width}, {length:,} positions: cosine {', '.join(found)}", flush=True)
 
 

@@ -25,7 +25,7 @@ KINDS = {"compressed": {}, "dense": {"attention": "dense"}}
 PRESET, BATCH = "arb-long", 2
 ROUNDS, STEPS = 3, 4
 WARM_UP_BYTES, LENGTH = 64, 256
-KEPT_IN = ("bf16", "int8", "fp8")
+CACHE_DTYPES = ("bf16", "int8", "fp8")
 
 
 def measure(options: dict) -> dict:
@@ -48,8 +48,8 @@ def measure(options: dict) -> dict:
             "allocated_bytes": torch.cuda.max_memory_allocated(),
         }
         row["texts"] = {}
-        for kv in KEPT_IN:
-            with trainer.model.keeping(kv):
+        for kv in CACHE_DTYPES:
+            with trainer.model.cached_as(kv):
                 row["texts"][kv] = time_generation(trainer.model, context)
         return row
 

@@ -35,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
 DEFAULT = ("compressed", "dense")
 TIMED = 12
 """Steps that are timed after a capture."""
-KEPT_IN = (None, "int8", "fp8", "int8-mixed", "fp8-mixed", "fp8-queries")
+CACHE_DTYPES = (None, "int8", "fp8", "int8-mixed", "fp8-mixed", "fp8-queries")
 
 
 def build(kind: str, paths: tuple[str, str], batch: int, seed: int, steps: int) -> Trainer:
@@ -92,10 +92,10 @@ def train(
     near, *others = (f"{nats:.4f} from {first}" for first, _, nats in row["by_position"])
     print("  by position:", ", ".join([near, *others]), flush=True)
     row["kept_in"] = {}
-    for kv in KEPT_IN:
+    for kv in CACHE_DTYPES:
         ctx = config.model.ctx
         whole = evaluate(model, kind, *text, stride=ctx, kv=kv, **about)
-        with model.keeping(kv):
+        with model.cached_as(kv):
             cache = model.new_cache(ctx).nbytes
         row["kept_in"][whole.kv] = {"nats": round(whole.nats_per_byte, 5), "cache_bytes": cache}
     print("  kept in:", row["kept_in"], flush=True)

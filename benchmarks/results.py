@@ -28,6 +28,7 @@ KEYS = {
     "checks": ("preset", "size", "prompt", "way"),
     "checked_texts": ("preset", "prompt", "way", "size", "has_head", "favour"),
     "holes": ("run", "hole"),
+    "heard": ("run", "text"),
     "kv_cache": ("preset", "ctx", "kv"),
     "products": ("size", "rows", "what"),
     "arb_3b": ("kind", "batch", "recompute"),
@@ -132,7 +133,7 @@ def _key(name: str, row: dict[str, Any]) -> tuple:
 
 
 def find_commit() -> tuple[str, bool]:
-    """Find the commit, and whether the tree has changes.
+    """Return the commit, and whether the tree has changes.
 
     `ARB_COMMIT` says it where the tree is a copy without its history; `+` at its end says that
     there are changes.
@@ -173,7 +174,7 @@ def find_hardware() -> dict[str, str | int | None]:
 
 
 def query_gpu(field: str) -> str | None:
-    """Ask the driver about the GPU, as `nvidia-smi --query-gpu` does; None if it cannot tell."""
+    """Query the driver about the GPU, like `nvidia-smi --query-gpu`; None if that fails."""
     try:
         return _output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "-i0")
     except (OSError, subprocess.CalledProcessError):
@@ -214,7 +215,7 @@ class Options(argparse.ArgumentParser):
     """Options of a benchmark, which ends before it measures if rows could not name a commit."""
 
     def parse_known_args(self, *given: Any, **named: Any) -> Any:
-        """Find the commit after the options are read, so that `--help` needs none."""
+        """Return the commit, after the options are read, so that `--help` needs none."""
         found = super().parse_known_args(*given, **named)
         find_commit()
         return found

@@ -16,11 +16,11 @@ from collections.abc import Callable
 import torch
 
 from arbcli.config.presets import preset
+from arbcli.infer.batch import BatchDecoder, Request
 from arbcli.infer.generation import Decoder, Sampling
-from arbcli.infer.several import Request, SeveralDecoder
 from arbcli.model.language_model import LanguageModel
 from benchmarks import results
-from benchmarks.float_several import MODES, SeveralFloatDecoder
+from benchmarks.float_several import MODES, BatchFloatDecoder
 from benchmarks.generation import build
 
 ROUNDS, ROUND_STEPS, WARM_UP_STEPS = 5, 64, 16
@@ -30,7 +30,7 @@ LENGTH = WARM_UP_STEPS * (1 + len(MODES)) + ROUNDS * ROUND_STEPS
 
 def make_ours(model: LanguageModel, texts: int) -> Callable[[], None]:
     """Begin texts; return what makes one byte more of each."""
-    decoder = SeveralDecoder(model, texts, 1 + LENGTH)
+    decoder = BatchDecoder(model, texts, 1 + LENGTH)
     for place in range(texts):
         how = Sampling(seed=place)
         decoder.begin(place, Request(prompt=b"\n", length=LENGTH, sampling=how))
@@ -43,7 +43,7 @@ def make_peer(twin: LanguageModel, texts: int) -> tuple[Callable[[], None], str]
     for mode in MODES:
         torch._dynamo.reset()
         try:
-            decoder = SeveralFloatDecoder(twin, texts, 1 + LENGTH, mode=mode)
+            decoder = BatchFloatDecoder(twin, texts, 1 + LENGTH, mode=mode)
             decoder.capture()
         except Exception:  # a mode that a machine cannot run is left out, and said to be
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""Say where the time of a training step goes, and the least that this machine could take for it.
+"""Break down the time of a training step, next to the minimum that this machine could take.
 
     python -m benchmarks.step_budget [MODEL...] [--out DIR]
 
@@ -283,7 +283,7 @@ def counting(work: Work) -> Iterator[None]:
 
 
 def launcher() -> Callable:
-    """Find what `kernel[grid]` does."""
+    """Return the launch function of `kernel[grid]`."""
     from triton.runtime.jit import KernelInterface
 
     return KernelInterface.__getitem__
@@ -339,7 +339,7 @@ def made(form: Any, device: torch.device) -> Any:
 
 
 def shape_of(func: Any, args: tuple) -> tuple[int, ...]:
-    """Find M, N, K of a product, and before them the number of products if there are several."""
+    """Return M, N, K of a product, preceded by the number of products if there are several."""
     first = MULTIPLIED[func.overloadpacket.__name__]
     (_, a, *_), (_, b, *_) = args[first : first + 2]
     return (*a[:-1], b[-1], a[-1])
@@ -368,7 +368,7 @@ def time_products(work: Work, stopwatch: Stopwatch) -> list[dict[str, Any]]:
 
 
 def floors(work: Work, products: list[dict[str, Any]], roofline: Roofline) -> dict[str, float]:
-    """Find the least milliseconds of each kind."""
+    """Return the minimum milliseconds of each kind."""
     found = {}
     for kind in KINDS:
         of_library = sum(row["times"] * row["us"] for row in products if row["kind"] == kind)

@@ -36,7 +36,7 @@ def rows_of(runs: Runs, **fields: Any) -> list[Row]:
 
 
 def row_of(runs: Runs, **fields: Any) -> Row | None:
-    """Find the row that has these values, None if nothing measured it."""
+    """Return the row with these values; None if it was not measured."""
     found = rows_of(runs, **fields)
     return found[0] if found else None
 
@@ -72,7 +72,7 @@ def _program(command: str) -> str:
 
 
 def speed_ratio(ours: Row | None, peer: Row | None) -> float | None:
-    """Find how many times as fast ours is: the median over rounds in turns, else of the medians."""
+    """Return our relative speed: the median over rounds in turns, or the ratio of medians."""
     if not ours or not peer:
         return None
     if ours.get("in_turns") and peer.get("in_turns"):
@@ -82,7 +82,7 @@ def speed_ratio(ours: Row | None, peer: Row | None) -> float | None:
 
 
 def faster(runs: Runs, preset: str, twin: str) -> Row | None:
-    """Find the fastest of the baselines: with sub-norms, without, and bare."""
+    """Return the fastest of the baselines: with sub-norms, without, and bare."""
     ways = ("", ", no sub-norms", ", bare")
     found = [row_of(runs, preset=preset, kind=f"{twin}{how}") for how in ways]
     return min((row for row in found if row), key=lambda row: row["ms"], default=None)
@@ -955,13 +955,14 @@ def checked_texts(runs: Runs) -> str:
     kept: dict[tuple, Row] = {}
     for row in sorted((row for row in ways if row["size"] > 1), key=lambda row: row["favour"] or 0):
         kept[tuple(row[name] for name in ("preset", "way", "size", "has_head"))] = row
-    names = [f"{name}-ahead" for name in PRESETS]
+    names = {"small-ahead": "`small`", "base-ahead": "`base`"}
+    names |= {"1b-ahead": "`1b`, 560 steps", "1b-ahead2": "`1b`, 760 steps"}
     lines = []
-    for key in sorted(kept, key=lambda key: (names.index(key[0]), key)):
+    for key in sorted(kept, key=lambda key: ([*names].index(key[0]), key)):
         row, (name, way, size, has_head) = kept[key], key
         lines.append(
             [
-                f"`{name.removesuffix('-ahead')}`",
+                names[name],
                 way,
                 str(size),
                 f"head, {row['favour']:g}" if has_head else "text alone",
@@ -996,7 +997,7 @@ def codebooks(runs: Runs) -> str:
                 # the first steps are compiled
                 (early, begin, _), (late, end, _) = row["told"][0], row["told"][-1]
                 share, dead = (
-                    _number(row.get(name), ".1%").replace("%", " %")
+                    f"{100 * row[name]:.3g} %" if name in row else ""
                     for name in ("used_share", "dead_share")
                 )
                 lines.append(
@@ -1028,7 +1029,7 @@ def holes(runs: Runs) -> str:
             if row:
                 losses = row["nats_per_byte"]
                 without = losses.get(f"{kind} without the right side")
-                excess, error = row["excess"][kind], row["standard_error"][kind]
+                error = row.get("standard_error", {}).get(kind)
                 lines.append(
                     [
                         str(size),
@@ -1036,7 +1037,8 @@ def holes(runs: Runs) -> str:
                         f"{losses[kind]:.4f}",
                         _number(without, ".4f"),
                         f"{losses['next']:.4f}",
-                        f"{excess:+.4f} ± {error:.4f}",
+                        f"{losses[kind] - losses['next']:+.4f}"
+                        + (f" ± {error:.4f}" if error else ""),
                     ]
                 )
     head = [
@@ -1086,13 +1088,13 @@ def laws(runs: Runs) -> str:
 
 
 FRONTIER_SECONDS = 7.2
-"""Of one GPU: AdamW does 2,000 steps of 10.8 million weights in them."""
+"""Seconds of one GPU, in which AdamW makes 2,000 steps of 10.8 million weights."""
 FRONTIER_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 """MiB."""
 
 
 def best_within(steps: Runs, losses: Runs, kind: str, budget: float) -> tuple[float, Row] | None:
-    """Find the lowest loss of a kind in the time and memory given, and which step it is of.
+    """Return the lowest loss of a kind within a time and memory, and its step.
 
     Args:
         steps: results of `frontier`.

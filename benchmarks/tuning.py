@@ -185,7 +185,7 @@ def tuned_twin(
     device: str,
     begin: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Let a baseline begin with the weights of the folder, train it to its end, and score it.
+    """Train a baseline from the weights of the folder to its end, and score it.
 
     Args:
         trainer: of the baseline.
@@ -294,7 +294,7 @@ def tune_integers(job: Job, texts: Path, folder: Path, device: str) -> dict[str,
 
 
 def score(run: Path, texts: Path, device: str) -> dict[str, Any]:
-    """Find both losses of a saved run, and the bytes of its state."""
+    """Return both losses of a saved run, and the bytes of its state."""
     model = load_model(run, device=device)
     state = max(path.stat().st_size for path in run.glob("step-*.safetensors"))
     return {"state_bytes": state} | both_losses(model.loss, texts, device)

@@ -13,7 +13,7 @@ from arbcli.model.layers.norm import NORM_EPS
 from benchmarks.bare_twin import LR, Model, orthogonalise, step_by_muon
 from benchmarks.dense_rows import dense_row, read_dense
 from benchmarks.float_decoder import FloatDecoder
-from benchmarks.float_several import MODES, SeveralFloatDecoder
+from benchmarks.float_several import MODES, BatchFloatDecoder
 
 NAMES = {
     "attention.qkv": "qkv", "attention.output": "out", "mlp.gate_up": "up", "mlp.output": "down",
@@ -132,7 +132,7 @@ def test_float_decoder_reads_every_matrix_once_a_byte():
 @pytest.mark.parametrize("mode", MODES)
 def test_several_float_texts_have_the_logits_of_the_twin(mode):
     model = twin()
-    decoder = SeveralFloatDecoder(model, 2, 20, dtype=torch.float32, mode=mode, compiled=False)
+    decoder = BatchFloatDecoder(model, 2, 20, dtype=torch.float32, mode=mode, compiled=False)
     caches = [model.new_cache(20) for _ in range(2)]
     ids = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
     for place in range(20):

@@ -9,8 +9,8 @@ from graphs import recorded_graphs
 
 from arbcli.config.presets import preset
 from arbcli.data import open_texts
+from arbcli.infer.batch import BatchDecoder, Request
 from arbcli.infer.generation import Decoder, Sampling
-from arbcli.infer.several import Request, SeveralDecoder
 from arbcli.model.language_model import LanguageModel
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
@@ -47,7 +47,7 @@ def test_captured_texts_are_those_of_steps():
                 Request(prompt=b"d", length=6, sampling=Sampling(seed=4), stream=2)]  # fmt: skip
     with lm.prepared_weights(), recorded_graphs() as graphs:
         for capture in (False, True):
-            decoder = SeveralDecoder(lm, 2, 12, backend="torch", capture=capture)
+            decoder = BatchDecoder(lm, 2, 12, backend="torch", capture=capture)
             assert not decoder.cache.position.any()
             for place, each in enumerate(requests):
                 decoder.begin(place, each)

@@ -16,7 +16,6 @@ from arbcli.data import (
     MAX_OPEN_MAPS,
     Mixture,
     Text,
-    _weight,
     batch,
     digest,
     entropy,
@@ -24,6 +23,7 @@ from arbcli.data import (
     open_texts,
 )
 from arbcli.errors import ArbError
+from arbcli.text_files import weight_of
 
 BATCH = {"batch_size": 4, "context": 8, "device": "cpu"}
 
@@ -314,20 +314,20 @@ def test_glob_goes_once_through_folders_that_link_to_themselves(tmp_path, monkey
 
 @pytest.mark.parametrize("weight", ["1", "0.5", ".5", "007.25", "9" * 9])
 def test_weight_follows_the_last_colon(tmp_path, weight):
-    assert _weight(f"{tmp_path}/a:b.txt:{weight}") == (f"{tmp_path}/a:b.txt", float(weight))
+    assert weight_of(f"{tmp_path}/a:b.txt:{weight}") == (f"{tmp_path}/a:b.txt", float(weight))
 
 
 @pytest.mark.parametrize(
     "entry", ["a.txt", "a:", ":1", "a:1.", "a:-1", "a:1e3", "a:1x", "a:.", "a:1.2.3"]
 )
 def test_entry_without_a_weight_is_a_path(entry):
-    assert _weight(entry) == (entry, None)
+    assert weight_of(entry) == (entry, None)
 
 
 def test_many_digits_are_read_once(monkeypatch):
     """A pattern that went back for each digit took seconds for a name of 50,000."""
     entry = "a:" + "1" * 10**6 + "x"
-    assert _weight(entry) == (entry, None)
+    assert weight_of(entry) == (entry, None)
 
 
 def test_weight_without_a_bound_is_refused(tmp_path):

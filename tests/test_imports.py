@@ -11,9 +11,9 @@ PACKAGE = Path(__file__).parents[1] / "arbcli"
 RANK = {
     "errors": 0, "version": 0, "signals": 0, "cached_files": 1, "environment": 1, "media": 1,
     "output": 1, "reading": 1, "sockets": 1, "plain_text": 2, "run_files": 2, "kernels": 2,
-    "data": 3, "tokens": 4, "chat_template": 5, "chats": 6, "directions": 3, "masking": 3,
-    "rules": 4, "config": 6, "device": 7, "filling": 7, "model": 7, "checkpoint": 7, "infer": 8,
-    "imports": 9, "train": 10, "export": 11, "loggers": 11, "inspect": 12, "verify": 13,
+    "text_files": 3, "data": 4, "tokens": 5, "chat_template": 6, "chats": 7, "directions": 3,
+    "masking": 3, "rules": 4, "config": 6, "device": 7, "filling": 7, "model": 7, "checkpoint": 7,
+    "infer": 8, "imports": 9, "train": 10, "export": 11, "loggers": 11, "inspect": 12, "verify": 13,
     "commands": 14, "cli": 15, "__main__": 16, "__init__": 16,
 }  # fmt: skip
 

@@ -167,11 +167,11 @@ def test_texts_are_made_in_deterministic_mode(monkeypatch):
         return []
 
     monkeypatch.setattr("arbcli.infer.generation.generate", make)
-    monkeypatch.setattr("arbcli.infer.several.generate_several", make)
+    monkeypatch.setattr("arbcli.infer.batch.generate_batch", make)
     assert arbcli.generate("model", "a", 5) == b""
     assert arbcli.generate("model", [], 5) == []
     assert modes == [2, 2]
-    with pytest.raises(ArbError, match="`batch` is for several prompts"):
+    with pytest.raises(ArbError, match="`batch` is for a list of prompts"):
         arbcli.generate("model", "a", 5, batch=1)
     with pytest.raises(ArbError, match="`ahead` is for a single prompt"):
         arbcli.generate("model", ["a"], 5, ahead=2)
@@ -181,7 +181,7 @@ def test_texts_are_made_in_deterministic_mode(monkeypatch):
 
 def test_every_argument_of_several_prompts_reaches_what_it_is_for(monkeypatch):
     made = mock.Mock(return_value=[(1, b"second"), (0, b"first")])
-    monkeypatch.setattr("arbcli.infer.several.generate_several", made)
+    monkeypatch.setattr("arbcli.infer.batch.generate_batch", made)
     how = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}
     found = arbcli.generate("model", ["é", b"x"], 5, **how, kv="int8", batch=2)
     assert found == [b"first", b"second"]

@@ -372,7 +372,7 @@ def test_model_without_keys_and_values_keeps_none_in_eight_bits():
     mamba = {"outer_blocks": "mamba", "outer_dim": 32, "outer_heads": 1, "outer_ffn": 32}
     model = build_model(preset("hnet-tiny", dim=32, layers=1, heads=1, ffn=32, **mamba))
     model.blocks = torch.nn.ModuleList()
-    with pytest.raises(ArbError, match="has no keys and values"), model.keeping("int8"):
+    with pytest.raises(ArbError, match="has no keys and values"), model.cached_as("int8"):
         pass
 
 
@@ -381,7 +381,7 @@ def test_queries_of_latent_attention_are_not_rounded(small_graph):
     model = build_model(preset(given.pop("preset"), **given))
     with (
         pytest.raises(ArbError, match="queries of latent attention cannot be stored in eight bits"),
-        model.keeping("int8-queries"),
+        model.cached_as("int8-queries"),
     ):
         pass
 

@@ -16,7 +16,7 @@ from arbcli import chat_template, run_files, tokens
 from arbcli import chats as chatting
 from arbcli.chat_template import ChatTemplate, find_template, keep_template, template_of
 from arbcli.chats import Chats
-from arbcli.commands import _options, audit_memory, generate, import_model
+from arbcli.commands import _options, _prompts, audit_memory, import_model
 from arbcli.config.file import read_settings
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml
@@ -25,7 +25,7 @@ from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.presets import from_fields, preset
 from arbcli.config.short_forms import assemble
 from arbcli.config.training import train_config
-from arbcli.data import Mixture, check_named
+from arbcli.data import Mixture
 from arbcli.errors import ArbError
 from arbcli.export import gguf_tokens
 from arbcli.imports import companions
@@ -35,6 +35,7 @@ from arbcli.inspect import probe, ranks
 from arbcli.media import continuing, pictures, sound
 from arbcli.plain_text import Conversion, plain_file
 from arbcli.run_files import COMPANIONS
+from arbcli.text_files import check_named
 from arbcli.train import check, directory, run, teacher
 
 MLP, ATTENTION = MLPConfig(width=8), AttentionConfig(heads=2)
@@ -191,10 +192,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         lambda _: conversation.Conversation(SimpleNamespace(tokenizer=None), Path("run/step-1")),
         "`run` has no chat template"),
     "long prompt file": (
-        smaller(generate, "MOST_PROMPT_BYTES", 3, lambda: generate._read_lines(text("four"))),
+        smaller(_prompts, "MOST_PROMPT_BYTES", 3, lambda: _prompts.read_lines(text("four"))),
         "`a.txt` has more than 3 bytes of prompts"),
     "prompt of a file that is gone": (
-        lambda _: generate._read_lines(Path("gone")), "cannot read `gone`"),
+        lambda _: _prompts.read_lines(Path("gone")), "cannot read `gone`"),
     "import of a file": (
         lambda _: import_model.import_model(text("a")), "`a.txt` is not a folder"),
     "audit of other ranks": (

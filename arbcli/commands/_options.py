@@ -22,7 +22,6 @@ from arbcli.config.presets import ATTENTIONS, GRAPH_ATTENTIONS, check_preset
 from arbcli.config.settings import MODEL, OUTPUT, RUN, Setting, replaced
 from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import BACKENDS, SETTINGS, spelled_out, train_config, words_of
-from arbcli.data import check_named, check_weights
 from arbcli.environment import (
     INTERPRET,
     interpreter_not_asked_for,
@@ -34,6 +33,7 @@ from arbcli.errors import ArbError
 from arbcli.output import note
 from arbcli.reading import check_regular
 from arbcli.rules import FADING
+from arbcli.text_files import check_named, check_weights
 
 
 def option_of(field: str) -> str:
@@ -81,7 +81,7 @@ def with_model_file(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"preset": read_model(path)}
 
 
-KEPT_IN = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed", "fp8-queries", "int8-queries")
+CACHE_DTYPES = ("bf16", "fp8", "int8", "fp8-mixed", "int8-mixed", "fp8-queries", "int8-queries")
 """Choices of `--kv`."""
 REPEATED = ("--data", "--val")
 """Options that accept several values in a row, as a shell expands `*.txt` to."""
@@ -346,15 +346,15 @@ ScaleTypeToCome = option_for("scale_type", default="")
 DirectionToCome = option_for(
     "direction", help="Optimizer for later training; the state is laid out for it.", default=""
 )
-KeptIn = Annotated[
+CacheDtype = Annotated[
     str | None,
     typer.Option(
         "--kv",
         help="Storage of keys and values: bf16, or eight bits as fp8 or int8. With -mixed, the"
         " elements of keys that rotary embedding rotates keep the dtype of activations. [default:"
         " that of activations]",
-        metavar="|".join(KEPT_IN),
-        callback=one_of("kv", KEPT_IN),
+        metavar="|".join(CACHE_DTYPES),
+        callback=one_of("kv", CACHE_DTYPES),
         rich_help_panel=RUN,
     ),
 ]

@@ -9,23 +9,24 @@ from rich.table import Table
 
 from arbcli.commands._options import (
     Backend,
+    CacheDtype,
     Checkpoint,
     ComputeOfRun,
     Device,
     Field,
     Json,
-    KeptIn,
     Quiet,
     Run,
     find_run,
     one_path,
 )
 from arbcli.commands._saved import saved_config
-from arbcli.data import check_named, open_text
+from arbcli.data import open_text
 from arbcli.errors import ArbError
 from arbcli.infer.option_checks import check_masked_option, check_stride
 from arbcli.output import PIPE_SECONDS, LiveLine, emit, note, table
 from arbcli.run_files import run_of
+from arbcli.text_files import check_named
 
 if TYPE_CHECKING:
     from arbcli.infer.evaluation import EvaluateReport
@@ -61,7 +62,7 @@ def evaluate(
         ),
     ] = None,
     compute: ComputeOfRun = None,
-    kv: KeptIn = None,
+    kv: CacheDtype = None,
     device: Device = None,
     backend: Backend = None,
     quiet: Quiet = False,

@@ -13,11 +13,11 @@ from arbcli.chat_template import template_of
 from arbcli.commands._chat import chat
 from arbcli.commands._options import (
     Backend,
+    CacheDtype,
     Checkpoint,
     ComputeOfRun,
     Device,
     Json,
-    KeptIn,
     Run,
     Seed,
     find_run,
@@ -64,7 +64,7 @@ NOT_INTERACTIVE = (
 
 if TYPE_CHECKING:
     from arbcli.config.model import ModelConfig
-    from arbcli.infer.several import Request, TextReport
+    from arbcli.infer.batch import Request, TextReport
     from arbcli.model.language_model import LanguageModel
 
 
@@ -156,7 +156,7 @@ def generate(
         ),
     ] = None,
     compute: ComputeOfRun = None,
-    kv: KeptIn = None,
+    kv: CacheDtype = None,
     device: Device = None,
     backend: Backend = None,
     chats: Annotated[
@@ -219,7 +219,7 @@ def generate(
         backend = resolve_backend(backend, place)
         model, name = load_named_model(checkpoint, place, note, compute)
     if requests:
-        _continue_several(model, requests, batch, backend, kv)
+        _continue_batch(model, requests, batch, backend, kv)
         return
     _check_model(model.config, given, ahead, steps)
     fills = infill is not None or model.config.is_masked
@@ -343,7 +343,7 @@ def _unit(model: "LanguageModel") -> str:
     return "bytes" if model.tokenizer is None else "tokens"
 
 
-def _continue_several(
+def _continue_batch(
     model: "LanguageModel",
     requests: "list[Request]",
     batch: int | None,
@@ -351,12 +351,12 @@ def _continue_several(
     kv: str | None,
 ) -> None:
     """Print a JSON line for each text, and a note with the speed."""
-    from arbcli.infer.several import continue_several
+    from arbcli.infer.batch import continue_batch
 
     def write(text: "TextReport") -> None:
         emit_json(asdict(text))
 
-    done = continue_several(model, requests, batch, backend=backend, kv=kv, on_text=write)
+    done = continue_batch(model, requests, batch, backend=backend, kv=kv, on_text=write)
     unit, rate = _unit(model), done.length / done.seconds
     note(
         f"{done.texts} texts, {done.length:,} {unit}, {rate:,.0f} {unit}/s on {done.device},"

@@ -66,7 +66,7 @@ from arbcli.tokens import FILE
 END = 0
 """The byte that ends a text: no text has it, and generation stops there."""
 ROTATED = re.compile(r"\.attn_[qk]\.")
-"""In the names of matrices and biases whose results turn by angles."""
+"""Pattern of the names of matrices and biases whose results are rotated."""
 OF_GROUP_SIZE = {32: Q4_0, 96: Q4_0, 64: Q2_0, 128: Q2_0}
 """The smallest type that holds trits, by the weights that share a scale; for others BF16."""
 
@@ -151,7 +151,7 @@ def check_architecture(config: ModelConfig, architecture: Architecture) -> None:
 
 
 def _divisors(config: ModelConfig) -> Tensor | None:
-    """Find what the angle of each pair is divided by, (d / 2,) float32; None is 1 or the same."""
+    """Compute the divisor of each pair's angle, (d / 2,) float32; None if all are 1."""
     rotary, width = known_shape(config).rotary, known_shape(config).head_width
     if rotary.scaling != "llama3":
         return None
@@ -170,7 +170,7 @@ def in_our_order(file: GGUFFile, name: str) -> Tensor:
 
 
 def _order(source: Source, config: ModelConfig, architecture: Architecture) -> dict[str, Tensor]:
-    """Find the order of rows of each part that is written in another one, int64 by its name."""
+    """Return the row order of each tensor that is written in another order, int64 by name."""
     if not architecture.interleaved:
         return {}
     width, found = known_shape(config).head_width, {}

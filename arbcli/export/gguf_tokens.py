@@ -136,7 +136,7 @@ def _steps(tokenizer: dict[str, Any], name: str, several: str) -> list[dict[str,
 
 
 def _ends(companions: Path) -> dict[str, int]:
-    """Find the tokens that begin, end and pad a text; of several that end one the first."""
+    """Read the numbers of the tokens that begin, end and pad a text; the first of several."""
     found = {}
     for name in (CONFIG, GENERATION):
         if not (companions / name).exists():
@@ -151,7 +151,7 @@ def _ends(companions: Path) -> dict[str, int]:
 
 
 def _chat_template(companions: Path) -> str | None:
-    """Find the template of chats, which is copied and not run."""
+    """Read the chat template, which is copied and not run."""
     if (companions / TEMPLATE).exists():
         return read_companion(companions / TEMPLATE).decode(errors="replace")
     path = companions / "tokenizer_config.json"

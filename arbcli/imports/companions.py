@@ -72,10 +72,10 @@ def write_companion(path: Path, content: bytes) -> None:
 
 
 def companions_of(run: Path, config: ModelConfig) -> Path | None:
-    """Find the folder of companions of a run; None if it has none.
+    """Return the folder of a run's companion files; None if it has none.
 
     Raises:
-        ArbError: they are of another model.
+        ArbError: they belong to another model.
     """
     folder = run / COMPANIONS
     if not (folder / CONFIG).exists():
@@ -91,10 +91,10 @@ def companions_of(run: Path, config: ModelConfig) -> Path | None:
 
 
 def tokenizer_of(weights: Weights) -> Path | None:
-    """Find the `tokenizer.json` of a saved model; None is the bytes, or that it came without one.
+    """Return the path of a model's `tokenizer.json`; None if it reads bytes or has none.
 
     Raises:
-        ArbError: it is missing or another, and nothing else says what the tokens are.
+        ArbError: it is missing or has changed, and no other file has the tokens.
     """
     config, digest = weights.model.config, weights.checkpoint.data.get(DIGEST)
     if digest is None and config.vocabulary == VOCABULARY:

@@ -79,7 +79,7 @@ class _Fields:
 
 
 def read_folder_config(folder: Path, **storage: Any) -> ModelConfig:
-    """Find the model that the `config.json` of a folder describes: see `read_config`.
+    """Read the configuration of the model in a folder: see `read_config`.
 
     Raises:
         ArbError: it cannot be read, or `read_config` refuses it.
@@ -89,16 +89,16 @@ def read_folder_config(folder: Path, **storage: Any) -> ModelConfig:
 
 
 def read_config(values: Mapping[str, Any], where: str, **storage: Any) -> ModelConfig:
-    """Find the model that a `config.json` describes.
+    """Convert the contents of a `config.json` to a model configuration.
 
     Args:
-        values: what it holds.
-        where: names it in an error.
-        storage: fields of `ModelConfig` that say how weights are stored.
+        values: contents of the file.
+        where: name of the file, for errors.
+        storage: fields of `ModelConfig` for the storage of weights.
 
     Raises:
-        ArbError: a field is missing, unknown, or has a value that no model here can have; the
-            message has its name.
+        ArbError: a field is missing, unknown, or has an unsupported value; the message has its
+            name.
     """
     fields = _Fields(values, where)
     model_type = fields.take("model_type", str)

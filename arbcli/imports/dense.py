@@ -249,7 +249,7 @@ def _weight(layer: nn.Module) -> TernaryTensor | FloatWeight:
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int]:
-    """Find rows and columns of the weights of a layer."""
+    """Return the numbers of rows and columns of a layer's weights."""
     weight = _weight(layer)
     if isinstance(weight, TernaryTensor):
         return weight.out_features, weight.in_features

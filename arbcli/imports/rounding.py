@@ -110,7 +110,7 @@ def _octave() -> tuple[Tensor, Tensor]:
 
 
 def _scale(place: Tensor) -> Tensor:
-    """Find the scale of a place in the list of scales, 0 being that of 1; float32."""
+    """Return the scale at an index of the list of scales, float32; index 0 is scale 1."""
     roots, _ = _octave()
     return torch.ldexp(roots[place % len(roots)], place // len(roots))
 
@@ -121,7 +121,7 @@ def _v(place: Tensor) -> Tensor:
 
 
 def _place_above(least: Tensor) -> Tensor:
-    """Find the place of the smallest scale that is at least some positive number, float64."""
+    """Return the index of the smallest scale that is at least a positive number, float64."""
     roots, _ = _octave()
     mantissa, exponent = torch.frexp(least)
     index = torch.searchsorted(roots.double(), 2 * mantissa)
@@ -165,7 +165,7 @@ _NONE = torch.iinfo(torch.int64).min
 
 
 def _exact_places(weight: Tensor, first: Tensor, grid: Grid) -> Tensor:
-    """Find the first place at which (M, g) groups have no error; `_NONE` for those without."""
+    """Return the first scale index at which (M, g) groups have no error, or `_NONE`."""
     found = torch.full_like(first, _NONE)
     left = torch.arange(len(weight))
     count = min(SEEN_FIRST, weight.shape[1])

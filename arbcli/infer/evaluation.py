@@ -216,7 +216,7 @@ def evaluate(
         stride: distance between the starts of two windows: see `check_stride`.
         batch: windows in a forward pass.
         backend: kernel backend.
-        kv: format to which keys and values are rounded: see `LanguageModel.keeping`.
+        kv: format to which keys and values are rounded: see `LanguageModel.cached_as`.
         draws: random masks for each window of a masked model; None is `DRAWS`.
         progress: called after each batch with the predicted bytes, their total number, and their
             mean loss in nats.
@@ -239,9 +239,9 @@ def evaluate(
         deterministic(),
         explained_out_of_memory("use a smaller `--batch`"),
         use_backend(backend),
-        model.keeping(kv),
+        model.cached_as(kv),
     ):
-        kept_in = model.kept_in
+        cache_dtype = model.cache_dtype
         length = min(context, len(text) - 1)
         each, last = text.symbol_bytes, len(text) - 1
 
@@ -279,7 +279,7 @@ def evaluate(
         stride=stride,
         seconds=seconds,
         bytes_per_second=size / seconds,
-        kv=kept_in,
+        kv=cache_dtype,
         draws=draws if is_masked else None,
         by_position=_by_position(sums, count),
         by_kind=() if media is None else media.report(),

@@ -21,9 +21,9 @@ from arbcli.config.model import VOCABULARY
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.device import capturing, deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
-from arbcli.infer.checks import Checks, can_check
 from arbcli.infer.option_checks import check_ahead
 from arbcli.infer.sampling import Sampling
+from arbcli.infer.speculative import Checks, can_check
 from arbcli.infer.step_graph import StepGraph
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_byte import choose_byte_
@@ -101,7 +101,7 @@ class Decoder:
         # at most the number of positions that `read_symbols` skips
         first = 0 if reach is None else max(0, prompt - 1 - reach - 2 * model.config.ctx)
         self.cache = model.new_cache(positions, first)
-        self.kept_in = model.kept_in
+        self.cache_dtype = model.cache_dtype
         """Storage format of keys and values in the cache."""
         self._prompt = prompt
         device = self.device = self.cache.position.device
@@ -212,9 +212,9 @@ class Decoder:
             raise ArbError(f"`--ahead` is {ahead}", hint=f"use 1 to {AheadConfig.MOST}")
         check_ahead(model.config, ahead)
         with use_backend(self.backend):
-            if model.kept.stored:
+            if model.cache_format.stored:
                 raise ArbError(
-                    f"`--ahead` does not work with a cache in {model.kept_in}",
+                    f"`--ahead` does not work with a cache in {model.cache_dtype}",
                     hint="leave `--kv` or `--ahead` out",
                 )
             if not can_check(model):
@@ -438,7 +438,7 @@ def generate(
         length: number of bytes, or tokens, to generate.
         sampling: parameters of sampling.
         backend: kernel backend; None is the default of the device.
-        kv: storage format of keys and values: see `LanguageModel.keeping`.
+        kv: storage format of keys and values: see `LanguageModel.cached_as`.
         ends: stop symbols, which are not part of the text.
         ahead: maximum number of bytes per step: see `Decoder`.
         on_prompt: called during prefill with the symbols read and in total.
@@ -455,7 +455,7 @@ def generate(
     with explained_out_of_memory(OUT_OF_MEMORY), model.prepared_weights(room):
         symbols = symbols_of(model, prompt)
         size = len(symbols)
-        with model.keeping(kv):
+        with model.cached_as(kv):
             decoder = Decoder(
                 model, size + length, sampling, backend=backend, ahead=ahead, prompt=size
             )
@@ -516,7 +516,7 @@ def continue_text(
         length: number of bytes, or tokens, to generate.
         sampling: parameters of sampling.
         backend: kernel backend.
-        kv: storage format of keys and values: see `LanguageModel.keeping`.
+        kv: storage format of keys and values: see `LanguageModel.cached_as`.
         ends: stop symbols, which are not part of the text.
         ahead: maximum number of bytes per step: see `Decoder`.
         on_prompt: called during prefill with the symbols read and in total.
@@ -563,7 +563,7 @@ def continue_text(
         length=decoder.num_generated,
         bytes_per_second=len(text) / seconds,
         **dataclasses.asdict(sampling),
-        kv=decoder.kept_in,
+        kv=decoder.cache_dtype,
         cache_bytes=decoder.nbytes,
         ahead=ahead,
         bytes_per_check=decoder.bytes_per_check,

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from arbcli.errors import ArbError
+from arbcli.infer.batch import Request
 from arbcli.infer.sampling import Sampling
-from arbcli.infer.several import Request
 from arbcli.reading import is_of, parse_json
 
 FIELDS = {

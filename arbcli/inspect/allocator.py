@@ -25,7 +25,7 @@ SEGMENT_UNIT = 2 * 2**20
 
 
 def round_up(size: int, unit: int) -> int:
-    """Find the smallest multiple of `unit` that is not below `size`."""
+    """Return the smallest multiple of `unit` that is at least `size`."""
     return -(-size // unit) * unit
 
 

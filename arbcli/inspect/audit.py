@@ -55,7 +55,7 @@ class Level:
     stage: str
     """`load`, `forward`, `backward` (which updates the weights too) or `end`."""
     live_bytes: int
-    """On CUDA what the allocator has given out, on a CPU the bytes of live tensors."""
+    """Allocated memory on CUDA, or the size of live tensors on a CPU, in bytes."""
     reserved_bytes: int | None
     """Memory that the CUDA allocator has reserved."""
     peak_bytes: int
@@ -126,7 +126,7 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
 
 
 def _what_fits(config: TrainConfig, peak: PeakReport, budget: int) -> str:
-    """Find the largest batch that fits, or a switch that makes one window fit: by prediction."""
+    """Predict the largest batch that fits, or a setting with which a single window fits."""
     nothing = "no batch fits: use a smaller --ctx or --preset, or --rule nibble"
     if budget <= peak.state_bytes:
         return nothing

@@ -201,7 +201,7 @@ def _add_up(weights: int, padding_trits: int, bytes_by_kind: dict[str, int]) -> 
 
 
 def measure(model: "LanguageModel", *others: object) -> MeasuredState:
-    """Find every tensor that hangs on a model, or on `others`, without asking their classes.
+    """Measure all tensors reachable from a model, or from `others`, whatever their classes.
 
     Parameters, buffers and the attributes of modules are followed, through lists, dicts and
     objects, so the updater that a module hands its gradients to is walked too.

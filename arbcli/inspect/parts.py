@@ -109,9 +109,9 @@ def _blocks(path: str, stack: "Module", configs: Iterable[Any]) -> Iterator[Part
 
 
 def _equal(configs: list[Any]) -> Iterator[range]:
-    """Find the numbers of equal blocks: runs of one, or of several that take turns.
+    """Yield the indices of repeated blocks: runs of equal blocks, or of a repeated pattern.
 
-    Of several they are as few as possible, and each has two turns at least.
+    A pattern is as short as possible, and is repeated at least once.
     """
     start = 0
     while start < len(configs):

@@ -95,7 +95,7 @@ class _Hidden(NamedTuple):
 
 
 def _flash_backward(args: tuple) -> _Hidden:
-    """Find the float32 sums of a deterministic backward: softmax_d, and dq in several parts."""
+    """Return the float32 sums of a deterministic backward: softmax_d, and dq in several parts."""
     batch, heads, length, width = args[1].shape
     rows, padded = batch * heads * round_up(length, 128), round_up(width, 32)
     parts = -(-num_processors(args[1]) // (batch * heads))
@@ -103,24 +103,24 @@ def _flash_backward(args: tuple) -> _Hidden:
 
 
 def _sort(args: tuple) -> _Hidden:
-    """Find the numbers of what is sorted, and for many the second buffers of a radix sort."""
+    """Return the indices of a sort, and for long ones the second buffers of a radix sort."""
     number, size = args[0].numel(), args[0].itemsize
     return _Hidden(after=(8 * number, _radix_bytes(number, size))[: 1 + (number > 4096)])
 
 
 def _radix_bytes(number: int, key_bytes: int) -> int:
-    """Find what cub takes to sort pairs of a key and an int64."""
+    """Return the memory in which cub sorts pairs of a key and an int64."""
     return number * (key_bytes + 8) + 18_943
 
 
 def _index(args: tuple) -> _Hidden:
-    """Find the int64 copies of int32 indices."""
+    """Return the int64 copies of int32 indices."""
     indices = (index for index in args[1] if index is not None)
     return _Hidden(before=tuple(8 * i.numel() for i in indices if i.dtype == torch.int32))
 
 
 def _scatter(args: tuple) -> _Hidden:
-    """Find what a deterministic scatter sorts: places in one number each, sorted, and whose."""
+    """Return the buffers of a deterministic scatter: linear indices, sorted, with their sources."""
     number = args[2].numel()
     return _Hidden(after=(*(8 * number,) * 4, _radix_bytes(number, 8)))
 
@@ -130,7 +130,7 @@ TOPK_SLICES = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_00
 
 
 def _topk(args: tuple) -> _Hidden:
-    """Find the counters of a radix search whose blocks share slices, with 256 digits each."""
+    """Return the counters of a radix search whose blocks share slices, with 256 digits each."""
     x = args[0]
     slices, length = x.numel() // x.shape[-1], x.shape[-1]
     if length < next((least for most, least in TOPK_SLICES if slices <= most), 400):
@@ -144,7 +144,7 @@ def _topk(args: tuple) -> _Hidden:
 
 
 def _running_sum(args: tuple) -> _Hidden:
-    """Find the int64 copy of what is added up."""
+    """Return the int64 copy of the summands."""
     x = args[0]
     return (
         _Hidden() if x.is_floating_point() or x.itemsize == 8 else _Hidden(after=(8 * x.numel(),))
@@ -165,8 +165,10 @@ HIDDEN: dict[Any, Callable[[tuple], _Hidden]] = {
     torch.ops.aten.cumsum.default: _running_sum,
     torch.ops.aten.topk.default: _topk,
 }
-"""By operation of torch on a GPU, from its arguments: read off records of the allocator, and for
-`scatter_`, `cumsum` and `topk` off torch's source. Sums in two steps, 512 bytes each, are left out.
+"""Hidden allocations of torch's operations on a GPU, from their arguments.
+
+They are from records of the allocator, and for `scatter_`, `cumsum` and `topk` from torch's source.
+Sums in two steps, 512 bytes each, are omitted.
 """
 IN_PLACE = {
     torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
@@ -270,7 +272,7 @@ class _Trace(Storages):
         return self.memories[0].allocated
 
     def reserved(self) -> int:
-        """Find the most that is reserved, in all orders of addresses but the worst."""
+        """Return the maximum reserved bytes over all orders of addresses except the worst."""
         return sorted(memory.peak_reserved for memory in self.memories)[-2:][0]
 
     @contextmanager
@@ -451,7 +453,7 @@ def predict_peak(
 
 
 def _gpu(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Find what launchers choose by: of the GPU, of an assumed one, or of none."""
+    """Return capability and multiprocessors of the GPU, of an assumed GPU, or of no GPU."""
     if device.type != "cuda":
         return (0, 0), 1
     if not torch.cuda.is_available():

@@ -248,7 +248,7 @@ class _Watch:
                 self._streams[name] = norms / math.sqrt(rows.shape[2])  # (B, T)
 
     def _range(self, name: str, module: HyperConnection, args: tuple[Any, ...]) -> None:
-        """Find the least and the largest weight that streams are read and written by."""
+        """Record the minimum and maximum weights with which streams are read and written."""
         if not torch.is_grad_enabled():
             read, _, write = module.weights(args[0].flatten(0, 1))
             ends = (read.min(), read.max(), write.min(), write.max())
@@ -379,7 +379,7 @@ def _read(
     trainer: Trainer, watch: _Watch, ids: Tensor, targets: Tensor, starts: list[int],
     stepped: _Stepped,
 ) -> Reading:  # fmt: skip
-    """Look at the model through held-out text, after a step."""
+    """Evaluate the model on held-out text after a step."""
     logits = trainer.model(ids).float()
     losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     losses = losses.view_as(targets).mean(0)  # (T,) float32
@@ -514,7 +514,7 @@ def _projected(model: LanguageModel) -> Iterator[list[Tensor]]:
 
 
 def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
-    """Look where a model begins chunks in (B, T) bytes."""
+    """Return statistics of a model's chunks in (B, T) bytes; None without chunks."""
     if not model.stages:
         return None
     stages = torch.stack(model.boundaries(ids)).cpu()  # (stages, B, T)

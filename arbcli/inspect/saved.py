@@ -105,7 +105,7 @@ class Saved(ABC):
         return ()
 
     def report(self) -> SavedReport:
-        """Look at all of it."""
+        """Return the complete report."""
         signs, octaves = self.histograms()
         files = [path for path in self.path.rglob("*") if path.is_file()]
         return SavedReport(

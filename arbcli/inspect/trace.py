@@ -242,7 +242,7 @@ def _has_its_own_storage(result: Tensor, arguments: Any) -> bool:
 
 
 def _described(value: Any) -> tuple:
-    """Tell all of an argument that shapes and dtypes of results depend on."""
+    """Return the properties of an argument on which shapes and dtypes of results depend."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):

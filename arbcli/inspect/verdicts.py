@@ -58,9 +58,9 @@ class Reading:
     """Growth of the streams of bytes, in buckets of positions: `ProbeReport.position_starts`; none
     where blocks read chunks and not bytes."""
     stream_ranges: tuple[tuple[float | None, ...], ...]
-    """Of every block with several streams, the least and the largest weight that its mixer reads a
-    stream by, that it writes by, that the channel mixer reads by, and that it writes by; None where
-    the block has no such part."""
+    """For each block with several streams, the minimum and maximum weight with which its mixer
+    reads streams, its mixer writes them, its channel mixer reads them, and its channel mixer writes
+    them; None if the block lacks the part."""
     takeoff_layer: int | None
     """The first block that enlarges the stream by `TAKEOFF` or more."""
     mixer_rms: tuple[float | None, ...]

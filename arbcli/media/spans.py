@@ -111,7 +111,7 @@ class Span:
 
 
 def find_spans(content: bytes) -> Iterator[Span]:
-    """Find the sounds and pictures of a text, in order.
+    """Yield the sounds and pictures of a text, in order.
 
     Args:
         content: any buffer that `re` searches, such as a mapped file, from the start of the text.

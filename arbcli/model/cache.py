@@ -119,11 +119,11 @@ class Cache(_Markable):
             )
         device, slots = device or model.device, model.config.slots
         self.positions = positions
-        kept = StateSpec(positions, model.compute_dtype, device, texts, model.kept, first)
+        spec = StateSpec(positions, model.compute_dtype, device, texts, model.cache_format, first)
         self.stages = [
-            stage.new_state(ctx, kept) for stage, ctx in zip(model.stages, slots, strict=False)
+            stage.new_state(ctx, spec) for stage, ctx in zip(model.stages, slots, strict=False)
         ]
-        self.main = model.blocks.new_track(slots[-1], kept)
+        self.main = model.blocks.new_track(slots[-1], spec)
         self.history: Tensor | None = None
         """The last bytes, (B, `HISTORY`) int64, if a part reads them; B is 1 for a single text."""
         if model.config.beside or model.config.reads_text:
@@ -199,7 +199,7 @@ class Cache(_Markable):
         return history
 
 
-class SeveralCache(Cache):
+class BatchCache(Cache):
     """The states of a batch of texts, which are decoded together.
 
     Args:
@@ -251,9 +251,9 @@ class SeveralCache(Cache):
 
 
 class TextCache(Cache):
-    """A view of one text in a `SeveralCache`."""
+    """A view of one text in a `BatchCache`."""
 
-    def __init__(self, batch: SeveralCache, index: int) -> None:
+    def __init__(self, batch: BatchCache, index: int) -> None:
         self.positions, self.window = batch.positions, batch.window
         self.stages = [stage.each[index] for stage in batch.stages]
         self.main = batch.main.each[index]

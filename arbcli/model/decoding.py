@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.matmul.swizzled import fits_prepacked
-from arbcli.model.cache import Cache, SeveralCache
+from arbcli.model.cache import BatchCache, Cache
 from arbcli.model.flow import Flow, Reading, each_text
 from arbcli.model.stage import pass_one
 
@@ -20,7 +20,7 @@ def forward_with_cache(model: "LanguageModel", ids: Tensor, cache: Cache) -> Ten
     """Compute logits of new positions: see `LanguageModel.forward`."""
     if cache.is_marked and not cache.reads_at_once and ids.shape[1] > 1:
         return torch.cat([model(part, cache) for part in ids.split(1, dim=1)], dim=1)
-    if model.stages and isinstance(cache, SeveralCache):  # some text nearly always begins a chunk
+    if model.stages and isinstance(cache, BatchCache):  # some text nearly always begins a chunk
         *_, logits = [phase.run() for phase in step_phases(model, ids, cache)]
         assert logits is not None  # the last phase returns them
         return logits
@@ -60,7 +60,7 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: Cache) -> list[Phase
     Args:
         model: the model.
         ids: (1, 1) int64, or (B, 1) for a batch; read by each run of the phases.
-        cache: from `new_cache` or `new_several_cache`; updated in place.
+        cache: from `new_cache` or `new_batch_cache`; updated in place.
     """
     last = len(model.stages)
     if not last:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.config.model import VOCABULARY, ModelConfig
-from arbcli.model.cache import Cache, SeveralCache
+from arbcli.model.cache import BatchCache, Cache
 from arbcli.model.decoding import forward_with_cache
 from arbcli.model.flow import Documents, Flow, Losses, Reading, merge, rows_of
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
@@ -104,7 +104,7 @@ class LanguageModel(PackedModel):
         """Compute logits, (B, T, V) in `compute_dtype`, from bytes or tokens, (B, T) int64.
 
         With a `Cache`, B is 1, and the symbols continue the text of the cache. With a
-        `SeveralCache`, T is 1: one symbol of each text is read, and the logits of a text do not
+        `BatchCache`, T is 1: one symbol of each text is read, and the logits of a text do not
         depend on the others.
         """
         if cache is not None:
@@ -115,11 +115,11 @@ class LanguageModel(PackedModel):
         """Create the decoding cache of a text of at most `positions` bytes: see `Cache`."""
         return Cache(self, positions, first=first)
 
-    def new_several_cache(
+    def new_batch_cache(
         self, texts: int, positions: int, device: torch.device | None = None
-    ) -> SeveralCache:
+    ) -> BatchCache:
         """Create the decoding cache of a batch of texts of at most `positions` bytes each."""
-        return SeveralCache(self, texts, positions, device=device)
+        return BatchCache(self, texts, positions, device=device)
 
     def loss(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Compute the mean cross-entropy in nats per symbol: see `losses`."""

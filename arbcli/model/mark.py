@@ -17,7 +17,7 @@ class Written(NamedTuple):
     """A tensor of a state, with the slot that reading a position writes."""
 
     tensor: Tensor
-    """The tensor; with a batch dimension in front if there are several texts."""
+    """The tensor; with a leading batch dimension for a batch of texts."""
     slot: Callable[[Tensor], Tensor] | None = None
     """Maps positions of any shape to slots; None if a position writes the complete tensor."""
     dim: int = -2
@@ -40,10 +40,10 @@ class Mark:
     """
 
     def __init__(self, position: Tensor, written: Iterable[Written], positions: int) -> None:
-        written, several = [*written], position.dim() == 1
+        written, is_batch = [*written], position.dim() == 1
         self._position = position.view(-1, 1)
         self._slots = [part.slot for part in written]
-        self._rows = [part.rows(several) for part in written]
+        self._rows = [part.rows(is_batch) for part in written]
         self._saved = [rows.new_empty(len(rows), positions, *rows.shape[2:]) for rows in self._rows]
         self._places = self._position.new_empty(len(self._position), positions)
         self._texts = torch.arange(len(self._places), device=position.device)[:, None]

@@ -9,7 +9,7 @@ from torch import nn
 
 from arbcli.config.model import ModelConfig
 from arbcli.errors import ArbError
-from arbcli.kernels.attention.eight_bits import KeptIn
+from arbcli.kernels.attention.eight_bits import CacheFormat
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
@@ -28,7 +28,7 @@ class PackedModel(nn.Module):
         compute_dtype: dtype of activations, bfloat16 or float32.
     """
 
-    kept = KeptIn()
+    cache_format = CacheFormat()
     """Storage format of keys and values in caches."""
     weights_are_prepared = False
     """Whether the model is within `prepared_weights`."""
@@ -95,7 +95,7 @@ class PackedModel(nn.Module):
         return [part for part in self.modules() if isinstance(part, LinearWeight)]
 
     @contextmanager
-    def keeping(self, kv: str | None) -> Iterator[None]:
+    def cached_as(self, kv: str | None) -> Iterator[None]:
         """Set the storage format of keys and values for caches created within the block.
 
         A forward without a cache rounds keys and values likewise, so that its losses equal those of
@@ -114,28 +114,28 @@ class PackedModel(nn.Module):
                 "`--kv bf16` needs activations in bf16, and they are float32",
                 hint="leave `--kv` out, or add `--compute bf16`",
             )
-        kept, before = KeptIn.named(kv), self.kept
+        chosen, before = CacheFormat.named(kv), self.cache_format
         attentions = [part for part in self.modules() if isinstance(part, CachedAttention)]
-        if kept.stored and not attentions:
+        if chosen.stored and not attentions:
             raise ArbError("this model has no keys and values", hint="leave `--kv` out")
-        if kept.queries and not all(part.rounds_queries for part in attentions):
+        if chosen.queries and not all(part.rounds_queries for part in attentions):
             raise ArbError(
                 "queries of latent attention cannot be stored in eight bits",
-                hint=f"use `--kv {kept._replace(queries=False).name('')}`",
+                hint=f"use `--kv {chosen._replace(queries=False).name('')}`",
             )
-        keeping: list[PackedModel | CachedAttention] = [self, *attentions]
-        for part in keeping:
-            part.kept = kept
+        parts: list[PackedModel | CachedAttention] = [self, *attentions]
+        for part in parts:
+            part.cache_format = chosen
         try:
             yield
         finally:
-            for part in keeping:
-                part.kept = before
+            for part in parts:
+                part.cache_format = before
 
     @property
-    def kept_in(self) -> str:
+    def cache_dtype(self) -> str:
         """Name of the storage format of keys and values."""
-        return self.kept.name("bf16" if self.compute_dtype == torch.bfloat16 else "fp32")
+        return self.cache_format.name("bf16" if self.compute_dtype == torch.bfloat16 else "fp32")
 
     def initialise(self, seed: int) -> None:
         """Initialise all weights from a seed: see `arbcli.model.initial`."""

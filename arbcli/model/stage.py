@@ -314,7 +314,7 @@ class StageState(State):
         take_chunk_(z, self.p, residual, self.mean, y, counted, begins)
 
     def route(self, x: Tensor, query_key: Tensor, places: Tensor) -> Routed:
-        """Find the boundaries among new positions x, (1, T, D), at `places`, (1, T)."""
+        """Compute the chunk boundaries among new positions x, (1, T, D), at `places`, (1, T)."""
         width = x.shape[-1]
         # only the query of the previous position is compared
         last_query_key = functional.pad(self.last[1], (0, width))

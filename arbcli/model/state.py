@@ -17,7 +17,7 @@ from torch import Tensor
 from arbcli.kernels.attention.attend_ahead import Kept
 from arbcli.kernels.attention.decode_attention import count_on_
 from arbcli.kernels.attention.eight_bits import (
-    KeptIn,
+    CacheFormat,
     decode_entries,
     join_rotated,
     part_rotated,
@@ -39,7 +39,7 @@ class StateSpec(NamedTuple):
     """Device of the states."""
     texts: int | None = None
     """Batch size; None is a single text, whose tensors have no batch dimension."""
-    kept_in: KeptIn = KeptIn()
+    cache_format: CacheFormat = CacheFormat()
     """Storage format of keys and values."""
     first: int = 0
     """First position that is read; earlier ones are only counted."""
@@ -55,7 +55,7 @@ class Clock:
 
     def __init__(self, ctx: int, of: StateSpec) -> None:
         self.ctx, self.of = ctx, of
-        self.positions, self.dtype, self.device, self.texts, self.kept_in, self.first = of
+        self.positions, self.dtype, self.device, self.texts, self.cache_format, self.first = of
         self.position = self.zeros(dtype=torch.int32)
         """Number of positions read, an int32 tensor on the device."""
         self.active = None if self.texts is None else self.zeros(dtype=torch.int32)
@@ -238,8 +238,8 @@ class Rows:
         heads_first: bool = False,
         exponents: Tensor | None = None,
     ) -> None:
-        self.dtype, self.unrounded = clock.dtype, rotated if clock.kept_in.mixed else 0
-        stored, self.dim = clock.kept_in.stored, int(heads_first)
+        self.dtype, self.unrounded = clock.dtype, rotated if clock.cache_format.mixed else 0
+        stored, self.dim = clock.cache_format.stored, int(heads_first)
         """`dim` is the dimension of slots, without the batch."""
         eight = stored is not None and self.unrounded < width
         shape = (heads, slots) if heads_first else (slots, heads)

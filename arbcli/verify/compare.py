@@ -82,7 +82,7 @@ def errors(got: Tensor, expected: Tensor) -> tuple[float | None, float | None, f
 
 
 def worst(values: Iterable[float | None]) -> float | None:
-    """Find the largest error, of which None is worse than any number."""
+    """Return the largest error; None, for a value that is not finite, exceeds any number."""
     most = 0.0
     for value in values:
         if value is None:

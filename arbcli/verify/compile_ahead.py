@@ -55,7 +55,7 @@ TARGETS = {
     "sm_120": Target("cuda", 120, 32, 99 << 10, 170),
     "gfx942": Target("hip", "gfx942", 64, 64 << 10, 304),
 }
-"""By the name its makers use: A100, L4 and RTX 40, H100 and H200, B200, RTX 50, MI300."""
+"""Targets by architecture: A100, L4 and RTX 40, H100 and H200, B200, RTX 50, MI300."""
 PARKED_BYTES = 16
 """ptxas parks up to four rarely used values to fit one more block of threads; more is a spill."""
 
@@ -69,7 +69,7 @@ class CompileResult:
     variants: int
     """Sets of types, constants and specialisations that were compiled."""
     registers: int
-    """Of one thread, the most of all variants; as the other two figures."""
+    """Registers of one thread; like the next two figures, the maximum of all variants."""
     spill_bytes: int
     """Registers of one thread that had to be kept in memory, in the cases that a CPU has too: wide
     heads and rows, which are drawn for a GPU alone, may spill."""
@@ -198,7 +198,7 @@ def _figures(text: str, pattern: str) -> tuple[int, ...]:
 
 
 FEW_WEIGHTS = 1 << 19
-"""Of the matrices of presets that kernels of `OF_VALUES` are drawn for."""
+"""Maximum size of the presets' matrices for which kernels of `OF_VALUES` are drawn."""
 
 
 def _variants(spec: Operation, group_size: int) -> list[Variant]:

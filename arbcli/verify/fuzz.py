@@ -59,7 +59,7 @@ class Drawn:
     in_parts: int
     """Cases that the torch backend works on in parts."""
     never: tuple[str, ...]
-    """Which of these the kernel could have had, and had not."""
+    """Counted properties that the kernel's inputs could have had, and never had."""
 
 
 class Tally:

@@ -49,8 +49,8 @@ METHODS = {
 }
 """Descriptions of the checks by kind."""
 SHARES = 4
-"""In which all cases of a kernel without scales are shared out on a GPU, with them there are eight
-scale types; and in which what a slow one compiles is shared out."""
+"""Number of processes on a GPU that share the cases of a kernel without scales (kernels with scales
+are shared by scale type), and the compilation of a slow kernel."""
 SLOWEST = (
     "fp8_matmul", "ternary_matmul", "compressed_attention_backward", "decode_e4m3", "attend_ahead",
     "compressed_attention", "gradient_statistics", "decode_attention", "decode_digits",
@@ -69,7 +69,7 @@ for one another at the GPU."""
 LARGE = 1 << 15
 """Elements of the inputs of a case of a GPU that is compared as real matrices are."""
 SHARED = 12
-"""Of these, several processes compile so many first ones."""
+"""Number of cases of a kernel that several processes compile first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Which checks to make of each kernel."""
+    """Checks of each kernel to run."""
 
     real_shapes: tuple[tuple[int, int], ...] = ()
     """(N, K) of the matrices of models, for the `triton` backend."""
@@ -220,12 +220,12 @@ class _Part:
     backends: tuple[str, ...]
     checks: Checks
     index: int
-    """Among the parts of the kernel and scale type."""
+    """Index of the part among those of the kernel and scale type."""
     kind: str
     share: tuple[int, int] = (0, 1)
-    """Which of how many shares, of the fixed cases."""
+    """Share of the fixed cases: its index, and the number of shares."""
     rows: int | None = None
-    """Of the matrices of models; and their turn, as `real_cases` has it."""
+    """Rows of the matrices of models; with `turn` as in `real_cases`."""
     turn: int | None = None
 
 

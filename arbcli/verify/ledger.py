@@ -216,7 +216,7 @@ def _triton_version() -> str | None:
 
 
 def _commit() -> str | None:
-    """Find the commit of the checkout that this file is tracked in."""
+    """Return the commit of the checkout that tracks this file; None without one."""
     package = Path(__file__).parent
     git = ["git", "--no-optional-locks", "-C", str(package)]
     tracked = [*git, "ls-files", "--error-unmatch", "__init__.py"]

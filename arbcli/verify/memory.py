@@ -41,7 +41,7 @@ FIRST = -1
 
 
 def memory_folder() -> Path:
-    """Find where results are kept: `arb/verified` below `XDG_CACHE_HOME` or `~/.cache`."""
+    """Return the folder of results: `arb/verified` below `XDG_CACHE_HOME` or `~/.cache`."""
     return cache_folder() / "verified"
 
 
@@ -159,7 +159,7 @@ class Memory:
         ahead: Callable[[tuple], Iterable[tuple]] = lambda _: (),
         turn_ahead: int = FIRST,
     ) -> Callable[[], list[list]]:
-        """Give workers the jobs whose results are not known, and remember those that pass.
+        """Run the jobs whose results are not known, and store those that pass.
 
         Args:
             workers: do them.
@@ -269,7 +269,7 @@ class _Key:
     name: str
     """Name of the file, from the check and the machine."""
     digest: str
-    """Of these, and of the sources."""
+    """Digest of the check, the machine and the source files."""
     files: frozenset[Path]
 
 

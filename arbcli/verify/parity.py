@@ -228,34 +228,34 @@ MODELS = {
 }
 """Small models that have all parts between them, compared from the bytes on."""
 INTERPRETED = ("graph", "hnet", "compressed")
-"""Of these; 10 s each."""
+"""Those of `FEW_MODELS` that take 10 s each in the interpreter."""
 FEW_MODELS = ("ragged", *INTERPRETED)
-"""Which run in torch on a GPU by default."""
+"""Models that run in torch on a GPU by default."""
 FULL_SIZE = {name: preset(name) for name in PRESETS} | {
     "arb-tiny with all parts": preset("arb-tiny", moe=True, graph=True, memgram=True)
 }
 """Models that are compared on a GPU besides, at the widths that it has."""
 LARGEST = ("1b", "arb-deep", "arb-tiny with all parts", "hnet-two-stage")
-"""One of each family, which by default stands for the others on a GPU, with contexts up to .."""
+"""One model of each family, compared on a GPU by default, with contexts up to `SAMPLED_CTX`."""
 SAMPLED_CTX = 512
-""".. so many bytes: the time of a reference grows with its positions."""
+"""Maximum context of these, as the time of a reference grows with its positions."""
 OF_MANY_KERNELS = ("arb-deep", "mixed", "graph", "hnet-two-stage", "arb-tiny with all parts", "1b")
 """Models for which several processes compile before any is compared, the longest first."""
 SHARES = 4
-"""In which that is shared out."""
+"""Number of processes that share this compilation."""
 AHEAD, LAST = 1, 3
 """The turns of what is compiled for models, and of models, after those of kernels."""
 BYTES_OF_REFERENCE = 48
-"""Of a weight: itself and its gradient in float64, the kernels' gradient, and what passes by."""
+"""Memory per weight: weight and gradient in float64, the kernels' gradient, and temporaries."""
 LAYERS = 2
 """Blocks of a list that are compared at full size, and later ones that are unlike all of these."""
 LONGEST, SHORTEST = 2048, 8
 """Contexts at full size; the shorter one where all rows of a codebook are scored."""
 LARGE = 2**14
 MULTIPLIED = ("blocks.", "byte_mlp.", "head.")
-"""Of these many weights, and of these parts, are matrices whose shapes kernels are checked with."""
+"""Minimum size and parts of the matrices whose shapes kernels are checked with."""
 FEW = 32
-"""Positions of which each is changed to see what moves; of more, two are."""
+"""Maximum number of positions of which each is changed to test causality; of more, two are."""
 LR = 2.0
 """Learning rate of compared updates, large enough to change trits, scales and clips."""
 
@@ -494,7 +494,7 @@ def _compile_share(_name: str, index: int, subject: Subject) -> None:
 
 
 def _hand_gradients(tensors: Iterable[TernaryTensor], sink: GradientSink) -> None:
-    """Let the gradients of packed tensors be handed to a sink."""
+    """Pass the gradients of packed tensors to a sink."""
     for tensor in tensors:
         if isinstance(tensor, StreamedTensor):
             tensor.sink = sink
@@ -644,13 +644,13 @@ def _total(losses: Mapping[str, Tensor]) -> Tensor:
 
 
 def _gradient(tensor: Tensor) -> Tensor:
-    """Give the gradient that a watched tensor has after the backward."""
+    """Return the gradient of a watched tensor after the backward."""
     assert tensor.grad is not None
     return tensor.grad
 
 
 def fill_memories(part: nn.Module, codes: int) -> None:
-    """Put random integers in a graph of so many codes, the balance of experts and n-grams."""
+    """Fill a graph of so many codes, the balance of experts and n-grams with random integers."""
     generator = torch.Generator().manual_seed(1)
     for name, buffer in part.named_buffers():
         kind = name.rpartition(".")[2]
@@ -669,7 +669,7 @@ def fill_memories(part: nn.Module, codes: int) -> None:
 def dense_gradient(
     tensor: TernaryTensor, grad: Tensor, where: range | TouchedRows | None = None
 ) -> Tensor:
-    """Put a gradient that a sink was handed where it belongs in (N, K) zeros."""
+    """Expand a gradient that a sink received to (N, K), with zeros elsewhere."""
     if where is None:
         return grad
     dense = grad.new_zeros(tensor.out_features, tensor.in_features)
@@ -688,7 +688,7 @@ class Trace:
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """Streams as blocks were given them, by name; `grad` is by the block alone."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """Of `embedding`, of blocks by name, and of `head`; they have their gradients in `grad`."""
+    """Outputs of `embedding`, of blocks by name, and of `head`, with gradients in `grad`."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Gradients of weights by name, as passed to their sinks."""
     losses: dict[str, Tensor] = field(default_factory=dict)

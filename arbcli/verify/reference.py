@@ -39,7 +39,7 @@ class Branch(NamedTuple):
     norm: str
     """Name of the norm before it."""
     part: Callable[[Weights, Tensor, Tensor, Reading], Tensor]
-    """From weights, the stream (T, D), that normalised, and a reading, to what is added."""
+    """Compute the output to be added, from weights, stream (T, D), normalised stream and inputs."""
 
     def apply(self, w: Weights, weight: Tensor | None, reading: Reading, x: Tensor) -> Tensor:
         """Normalise the stream (T, D), by weights that the norm may have, and run the part."""
@@ -106,9 +106,9 @@ class Reference:
         self.config, self.endless = config, endless
         self.memories, self.choices = memories or {}, choices
         self.terms: dict[str, dict[str, list[Tensor]]] = {}
-        self.each: dict[int, Tensor] = {}
-        """Of a composite head, logarithms of what each head predicts in a text, by its row."""
         """Terms of the losses, which are their averages, by loss and by part."""
+        self.each: dict[int, Tensor] = {}
+        """Log-probabilities of each head of a composite head, by the row of a text."""
         self.places: dict[tuple[int, int], list[int]] = {}
         """The bytes that positions stand for, by stage and text."""
         self.text: list[list[int]] = []

@@ -185,7 +185,7 @@ def _check(
 
 
 def _load() -> None:
-    """Let a process import this module, and leave the next such call to another."""
+    """Import this module in a process, and leave the next such call to another process."""
     time.sleep(0.1)
 
 

@@ -206,9 +206,9 @@ class _Offer:
 
     facts: set[Hashable]
     launches: dict[str, Launch]
-    """By what is compiled for them."""
+    """Launches by the variant that is compiled for them."""
     order: str | None
-    """Of a real matrix, its order of magnitude."""
+    """Order of magnitude of a real matrix; None for other cases."""
 
 
 def _order(label: str) -> str:

@@ -1,7 +1,7 @@
-"""Which mistakes the checks are known to catch: those that were planted to see whether they do.
+"""Planted faults that the checks are known to catch.
 
-`planted.json`, next to this file, lists them. The tests plant them, one at a time, and each
-has to be found by the check that is named with it; `python tests/write_planted.py` writes the list.
+`planted.json`, next to this file, lists them. The tests plant them one at a time, and the check
+that is listed for a fault must detect it. `python tests/write_planted.py` writes the list.
 """
 
 import json
@@ -33,7 +33,7 @@ class Strength:
 def find_strength(
     kernels: Iterable[KernelResult], parity: Iterable[ParityResult]
 ) -> tuple[Strength, ...]:
-    """Say of each class of mistakes how many planted ones the checks that were made caught.
+    """Count the planted faults of each class that the executed checks are known to catch.
 
     A kernel counts if its fixed cases ran in the scale type in which its fault was found, in the
     kernel and in the torch backend: faults are in either of them. Random cases were not tried.
@@ -54,7 +54,7 @@ def find_strength(
 
 
 def strength_text(strength: Iterable[Strength]) -> str:
-    """Say the same of all classes in a line."""
+    """Summarise all classes in a line."""
     strength = list(strength)
     caught, planted = sum(s.caught for s in strength), sum(s.planted for s in strength)
     kinds = sum(s.caught > 0 for s in strength)

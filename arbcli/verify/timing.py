@@ -107,7 +107,7 @@ def time_calls(
 
 
 def median_ratio(ours: Sequence[float], peers: Sequence[float]) -> float:
-    """Say how many times as fast as its peer something is, from times of the same turns."""
+    """Return the median speed relative to a peer, from times of the same turns."""
     return median(peer / our for our, peer in zip(ours, peers, strict=True))
 
 
@@ -123,7 +123,7 @@ class Roofline:
     """Time of a call that changes one number."""
 
     def floor_us(self, moved_bytes: int, flops: int) -> tuple[float, str]:
-        """Find the least microseconds that work can take, and whether memory or products bind."""
+        """Return the minimum time in microseconds, and whether memory or products limit it."""
         memory, products = moved_bytes / self.bytes_per_second, flops / self.flops_per_second
         return max((1e6 * memory, "memory"), (1e6 * products, "products"))
 

@@ -41,7 +41,7 @@ class Variant(NamedTuple):
 
 
 def variant_of(launch: Launch) -> Variant:
-    """Find what is compiled for a launch.
+    """Return the variant of a kernel that a launch compiles.
 
     Triton compiles arguments of 1 as constants, and knows which are multiples of 16.
     """
@@ -94,7 +94,7 @@ def launch_of(function: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[st
 
 @contextmanager
 def recorded_launches(record: Callable[[Launch], None]) -> Iterator[None]:
-    """Let launches of kernels be recorded, and do nothing else."""
+    """Record kernel launches in the block instead of running them."""
 
     def note(function: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         record(launch_of(function, grid, args, kwargs))
@@ -105,7 +105,7 @@ def recorded_launches(record: Callable[[Launch], None]) -> Iterator[None]:
 
 @cache
 def general(function: Any) -> Any:
-    """Make of a kernel one that is not compiled anew for arguments of 1, or multiples of 16."""
+    """Return a kernel that is not compiled anew for arguments of 1, or multiples of 16."""
     names = [p.name for p in function.params if not p.is_constexpr]
     jit: Any = triton.jit  # whose options the stub does not have
     return jit(function.fn, do_not_specialize=names, do_not_specialize_on_alignment=names)
@@ -113,7 +113,7 @@ def general(function: Any) -> Any:
 
 @contextmanager
 def general_launches() -> Iterator[None]:
-    """Let launches run kernels that are compiled for any number."""
+    """Run the `general` kernels in launches in the block."""
 
     def launch(function: Any, grid: Any, *args: Any, **kwargs: Any) -> Any:
         return general(function).run(*args, grid=grid, warmup=False, **kwargs)
@@ -131,12 +131,12 @@ def compile_launch(launch: Launch) -> None:
 
 @contextmanager
 def compiled_share(index: int, number: int, *, generally: bool = False) -> Iterator[None]:
-    """Let launches of kernels compile a share of what they need, for Triton's cache, and no more.
+    """Compile a share of the kernels launched in the block for Triton's cache, and run none.
 
     Args:
-        index: of the share, from 0 on: each process has another.
-        number: of shares.
-        generally: whether for any number, as `general_launches` has them.
+        index: index of the share, from 0; each process has another one.
+        number: number of shares.
+        generally: whether to compile the `general` kernels.
     """
     seen: dict[str, int] = {}
 

@@ -114,13 +114,13 @@ class Workers:
         progress: Callable[[JobDone], None] = lambda _: None,
         turn: Callable[[tuple], int] = lambda _: 0,
     ) -> Batch:
-        """Put jobs in the queue of the processes, which opens when a batch is waited for.
+        """Queue jobs for the processes, which begin when a batch is waited for.
 
         Args:
-            function: of a module, as another process has to find it.
-            jobs: arguments, the first of which name the job.
-            progress: is told of each job that is done, while this batch or another is waited for.
-            turn: of a job; those with a lesser one are begun first, whatever batch they are of.
+            function: function of a module, as other processes import it.
+            jobs: arguments of the calls; the first ones name the job.
+            progress: called for each finished job while any batch is waited for.
+            turn: priority of a job; lower ones begin first, across all batches.
         """
         batch = Batch(function, list(jobs), progress, turn)
         if self.number > 1 or self.interpret is not None:

@@ -267,7 +267,7 @@ def test_several_prompts_are_continued_as_was_asked(asked, monkeypatch, tmp_path
     path.write_text('"a"\n{"prompt": "b", "length": 2}\n')
     words = ["--checkpoint", "x", "--prompts", str(path), "--batch", "3", "--length", "4"]
     words += ["--kv", "int8", "--device", "cpu", "--backend", "torch", "--top-k", "5"]
-    call = asked("arbcli.infer.several.continue_several", "generate", *words)
+    call = asked("arbcli.infer.batch.continue_batch", "generate", *words)
     model, requests, batch = call.args
     assert (model, batch) == ("model", 3)
     assert [(each.prompt, each.length) for each in requests] == [(b"a", 4), (b"b", 2)]
@@ -305,7 +305,7 @@ def test_prompt_is_taken_byte_for_byte(asked, monkeypatch):
         assert asked(continues, *words, *given).args[2] == prompt
     stdin = SimpleNamespace(buffer=io.BytesIO(b'"a"\r\n\n"b"'), isatty=lambda: False)
     monkeypatch.setattr(sys, "stdin", stdin)
-    call = asked("arbcli.infer.several.continue_several", *words, "--prompts", "-")
+    call = asked("arbcli.infer.batch.continue_batch", *words, "--prompts", "-")
     assert [each.prompt for each in call.args[1]] == [b"a", b"b"]
 
 
@@ -318,7 +318,7 @@ def test_snapshot_may_end_in_either_of_its_suffixes(asked, tmp_path):
 LEFT_OUT = {
     "generate x": ("infer.generation.continue_text",
         {"kv": None, "ends": (), "ahead": 1, "sampling": (0.8, 256, 1.0, 0), "length": 512}),
-    "generate x --prompts p.jsonl": ("infer.several.continue_several", {"batch": None, "kv": None}),
+    "generate x --prompts p.jsonl": ("infer.batch.continue_batch", {"batch": None, "kv": None}),
     "evaluate x --data t.txt": ("infer.evaluation.evaluate",
         {"stride": None, "batch": 16, "kv": None, "draws": None}),
     "export some/run --to hf": ("export.run.export", {"out": None, "kind": None}),

@@ -23,10 +23,10 @@ class Fake(nn.Module):
 
     config = preset("tiny", dim=4, layers=1, heads=1, ffn=4, ctx=CTX)
     device = torch.device("cpu")
-    compute_dtype, kept = torch.float32, LanguageModel.kept
+    compute_dtype, cache_format = torch.float32, LanguageModel.cache_format
     tokenizer, scores_in_chunks = None, False
     position_losses, _symbol_losses = LanguageModel.position_losses, LanguageModel._symbol_losses
-    keeping, kept_in = LanguageModel.keeping, LanguageModel.kept_in
+    cached_as, cache_dtype = LanguageModel.cached_as, LanguageModel.cache_dtype
 
     def __init__(self) -> None:
         super().__init__()

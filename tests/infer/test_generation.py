@@ -100,7 +100,7 @@ def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it
     for reach in (known, None):
         monkeypatch.setattr(ModelConfig, "reach", reach)
         read.clear()
-        with lm.prepared_weights(), lm.keeping(kv):
+        with lm.prepared_weights(), lm.cached_as(kv):
             decoder = Decoder(lm, 400, Sampling(seed=2), capture=False, prompt=80)
             with pytest.raises(ValueError, match="prompt of 80 bytes was expected, got 79"):
                 decoder.read(text[:79])
@@ -198,7 +198,7 @@ def test_captured_step_in_eight_bits_gives_the_bits_of_the_eager_one(kv, device)
     lm, found = model(device, dtype=torch.bfloat16, ctx=64), []
     with lm.prepared_weights():
         for capture in (False, True):
-            with lm.keeping(kv):
+            with lm.cached_as(kv):
                 decoder = Decoder(lm, 300, GREEDY, capture=capture)
             decoder.read(b"0123456789" * 5)
             text = b"".join(decoder.stream(250))

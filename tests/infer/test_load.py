@@ -15,11 +15,11 @@ from arbcli.config.presets import preset
 from arbcli.data import Text
 from arbcli.errors import ArbError
 from arbcli.infer import load
+from arbcli.infer.batch import Request, continue_batch, generate_batch
 from arbcli.infer.chunks import chunk_depths
 from arbcli.infer.evaluation import evaluate
 from arbcli.infer.generation import OUT_OF_MEMORY, Sampling, continue_text, generate
 from arbcli.infer.load import load_model, load_weights
-from arbcli.infer.several import Request, continue_several, generate_several
 from arbcli.kernels.runtime import backend as backends
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
@@ -123,8 +123,8 @@ USES: dict[str, tuple[Callable, bool]] = {
         lambda model, _: continue_text(model, "", b"a", 3, SAMPLING, backend="torch"), True,
     ),
     "generate": (lambda model, _: list(generate(model, b"a", 3, backend="torch")), False),
-    "continue_several": (
-        lambda model, _: continue_several(
+    "continue_batch": (
+        lambda model, _: continue_batch(
             model, [Request(prompt=b"a", length=2, sampling=SAMPLING)], backend="torch"
         ), True,
     ),
@@ -156,14 +156,14 @@ def test_model_is_used_in_deterministic_mode_on_the_backend_without_gradients(
 
 def of_several(model: LanguageModel, _tmp_path) -> None:
     several = [Request(prompt=b"a", length=1, sampling=SAMPLING)]
-    list(generate_several(model, several, backend="torch"))
+    list(generate_batch(model, several, backend="torch"))
 
 
 HINTS = {
     "evaluate": (evaluated, "use a smaller `--batch`"),
     "continue_text": (USES["continue_text"][0], OUT_OF_MEMORY),
     "generate": (USES["generate"][0], OUT_OF_MEMORY),
-    "generate_several": (of_several, OUT_OF_MEMORY),
+    "generate_batch": (of_several, OUT_OF_MEMORY),
 }
 """Functions that use a model, and the hint of each where memory is too small."""
 

@@ -5,7 +5,7 @@ import torch
 
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
-from arbcli.kernels.attention.eight_bits import KeptIn
+from arbcli.kernels.attention.eight_bits import CacheFormat
 from arbcli.kernels.norm import gated_rms_norm, rms_norm
 from arbcli.kernels.norm.rms_norm import norm_weight_torch
 from arbcli.kernels.runtime import native
@@ -210,7 +210,7 @@ KEPT = ["fp8", "int8"]
 @torch.no_grad()
 def test_prompt_in_eight_bits_is_read_as_byte_by_byte(kv, device):
     lm, ids = model(device), text(21, device)
-    with lm.keeping(kv):
+    with lm.cached_as(kv):
         one_by_one = forward_in_parts(lm, ids, [1] * 21)
         for name in ("a window, then bytes", "ragged chunks and bytes"):
             got = forward_in_parts(lm, ids, PARTS[name])
@@ -222,12 +222,12 @@ def test_prompt_in_eight_bits_is_read_as_byte_by_byte(kv, device):
 
 def test_what_cannot_be_kept_so_is_refused(device):
     lm = model(device)
-    with pytest.raises(ArbError, match="needs activations in bf16"), lm.keeping("bf16"):
+    with pytest.raises(ArbError, match="needs activations in bf16"), lm.cached_as("bf16"):
         pass
-    with pytest.raises(RuntimeError), lm.keeping("int8"):
+    with pytest.raises(RuntimeError), lm.cached_as("int8"):
         raise RuntimeError
-    assert lm.kept_in == "fp32"
-    assert all(block.attention.kept == KeptIn() for block in lm.blocks)
+    assert lm.cache_dtype == "fp32"
+    assert all(block.attention.cache_format == CacheFormat() for block in lm.blocks)
 
 
 @pytest.mark.parametrize(("window", "positions", "expected"), [
@@ -236,7 +236,7 @@ def test_what_cannot_be_kept_so_is_refused(device):
 def test_window_is_no_longer_than_context_or_text(window, positions, expected):
     def ring(stored=None) -> Ring:
         clock = Clock(
-            16, StateSpec(positions, torch.float32, torch.device("cpu"), None, KeptIn(stored))
+            16, StateSpec(positions, torch.float32, torch.device("cpu"), None, CacheFormat(stored))
         )
         return Ring(clock, 2, 16, window)
 

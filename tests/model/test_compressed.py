@@ -86,7 +86,7 @@ def test_cached_logits_equal_those_of_one_forward(name, options, small_compresse
 def test_cache_in_eight_bits_gives_the_logits_of_one_forward(kv, options, small_compressed):
     lm, ids = model(small_compressed, **options), text(1)
     plain = lm.new_cache(CTX).nbytes
-    with lm.keeping(kv), torch.no_grad():
+    with lm.cached_as(kv), torch.no_grad():
         expected = lm(ids)
         torch.testing.assert_close(in_parts(lm, ids, PARTS["ragged"]), expected, **CLOSE)
         for name, lengths in PARTS.items():
@@ -101,9 +101,9 @@ def test_queries_in_eight_bits_move_logits_by_the_error_of_their_type(small_comp
     with torch.no_grad():
         exact = lm(ids)
         for kv in ("int8-mixed", "int8-queries", "fp8-queries"):
-            with lm.keeping(kv):
+            with lm.cached_as(kv):
                 errors[kv] = float((lm(ids) - exact).norm() / exact.norm())
-                assert lm.kept_in == kv
+                assert lm.cache_dtype == kv
     assert 0 < errors["int8-mixed"] != errors["int8-queries"] < errors["fp8-queries"] < 0.1
 
 

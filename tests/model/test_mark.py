@@ -12,7 +12,7 @@ from arbcli.config.model import ModelConfig
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model import state as state_module
 from arbcli.model.build import build_model
-from arbcli.model.cache import Cache, SeveralCache
+from arbcli.model.cache import BatchCache, Cache
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.mark import Mark
 
@@ -35,7 +35,7 @@ def text(length: int, seed: int, texts: int = 1) -> torch.Tensor:
 
 
 @torch.no_grad()
-def read(lm: LanguageModel, cache: Cache | SeveralCache, ids: torch.Tensor) -> torch.Tensor:
+def read(lm: LanguageModel, cache: Cache | BatchCache, ids: torch.Tensor) -> torch.Tensor:
     """Read bytes one after another: logits."""
     if not ids.shape[1]:
         return torch.empty(0)
@@ -43,7 +43,7 @@ def read(lm: LanguageModel, cache: Cache | SeveralCache, ids: torch.Tensor) -> t
         return torch.cat([lm(part, cache) for part in ids.split(1, dim=1)], dim=1)
 
 
-def kept(cache: Cache | SeveralCache) -> Iterator[torch.Tensor]:
+def kept(cache: Cache | BatchCache) -> Iterator[torch.Tensor]:
     """Copy all tensors of a cache."""
     for track in cache.tracks:
         yield track.position.clone()
@@ -97,7 +97,7 @@ def test_nothing_is_left_of_bytes_that_were_taken_back(cell):
 )
 def test_nothing_is_left_of_them_in_eight_bits(mixer, kv):
     lm = model(Cell(mixer, "none", 1, "plain").model())
-    with lm.keeping(kv):
+    with lm.cached_as(kv):
         assert rewinds(lm)
 
 
@@ -184,11 +184,11 @@ def test_bytes_that_are_read_at_once_leave_nothing(mixer):
 def test_several_texts_take_back_as_many_as_each_likes(cell):
     """Each gives afterwards what it would have given: the same bits."""
     lm = model(wide(cell.model()))
-    cache, other = (SeveralCache(lm, 3, POSITIONS) for _ in range(2))
+    cache, other = (BatchCache(lm, 3, POSITIONS) for _ in range(2))
     steps, accepted = torch.tensor([3, 4, 2]), torch.tensor([1, 4, 2])
     there, proposed, after = (text(length, length, 3) for length in (3, 4, 5))
 
-    def step(several: SeveralCache, ids: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+    def step(several: BatchCache, ids: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         several.active.copy_(active)
         return lm(ids[:, None], several)
 

@@ -212,7 +212,7 @@ def _put_row(
     keys, values, memory, row, slot, mine, start, d,
     M: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Put the key and value of a byte in its slot, if the span from slot `start` on has it."""
+    """Replace the key and value in a byte's slot, if the span from slot `start` contains it."""
     if (slot >= start) & (slot < start + STRIDE * len(keys)):
         at = memory + (2 * WIDTH * (M + row) + 2 * d)
         k_words, v_words = read_four(at, PTX), read_four(at + 2 * WIDTH * M, PTX)
@@ -234,7 +234,7 @@ def _put_before(
     M: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Put the keys and values of the bytes before a program's first one in their slots."""
+    """Replace keys and values in the slots of the bytes before a program's first one."""
     for row in tl.static_range((M - 1) // EACH * EACH):
         if row < begin_row:
             keys, values = _put_row(

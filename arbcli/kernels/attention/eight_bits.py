@@ -25,7 +25,7 @@ ROOM = {E4M3: 7, torch.int8: 6}
 """Octave to which the largest magnitude of an entry is scaled, by dtype of the codes."""
 
 
-class KeptIn(NamedTuple):
+class CacheFormat(NamedTuple):
     """Format of keys and values in a cache."""
 
     stored: torch.dtype | None = None
@@ -36,7 +36,7 @@ class KeptIn(NamedTuple):
     """Whether queries are rounded like keys; implies `mixed`."""
 
     @classmethod
-    def named(cls, name: str | None) -> "KeptIn":
+    def named(cls, name: str | None) -> "CacheFormat":
         """Parse a value of `--kv`: a name of `FORMATS`, with an optional suffix, or another."""
         kind, _, unrounded = (name or "").partition("-")
         return cls(FORMATS.get(kind), bool(unrounded), unrounded == "queries")

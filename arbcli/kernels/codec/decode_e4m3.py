@@ -77,7 +77,7 @@ def _largest_octave(packed: Packed) -> int:
 
 @triton.jit
 def _largest_kernel(exponent_ptr, largest_ptr, number, each, BLOCK: tl.constexpr):
-    """Find the largest of `each` exponents per program, a multiple of BLOCK."""
+    """Compute the maximum of `each` exponents per program, a multiple of BLOCK."""
     begin = tl.program_id(0) * each
     largest = tl.full((BLOCK,), -128, tl.int32)
     for start in range(begin, begin + each, BLOCK):
@@ -330,7 +330,7 @@ def _largest_triton(packed: Packed) -> Tensor:
 
 
 def largest_exponents(packed: Packed) -> Tensor:
-    """Find the largest exponent of each part of a matrix, int8, in one or more parts."""
+    """Compute the maximum exponent of each part of a matrix, int8, in one or more parts."""
     if uses_triton(packed.trits):
         return _largest_triton(packed)
     return packed.exponent.amax()[None]

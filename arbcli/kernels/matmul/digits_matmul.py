@@ -212,7 +212,7 @@ def _digits_matmul_native(
 
 @triton.jit
 def _pair_of_scales(scale, PTX: tl.constexpr):
-    """Put a scale, as bf16 bits, into both halves of a word, and -128 times it into another."""
+    """Return a word with a scale, as bf16 bits, in both halves, and one with -128 times it."""
     both = scale | (scale << 16)
     if PTX:
         return both, tl.inline_asm_elementwise(

@@ -117,7 +117,7 @@ repeat_ahead_ = Operation(
     sizes={"M": f"min(m + 1, {MOST_AHEAD})", "P": "n + k"},
     compared=("repeated", "equal"),
 )  # fmt: skip
-"""Find the bytes after the longest earlier occurrence of the text's last bytes, in place.
+"""Copy the bytes after the longest earlier occurrence of the text's last bytes, in place.
 
 Args:
     repeated: (M,) int64, contiguous: set to the proposals after the last byte; undefined if

@@ -185,12 +185,12 @@ nearest_codes = Operation(
     ],
     native=_nearest_codes_native,
 )  # fmt: skip
-"""Find the nearest code of each vector by the sum of squared differences.
+"""Return the nearest code of each vector by the sum of squared differences.
 
 Args:
     q: (M, D) int8, contiguous; D is at most 2**15.
     codes: (V, D) int8, contiguous; V is above 0.
 
 Returns:
-    (M,) int64 in 0..V-1: of several codes at one distance the first.
+    (M,) int64 in 0..V-1; the first of several codes at the same distance.
 """

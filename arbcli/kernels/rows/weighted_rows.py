@@ -405,7 +405,7 @@ _check_ids = compiled_check("touched_rows", {"ids": Array("S", INT64), "num_rows
 
 
 def touched_rows(ids: Tensor, num_rows: int) -> TouchedRows:
-    """Find the distinct rows of slots, and group the slots by row.
+    """Return the distinct rows of slots, and the slots grouped by row.
 
     Shapes depend only on the shapes of the arguments, so the host does not wait for the device.
 

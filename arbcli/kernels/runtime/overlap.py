@@ -1,16 +1,16 @@
 """Kernels that begin while the one before them still runs: programmatic dependent launch.
 
 Starting a small kernel and fetching its first bytes takes longer than its computation. A kernel
-that is launched to overlap starts as soon as every program of the kernel before it has let it. It
-first loads what no kernel writes that may still be running, such as weights, then waits: until the
-kernel before it has ended, and so have all before that, as each of them has waited. Nothing is
-written before a wait.
+that is launched to overlap starts as soon as every program of the kernel before it allows it. It
+first loads data that no running kernel writes, such as weights. Then it waits until the kernel
+before it has ended; all earlier ones have ended too, as each of them has waited. Nothing is written
+before a wait.
 
-There are two orders. Most kernels wait and then let the next one start: when that does, only the
-one before it can still be running. *Early* ones let it start first: when it does, the one before it
-may still be waiting, and so may any number of early ones before that. So the rule for what is read
-before a wait is: since it was written, there has been a kernel that is not early, or one that does
-not overlap, such as torch's own. What a step of a text reads so:
+There are two orders. Most kernels wait and then allow the next one to start: only one kernel before
+it can still be running then. *Early* kernels allow it first: the kernel before it may still be
+waiting then, and so may any number of early ones before that. Data may therefore be read before a
+wait if, since it was written, there has been a kernel that is not early, or one that does not
+overlap, such as torch's own. A step of a text reads before waits:
 
 - Weights, and tables of angles, are written by no kernel of a step.
 - Attention and Mamba blocks read the position, and what is in the rings and the state of their own
@@ -37,7 +37,7 @@ _overlapping = False
 
 @triton.jit
 def wait_for_last(OVERLAP: tl.constexpr, EARLY: tl.constexpr = False):
-    """Wait for the kernel before this one, then let the next one start; if `EARLY`, before that."""
+    """Wait for the kernel before this one, then allow the next to start; if `EARLY`, before."""
     if OVERLAP:
         if EARLY:
             tl.extra.cuda.gdc_launch_dependents()
@@ -48,7 +48,7 @@ def wait_for_last(OVERLAP: tl.constexpr, EARLY: tl.constexpr = False):
 
 @contextmanager
 def overlapping() -> Iterator[None]:
-    """Let kernels launched inside begin early, if they can; meanwhile no weight must change."""
+    """Launch kernels in the block to overlap, if they can; no weight may change in the block."""
     global _overlapping
     before, _overlapping = _overlapping, True
     try:
@@ -58,7 +58,7 @@ def overlapping() -> Iterator[None]:
 
 
 def overlap_options(tensor: Tensor) -> dict[str, bool]:
-    """Choose how a kernel that waits for the one before it is launched on the GPU of `tensor`."""
+    """Return the launch options of a kernel with `wait_for_last` on the GPU of `tensor`."""
     if _overlapping and not INTERPRETED and capability(tensor) >= (9, 0):
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}

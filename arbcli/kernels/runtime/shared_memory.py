@@ -7,8 +7,8 @@ in flight would need more registers than there are, and the compiler delays the 
 A warp starts copies, commits them as a group, and waits for all but its latest groups; other warps
 are not involved. Addresses are int32, one a thread.
 
-Copies do not run in the interpreter. What takes `PTX` does: without it, addresses are pointers to
-bytes of a launch's own global memory, which `memory_of` gives in place of shared memory.
+Copies do not run in the interpreter. Functions with a parameter `PTX` do: without it, addresses
+point to the launch's own global memory, which `memory_of` returns in place of shared memory.
 """
 
 from arbcli.kernels.runtime._triton import tl, triton
@@ -62,8 +62,8 @@ def _execute(PTX: tl.constexpr, thread):
 def allocate(SIZE: tl.constexpr):
     """Reserve up to 48 KB for a program, once in a kernel: the start address, a scalar.
 
-    The compiler computes a tensor again in every layout it is wanted in, several elements a thread;
-    memory must have its name only once.
+    The compiler may compute a tensor again for another layout, with several elements per thread,
+    and the memory must be declared only once: the address is a scalar.
     """
     PTX: tl.constexpr = _allocate_ptx(SIZE)
     return tl.inline_asm_elementwise(PTX, "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -1,8 +1,8 @@
 """Thread operations that Triton lacks: shuffles, the number of a warp, loads of 16 bytes.
 
-Tensors here have one element a thread. It is PTX; where there is none, as in the interpreter, the
-same is written in plain Triton. A load here is not moved before what stands before it, such as
-waiting for the kernel that writes what is loaded.
+Tensors have one element per thread. The functions are PTX, or plain Triton in the interpreter. The
+compiler does not move a load before earlier operations, such as waiting for the kernel that writes
+its data.
 """
 
 from arbcli.kernels.runtime._triton import tl, triton
@@ -46,10 +46,9 @@ def across(value, MASK: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def warp_number():
-    """Number the warps of a program: a scalar that differs by warp, for PTX alone.
+    """Return the number of the warp, a scalar that differs by warp; PTX only.
 
-    So the warps of a program may part at a condition that depends on it, which tensors of a
-    program's threads cannot say. They must not meet a barrier there.
+    Warps of a program can branch on it, unlike on tensors. There must be no barrier in a branch.
     """
     return tl.inline_asm_elementwise(_WARP, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 

@@ -134,7 +134,7 @@ def _mix_streams_backward_kernel(
 def _added(
     x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Find the tensors that the kernels are given for what is added, which they may not read."""
+    """Return the added tensors, or placeholders that the kernels do not read."""
     return (x[:, 0], weights[:, :, 0]) if added is None or gains is None else (added, gains)
 
 

@@ -24,7 +24,7 @@ LARGEST_BLOCK = 64
 
 
 def block_of(columns: int) -> int:
-    """Find B of a matrix of so many columns: the largest power of two that divides them."""
+    """Return B of a matrix: the largest power of two that divides its number of columns."""
     return min(LARGEST_BLOCK, columns & -columns) if columns else 1
 
 
@@ -101,7 +101,7 @@ def _stages(x: Tensor, block: int) -> Tensor:
 
 @triton.jit
 def column_signs(k):
-    """Find s of columns inside a kernel, int32."""
+    """Compute s of columns inside a kernel, int32."""
     return 1 - 2 * (mix_word(k.to(tl.uint32) * 0x9E3779B9) >> 31).to(tl.int32)
 
 

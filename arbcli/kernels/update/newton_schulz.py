@@ -114,7 +114,7 @@ def _gram_polynomial_torch(a: Tensor, alpha: float, beta: float, gamma: float) -
 
 @triton.jit
 def _tile_at(index, T, BAND: tl.constexpr):
-    """Find (row, column) of a tile in the lower triangle of T rows of tiles, diagonal included.
+    """Return (row, column) of a tile in the lower triangle of T rows of tiles, with diagonal.
 
     The triangle's short rows, reversed, complete its long ones to a rectangle. That is walked down
     its columns in bands of BAND rows, so programs at work together read the same rows of x. Of four

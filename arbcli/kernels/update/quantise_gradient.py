@@ -89,11 +89,11 @@ def together_reference(sums: Tensor, low: Tensor | None) -> Tensor:
 
 
 def fitting_exponents(largest: Tensor, limit: int) -> Tensor:
-    """Find the exponents that fit rows whose largest magnitudes are known.
+    """Compute the exponents of rows from their largest magnitudes.
 
     Args:
         largest: float32, infinite or NaN where a row is not finite.
-        limit: of the quotients.
+        limit: maximum of the quotients.
 
     Returns:
         int8 like `largest`, within `LOWEST` and `HIGHEST`, or `NONE` or `NOT_FINITE`.

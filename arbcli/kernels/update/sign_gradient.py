@@ -217,7 +217,7 @@ sign_gradient = Operation(
     large_reference=partial(sign_gradient_reference, digits=digits_large), scale_path=_scale_path,
     timings=_timings,
 )  # fmt: skip
-"""Find the signs of the gradient of a matrix, and the slopes of its scales by them.
+"""Compute the signs of the gradient of a matrix, and the slopes of its scales from them.
 
 Args:
     grad_y: (M, N) float32 or bfloat16, any strides: the gradient of x @ w.T.

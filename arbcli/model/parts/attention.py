@@ -157,13 +157,13 @@ class Attention(CachedAttention):
         length, sink = qkv.shape[1], self._sinks()
         window = None if self.window is None or self.window >= length else self.window
         whole = self.causal and window is None and documents is None
-        if self.one_gradient and whole and self.kept.stored is None:
+        if self.one_gradient and whole and self.cache_format.stored is None:
             return attend_rotated(qkv, table_for(qkv, self.rotary))
         prepare = self.rotary_norm if self.fits_kernels else self._turned
         q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
-        (k,), (v,) = self.kept.round(k, rotated=self.rotated), self.kept.round(v)
-        if self.kept.queries:
-            (q,) = self.kept.round(q, rotated=self.rotated)
+        (k,), (v,) = self.cache_format.round(k, rotated=self.rotated), self.cache_format.round(v)
+        if self.cache_format.queries:
+            (q,) = self.cache_format.round(q, rotated=self.rotated)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
         if documents is not None:
             seen = documents.within(self.window)
@@ -207,9 +207,9 @@ class Attention(CachedAttention):
     def _attend_after(self, state: "Ring", qkv: Tensor) -> Tensor:
         prepare = self.rotary_norm if self.fits_kernels else self._turned
         q, k, v = prepare(qkv, state.angles)
-        kept = state.clock.kept_in
-        if kept.queries:
-            (q,) = kept.round(q, rotated=self.rotated)
+        cached = state.clock.cache_format
+        if cached.queries:
+            (q,) = cached.round(q, rotated=self.rotated)
         return state.attend(q, k, v, self._sinks())
 
     def new_state(self, clock: Clock) -> "Ring":
@@ -270,10 +270,10 @@ class Ring(State):
         self.width, self.rotary = width, rotary
         rows = table_rows(clock.positions, clock.ctx)
         self.table = rotary_table(rows, width, clock.device, rotary=rotary, first=clock.first)
-        self.fuses = not clock.kept_in.mixed
+        self.fuses = not clock.cache_format.mixed
         """Whether the fused kernels support the storage format."""
         self.exponents: Tensor | None = None
-        if self.fuses and clock.kept_in.stored:
+        if self.fuses and clock.cache_format.stored:
             self.exponents = clock.zeros(2, heads, self.window, dtype=torch.int8)
         of_keys, of_values = (None, None) if self.exponents is None else self.exponents.unbind(-3)
         ring = clock, self.window, heads, width

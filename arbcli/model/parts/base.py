@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from arbcli.kernels.attention.eight_bits import KeptIn
+from arbcli.kernels.attention.eight_bits import CacheFormat
 from arbcli.model.flow import Flow, Reading
 from arbcli.model.state import Clock, State
 
@@ -80,7 +80,7 @@ class Part(nn.Module):
 class CachedAttention(Part):
     """Attention with a state of keys and values."""
 
-    kept = KeptIn()
+    cache_format = CacheFormat()
     """Storage format, to which a forward without a state rounds keys and values too."""
     rounds_queries = False
     """Whether queries can be quantised too."""

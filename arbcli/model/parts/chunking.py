@@ -54,7 +54,7 @@ class BoundaryRouter(nn.Module):
         self.query_key = layers_for(site).linear(2 * site.dim, site.dim, site, **options)
 
     def forward(self, x: Tensor) -> Routed:
-        """Find the boundaries of a normalised stream, (B, T, D)."""
+        """Compute the chunk boundaries of a normalised stream, (B, T, D)."""
         p = _BoundaryScores.apply(x, self.query_key(x))
         return Routed(p, p > 0.5)
 

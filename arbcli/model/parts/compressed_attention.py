@@ -310,16 +310,16 @@ class CompressedAttention(CachedAttention):
         batch, length, _ = x.shape
         q, rest = self._parted(projected)
         q = q.unflatten(-1, (self.heads, self.width))
-        kept = state.clock.kept_in if state is not None else self.kept
-        if kept.queries:
-            (q,) = kept.round(q, rotated=self.rotated)
+        cached = self.cache_format if state is None else state.clock.cache_format
+        if cached.queries:
+            (q,) = cached.round(q, rotated=self.rotated)
         if state is not None:
             y = state.attend(x, norm, q, *rest.split(self.kv, dim=-1))
             return Flow(x, self.output(y.reshape(batch, length, self.inner), self.sub_norm))
         table = self.table(length, x.device)
         recent, entries, still = self._compressed(rest, table)
         number = entries.shape[1]
-        recent, entries = self.kept.round(recent, entries, rotated=self.rotated)
+        recent, entries = self.cache_format.round(recent, entries, rotated=self.rotated)
         chosen, found = None, None
         if self.indexer:
             found, chosen = self._choose(self.indexer, x, norm, still)
@@ -399,7 +399,7 @@ class CompressedAttention(CachedAttention):
         q, w = indexer.queries(x[:, ends], norm, rows_at(table, ends))
         k = indexer.keys(still, rows_at(table, slice(0, number * self.ratio, self.ratio)))
         with torch.no_grad():
-            kept = self.kept.stored is not None
+            kept = self.cache_format.stored is not None
             chosen = indexer.choose(q, w, k, 1, self.sight.most, in_eight_bits=kept)
             # bytes before the first complete entry select none
             chosen = functional.pad(chosen, (0, 0, 1, 0), value=-1)

@@ -64,7 +64,7 @@ class CompressedState(State):
             indexer = layer.indexer
             self.index_table = indexer.table(rows, device)
             self.keys = clock.zeros(
-                slots, indexer.width, dtype=E4M3 if clock.kept_in.stored else None
+                slots, indexer.width, dtype=E4M3 if clock.cache_format.stored else None
             )
             size = max(1, min(indexer.top_k, slots - 1))
             self.choice = clock.zeros(size, dtype=torch.int32) - 1
@@ -222,7 +222,7 @@ class CompressedState(State):
         Returns:
             (B, 1, G, d), the incomplete entries before their rotation.
         """
-        if self.layer.key_gain or self.clock.kept_in.mixed:
+        if self.layer.key_gain or self.clock.cache_format.mixed:
             return self._append_plainly(new[0, 0].contiguous(), beta)[None, None]
         texts = self.clock.position.shape
         rest = (self.open, beta, self.clock.position, *self.table, NORM_EPS, self.exponents)
@@ -249,7 +249,7 @@ class CompressedState(State):
     @property
     def fuses(self) -> bool:
         """Whether the fused kernels support the storage format."""
-        return not self.clock.kept_in.mixed
+        return not self.clock.cache_format.mixed
 
     @property
     def exponents(self) -> tuple[Tensor, Tensor] | None:
@@ -278,7 +278,7 @@ class CompressedState(State):
         choice = self.choice
         if choice is not None and choice.shape[-1] >= len(self.entries) - 1:
             choice = None  # all complete entries are selected
-        if self.clock.kept_in.mixed:
+        if self.clock.cache_format.mixed:
             return self._attend_plainly(q[0, 0], sink, choice)[None, None]
         cos, sin = self.table
         x = q.reshape(*self.clock.position.shape, *q.shape[2:]).contiguous()

@@ -76,7 +76,7 @@ class LatentAttention(CachedAttention):
         rotated = rotate(c[..., None, self.latent :], *angles).to(x.dtype)  # (B, T, 1, rotary)
         latent, mask = c[..., : self.latent], None
         if state is None:
-            (latent,) = self.kept.round(latent)
+            (latent,) = self.cache_format.round(latent)
         else:
             latent, rotated, mask = state.extend(latent, rotated)
             if length == 1:

@@ -26,7 +26,7 @@ class Choices:
     """Choices of a model, so that its reference goes the same way where scores are close."""
 
     made: dict[str, list[Tensor]] = field(default_factory=dict)
-    """By the name of the module that chose, each (B, ...), in the order in which it chose."""
+    """Choices by the name of the module, (B, ...) each, in order."""
     scores: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Scores of the entries that were chosen, and of the best ones, sorted, by the reference."""
     products: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Reading:
     """Terms of the losses, which are their averages, by loss and by part; see `note`."""
 
     def within(self, name: str, config: PartConfig, iteration: int = 0) -> "Reading":
-        """Give what a part within this one reads."""
+        """Return the inputs of a part within this one."""
         return replace(self, name=self.full_name(name), config=config, iteration=iteration)
 
     def config_of(self, kind: type[Kind]) -> Kind:
@@ -95,7 +95,7 @@ class Reading:
         return f"{self.name}.{name}" if self.name and name else self.name or name
 
     def memory(self, name: str) -> Tensor:
-        """Find an integer buffer by its name within the part."""
+        """Return an integer buffer by its name within the part."""
         return self.memories[self.full_name(name)]
 
     def taken(self, name: str = "") -> list[Tensor] | None:
@@ -176,9 +176,9 @@ def positions(x: Tensor) -> Tensor:
 
 
 def sees_last(length: int, window: int, device: torch.device, *, causal: bool = True) -> Tensor:
-    """Tell which positions each one sees, (T, T) bool: the last `window`, itself included.
+    """Return the attention mask of a window, (T, T) bool: the last `window` positions.
 
-    Unless it is causal, it sees as many on the other side.
+    A position sees itself and, unless the mask is causal, as many positions after it.
     """
     place = torch.arange(length, device=device)
     distance = place[:, None] - place

@@ -11,7 +11,7 @@ LEAST_SHARE = 1e-4
 
 
 def boundaries(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, list[bool]]:
-    """Find how likely a chunk begins at each position of the normalised x, (T, D), and where.
+    """Compute boundary probabilities and boundaries of the positions of a normalised x, (T, D).
 
     Args:
         w: weights of the stage.

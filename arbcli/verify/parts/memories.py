@@ -63,7 +63,7 @@ def codebook(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, Tensor, T
 
 
 def quantiser(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the nearest code of each position; return the result, codes, and ones."""
+    """Return the nearest code of each position as a vector, the codes' numbers, and ones."""
     taken, codes = reading.taken(), reading.memory("codes").double()
     z = norm(norm(x, w.get("norm")) @ w["query"].T)
     near = (z.detach() * UNIT).round().clamp(-127, 127)

@@ -100,18 +100,18 @@ def test_numbers_that_turn_stay_with_eight_bits(name, kv, device):
     errors = {}
     exact = lm(ids[:, :CTX])
     for kept in (kv, kv.split("-")[0]):
-        with lm.keeping(kept):
+        with lm.cached_as(kept):
             whole = lm(ids[:, :CTX])
             errors[kept] = (whole - exact).norm()
-            assert lm.kept_in == kept
+            assert lm.cache_dtype == kept
             for lengths in PARTS.values() if kept == kv else ():
                 found = in_parts(lm, ids, lengths)[:, :CTX]
                 # a code may be the next one, where products of other shapes add in another order
                 torch.testing.assert_close(found, whole, rtol=0, atol=0.05)
     assert 0 < errors[kv] != errors[kv.split("-")[0]]
     keys = torch.randn(5, width)
-    with lm.keeping(kv):
-        (rounded,) = layer.kept.round(keys, rotated=layer.rotated)
+    with lm.cached_as(kv):
+        (rounded,) = layer.cache_format.round(keys, rotated=layer.rotated)
         half, still = layer.rotated // 2, slice(layer.rotated // 2, width // 2)
         for first, after in zip(keys.chunk(2, dim=1), rounded.chunk(2, dim=1), strict=True):
             assert torch.equal(first[:, :half], after[:, :half])

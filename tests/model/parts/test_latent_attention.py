@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from arbcli.config.parts import LatentAttentionConfig
-from arbcli.kernels.attention.eight_bits import FORMATS, KeptIn
+from arbcli.kernels.attention.eight_bits import FORMATS, CacheFormat
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.parts.latent_attention import LatentAttention
 from arbcli.model.state import Clock, StateSpec, Track
@@ -53,7 +53,7 @@ def reference(config=CONFIG, **at):
 
 def new_track(part, positions=LENGTH, stored=None) -> Track:
     clock = Clock(
-        WINDOW, StateSpec(positions, torch.float32, torch.device("cpu"), None, KeptIn(stored))
+        WINDOW, StateSpec(positions, torch.float32, torch.device("cpu"), None, CacheFormat(stored))
     )
     return Track(clock, [part.attention.new_state(clock)])
 
@@ -119,7 +119,7 @@ def test_cache_in_eight_bits_is_read_as_byte_by_byte(kv):
     """Compressed positions in eight bits, what is rotated as it is; as without a cache, too."""
     part, x = Normalised(), normal(1, LENGTH, DIM)
     plain = part(x[:, :WINDOW])
-    part.attention.kept = KeptIn(FORMATS[kv])
+    part.attention.cache_format = CacheFormat(FORMATS[kv])
 
     def read(lengths: list[int]) -> torch.Tensor:
         track = new_track(part, stored=FORMATS[kv])

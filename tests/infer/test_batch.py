@@ -11,11 +11,11 @@ from graph_parts import graph_config
 
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
-from arbcli.infer import several
+from arbcli.infer import batch as batches
+from arbcli.infer.batch import BatchDecoder, Request, cache_bytes, generate_batch
 from arbcli.infer.generation import Decoder, Sampling, generate
 from arbcli.infer.prompts import read_prompts
-from arbcli.infer.several import Request, SeveralDecoder, cache_bytes, generate_several
-from arbcli.kernels.attention.eight_bits import KeptIn
+from arbcli.kernels.attention.eight_bits import CacheFormat
 from arbcli.model.language_model import LanguageModel
 
 
@@ -44,7 +44,7 @@ REQUESTS = [
 
 
 def texts(lm, requests, batch) -> list[bytes]:
-    made = dict(generate_several(lm, requests, batch))
+    made = dict(generate_batch(lm, requests, batch))
     return [made[index] for index in range(len(requests))]
 
 
@@ -56,7 +56,7 @@ def test_a_text_is_the_same_among_any_others(lm):
     assert len(set(alone)) == len(alone)
 
 
-def test_several_texts_are_those_of_one_at_a_time(lm):
+def test_texts_of_a_batch_are_those_of_one_at_a_time(lm):
     """But for rounding, which decides no byte here."""
     sharp = [request(each.prompt, each.length, temperature=0.0) for each in REQUESTS]
     together = texts(lm, sharp, 3)
@@ -85,16 +85,16 @@ def in_cell(cell, dtype: torch.dtype, device: torch.device) -> LanguageModel:
 @torch.no_grad()
 def logits_of(lm: LanguageModel, prompts: tuple[bytes, ...], steps: int = 4) -> torch.Tensor:
     """Read prompts, then a byte more of each text in every step: (steps, texts, 256)."""
-    several = lm.new_several_cache(len(prompts), 24)
+    batch = lm.new_batch_cache(len(prompts), 24)
     if len(prompts) == 1:
-        several = SimpleNamespace(texts=[lm.new_cache(24)], active=torch.ones(1))
-    for prompt, cache in zip(prompts, several.texts, strict=True):
+        batch = SimpleNamespace(texts=[lm.new_cache(24)], active=torch.ones(1))
+    for prompt, cache in zip(prompts, batch.texts, strict=True):
         ids = torch.tensor([[*prompt[:-1]]], dtype=torch.int64, device=lm.device)
         for part in ids.split(cache.window, dim=1) if len(prompt) > 1 else ():
             lm(part, cache)
-    several.active.fill_(1)
+    batch.active.fill_(1)
     ids = torch.tensor([[prompt[-1]] for prompt in prompts], device=lm.device)
-    whole = several.texts[0] if len(prompts) == 1 else several
+    whole = batch.texts[0] if len(prompts) == 1 else batch
     return torch.stack([lm((ids + 5 * step) % 256, whole)[:, 0] for step in range(steps)])
 
 
@@ -123,7 +123,7 @@ def test_text_of_every_cell_is_the_same_among_any_others_on_a_gpu(cell, kv):
     many = [request(bytes([97 + n % 26]) * (1 + n % 13), 6, n) for n in range(40)]
 
     def made(requests: list[Request], batch: int) -> list[bytes]:
-        found = dict(generate_several(lm, requests, batch, kv=kv))
+        found = dict(generate_batch(lm, requests, batch, kv=kv))
         return [found[index] for index in range(len(requests))]
 
     together = made(many, 40)
@@ -181,9 +181,9 @@ def test_streams_of_a_seed_differ(lm):
 
 
 def test_cache_takes_what_was_predicted(lm):
-    cache = lm.new_several_cache(3, 40)
+    cache = lm.new_batch_cache(3, 40)
     assert cache.nbytes == cache_bytes(lm, 3, 40) == 2 * 2 * 3 * 16 * 32 * 2
-    short = lm.new_several_cache(3, 10)
+    short = lm.new_batch_cache(3, 10)
     assert short.nbytes == cache_bytes(lm, 3, 10) == cache.nbytes * 10 // 16
     with (
         pytest.raises(ValueError, match="one byte at a time, got 2"),
@@ -193,15 +193,15 @@ def test_cache_takes_what_was_predicted(lm):
 
 
 def test_no_more_places_are_made_than_there_are_texts(lm, monkeypatch):
-    made = mock.Mock(side_effect=SeveralDecoder)
-    monkeypatch.setattr(several, "SeveralDecoder", made)
+    made = mock.Mock(side_effect=BatchDecoder)
+    monkeypatch.setattr(batches, "BatchDecoder", made)
     for batch, places in ((1, 1), (2, 2), (5, 2)):
         texts(lm, [request(b"abc", 1), request(b"a", 5)], batch)
         assert made.call_args.args == (lm, places, 6)
     made.reset_mock()
-    assert dict(generate_several(lm, [])) == {}
+    assert dict(generate_batch(lm, [])) == {}
     assert made.call_args is None
-    done = several.continue_several(lm, [], backend="torch")
+    done = batches.continue_batch(lm, [], backend="torch")
     assert (done.texts, done.length, done.batch) == (0, 0, 0)
 
 
@@ -210,11 +210,11 @@ def test_room_of_a_gpu_includes_what_torch_holds_and_does_not_use(monkeypatch):
     for name, value in tell.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     check = mock.Mock(side_effect=ArbError("there is none"))
-    monkeypatch.setattr(several, "check_room", check)
+    monkeypatch.setattr(batches, "check_room", check)
     made = mock.Mock(return_value=SimpleNamespace(nbytes=77))
-    lm = SimpleNamespace(device=torch.device("cuda"), new_several_cache=made)
+    lm = SimpleNamespace(device=torch.device("cuda"), new_batch_cache=made)
     with pytest.raises(ArbError, match="there is none"):
-        SeveralDecoder(lm, 1, 40)
+        BatchDecoder(lm, 1, 40)
     needed, what, hint, room = check.call_args.args
     assert (needed, room) == (77, 140)
     made.assert_called_once_with(2, 40, torch.device("meta"))
@@ -224,22 +224,22 @@ def test_room_of_a_gpu_includes_what_torch_holds_and_does_not_use(monkeypatch):
 
 @pytest.mark.parametrize("kv", ["fp8", "int8"])
 def test_keys_and_values_are_kept_as_is_asked(lm, kv, monkeypatch):
-    made, new = [], several.SeveralDecoder
+    made, new = [], batches.BatchDecoder
 
     def decoder(*arguments, **options):
         made.append(new(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr(several, "SeveralDecoder", decoder)
+    monkeypatch.setattr(batches, "BatchDecoder", decoder)
     asked = [request(each.prompt, each.length, temperature=0.0) for each in REQUESTS[:3]]
-    found = dict(generate_several(lm, asked, kv=kv))
-    together = dict(generate_several(lm, asked[::-1], 2, kv=kv))
+    found = dict(generate_batch(lm, asked, kv=kv))
+    together = dict(generate_batch(lm, asked[::-1], 2, kv=kv))
     assert [found[index] for index in range(3)] == [together[2 - index] for index in range(3)]
     for index, each in enumerate(asked):
         alone = b"".join(generate(lm, each.prompt, each.length, each.sampling, kv=kv))
         assert alone[:3] == found[index][:3]
     assert made[0].cache.main.blocks[0].keys.codes.element_size() == 1
-    assert lm.kept == KeptIn()
+    assert lm.cache_format == CacheFormat()
 
 
 @pytest.mark.parametrize(("prompt", "length"), [(b"", 1), (b"a", 0), (b"a", 2**24)])

@@ -11,8 +11,8 @@ from marks import mostly_slow
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
-from arbcli.infer.checks import EACH_EQUAL, can_check
 from arbcli.infer.generation import Decoder, Sampling
+from arbcli.infer.speculative import EACH_EQUAL, can_check
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
@@ -190,7 +190,7 @@ def test_eight_bits_of_keys_and_torch_alone_are_refused():
         Decoder(lm, 30, backend="torch", ahead=4)
     with (
         lm.prepared_weights(),
-        lm.keeping("int8"),
+        lm.cached_as("int8"),
         pytest.raises(ArbError, match="does not work with a cache in int8") as caught,
     ):
         Decoder(lm, 30, backend=KERNELS, ahead=4)
