@@ -557,6 +557,7 @@ def ways_to_trits(runs: Runs) -> str:
     for rows in sorted(ways.values(), key=lambda rows: mean(r["new"] + r["old"] for r in rows)):
         row = rows[0]
         fades = row["kind"] not in WAYS_TO_TRITS
+        peaks = sorted({each.get("peak_bytes") or 0 for each in rows} - {0})
         way = f"`{row['kind']}`" if fades else WAYS_TO_TRITS[row["kind"]]
         lines.append(
             [
@@ -565,9 +566,12 @@ def ways_to_trits(runs: Runs) -> str:
                 f"{row['lr']:g}" if row["lr"] else "",
                 *(", ".join(f"{each[text]:.4f}" for each in rows) for text in ("new", "old")),
                 f"{row['state_bytes'] / 1e6:.0f}" if row["state_bytes"] else "",
+                ", ".join(f"{peak / 1e6:,.0f}" for peak in peaks),
             ]
         )
-    head = ["way", "weights fade", "rate", "novels", "code", "state, MB"]
+    head = ["way", "weights fade", "rate", "novels", "code", "state, MB", "peak, MB"]
+    if not any(line[-1] for line in lines):  # earlier rows have none
+        head, lines = head[:-1], [line[:-1] for line in lines]
     return _measured(head, lines, runs)
 
 

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import arbcli
 from arbcli.config.training import FADE_LEARNT_TO
 from arbcli.data import Text, Texts
@@ -128,7 +130,10 @@ def read_way(words: str) -> Way:
 
 def train_way(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Train a ternary model in one of the ways, and return its results."""
-    return (fade if way.kind in RULES else straight_through)(way, texts, folder, device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    row = (fade if way.kind in RULES else straight_through)(way, texts, folder, device)
+    return row | {"peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None}
 
 
 def main() -> None:

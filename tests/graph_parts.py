@@ -12,6 +12,7 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 from arbcli.verify import parity
 from arbcli.verify.parts.base import Reading
+from arbcli.verify.subjects import fill_memories as fill_parts
 
 SHAPE = {
     "dim": 40, "layers": 2, "heads": 2, "ffn": 48, "ctx": 8,
@@ -70,7 +71,7 @@ def model(*, recompute=False, **options) -> LanguageModel:
 
 
 def fill_memories(part: torch.nn.Module) -> None:
-    parity.fill_memories(part, math.prod(SHAPE["codes"]))
+    fill_parts(part, math.prod(SHAPE["codes"]))
 
 
 def text(rows=2, length=6, seed=0) -> torch.Tensor:

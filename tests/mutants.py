@@ -444,16 +444,16 @@ def try_mutants(folder: Path, each: int, seed: int, names: list[str]) -> int:
     return int(pytest.main([*OPTIONS, *there], [Trier(known, package, folder, chosen)]))
 
 
-def untold_changes(
+def unnoticed_changes(
     spec: Any, each: int, counts: Callable[[Mutant], bool] = lambda _: True
 ) -> Iterator[Mutant]:
-    """List drawn changes of the reference of a kernel that none of its cases tells from it."""
+    """Yield drawn changes of the reference of a kernel that none of its cases detects."""
     import torch
 
     from arbcli.verify.compare import as_tuple, compare
     from arbcli.verify.kernels import copies
 
-    def told(case: Any, wanted: tuple) -> bool:
+    def differs(case: Any, wanted: tuple) -> bool:
         try:
             found = as_tuple(spec.reference(*copies(case.inputs)))
         except Exception:  # of any kind: it is not the reference's
@@ -488,7 +488,7 @@ def untold_changes(
             continue
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, ENDLESS_SECONDS)
-            if held.__code__ != code and not any(map(told, cases, wanted)):
+            if held.__code__ != code and not any(map(differs, cases, wanted)):
                 yield mutant
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -501,7 +501,7 @@ def try_cases(each: int, names: list[str]) -> None:
     from arbcli.verify.kernels import KERNELS
 
     for spec in KERNELS:
-        for mutant in untold_changes(spec, each) if not names or spec.name in names else ():
+        for mutant in unnoticed_changes(spec, each) if not names or spec.name in names else ():
             before, after = (" ".join(text.split())[:90] for text in (mutant.before, mutant.after))
             sys.stdout.write(f"{spec.name}: line {mutant.line}: `{before}` -> `{after}`\n")
             sys.stdout.flush()

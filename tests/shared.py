@@ -56,8 +56,8 @@ class Sharer:
                 file.write(json.dumps(row) + "\n")
 
 
-def told(results: Path) -> int:
-    """Print how many tests passed, failed and were skipped, and which failed; return how many."""
+def summarise(results: Path) -> int:
+    """Print the numbers of passed, failed and skipped tests, and the failed ones; count these."""
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     failed = [row for row in rows if row["outcome"] == "failed"]
     for row in failed:
@@ -86,7 +86,7 @@ def main(processes: str, results: str, *arguments: str) -> int:
             for process in started:
                 process.kill()
             codes = ["stopped"]
-    failed = told(path)
+    failed = summarise(path)
     sys.stdout.write(f"{time.monotonic() - began:.0f} s, exit codes {codes}\n")
     return int(failed > 0 or any(codes))
 

@@ -24,8 +24,9 @@ from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
-from arbcli.verify.parity import Subject, masked
+from arbcli.verify.models import masked
 from arbcli.verify.reference import Reference
+from arbcli.verify.subjects import Subject
 from arbcli.verify.update_reference import reference_weight
 from benchmarks.holes import masked_loss, ordered_loss
 

@@ -47,12 +47,13 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.model.parts.edges import Edges
 from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.model.stack import Block
-from arbcli.verify import parity
+from arbcli.verify import models, parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.kernels import KERNELS, copies, find_kernels, peers_of
-from arbcli.verify.parity import RAGGED, Subject
+from arbcli.verify.models import RAGGED
 from arbcli.verify.sample import is_long
 from arbcli.verify.strength import PLANTED
+from arbcli.verify.subjects import Subject
 
 pytestmark = [
     pytest.mark.skipif(
@@ -240,6 +241,16 @@ FAULTS = [
         rewrite("g * sigmoid(g) * u", "sigmoid(g) * u")),
     kernel("exchange", "gradient of up given to the gate", "gated_rms_norm_backward",
         rewrite("store_rows(p, g * u * s, ...)", "store_rows(p, g * g * s, ...)")),
+    kernel("layout", "exponents of packed gates in the half of up", "pack_gates",
+        rewrite("(c >> 7) | ((u >> 3) & 240)", "(u >> 7) | ((c >> 3) & 240)")),
+    kernel("octave", "bases of packed gates an octave too large", "pack_gates",
+        rewrite("(s >> 7) - 15", "(s >> 7) - 14")),
+    kernel("exchange", "gate packed as up", "gated_rms_norm_packing",
+        rewrite("store_packed(c, g, u, ...)", "store_packed(c, u, g, ...)")),
+    kernel("exchange", "up packed in place of the gate", "gated_rms_norm_e4m3_packing",
+        rewrite("store_packed(c, y, u, ...)", "store_packed(c, u, u, ...)")),
+    kernel("sign", "packed gates without their signs", "packed_gates_backward",
+        rewrite("(s << 16) | ((l & 128) << 24)", "s << 16")),
     # generation
     kernel("correction", "what codes are more than trits not taken back", "row_matmul",
         rewrite("(a[0] << 8) + (a[1] - b[i])", "(a[0] << 8) + a[1]")),
@@ -753,7 +764,7 @@ def scale_type_of(kernel: str, named: str) -> str | None:
 def of_model(name: str, check: str) -> list:
     """Make one of the checks of a model, as far as the first result that fails."""
     parts = {"output": "blocks", "gradient": "blocks"}.get(check, "whole")
-    config = RAGGED if name == "ragged" else parity.MODELS[name]
+    config = RAGGED if name == "ragged" else models.MODELS[name]
     subject = Subject(name, config, 2, torch.float32, CPU, "torch", (parts,))
     make = parity._causality if check == "causality" else parity._compare
     with deterministic(), poisoned(warn_only=False):

@@ -15,7 +15,7 @@ import typer
 
 from arbcli import run_files
 from arbcli.chats import has_documents
-from arbcli.commands._saved import check_saved
+from arbcli.commands._saved import check_is_model
 from arbcli.config.checks import check_choice, check_setting
 from arbcli.config.file import read_model
 from arbcli.config.presets import ATTENTIONS, GRAPH_ATTENTIONS, check_preset
@@ -183,7 +183,7 @@ def find_run(path: Path, root: Path | None = None, *, loads: bool = False) -> Pa
     elif loads and path.is_dir() and not run_files.checkpoints(path):
         raise run_files.without_checkpoint(path)
     elif loads and not path.is_dir():
-        check_saved(path)
+        check_is_model(path)
     return path
 
 
@@ -382,8 +382,8 @@ BY_HAND = {
             help="Kind and size of the model. Dense blocks: tiny, small, base or 1b. Compressed"
             " attention: arb-long; with experts and four residual streams: arb-deep-small or"
             " arb-deep. N-grams, codebooks, experts and a graph: arb-tiny or arb-3b. Dynamic"
-            " chunks: hnet-tiny, hnet-small, hnet-base or hnet-two-stage; chunks of 16 bytes:"
-            " hnet-every, of 32: hnet-long. [default: tiny]",
+            " chunks: hnet-tiny, hnet-small, hnet-base or hnet-two-stage; chunks of 32 bytes:"
+            " hnet-every or hnet-long, of 128: hnet-code. [default: tiny]",
             callback=_check_preset,
             rich_help_panel=MODEL,
         ),

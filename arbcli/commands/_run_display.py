@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from arbcli.commands._time_left import TimeLeft
 from arbcli.config.model import VOCABULARY
 from arbcli.output import LiveLine, OutputError, bytes_text, clock, emit_json, note, note_text
+from arbcli.train.observer import Observer
 
 if TYPE_CHECKING:
     from arbcli.train.record import FirstStep, Record, TrainReport
@@ -26,7 +27,7 @@ BAR_COLUMNS = 24
 NOT_SAVED = "nothing was saved"
 
 
-class RunDisplay:
+class RunDisplay(Observer):
     """Shows the progress of a run on stderr, and with `as_json` its records on stdout.
 
     Args:

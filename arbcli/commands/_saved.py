@@ -9,7 +9,7 @@ from arbcli.errors import ArbError
 from arbcli.reading import LARGEST_FILE, open_regular, parse_json
 
 
-def saved_config(path: Path) -> ModelConfig | None:
+def config_in_header(path: Path) -> ModelConfig | None:
     """Read a model's configuration from the header of its checkpoint, without a checksum.
 
     Args:
@@ -28,7 +28,7 @@ def saved_config(path: Path) -> ModelConfig | None:
         return None
 
 
-def check_saved(path: Path) -> None:
+def check_is_model(path: Path) -> None:
     """Check that a folder has a checkpoint, or that a file has the header of a saved model.
 
     Raises:

@@ -20,7 +20,7 @@ from arbcli.commands._options import (
     find_run,
     one_path,
 )
-from arbcli.commands._saved import saved_config
+from arbcli.commands._saved import config_in_header
 from arbcli.data import open_text
 from arbcli.errors import ArbError
 from arbcli.infer.option_checks import check_masked_option, check_stride
@@ -76,7 +76,7 @@ def evaluate(
         raise ArbError("`--field` only applies with `--data`", hint="add `--data`")
     checkpoint = find_run(one_path(run, checkpoint), loads=True)
     check_named(data or (), field)
-    if config := saved_config(checkpoint):
+    if config := config_in_header(checkpoint):
         check_masked_option(config, "--draws", draws)
         check_stride(config, stride)
     with LiveLine() as line:

@@ -24,7 +24,7 @@ from arbcli.commands._options import (
     one_path,
 )
 from arbcli.commands._prompts import PromptProgress, read_lines, read_prompt
-from arbcli.commands._saved import saved_config
+from arbcli.commands._saved import config_in_header
 from arbcli.errors import ArbError
 from arbcli.infer.option_checks import check_ahead, check_fills, check_masked_option
 from arbcli.media.continuing import kind_of, write_first
@@ -195,7 +195,7 @@ def generate(
     checkpoint = find_run(one_path(run, checkpoint), loads=True)
     if prompt_file is not None:
         check_regular(prompt_file)
-    if config := saved_config(checkpoint):
+    if config := config_in_header(checkpoint):
         _check_model(config, given, ahead, steps)
         if chats:
             template_of(checkpoint if checkpoint.is_dir() else checkpoint.parent)

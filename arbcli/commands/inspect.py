@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 
 from arbcli.commands._options import NAMED, Checkpoint, Json, find_run, one_path
 from arbcli.commands._parts_table import parts_table
-from arbcli.commands._saved import check_saved
+from arbcli.commands._saved import check_is_model
 from arbcli.output import bytes_text, emit, note, table
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def inspect(
     """Show the contents of a saved model: `arb inspect RUN`. Verifies its digests, if any."""
     file, other = find_run(one_path(file, checkpoint)), diff and find_run(diff)
     for path in filter(None, (file, other)):
-        check_saved(path)
+        check_is_model(path)
     from arbcli.inspect import saved  # torch takes seconds to import, so not for `arb --help`
 
     first = saved.open_saved(file, note)

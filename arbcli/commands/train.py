@@ -36,6 +36,7 @@ from arbcli.output import LiveLine, emit_json, note, write_bytes
 from arbcli.rules import LR_OF_FADING_TUNING, LR_OF_TUNING
 from arbcli.signals import exit_code
 from arbcli.sockets import pin_to_socket
+from arbcli.train.observer import Observers
 
 if TYPE_CHECKING:
     from arbcli.infer.load import SavedModel
@@ -221,14 +222,12 @@ def train(
         display.wait("loading")
         from arbcli.inspect import plots, room  # imports torch: not needed for `arb --help`
         from arbcli.train.configure import new_config
-        from arbcli.train.observer import Observers
         from arbcli.train.run import resume_run, start_run
 
         if plot is not None:
             plots.require_matplotlib()
         loggers = [find_logger(name, display.noted) for name in dict.fromkeys(log or ())]
-        # the display has all methods of Observer; inheriting from it would import torch
-        observer = Observers([display, *loggers])  # type: ignore[list-item]
+        observer = Observers([display, *loggers])
         if resume is None and ternary:
             _leave_busy_processors(device, display)
         if resume is not None:

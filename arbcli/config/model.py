@@ -588,6 +588,13 @@ class ModelConfig:
                 site = self.site(index, len(blocks))
                 yield from ((site, block) for block in blocks)
 
+    def gates_to_pack(self) -> Iterator[MLPConfig]:
+        """Yield the MLPs whose gates `pack` packs: of all blocks but the last of each list."""
+        for stage in self.stages:
+            for blocks in stage.lists:
+                parts = (part for block in blocks[:-1] for part in block.parts)
+                yield from (part for part in parts if isinstance(part, MLPConfig))
+
     def sited_parts(self) -> Iterator[tuple[Site, PartConfig]]:
         """Yield all parts with their sites."""
         yield from ((self.site(), part) for part in self.beside)

@@ -76,11 +76,15 @@ SHORT_FORMS = {
     )),
     "hnet-every": ShortForm("hnet", dict(
         dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(512,), outer_layers=(2,),
-        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(16,), window=128, boundaries="every",
+        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(32,), window=128, boundaries="every",
     )),
     "hnet-long": ShortForm("hnet", dict(
         dim=768, layers=10, heads=12, ffn=2048, ctx=16384, outer_dim=(512,), outer_layers=(2,),
         outer_heads=(8,), outer_ffn=(1408,), chunk_length=(32,), window=128, boundaries="every",
+    )),
+    "hnet-code": ShortForm("hnet", dict(
+        dim=768, layers=10, heads=12, ffn=2048, ctx=16384, outer_dim=(512,), outer_layers=(2,),
+        outer_heads=(8,), outer_ffn=(1408,), chunk_length=(128,), window=128, boundaries="every",
     )),
     "hnet-two-stage": ShortForm("hnet", dict(
         dim=768, layers=10, heads=12, ffn=2048, ctx=4096, outer_dim=(384, 512),

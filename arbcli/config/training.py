@@ -246,6 +246,15 @@ class TrainConfig:
             negatable=False,
         ),
     ] = False
+    pack: Annotated[
+        bool,
+        Setting(
+            "Keep the gates of MLPs in 12 bits per number for the backward pass, to save memory.",
+            OPTIMISATION,
+            negatable=False,
+            decisive=True,
+        ),
+    ] = False
     wire: Annotated[
         str | None,
         Setting(
@@ -319,6 +328,8 @@ class TrainConfig:
                 hint=f"leave `compute={self.compute}` out",
                 fields=("compute",),
             )
+        if self.pack:
+            self._check_pack()
         if self.keep_best and self.model.weights != "ternary":
             raise ArbError(
                 "a float baseline keeps no checkpoint",
@@ -379,6 +390,21 @@ class TrainConfig:
                 hint="leave `final_lr` out, or choose another `schedule`",
                 fields=("final_lr", "schedule"),
             )
+
+    def _check_pack(self) -> None:
+        """Check that there are gates in bfloat16 to pack, which blocks do not recompute."""
+        barred = {
+            "weights": ("a float baseline does not pack gates", self.model.weights != "ternary"),
+            "layers": (
+                "no block before the last one has a gated MLP",
+                not any(True for _ in self.model.gates_to_pack()),
+            ),
+            "compute": ("gates in fp32 cannot be packed", self.compute == "fp32"),
+            "recompute": ("recomputed blocks keep no gates", self.recompute),
+        }
+        for name, (problem, is_so) in barred.items():
+            if is_so:
+                raise ArbError(problem, hint="leave `pack=True` out", fields=("pack", name))
 
     def _check_media(self) -> None:
         """Check the formats of sounds and pictures, which need a model of bytes."""

@@ -7,18 +7,18 @@ from types import TracebackType
 HEADER_BYTES = 2**24
 """Maximum number of bytes that are read to determine a file's content."""
 SMALLEST_READ = 64
-"""Bytes that each read counts at least: a decoder may look for a mark byte by byte."""
+"""Minimum size that a read counts as, since a decoder may search for a marker byte by byte."""
 
 
 class BoundedFile:
-    """A file that ends for its reader once a number of bytes has been read, again ones included.
+    """A file of which at most a number of bytes can be read, counting bytes that are read again.
 
-    Decoders that are given a path may read all of a file that is damaged or made up: a PNG may have
-    gigabytes of remarks before its pixels.
+    Decoders may read all of a file that is damaged or forged: a PNG may have gigabytes of comments
+    before its pixels.
 
     Args:
-        path: of the file.
-        most: bytes that are read at most, until `allow` adds to them.
+        path: path of the file.
+        most: maximum number of bytes to read, which `allow` raises.
 
     Raises:
         OSError: the file cannot be opened.
@@ -28,7 +28,7 @@ class BoundedFile:
         self._file, self._left, self._allowed = path.open("rb"), most, most
         self._size = os.fstat(self._file.fileno()).st_size
         self.cut_by = ""
-        """Why the file ends early, once more was asked for than is allowed, and there."""
+        """Reason why the file ended early; empty if no read exceeded the bound."""
 
     def __enter__(self) -> "BoundedFile":
         return self
@@ -42,12 +42,12 @@ class BoundedFile:
         self._file.close()
 
     def allow(self, more: int) -> None:
-        """Allow as many bytes more."""
+        """Raise the maximum by a number of bytes."""
         self._left += more
         self._allowed += more
 
     def read(self, size: int = -1) -> bytes:
-        """Read `size` bytes or all that there are; fewer at the end, or where no more may be."""
+        """Read `size` bytes or the rest of the file; fewer at its end, or at the bound."""
         there = max(0, self._size - self._file.tell())
         wanted = there if size < 0 else min(size, there)
         if wanted > self._left:

@@ -1,5 +1,7 @@
 """Construction of a model from its configuration."""
 
+from collections.abc import Iterator
+
 import torch
 
 from arbcli.config.model import ModelConfig
@@ -8,7 +10,10 @@ from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.expert_weight import ExpertWeight
 from arbcli.model.layers.linear import LinearWeight
+from arbcli.model.layers.norm import TernaryGate
 from arbcli.model.parts.compressed_attention import Indexer
+from arbcli.model.parts.mlp import MLP
+from arbcli.model.stack import Stack
 
 
 def build_model(
@@ -16,6 +21,7 @@ def build_model(
     compute_dtype: torch.dtype = torch.bfloat16,
     *,
     recompute: bool = False,
+    pack: bool = False,
     fp8: bool = False,
     nvfp4: bool = False,
 ) -> LanguageModel:
@@ -25,6 +31,8 @@ def build_model(
         config: the model's configuration.
         compute_dtype: dtype of activations, bfloat16 or float32.
         recompute: whether to use activation checkpointing: the backward recomputes each block.
+        pack: whether gates are packed for the backward pass, except in the last block of a stack,
+            whose backward is first and takes their memory for gradients.
         fp8: whether to multiply in FP8 in indexers and in linear layers, except for the head and
             for layers with a size that is not a multiple of `MULTIPLE`.
         nvfp4: whether to multiply in NVFP4, emulated, in the same linear layers and in experts.
@@ -33,6 +41,9 @@ def build_model(
         ArbError: no layer of the model can multiply in the format.
     """
     model = LanguageModel(config, compute_dtype, recompute=recompute)
+    if pack:
+        for gate in _gates_to_pack(model):
+            gate.packs = True
     if fp8 or nvfp4:
         weights = [
             weight
@@ -53,6 +64,16 @@ def build_model(
             if isinstance(part, Indexer):
                 part.fp8 = fp8
     return model
+
+
+def _gates_to_pack(model: LanguageModel) -> Iterator[TernaryGate]:
+    """List the gates of `ModelConfig.gates_to_pack`."""
+    for stack in model.modules():
+        if isinstance(stack, Stack):
+            for block in [*stack][:-1]:
+                for part in block.modules():
+                    if isinstance(part, MLP) and isinstance(part.sub_norm, TernaryGate):
+                        yield part.sub_norm
 
 
 def _fits(weight: LinearWeight | ExpertWeight, nvfp4: bool) -> bool:

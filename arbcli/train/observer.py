@@ -3,16 +3,17 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from arbcli.train.record import FirstStep, Record, TrainReport
-from arbcli.train.trainer import Trainer
+if TYPE_CHECKING:  # so that a display can be defined without importing torch
+    from arbcli.train.record import FirstStep, Record, TrainReport
+    from arbcli.train.trainer import Trainer
 
 
 class Observer:
     """Callbacks of a run; the methods do nothing by default."""
 
-    def started(self, run: Path | None, trainer: Trainer, facts: dict[str, Any]) -> None:
+    def started(self, run: Path | None, trainer: "Trainer", facts: dict[str, Any]) -> None:
         """Called when a run starts or resumes, at `trainer.step`.
 
         Args:
@@ -21,19 +22,19 @@ class Observer:
             facts: contents of `config.json`.
         """
 
-    def first_step(self, first: FirstStep) -> None:
+    def first_step(self, first: "FirstStep") -> None:
         """Called after the first step of this process."""
 
     def stepped(self, step: int) -> None:
         """Called after each step; a GPU may still be computing it."""
 
-    def recorded(self, record: Record) -> None:
+    def recorded(self, record: "Record") -> None:
         """Called after a record was written."""
 
     def noted(self, message: str) -> None:
         """Called with messages for the user."""
 
-    def ended(self, report: TrainReport) -> None:
+    def ended(self, report: "TrainReport") -> None:
         """Called at the end of the run or after a signal, but not after an error."""
 
 

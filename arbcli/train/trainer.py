@@ -128,6 +128,7 @@ class Trainer:
                 config.model,
                 dtype,
                 recompute=config.recompute,
+                pack=config.pack,
                 fp8=config.compute == "fp8",
                 nvfp4=config.compute == "nvfp4",
             )

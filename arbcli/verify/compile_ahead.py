@@ -24,7 +24,7 @@ from arbcli.kernels.runtime.backend import compile_for
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.verify.fuzz import real_cases
 from arbcli.verify.kernels import find_kernels
-from arbcli.verify.parity import matrix_shapes
+from arbcli.verify.models import matrix_shapes
 from arbcli.verify.sample import OF_VALUES
 from arbcli.verify.variants import Launch, Variant, recorded_launches, variant_of
 from arbcli.verify.workers import JobDone, Workers

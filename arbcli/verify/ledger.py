@@ -16,8 +16,9 @@ from arbcli.errors import ArbError
 from arbcli.verify.compare import worst
 from arbcli.verify.compile_ahead import PARKED_BYTES, CompileResult
 from arbcli.verify.kernels import METHODS, KernelResult
-from arbcli.verify.parity import CHECKS, ParityResult
+from arbcli.verify.parity import CHECKS
 from arbcli.verify.strength import Strength, find_strength, strength_text
+from arbcli.verify.subjects import ParityResult
 from arbcli.verify.timing import Roofline, TimingReport
 from arbcli.version import __version__
 

@@ -10,31 +10,14 @@ that were made, and judges them by its own scores.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, partial
-from math import prod
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.model import VOCABULARY, BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import (
-    AttentionConfig,
-    CompressedAttentionConfig,
-    ExpertsConfig,
-    LatentAttentionConfig,
-    MambaConfig,
-    MLPConfig,
-)
-from arbcli.config.parts.ahead import AheadConfig
-from arbcli.config.parts.chunking import ChunkingConfig
-from arbcli.config.parts.composite import KINDS, CompositeConfig
-from arbcli.config.parts.rotary import RotaryConfig
-from arbcli.config.presets import PRESETS, preset
-from arbcli.config.short_forms import compressed, dense, graph, hnet
+from arbcli.config.model import VOCABULARY
 from arbcli.device import deterministic
-from arbcli.directions import DIRECTIONS
-from arbcli.filling import cut
 from arbcli.inspect.trace import without_memory
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.rows.weighted_rows import TouchedRows
@@ -42,14 +25,10 @@ from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.operation import EXACT, Gate
 from arbcli.kernels.update.cast_votes import cast_scale_votes_reference, cast_trit_votes_reference
 from arbcli.kernels.update.gradient_statistics import gradient_statistics_reference
-from arbcli.masking import hide
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers.expert_weight import ExpertWeight
-from arbcli.model.layers.linear import LinearWeight
 from arbcli.model.layers.rotary import rotary_table
 from arbcli.model.layers.streamed import StreamedTensor
-from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.packed import GradientSink, TernaryTensor
 from arbcli.model.parts import (
     chunking,
@@ -59,10 +38,11 @@ from arbcli.model.parts import (
     moe_graph,
     quantiser,
 )
-from arbcli.rules import DIRECTION, RULES, WITH_DIGITS, find_rule
+from arbcli.rules import find_rule
 from arbcli.train.updater import Updater
-from arbcli.verify.compare import errors, poisoned
+from arbcli.verify.compare import poisoned
 from arbcli.verify.memory import Memory, all_sources
+from arbcli.verify.models import FULL_SIZE, RAGGED
 from arbcli.verify.parts.base import Choices, rotary_angles
 from arbcli.verify.reference import (
     Reference,
@@ -70,7 +50,8 @@ from arbcli.verify.reference import (
     named_blocks,
     reference_loss,
 )
-from arbcli.verify.sample import ALWAYS, DEFAULT_SCALE_TYPE, IN_TRITON
+from arbcli.verify.sample import DEFAULT_SCALE_TYPE
+from arbcli.verify.subjects import ParityResult, Subject, all_subjects, sampled_subjects
 from arbcli.verify.update_reference import (
     reference_direction,
     reference_slope,
@@ -99,299 +80,17 @@ CHECKS = {
 }
 """Description of each check."""
 
-RAGGED = dense(dim=36, layers=2, heads=2, ffn=50, ctx=6)
-"""Sizes that fit neither 5 nor 32 nor 160, and small enough for the interpreter."""
-GRAPH: dict[str, Any] = {
-    "dim": 24, "layers": 2, "heads": 2, "ffn": 13, "ctx": 6, "latent": 10, "rotary": 4,
-    "ngram_rows": 61, "ngram_dim": 11, "key_dim": 4, "codes": (5, 7), "code_dim": 17,
-    "code_heads": 2, "knowledge": (6, 4), "knowledge_dim": 7, "knowledge_heads": 3, "top_k": 3,
-    "experts": 3, "expert_dim": 7, "expert_ffn": 5, "gate_dim": 5, "adapter_rank": 3,
-    "edges": (17, 2), "head_ffn": 11, "memory_rows": 59, "max_moe_iters": 2, "memgram": True,
-}  # fmt: skip
-"""All parts of an `arb` preset; a context has a 6-gram, which can be recalled."""
-HNET: dict[str, Any] = {
-    "dim": 24, "layers": 2, "heads": 2, "ffn": 13, "ctx": 17, "outer_dim": 20, "outer_layers": 1,
-    "outer_heads": 2, "outer_ffn": 11, "chunk_length": 4, "window": 5,
-}  # fmt: skip
-TWO_STAGES = HNET | {
-    "outer_dim": (20, 28), "outer_layers": (1, 1), "outer_heads": (2, 1), "outer_ffn": (11, 9),
-    "chunk_length": (4, 2),
-}  # fmt: skip
-"""One text has too many chunks for its slots, one too few."""
-COMPRESSED: dict[str, Any] = {
-    "dim": 24, "layers": 3, "heads": 4, "ffn": 13, "ctx": 19, "head_width": 10, "kv_heads": 2,
-    "rotary": 6, "window": 5, "ratios": (3, 7), "indexed_ratio": 3, "top_k": 2, "index_heads": 3,
-    "index_width": 8,
-}  # fmt: skip
-"""Groups and windows are cut off, and not all entries are chosen."""
 
-
-def mixed() -> ModelConfig:
-    """Assemble blocks of several kinds, on several streams, around chunks and on them."""
-    wide, mlp = AttentionConfig(heads=2), MLPConfig(width=13)
-    near = CompressedAttentionConfig(heads=2, ratio=2, top_k=2, window=3, index_width=8)
-    chosen = ExpertsConfig(experts=3, width=7, gate="softplus", shared=True, clamp=True)
-    hashed = ExpertsConfig(experts=4, width=5, gate="hash")
-    state_space = BlockConfig(mixer=MambaConfig(heads=2, states=7))
-    outer = StageConfig(
-        dim=20,
-        streams=2,
-        before=(state_space, BlockConfig(mixer=replace(wide, window=5), channel=hashed)),
-        after=(BlockConfig(channel=mlp), state_space),
-        chunking=ChunkingConfig(length=4),
-    )
-    inner = StageConfig(
-        dim=24,
-        streams=4,
-        blocks=(
-            BlockConfig(mixer=near, channel=chosen),
-            BlockConfig(mixer=wide),
-            BlockConfig(mixer=wide, channel=hashed),
-        ),
-    )
-    return ModelConfig(ctx=17, stages=(outer, inner))
-
-
-def bounded() -> ModelConfig:
-    """Assemble blocks that add a share, to a stream that is bounded, and to several.
-
-    Some positions are within the bound. Were all beyond it, lengths of streams would not matter,
-    and gradients of what several are written by would be differences that bfloat16 rounds away.
-    """
-    block = BlockConfig(mixer=AttentionConfig(heads=2), channel=MLPConfig(width=13))
-    outer = StageConfig(
-        dim=20,
-        bound=2.0,
-        contribution=0.5,
-        before=(block,),
-        after=(block,),
-        chunking=ChunkingConfig(length=3),
-    )
-    inner = StageConfig(dim=24, streams=2, contribution=0.75, bound=0.7, blocks=(block, block))
-    return ModelConfig(ctx=11, stages=(outer, inner))
-
-
-def grouped() -> ModelConfig:
-    """Assemble blocks of attention with all that kernels have not."""
-    longer = RotaryConfig(base=50.0, share=0.5, scaling="llama3", factor=8.0, original_ctx=40)
-    attention = AttentionConfig(
-        heads=4,
-        kv_heads=2,
-        head_width=12,
-        rotary=longer,
-        query_key_norm="gain",
-        bias=True,
-        output_bias=True,
-        sink=True,
-    )
-    sharpened = replace(longer, share=1.0, scaling="yarn")
-    near = AttentionConfig(heads=4, window=5, rotary=sharpened, query_key_norm="none")
-    channel = MLPConfig(width=13)
-    blocks = tuple(BlockConfig(mixer=mixer, channel=channel) for mixer in (attention, near))
-    return ModelConfig(ctx=11, stages=(StageConfig(dim=24, blocks=blocks),), norm_gain=True)
-
-
-def masked() -> ModelConfig:
-    """Assemble attention to both sides: to all, in a window, with sinks, and latent."""
-    wide, longer = AttentionConfig(heads=2), grouped().main.blocks[0].mixer
-    latent = LatentAttentionConfig(heads=2, latent=10, rotary=4)
-    assert isinstance(longer, AttentionConfig)
-    mixers = wide, replace(wide, window=5), replace(longer, window=4), latent
-    blocks = tuple(BlockConfig(mixer=mixer, channel=MLPConfig(width=13)) for mixer in mixers)
-    return ModelConfig(ctx=11, stages=(StageConfig(dim=24, blocks=blocks),), objective="masked")
-
-
-MODELS = {
-    "graph": graph(**GRAPH),
-    "graph softplus": graph(**GRAPH, moe_gate="softplus", shared_expert=True, moe_clamp=True),
-    "graph hash": graph(**GRAPH, moe_gate="hash"),
-    "graph nearest": graph(**GRAPH, code_search="nearest"),
-    "hnet": hnet(**TWO_STAGES),
-    "hnet words": hnet(**HNET | {"chunk_length": 8}, boundaries="space"),
-    "hnet every": hnet(**TWO_STAGES, boundaries="every"),
-    "hnet mamba": hnet(**HNET | {"chunk_length": 5}, outer_blocks="mamba", states=7),
-    "compressed": compressed(**COMPRESSED),
-    "compressed of all": compressed(**COMPRESSED | {"top_k": 99}),
-    "4 streams": dense(dim=36, layers=2, heads=2, ffn=50, ctx=6, streams=4),
-    "2 streams": dense(dim=36, layers=2, heads=2, ffn=50, ctx=6, streams=2, digits="all"),
-    "mixed": mixed(),
-    "bounded": bounded(),
-    "grouped": grouped(),
-    "masked": masked(),
-    "fill": replace(dense(dim=36, layers=1, heads=2, ffn=50, ctx=11), objective="fill"),
-    "composite": replace(
-        dense(dim=36, layers=1, heads=2, ffn=50, ctx=11), composite=CompositeConfig()
-    ),
-    "ahead": replace(
-        dense(dim=36, layers=1, heads=2, ffn=50, ctx=11), ahead=AheadConfig(positions=4, width=13)
-    ),
-}
-"""Small models that have all parts between them, compared from the bytes on."""
-INTERPRETED = ("graph", "hnet", "compressed")
-"""Those of `FEW_MODELS` that take 10 s each in the interpreter."""
-FEW_MODELS = ("ragged", *INTERPRETED)
-"""Models that run in torch on a GPU by default."""
-FULL_SIZE = {name: preset(name) for name in PRESETS} | {
-    "arb-tiny with all parts": preset("arb-tiny", moe=True, graph=True, memgram=True)
-}
-"""Models that are compared on a GPU besides, at the widths that it has."""
-LARGEST = ("1b", "arb-deep", "arb-tiny with all parts", "hnet-two-stage")
-"""One model of each family, compared on a GPU by default, with contexts up to `SAMPLED_CTX`."""
-SAMPLED_CTX = 512
-"""Maximum context of these, as the time of a reference grows with its positions."""
 OF_MANY_KERNELS = ("arb-deep", "mixed", "graph", "hnet-two-stage", "arb-tiny with all parts", "1b")
 """Models for which several processes compile before any is compared, the longest first."""
 SHARES = 4
 """Number of processes that share this compilation."""
 AHEAD, LAST = 1, 3
 """The turns of what is compiled for models, and of models, after those of kernels."""
-BYTES_OF_REFERENCE = 48
-"""Memory per weight: weight and gradient in float64, the kernels' gradient, and temporaries."""
-LAYERS = 2
-"""Blocks of a list that are compared at full size, and later ones that are unlike all of these."""
-LONGEST, SHORTEST = 2048, 8
-"""Contexts at full size; the shorter one where all rows of a codebook are scored."""
-LARGE = 2**14
-MULTIPLIED = ("blocks.", "byte_mlp.", "head.")
-"""Minimum size and parts of the matrices whose shapes kernels are checked with."""
 FEW = 32
 """Maximum number of positions of which each is changed to test causality; of more, two are."""
 LR = 2.0
 """Learning rate of compared updates, large enough to change trits, scales and clips."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParityResult:
-    """How one thing in the model compares with its reference."""
-
-    check: str
-    """A key of `CHECKS`."""
-    item: str
-    model: str
-    scale_type: str
-    backend: str
-    shape: tuple[int, ...]
-    gate: str
-    reason: str
-    """Reason for the gate."""
-    max_error: float | None
-    relative_error: float | None
-    """Relative error of the norms; None if it is not finite, like the largest error."""
-    cosine: float
-    passed: bool
-    remembered: bool = False
-    """Whether this was found before, by the same code on the same machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """Subject of a comparison: a model on a device, of a type, with a batch."""
-
-    name: str
-    config: ModelConfig
-    batch: int
-    dtype: torch.dtype
-    device: torch.device
-    backend: str
-    parts: tuple[str, ...] = ("blocks", "bits")
-    """Part of it: `blocks`, the `whole` gradient, `bits` of causality and determinism, `update`."""
-    generally: bool = False
-    """Whether kernels are compiled for any number, and not anew for 1 and for multiples of 16."""
-
-    def build(self) -> LanguageModel:
-        """Make the model, with scales that differ from group to group, and memories that hold some.
-
-        It is the same on every device: all is drawn on the CPU.
-        """
-        generator = torch.Generator().manual_seed(1)
-        with torch.device(self.device):
-            model = build_model(self.config, self.dtype)
-        for tensor in model.packed_tensors().values():
-            tensor.spread = 1.0  # of tables too: rows of zeros would hide a lot
-            if isinstance(tensor, VectorWeight) and set(tensor.values) != {1.0}:
-                # steps and decays of a size at which no gradient is what large sums differ by
-                tensor.values = tuple(0.1 + 0.4 / (i + 1) for i in range(tensor.out_features))
-        with use_backend("torch"):
-            model.initialise(0)
-        for tensor in model.packed_tensors().values():
-            if isinstance(tensor, VectorWeight):  # its scales differ, and say what its numbers are
-                continue
-            for digits, spread in ((tensor.exponent, 2), (tensor.scales[1], 128)):
-                if digits is not None:
-                    drawn = torch.randint(
-                        spread, digits.shape, generator=generator, dtype=torch.int8
-                    )
-                    digits += drawn.to(self.device)
-                    digits.clamp_(max=127)
-            if tensor.scales[1] is not None:
-                tensor.fraction.bitwise_and_(127)
-        book = self.config.main.memories and self.config.main.memories.codebook
-        fill_memories(model, book.rows if book else 1)
-        return model
-
-    def bytes(self) -> tuple[Tensor, Tensor]:
-        """Draw (B, T) inputs and targets."""
-        generator = torch.Generator().manual_seed(2)
-        shape = (self.batch, self.config.ctx + 1)
-        ids = torch.randint(VOCABULARY, shape, generator=generator)
-        ids = torch.where(ids < VOCABULARY // 3, ord(" "), ids)  # between words
-        if self.config.is_masked:
-            numbers = range(self.batch)
-            ids, targets = hide(
-                ids[:, 1:], VOCABULARY, seed=2, step=0, numbers=numbers, of=self.batch
-            )
-            return ids.to(self.device), targets.to(self.device)
-        if self.config.fills:
-            ids, targets = cut(ids, VOCABULARY, seed=2, step=1, numbers=range(self.batch))
-            return ids.to(self.device), targets.to(self.device)
-        ids = ids.to(self.device)
-        targets = ids[:, 1:]
-        if self.config.composite:
-            kinds = torch.randint(len(KINDS), targets.shape, generator=generator)
-            targets = targets + VOCABULARY * kinds.to(self.device)
-        return ids[:, :-1], targets
-
-    def result(
-        self, check: str, item: str, got: Tensor, wanted: Tensor, gate: Gate
-    ) -> ParityResult:
-        """Compare two tensors by a gate."""
-        largest, relative, cosine = errors(got, wanted)
-        close = relative is not None and relative <= gate.relative
-        return ParityResult(
-            check=check,
-            item=item,
-            model=f"{self.name} {'bf16' if self.dtype == torch.bfloat16 else 'fp32'}",
-            scale_type=self.config.scale_type,
-            backend=self.backend,
-            shape=tuple(wanted.shape),
-            gate=gate.text,
-            reason=gate.reason,
-            max_error=largest,
-            relative_error=relative,
-            cosine=cosine,
-            passed=torch.equal(got, wanted) if gate.exact else close,
-        )
-
-    @property
-    def gate(self) -> Gate:
-        """How closely a block must agree."""
-        if self.dtype == torch.bfloat16:
-            return Gate(
-                relative=0.03,
-                reason="a dozen roundings to bf16, of 2**-9 each, in a layer",
-            )
-        relative = max(1e-5, self.config.ctx * 2.0**-24)
-        reason = "float32 sums; float32 angles of late positions"
-        if has_mamba(self.config):
-            # 12 of them were seen in the gradient of four rates, on a GPU
-            relative, reason = 20 * relative, f"{reason}; gradients of decays are what these leave"
-        return Gate(relative=relative, reason=reason)
-
-    @property
-    def gate_of_depth(self) -> Gate:
-        """How closely a whole model must agree."""
-        reason = f"{self.gate.reason}, over the whole depth of the model"
-        return replace(self.gate, relative=10 * self.gate.relative, reason=reason)
 
 
 def check_parity(*args: Any, **kwargs: Any) -> tuple[ParityResult, ...]:
@@ -428,9 +127,9 @@ def begin_parity(
         Waits, and returns what was found.
     """
     scale_types = sorted(group_sizes, key=lambda name: name != DEFAULT_SCALE_TYPE)
-    subjects = _subjects(device, tuple(backends), scale_types)
+    subjects = all_subjects(device, tuple(backends), scale_types)
     if sampled:
-        subjects = _sample(subjects, scale_types)
+        subjects = sampled_subjects(subjects, scale_types)
     jobs = [(s.name, s.backend, s) for s in subjects]
     memory, workers = memory or Memory(), workers or Workers()
     finish = memory.begin(
@@ -438,32 +137,6 @@ def begin_parity(
         turn=lambda _: LAST, ahead=_ahead, turn_ahead=AHEAD,
     )  # fmt: skip
     return lambda: (*_rotary(device), *(result for results in finish() for result in results))
-
-
-def _sample(subjects: Iterable[Subject], scale_types: list[str]) -> Iterator[Subject]:
-    """Choose what is compared: of torch and C on a CPU all models, in the types `ALWAYS`."""
-    always = [name for name in ALWAYS if name in scale_types] or scale_types[:1]
-    for subject in subjects:
-        config = subject.config
-        if subject.device.type == "cpu" and subject.backend not in IN_TRITON:
-            if config.scale_type in always or subject.parts == ("update",):
-                yield subject
-        elif subject.name in FULL_SIZE:  # as it is trained
-            if subject.name in LARGEST and subject.dtype == torch.bfloat16:
-                yield replace(subject, config=replace(config, ctx=min(config.ctx, SAMPLED_CTX)))
-        elif subject.parts == ("update",):
-            usual = config.digits != "all" and config.direction == DIRECTION[config.rule]
-            if subject.backend != "interpreter" or usual:
-                yield replace(subject, generally=subject.backend == "triton")
-        elif subject.backend == "torch":
-            few = subject.name.startswith(tuple(f"{name} {always[0]}" for name in FEW_MODELS))
-            if few and subject.dtype == torch.float32:
-                yield subject
-        elif subject.backend != "interpreter" and config.scale_type in always:
-            if subject.dtype == torch.float32:  # whose gates are the closer ones
-                yield replace(subject, generally=True)
-        elif config.scale_type == always[0] and subject.backend == "interpreter":
-            yield replace(subject, parts=("whole",))
 
 
 def _ahead(job: tuple) -> Iterator[tuple]:
@@ -517,126 +190,6 @@ def _check(_name: str, _backend: str, subject: Subject) -> list[ParityResult]:
         return results
 
 
-@cache
-def matrix_shapes() -> tuple[tuple[int, int], ...]:
-    """List the (N, K) of larger matrices of presets: of innermost blocks, of experts, of heads."""
-    shapes: dict[tuple[int, int], None] = {}
-    for config in FULL_SIZE.values():
-        with torch.device("meta"):
-            weights = build_model(config).packed_tensors()
-        for name, weight in weights.items():
-            shape = weight.out_features // weight.matrices, weight.in_features
-            linear = isinstance(weight, LinearWeight) and name.startswith(MULTIPLIED)
-            if prod(shape) >= LARGE and (linear or isinstance(weight, ExpertWeight)):
-                shapes[shape] = None
-    return tuple(shapes)
-
-
-def has_mamba(config: ModelConfig) -> bool:
-    """Return whether a model has Mamba blocks.
-
-    In bf16 they are not compared: their gated outputs are normalised, and where one is nearly 0,
-    what was rounded before is most of it.
-    """
-    return any(part.kind == "mamba" for _, part in config.sited_parts())
-
-
-def shortened(config: ModelConfig) -> ModelConfig:
-    """Make a model as short as its reference is slow, with blocks of all kinds that it has."""
-    stages = []
-    for stage in config.stages:
-        kept = {
-            name: [
-                index
-                for index, block in enumerate(blocks)
-                if index < LAYERS or block not in blocks[:index]
-            ]
-            for name in ("blocks", "before", "after")
-            for blocks in (getattr(stage, name),)
-        }
-        memories = stage.memories
-        if memories:
-            place = sum(index < memories.place for index in kept["blocks"])
-            memories = replace(memories, place=place)
-        lists: dict[str, Any] = {
-            name: tuple(getattr(stage, name)[i] for i in kept[name]) for name in kept
-        }
-        stages.append(replace(stage, memories=memories, **lists))
-    longest = SHORTEST if config.main.memories else LONGEST
-    return replace(config, ctx=min(config.ctx, longest), stages=tuple(stages))
-
-
-def fitting_dtypes(config: ModelConfig, device: torch.device) -> tuple[torch.dtype, ...]:
-    """List in which dtypes a GPU has memory for the reference of a model.
-
-    Other processes share it: where it is not small, it is compared once, as it is trained.
-    """
-    with torch.device("meta"):
-        model = build_model(config)
-    needed = BYTES_OF_REFERENCE * sum(
-        tensor.num_weights for tensor in model.packed_tensors().values()
-    )
-    memory = torch.cuda.get_device_properties(device).total_memory
-    if 10 * needed < memory:
-        return torch.float32, torch.bfloat16
-    return (torch.bfloat16,) if 2 * needed < memory else ()
-
-
-def _subjects(
-    device: torch.device, backends: tuple[str, ...], scale_types: Iterable[str]
-) -> Iterator[Subject]:
-    for backend in backends:
-        interpreted = backend == "interpreter"
-        # the interpreter computes wrongly in bf16
-        half = () if interpreted else (torch.bfloat16,)
-        first, *others = scale_types
-        if backend == "native":  # its loops know groups by their size alone
-            others = []
-        for dtype in (torch.float32, *half):
-            place = (dtype, device, backend)
-            if backend == "triton":
-                for name, config in FULL_SIZE.items():
-                    config = shortened(config)
-                    if dtype in fitting_dtypes(config, device):
-                        # a codebook has experts after it, which let a rounding pass on
-                        parts = ("blocks", "whole" if config.main.memories else "bits")
-                        yield Subject(name, config, 1, *place, parts)
-            # few rows go through the fused products, many do not
-            for batch in (1,) if interpreted else (1, 12):
-                for scale_type in (first, *others):
-                    config = replace(RAGGED, scale_type=scale_type)
-                    bits = ("bits",) if scale_type == first else ()
-                    title = f"ragged {scale_type} batch {batch}"
-                    yield Subject(title, config, batch, *place, ("blocks", *bits))
-        place = (torch.float32, device, backend)
-        for name in () if interpreted else WITH_DIGITS:  # its kernels run above
-            config = replace(RAGGED, rule=name, digits="all", scale_type=first)
-            yield Subject(f"all digits of {name} {first}", config, 1, *place, ("blocks",))
-        for name, config in MODELS.items():
-            if interpreted and name not in INTERPRETED:
-                continue
-            config = replace(config, scale_type=first)
-            bits = () if interpreted else ("bits",)
-            yield Subject(f"{name} {first}", config, 2, *place, ("blocks", "whole", *bits))
-            if half and not has_mamba(config):
-                subject = Subject(f"{name} {first}", config, 2, *half, device, backend)
-                yield replace(subject, parts=("blocks", "whole"))
-        for scale_type in others[:1] if interpreted else others:
-            for name in ("graph",) if interpreted else ("graph", "compressed"):
-                config = replace(MODELS[name], scale_type=scale_type)
-                yield Subject(f"{name} {scale_type}", config, 2, *place, ("blocks", "whole"))
-        for name in RULES:
-            directions: Iterable[str | None] = DIRECTIONS if DIRECTION[name] else (None,)
-            for direction in directions:
-                config = replace(RAGGED, rule=name, direction=direction)
-                title = f"{name} {direction}" if direction else name
-                yield Subject(title, config, 1, *place, ("update",))
-            if name in WITH_DIGITS:
-                direction = DIRECTION[name]
-                config = replace(RAGGED, rule=name, digits="all", direction=direction)
-                yield Subject(f"{name} {direction} all digits", config, 1, *place, ("update",))
-
-
 def _total(losses: Mapping[str, Tensor]) -> Tensor:
     """Add up the losses of a model."""
     first, *others = losses.values()
@@ -647,23 +200,6 @@ def _gradient(tensor: Tensor) -> Tensor:
     """Return the gradient of a watched tensor after the backward."""
     assert tensor.grad is not None
     return tensor.grad
-
-
-def fill_memories(part: nn.Module, codes: int) -> None:
-    """Fill a graph of so many codes, the balance of experts and n-grams with random integers."""
-    generator = torch.Generator().manual_seed(1)
-    for name, buffer in part.named_buffers():
-        kind = name.rpartition(".")[2]
-        low, high = {
-            "source": (0, codes // len(buffer)), "target": (0, codes), "sign": (-127, 128),
-            "score": (0, 128), "symbol": (-128, 128), "strength": (0, 128), "balance": (-3, 4),
-            "codes": (-50, 51),
-        }.get(kind, (0, 0))  # fmt: skip
-        if high:
-            drawn = torch.randint(low, high, buffer.shape, generator=generator)
-            if kind == "source":  # a code of the bucket
-                drawn = drawn * len(buffer) + torch.arange(len(buffer))[:, None]
-            buffer.copy_(drawn)
 
 
 def dense_gradient(

@@ -22,18 +22,10 @@ from arbcli.verify.kernels import (
 )
 from arbcli.verify.ledger import Ledger, new_ledger, verdict
 from arbcli.verify.memory import Memory, describe_machine
-from arbcli.verify.parity import (
-    FEW_MODELS,
-    INTERPRETED,
-    LARGEST,
-    LONGEST,
-    SAMPLED_CTX,
-    SHORTEST,
-    ParityResult,
-    begin_parity,
-    matrix_shapes,
-)
+from arbcli.verify.models import LONGEST, SHORTEST, matrix_shapes
+from arbcli.verify.parity import begin_parity
 from arbcli.verify.sample import ALWAYS, DEFAULT_SCALE_TYPE, IN_TRITON
+from arbcli.verify.subjects import FEW_MODELS, INTERPRETED, LARGEST, SAMPLED_CTX, ParityResult
 from arbcli.verify.timing import Stopwatch, TimingReport, check_timeable, time_kernels
 from arbcli.verify.workers import JobDone, Workers
 

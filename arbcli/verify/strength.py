@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arbcli.verify.kernels import KernelResult
-from arbcli.verify.parity import ParityResult
+from arbcli.verify.subjects import ParityResult
 
 PLANTED = Path(__file__).with_name("planted.json")
 

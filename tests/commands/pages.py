@@ -50,8 +50,8 @@ from arbcli.verify import run as verifying
 from arbcli.verify.compile_ahead import CompileResult
 from arbcli.verify.kernels import KernelResult
 from arbcli.verify.ledger import Failure, Ledger, ledger_page
-from arbcli.verify.parity import ParityResult
 from arbcli.verify.run import VerifyRequest
+from arbcli.verify.subjects import ParityResult
 
 FOLDER = Path(__file__).with_suffix("")
 

@@ -173,8 +173,8 @@ OPTIONS = {
     "inspect": "checkpoint diff json",
     "evaluate": "backend batch checkpoint compute data device draws field json kv quiet stride",
     "count-params": "attention json model preset",
-    "audit-memory": "accum attention backend batch budget compute device floats json model preset"
-    " ranks recompute seed snapshot steps teacher what-if",
+    "audit-memory": "accum attention backend batch budget compute device floats json model pack"
+    " preset ranks recompute seed snapshot steps teacher what-if",
     "probe-loss": "attention backend batch checkpoint compute data device field json lr model plot"
     " preset seed steps tokenizer val warmup",
     "verify-kernels": "all-tscale-types backend compare device exhaustive fresh fuzz json ledger"

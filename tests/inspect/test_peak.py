@@ -119,6 +119,23 @@ def test_predicted_peak_of_other_heads_and_objectives_is_the_measured_one(change
     assert predict_peak(config).peak_bytes == measured_peak(config)
 
 
+@pytest.mark.parametrize("compute", ["bf16", "fp8"])
+def test_predicted_peak_of_packed_gates_is_the_measured_one(compute):
+    config = config_of({"pack": True, "layers": 4, "dim": 64, "ffn": 208, "compute": compute})
+    assert predict_peak(config).peak_bytes == measured_peak(config)
+
+
+def test_packed_gates_take_three_quarters_on_a_gpu():
+    shape = {"layers": 4, "dim": 64, "ffn": 512, "ctx": 128}
+    of_gpu = {"device": "cuda", "backend": "triton", "batch": 8}
+    kept, packed = (
+        predict_peak(TrainConfig(model=preset("tiny", **shape), pack=pack, **of_gpu))
+        for pack in (False, True)
+    )
+    rows = 8 * 128
+    assert kept.saved_bytes - packed.saved_bytes == 3 * rows * (512 - 2)
+
+
 def test_predicted_peak_of_a_vector_quantiser_is_the_measured_one(small_graph):
     config = config_of({"ctx": 33, "code_search": "nearest"}, small_graph)
     assert predict_peak(config).peak_bytes == measured_peak(config)

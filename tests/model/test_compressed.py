@@ -18,7 +18,7 @@ from arbcli.model.operations import forward_operations
 from arbcli.model.state import Rows
 from arbcli.train.updater import Updater
 from arbcli.verify import parity
-from arbcli.verify.parity import Subject
+from arbcli.verify.subjects import Subject
 
 CTX = 24
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}

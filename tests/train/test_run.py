@@ -99,8 +99,8 @@ def test_hangup_saves_like_a_termination(text, tmp_path, device, monkeypatch):
         signal.signal(signal.SIGHUP, ignored)
 
 
-def told(path: Path) -> list[dict]:
-    """Read the records of a run without what a clock or an allocator says."""
+def read_unmeasured(path: Path) -> list[dict]:
+    """Read the records of a run without times and memory."""
     measured = {"seconds", "bytes_per_second", "seconds_left", "peak_bytes", "mfu"}
     records = (json.loads(line) for line in (path / "metrics.jsonl").open())
     return [{k: v for k, v in record.items() if k not in measured} for record in records]
@@ -120,7 +120,7 @@ def test_records_come_as_often_as_asked_for(options, steps, text, tmp_path, devi
     run = tmp_path / "run"
     settings = config(text, device, batch=1, **options)
     report = start_run(settings, run, Observer())
-    records = told(run)
+    records = read_unmeasured(run)
     assert [record["step"] for record in records] == steps
     rates = [learning_rate(settings, step - 1) for step in steps]
     assert [record["lr"] for record in records] == rates
@@ -134,14 +134,14 @@ def test_long_interval_of_records_survives_a_stop(text, tmp_path, device):
     run, notes = tmp_path / "run", []
     options = {"batch": 1, "log_every": 12, "eval_every": 0, "save_every": 11, "steps": 13}
     start_run(config(text, device, **options), run, Observer())
-    before = told(run)
+    before = read_unmeasured(run)
     assert [record["step"] for record in before] == [12, 13]
     each, losses = Observer(), []
     each.recorded = lambda record: losses.append(record.loss)
     start_run(config(text, device, **options | {"log_every": 1}), None, each, save=False)
     assert before[0]["loss"] == pytest.approx(sum(losses[:12]) / 12, rel=1e-12)
     resume_run(run / "step-000011.safetensors", Observer())
-    assert told(run) == before
+    assert read_unmeasured(run) == before
     observer = Observer()
     observer.noted = notes.append
     assert resume_run(run, observer).val_loss is None
@@ -161,7 +161,7 @@ def test_unsaved_run_is_the_same_run_and_leaves_nothing(
     observer.recorded = lambda record: notes.append(record.loss)
     observer.started = lambda run, trainer, facts: ends.append((run, facts["number"]))
     report = start_run(settings, None, observer, save=False)
-    assert notes == [record["loss"] for record in told(tmp_path / "run")]
+    assert notes == [record["loss"] for record in read_unmeasured(tmp_path / "run")]
     assert ends == [(None, None)]
     assert (report.run, report.checkpoint) == (None, None)
     assert (report.val_loss, report.sample) == (saved.val_loss, saved.sample)
@@ -808,8 +808,8 @@ def test_first_step_is_told_with_the_loss_before_it(text, tmp_path, device):
     report = start_run(config(text, device, log_every=1), run, observer)
     assert firsts == [report.first_step]
     (first,) = firsts
-    assert (first.step, first.loss) == (1, told(run)[0]["loss"])
+    assert (first.step, first.loss) == (1, read_unmeasured(run)[0]["loss"])
     assert first.seconds >= first.compile_seconds >= 0
     first = resume_run(run, Observer()).first_step
-    assert (first.step, first.loss) == (3, told(run)[2]["loss"])
+    assert (first.step, first.loss) == (3, read_unmeasured(run)[2]["loss"])
     assert resume_run(run, Observer()).first_step is None

@@ -177,15 +177,16 @@ def test_forward_without_a_backward_does_not_hold_the_next_step_back(tmp_path):
     [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp8", torch.bfloat16),
      ("nvfp4", torch.bfloat16)],
 )  # fmt: skip
-@pytest.mark.parametrize("recompute", [False, True])
-def test_model_of_a_run_computes_as_its_settings_say(compute, dtype, recompute, monkeypatch):
-    config = new_config(device="cpu", compute=compute, recompute=recompute)
+@pytest.mark.parametrize("kept", ["recompute", "pack", ""])
+def test_model_of_a_run_computes_as_its_settings_say(compute, dtype, kept, monkeypatch):
+    how = {name: kept == name and compute != "fp32" for name in ("recompute", "pack")}
+    config = new_config(device="cpu", compute=compute, **how)
     built = mock.Mock(side_effect=InterruptedError)
     monkeypatch.setattr("arbcli.train.trainer.build_model", built)
     with pytest.raises(InterruptedError):
         Trainer(config, None)
     low = {name: compute == name for name in ("fp8", "nvfp4")}
-    assert built.call_args == mock.call(config.model, dtype, recompute=recompute, **low)
+    assert built.call_args == mock.call(config.model, dtype, **how, **low)
 
 
 def test_matrices_of_other_sizes_and_the_head_are_multiplied_in_bf16(small_graph):

@@ -22,7 +22,8 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.update import newton_schulz
 from arbcli.verify.compare import poisoned
 from arbcli.verify.kernels import KERNELS
-from arbcli.verify.parity import MODELS, Subject
+from arbcli.verify.models import MODELS
+from arbcli.verify.subjects import Subject
 
 WRITTEN = Path(__file__).with_suffix(".txt")
 GROUP_SIZES = (6, 32)

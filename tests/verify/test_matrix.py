@@ -10,8 +10,8 @@ from arbcli.config.model import ModelConfig, StageConfig
 from arbcli.config.parts import MLPConfig
 from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.verify import parity
-from arbcli.verify.parity import Subject
 from arbcli.verify.reference import Reference
+from arbcli.verify.subjects import Subject
 from arbcli.verify.update_reference import reference_weight
 
 

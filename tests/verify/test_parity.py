@@ -9,17 +9,19 @@ from arbcli.config.presets import PRESETS
 from arbcli.config.site import SCALE_TYPES
 from arbcli.model.parts import codebook, compressed_attention
 from arbcli.verify import parity
-from arbcli.verify.parity import (
-    CHECKS,
+from arbcli.verify.models import (
     FULL_SIZE,
     MODELS,
     RAGGED,
-    Subject,
-    check_parity,
     fitting_dtypes,
     has_mamba,
     matrix_shapes,
     shortened,
+)
+from arbcli.verify.parity import CHECKS, check_parity
+from arbcli.verify.subjects import (
+    Subject,
+    all_subjects,
 )
 
 
@@ -90,7 +92,7 @@ def test_no_model_is_let_off_causality_or_determinism(of_torch):
     for result in of_torch:
         for place, check in enumerate(("causality", "determinism")):
             counts.setdefault(result.model, [0, 0])[place] += result.check == check
-    for each in parity._subjects(torch.device("cpu"), ("torch",), {"T32": 32}):
+    for each in all_subjects(torch.device("cpu"), ("torch",), {"T32": 32}):
         half = "bf16" if each.dtype == torch.bfloat16 else "fp32"
         changed = 0 if each.config.is_masked else 2 * (each.config.ctx - 1)
         wanted = [changed, 1] if "bits" in each.parts else [0, 0]
@@ -282,7 +284,7 @@ def test_scale_types_of_a_backend_are_those_of_it_alone():
     sizes = {"T32": 32, "T6": 6}
 
     def names(*backends: str) -> list[tuple[str, str]]:
-        found = parity._subjects(torch.device("cpu"), backends, sizes)
+        found = all_subjects(torch.device("cpu"), backends, sizes)
         return [(subject.backend, subject.name) for subject in found]
 
     assert names("native", "torch") == names("native") + names("torch")
@@ -293,9 +295,11 @@ def test_no_model_is_left_out_of_a_comparison(backend, monkeypatch):
     """Of presets, small models, batches, types, digits and directions; each is what its name is."""
     fitting = {shortened(FULL_SIZE["arb-3b"]): (torch.bfloat16,)}
     both = (torch.float32, torch.bfloat16)
-    monkeypatch.setattr(parity, "fitting_dtypes", lambda config, _: fitting.get(config, both))
+    monkeypatch.setattr(
+        "arbcli.verify.subjects.fitting_dtypes", lambda config, _: fitting.get(config, both)
+    )
     found: dict[str, list[str]] = {"float32": [], "bfloat16": [], "update": []}
-    for each in parity._subjects(torch.device("cpu"), (backend,), {"T32": 32, "T6": 6}):
+    for each in all_subjects(torch.device("cpu"), (backend,), {"T32": 32, "T6": 6}):
         config, name = each.config, each.name
         half = each.dtype == torch.bfloat16
         if name in FULL_SIZE:

@@ -21,7 +21,7 @@ from arbcli.config.parts.memories import (
     QuantiserConfig,
 )
 from arbcli.verify import parity
-from arbcli.verify.parity import Subject
+from arbcli.verify.subjects import Subject
 
 EXPERTS = ExpertsConfig(experts=4, width=8)
 BOOKS = [

@@ -21,7 +21,7 @@ from arbcli.kernels.update.step_scales import step_scales
 from arbcli.verify import memory as memories
 from arbcli.verify.kernels import Checks, KernelResult, verify_kernels
 from arbcli.verify.memory import Memory, all_sources, describe_machine, kernel_sources
-from arbcli.verify.parity import ParityResult
+from arbcli.verify.subjects import ParityResult
 from arbcli.verify.workers import Workers
 
 CPU = torch.device("cpu")

@@ -23,6 +23,10 @@ from arbcli.verify import kernels as verify
 from arbcli.verify import parity, variants
 from arbcli.verify import sample as sample_module
 from arbcli.verify.kernels import KERNELS, Checks, _parts, find_kernels
+from arbcli.verify.models import (
+    FULL_SIZE,
+    MODELS,
+)
 from arbcli.verify.sample import (
     ALWAYS,
     LONG_CASES,
@@ -32,6 +36,15 @@ from arbcli.verify.sample import (
     sampled_scale_types,
 )
 from arbcli.verify.strength import PLANTED
+from arbcli.verify.subjects import (
+    FEW_MODELS,
+    INTERPRETED,
+    LARGEST,
+    RULES,
+    SAMPLED_CTX,
+    all_subjects,
+    sampled_subjects,
+)
 from arbcli.verify.variants import Launch
 
 CPU = torch.device("cpu")
@@ -119,41 +132,43 @@ def test_only_triton_is_sampled_and_only_if_asked():
 
 @pytest.mark.parametrize("backend", ["interpreter", "triton"])
 def test_models_are_sampled_on_a_gpu_and_in_triton_alone(backend, monkeypatch):
-    monkeypatch.setattr(parity, "fitting_dtypes", lambda *_: (torch.float32, torch.bfloat16))
+    monkeypatch.setattr(
+        "arbcli.verify.subjects.fitting_dtypes", lambda *_: (torch.float32, torch.bfloat16)
+    )
     types = ["T32", *(name for name in SCALE_TYPES if name != "T32")]
 
     def subjects(name):
-        return [*parity._subjects(CPU, (name,), types)]
+        return [*all_subjects(CPU, (name,), types)]
 
     for other in ("torch", "native"):
-        assert [*parity._sample(subjects(other), types)] == [
+        assert [*sampled_subjects(subjects(other), types)] == [
             s for s in subjects(other) if s.config.scale_type in ALWAYS or s.parts == ("update",)
         ]
-    every, chosen = subjects(backend), [*parity._sample(subjects(backend), types)]
+    every, chosen = subjects(backend), [*sampled_subjects(subjects(backend), types)]
     if backend == "triton":
-        small = [s for s in every if s.name not in parity.FULL_SIZE]
+        small = [s for s in every if s.name not in FULL_SIZE]
         kept = [
             replace(s, generally=True)
             for s in small
             if s.config.scale_type in ALWAYS and s.dtype == torch.float32
         ]
-        assert [s for s in chosen if s.name not in parity.FULL_SIZE] == kept
+        assert [s for s in chosen if s.name not in FULL_SIZE] == kept
         presets = [s for s in chosen if s not in kept]
-        assert [s.name for s in presets] == [s for s in parity.FULL_SIZE if s in parity.LARGEST]
+        assert [s.name for s in presets] == [s for s in FULL_SIZE if s in LARGEST]
         assert {s.dtype for s in presets} == {torch.bfloat16}
-        assert 8 < max(s.config.ctx for s in presets) <= parity.SAMPLED_CTX
+        assert 8 < max(s.config.ctx for s in presets) <= SAMPLED_CTX
         on_gpu = [replace(s, device=torch.device("cuda")) for s in subjects("torch")]
-        assert [replace(s, device=CPU) for s in parity._sample(on_gpu, types)] == [
+        assert [replace(s, device=CPU) for s in sampled_subjects(on_gpu, types)] == [
             s
             for s in subjects("torch")
             if s.parts == ("update",)
-            or (s.name.split(" T32")[0] in parity.FEW_MODELS and s.dtype == torch.float32)
+            or (s.name.split(" T32")[0] in FEW_MODELS and s.dtype == torch.float32)
         ]
         return
     models = [s.name.split()[0] for s in chosen if s.parts == ("whole",)]
-    assert models == ["ragged", *parity.INTERPRETED]
+    assert models == ["ragged", *INTERPRETED]
     updated = [s.config.rule for s in chosen if s.parts == ("update",)]
-    assert updated == [*parity.RULES]
+    assert updated == [*RULES]
     assert len(models) + len(updated) == len(chosen)
 
 
@@ -336,11 +351,11 @@ def test_slow_kernels_and_large_models_are_compiled_by_several_processes_first()
     assert verify._turn(job) == verify.FIRST_CHECKS < parity.AHEAD
     (quick, *_) = verify._jobs(_parts(find_kernels(["step_scales"]), *args, checks), checks)
     assert parity.AHEAD < verify._turn(quick) == verify.LAST_CHECKS < parity.LAST
-    subjects = [s for s in parity._subjects(CPU, ("torch",), ["T32"]) if s.name == "graph T32"]
+    subjects = [s for s in all_subjects(CPU, ("torch",), ["T32"]) if s.name == "graph T32"]
     assert [*parity._ahead(("graph T32", "torch", subjects[0]))] == []
     (*_, last) = parity._ahead(("graph T32", "triton", subjects[0]))
     assert last[1:] == ("graph T32", parity.SHARES - 1, subjects[0])
-    names = {name.split(" T")[0] for name in (*parity.MODELS, *parity.FULL_SIZE)}
+    names = {name.split(" T")[0] for name in (*MODELS, *FULL_SIZE)}
     assert {*parity.OF_MANY_KERNELS} <= names
 
 
@@ -363,9 +378,13 @@ def test_references_run_on_the_host_with_a_gpu(monkeypatch):
 def test_documents_list_what_is_sampled():
     text = (Path(arbcli.__file__).parents[1] / "docs" / "commands.md").read_text()
     listed = text.partition("`--exhaustive` checks all")[2].partition("- `--fresh`")[0]
-    names = {*ALWAYS, *parity.FEW_MODELS, *(name.split()[0] for name in parity.LARGEST)}
+    names = {
+        *ALWAYS,
+        *FEW_MODELS,
+        *(name.split()[0] for name in LARGEST),
+    }
     assert {name for name in names if f"`{name}`" not in listed} == set()
-    assert f"up to {parity.SAMPLED_CTX} bytes" in listed.replace("\n    ", " ")
+    assert f"up to {SAMPLED_CTX} bytes" in listed.replace("\n    ", " ")
 
 
 def test_inputs_are_moved_with_all_that_they_are_made_of():

@@ -14,6 +14,19 @@ from torch.nn import functional
 
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import in_planes
+from arbcli.kernels.dice import Dice
+from arbcli.kernels.norm.pack_gates import (
+    bases_of,
+    load_packed,
+    new_packed,
+    pack_gates_reference,
+    pack_gates_torch,
+    sizes_of,
+    store_bases,
+    store_packed,
+    unpack_gates,
+    unpack_gates_reference,
+)
 from arbcli.kernels.norm.rms_norm import (
     EPS,
     ROW_SIZES,
@@ -33,9 +46,9 @@ from arbcli.kernels.norm.rms_norm import (
     tiling,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import Arguments, Array, Matrix, Number
+from arbcli.kernels.runtime.arguments import UINT8, Arguments, Array, Matrix, Number
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.timed import Timed
 
 WHOLE_BACKWARD = 2048
@@ -60,6 +73,23 @@ def gated_rms_norm_backward_reference(
     return gradient_and_output(gated_rms_norm_reference, *inputs)
 
 
+def gated_rms_norm_packing_reference(
+    gate_up: Tensor, weight: Packed | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """Compute the result of `gated_rms_norm`, and the numbers that the codes stand for."""
+    kept = unpack_gates_reference(*pack_gates_reference(gate_up))
+    return gated_rms_norm_reference(gate_up, weight, eps), kept
+
+
+def packed_gates_backward_reference(
+    grad_y: Tensor, codes: Tensor, bases: Tensor, weight: Packed | None, eps: float | None,
+    _overwrite: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute the reference result of `packed_gates_backward`, in float64."""
+    gate_up = unpack_gates_reference(codes, bases)
+    return gated_rms_norm_backward_reference(grad_y, gate_up, weight, eps)
+
+
 def _gated_rms_norm_torch(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
     width, factors = gate_up.shape[-1] // 2, norm_weight_torch(weight)
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
@@ -73,11 +103,11 @@ def _gated_rms_norm_torch(gate_up: Tensor, weight: Packed | None, eps: float | N
     return y
 
 
-def _place_of_gradient(gate_up: Tensor, overwrite: bool) -> Tensor:
-    """Return the buffer of the gradient: the input (in place), or a new tensor."""
-    if overwrite and gate_up.is_contiguous():
-        return gate_up
-    return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+def _place_of(x: Tensor, overwrite: bool) -> Tensor:
+    """Return the buffer of a result like x: x itself (in place), or a new tensor."""
+    if overwrite and x.is_contiguous():
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _gated_rms_norm_backward_torch(
@@ -85,7 +115,7 @@ def _gated_rms_norm_backward_torch(
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     width, factors = grad_y.shape[-1], norm_weight_torch(weight)
-    grad_gate_up = _place_of_gradient(gate_up, overwrite)
+    grad_gate_up = _place_of(gate_up, overwrite)
     y = torch.empty(grad_y.shape, dtype=gate_up.dtype, device=gate_up.device)
     gate_up, grad_y = gate_up.reshape(-1, 2 * width), grad_y.reshape(-1, width)
     grads, out = grad_gate_up.view(-1, 2 * width), y.view(-1, width)
@@ -103,6 +133,20 @@ def _gated_rms_norm_backward_torch(
     return grad_gate_up, y
 
 
+def _gated_rms_norm_packing_torch(
+    gate_up: Tensor, weight: Packed | None, eps: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _gated_rms_norm_torch(gate_up, weight, eps), *pack_gates_torch(gate_up)
+
+
+def _packed_gates_backward_torch(
+    grad_y: Tensor, codes: Tensor, bases: Tensor, weight: Packed | None, eps: float | None,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    gate_up = unpack_gates(codes, bases).to(grad_y.dtype)
+    return _gated_rms_norm_backward_torch(grad_y, gate_up, weight, eps, overwrite=True)
+
+
 def _gated_rms_norm_native(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
     return norm_native(gate_up, weight, eps, gated=True)
 
@@ -111,16 +155,16 @@ def _gated_rms_norm_backward_native(
     grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    place = _place_of_gradient(gate_up, overwrite)
+    place = _place_of(gate_up, overwrite)
     return norm_backward_native(grad_y, gate_up, weight, eps, gated=True, grad_x=place)
 
 
 @triton.jit
 def _gated_rms_norm_kernel(
-    gate_ptr, up_ptr, weight_ptr, y_ptr,
+    gate_ptr, up_ptr, weight_ptr, y_ptr, codes_ptr, bases_ptr,
     M, D, eps, one,
     stride_xm,
-    HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, PACK: tl.constexpr, ROUND: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -129,6 +173,11 @@ def _gated_rms_norm_kernel(
         mask = (offs_m < M) & (offs_d < D)[None, :]
         gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
         up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+        if PACK:
+            base = bases_of(tl.max(sizes_of(gate, ROUND), axis=1))
+            base_up = bases_of(tl.max(sizes_of(up, ROUND), axis=1))
+            store_bases(bases_ptr, base, base_up, offs_m, M)
+            store_packed(codes_ptr, gate, up, base, base_up, offs_m, offs_d, mask, D, ROUND)
         if HAS_NORM:
             weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
         y = gate * sigmoid(gate) * up
@@ -136,8 +185,10 @@ def _gated_rms_norm_kernel(
             y *= tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None] * weight
         store_rows(y_ptr, y, offs_m, offs_d, mask, D)
     else:
-        if HAS_NORM:
-            squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        most = tl.zeros((BLOCK_M,), dtype=tl.int32)
+        most_up = most
+        if HAS_NORM or PACK:
             for start in range(0, D, BLOCK_D):
                 offs_d = start + tl.arange(0, BLOCK_D)
                 mask = (offs_m < M) & (offs_d < D)[None, :]
@@ -145,12 +196,21 @@ def _gated_rms_norm_kernel(
                 up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
                 product = gate * sigmoid(gate) * up
                 squares += tl.sum(product * product, axis=1)
-            r = tl.rsqrt(squares / D + eps)[:, None]
+                if PACK:
+                    most = tl.maximum(most, tl.max(sizes_of(gate, ROUND), axis=1))
+                    most_up = tl.maximum(most_up, tl.max(sizes_of(up, ROUND), axis=1))
+        r = tl.rsqrt(squares / D + eps)[:, None]
+        base, base_up = bases_of(most), bases_of(most_up)
+        if PACK:
+            store_bases(bases_ptr, base, base_up, offs_m, M)
         for start in range(0, D, BLOCK_D):
             offs_d = start + tl.arange(0, BLOCK_D)
             mask = (offs_m < M) & (offs_d < D)[None, :]
             gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
-            y = gate * sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+            up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+            if PACK:
+                store_packed(codes_ptr, gate, up, base, base_up, offs_m, offs_d, mask, D, ROUND)
+            y = gate * sigmoid(gate) * up
             if HAS_NORM:
                 y *= r * load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
             store_rows(y_ptr, y, offs_m, offs_d, mask, D)
@@ -161,9 +221,10 @@ def _gated_rms_norm_backward_kernel(
     grad_y_ptr, gate_ptr, up_ptr, weight_ptr, grad_gate_ptr, grad_up_ptr, y_ptr,
     M, D, eps, one,
     stride_ym, stride_xm,
-    HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """Compute gradients from gate and up, or from the codes and bases of `pack_gates`."""
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     r = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
     mean = r
@@ -173,8 +234,8 @@ def _gated_rms_norm_backward_kernel(
         for start in range(0, D, BLOCK_D):
             offs_d = start + tl.arange(0, BLOCK_D)
             mask = (offs_m < M) & (offs_d < D)[None, :]
-            gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
-            y = gate * sigmoid(gate) * load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+            gate, up = _load_gates(gate_ptr, up_ptr, offs_m, offs_d, mask, M, D, stride_xm, PACKED)
+            y = gate * sigmoid(gate) * up
             grad = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
             squares += tl.sum(y * y, axis=1)
             weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
@@ -185,8 +246,7 @@ def _gated_rms_norm_backward_kernel(
     for start in range(0, D, BLOCK_D):  # only once, if a tile has the whole row
         offs_d = start + tl.arange(0, BLOCK_D)
         mask = (offs_m < M) & (offs_d < D)[None, :]
-        gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
-        up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+        gate, up = _load_gates(gate_ptr, up_ptr, offs_m, offs_d, mask, M, D, stride_xm, PACKED)
         grad = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
         share = sigmoid(gate)
         silu = gate * share
@@ -207,21 +267,47 @@ def _gated_rms_norm_backward_kernel(
 
 
 @triton.jit
+def _load_gates(gate_ptr, up_ptr, offs_m, offs_d, mask, M, D, stride_xm, PACKED: tl.constexpr):
+    """Load tiles of gate and up; of codes and bases, if these are packed."""
+    if PACKED:
+        gate, up = load_packed(gate_ptr, up_ptr, offs_m, offs_d, mask, M, D)
+    else:
+        gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
+        up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
+    return gate, up
+
+
+@triton.jit
 def sigmoid(x):
     """Compute 1 / (1 + exp(-x))."""
     return 1 / (1 + tl.exp(-x))
 
 
 def _gated_rms_norm_triton(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
+    return _launch(gate_up, weight, eps, None)
+
+
+def _gated_rms_norm_packing_triton(
+    gate_up: Tensor, weight: Packed | None, eps: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    packed = new_packed(gate_up)
+    return _launch(gate_up, weight, eps, packed), *packed
+
+
+def _launch(
+    gate_up: Tensor, weight: Packed | None, eps: float | None,
+    packed: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
     width = gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
         gate_up, decoded = dense_rows(gate_up), norm_weight(weight)
         grid, tile = tiling(len(gate_up), width)
         _gated_rms_norm_kernel[grid](
-            gate_up, gate_up[:, width:], y if decoded is None else decoded, y,
+            gate_up, gate_up[:, width:], y if decoded is None else decoded, y, *(packed or (y, y)),
             len(gate_up), width, eps or 0.0, 1.0, gate_up.stride(0),
-            HAS_NORM=eps is not None, HAS_WEIGHT=decoded is not None, **tile,
+            HAS_NORM=eps is not None, HAS_WEIGHT=decoded is not None, PACK=packed is not None,
+            ROUND=y.dtype != torch.bfloat16, **tile,
         )  # fmt: skip
     return y
 
@@ -230,21 +316,40 @@ def _gated_rms_norm_backward_triton(
     grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    y = torch.empty(grad_y.shape, dtype=gate_up.dtype, device=gate_up.device)
     # a program reads its rows before it writes to them
-    grad_gate_up = _place_of_gradient(gate_up, overwrite)
+    y, grad_gate_up = (_place_of(x, overwrite) for x in (grad_y, gate_up))
     if y.numel():
-        width, decoded = y.shape[-1], norm_weight(weight)
-        gate_up, grad_y = dense_rows(gate_up), dense_rows(grad_y)
-        grid, tile = _backward_tiling(len(gate_up), width, normalised=eps is not None)
-        grads = grad_gate_up.view(-1, 2 * width)
-        _gated_rms_norm_backward_kernel[grid](
-            grad_y, gate_up, gate_up[:, width:], y if decoded is None else decoded,
-            grads, grads[:, width:], y,
-            len(gate_up), width, eps or 0.0, 1.0, grad_y.stride(0), gate_up.stride(0),
-            HAS_NORM=eps is not None, HAS_WEIGHT=decoded is not None, **tile,
-        )  # fmt: skip
+        gate_up = dense_rows(gate_up)
+        parts = gate_up, gate_up[:, y.shape[-1] :]
+        _launch_backward(grad_y, parts, weight, eps, grad_gate_up, y, packed=False)
     return grad_gate_up, y
+
+
+def _packed_gates_backward_triton(
+    grad_y: Tensor, codes: Tensor, bases: Tensor, weight: Packed | None, eps: float | None,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    y, (rows, width) = _place_of(grad_y, overwrite), grad_y.shape
+    grad_gate_up = torch.empty(rows, 2 * width, dtype=grad_y.dtype, device=grad_y.device)
+    if y.numel():
+        _launch_backward(grad_y, (codes, bases), weight, eps, grad_gate_up, y, packed=True)
+    return grad_gate_up, y
+
+
+def _launch_backward(
+    grad_y: Tensor, parts: tuple[Tensor, Tensor], weight: Packed | None, eps: float | None,
+    grad_gate_up: Tensor, y: Tensor, *, packed: bool,
+) -> None:  # fmt: skip
+    width, decoded, grad_y = y.shape[-1], norm_weight(weight), dense_rows(grad_y)
+    grid, tile = _backward_tiling(len(grad_y), width, normalised=eps is not None)
+    if packed and not tile["WHOLE"]:
+        tile = tile | {"num_warps": 8}  # eight bytes of codes per thread
+    grads = grad_gate_up.view(-1, 2 * width)
+    _gated_rms_norm_backward_kernel[grid](
+        grad_y, *parts, y if decoded is None else decoded, grads, grads[:, width:], y,
+        len(grad_y), width, eps or 0.0, 1.0, grad_y.stride(0), parts[0].stride(0),
+        HAS_NORM=eps is not None, HAS_WEIGHT=decoded is not None, PACKED=packed, **tile,
+    )  # fmt: skip
 
 
 def _backward_tiling(
@@ -310,6 +415,52 @@ def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
             yield Case(f"{case.label} overwritten", (grad_y, *case.inputs, True))
 
 
+def _packing_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    for case in _cases(device, group_size):
+        gate_up = case.inputs[0]
+        if gate_up.dim() == 2 and (device.type == "cuda" or gate_up.numel() < 16000):
+            yield case
+
+
+def _packed_backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(2)
+    for case in _packing_cases(device, group_size):
+        gate_up, weight, eps = case.inputs
+        shape = len(gate_up), gate_up.shape[1] // 2
+        grad_y = torch.randn(shape, generator=generator).to(device, gate_up.dtype)
+        inputs = grad_y, *pack_gates_torch(gate_up), weight, eps
+        yield Case(case.label, inputs)
+        if "x123" in case.label or "2100" in case.label or "2048" in case.label:
+            yield Case(f"{case.label} overwritten", (*inputs, True))
+
+
+def _draw_packed(dice: Dice, group_size: int, m: int, _n: int, k: int) -> tuple:
+    """Draw a case of `packed_gates_backward`; of random codes few numbers would decide all sums."""
+    grad_y, gate_up = dice.reals(m, k), 3 * dice.reals(m, 2 * k)
+    eps = dice.pick((1e-6 if k > 4 else 0.1, None))
+    weight = None if eps is None or dice.chance(0.3) else dice.packed(1, k, group_size, 2)
+    return grad_y, *pack_gates_torch(gate_up), weight, eps, dice.chance(0.5)
+
+
+def _packed_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    grad_y, gate, up = torch.randn(3, 16384, 5632, device=device, dtype=torch.bfloat16)
+    packed = pack_gates_torch(torch.cat((gate, up), dim=1))
+    yield Timing("16384x5632 bf16", (grad_y, *packed, None, TIMED_EPS))
+
+
+def kept_numbers(_inputs: tuple, found: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return a result, and the numbers that its codes stand for."""
+    y, codes, bases = found
+    return y, unpack_gates(codes, bases).float()
+
+
+def _packed_backward_in_its_dtype(
+    grad_y: Tensor, codes: Tensor, bases: Tensor, *others: Any
+) -> tuple[Tensor, Tensor]:
+    gate_up = unpack_gates(codes, bases).to(grad_y.dtype)
+    return backward_in_its_dtype(grad_y, gate_up, *others)
+
+
 def backward_in_its_dtype(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Compute with torch operations, in the dtype of `gate_up`, out of place."""
     return gradient_and_output(gated_rms_norm_in_its_dtype, *inputs[:4])
@@ -328,6 +479,12 @@ GATED_ARGUMENTS: Arguments = {
 GATED_WHERE = ("W % 2 == 0", "weight is None or eps is not None")
 GATED_SIZES = ROW_SIZES | {"W": "2 * k"}
 
+
+def _packing_in_its_dtype(*inputs: Any) -> tuple[Tensor, Tensor]:
+    return gated_rms_norm_in_its_dtype(*inputs), inputs[0].float()
+
+
+_TIMED_PACKING = [Timed("16384x5632 bf16", M=16384, W=2 * 5632, eps=TIMED_EPS)]
 _TIMED = [Timed("16384x5632 bf16", B=(16384,), W=2 * 5632, eps=TIMED_EPS)]
 
 gated_rms_norm = Operation(
@@ -354,9 +511,45 @@ gated_rms_norm_backward = Operation(
 )  # fmt: skip
 """Compute the gradient of `gate_up` in `gated_rms_norm`, and recompute its result.
 
-`grad_y` is (..., D) in the dtype of `gate_up`, with any strides. With `overwrite`, the gradient
-is written to `gate_up` if that is contiguous. The other arguments are those of `gated_rms_norm`.
+`grad_y` is (..., D) in the dtype of `gate_up`, with any strides. With `overwrite`, the gradient may
+be written to `gate_up`, and y to `grad_y`, if these are contiguous. The other arguments are those
+of `gated_rms_norm`.
 
 Returns:
     The gradient, (..., 2 D) like `gate_up`, and y, (..., D) like the result of `gated_rms_norm`.
+"""
+gated_rms_norm_packing = Operation(
+    "gated_rms_norm_packing", _gated_rms_norm_packing_triton, _gated_rms_norm_packing_torch,
+    gated_rms_norm_packing_reference, _packing_cases, _GATE,
+    {**GATED_ARGUMENTS, "gate_up": Array("M, W")}, where=("W > 0", *GATED_WHERE),
+    sizes={"W": "2 * k"}, scale_path=in_planes, compared=kept_numbers,
+    peer=_packing_in_its_dtype, timed=_TIMED_PACKING,
+)  # fmt: skip
+"""Compute `gated_rms_norm` of (M, 2 D) `gate_up`, and `pack_gates` of the same.
+
+Returns:
+    y, codes and bases.
+"""
+packed_gates_backward = Operation(
+    "packed_gates_backward", _packed_gates_backward_triton, _packed_gates_backward_torch,
+    packed_gates_backward_reference, _packed_backward_cases, _GATE,
+    {
+        "grad_y": Array("M, D"),
+        "codes": Array("M, 3 * D", UINT8, dense=True),
+        "bases": Array("M, 2", UINT8, dense=True),
+        "weight": Matrix("1, D", optional=True, spread=2),
+        "eps": Number((*EPS.drawn, *EPS.drawn, None)),
+        "overwrite": Number((False, True)),
+    },
+    where=("D > 0", "weight is None or eps is not None"), scale_path=in_planes,
+    draw=_draw_packed, needs_rows=True, peer=_packed_backward_in_its_dtype,
+    timings=_packed_timings,
+)  # fmt: skip
+"""Compute `gated_rms_norm_backward` from the codes and bases of `pack_gates`.
+
+`grad_y` is (M, D) float32 or bfloat16, with any strides. With `overwrite`, y is written to it if it
+is contiguous.
+
+Returns:
+    The gradient of gate and up, (M, 2 D), and y, (M, D), in the dtype of `grad_y`.
 """

@@ -1,8 +1,8 @@
-"""Shared memory, and asynchronous copies to it from global memory, each warp for itself.
+"""Shared memory, and asynchronous copies to it from global memory, per warp.
 
-Triton does not expose this, so it is PTX: `cp.async`, from compute capability 8.0 on, which copies
-without passing through registers. It is for kernels bound by memory: with ordinary loads, the data
-in flight would need more registers than there are, and the compiler delays the loads instead.
+Triton does not expose this, so it is PTX: `cp.async`, from compute capability 8.0, copies without
+passing through registers. Kernels that are bound by memory use it: with ordinary loads, the data in
+flight would need more registers than there are, and the compiler would delay the loads.
 
 A warp starts copies, commits them as a group, and waits for all but its latest groups; other warps
 are not involved. Addresses are int32, one a thread.
@@ -71,14 +71,14 @@ def allocate(SIZE: tl.constexpr):
 
 @triton.jit
 def memory_of(instead_ptr, thread, SIZE: tl.constexpr, PTX: tl.constexpr):
-    """Reserve memory as `allocate` does: its start, the same in every thread.
+    """Reserve memory like `allocate`; return its start, the same in all threads.
 
     Args:
-        instead_ptr: bytes of global memory, `SIZE` for each program of a launch, if there is no
-            PTX; else nothing is read or written there.
-        thread: the numbers of the threads.
-        SIZE: in bytes, a multiple of 16.
-        PTX: whether PTX is understood.
+        instead_ptr: global memory without PTX, `SIZE` bytes for each program of the launch; unused
+            with PTX.
+        thread: indices of the threads.
+        SIZE: size in bytes, a multiple of 16.
+        PTX: whether to use PTX.
     """
     if PTX:
         start = allocate(SIZE)
@@ -90,7 +90,7 @@ def memory_of(instead_ptr, thread, SIZE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def copy(target, source, there, some, CACHED: tl.constexpr):
-    """Start copying 16 bytes a thread where `some`; where not `there`, write zeros instead."""
+    """Start copying 16 bytes per thread where `some`; write zeros where not `there`."""
     PTX: tl.constexpr = _copy_ptx(CACHED)
     tl.inline_asm_elementwise(
         PTX, "=r,r,l,r,r", [target, source, tl.where(there, 16, 0), some.to(tl.int32)],
@@ -100,7 +100,7 @@ def copy(target, source, there, some, CACHED: tl.constexpr):
 
 @triton.jit
 def commit(thread):
-    """Make a group of the copies since the last commit, to be waited for together."""
+    """Commit the copies since the last commit as a group, for `wait_for_copies`."""
     _execute(_COMMIT, thread)
 
 

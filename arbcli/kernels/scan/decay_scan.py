@@ -1,13 +1,14 @@
-"""Linear attention with decay, the scan of a state space model; its backward is a scan too.
+"""Linear attention with decay: the scan of a state space model, and of its backward.
 
     y[t] = sum over s <= t of exp(g[s + 1] + ... + g[t]) (q[t] . k[s]) v[s]
 
-which is what a state S, (N, P), gives: S[t] = exp(g[t]) S[t - 1] + k[t] v[t], y[t] = q[t] S[t]. In
-Mamba-2 q is C, k is B, v is dt x and g is dt A. Pieces of the sequence are computed as attention,
-and S carries from piece to piece. `reverse` sums over s >= t, with exp(g[t + 1] + ... + g[s]).
+The same recurrence with a state S, (N, P), is S[t] = exp(g[t]) S[t - 1] + k[t] v[t],
+y[t] = q[t] S[t]. In Mamba-2 q is C, k is B, v is dt x and g is dt A. Pieces of the sequence are
+computed as attention, and S is passed from piece to piece. `reverse` sums over s >= t, with
+exp(g[t + 1] + ... + g[s]).
 
-The gradients are scans again: of v the reverse one of (k, q, dy), of k that of (v, dy, q), and of q
-the one of (dy, v, k). With G = g[0] + ... + g[t], that of G[t] is dy[t] . y[t] - dv[t] . v[t].
+The gradients are scans, too: dv is the reverse scan of (k, q, dy), dk that of (v, dy, q), and dq
+the scan of (dy, v, k). With G[t] = g[0] + ... + g[t], dG[t] is dy[t] . y[t] - dv[t] . v[t].
 
 Source: T. Dao and A. Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21060, section 6.
 """

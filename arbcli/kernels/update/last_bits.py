@@ -4,8 +4,8 @@
 
     z <- z + ((b - z + 8) mod 16) - 8,  T = sign(z) where |z| > P / 2, else 0,  A = z - P T
 
-which is the z that was told if that is within -8..7 of the one before. Half a byte is less than the
-trit and a byte of remainder, and as exact.
+The result is the encoded z if that is within -8..7 of the previous one. Four bits are less than a
+trit with its remainder of eight, and no less exact.
 """
 
 from collections.abc import Iterator
@@ -267,10 +267,10 @@ last_bits = Operation(
 
 Args:
     trits: (N, row_bytes(K)) uint8, the packed trits T.
-    remainder: (N, K) int8, A; or with `nibble` bytes whose low half it is.
+    remainder: (N, K) int8, A; with `nibble`, A is the low half of each byte.
     radix: P.
     nibble: whether remainders have four bits.
-    out: (ceil(N / 2), K) uint8 with contiguous rows, where to write them; None makes one.
+    out: (ceil(N / 2), K) uint8 with contiguous rows, for the result; None allocates it.
 
 Returns:
     `out`: z mod 16 of row 2p in the low half of row p, of row 2p + 1 in the high half, 0 where
@@ -295,8 +295,8 @@ take_last_bits_ = Operation(
 
 Args:
     trits: (N, row_bytes(K)) uint8, the packed trits T.
-    remainder: (N, K) int8, A; or with `nibble` bytes whose low half it is, and whose high half
-        stays as it is.
+    remainder: (N, K) int8, A; with `nibble`, A is the low half of each byte, and the high half
+        does not change.
     bits: (ceil(N / 2), K) uint8 with contiguous rows, from `last_bits` of a z that is within
         -8..7 of this one.
     radix: P.

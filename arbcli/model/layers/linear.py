@@ -37,7 +37,7 @@ from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_native, uses_tri
 from arbcli.kernels.update.sign_gradient import sign_gradient
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import anchor, operator
-from arbcli.model.layers.norm import NORM_EPS, TernaryRMSNorm
+from arbcli.model.layers.norm import NORM_EPS, PackedGates, TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 from arbcli.model.widths import inner_lr_factor
 
@@ -87,6 +87,14 @@ class LinearWeight(StreamedTensor):
         if self._in_nvfp4(x):
             return nvfp4_product(x, self.packed)
         return self._multiply(x)
+
+    def multiply_packing(self, x: Tensor, before: TernaryGate) -> tuple[Tensor, PackedGates]:
+        """Compute `multiply` of gate and up, and pack these for the backward pass."""
+        if self._in_fp8(x):
+            q, scale, kept = before.rounded_packing(x)
+            return self._multiply_rounded(q, scale, x.dtype), kept
+        y, kept = before.packing(x)
+        return nvfp4_product(y, self.packed) if self._in_nvfp4(x) else self._multiply(y), kept
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self.decodes_ahead and len(x) > FUSED_ROWS and uses_triton(x):
@@ -166,7 +174,7 @@ class LinearWeight(StreamedTensor):
     def product_backward(
         self,
         grad_y: Tensor,
-        x: Tensor,
+        x: Tensor | PackedGates,
         before: "TernaryRMSNorm | None",
         wanted: bool,
         *,
@@ -177,19 +185,20 @@ class LinearWeight(StreamedTensor):
 
         Args:
             grad_y: (M, N).
-            x: (M, K), or the input of `before`.
+            x: (M, K), or the input of `before`, packed or not.
             before: as in `multiply`.
             wanted: whether the gradient of x is needed; else the result may be None.
             other_grad: another gradient of x, which `before` adds.
             overwrite: whether the gradient of a gate may overwrite x.
         """
-        grad_x, source = None, x
+        grad_x: Tensor | None = None
+        source: Any = x
         if wanted or (before and before.trained):
             grad_x = self.propagate(grad_y)
             if before:
-                grad_x, source = before.backward(grad_x, x, other_grad, overwrite)
+                grad_x, source = before.backward(grad_x, source, other_grad, overwrite)
         elif before:
-            source = before(x)
+            source = before(source)
         self.collect(source, grad_y)
         return grad_x
 
@@ -281,6 +290,25 @@ class _LinearOfSum(Function):
         return grad, grad, None, None, None
 
 
+class _LinearOfGates(Function):
+    """y = before(x) @ w.T of gate and up, which are packed for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, weight: LinearWeight, before: TernaryGate
+    ) -> Tensor:
+        ctx.weight, ctx.before = weight, before
+        y, kept = weight.multiply_packing(x, before)
+        ctx.save_for_backward(*kept)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        kept = PackedGates(*ctx.saved_tensors)
+        grad = ctx.weight.product_backward(grad_y, kept, ctx.before, True, overwrite=True)
+        return grad, None, None, None
+
+
 class TernaryLinear(nn.Module):
     """y = x @ w.T with packed ternary weights.
 
@@ -348,7 +376,11 @@ class TernaryLinear(nn.Module):
             return self(x, before), x
         rows = x.reshape(-1, x.shape[-1])
         if added is None:
-            y = _linear(rows, self.weight, before, consumes and not compiled)
+            if consumes and getattr(before, "packs", False) and torch.is_grad_enabled():
+                self.weight.await_backward()
+                y = _LinearOfGates.apply(rows, anchor(x), self.weight, before)
+            else:
+                y = _linear(rows, self.weight, before, consumes and not compiled)
         else:
             if torch.is_grad_enabled():
                 self.weight.await_backward()

@@ -1,7 +1,7 @@
 """RMS norms with packed weights, and gates of MLPs."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -10,10 +10,16 @@ from arbcli.config.site import NORM_EPS as NORM_EPS
 from arbcli.config.site import Site
 from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
+from arbcli.kernels.norm.gated_rms_norm import (
+    gated_rms_norm,
+    gated_rms_norm_backward,
+    gated_rms_norm_packing,
+    packed_gates_backward,
+)
 from arbcli.kernels.norm.norm_e4m3 import (
     add_rms_norm_e4m3,
     gated_rms_norm_e4m3,
+    gated_rms_norm_e4m3_packing,
     rms_norm_e4m3,
 )
 from arbcli.kernels.norm.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
@@ -25,6 +31,13 @@ LIMIT = 10.0
 
 
 _NO_NORM = torch.zeros(1, device="cpu")
+
+
+class PackedGates(NamedTuple):
+    """Gate and up of an MLP in 12 bits per number: see `pack_gates`."""
+
+    codes: Tensor
+    bases: Tensor
 
 
 class NormWeight(TernaryTensor):
@@ -133,6 +146,9 @@ class TernaryGate(TernaryRMSNorm):
     and its backward.
     """
 
+    packs = False
+    """Whether gate and up are packed for the backward pass."""
+
     def __init__(self, dim: int, site: Site, *, normalise: bool) -> None:
         Findable.__init__(self)
         self.weight = NormWeight(dim, site) if normalise else None  # type: ignore[assignment]
@@ -152,16 +168,36 @@ class TernaryGate(TernaryRMSNorm):
         """Compute (M, D) from (M, 2 D), and quantise rows to e4m3; not differentiable."""
         return gated_rms_norm_e4m3(gate_up, *self._norm_of_gate())
 
+    @torch.no_grad()
+    def packing(self, gate_up: Tensor) -> tuple[Tensor, PackedGates]:
+        """Return the result of `forward` for (M, 2 D), and gate and up, packed."""
+        y, *kept = gated_rms_norm_packing(gate_up, *self._norm_of_gate())
+        return y, PackedGates(*kept)
+
+    @torch.no_grad()
+    def rounded_packing(self, gate_up: Tensor) -> tuple[Tensor, Tensor, PackedGates]:
+        """Return the results of `rounded`, and gate and up, packed."""
+        q, scale, *kept = gated_rms_norm_e4m3_packing(gate_up, *self._norm_of_gate())
+        return q, scale, PackedGates(*kept)
+
     def backward(
-        self, grad_y: Tensor, x: Tensor, other_grad: Tensor | None = None, overwrite: bool = False
+        self,
+        grad_y: Tensor,
+        x: Tensor | PackedGates,
+        other_grad: Tensor | None = None,
+        overwrite: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x, in place with `overwrite`, and recompute the output.
+        """Compute the gradient of x, and recompute the output.
+
+        With `overwrite`, these may take the memory of x and of `grad_y`.
 
         Raises:
             ValueError: `other_grad` is given, which is not supported.
         """
         if other_grad is not None:
             raise ValueError("a gate's input has no other gradient to add")
+        if isinstance(x, PackedGates):
+            return packed_gates_backward(grad_y, *x, *self._norm_of_gate(), overwrite)
         return gated_rms_norm_backward(grad_y, x, *self._norm_of_gate(), overwrite)
 
     @property
@@ -187,9 +223,14 @@ class ClampedGate(TernaryGate):
         return super().rounded(clamp_halves(gate_up))
 
     def backward(
-        self, grad_y: Tensor, x: Tensor, other_grad: Tensor | None = None, overwrite: bool = False
+        self,
+        grad_y: Tensor,
+        x: Tensor | PackedGates,
+        other_grad: Tensor | None = None,
+        overwrite: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Compute the gradient of x, and recompute the output."""
+        assert isinstance(x, Tensor), "clamped gates are not packed"
         clamped = clamp_halves(x)
         grad, y = super().backward(grad_y, clamped, other_grad)
         return grad * (clamped == x), y

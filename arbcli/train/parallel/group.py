@@ -239,7 +239,7 @@ def explained_loss() -> Iterator[None]:
 
 
 def own_device(place: torch.device) -> torch.device:
-    """Return the device of this process; each of several has its own GPU.
+    """Return the device of this process; with several processes, each has its own GPU.
 
     Raises:
         ArbError: there are fewer GPUs than processes.

@@ -13,7 +13,7 @@ from arbcli.model.build import build_model
 from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.operations import forward_operations
 from arbcli.verify import parity
-from arbcli.verify.parity import Subject
+from arbcli.verify.subjects import Subject
 
 CTX, LENGTH, DIM, WINDOW = 12, 29, 48, 5
 LONGER = {"base": 50.0, "factor": 8.0, "original_ctx": 40}

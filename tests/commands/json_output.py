@@ -1,8 +1,8 @@
 """Record the JSON output of commands on small CPU runs, from the first step to an export.
 
-`python tests/commands/told.py` writes it to `told.txt`; `test_told.py` compares. Numbers with a
-point are within a part of each other, as their last digits are a machine's; what is measured of a
-machine is left out. So a figure of another thing, or in another unit, is a difference.
+`python tests/commands/json_output.py` writes it to `json_output.txt`, and `test_json_output.py`
+compares. Numbers with a decimal point may differ by a relative error, as their last digits depend
+on the machine; values that measure the machine are omitted.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from arbcli.train.trainer import Trainer
 
 WRITTEN = Path(__file__).with_suffix(".txt")
 TOLERANCE = 0.1
-"""Of numbers with a point: of losses after few steps, on another machine."""
+"""Relative tolerance of numbers with a decimal point: losses after few steps, on any machine."""
 MEASURED = re.compile(
     r"seconds|_ms|per_s|time|free|available|peak|threads|machine|version|commit|python|torch|"
     r"triton|digest|sample$|origin|begun|started|live_bytes|octaves|different|largest|num_equal|^text$|created|compiled|loaded|mfu|allocat|reserv"
 )
-"""Names of what a machine measures, or of programs."""
+"""Names of values that depend on the machine or on versions."""
 TINY = ["--preset", "tiny", "--dim", "32", "--layers", "2", "--heads", "2", "--ffn", "48",
         "--ctx", "16", "--no-sub-norms"]  # fmt: skip
 PLACE = ["--device", "cpu", "--backend", "torch", "--compute", "fp32"]
@@ -73,8 +73,8 @@ SCENES: dict[str, list[str]] = {
 RECORDS = ("a/metrics.jsonl", "a/config.json", "hf/config.json")
 
 
-def tell() -> list[str]:
-    """Run the commands in a new folder, and list what they tell and what their files have."""
+def run_commands() -> list[str]:
+    """Run the commands in a new folder; return lines of their output and of their files."""
     before = Path.cwd()
     few = mock.patch.object(Trainer.evaluate.__wrapped__, "__defaults__", (2,))
     short = mock.patch.object(sample, "SAMPLE_BYTES", 4)
@@ -85,9 +85,9 @@ def tell() -> list[str]:
             _write_texts()
             lines: list[str] = []
             for name, words in SCENES.items():
-                code, told, said = _run(words if "--prompts" in words else [*words, "--json"])
-                lines += ["", f"{name}: {code}", *_of_output(told)]
-                lines += [line for line in said.splitlines() if line.startswith(("error", "hint"))]
+                code, out, err = _run(words if "--prompts" in words else [*words, "--json"])
+                lines += ["", f"{name}: {code}", *_of_output(out)]
+                lines += [line for line in err.splitlines() if line.startswith(("error", "hint"))]
             for name in RECORDS:
                 lines += ["", name, *_of_output(Path(name).read_text())]
             lines += sorted(str(path) for name in ("a", "d", "hf") for path in Path(name).iterdir())
@@ -97,7 +97,7 @@ def tell() -> list[str]:
 
 
 def differences(found: list[str], wanted: list[str]) -> list[str]:
-    """List lines that differ by more than numbers may."""
+    """Return the lines that differ, numbers by more than the tolerance."""
     pairs = zip(found, wanted, strict=False)
     apart = [f"{one}   for   {other}" for one, other in pairs if not _alike(one, other)]
     return apart + ["lines"] * (len(found) != len(wanted))
@@ -134,7 +134,7 @@ def _run(words: list[str]) -> tuple[Any, str, str]:
 
 
 def _of_output(text: str) -> Iterator[str]:
-    """List the values of an object, or of a line each."""
+    """Yield the values of a JSON object, or of one per line."""
     try:
         objects = [json.loads(text)]
     except ValueError:
@@ -161,4 +161,4 @@ def _flat(name: str, value: Any) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    WRITTEN.write_text("\n".join(tell()) + "\n", encoding="utf-8")
+    WRITTEN.write_text("\n".join(run_commands()) + "\n", encoding="utf-8")

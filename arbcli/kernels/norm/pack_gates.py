@@ -1,0 +1,243 @@
+"""Pack gate and up of an MLP to 12 bits per number, to be kept for the backward pass.
+
+A bfloat16 number has a sign, eight bits of exponent and seven of mantissa. The numbers of a row
+have few exponents, so each keeps four bits of it, counted from a base for gate and one for up:
+
+    base = max(largest exponent - 15, 0)
+    code = max(128 exponent + mantissa - 128 base, 0), in 11 bits
+
+All bits of a number are kept if it is at least 2**-15 of the largest power of two in its half of
+the row. Smaller ones become the smallest that has a code: an error of at most 2**-15 of that power.
+
+    codes   sign and mantissa of gate, D bytes; those of up, D bytes;
+            exponents of gate in the low and of up in the high half of D bytes
+    bases   of gate and of up
+
+Reason: both halves of a byte belong to the same column, so that a thread writes whole bytes. A base
+    of fewer columns would need exchanges between threads.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import Array
+from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.timed import Timed
+
+
+def pack_gates_reference(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `pack_gates` one number at a time."""
+    width = gate_up.shape[1] // 2
+    halves = [
+        (half.to(torch.bfloat16).view(torch.int16).int() & 0xFFFF).tolist()
+        for half in gate_up.cpu().split(width, dim=1)
+    ]
+    codes, bases = [], []
+    for rows in zip(*halves, strict=True):
+        of_row = [max(max(bits >> 7 & 255 for bits in row) - 15, 0) for row in rows]
+        code = [
+            [max((bits & 0x7FFF) - 128 * base, 0) for bits in row]
+            for row, base in zip(rows, of_row, strict=True)
+        ]
+        low = [
+            bits >> 15 << 7 | number & 127
+            for row, numbers in zip(rows, code, strict=True)
+            for bits, number in zip(row, numbers, strict=True)
+        ]
+        codes.append(low + [gate >> 7 | up >> 7 << 4 for gate, up in zip(*code, strict=True)])
+        bases.append(of_row)
+    found = (
+        torch.tensor(numbers, dtype=torch.uint8).view(len(gate_up), columns)
+        for numbers, columns in ((codes, 3 * width), (bases, 2))
+    )
+    of_codes, of_bases = (part.to(gate_up.device) for part in found)
+    return of_codes, of_bases
+
+
+def unpack_gates_reference(codes: Tensor, bases: Tensor) -> Tensor:
+    """Compute the numbers that codes and bases stand for, (M, 2 D) float64."""
+    width = codes.shape[1] // 3
+    numbers = torch.empty(len(codes), 2 * width, dtype=torch.float64)
+    for row, (of_row, base) in enumerate(zip(codes.tolist(), bases.tolist(), strict=True)):
+        for place in range(2 * width):
+            half, column = divmod(place, width)
+            low, high = of_row[place], of_row[2 * width + column] // 16**half % 16
+            exponent = high + base[half]
+            digits = low % 128 + (128 if exponent else 0)
+            size = digits * 2.0 ** (max(exponent, 1) - 134)
+            numbers[row, place] = -size if low > 127 else size
+    return numbers.to(codes.device)
+
+
+def pack_gates_torch(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `pack_gates` with torch."""
+    width = gate_up.shape[1] // 2
+    codes, bases = new_packed(gate_up)
+    for part in row_chunks(gate_up):
+        bits = gate_up[part].to(torch.bfloat16).view(torch.int16).unflatten(1, (2, width)).int()
+        size = bits & 0x7FFF
+        base = ((size.amax(dim=2, keepdim=True) >> 7) - 15).clamp(min=0)
+        code = (size - (base << 7)).clamp(min=0)
+        codes[part, : 2 * width] = ((bits >> 8) & 128 | code & 127).flatten(1)
+        codes[part, 2 * width :] = code[:, 0] >> 7 | code[:, 1] >> 7 << 4
+        bases[part] = base[:, :, 0]
+    return codes, bases
+
+
+def unpack_gates(codes: Tensor, bases: Tensor) -> Tensor:
+    """Return gate and up, (M, 2 D) bfloat16, from the results of `pack_gates`."""
+    width = codes.shape[1] // 3
+    low, high = codes[:, : 2 * width].unflatten(1, (2, width)).int(), codes[:, 2 * width :].int()
+    code = torch.stack((high & 15, high >> 4), dim=1) << 7 | low & 127
+    bits = code + (bases.int()[:, :, None] << 7) | (low & 128) << 8
+    return bits.to(torch.int16).view(torch.bfloat16).flatten(1)
+
+
+@triton.jit
+def sizes_of(x, ROUND: tl.constexpr):
+    """Return 128 exponent + mantissa of a float32 tile of bfloat16 numbers; of others, rounded."""
+    bits = x.to(tl.int32, bitcast=True)
+    if ROUND:
+        bits += 0x7FFF + ((bits >> 16) & 1)
+    return (bits >> 16) & 0x7FFF
+
+
+@triton.jit
+def bases_of(sizes):
+    """Find the base of each row from its largest size."""
+    return tl.maximum((sizes >> 7) - 15, 0)
+
+
+@triton.jit
+def store_packed(codes_ptr, gate, up, base, base_up, offs_m, offs_d, mask, D, ROUND: tl.constexpr):
+    """Store the codes of a tile of gate and up, [BLOCK_M, BLOCK_D] float32; bases are [BLOCK_M]."""
+    code = tl.maximum(sizes_of(gate, ROUND) - (base << 7)[:, None], 0)
+    code_up = tl.maximum(sizes_of(up, ROUND) - (base_up << 7)[:, None], 0)
+    sign = (gate.to(tl.int32, bitcast=True) >> 24) & 128
+    sign_up = (up.to(tl.int32, bitcast=True) >> 24) & 128
+    ptrs = codes_ptr + offs_m * (3 * D) + offs_d[None, :]
+    tl.store(ptrs, (sign | (code & 127)).to(tl.uint8), mask=mask)
+    tl.store(ptrs + D, (sign_up | (code_up & 127)).to(tl.uint8), mask=mask)
+    tl.store(ptrs + 2 * D, ((code >> 7) | ((code_up >> 3) & 240)).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def store_bases(bases_ptr, base, base_up, offs_m, M):
+    """Store the bases of rows; `offs_m` is [BLOCK_M, 1]."""
+    ptrs = bases_ptr + offs_m * 2
+    tl.store(ptrs, base[:, None].to(tl.uint8), mask=offs_m < M)
+    tl.store(ptrs + 1, base_up[:, None].to(tl.uint8), mask=offs_m < M)
+
+
+@triton.jit
+def load_packed(codes_ptr, bases_ptr, offs_m, offs_d, mask, M, D):
+    """Load a tile of gate and up as float32, 0 where masked."""
+    ptrs = codes_ptr + offs_m * (3 * D) + offs_d[None, :]
+    low = tl.load(ptrs, mask=mask, other=0).to(tl.int32)
+    low_up = tl.load(ptrs + D, mask=mask, other=0).to(tl.int32)
+    high = tl.load(ptrs + 2 * D, mask=mask, other=0).to(tl.int32)
+    base = tl.load(bases_ptr + offs_m * 2, mask=offs_m < M, other=0).to(tl.int32)
+    base_up = tl.load(bases_ptr + offs_m * 2 + 1, mask=offs_m < M, other=0).to(tl.int32)
+    gate = _unpack(low, ((high & 15) << 7) + (base << 7))
+    up = _unpack(low_up, ((high >> 4) << 7) + (base_up << 7))
+    return tl.where(mask, gate, 0.0), tl.where(mask, up, 0.0)
+
+
+@triton.jit
+def _unpack(low, exponent):
+    """Build float32 from signs and mantissas, and from 128 times the exponents."""
+    size = exponent + (low & 127)
+    return ((size << 16) | ((low & 128) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _pack_gates_kernel(
+    x_ptr, codes_ptr, bases_ptr,
+    M, D,
+    stride_xm, stride_xd,
+    ROUND: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Pack a row."""
+    offs_m = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    most, most_up = tl.zeros((1,), tl.int32), tl.zeros((1,), tl.int32)
+    for start in range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        gate, up = _load(x_ptr, offs_m, offs_d, D, stride_xm, stride_xd)
+        most = tl.maximum(most, tl.max(sizes_of(gate, ROUND), axis=1))
+        most_up = tl.maximum(most_up, tl.max(sizes_of(up, ROUND), axis=1))
+    base, base_up = bases_of(most), bases_of(most_up)
+    store_bases(bases_ptr, base, base_up, offs_m, M)
+    for start in range(0, D, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        gate, up = _load(x_ptr, offs_m, offs_d, D, stride_xm, stride_xd)
+        mask = (offs_d < D)[None, :]
+        store_packed(codes_ptr, gate, up, base, base_up, offs_m, offs_d, mask, D, ROUND)
+
+
+@triton.jit
+def _load(x_ptr, offs_m, offs_d, D, stride_xm, stride_xd):
+    ptrs = x_ptr + offs_m * stride_xm + offs_d.to(tl.int64)[None, :] * stride_xd
+    mask = (offs_d < D)[None, :]
+    gate = tl.load(ptrs, mask=mask, other=0).to(tl.float32)
+    return gate, tl.load(ptrs + D * stride_xd, mask=mask, other=0).to(tl.float32)
+
+
+def new_packed(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the results of `pack_gates`."""
+    rows, width = len(gate_up), gate_up.shape[1] // 2
+    codes = torch.empty(rows, 3 * width, dtype=torch.uint8, device=gate_up.device)
+    bases = torch.empty(rows, 2, dtype=torch.uint8, device=gate_up.device)
+    return codes, bases
+
+
+def _pack_gates_triton(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    codes, bases = new_packed(gate_up)
+    if codes.numel():
+        _pack_gates_kernel[(len(gate_up),)](
+            gate_up, codes, bases, len(gate_up), gate_up.shape[1] // 2, *gate_up.stride(),
+            ROUND=gate_up.dtype != torch.bfloat16, BLOCK_D=1024, num_warps=4,
+        )  # fmt: skip
+    return codes, bases
+
+
+def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def case(label: str, rows: int, width: int, octaves: int = 1) -> Case:
+        x = torch.randn(rows, 2 * width, generator=generator)
+        apart = torch.randint(1 - octaves, 1, x.shape, generator=generator)
+        return Case(f"{rows}x{width}{label}", ((x * 2.0**apart).to(device),))
+
+    for rows, width in ((1, 1), (3, 33), (5, 128), (2, 1300), (9, 257)):
+        yield case("", rows, width)
+    yield case(" apart", 4, 150, octaves=40)
+    everything = torch.arange(2**16).to(torch.int16).view(torch.bfloat16)
+    everything = everything.view(2, 64, 512).transpose(0, 1).reshape(64, 1024)  # of both signs
+    yield Case("64x512 all", (everything[everything.isfinite().all(dim=1)].float().to(device),))
+    yield Case("3x40 zeros", (torch.zeros(3, 80).to(device),))
+    wide = torch.randn(6, 661, generator=generator)
+    yield Case("3x165 strided", (wide.to(device)[1::2, 1::2],))
+    if device.type == "cuda":
+        yield Case("64x512 all bf16", (everything.to(device),))
+        some = torch.randn(1000, 2 * 5632, generator=generator).to(device, torch.bfloat16)
+        yield Case("1000x5632 bf16", (some,))
+
+
+pack_gates = Operation(
+    "pack_gates", _pack_gates_triton, pack_gates_torch, pack_gates_reference, _cases,
+    arguments={"gate_up": Array("M, W")}, where=("W > 0", "W % 2 == 0"), sizes={"W": "2 * k"},
+    large_reference=pack_gates_torch,
+    timed=[Timed("16384x5632 bf16", lambda x: x.clone(), "copy", M=16384, W=2 * 5632)],
+)  # fmt: skip
+"""Pack gate and up, the halves of the rows of a matrix, each number rounded to bfloat16.
+
+Args:
+    gate_up: (M, 2 D) float32 or bfloat16, any strides.
+
+Returns:
+    (M, 3 D) uint8 codes, and (M, 2) uint8 bases.
+"""

@@ -1,0 +1,270 @@
+"""Subjects of a comparison: a model on a device, in a dtype, by a backend, with a batch."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.config.parts.composite import KINDS
+from arbcli.directions import DIRECTIONS
+from arbcli.filling import cut
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.operation import Gate
+from arbcli.masking import hide
+from arbcli.model.build import build_model
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers.vector import VectorWeight
+from arbcli.rules import DIRECTION, RULES, WITH_DIGITS
+from arbcli.verify.compare import errors
+from arbcli.verify.models import FULL_SIZE, MODELS, RAGGED, fitting_dtypes, has_mamba, shortened
+from arbcli.verify.sample import ALWAYS, IN_TRITON
+
+INTERPRETED = ("graph", "hnet", "compressed")
+"""Those of `FEW_MODELS` that take 10 s each in the interpreter."""
+FEW_MODELS = ("ragged", *INTERPRETED)
+"""Models that run in torch on a GPU by default."""
+LARGEST = ("1b", "arb-deep", "arb-tiny with all parts", "hnet-two-stage")
+"""One model of each family, compared on a GPU by default, with contexts up to `SAMPLED_CTX`."""
+SAMPLED_CTX = 512
+"""Maximum context of these, as the time of a reference grows with its positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParityResult:
+    """How one thing in the model compares with its reference."""
+
+    check: str
+    """A key of `CHECKS`."""
+    item: str
+    model: str
+    scale_type: str
+    backend: str
+    shape: tuple[int, ...]
+    gate: str
+    reason: str
+    """Reason for the gate."""
+    max_error: float | None
+    relative_error: float | None
+    """Relative error of the norms; None if it is not finite, like the largest error."""
+    cosine: float
+    passed: bool
+    remembered: bool = False
+    """Whether this was found before, by the same code on the same machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Subject of a comparison: a model on a device, of a type, with a batch."""
+
+    name: str
+    config: ModelConfig
+    batch: int
+    dtype: torch.dtype
+    device: torch.device
+    backend: str
+    parts: tuple[str, ...] = ("blocks", "bits")
+    """Part of it: `blocks`, the `whole` gradient, `bits` of causality and determinism, `update`."""
+    generally: bool = False
+    """Whether kernels are compiled for any number, and not anew for 1 and for multiples of 16."""
+
+    def build(self) -> LanguageModel:
+        """Make the model, with scales that differ from group to group, and memories that hold some.
+
+        It is the same on every device: all is drawn on the CPU.
+        """
+        generator = torch.Generator().manual_seed(1)
+        with torch.device(self.device):
+            model = build_model(self.config, self.dtype)
+        for tensor in model.packed_tensors().values():
+            tensor.spread = 1.0  # of tables too: rows of zeros would hide a lot
+            if isinstance(tensor, VectorWeight) and set(tensor.values) != {1.0}:
+                # steps and decays of a size at which no gradient is what large sums differ by
+                tensor.values = tuple(0.1 + 0.4 / (i + 1) for i in range(tensor.out_features))
+        with use_backend("torch"):
+            model.initialise(0)
+        for tensor in model.packed_tensors().values():
+            if isinstance(tensor, VectorWeight):  # its scales differ, and say what its numbers are
+                continue
+            for digits, spread in ((tensor.exponent, 2), (tensor.scales[1], 128)):
+                if digits is not None:
+                    drawn = torch.randint(
+                        spread, digits.shape, generator=generator, dtype=torch.int8
+                    )
+                    digits += drawn.to(self.device)
+                    digits.clamp_(max=127)
+            if tensor.scales[1] is not None:
+                tensor.fraction.bitwise_and_(127)
+        book = self.config.main.memories and self.config.main.memories.codebook
+        fill_memories(model, book.rows if book else 1)
+        return model
+
+    def bytes(self) -> tuple[Tensor, Tensor]:
+        """Draw (B, T) inputs and targets."""
+        generator = torch.Generator().manual_seed(2)
+        shape = (self.batch, self.config.ctx + 1)
+        ids = torch.randint(VOCABULARY, shape, generator=generator)
+        ids = torch.where(ids < VOCABULARY // 3, ord(" "), ids)  # between words
+        if self.config.is_masked:
+            numbers = range(self.batch)
+            ids, targets = hide(
+                ids[:, 1:], VOCABULARY, seed=2, step=0, numbers=numbers, of=self.batch
+            )
+            return ids.to(self.device), targets.to(self.device)
+        if self.config.fills:
+            ids, targets = cut(ids, VOCABULARY, seed=2, step=1, numbers=range(self.batch))
+            return ids.to(self.device), targets.to(self.device)
+        ids = ids.to(self.device)
+        targets = ids[:, 1:]
+        if self.config.composite:
+            kinds = torch.randint(len(KINDS), targets.shape, generator=generator)
+            targets = targets + VOCABULARY * kinds.to(self.device)
+        return ids[:, :-1], targets
+
+    def result(
+        self, check: str, item: str, got: Tensor, wanted: Tensor, gate: Gate
+    ) -> ParityResult:
+        """Compare two tensors by a gate."""
+        largest, relative, cosine = errors(got, wanted)
+        close = relative is not None and relative <= gate.relative
+        return ParityResult(
+            check=check,
+            item=item,
+            model=f"{self.name} {'bf16' if self.dtype == torch.bfloat16 else 'fp32'}",
+            scale_type=self.config.scale_type,
+            backend=self.backend,
+            shape=tuple(wanted.shape),
+            gate=gate.text,
+            reason=gate.reason,
+            max_error=largest,
+            relative_error=relative,
+            cosine=cosine,
+            passed=torch.equal(got, wanted) if gate.exact else close,
+        )
+
+    @property
+    def gate(self) -> Gate:
+        """How closely a block must agree."""
+        if self.dtype == torch.bfloat16:
+            return Gate(
+                relative=0.03,
+                reason="a dozen roundings to bf16, of 2**-9 each, in a layer",
+            )
+        relative = max(1e-5, self.config.ctx * 2.0**-24)
+        reason = "float32 sums; float32 angles of late positions"
+        if has_mamba(self.config):
+            # 12 of them were seen in the gradient of four rates, on a GPU
+            relative, reason = 20 * relative, f"{reason}; gradients of decays are what these leave"
+        return Gate(relative=relative, reason=reason)
+
+    @property
+    def gate_of_depth(self) -> Gate:
+        """How closely a whole model must agree."""
+        reason = f"{self.gate.reason}, over the whole depth of the model"
+        return replace(self.gate, relative=10 * self.gate.relative, reason=reason)
+
+
+def fill_memories(part: nn.Module, codes: int) -> None:
+    """Fill a graph of so many codes, the balance of experts and n-grams with random integers."""
+    generator = torch.Generator().manual_seed(1)
+    for name, buffer in part.named_buffers():
+        kind = name.rpartition(".")[2]
+        low, high = {
+            "source": (0, codes // len(buffer)), "target": (0, codes), "sign": (-127, 128),
+            "score": (0, 128), "symbol": (-128, 128), "strength": (0, 128), "balance": (-3, 4),
+            "codes": (-50, 51),
+        }.get(kind, (0, 0))  # fmt: skip
+        if high:
+            drawn = torch.randint(low, high, buffer.shape, generator=generator)
+            if kind == "source":  # a code of the bucket
+                drawn = drawn * len(buffer) + torch.arange(len(buffer))[:, None]
+            buffer.copy_(drawn)
+
+
+def all_subjects(
+    device: torch.device, backends: tuple[str, ...], scale_types: Iterable[str]
+) -> Iterator[Subject]:
+    """Yield all subjects on a device.
+
+    Args:
+        device: the device; on a GPU the presets are among the subjects.
+        backends: backends of the kernels.
+        scale_types: scale types of the small models.
+    """
+    for backend in backends:
+        interpreted = backend == "interpreter"
+        # the interpreter computes wrongly in bf16
+        half = () if interpreted else (torch.bfloat16,)
+        first, *others = scale_types
+        if backend == "native":  # its loops know groups by their size alone
+            others = []
+        for dtype in (torch.float32, *half):
+            place = (dtype, device, backend)
+            if backend == "triton":
+                for name, config in FULL_SIZE.items():
+                    config = shortened(config)
+                    if dtype in fitting_dtypes(config, device):
+                        # a codebook has experts after it, which let a rounding pass on
+                        parts = ("blocks", "whole" if config.main.memories else "bits")
+                        yield Subject(name, config, 1, *place, parts)
+            # few rows go through the fused products, many do not
+            for batch in (1,) if interpreted else (1, 12):
+                for scale_type in (first, *others):
+                    config = replace(RAGGED, scale_type=scale_type)
+                    bits = ("bits",) if scale_type == first else ()
+                    title = f"ragged {scale_type} batch {batch}"
+                    yield Subject(title, config, batch, *place, ("blocks", *bits))
+        place = (torch.float32, device, backend)
+        for name in () if interpreted else WITH_DIGITS:  # its kernels run above
+            config = replace(RAGGED, rule=name, digits="all", scale_type=first)
+            yield Subject(f"all digits of {name} {first}", config, 1, *place, ("blocks",))
+        for name, config in MODELS.items():
+            if interpreted and name not in INTERPRETED:
+                continue
+            config = replace(config, scale_type=first)
+            bits = () if interpreted else ("bits",)
+            yield Subject(f"{name} {first}", config, 2, *place, ("blocks", "whole", *bits))
+            if half and not has_mamba(config):
+                subject = Subject(f"{name} {first}", config, 2, *half, device, backend)
+                yield replace(subject, parts=("blocks", "whole"))
+        for scale_type in others[:1] if interpreted else others:
+            for name in ("graph",) if interpreted else ("graph", "compressed"):
+                config = replace(MODELS[name], scale_type=scale_type)
+                yield Subject(f"{name} {scale_type}", config, 2, *place, ("blocks", "whole"))
+        for name in RULES:
+            directions: Iterable[str | None] = DIRECTIONS if DIRECTION[name] else (None,)
+            for direction in directions:
+                config = replace(RAGGED, rule=name, direction=direction)
+                title = f"{name} {direction}" if direction else name
+                yield Subject(title, config, 1, *place, ("update",))
+            if name in WITH_DIGITS:
+                direction = DIRECTION[name]
+                config = replace(RAGGED, rule=name, digits="all", direction=direction)
+                yield Subject(f"{name} {direction} all digits", config, 1, *place, ("update",))
+
+
+def sampled_subjects(subjects: Iterable[Subject], scale_types: list[str]) -> Iterator[Subject]:
+    """Choose what is compared: of torch and C on a CPU all models, in the types `ALWAYS`."""
+    always = [name for name in ALWAYS if name in scale_types] or scale_types[:1]
+    for subject in subjects:
+        config = subject.config
+        if subject.device.type == "cpu" and subject.backend not in IN_TRITON:
+            if config.scale_type in always or subject.parts == ("update",):
+                yield subject
+        elif subject.name in FULL_SIZE:  # as it is trained
+            if subject.name in LARGEST and subject.dtype == torch.bfloat16:
+                yield replace(subject, config=replace(config, ctx=min(config.ctx, SAMPLED_CTX)))
+        elif subject.parts == ("update",):
+            usual = config.digits != "all" and config.direction == DIRECTION[config.rule]
+            if subject.backend != "interpreter" or usual:
+                yield replace(subject, generally=subject.backend == "triton")
+        elif subject.backend == "torch":
+            few = subject.name.startswith(tuple(f"{name} {always[0]}" for name in FEW_MODELS))
+            if few and subject.dtype == torch.float32:
+                yield subject
+        elif subject.backend != "interpreter" and config.scale_type in always:
+            if subject.dtype == torch.float32:  # whose gates are the closer ones
+                yield replace(subject, generally=True)
+        elif config.scale_type == always[0] and subject.backend == "interpreter":
+            yield replace(subject, parts=("whole",))

@@ -1,0 +1,64 @@
+"""Gates that are packed for the backward pass."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from arbcli.config.site import Site
+from arbcli.kernels.norm.pack_gates import pack_gates, unpack_gates
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.build import build_model
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.norm import TernaryGate
+from arbcli.train.configure import new_config
+
+ROWS, WIDTH, OUTPUTS = 80, 48, 32
+
+
+def gradients(gate_up: Tensor, *, packs: bool, fp8: bool, normalise: bool) -> list[Tensor]:
+    """Return a product of gated activations, and the gradients of gate and up and of the weight."""
+    site, found = Site(dim=OUTPUTS, depth=1, ctx=ROWS), []
+    gate = TernaryGate(WIDTH, site, normalise=normalise)
+    layer = TernaryLinear(OUTPUTS, WIDTH, site, area="mlp")
+    layer.weight.initialise(1, 0)
+    if gate.weight:
+        gate.weight.fill()
+    layer.weight.fp8, gate.packs = fp8, packs
+    layer.weight.sink = lambda tensor, grad, where=None: found.append(grad)
+    x = gate_up.clone().requires_grad_()
+    y = layer(1 * x, gate, consumes=True)
+    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
+    return [y.detach(), x.grad, *found]
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_packed_gates_give_the_same_bits_if_their_numbers_are_not_far_apart(fp8, normalise):
+    generator = torch.Generator().manual_seed(0)
+    sign = 2 * torch.randint(0, 2, (ROWS, 2 * WIDTH), generator=generator) - 1
+    size = torch.exp2(15 * torch.rand(ROWS, 2 * WIDTH, generator=generator) - 12)
+    gate_up = (sign * size).bfloat16()
+    with use_backend("torch"):
+        kept, packed = (
+            gradients(gate_up, packs=packs, fp8=fp8, normalise=normalise) for packs in (False, True)
+        )
+    assert len(kept) == len(packed) == 3
+    assert all(map(torch.equal, kept, packed))
+    assert all(part.count_nonzero() for part in packed)
+
+
+def test_numbers_far_below_the_largest_of_their_row_are_rounded_up_to_the_least():
+    gate, up = torch.zeros(2, 200).bfloat16(), torch.zeros(2, 200).bfloat16()
+    gate[0, :4] = torch.tensor([3.0, 2.0**-14 * 1.5, -(2.0**-15), 2.0**-40])
+    found = unpack_gates(*pack_gates(torch.cat((gate, up), dim=1)))
+    assert found[0, :4].tolist() == [3.0, 2.0**-14 * 1.5, -(2.0**-14), 2.0**-14]
+    assert (found[0, 4:200] == 2.0**-14).all()
+    assert not found[0, 200:].any()  # zeros alone are exact
+    assert not found[1].any()
+
+
+def test_all_gates_are_packed_but_those_of_the_last_block():
+    config = new_config(device="cpu", layers=4, pack=True, compute="bf16")
+    model = build_model(config.model, torch.bfloat16, pack=True)
+    assert [block.mlp.sub_norm.packs for block in model.blocks] == [True] * 3 + [False]
+    assert len([*config.model.gates_to_pack()]) == 3
