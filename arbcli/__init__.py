@@ -162,7 +162,7 @@ def generate(
         temperature: sampling temperature; 0 is greedy.
         top_k: sample from the k likeliest bytes.
         top_p: nucleus (top-p) sampling, applied after `top_k`.
-        seed: of the random numbers; each prompt of a list has a stream of its own.
+        seed: seed of the random numbers; each prompt of a list has its own stream.
         kv: storage dtype of keys and values: `bf16`, `fp8` or `int8`; None is that of activations.
         batch: prompts of a list that are decoded together; None is the default of
             `arbcli.infer.batch`. The texts do not depend on it.

@@ -33,6 +33,9 @@ GPU_PARTS = {
     "hnet.hnet-small": 150,
     "hnet.hnet-base": 200,
     "long": 60,
+    "families.hnet-base": 250,
+    "families.arb-long": 250,
+    "families.experts": 250,
 }
 """Seconds that each is thought to take on an H200, compilation included."""
 CPU_PARTS = {"cpu_step": 240}

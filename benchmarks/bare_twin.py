@@ -5,7 +5,7 @@ The model is one compiled function in bf16, its batch stays on the GPU, gradient
 and the whole step is one CUDA graph. It draws no text and keeps no checkpoint.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -89,41 +89,38 @@ def orthogonalise(x: Tensor) -> Tensor:
 
 
 def step_by_muon(weights: list[Tensor], gradients: list[Tensor], moments: Tensor) -> None:
-    """Step matrices of one shape, as a stack."""
-    stack = torch.stack(gradients).float()
+    """Step matrices of one shape, (N, K) or (n, N, K) each, as a stack."""
+    shape = moments.shape[-2:]
+    stack = torch.cat([gradient.reshape(-1, *shape) for gradient in gradients]).float()
     moments.mul_(MOMENTUM).add_(stack)
     steps = orthogonalise(stack + MOMENTUM * moments)
-    steps = steps * (0.2 * max(steps.shape[-2:]) ** 0.5)
+    steps = steps * (0.2 * max(shape) ** 0.5)
+    parts = steps.split([weight.numel() // shape.numel() for weight in weights])
+    steps_of = [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
     torch._foreach_mul_(weights, 1 - DECAY * LR)
-    torch._foreach_add_(weights, [step.float() for step in steps.unbind()], alpha=-LR)
+    torch._foreach_add_(weights, [step.float() for step in steps_of], alpha=-LR)
 
 
-class BareTwin:
-    """Trains such a model; a step after the first few is a replay.
+class BareStep:
+    """Trains a model; a step after the first few is a replay.
 
     Args:
-        name: of a dense preset.
-        ctx: bytes of a window.
-        batch: windows.
-        muon: whether matrices of blocks step by Muon; everything else steps by AdamW.
+        model: returns the loss of a batch from ids and targets.
+        ids: (B, T) int64, the batch of every step.
+        matrices: step by Muon, each (N, K), or (n, N, K) for several; all else steps by AdamW.
     """
 
-    def __init__(self, name: str, ctx: int, batch: int, *, muon: bool) -> None:
-        config = preset(name)
-        (blocks,) = config.stages[0].lists
-        mixer, channel = blocks[0].parts
-        with torch.device("cuda"):
-            self.model = Model(config.dim, len(blocks), mixer.heads, channel.width, ctx)
-            self.ids = torch.randint(256, (batch, ctx))
-        self.loss: Callable = torch.compile(self.model)
+    def __init__(self, model: nn.Module, ids: Tensor, matrices: Iterable[Tensor] = ()) -> None:
+        self.model, self.ids = model, ids
+        self.loss: Callable = torch.compile(self.model, dynamic=False, fullgraph=True)
         self.by_shape: dict[torch.Size, list[Tensor]] = {}
-        for weight in self.model.blocks.parameters() if muon else ():
-            self.by_shape.setdefault(weight.shape, []).append(weight)
+        for weight in matrices:
+            self.by_shape.setdefault(weight.shape[-2:], []).append(weight)
         held = {id(weight) for weights in self.by_shape.values() for weight in weights}
         rest = [weight for weight in self.model.parameters() if id(weight) not in held]
         self.adam = torch.optim.AdamW(rest, lr=LR, weight_decay=DECAY, fused=True, capturable=True)
         self.moments = {
-            shape: torch.zeros(len(weights), *shape, device="cuda")
+            shape: torch.zeros_like(torch.cat([each.reshape(-1, *shape) for each in weights]))
             for shape, weights in self.by_shape.items()
         }
         self.step_by_muon: Callable = torch.compile(step_by_muon, dynamic=False)
@@ -168,3 +165,23 @@ class BareTwin:
         self.adam.step()
         for weight in self.model.parameters():
             weight.grad = None
+
+
+class BareTwin(BareStep):
+    """Trains a model of a dense preset.
+
+    Args:
+        name: of the preset.
+        ctx: bytes of a window.
+        batch: windows.
+        muon: whether matrices of blocks step by Muon.
+    """
+
+    def __init__(self, name: str, ctx: int, batch: int, *, muon: bool) -> None:
+        config = preset(name)
+        (blocks,) = config.stages[0].lists
+        mixer, channel = blocks[0].parts
+        with torch.device("cuda"):
+            model = Model(config.dim, len(blocks), mixer.heads, channel.width, ctx)
+            ids = torch.randint(256, (batch, ctx))
+        super().__init__(model, ids, model.blocks.parameters() if muon else ())

@@ -43,6 +43,7 @@ KEYS = {
     "low_rates": ("kind", "rounding", "lr", "seed"),
     "ternary_tuning": ("kind", "lr", "taught", "fade_from", "fade_to", "seed"),
     "hnet": ("preset", "kind"),
+    "families": ("preset", "kind"),
     "long": ("preset", "kind"),
     "long_quality": ("kind", "seconds", "batch", "seed"),
     "hnet_quality": ("text", "preset", "ctx", "kind", "seconds", "seed"),

@@ -27,7 +27,7 @@ from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 from arbcli.train.updater import Updater
 from benchmarks import results
-from benchmarks.bare_twin import BareTwin
+from benchmarks.bare_twin import BareStep
 from benchmarks.training_step import empty, run_steps, text
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -99,7 +99,7 @@ def trainer_of(options: dict[str, Any], capture: bool) -> Trainer:
     return Trainer(config, texts, capture=capture)
 
 
-def trace(trainer: Trainer | BareTwin) -> list[dict[str, Any]]:
+def trace(trainer: Trainer | BareStep) -> list[dict[str, Any]]:
     """Trace some steps, after one that compiles."""
     patches = [annotated(method) for method in METHODS]
     for patch in patches:

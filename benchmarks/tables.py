@@ -412,6 +412,34 @@ def chunked(runs: Runs) -> str:
     return markdown(head, lines) + source(runs)
 
 
+def families(runs: Runs) -> str:
+    """Speed and peak of a step of other families against plain PyTorch, and the float baseline."""
+    lines = []
+    for family in dict.fromkeys(row["preset"] for row in rows_of(runs)):
+        for ours, peer in (("factored", "AdamW"), ("orthogonal", "Muon")):
+            mine, bare, twin = (
+                row_of(runs, preset=family, kind=kind) for kind in (ours, f"{peer}, bare", peer)
+            )
+            if not (mine and bare):
+                continue
+            rates = (f"{row['bytes_per_second']:,}" for row in (mine, bare))
+            lines.append(
+                [
+                    f"`{family}`",
+                    f"{ours} against {peer}",
+                    *rates,
+                    _number(speed_ratio(mine, bare), ".2f"),
+                    _number(speed_ratio(mine, twin), ".2f"),
+                    f"{mine['allocated_bytes'] / bare['allocated_bytes']:.2f}",
+                ]
+            )
+    head = [
+        "model", "step", "`arb`, bytes/s", "plain PyTorch, bytes/s", "ratio",
+        "ratio to the float baseline", "peak allocated, ratio to plain",
+    ]  # fmt: skip
+    return _measured(head, lines, runs)
+
+
 def chunked_quality(runs: Runs) -> str:
     """Losses of every kind of chunked model, and of a dense one, after the same time."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows_of(runs)))
@@ -1052,6 +1080,28 @@ def holes(runs: Runs) -> str:
     return _measured(head, lines, runs)
 
 
+def heard(runs: Runs) -> str:
+    """Bits that sounds save after their own text."""
+    names = {"words-again.txt": "heard, in another reading", "words-val.txt": "not heard"}
+    lines = [
+        [
+            row["run"],
+            names[row["text"]],
+            str(row["sounds"]),
+            f"{row['bits_per_sample']:.3f}",
+            f"{row['after_others']:.3f}",
+            f"{row['bits_saved_per_sound']:.1f} ± {row['standard_error']:.1f}",
+            f"{row['own_is_likeliest']:.0%}, {row['by_chance']:.0%}".replace("%", " %"),
+        ]
+        for row in rows_of(runs)
+    ]
+    head = [
+        "model", "words", "sounds", "bits per sample after its text", "after another's",
+        "bits saved per sound", "own text is the likeliest, by chance",
+    ]  # fmt: skip
+    return _measured(head, lines, runs)
+
+
 def _only(runs: Runs, **fields: Any) -> Runs:
     found = [run | {"rows": rows_of([run], **fields)} for run in runs]
     return [run for run in found if run["rows"]]
@@ -1196,6 +1246,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "several-texts": ("several_texts", several),
     "kv-cache": ("kv_cache", caches),
     "hnet": ("hnet", chunked),
+    "families": ("families", families),
     "long-speed": ("long", long_speed),
     "long-quality": ("long_quality", long_quality),
     "long-options": ("long_quality", long_options),
@@ -1211,6 +1262,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "checked-texts": ("checked_texts", checked_texts),
     "codebooks": ("codes", codebooks),
     "holes": ("holes", holes),
+    "heard": ("heard", heard),
     "search-novels-4096": ("search", partial(searched, text="novels", ctx=4096)),
     "search-novels-16384": ("search", partial(searched, text="novels", ctx=16384)),
     "search-code-4096": ("search", partial(searched, text="code", ctx=4096)),

@@ -18,9 +18,10 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from unittest import mock
 
@@ -32,7 +33,7 @@ from arbcli.model.baselines import FloatWeight
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
-from benchmarks.bare_twin import BareTwin
+from benchmarks.bare_twin import BareStep, BareTwin
 
 SHAPES = {"tiny": (64, 16), "small": (256, 32), "base": (1024, 16), "1b": (2048, 8)}
 """Context and windows of a batch, by preset."""
@@ -72,7 +73,7 @@ class Subject:
     """A trainer whose step is captured, and what is known of it."""
 
     kind: str
-    trainer: Trainer | BareTwin
+    trainer: Trainer | BareStep
     allocated: int
     """Bytes, the most that tensors had at once, once compiled."""
     reserved: int
@@ -94,7 +95,7 @@ def text() -> Path:
     return path
 
 
-def build(preset: str, kind: str) -> Trainer | BareTwin:
+def build(preset: str, kind: str) -> Trainer | BareStep:
     """Make what trains, a trainer on Python's own source."""
     (ctx, batch), options = SHAPES[preset], KINDS[kind]
     if kind.endswith(", bare"):
@@ -111,14 +112,14 @@ def draw(weight: FloatWeight, seed: int, index: int) -> None:
     weight.latent.normal_(0, weight.std)
 
 
-def prepare(preset: str, kind: str) -> Subject:
+def prepare(kind: str, make: Callable[[], Trainer | BareStep]) -> Subject:
     """Make a trainer, run it until its step is captured, and measure its memory."""
     torch._dynamo.reset()  # what is captured needs no compiled code any more
     empty()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     ours = "weights" not in KINDS[kind]
     with deterministic() if ours else nullcontext():
-        trainer = build(preset, kind)
+        trainer = make()
         trainer.train_step()  # compiles, and tries kernels
         torch.cuda.synchronize()
         empty()
@@ -138,7 +139,7 @@ def empty() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def run_steps(trainer: Trainer | BareTwin, steps: int) -> float:
+def run_steps(trainer: Trainer | BareStep, steps: int) -> float:
     """Run steps; return the seconds per step."""
     torch.cuda.synchronize()
     started = time.perf_counter()
@@ -174,7 +175,7 @@ def measure(preset: str, kinds: tuple[str, ...]) -> list[dict]:
     for kind in kinds:
         started = time.perf_counter()
         try:
-            subjects.append(prepare(preset, kind))
+            subjects.append(prepare(kind, partial(build, preset, kind)))
         except torch.OutOfMemoryError:
             alone.append(kind)
         except Exception:
@@ -182,7 +183,7 @@ def measure(preset: str, kinds: tuple[str, ...]) -> list[dict]:
         seconds = time.perf_counter() - started
         print(f"  prepared {preset} {kind} in {seconds:.0f} s", file=sys.stderr, flush=True)
     time_in_turns(subjects)
-    rows = [to_row(preset, subject, len(subjects) > 1) for subject in subjects]
+    rows = [to_row(preset, SHAPES[preset], subject, len(subjects) > 1) for subject in subjects]
     subjects.clear()
     empty()
     if len(kinds) > 1:
@@ -193,9 +194,9 @@ def measure(preset: str, kinds: tuple[str, ...]) -> list[dict]:
     return rows
 
 
-def to_row(preset: str, subject: Subject, in_turns: bool) -> dict:
-    """Write a row of the results."""
-    ctx, batch = SHAPES[preset]
+def to_row(preset: str, shape: tuple[int, int], subject: Subject, in_turns: bool) -> dict:
+    """Write a row of the results; `shape` is the context and the windows of a batch."""
+    ctx, batch = shape
     seconds = statistics.median(subject.seconds)
     return {
         "preset": preset,

@@ -47,6 +47,9 @@ def constants() -> str:
     calls = seams.calls_in(trees)
     found = [*seams.left_out(calls), *seams.exchanged(calls), *seams.never_read(trees)]
     lines += [line for line in found if not line.startswith("kernels/")]
+    unlike = seams.unlike_others(calls)
+    lines += [line for line in unlike if not line.startswith(("kernels/", "verify/"))]
+    lines += seams.lacking(trees)
     return "\n".join(lines) + "\n"
 
 

@@ -1,16 +1,25 @@
-"""List arguments that calls leave out or exchange, and names that the package never reads.
+"""List arguments that calls omit, exchange or give unlike others, and names that nothing reads.
 
 Found by names alone: a call may be of any function or class of its name, and says something only
 where all of these say the same. `constants.py` puts what is found into its list.
 """
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from syntax import children, walk
 
+MOST_UNLIKE = 6
+"""Calls that do what most calls of their function do not, up to which they are listed."""
+FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
+             "tensor", "zeros")  # fmt: skip
+COMPUTES = ("kernels", "model", "train", "infer", "rules", "directions")
+"""Packages whose tensors are on the device of a model."""
+DRAWS = re.compile(r".*(_draw|case|cases|_reference|_acceptances|_state)$")
+"""Functions of kernels' cases, which are moved to a device afterwards."""
 ELSEWHERE = ("torch", "tl", "np", "F", "os", "json", "math", "dist")
 """Modules whose functions may have the names of ours."""
 
@@ -42,6 +51,43 @@ def left_out(calls: list[_Call]) -> Iterator[str]:
         )
         for name in sorted(open_to_all & scope):
             yield f"{where} hands no {name} on to {called}"
+
+
+def unlike_others(calls: list[_Call]) -> Iterator[str]:
+    """List calls that give an optional parameter, or leave it out, unlike most calls."""
+    given: dict[tuple[str, str], list[str]] = {}
+    omitted: dict[tuple[str, str], list[str]] = {}
+    for where, _, called, arguments, keywords, signatures in calls:
+        spread = any(isinstance(each, ast.Starred) for each in arguments) or None in keywords
+        alike = {(*each.ordered, *sorted(each.optional)) for each in signatures}
+        if spread or len(alike) > 1 or called == "Setting":
+            continue
+        (parameters, *_) = signatures
+        written = {*parameters.ordered[: len(arguments)], *keywords}
+        for name in sorted(parameters.optional):
+            chosen = given if name in written else omitted
+            chosen.setdefault((called, name), []).append(where)
+    for called, name in sorted(given.keys() & omitted.keys()):
+        some, others = given[called, name], omitted[called, name]
+        if min(len(some), len(others)) <= MOST_UNLIKE:
+            less = "gives" if len(some) < len(others) else "does not give"
+            yield from (f"{each} {less} {name} to {called}" for each in min(some, others, key=len))
+
+
+def lacking(trees: dict[str, ast.Module]) -> Iterator[str]:
+    """List tensors that are made on no named device, and errors without a hint."""
+    for place, tree in trees.items():
+        computes = place.split("/")[0] in COMPUTES
+        for function in (node for node in walk(tree) if isinstance(node, ast.FunctionDef)):
+            inner = [node for part in function.body for node in _within(part)]
+            for call in (node for node in inner if isinstance(node, ast.Call)):
+                keywords, name = {each.arg for each in call.keywords}, _named(call.func)
+                if name == "ArbError" and not keywords & {"hint", None}:
+                    yield f"{place}: {function.name} gives no hint"
+                made = computes and name in FACTORIES and not DRAWS.match(function.name)
+                made = made and _named(getattr(call.func, "value", call)) == "torch"
+                if made and not keywords & {"device", "generator", None}:
+                    yield f"{place}: {function.name} makes {name} on no device"
 
 
 def exchanged(calls: list[_Call]) -> Iterator[str]:

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +115,8 @@ def test_file_is_on_the_disk_before_it_has_its_name(path, monkeypatch):
         real = getattr(os, name)
         call = lambda *given, name=name, real=real: (done.append(name), real(*given))[1]  # noqa: E731
         monkeypatch.setattr(cached_files.os, name, call)
+    # it is renamed within a folder: another file system would refuse
+    monkeypatch.setattr(tempfile, "tempdir", str(path / "elsewhere"))
     write_cached(path, [CONTENT])
     assert done == ["fsync", "replace"] * 2
 

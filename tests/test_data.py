@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from opened import WRITTEN, opened
 
 from arbcli import data
 from arbcli.data import (
@@ -581,3 +582,8 @@ def test_mixture_that_cannot_be_is_refused(tmp_path):
         open_texts(entries, None, **about)
     (tmp_path / "a:0.5").write_bytes(b"c" * 400)  # a file may be called so
     assert len(open_texts([f"{tmp_path}/a:0.5"], None, **about).train) == 360
+
+
+def test_entries_open_what_they_opened():
+    """`python tests/opened.py` writes it again: read a difference as a change."""
+    assert list(opened()) == WRITTEN.read_text(encoding="utf-8").splitlines()

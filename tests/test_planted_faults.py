@@ -237,6 +237,8 @@ FAULTS = [
         "merged_steps", rewrite("t + tl.program_id(1) * WIDTH", "t + 0 * WIDTH")),
     kernel("cut short", "last program of every part of a merged launch left out", "merged_steps",
         rewrite("tl.program_id(0) >= tl.load(r)", "tl.program_id(0) >= tl.load(r) - 1")),
+    kernel("neighbour", "matrices decoded in one launch are another's", "decode_weights",
+        rewrite("t + tl.program_id(1) * WIDTH", "t + 0 * WIDTH")),
     kernel("wrong function", "sigmoid in place of silu", "gated_rms_norm",
         rewrite("g * sigmoid(g) * u", "sigmoid(g) * u")),
     kernel("exchange", "gradient of up given to the gate", "gated_rms_norm_backward",

@@ -136,6 +136,23 @@ def test_losses_of_several_gpus_are_next_to_the_first_kind():
     ]
 
 
+def test_losses_of_several_seeds_are_one_row_in_the_order_of_seeds():
+    way = {"kind": "moment", "lr": 0.2, "taught": False, "fade_from": 0.0, "fade_to": 0.1}
+    rows = [
+        way | {"seed": seed, "new": new, "old": 0.75, "state_bytes": 2_000_000} | peak
+        for seed, new, peak in ((1, 1.25, {"peak_bytes": 3_000_000}), (0, 1.5, {}))
+    ]
+    lines = tables.ways_to_trits([run(rows)]).splitlines()[2:4]
+    assert lines == ["| `moment` | 0% to 10% | 0.2 | 1.5000, 1.2500 | 0.7500, 0.7500 | 2 | 3 |", ""]
+    shared = {"model": "m", "lr": 1.0, "weights": 1, "stage": "all", "factor": 1.0}
+    rates = [
+        shared | {"seed": seed, "steps": steps, "held_out_nats": loss}
+        for seed, steps, loss in ((1, 500, 1.5), (0, 500, 1.25), (0, 2000, 1.0))
+    ]
+    lines = tables.stage_rates([run(rates)]).splitlines()[2:4]
+    assert lines == ["| m | 500 | 1 | all | 1.2500, 1.5000 |", "| m | 2,000 | 1 | all | 1.0000 |"]
+
+
 def test_table_says_hardware_versions_commit_and_command():
     text = tables.source([run([]), run([], "def5678", dirty=True)])
     assert "a GPU" in text

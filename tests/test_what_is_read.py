@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from altered import WRITTEN, altered
 
 from arbcli import reading
 from arbcli.config.file import read_settings
@@ -306,3 +307,8 @@ def test_path_with_a_byte_0_is_none(run):
     facts["text"]["paths"] = {"data": ["a\0b"], "val": []}
     path.write_text(json.dumps(facts | {"config": facts["config"] | {"data": ["a\0b"]}}))
     assert "nothing matches" in check_run(run).stops
+
+
+def test_altered_files_are_refused_and_read_as_they_were():
+    """`python tests/altered.py` writes it again: read a difference as a change."""
+    assert list(altered()) == WRITTEN.read_text(encoding="utf-8").splitlines()

@@ -197,7 +197,7 @@ def check_settings(settings: dict[str, Any]) -> None:
         ArbError: settings are incompatible, or a file does not exist.
     """
     machine = {"device": "cpu", "backend": "torch"}
-    train_config(**{"preset": "tiny", "compute": "fp32"} | settings | machine)
+    train_config(**{"preset": "tiny", "compute": "bf16"} | settings | machine)
     if settings.get("tokenizer"):
         check_regular(Path(settings["tokenizer"]))
     if settings.get("teacher"):

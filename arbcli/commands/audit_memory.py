@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from arbcli.inspect.peak import PeakReport
     from arbcli.inspect.ranks import RanksReport
 
+LISTED = 10
+"""Rows of a table of live tensors."""
 STAGES = {
     "load": "loading",
     "forward": "forward",
@@ -186,14 +188,27 @@ def _what_if_table(report: "WhatIfReport") -> Table:
     return table(title, columns, list(rows.values()))
 
 
-def _fit_table(report: "FitReport") -> Table:
+def _fit_table(report: "FitReport") -> Group:
     needed, budget = report.predicted_peak.evaluated_bytes, report.budget_bytes
     verdict = f"fits, {_mib(budget - needed)} MiB to spare"
     if not report.fits:
         verdict = f"does not fit, {_mib(needed - budget)} MiB short"
         verdict += f"; {report.advice}"
     rows = [*_peak_rows(report.predicted_peak), ["budget", _mib(budget)]]
-    return table(verdict, ["", "MiB"], rows)
+    return Group(table(verdict, ["", "MiB"], rows), _live_table(report.predicted_peak))
+
+
+def _live_table(peak: "PeakReport") -> Table:
+    """List what the predicted peak consists of."""
+    rows = [
+        [each.part, each.tensor, _part_of(each.made_in), f"{each.number:,}", _mib(each.bytes)]
+        for each in peak.live[:LISTED]
+    ]
+    if others := peak.live[LISTED:]:
+        number, size = sum(e.number for e in others), sum(e.bytes for e in others)
+        rows.append(["others", "", "", f"{number:,}", _mib(size)])
+    head = ["", "tensor", "made in", "number", "MiB"]
+    return table("At the predicted peak, besides the state", head, rows, left=3)
 
 
 def _peak_rows(peak: "PeakReport") -> list[list[str]]:
@@ -273,6 +288,7 @@ def _audit_tables(report: "AuditReport") -> Group:
         *shown,
         state_table(report.predicted),
         table("Peak", ["", "MiB"], peak),
+        _live_table(report.predicted_peak),
         table(title, ["", "after", "live MiB", "reserved MiB", "peak MiB"], levels, left=2),
         table(
             "Largest tensors besides the state", ["", "tensor", "made in", "MiB"], tensors, left=3

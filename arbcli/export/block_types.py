@@ -123,7 +123,7 @@ def encode_numbers(name: str, weight: Tensor, kind: BlockType) -> Tensor:
     """Write weights as plain numbers, (N, bytes) uint8.
 
     Args:
-        name: of the tensor, for an error.
+        name: name of the tensor, for errors.
         weight: (N, K) float32.
         kind: one of the plain types.
 
@@ -145,7 +145,7 @@ def encode_digits(
     they are below `LEAST_NORMAL`.
 
     Args:
-        name: of the tensor, for an error.
+        name: name of the tensor, for errors.
         digits: (N, K) int8, trits or z.
         scales: (N, ceil(K / group_size)) float32.
         group_size: weights that share a scale.

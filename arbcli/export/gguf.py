@@ -75,11 +75,11 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
     """Write a model as one GGUF file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         weights: a model of dense blocks without sub-norms.
-        name: of the model.
-        kind: of the matrices, a name of `TYPES`; None is the smallest that holds what the weights
-            are made of.
+        name: name of the model.
+        kind: type of the matrices, a name of `TYPES`; None is the smallest one that represents the
+            weights exactly.
 
     Returns:
         The type of the matrices.

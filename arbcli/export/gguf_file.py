@@ -61,9 +61,9 @@ def write_gguf(
     """Write a file.
 
     Args:
-        file: to write to, from its beginning.
+        file: file to write, from its beginning.
         keys: values by name, each with the number of its type; lists with that of an element.
-        entries: of the tensors.
+        entries: entries of the tensors.
         parts: their bytes, uint8 of any shape, in the same order.
     """
     head = bytearray(MAGIC + struct.pack("<IQQ", VERSION, len(entries), len(keys)))

@@ -42,9 +42,9 @@ def token_keys(
     """Describe the tokenizer of a model.
 
     Args:
-        path: of its `tokenizer.json`.
+        path: path of its `tokenizer.json`.
         companions: folder of files that came with the model; None is none.
-        config: of the model, whose vocabulary may be larger than the tokenizer's.
+        config: configuration of the model, whose vocabulary may exceed the tokenizer's.
 
     Raises:
         ArbError: it cannot be read, or is of a kind that is not written.

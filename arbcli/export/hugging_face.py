@@ -49,10 +49,10 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> B
     """Write a model as a folder, whole or not at all.
 
     Args:
-        path: of the folder, which does not exist.
+        path: path of the folder to create.
         weights: a model of dense blocks.
-        name: of the model.
-        kind: of the weights, a name of `TYPES`; None is bf16.
+        name: name of the model.
+        kind: type of the weights, a name of `TYPES`; None is bf16.
 
     Returns:
         The type of the weights.

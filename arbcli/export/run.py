@@ -52,7 +52,7 @@ def export(
         out: the file or folder to write, which must not exist; None is one in the working
             directory, named for the run.
         kind: type of the weights; None is the format's own.
-        note: is told of each damaged checkpoint that is passed over.
+        note: called with a message for each damaged checkpoint that is skipped.
 
     Raises:
         ArbError: there is no intact checkpoint, the format cannot hold the model, or the place

@@ -264,7 +264,7 @@ def put(tensor: TernaryTensor, rows: slice, weight: Tensor, own_grid: bool) -> T
 
     Args:
         tensor: on the CPU.
-        rows: of it.
+        rows: its rows.
         weight: (R, K) float32, finite.
         own_grid: whether the weights may have been decoded by this package.
 

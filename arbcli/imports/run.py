@@ -84,14 +84,14 @@ def import_folder(
 
     Args:
         source: the folder.
-        run: directory to make, without a checkpoint so far.
+        run: directory to create, without a checkpoint.
         rule: one of `arbcli.rules.FADING`.
-        scale_type: how many weights share a scale.
-        direction: of the steps that the state is made for.
-        told: is told the name of each tensor before it is read.
+        scale_type: scale type of the weights.
+        direction: direction whose state is created.
+        told: called with the name of each tensor before it is read.
 
     Raises:
-        ArbError: the folder is damaged, or of no model that arb knows; or the run cannot be made.
+        ArbError: the folder is damaged or its model is not supported, or the run cannot be created.
     """
     started = time.perf_counter()
     if checkpoints(run) or (run / CONFIG).exists():
@@ -219,7 +219,7 @@ def read_float(folder: WeightFolder, config: ModelConfig) -> LanguageModel:
 
     Args:
         folder: its weights.
-        config: of the baseline, `weights` being `float`.
+        config: configuration of the baseline, with `weights` of `float`.
     """
     model = build_model(config, torch.float32)
     check_tensors(folder, model)

@@ -81,13 +81,13 @@ class _Pool:
 
 
 class Allocator:
-    """The state of a device's allocator, and the most that it ever held.
+    """The state of a device's allocator, and its peaks.
 
     Args:
-        seed: of the addresses that the driver would give to segments, in no order.
+        seed: seed of the random order of the segments' addresses.
 
     Attributes:
-        allocated, reserved: bytes given out, in whole blocks, and taken from the device.
+        allocated, reserved: bytes in allocated blocks, and bytes reserved from the device.
         peak_allocated, peak_reserved: the most so far.
     """
 

@@ -161,13 +161,13 @@ def audit(
     """Run the steps of a run on its text, and measure memory throughout.
 
     Args:
-        config: what to run, for two steps or more.
-        snapshot: where to write torch's own record of every CUDA allocation.
-        predicted: is told of the peak before it is measured.
-        group: the processes that share the steps; None is this one alone.
-        state_bytes: that this process is to hold, where it is not the whole state.
-        floats: whether every float tensor of the first step is listed. Calls of modules hold their
-            arguments otherwise then, so the peak of its forward may be that of another tensor.
+        config: configuration of a run of at least two steps.
+        snapshot: path for torch's record of all CUDA allocations.
+        predicted: called with the predicted peak before it is measured.
+        group: the processes of the run; None is a single process.
+        state_bytes: size of this process's share of the state; None is the whole state.
+        floats: whether to list all float tensors of the first step. Modules then keep their
+            arguments alive for longer, so another tensor may cause the peak of the forward pass.
 
     Raises:
         ArbError: there is not enough memory, or the snapshot cannot be written.

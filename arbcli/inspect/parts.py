@@ -41,7 +41,7 @@ def list_parts(model: "LanguageModel") -> tuple[PartReport, ...]:
     Those of depth 0 make up the model.
 
     Args:
-        model: of ternary weights; it may be on `meta`.
+        model: a model of packed weights, possibly on `meta`.
     """
     return tuple(_parts(model, model.config))
 

@@ -40,6 +40,21 @@ WARM_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AtPeak:
+    """Equal tensors that are alive at the peak, besides the state."""
+
+    part: str
+    """`saved`, `transient` or `constant`: see `PeakReport`."""
+    made_in: str
+    """The function of this package that allocates them; `autograd` where none does."""
+    tensor: str
+    """Dtype and shape; empty for workspaces, and for memory within an operation."""
+    number: int
+    bytes: int
+    """Bytes of all of them, in the allocator's blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeakReport:
     """The most memory that a training step holds at once."""
 
@@ -67,6 +82,8 @@ class PeakReport:
     """The same once the run has also evaluated: outside of a captured step that takes its own."""
     at: str
     """The function that allocates the last of it; of `autograd` the operation too."""
+    live: tuple[AtPeak, ...]
+    """All that is alive at the peak besides the state, the largest first."""
 
 
 ORDERS = 8
@@ -205,6 +222,9 @@ class _Trace(Storages):
             self.memories = [Allocator(seed) for seed in range(ORDERS)]
         self.parts = dict.fromkeys(("state", "saved", "transient", "constant"), 0)
         self.peak, self.peak_parts, self.at = 0, self.parts, ""
+        self._events: list[_Event] = []
+        self._until_peak = 0
+        """Number of events until the peak."""
         self.loading = True
         self._blocks: dict[int, _Taken] = {}
         self._workspaces: set[tuple[Any, bool, bool]] = set()
@@ -251,7 +271,8 @@ class _Trace(Storages):
 
     def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
         """Allocate memory for a storage."""
-        self._blocks[key] = self._take(size, op)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._blocks[key] = self._take(size, op, tensor=f"{dtype} {_shape_text(tensor)}")
 
     def went(self, key: int) -> None:
         """Free the memory of a storage."""
@@ -260,11 +281,34 @@ class _Trace(Storages):
     def end_stage(self) -> None:
         """End the loading, or a step: what is alive now and was not before is constant."""
         self.loading = False
-        for key, (blocks, size, part) in self._blocks.items():
-            if part in ("saved", "transient"):
-                self.parts[part] -= size
-                self.parts["constant"] += size
-                self._blocks[key] = _Taken(blocks, size, "constant")
+        self._events.append(_Event("end", None))
+        for key, taken in self._blocks.items():
+            if taken.part in ("saved", "transient"):
+                self.parts[taken.part] -= taken.size
+                self.parts["constant"] += taken.size
+                self._blocks[key] = taken._replace(part="constant")
+
+    def live(self) -> tuple[AtPeak, ...]:
+        """List all that is alive at the peak besides the state."""
+        alive: dict[int, _Taken] = {}
+        for kind, taken in self._events[: self._until_peak]:
+            if taken is None:
+                for key, one in alive.items():
+                    if one.part != "state":
+                        alive[key] = one._replace(part="constant")
+            elif kind == "take":
+                alive[taken.number] = taken
+            else:
+                alive.pop(taken.number)
+        sizes: dict[tuple[str, str, str], list[int]] = {}
+        for one in alive.values():
+            if one.part != "state":
+                sizes.setdefault((one.part, one.made_in, one.tensor), []).append(one.size)
+        found = [
+            AtPeak(part=part, made_in=made_in, tensor=tensor, number=len(of), bytes=sum(of))
+            for (part, made_in, tensor), of in sizes.items()
+        ]
+        return tuple(sorted(found, key=lambda each: -each.bytes))
 
     @property
     def allocated(self) -> int:
@@ -294,32 +338,53 @@ class _Trace(Storages):
         """Whether autograd itself is adding something to a tensor that is not a view."""
         return self._in_backward and not total._is_view() and calling_function() == "autograd"
 
-    def _take(self, size: int, op: Any, part: str | None = None) -> "_Taken":
+    def _take(self, size: int, op: Any, part: str | None = None, *, tensor: str = "") -> "_Taken":
         part = part or ("state" if self.loading else "transient" if self._in_backward else "saved")
         before = self.allocated
         blocks = tuple(memory.allocate(size) for memory in self.memories)
         size = self.allocated - before
         self.parts[part] += size
+        function = "" if self.loading else calling_function()
+        taken = _Taken(len(self._events), blocks, size, part, function, tensor)
+        self._events.append(_Event("take", taken))
         if not self.loading and self.allocated >= self.peak:
             self.peak, self.peak_parts = self.allocated, self.parts.copy()
-            function = calling_function()
+            self._until_peak = len(self._events)
             self.at = f"{op} in {function}" if function == "autograd" else function
-        return _Taken(blocks, size, part)
+        return taken
 
     def _give(self, taken: "_Taken") -> None:
         for memory, block in zip(self.memories, taken.blocks, strict=True):
             memory.release(block)
         self.parts[taken.part] -= taken.size
+        self._events.append(_Event("give", taken))
 
 
 class _Taken(NamedTuple):
     """Memory that was taken."""
 
+    number: int
+    """Number of events before."""
     blocks: tuple
     """Handle that each memory takes back."""
     size: int
     part: str
     """Category: a key of `_Trace.parts`."""
+    made_in: str
+    tensor: str
+    """Dtype and shape, or empty."""
+
+
+class _Event(NamedTuple):
+    """A change of the memory, or the end of a stage."""
+
+    kind: str
+    """`take`, `give` or `end`."""
+    taken: _Taken | None
+
+
+def _shape_text(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape))
 
 
 class _AnyText:
@@ -409,10 +474,10 @@ def predict_peak(
     """Predict the most memory that a training step holds at once where `config` says it runs.
 
     Args:
-        config: of a run with packed weights.
+        config: configuration of a run with packed weights.
         captured: whether it is captured after a few steps, as `arb train` does it on a GPU.
-        rank: of the process it is asked for.
-        size: how many processes share the run.
+        rank: rank of the process.
+        size: number of processes of the run.
     """
     device = torch.device(config.device)
     group = _Imagined(rank, size) if size > 1 else None
@@ -437,7 +502,7 @@ def predict_peak(
             with trace.capturing():
                 trainer.train_step()
         parts = {f"{name}_bytes": size for name, size in trace.peak_parts.items()}
-        peak, reserved, at = trace.peak, trace.reserved(), trace.at
+        peak, reserved, at, live = trace.peak, trace.reserved(), trace.at, trace.live()
         trainer.evaluate(num_batches=1)
     return PeakReport(
         device=device.type,
@@ -448,6 +513,7 @@ def predict_peak(
         peak_bytes=peak,
         reserved_bytes=reserved,
         at=at,
+        live=live,
         evaluated_bytes=trace.reserved(),
     )
 

@@ -68,10 +68,10 @@ def probe(
     """Run a few steps of a new or saved model, and check their results.
 
     Args:
-        config: what to compute, with ternary weights.
-        steps: how many; at least 1.
-        checkpoint: where to start; None is a new model.
-        progress: is told of each step before it is done.
+        config: configuration with packed weights.
+        steps: number of steps, at least 1.
+        checkpoint: checkpoint to start from; None is a new model.
+        progress: called before each step.
 
     Raises:
         ArbError: something the user can fix.
@@ -93,14 +93,14 @@ def open_saved(
     backend: str | None = None,
     **given: Any,
 ) -> tuple[TrainConfig, Checkpoint]:
-    """Read what `probe` needs to go on with a saved model.
+    """Read the arguments with which `probe` continues a saved model.
 
     Args:
         path: a run directory, whose newest intact checkpoint is taken, or a checkpoint in one.
-        steps: how many will be done; a run that ends before is taken to be that much longer.
-        note: is told of each checkpoint that is passed over.
-        device: None is the GPU if there is one.
-        backend: None is the device's own.
+        steps: number of steps; a run that would end earlier is extended.
+        note: called with a message for each checkpoint that is skipped.
+        device: device; None is the GPU if there is one.
+        backend: kernel backend; None is the default of the device.
         given: fields of `TrainConfig` to use instead of the run's.
 
     Raises:

@@ -58,8 +58,8 @@ def predict_ranks(config: TrainConfig, size: int, budget: int | None = None) -> 
     """Predict the memory of each of several processes.
 
     Args:
-        config: of a run whose gradients travel.
-        size: how many processes.
+        config: configuration of a run that communicates gradients.
+        size: number of processes.
         budget: bytes that each may take.
 
     Raises:
@@ -77,7 +77,7 @@ def audit_ranks(config: TrainConfig, group: Group) -> RanksReport:
     """Measure real steps in processes that share them, one of which this is.
 
     Args:
-        config: what to run; its device is this process's own.
+        config: configuration of the run; its device is that of this process.
         group: the processes.
 
     Returns:

@@ -54,8 +54,8 @@ def check_memory(config: TrainConfig, hint: str = HINT) -> None:
     """Refuse a run that this machine has no memory for.
 
     Args:
-        config: what to compute, and where.
-        hint: what to do about it.
+        config: configuration of the run.
+        hint: hint of the error.
 
     Raises:
         ArbError: it has not enough.

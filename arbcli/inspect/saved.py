@@ -231,7 +231,7 @@ def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
 
     Args:
         path: a run, a checkpoint, or an export.
-        note: is told of each damaged checkpoint that is passed over.
+        note: called with a message for each damaged checkpoint that is skipped.
 
     Raises:
         ArbError: it is nothing that arb writes, or it is damaged.

@@ -56,11 +56,11 @@ def write_first(path: Path, content: bytes) -> str:
     """Write the first sound or picture of some bytes to a file.
 
     Args:
-        path: of the file; its suffix says whether a sound or a picture is meant, and the format.
-        content: bytes that a model made.
+        path: path of the file; its suffix selects a sound or picture, and the format.
+        content: bytes that a model generated.
 
     Returns:
-        A few words for people: what was written, and how much of it the model made.
+        A description of what was written, and how much of it the model generated.
 
     Raises:
         ArbError: the bytes have none, or the file cannot be written.

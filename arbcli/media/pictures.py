@@ -32,12 +32,12 @@ WEBP = re.compile(
 """Start of a WebP file, up to the size of its canvas or of its only picture."""
 LONGEST_WEBP_START = 30
 FORM = re.compile(r"(rgb|grey)(?::([1-9][0-9]{0,4})x([1-9][0-9]{0,4}))?")
-"""Spelling of `picture`: a mode and, for one size for all, its width and height."""
+"""Syntax of `picture`: a mode and, for a common size, width and height."""
 PIL_MODES = {"rgb": "RGB", "grey": "L"}
 
 
 def check_form(form: str) -> None:
-    """Refuse what `FORM` does not spell.
+    """Check that a form has the syntax of `FORM`.
 
     Raises:
         ArbError: it is none.
@@ -59,8 +59,8 @@ def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
     stands out is cut off evenly.
 
     Args:
-        path: of a file that Pillow reads.
-        form: as `FORM` spells it.
+        path: path of a file that Pillow reads.
+        form: size and channels in the syntax of `FORM`.
 
     Yields:
         The header, then the rows.

@@ -36,7 +36,7 @@ def sound_bytes(path: Path, form: str) -> Iterator[bytes]:
     that the coarse byte comes first and grows with the sample.
 
     Args:
-        path: of a file that libsndfile reads.
+        path: path of a file that libsndfile reads.
         form: one of `FORMS`.
 
     Yields:

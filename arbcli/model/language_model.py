@@ -18,6 +18,7 @@ from arbcli.model.cache import BatchCache, Cache
 from arbcli.model.decoding import forward_with_cache
 from arbcli.model.flow import Documents, Flow, Losses, Reading, merge, rows_of
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
+from arbcli.model.layers.linear import TernaryLinear, decode_in_groups
 from arbcli.model.layers.loss import divergence
 from arbcli.model.layers.symbols import Predictions, in_chunks
 from arbcli.model.packed_model import PackedModel
@@ -79,8 +80,7 @@ class LanguageModel(PackedModel):
             self.stages = nn.ModuleList(Stage(config, index) for index in range(len(config.outer)))
         else:
             self.stages = ()
-        grouped = not config.outer and memories is None
-        self.blocks = Stack(main.blocks, main, site, grouped=grouped)
+        self.blocks = Stack(main.blocks, main, site)
         books = memories.codebooks if memories else {}
         for name in ("codebook", "knowledge"):
             setattr(self, name, build_book(books[name], site, name) if name in books else None)
@@ -98,6 +98,10 @@ class LanguageModel(PackedModel):
         else:
             self.head = symbol_head(config, self.embedding)
         self.ahead = Ahead(config.ahead, outermost) if config.ahead else None
+        if not config.outer and memories is None:
+            used_once = isinstance(self.head, TernaryLinear) and not self.ahead
+            head = self.head.weight if used_once else None
+            decode_in_groups(self.blocks.weights_of_blocks(), head, across=not recompute)
         self._counts: Tensor | None = None
 
     def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:

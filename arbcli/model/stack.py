@@ -12,7 +12,7 @@ from arbcli.config.model import BlockConfig, Blocks, StageConfig
 from arbcli.config.site import Site
 from arbcli.model.flow import Flow, Losses, Reading, each_text, merge, rows_of
 from arbcli.model.layers.kinds import stream_norm
-from arbcli.model.layers.linear import TernaryLinear, decode_in_groups
+from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.streamed import recompute_contexts
 from arbcli.model.layers.streams import average_streams, spread_streams
@@ -158,7 +158,6 @@ class Stack(nn.ModuleList):
         blocks: configurations of the blocks.
         stage: configuration of the stage that they belong to.
         site: storage settings and width of the stage.
-        grouped: whether to decode several small matrices in one launch, if the blocks are equal.
     """
 
     if TYPE_CHECKING:
@@ -170,24 +169,28 @@ class Stack(nn.ModuleList):
         blocks: Blocks,
         stage: StageConfig,
         site: Site,
-        *,
-        grouped: bool = False,
     ) -> None:
         first, made = 0, []
         for config in blocks:
             made.append(Block(config, stage, site, first))
             first += len(config.parts)
         super().__init__(made)
-        self.streams, self.float_twin = stage.streams, site.weights != "ternary"
+        self.configs, self.streams = blocks, stage.streams
+        self.float_twin = site.weights != "ternary"
+
+    def weights_of_blocks(self) -> list[list[LinearWeight]]:
+        """Return the weights of each block in the order of a forward.
+
+        Empty if blocks differ, or have a part that decodes its own weights.
+        """
         linears = [block.linears() for block in self]
-        if grouped and not self.float_twin and len(set(blocks)) == 1 and all(linears):
-            decode_in_groups(
-                [
-                    [each.weight for each in layers if isinstance(each, TernaryLinear)]
-                    for layers in linears
-                    if layers
-                ]
-            )
+        if self.float_twin or len(set(self.configs)) > 1 or not all(linears):
+            return []
+        return [
+            [each.weight for each in layers if isinstance(each, TernaryLinear)]
+            for layers in linears
+            if layers
+        ]
 
     def forward(
         self,

@@ -261,7 +261,7 @@ def open_run_texts(
     Args:
         config: configuration of the run.
         paths: paths by the names `data` and `val`; None takes those of `config`.
-        split: how several files are split, see `Texts.split`; None chooses.
+        split: split of several files, see `Texts.split`; None chooses.
 
     Raises:
         ArbError: files do not exist, or are not suitable.

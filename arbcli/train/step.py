@@ -75,9 +75,11 @@ class TrainingStep:
             (loss if self.updates.averages else loss / local).backward()
             reached("backward")
             for name, part in parts.items():
-                share = part.detach() / self.accumulation
+                share = part.detach()
+                if self.accumulation > 1:
+                    share = share / self.accumulation
                 if self.group.size == 1:
-                    totals[name] = totals.get(name, 0) + share
+                    totals[name] = totals[name] + share if name in totals else share
                 else:
                     shares.setdefault(name, []).append(share)
         self.updates.finish()

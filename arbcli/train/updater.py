@@ -158,9 +158,9 @@ class Updater:
         self._no_turn = torch.zeros_like(self.seed)
         # one counter for each matrix, so that merged launches do not conflict
         counter: TensorOptions = {"dtype": torch.int64, "device": self.device}
-        self._flips, self._refused, self._nonfinite, self._squares = (
-            torch.zeros(self._num_matrices, **counter) for _ in range(4)
-        )
+        self._flips, self._refused = (torch.zeros(self._num_matrices, **counter) for _ in range(2))
+        self._sums = torch.zeros(2, self._num_matrices, **counter)
+        self._squares, self._nonfinite = self._sums.unbind()
         self._held_bytes = held_bytes
         self._held: list[tuple[TernaryTensor, Tensor]] = []
         self._unused = torch.zeros((), **counter)
@@ -198,16 +198,19 @@ class Updater:
         step_sizes, others = zip(*sizes, strict=True)
         ticks = range(step * accumulation, (step + 1) * accumulation)
         turns = ([tick * GOLDEN_TURN % UNIT for tick in (step, each)] for each in ticks)
-        numbers = [*step_sizes, *itertools.chain(*others), step]
-        rows = torch.tensor([numbers + turn for turn in turns], dtype=torch.int64, device="cpu")
+        numbers = [*itertools.chain(*others), step]
+        wide = torch.tensor([step_sizes] * len(ticks), dtype=torch.int64, device="cpu")
+        rows = torch.tensor([numbers + turn for turn in turns], dtype=torch.int32, device="cpu")
         keys = torch.stack([self._keys_of(tick) for tick in ticks])
-        self._control = loaded(torch.cat([rows, keys], dim=1), self._control)
+        narrow = torch.cat([rows, keys, keys[:, : (rows.shape[1] + keys.shape[1]) % 2]], dim=1)
+        # two numbers share an int64, so that the device only has to view them
+        self._control = loaded(torch.cat([wide, narrow.view(torch.int64)], dim=1), self._control)
 
     def _keys_of(self, tick: int) -> Tensor:
         """Compute the keys of all matrices on the host, which needs no launches."""
         number = torch.tensor(tick, dtype=torch.int64, device="cpu").to(torch.int32)
         keys = stream_keys(self._host_seed, number, self._num_matrices, NUM_STREAMS)
-        return keys.flatten().to(torch.int64)
+        return keys.flatten()
 
     def _step_sizes(self, lr: float) -> tuple[int, tuple[int, ...]]:
         """Return the fixed-point factors of moment, slopes and directions for a learning rate."""
@@ -226,10 +229,11 @@ class Updater:
         self.step_held()
         self.first, self.last = micro == 0, micro == self.accumulation - 1
         control, factors = self._control[micro], len(self._lr_factors)
-        integers = control[factors:].to(torch.int32)
+        integers = control[factors:].view(torch.int32)
         ends = 8 * factors
         self._step, self._turn, self._turn_alone = integers[ends : ends + 3].unbind()
-        self.keys = integers[ends + 3 :].view(self._num_matrices, NUM_STREAMS)
+        keys = integers[ends + 3 :][: self._num_matrices * NUM_STREAMS]
+        self.keys = keys.view(self._num_matrices, NUM_STREAMS)
         sizes = integers[:ends].view(factors, 8)
         self._sizes = {
             factor: _StepSizes(
@@ -242,7 +246,7 @@ class Updater:
             )
             for factor, size, found in zip(self._lr_factors, control, sizes, strict=False)
         }
-        self._squares.zero_()
+        (self._sums if micro == 0 else self._squares).zero_()
 
     def finish(self, of_all: Callable[[Tensor], Tensor] = lambda flag: flag) -> None:
         """Finish a step: count it if one of its gradients was not finite.
@@ -254,7 +258,6 @@ class Updater:
         self._slopes.clear()
         self._routed = frozenset()
         self._nonfinite_steps += of_all(self._nonfinite.amax())
-        self._nonfinite.zero_()
 
     @torch.no_grad()
     def __call__(

@@ -43,7 +43,7 @@ class Target(NamedTuple):
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability; (0, 0) of a GPU that has none."""
+        """Compute capability; (0, 0) for GPUs without one."""
         return divmod(int(self.architecture), 10) if self.backend == "cuda" else (0, 0)
 
 
@@ -109,8 +109,8 @@ def compile_kernels(
         names: kernels to compile; none at all means every one.
         targets: keys of `TARGETS`.
         group_size: G.
-        number: of processes.
-        progress: is told each kernel that is done, and what it found.
+        number: number of processes.
+        progress: called for each finished kernel, with its result.
 
     Raises:
         ArbError: triton is missing, or a name is unknown.

@@ -55,7 +55,7 @@ class Drawn:
     offset: int
     """Cases with a tensor that begins inside of its memory."""
     saturated: int
-    """Cases with a tensor of bytes all of which are one number, and not 0."""
+    """Cases with a tensor of bytes that are all equal, and not 0."""
     in_parts: int
     """Cases that the torch backend works on in parts."""
     never: tuple[str, ...]
@@ -66,7 +66,7 @@ class Tally:
     """Counts the properties of a kernel's random cases.
 
     Args:
-        name: of the kernel.
+        name: name of the kernel.
     """
 
     def __init__(self, name: str) -> None:
@@ -136,21 +136,21 @@ def real_cases(
     dice: type[Dice] = Dice,
     wanted: Callable[[str], bool] = lambda label: True,
 ) -> Iterator[Case]:
-    """Draw a case of a kernel for every matrix (N, K) of a model, in each type it is used in.
+    """Draw a case of a kernel for every matrix (N, K) of a model, in each dtype.
 
-    What a kernel is given does not always grow with a matrix: a case that is as one before, in all
-    shapes, strides, types and arguments, is left out.
+    Inputs of some kernels do not depend on the matrix: a case with the same shapes, strides, dtypes
+    and arguments as an earlier one is skipped.
 
     Args:
-        name: of the kernel.
-        device: of the tensors.
+        name: name of the kernel.
+        device: device of the tensors.
         group_size: G.
         shapes: (N, K) of the matrices.
-        rows: of activations, one of `real_rows`; None is each of them.
-        turn: None draws all. Else each matrix has one number of rows and one type, by turns; six
-            turns in succession are all.
-        dice: what draws.
-        wanted: is told the label of a case, but for its type, and whether it is to be drawn.
+        rows: number of rows of activations, one of `real_rows`; None is all of them.
+        turn: None draws all cases. Otherwise each matrix has one number of rows and one dtype,
+            which alternate; six consecutive turns cover all cases.
+        dice: random source.
+        wanted: called with the label of a case without its dtype; returns whether to draw it.
     """
     seen, choices = set(), real_rows(name)
     for index, (n, k) in enumerate(shapes):
@@ -180,7 +180,7 @@ def _form(value: Any) -> Any:
 
 
 def real_reference(spec: Operation) -> Callable:
-    """Choose what large cases are compared with, as the references take a weight at a time."""
+    """Return the reference for large cases, as others compute one weight at a time."""
     return spec.large_reference or (spec.torch if spec.gate.exact else spec.reference)
 
 

@@ -62,19 +62,19 @@ SLOWEST = (
     "decode_latent", "gram_polynomial", "sign_gradient", "smooth_chunks_backward",
     "gated_rms_norm", "rms_norm_backward", "digits_matmul",
 )  # fmt: skip
-"""Kernels that take longest, the longest first: they are begun before others."""
+"""The slowest kernels, in descending order, which begin first."""
 FIRST_CHECKS, LAST_CHECKS = 0, 2
-"""Turns of these and of other kernels: processes compile for models between them, and so fewer wait
-for one another at the GPU."""
+"""Priorities of these and of other kernels. Processes compile kernels of models in between, so that
+fewer of them wait for the GPU at the same time."""
 LARGE = 1 << 15
-"""Elements of the inputs of a case of a GPU that is compared as real matrices are."""
+"""Minimum number of input elements of a case that a GPU compares like those of real matrices."""
 SHARED = 12
-"""Number of cases of a kernel that several processes compile first."""
+"""Number of the slowest kernels whose compilation several processes share."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelResult:
-    """Result of one kind of check of one kernel, over all its cases."""
+    """Result of a kind of check of a kernel, over all its cases."""
 
     kernel: str
     backend: str
@@ -87,27 +87,27 @@ class KernelResult:
     outputs: int
     """Number of compared tensors."""
     elements: int
-    """Number of their elements, which equals the reference's."""
+    """Number of their elements, which is that of the reference."""
     unwritten: int
     """Number of elements that the kernel did not write."""
     gate: str
     reason: str
     """Reason for the gate."""
     unequal: int | None
-    """Elements that differ; None unless the gate asks for equality."""
+    """Number of elements that differ; None unless the gate is equality."""
     max_error: float | None
     relative_error: float | None
-    """The largest, as the other figures are the worst of all cases; None if it is not finite."""
+    """Largest absolute error of all cases; None if it is not finite."""
     cosine: float
     seconds: float
     passed: bool
     failures: tuple[CaseResult, ...]
     drawn: Drawn | None = None
-    """Coverage of random cases; None of others."""
+    """Coverage of random cases; None for other checks."""
     left_out: int = 0
-    """Cases that the sample leaves out."""
+    """Number of cases that the sample omits."""
     remembered: bool = False
-    """Whether this was found before, by the same code on the same machine."""
+    """Whether the result is from an earlier run of the same code on the same machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +126,12 @@ class Checks:
     real_shapes: tuple[tuple[int, int], ...] = ()
     """(N, K) of the matrices of models, for the `triton` backend."""
     fuzz: int = 0
-    """Random cases a kernel; where there are any, nothing else is checked."""
+    """Number of random cases per kernel; if there are any, no other checks run."""
     seed: int = 0
-    """Seed of the first random case; each case has the next one."""
+    """Seed of the first random case; it increases by 1 for each case."""
     sampled: bool = False
-    """Whether kernels in Triton run in a sample of scale types, on a GPU in a sample of cases, and
-    the interpreter a sample of the fixed cases."""
+    """Whether Triton kernels only run for some scale types, on a GPU with some cases, and in the
+    interpreter with some of the fixed cases."""
 
 
 def verify_kernels(*args: Any, **kwargs: Any) -> VerifyReport:
@@ -154,12 +154,12 @@ def begin_kernels(
     Args:
         names: kernels to check; none at all means every one.
         group_sizes: scale types to check, by name.
-        device: where to run.
+        device: device to run on.
         backends: `triton` or `interpreter`, `torch`, and `native`.
-        checks: which of them to make; the fixed cases by default.
+        checks: checks to run; the fixed cases by default.
         workers: processes that share the work; None is this one.
-        progress: is told each kernel that is done, and what it found.
-        memory: of what passed before; None remembers nothing.
+        progress: called for each finished kernel, with its results.
+        memory: results of earlier runs; None stores none.
 
     Returns:
         Waits, and returns what was found.
@@ -211,7 +211,7 @@ def find_kernels(names: Iterable[str]) -> list[Operation]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some of the cases of one kernel with one scale type: what a process does at a time."""
+    """A job: some of the cases of a kernel with one scale type."""
 
     kernel: str
     scale_type: str | None
@@ -236,7 +236,7 @@ def _parts(
     backends: tuple[str, ...],
     checks: Checks,
 ) -> list[_Part]:
-    """List the parts of what there is to check, those that take longest first."""
+    """Return the parts of all checks, the slowest first."""
     first = next(iter(group_sizes.values()))
     whole = DEFAULT_SCALE_TYPE if DEFAULT_SCALE_TYPE in group_sizes else next(iter(group_sizes))
     turns = {name: turn for turn, name in enumerate(n for n in group_sizes if n != whole)}
@@ -263,7 +263,7 @@ def _parts(
 
 
 def _jobs(parts: list[_Part], checks: Checks) -> list[tuple]:
-    """Make jobs of parts, in their order: (kernel, scale type, part, ...).
+    """Convert parts to jobs in the same order: (kernel, scale type, part, ...).
 
     Where what a GPU compiles for a kernel is sampled, that is one job, of all scale types: those of
     every sample first.
@@ -281,12 +281,12 @@ def _jobs(parts: list[_Part], checks: Checks) -> list[tuple]:
 
 
 def _turn(job: tuple) -> int:
-    """Begin what takes long first: kernels that are quick follow what models need."""
+    """Return the priority of a job: slow kernels, then kernels of models, then the others."""
     return FIRST_CHECKS if job[0] in SLOWEST else LAST_CHECKS
 
 
 def _ahead(job: tuple) -> Iterable[tuple]:
-    """Share out what is compiled for a job that would take long alone."""
+    """Yield calls that compile shares of the kernels of a slow job."""
     (kernel, _, *parts) = job
     if kernel in SLOWEST[:SHARED] and len(parts) > 1:
         for index in range(SHARES):
@@ -294,7 +294,7 @@ def _ahead(job: tuple) -> Iterable[tuple]:
 
 
 def _compile_share(kernel: str, index: int, *parts: _Part) -> None:
-    """Compile a share of what a kernel needs for its sample of cases."""
+    """Compile a share of a kernel's variants for its sample of cases."""
     (spec,) = find_kernels([kernel])
     # checks will tell what is wrong
     with suppress(Exception), _without_gpu(spec, parts[0]) as dice:
@@ -319,7 +319,7 @@ def _without_gpu(spec: Operation, part: _Part) -> Iterator[type[Dice]]:
 def _compiled_sample(
     spec: Operation, parts: Iterable[_Part], dice: type[Dice] = Dice
 ) -> CompiledSample:
-    """Choose cases of a kernel for a GPU, by what would be compiled for each."""
+    """Choose cases of a kernel for a GPU by the variants that they compile."""
     sample = CompiledSample(spec)
     for part in parts:
         for case in _cases(spec, part, partial(sample.may_take, part), dice):
@@ -331,7 +331,7 @@ def _compiled_sample(
 
 
 def _sources(job: tuple) -> frozenset[Path] | None:
-    """List the files that what a job finds follows from; random cases are not remembered."""
+    """Return the source files of a job's results; None for random cases, which are not stored."""
     (spec,), kinds = find_kernels(job[:1]), {part.kind for part in job[2:]}
     return None if "fuzz" in kinds else kernel_sources(spec, drawn="real" in kinds)
 
@@ -339,7 +339,7 @@ def _sources(job: tuple) -> frozenset[Path] | None:
 def _shares(
     spec: Operation, backends: tuple[str, ...], checks: Checks, turn: int | None
 ) -> Iterable[tuple]:
-    """Share out what there is to check: the last fields of each part."""
+    """Divide the checks of a kernel: yield the last fields of each part."""
     if checks.fuzz:
         yield ("fuzz",)
         return
@@ -353,11 +353,11 @@ def _shares(
 
 
 class _WholeJobs:
-    """Puts what jobs find of each kernel and scale type together, and tells of it when it is whole.
+    """Collects the results of jobs by kernel and scale type, and reports complete ones.
 
     Args:
         jobs: all of them, as `_jobs` makes them.
-        progress: is told each kernel and scale type that is done, and what it found.
+        progress: called for each finished kernel and scale type, with the results.
     """
 
     def __init__(self, jobs: list[tuple], progress: Callable[[JobDone], None]) -> None:
@@ -392,7 +392,7 @@ class _WholeJobs:
 
 
 def _merged(results: list[KernelResult]) -> list[KernelResult]:
-    """Make one result of those of a kind and a backend, in the order in which they are met."""
+    """Merge results of the same kind and backend, in the order of first occurrence."""
     groups: dict[tuple[str, str], list[KernelResult]] = {}
     for result in results:
         groups.setdefault((result.kind, result.backend), []).append(result)
@@ -446,7 +446,7 @@ def _cases(
     wanted: Callable[[str], bool] = lambda _: True,
     dice: type[Dice] = Dice,
 ) -> Iterable[Case]:
-    """Draw the cases of a part; of real matrices those that are wanted, by their sizes."""
+    """Draw the cases of a part; of real matrices only the wanted ones."""
     device, size, checks = torch.device(part.device), part.group_size, part.checks
     if part.kind == "fuzz":
         seeds = range(checks.seed, checks.seed + checks.fuzz)
@@ -468,7 +468,7 @@ def _verify(
     backends: tuple[str, ...],
     sample: CompiledSample | None,
 ) -> list[KernelResult]:
-    """Run cases on every backend; one at a time, as some are large."""
+    """Run cases one at a time, as some are large, on every backend."""
     labels: dict[str, list[str]] = {backend: [] for backend in backends}
     left_out = dict.fromkeys(backends, 0)
     tally = Tally(spec.name) if part.kind == "fuzz" else None
@@ -544,7 +544,7 @@ def _size(inputs: tuple) -> int:
 
 
 def _moved(inputs: tuple, device: torch.device) -> tuple:
-    """Copy tensors to a device; their strides are those of a new tensor then."""
+    """Copy tensors to a device, with the strides of new tensors."""
     moved = [
         _moved(x, device)
         if isinstance(x, tuple)
@@ -566,7 +566,7 @@ def _is_chosen(
     sample: CompiledSample | None,
     kinds: set[str],
 ) -> bool:
-    """Return whether a case is in the sample of a backend; torch on a GPU has that of Triton.
+    """Return whether a case is in the sample of a backend; torch on a GPU uses that of Triton.
 
     In scale types of further paths the interpreter has the first case of each of `kinds`.
     """
@@ -608,13 +608,13 @@ def _run_case(
 
 
 def peers_of(spec: Operation, case: Case, number: int) -> tuple[Tensor | None, ...]:
-    """Compute what may excuse errors of so many results: the peer's, where an input is bf16."""
+    """Compute the results of the peer, whose errors excuse those of bf16 inputs."""
     low = any(isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in case.inputs)
     return as_tuple(spec.peer(*copies(case.inputs))) if low and spec.peer else (None,) * number
 
 
 def copies(inputs: tuple) -> tuple:
-    """Clone the tensors of a case with their strides and offsets, so none is changed by a run."""
+    """Clone the tensors of a case with their strides and offsets, as a run may change them."""
     return tuple(map(_copy, inputs))
 
 

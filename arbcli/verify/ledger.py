@@ -28,7 +28,7 @@ FILES = ("ledger.json", "ledger.md")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Something that did not pass, and how to see it again."""
+    """A failed check, and the command that reproduces it."""
 
     item: str
     label: str
@@ -56,17 +56,17 @@ class Ledger:
     seconds: float
     passed: bool
     changes: tuple[str, ...] = ()
-    """Since the ledger that this one was compared with."""
+    """Changes since the ledger of the comparison."""
     timing: TimingReport | None = None
-    """None unless it was asked for."""
+    """Results of the timing; None without it."""
     interrupted: str | None = None
-    """Name of the signal that ended the checks early; `not_verified` says before what."""
+    """Name of the signal that ended the checks early; `not_verified` lists the missing ones."""
     strength: tuple[Strength, ...] = ()
     """Classes of planted faults that the checks of this run are known to catch."""
     sampled: tuple[str, ...] = ()
-    """Samples that were checked, a line each."""
+    """Descriptions of the samples that were checked."""
     remembered: int = 0
-    """Results that were found before, by the same code on the same machine."""
+    """Number of results from earlier runs of the same code on the same machine."""
 
 
 def new_ledger(
@@ -150,7 +150,7 @@ def _figures(unequal: int | None, max_error: float | None, relative: float | Non
 
 
 def number(value: float | None) -> str:
-    """Write a figure shortly; None is one that is not finite."""
+    """Format a figure in few characters; None is one that is not finite."""
     if value is None:
         return "not finite"
     return "0" if value == 0 else f"{value:.1e}"
@@ -231,7 +231,7 @@ def _commit() -> str | None:
 
 
 def write_ledger(ledger: Ledger, directory: Path) -> list[Path]:
-    """Write a ledger as JSON, for `compare_ledgers`, and as a page to read.
+    """Write a ledger as JSON, for `compare_ledgers`, and as Markdown.
 
     Raises:
         ArbError: it cannot be written.
@@ -371,7 +371,7 @@ DRAWN_COLUMNS = [
 
 
 def _drawn_rows(ledger: Ledger) -> Iterable[list[str]]:
-    """Lay out what was drawn of each kernel, the same for all of its backends."""
+    """Return a table of the random cases of each kernel, which are equal for all backends."""
     for (kernel, scale_type), (r, *_) in grouped(ledger.kernels, "kernel", "scale_type"):
         if d := r.drawn:
             sizes = f"{d.elements[0]:,} to {d.elements[1]:,}"
@@ -408,7 +408,7 @@ SPEED_NOTES = {
 
 
 def speed_rows(timing: TimingReport) -> Iterable[list[str]]:
-    """Lay out a row for each `SPEED_COLUMNS`, and one for each kernel that was not timed."""
+    """Return a table of speeds, with a row for each kernel that was not timed."""
     for r in timing.timings:
         against = [r.peer, f"{r.peer_us:.1f}", f"{r.ratio:.2f}"] if r.peer else [""] * 3
         yield [r.kernel, r.shape, f"{r.us:.1f}", *against, f"{r.share:.0%}", r.bound]
@@ -450,7 +450,7 @@ def _shape_lines(ledger: Ledger) -> Iterable[str]:
 
 
 def grouped(results: Iterable[Any], *names: str) -> list[tuple[tuple, list[Any]]]:
-    """Group results by some of their fields, in the order in which they first come."""
+    """Group results by some of their fields, in the order of first occurrence."""
     groups: dict[tuple, list[Any]] = {}
     for result in results:
         groups.setdefault(tuple(getattr(result, name) for name in names), []).append(result)

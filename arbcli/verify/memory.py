@@ -37,7 +37,7 @@ SETTINGS = (
 )  # fmt: skip
 """Prefixes of variables that can change a result."""
 FIRST = -1
-"""The turn of what is done ahead, unless it says."""
+"""Default priority of the calls before a job."""
 
 
 def memory_folder() -> Path:
@@ -50,7 +50,7 @@ def kernel_sources(spec: Operation, *, drawn: bool = False) -> frozenset[Path] |
     """List the files that a result of a kernel follows from.
 
     Args:
-        spec: of the kernel.
+        spec: operation of the kernel.
         drawn: whether its cases are drawn by `arbcli.verify.fuzz`.
 
     Returns:
@@ -72,7 +72,7 @@ def kernel_sources(spec: Operation, *, drawn: bool = False) -> frozenset[Path] |
 
 
 def all_sources() -> frozenset[Path]:
-    """List every source file of the program: what a result of a model follows from."""
+    """Return all source files of the program, on which the results of models depend."""
     return _sources_in("")
 
 
@@ -110,7 +110,7 @@ def _imports(path: Path) -> frozenset[Path]:
 
 
 def describe_machine(device: torch.device) -> str:
-    """Write down what results follow from besides sources: libraries, device, CPU, settings."""
+    """Describe the other dependencies of results: libraries, device, CPU, settings."""
     lines = [platform.platform(), platform.python_version(), torch.__version__]
     lines += [str(device), f"{torch.get_num_threads()} threads"]
     for name in LIBRARIES:
@@ -125,13 +125,12 @@ def describe_machine(device: torch.device) -> str:
 
 
 class Memory:
-    """Results of checks that passed, each in a file of its own.
+    """Results of passed checks, with a file for each.
 
     Args:
-        machine: what they follow from besides sources, by `describe_machine`; None remembers
-            nothing.
-        fresh: whether nothing is recalled, and all is remembered anew.
-        show: is told what is wrong with the files, in a line each.
+        machine: properties of the machine, from `describe_machine`; None stores nothing.
+        fresh: whether to ignore stored results, and store all anew.
+        show: called with a line for each problem of the files.
     """
 
     def __init__(
@@ -162,15 +161,15 @@ class Memory:
         """Run the jobs whose results are not known, and store those that pass.
 
         Args:
-            workers: do them.
+            workers: processes that run the jobs.
             function: see `Workers.begin`; it returns a list of results.
             jobs: see `Workers.begin`.
-            progress: is told of each job that is done, those first whose results are known.
+            progress: called for each finished job, first for those with known results.
             kind: class of the results.
-            sources: of a job, the files that its results follow from; None remembers it not.
+            sources: returns the source files of a job's results; None does not store them.
             turn: see `Workers.begin`.
-            ahead: of a job, what processes do before it: a function and its arguments, each.
-            turn_ahead: of all that.
+            ahead: yields calls that processes run before a job: a function and its arguments.
+            turn_ahead: priority of these calls.
 
         Returns:
             Waits for the jobs, and returns the results in their order.

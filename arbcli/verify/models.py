@@ -27,7 +27,7 @@ from arbcli.model.layers.expert_weight import ExpertWeight
 from arbcli.model.layers.linear import LinearWeight
 
 RAGGED = dense(dim=36, layers=2, heads=2, ffn=50, ctx=6)
-"""Sizes that fit neither 5 nor 32 nor 160, and small enough for the interpreter."""
+"""A model whose sizes 5, 32 and 160 do not divide, small enough for the interpreter."""
 GRAPH: dict[str, Any] = {
     "dim": 24, "layers": 2, "heads": 2, "ffn": 13, "ctx": 6, "latent": 10, "rotary": 4,
     "ngram_rows": 61, "ngram_dim": 11, "key_dim": 4, "codes": (5, 7), "code_dim": 17,
@@ -44,13 +44,13 @@ TWO_STAGES = HNET | {
     "outer_dim": (20, 28), "outer_layers": (1, 1), "outer_heads": (2, 1), "outer_ffn": (11, 9),
     "chunk_length": (4, 2),
 }  # fmt: skip
-"""One text has too many chunks for its slots, one too few."""
+"""A model of which one text has too many chunks for its slots, and one too few."""
 COMPRESSED: dict[str, Any] = {
     "dim": 24, "layers": 3, "heads": 4, "ffn": 13, "ctx": 19, "head_width": 10, "kv_heads": 2,
     "rotary": 6, "window": 5, "ratios": (3, 7), "indexed_ratio": 3, "top_k": 2, "index_heads": 3,
     "index_width": 8,
 }  # fmt: skip
-"""Groups and windows are cut off, and not all entries are chosen."""
+"""A model with incomplete groups and windows, which does not choose all entries."""
 
 
 def mixed() -> ModelConfig:
@@ -80,10 +80,10 @@ def mixed() -> ModelConfig:
 
 
 def bounded() -> ModelConfig:
-    """Assemble blocks that add a share, to a stream that is bounded, and to several.
+    """Assemble blocks with scaled contributions, on bounded streams, one and several.
 
-    Some positions are within the bound. Were all beyond it, lengths of streams would not matter,
-    and gradients of what several are written by would be differences that bfloat16 rounds away.
+    Some positions are within the bound. If all were beyond it, lengths of streams would not matter,
+    and gradients of write weights would be differences that bfloat16 rounds away.
     """
     block = BlockConfig(mixer=AttentionConfig(heads=2), channel=MLPConfig(width=13))
     outer = StageConfig(
@@ -99,7 +99,7 @@ def bounded() -> ModelConfig:
 
 
 def grouped() -> ModelConfig:
-    """Assemble blocks of attention with all that kernels have not."""
+    """Assemble blocks of attention with all features that have no kernels."""
     longer = RotaryConfig(base=50.0, share=0.5, scaling="llama3", factor=8.0, original_ctx=40)
     attention = AttentionConfig(
         heads=4,
@@ -153,17 +153,17 @@ MODELS = {
         dense(dim=36, layers=1, heads=2, ffn=50, ctx=11), ahead=AheadConfig(positions=4, width=13)
     ),
 }
-"""Small models that have all parts between them, compared from the bytes on."""
+"""Small models, which together have all parts, compared from the bytes on."""
 FULL_SIZE = {name: preset(name) for name in PRESETS} | {
     "arb-tiny with all parts": preset("arb-tiny", moe=True, graph=True, memgram=True)
 }
-"""Models that are compared on a GPU besides, at the widths that it has."""
+"""Models that are also compared on a GPU, at their full width."""
 BYTES_OF_REFERENCE = 48
 """Memory per weight: weight and gradient in float64, the kernels' gradient, and temporaries."""
 LAYERS = 2
-"""Blocks of a list that are compared at full size, and later ones that are unlike all of these."""
+"""Number of blocks of a list that are compared at full size, besides later ones of other kinds."""
 LONGEST, SHORTEST = 2048, 8
-"""Contexts at full size; the shorter one where all rows of a codebook are scored."""
+"""Maximum contexts at full size, the shorter one for models that score all rows of a codebook."""
 LARGE = 2**14
 MULTIPLIED = ("blocks.", "byte_mlp.", "head.")
 """Minimum size and parts of the matrices whose shapes kernels are checked with."""
@@ -187,14 +187,14 @@ def matrix_shapes() -> tuple[tuple[int, int], ...]:
 def has_mamba(config: ModelConfig) -> bool:
     """Return whether a model has Mamba blocks.
 
-    In bf16 they are not compared: their gated outputs are normalised, and where one is nearly 0,
-    what was rounded before is most of it.
+    In bf16 they are not compared: their gated outputs are normalised, and if one is nearly 0, it is
+    mostly rounding error.
     """
     return any(part.kind == "mamba" for _, part in config.sited_parts())
 
 
 def shortened(config: ModelConfig) -> ModelConfig:
-    """Make a model as short as its reference is slow, with blocks of all kinds that it has."""
+    """Shorten a model, whose reference is slow, to a few blocks of each kind."""
     stages = []
     for stage in config.stages:
         kept = {
@@ -219,9 +219,9 @@ def shortened(config: ModelConfig) -> ModelConfig:
 
 
 def fitting_dtypes(config: ModelConfig, device: torch.device) -> tuple[torch.dtype, ...]:
-    """List in which dtypes a GPU has memory for the reference of a model.
+    """Return the dtypes in which a GPU has memory for the reference of a model.
 
-    Other processes share it: where it is not small, it is compared once, as it is trained.
+    Processes share the memory: a large model is only compared in bf16, as it is trained.
     """
     with torch.device("meta"):
         model = build_model(config)

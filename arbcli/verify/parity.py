@@ -86,7 +86,7 @@ OF_MANY_KERNELS = ("arb-deep", "mixed", "graph", "hnet-two-stage", "arb-tiny wit
 SHARES = 4
 """Number of processes that share this compilation."""
 AHEAD, LAST = 1, 3
-"""The turns of what is compiled for models, and of models, after those of kernels."""
+"""Priorities of the compilation for models, and of models, among those of kernels."""
 FEW = 32
 """Maximum number of positions of which each is changed to test causality; of more, two are."""
 LR = 2.0
@@ -94,7 +94,7 @@ LR = 2.0
 
 
 def check_parity(*args: Any, **kwargs: Any) -> tuple[ParityResult, ...]:
-    """Compare the model with its reference, and wait for what is found; see `begin_parity`."""
+    """Compare models with their references, and wait for the results; see `begin_parity`."""
     return begin_parity(*args, **kwargs)()
 
 
@@ -108,23 +108,23 @@ def begin_parity(
     *,
     sampled: bool = False,
 ) -> Callable[[], tuple[ParityResult, ...]]:
-    """Begin to compare the model with its reference, in poisoned memory.
+    """Begin to compare models with their references, in poisoned memory.
 
     Args:
-        device: where to run. On a GPU the presets are compared too, in bf16 and in float32.
-        backends: of the kernel path.
+        device: device to run on. On a GPU the presets are compared too, in bf16 and float32.
+        backends: backends of the kernels.
         group_sizes: scale types of the ragged model; presets have their own. Causality and
             determinism are checked with the default one, if it is among them, or the first.
         workers: processes that share the work; None is this one.
-        progress: is told each part that is done, and what it found.
-        memory: of what passed before; None remembers nothing.
+        progress: called for each finished part, with its results.
+        memory: results of earlier runs; None stores none.
         sampled: whether there is a sample: on a GPU the presets `LARGEST` in bf16, and small models
             in float32 and the scale types `ALWAYS`, of which torch runs `FEW_MODELS` in one; on a
             CPU the scale types `ALWAYS`; in the interpreter one scale type, in which models are
             compared from the bytes on alone, and the updates of each rule in one direction.
 
     Returns:
-        Waits, and returns what was found.
+        A function that waits for the results and returns them.
     """
     scale_types = sorted(group_sizes, key=lambda name: name != DEFAULT_SCALE_TYPE)
     subjects = all_subjects(device, tuple(backends), scale_types)
@@ -140,7 +140,7 @@ def begin_parity(
 
 
 def _ahead(job: tuple) -> Iterator[tuple]:
-    """Share out what is compiled for a model of many kernels."""
+    """Yield calls that compile shares of a model of many kernels."""
     _, backend, subject = job
     if backend == "triton" and subject.name.split(" T")[0] in OF_MANY_KERNELS:
         for index in range(SHARES):
@@ -148,7 +148,7 @@ def _ahead(job: tuple) -> Iterator[tuple]:
 
 
 def _compile_share(_name: str, index: int, subject: Subject) -> None:
-    """Compile a share of what a model needs, by a step on tensors without memory."""
+    """Compile a share of a model's kernels, by a step on tensors without memory."""
     device, about = subject.device, torch.cuda.get_device_properties(subject.device)
     with ExitStack() as stack:
         stack.enter_context(suppress(Exception))  # checks will tell what is wrong
@@ -177,7 +177,7 @@ def _ignore(*_: object) -> None: ...
 
 
 def _check(_name: str, _backend: str, subject: Subject) -> list[ParityResult]:
-    """Make all checks of one subject."""
+    """Run all checks of a subject."""
     launches = general_launches() if subject.generally else nullcontext()
     with deterministic(), poisoned(warn_only=False), launches:
         if "update" in subject.parts:
@@ -245,13 +245,13 @@ class Trace:
 
 
 def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> Trace:
-    """Run the real model forward and backward, and note what passes through it.
+    """Run the real model forward and backward, and record values.
 
     Args:
-        subject: says on what.
-        model: of the subject.
-        watched: whether inputs and outputs of blocks are noted; a block whose output is watched
-            leaves nothing to be added by the next one.
+        subject: subject of the comparison.
+        model: model of the subject.
+        watched: whether to record inputs and outputs of blocks; a block whose output is recorded
+            adds it to the stream itself, instead of the next block.
     """
     found, handles = Trace(), []
 
@@ -290,7 +290,7 @@ def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> T
 
 @contextmanager
 def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
-    """Note what the parts of a model choose in a forward of so many texts."""
+    """Record the choices of a model's parts in a forward of a batch."""
     found, handles, indexers = Choices(), [], []
 
     def note(name: str, choose: Callable[..., Tensor], *given: Any) -> None:
@@ -362,9 +362,9 @@ def _end_to_end(
     """Compare logits, losses, choices, and the gradients of the weights that are trained.
 
     Args:
-        subject: what is compared.
-        found: what passed through the real model.
-        reference: of the model.
+        subject: subject of the comparison.
+        found: values in the real model.
+        reference: reference of the model.
         leaves: its weights that are trained, by name.
     """
     whole, gate = "whole" in subject.parts, subject.gate_of_depth
@@ -395,12 +395,12 @@ def _end_to_end(
 def _blocks(
     subject: Subject, found: Trace, reference: Reference, leaves: dict[str, Tensor]
 ) -> Iterator[ParityResult]:
-    """Compare embedding, blocks and head, each on what the kernels gave it.
+    """Compare embedding, blocks and head, each on the inputs that the kernels computed.
 
     Args:
-        subject: what is compared.
-        found: what passed through the real model, watched.
-        reference: of the model.
+        subject: subject of the comparison.
+        found: values in the real model, watched.
+        reference: reference of the model.
         leaves: its weights that are trained, by name.
     """
     config, rows = subject.config, range(subject.batch)
@@ -411,7 +411,7 @@ def _blocks(
     def compare(
         name: str, got: Tensor, grad: Tensor, wanted: Tensor, own: dict, besides: Tensor | float = 0
     ) -> Iterator[ParityResult]:
-        """Compare an output; and for its gradient, those of leaves with their references."""
+        """Compare an output, and the gradients of leaves for a gradient of it."""
         yield subject.result("output", name, got, wanted, subject.gate)
         objective = (wanted * grad.double()).sum() + besides
         grads = torch.autograd.grad(objective, [leaf for leaf, _ in own.values()])
@@ -521,7 +521,7 @@ def _rotary(device: torch.device) -> Iterator[ParityResult]:
 
 
 def _tensor(subject: Subject) -> tuple[TernaryTensor, list[Tensor]]:
-    """Make a packed tensor, and two gradients of long tails, whose rows and columns differ."""
+    """Create a packed tensor, and two long-tailed gradients whose rows and columns differ."""
     generator = torch.Generator(subject.device).manual_seed(4)
 
     def normal(*shape: int) -> Tensor:

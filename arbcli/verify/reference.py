@@ -76,10 +76,10 @@ def reference_model(
 
     Args:
         weights: decoded, float64, by their names in the model.
-        config: of the model.
+        config: configuration of the model.
         ids: (B, T) bytes.
         memories: integer buffers of the model by name, others may be among them.
-        choices: of the model, which are taken and judged; None is to choose the best.
+        choices: choices of the model, which are adopted and judged; None chooses the best.
         endless: whether chunks have as many slots as they need, as in generation.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A verification from request to ledger: what is checked where, and what was left out."""
+"""A verification from request to ledger: its checks, devices and omissions."""
 
 import os
 import time
@@ -38,7 +38,7 @@ class VerifyRequest:
     """Scope of a verification."""
 
     names: tuple[str, ...] = ()
-    """Kernels; none is every one, and the model made of them."""
+    """Names of kernels; empty for all kernels and the models."""
     scale_type: str | None = DEFAULT_SCALE_TYPE
     """None is every one."""
     fuzz: int = 0
@@ -56,7 +56,7 @@ class VerifyRequest:
     exhaustive: bool = False
     """Whether all is checked, and no sample."""
     fresh: bool = False
-    """Whether what passed before is verified again."""
+    """Whether to verify again what passed before."""
 
     @property
     def scale_types(self) -> dict[str, int]:
@@ -86,11 +86,11 @@ class _Found:
 
 
 def verify(request: VerifyRequest, show: Callable[[str], None] = lambda _: None) -> Ledger:
-    """Make the checks that are asked for; SIGINT or SIGTERM ends them with what was found so far.
+    """Run the requested checks; SIGINT and SIGTERM end them with the results so far.
 
     Args:
-        request: which checks, and where.
-        show: is told of each part as it is done, in a line.
+        request: checks, device and backends.
+        show: called with a line for each finished part.
 
     Raises:
         ArbError: there is no such kernel, scale type, target, device or backend.
@@ -137,7 +137,7 @@ def _check(
     found: _Found,
     show: Callable[[str], None],
 ) -> None:
-    """Make the checks, and put what each part finds into `found` as it is done."""
+    """Run the checks, and store the results of each finished part in `found`."""
 
     def keep(title: str, results: list) -> Callable[[JobDone], None]:
         def done(job: JobDone) -> None:
@@ -197,7 +197,7 @@ def _num_workers(device: torch.device) -> int:
 
 
 def _not_reached(request: VerifyRequest, found: _Found, signal: str) -> Iterable[str]:
-    """List what an interrupted run did not come to, or did not finish."""
+    """Return the parts that an interrupted run did not finish."""
     done = {(result.kernel, result.scale_type) for result in found.kernels}
     missing = [
         f"{spec.name} {scale_type}" if scale_type else spec.name
@@ -216,7 +216,7 @@ def _not_reached(request: VerifyRequest, found: _Found, signal: str) -> Iterable
 
 
 def _of_kernels(request: VerifyRequest) -> Iterable[str]:
-    """List what kernels say that no check of theirs can tell."""
+    """Return the errors that no check of a kernel can detect, as kernels declare them."""
     for spec in find_kernels(request.names):
         yield from (f"{spec.name}: {item}" for item in spec.not_verified)
 
@@ -267,7 +267,7 @@ def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -
 
 
 def _not_drawn(found: _Found) -> Iterable[str]:
-    """List what random cases could have been and were not."""
+    """Return the properties that random cases could have had, and never had."""
     missing: dict[str, dict[str, None]] = {}
     for result in found.kernels:
         for what in result.drawn.never if result.drawn else ():
@@ -279,7 +279,7 @@ def _not_drawn(found: _Found) -> Iterable[str]:
 def _left_out(
     request: VerifyRequest, device: torch.device, backends: tuple[str, ...]
 ) -> Iterable[str]:
-    """List what was not asked for or cannot be verified here, and why."""
+    """Return what was not requested or cannot be verified here, and why."""
     if "triton" not in backends:
         yield f"the compiled kernels: nothing ran on a GPU, but on {device.type}"
         yield "bfloat16 in the kernels: Triton's interpreter computes it wrongly"

@@ -1,4 +1,4 @@
-"""Choose what is checked by default, of all that `--exhaustive` checks: a sample that is stated.
+"""The sample of the checks of `--exhaustive` that runs by default, and is stated.
 
 Kernels in Triton are sampled: compiling one for another group size takes seconds, and so does
 interpreting one. On a CPU the torch and native backends run every case in every scale type. On a
@@ -23,7 +23,7 @@ Planted faults are looked for in these."""
 IN_TRITON = ("triton", "interpreter")
 """Backends whose checks are sampled."""
 OF_A_CASE = 0.25
-"""How much of a compilation a case costs that needs none."""
+"""Cost of a case without a compilation, relative to a compilation."""
 OF_VALUES = {
     "unpack_trits", "digits_matmul", "grouped_matmul", "grouped_grad_w",
     "spread_chunks", "spread_chunks_backward", "mamba_step",
@@ -94,7 +94,7 @@ def sampled_scale_types(spec: Operation, scale_types: Iterable[str]) -> tuple[st
 
 
 def kind_of(label: str) -> str:
-    """Write a label without its numbers and its type: what is awkward about a case."""
+    """Return a label without numbers and dtype, which describes the property of the case."""
     return re.sub(r"\d+", "0", label.removesuffix(" bf16"))
 
 
@@ -104,7 +104,7 @@ def is_long(kernel: str, label: str) -> bool:
 
 
 class CompiledSample:
-    """Chooses cases of a kernel by what a GPU would have to compile for them: as little as it can.
+    """Chooses cases of a kernel such that a GPU compiles as few variants as possible.
 
     Together they meet each fact about what is compiled once: each type, each switch, each argument
     that is 1, is or is not a multiple of 16, each size of tiles up to a factor of 4, and all that a
@@ -112,7 +112,7 @@ class CompiledSample:
     compiled runs too, and so does one real matrix of each order of magnitude.
 
     Args:
-        spec: of the kernel.
+        spec: operation of the kernel.
     """
 
     def __init__(self, spec: Operation) -> None:
@@ -126,7 +126,7 @@ class CompiledSample:
         """Real matrices that `has` has turned down."""
 
     def may_take(self, part: Hashable, label: str) -> bool:
-        """Return whether a real matrix is worth drawing: none of its magnitude was drawn."""
+        """Return whether to draw a real matrix: none of its order of magnitude was drawn."""
         order = part, _order(label)
         worth = order not in self._tried
         self._tried.add(order)
@@ -141,11 +141,11 @@ class CompiledSample:
     def offer(
         self, part: Hashable, label: str, run: Callable[[], object], *, fixed: bool = True
     ) -> None:
-        """Note what a case needs.
+        """Record the properties and variants of a case.
 
         Args:
             part: has the case.
-            label: of the case.
+            label: label of the case.
             run: launches its kernels, which is recorded and not done.
             fixed: whether it is a fixed case, and no real matrix.
         """
@@ -170,7 +170,7 @@ class CompiledSample:
         self._offers[part, label] = _Offer(facts, launches, None if fixed else _order(label))
 
     def choose(self) -> None:
-        """Choose among the cases that were offered; those first that show most for the least."""
+        """Choose among the recorded cases, in descending order of new properties per cost."""
         missing = {fact for offer in self._offers.values() for fact in offer.facts}
         compiled: set[str] = set()
         while missing:
@@ -193,7 +193,7 @@ class CompiledSample:
                 orders.add(offer.order)
 
     def launches(self) -> list[Launch]:
-        """List a launch of everything that is compiled for what was chosen."""
+        """Return a launch of each variant that the chosen cases compile."""
         found: dict[str, Launch] = {}
         for place in self.chosen:
             found |= self._offers[place].launches
@@ -217,7 +217,7 @@ def _order(label: str) -> str:
 
 
 def _facts(variant: Variant) -> Iterable[Hashable]:
-    """List what a variant is compiled for, each thing for itself."""
+    """Return the properties of a variant, one by one."""
     name = variant.function.fn.__name__
     for key, kind in variant.signature.items():
         if kind != "constexpr":

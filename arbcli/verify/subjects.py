@@ -33,7 +33,7 @@ SAMPLED_CTX = 512
 
 @dataclass(frozen=True, slots=True)
 class ParityResult:
-    """How one thing in the model compares with its reference."""
+    """Result of comparing a tensor or property of a model with its reference."""
 
     check: str
     """A key of `CHECKS`."""
@@ -51,7 +51,7 @@ class ParityResult:
     cosine: float
     passed: bool
     remembered: bool = False
-    """Whether this was found before, by the same code on the same machine."""
+    """Whether the result is from an earlier run of the same code on the same machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,14 @@ class Subject:
     device: torch.device
     backend: str
     parts: tuple[str, ...] = ("blocks", "bits")
-    """Part of it: `blocks`, the `whole` gradient, `bits` of causality and determinism, `update`."""
+    """Kinds of checks: `blocks`, `whole` (gradient), `bits` (causality, determinism), `update`."""
     generally: bool = False
-    """Whether kernels are compiled for any number, and not anew for 1 and for multiples of 16."""
+    """Whether to run the `general` kernels, see `arbcli.verify.variants`."""
 
     def build(self) -> LanguageModel:
-        """Make the model, with scales that differ from group to group, and memories that hold some.
+        """Build the model, with random scales and filled memories.
 
-        It is the same on every device: all is drawn on the CPU.
+        It is the same on all devices, as random numbers are drawn on the CPU.
         """
         generator = torch.Generator().manual_seed(1)
         with torch.device(self.device):
@@ -145,7 +145,7 @@ class Subject:
 
     @property
     def gate(self) -> Gate:
-        """How closely a block must agree."""
+        """Tolerance for a block."""
         if self.dtype == torch.bfloat16:
             return Gate(
                 relative=0.03,
@@ -160,13 +160,13 @@ class Subject:
 
     @property
     def gate_of_depth(self) -> Gate:
-        """How closely a whole model must agree."""
+        """Tolerance for a whole model."""
         reason = f"{self.gate.reason}, over the whole depth of the model"
         return replace(self.gate, relative=10 * self.gate.relative, reason=reason)
 
 
 def fill_memories(part: nn.Module, codes: int) -> None:
-    """Fill a graph of so many codes, the balance of experts and n-grams with random integers."""
+    """Fill graph, expert balance and n-gram memory of a part with random integers."""
     generator = torch.Generator().manual_seed(1)
     for name, buffer in part.named_buffers():
         kind = name.rpartition(".")[2]
@@ -245,7 +245,7 @@ def all_subjects(
 
 
 def sampled_subjects(subjects: Iterable[Subject], scale_types: list[str]) -> Iterator[Subject]:
-    """Choose what is compared: of torch and C on a CPU all models, in the types `ALWAYS`."""
+    """Yield the subjects of the sample; with torch and C on a CPU all models, in types `ALWAYS`."""
     always = [name for name in ALWAYS if name in scale_types] or scale_types[:1]
     for subject in subjects:
         config = subject.config

@@ -1,4 +1,4 @@
-"""Time kernels against torch's own operations, and against what the machine could do in that run.
+"""Time kernels relative to torch's operations, and to the limits of the machine in that run.
 
 What is timed is one call, captured as a CUDA graph and replayed between two events. That is how a
 training step runs, and it leaves out Python but not the launch: a call that does nothing takes
@@ -32,9 +32,9 @@ from arbcli.verify.compare import as_tuple
 from arbcli.verify.kernels import KernelResult, find_kernels
 
 WARM_UPS = 3
-"""Calls before a capture, and turns before those that count."""
+"""Warm-up calls before a capture, and warm-up turns."""
 TURNS = (10, 500)
-"""The least and the most that are taken, whatever the time for them."""
+"""Minimum and maximum number of turns, whatever their time."""
 
 
 class Stopwatch:
@@ -52,7 +52,7 @@ class Stopwatch:
         self._stream = torch.cuda.Stream(device)
 
     def capture(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Turn what a call launches into one replay of it; the call must not wait for the GPU."""
+        """Capture the launches of a call, which must not wait for the GPU; return their replay."""
         torch.cuda.synchronize(self.device)  # inputs are made on another stream
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UPS):  # compiles kernels and allocates the library's workspace
@@ -86,14 +86,14 @@ def time_calls(
     *,
     capture: bool = True,
 ) -> list[list[float]]:
-    """Time calls that take turns.
+    """Time calls in turns.
 
     Args:
-        calls: what to time. What they read has to live as long as they do.
-        stopwatch: of the device they run on.
-        seconds: for all of them, warm-up not counted.
-        capture: whether to replay the launches of a call; not for one that waits for the GPU, or
-            replays a graph of its own.
+        calls: calls to time, which must keep their inputs alive.
+        stopwatch: stopwatch of their device.
+        seconds: total time, without warm-up.
+        capture: whether to capture and replay the launches of a call; not for calls that wait for
+            the GPU or replay a graph.
 
     Returns:
         Microseconds of each turn, by call.
@@ -179,7 +179,7 @@ class TimingReport:
 
 
 def check_timeable(device: torch.device, backends: Iterable[str]) -> None:
-    """Refuse to time what does not run, or is not verified first.
+    """Check that kernels can run here and are verified before they are timed.
 
     Raises:
         ArbError: `device` is not a GPU, or its kernels are not among the `backends` to be verified.
@@ -205,10 +205,10 @@ def time_kernels(
     """Time the kernels that passed, and no other.
 
     Args:
-        found: what their verification found.
-        stopwatch: of the device they were verified on.
-        group_size: of the scales of timed matrices.
-        progress: is told each kernel that is next.
+        found: results of their verification.
+        stopwatch: stopwatch of the device of the verification.
+        group_size: group size of the scales of timed matrices.
+        progress: called with the name of each kernel before it is timed.
     """
     passed: dict[str, bool] = {}
     for result in found:

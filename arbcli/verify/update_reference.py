@@ -102,19 +102,18 @@ def reference_step(
     accumulation: int = 1,
     of_moment: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Compute where one micro-batch ought to bring the state of a tensor, but for its rounding.
+    """Compute the state of a tensor after a micro-batch, without rounding.
 
     Args:
-        tensor: says which rule.
-        before: what `state_values` said before.
-        stored_moment: what it says afterwards; the weights step by the moment as it is stored.
-        direction: (N, K), of unit root-mean-square; the gradient itself where the moment is of
-            gradients.
-        slope: (N, groups), of unit root-mean-square.
+        tensor: tensor with its rule.
+        before: result of `state_values` before the step.
+        stored_moment: moment in its result after the step, as weights step by the stored moment.
+        direction: (N, K), of unit RMS; the gradient itself if the moment averages gradients.
+        slope: (N, groups), of unit RMS.
         lr: learning rate of the step.
-        micro: number of the micro-batch in the step.
-        accumulation: micro-batches of the step.
-        of_moment: (N, K), the direction of the stored moment, where weights step along that.
+        micro: index of the micro-batch in the step.
+        accumulation: number of micro-batches of the step.
+        of_moment: (N, K), the direction of the stored moment, if weights step along it.
     """
     rule, largest = tensor.rule, tensor.rule.radix + tensor.rule.remainder_max
     size, z, m = lr * rule.radix / 16, before["z"], before["m"]

@@ -1,4 +1,4 @@
-"""Share work among processes: Triton compiles, and interprets, on one core at a time."""
+"""A pool of processes, as Triton compiles and interprets on a single core."""
 
 import os
 import signal
@@ -18,10 +18,10 @@ from arbcli.kernels.runtime.compile_once import compile_each_once
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """A job that is done."""
+    """A finished job."""
 
     number: int
-    """How many are done, this one too."""
+    """Number of finished jobs, including this one."""
     total: int
     name: str
     result: Any
@@ -29,17 +29,17 @@ class JobDone:
     arguments: tuple = ()
     """Arguments of the call."""
     remembered: bool = False
-    """Whether nothing was called, as the result was known."""
+    """Whether the result was known, so that nothing was called."""
 
 
 def name_of(job: tuple) -> str:
-    """Name a job by its first arguments."""
+    """Return the name of a job: its first arguments."""
     return " ".join(str(part) for part in job[:2] if part is not None)
 
 
 @dataclass(slots=True)
 class Batch:
-    """Jobs that were given to workers, and what is known of them."""
+    """Queued jobs, and their results so far."""
 
     function: Callable
     jobs: list[tuple]
@@ -50,7 +50,7 @@ class Batch:
 
     @property
     def is_done(self) -> bool:
-        """Whether all results are there."""
+        """Whether all jobs are finished."""
         return len(self.results) == len(self.jobs)
 
     def add(self, index: int, result: Any) -> None:
@@ -60,11 +60,11 @@ class Batch:
 
 
 class Workers:
-    """Processes that do jobs, or this process where there is to be one only.
+    """A pool of processes that run jobs; for a single one, this process.
 
     Args:
-        number: of processes.
-        interpret: whether kernels are for Triton's interpreter there; None is as it is here.
+        number: number of processes.
+        interpret: whether the processes use Triton's interpreter; None is like this process.
     """
 
     def __init__(self, number: int = 1, *, interpret: bool | None = None) -> None:
@@ -79,7 +79,7 @@ class Workers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the processes; after an error, or a signal, whatever they are at."""
+        """End the processes; after an error or a signal, without waiting for their jobs."""
         if self._pool is None:
             return
         if kind is not None:
@@ -90,10 +90,11 @@ class Workers:
             self._locks.cleanup()
 
     def start(self, load: Callable[[], None]) -> None:
-        """Start the processes, if there are to be several, before there are jobs.
+        """Start the processes, if there are several, before there are jobs.
 
         Args:
-            load: of a module that imports what jobs need; it leaves the next call to another.
+            load: function of the module that imports the dependencies of the jobs; it takes long
+                enough that each process gets one call.
         """
         if self.number > 1:
             self._submit([(Batch(load, [()], print, len), 0)] * self.number)
@@ -131,7 +132,7 @@ class Workers:
         """Wait for a batch.
 
         Returns:
-            What the calls returned, in the order of the jobs.
+            The results, in the order of the jobs.
         """
         if self._waiting:
             self._waiting.sort(key=lambda each: each[0].turn(each[0].jobs[each[1]]))
@@ -175,10 +176,9 @@ class Workers:
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Leave Ctrl-C, which all processes of a terminal get, to this one.
+    """Block Ctrl-C in the block, so that processes started in it never receive it.
 
-    What is held back here comes when it is over. A process that is started meanwhile never gets it,
-    from its first moment on.
+    A terminal sends Ctrl-C to all its processes. This process receives it after the block.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -192,7 +192,7 @@ def _interrupts_held_back() -> Iterator[None]:
 
 
 def _start_process(threads: int, locks: str) -> None:
-    """Share the cores, and what is compiled."""
+    """Share cores and compiled kernels with the other processes."""
     torch.set_num_threads(threads)
     compile_each_once(locks)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it could not be held back

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from marks import mostly_slow
 from typer.testing import CliRunner
 
 from arbcli.cli import app
-from arbcli.commands.audit_memory import _part_of
+from arbcli.commands.audit_memory import LISTED, _live_table, _part_of
 from arbcli.inspect.memory import predict
+from arbcli.inspect.peak import AtPeak
 from arbcli.model.language_model import LanguageModel
 from arbcli.train.updater import Updater
 
@@ -150,3 +152,14 @@ def test_memory_of_a_cpu_is_not_recorded(arb_here):
 )  # fmt: skip
 def test_part_of_the_program_stands_for_its_functions(function, shown):
     assert _part_of(function) == shown
+
+
+def test_smallest_tensors_of_a_peak_share_a_row():
+    live = tuple(
+        AtPeak(part="saved", made_in="a.b", tensor=f"int8 {n}", number=n, bytes=2**20 * (30 - n))
+        for n in range(1, LISTED + 3)
+    )
+    shown = _live_table(SimpleNamespace(live=live))
+    *_, number, size = [[*column.cells] for column in shown.columns]
+    assert len(number) == LISTED + 1
+    assert (str(number[-1]), str(size[-1])) == (f"{2 * LISTED + 3}", f"{57 - 2 * LISTED:.2f}")

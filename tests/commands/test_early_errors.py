@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from arbcli.cli import app
+from arbcli.commands._options import check_settings
 from arbcli.commands._outputs import PICTURES, check_file, check_folder
 from arbcli.config.presets import preset
 from arbcli.config.training import train_config_from
@@ -51,6 +52,10 @@ MISTAKES = {
     "train --lr 0.5 --final-lr 1": "`--final-lr` is 1.0",
     "train --schedule constant --final-lr 0.1": "a constant learning rate",
     "train --digits all --weights float": "`--digits` is part of `--weights` now",
+    "train --pack --compute fp32": "gates in fp32 cannot be packed\nhint: leave `--pack` out",
+    "train --pack --recompute": "recomputed blocks keep no gates",
+    "train --pack --layers 1": "no block before the last one has a gated MLP",
+    "train --pack --weights float": "a float baseline does not pack gates",
     "train --weights float --optimizer sgd": "`--optimizer` is `sgd`",
     "train --weights float --rule nibble":
         "float weights are trained by AdamW or Muon, so `--rule` cannot be given",
@@ -259,6 +264,11 @@ def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
         named = {*re.findall(r"`(--[a-z-]+)", two_lines.split("\nhint: ")[1])}
         assert named <= {"--help"} | options_of(words.split()[0]), (words, named)
     assert {*tmp_path.rglob("*")} == there
+
+
+def test_gates_may_be_packed_in_the_dtype_of_the_device():
+    check_settings({"pack": True})
+    check_settings({"preset": "1b", "pack": True, "compute": "fp8"})
 
 
 @pytest.mark.parametrize(

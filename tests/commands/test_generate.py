@@ -204,6 +204,15 @@ def test_generate_refuses_a_prompt_with_what_follows_beyond_any_text(run, arb_he
     assert arb_here("generate", "--checkpoint", run, "--length", "18", "--prompt", "ab").stdout
 
 
+def test_text_that_is_written_to_a_file_is_reported_as_json(monkeypatch, capsys):
+    module = importlib.import_module("arbcli.commands.generate")
+    monkeypatch.setattr(module, "write_first", lambda path, content: f"{len(content)} samples")
+    module._write(b"abc", {"length": 3}, Path("a.wav"), as_json=True)
+    written = capsys.readouterr()
+    assert json.loads(written.out) == {"length": 3}
+    assert written.err == "`a.wav` has 3 samples\n"
+
+
 def test_evaluate_takes_the_held_out_text_of_the_last_run(run, arb_here, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").symlink_to(Path(run).parent)

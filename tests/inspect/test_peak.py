@@ -34,6 +34,9 @@ DENSE = {"dim": 48, "layers": 2, "heads": 2, "ffn": 130, "ctx": 33, "batch": 3, 
 CPU = torch.device("cpu")
 
 
+PARTS = ("saved", "transient", "constant")
+
+
 def measured_peak(config):
     """Do two real steps, and count the bytes of all tensors that were alive at once."""
     texts = open_texts((), (), seed=0, context=config.model.ctx)
@@ -180,6 +183,18 @@ def test_predicted_peak_is_the_sum_of_its_parts():
     parts = (peak.state_bytes, peak.saved_bytes, peak.transient_bytes, peak.constant_bytes)
     assert min(parts) > 0
     assert sum(parts) == peak.peak_bytes == peak.reserved_bytes
+    of = {part: sum(each.bytes for each in peak.live if each.part == part) for part in PARTS}
+    assert tuple(of.values()) == parts[1:]
+    assert [each.bytes for each in peak.live] == sorted((e.bytes for e in peak.live), reverse=True)
+
+
+def test_live_tensors_of_a_peak_are_named_by_what_makes_them():
+    config = config_of({"layers": 5})
+    rows, numbers = config.batch * config.model.ctx, {}
+    for each in predict_peak(config).live:
+        numbers[each.tensor] = numbers.get(each.tensor, 0) + each.number
+    width = 2 * config.model.main.blocks[0].channel.width
+    assert numbers[f"bfloat16 {rows}x{width}"] == 5
 
 
 def test_memory_of_an_evaluation_is_predicted_and_is_none_of_a_step(monkeypatch):
@@ -234,7 +249,8 @@ captured, and whether blocks were computed again.
 
 On an H100 at `df1b92c6`. Those of `1b` and `arb-3b` are of an H200, before the gradient of a gated
 MLP's middle overwrote that middle, which saves up to 11 %, and before gradients of small
-matrices were held: to be measured again.
+matrices were held: to be measured again. Weights of several blocks, decoded at once, add half a
+percent to `tiny` since.
 """
 
 
@@ -251,7 +267,7 @@ def test_predicted_peak_is_no_more_than_a_gpu_held_before(name, batch, captured,
     )
     peak = predict_peak(config, captured=captured)
     allocated, reserved = MEASURED[name, batch, captured, recompute]
-    assert -0.12 <= peak.peak_bytes / allocated - 1 <= 0.004
+    assert -0.12 <= peak.peak_bytes / allocated - 1 <= 0.005
     assert -0.14 <= peak.reserved_bytes / reserved - 1 <= 0.035
     assert peak.evaluated_bytes >= peak.reserved_bytes
 

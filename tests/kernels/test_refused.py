@@ -156,8 +156,8 @@ SEEDS = {
     "unit_gain": 2, "step_by_direction": 3, "sum_gradients": 1,
 }  # fmt: skip
 """Of those draws that have every input, or several heads, where the first has not."""
-NAMES = {spec.name for spec in KERNELS} - {"merged_steps"}
-"""A merged step is a list of launches that were refused one by one."""
+NAMES = {spec.name for spec in KERNELS} - {"merged_steps", "decode_weights"}
+"""These are lists of launches, each of which is checked by itself."""
 SAID = r"^(?!.*to unpack)"
 """By the operation, and not by a tuple of another length."""
 

@@ -4,6 +4,7 @@ Triton's interpreter computes wrongly in bfloat16, so no case of a CPU reads it.
 GPU does in float16, which kernels read alike.
 """
 
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -56,9 +57,30 @@ def test_results_have_the_same_types_and_shapes_on_every_backend(dtype):
     assert unfused >= UNFUSED
 
 
+COPIES = {"decode_digits", "decode_weight", "embedding_rows", "sum_gradients", "unpack_trits"}
+"""Operations that take a dtype and store in it what they read."""
+
+
+def test_results_in_float32_of_bfloat16_have_more_than_its_bits():
+    """Else what is asked for in float32 would be rounded on its way."""
+    asked = {
+        spec for spec in KERNELS
+        if "dtype" in inspect.signature(spec.torch).parameters and spec.name not in COPIES
+    }  # fmt: skip
+    for spec in asked:
+        inputs = spec.drawn(Dice(0, CPU, torch.bfloat16), *SIZES)
+        wide = [torch.float32 if isinstance(x, torch.dtype) else x for x in copies(inputs)]
+        more = {} if torch.float32 in wide else {"dtype": torch.float32}
+        with use_backend("torch"):
+            for result in as_tuple(spec.torch(*wide, **more)):
+                assert (result.bfloat16() != result).any(), spec.name
+    assert len(asked) > 8
+
+
 NOT_IN_HALVES = {
     "attend_ahead", "attend_parts", "digits_matmul", "prepacked_rows", "row_by_row",
     "row_matmul", "rms_norm_e4m3", "add_rms_norm_e4m3", "gated_rms_norm_e4m3", "choose_entries",
+    "gated_rms_norm_e4m3_packing",
     "append_position_8bit",
 }  # fmt: skip
 """Kernels that take bits of bfloat16 apart, or round to it, or to eight bits."""

@@ -17,9 +17,9 @@ def backend(device):
         yield
 
 
-def build(device) -> LanguageModel:
+def build(device, layers: int = 1) -> LanguageModel:
     with torch.device(device):
-        model = LanguageModel(preset("tiny", **SIZES), torch.float32)
+        model = LanguageModel(preset("tiny", **SIZES | {"layers": layers}), torch.float32)
     model.initialise(3)
     return model
 
@@ -34,33 +34,63 @@ def step(model: LanguageModel, device) -> dict[str, torch.Tensor]:
     return gradients | {"loss": loss.detach()}
 
 
-def test_decoding_ahead_changes_no_bit_and_saves_launches(device, backend, monkeypatch):
+@pytest.mark.parametrize(("layers", "launches"), [(1, [5, 2, 2, 1]), (3, [13, 2, 2, 9])])
+def test_decoding_ahead_changes_no_bit_and_saves_launches(
+    layers, launches, device, backend, monkeypatch
+):
     groups, decode = [], linear.decode_weights_triton
     monkeypatch.setattr(
         linear,
         "decode_weights_triton",
         lambda matrices, dtype: groups.append(len(matrices)) or decode(matrices, dtype),
     )
-    together, alone = build(device), build(device)
+    together, alone = build(device, layers), build(device, layers)
     for weight in alone.weights().values():
         weight.decodes_ahead = False
     first = step(together, device)
-    assert groups == [4, 1, 2, 1]
+    assert groups == launches
     second = step(alone, device)
     for name in first:
         assert torch.equal(first[name], second[name]), name
 
 
-def test_a_backward_decodes_across_blocks_and_little_at_first():
-    model = LanguageModel(preset("tiny", **SIZES | {"layers": 2}))
+def weights_of(model: LanguageModel) -> list:
     parts = [(block.attention, block.mlp) for block in model.blocks]
     layers = [(a.qkv, a.output, mlp.gate_up, mlp.output) for a, mlp in parts]
-    weights = [layer.weight for block in layers for layer in block]
-    assert weights[0].needed_after == tuple(weights[1:4])
-    assert weights[7].needed_before == ()
+    return [layer.weight for block in layers for layer in block] + [model.head.weight]
+
+
+def test_several_blocks_are_decoded_in_one_launch_and_little_at_first():
+    weights = weights_of(LanguageModel(preset("tiny", **SIZES | {"layers": 2})))
+    assert weights[0].needed_after == tuple(weights[1:])
+    assert weights[8].needed_before == (weights[7],)
     assert weights[6].needed_before == (weights[5],)
+    assert weights[4].needed_before == tuple(weights[3::-1])
+
+
+def test_groups_are_bounded_by_their_size(monkeypatch):
+    monkeypatch.setattr(linear, "MOST_AT_ONCE", 2 * 8 * (24 + 8 + 16 + 8))
+    weights = weights_of(LanguageModel(preset("tiny", **SIZES | {"layers": 5})))
+    assert [len(weight.needed_after) for weight in weights[::4]] == [7, 3, 7, 3, 4, 0]
+    assert [len(weight.needed_before) for weight in weights[::-1]][:13] == [
+        1, 0, 1, 0, 7, 6, 5, 4, 3, 2, 1, 0, 7,
+    ]  # fmt: skip
+
+
+def test_a_recomputed_block_decodes_its_own_weights_only():
+    weights = weights_of(LanguageModel(preset("tiny", **SIZES | {"layers": 2}), recompute=True))
+    assert weights[0].needed_after == tuple(weights[1:4])
     assert weights[4].needed_before == (weights[3], weights[2], weights[1])
     assert weights[0].needed_before == ()
+    assert not weights[8].decodes_ahead
+
+
+def test_weights_in_eight_bits_are_not_decoded(device, backend, monkeypatch):
+    model = build(device)
+    for weight in weights_of(model)[:4]:
+        weight.fp8 = True
+    weights_of(model)[4].propagate(torch.ones(65, 256, device=device))
+    assert all(weight._decoded is None for weight in weights_of(model))
 
 
 def test_what_was_decoded_is_not_used_for_new_weights(device, backend):

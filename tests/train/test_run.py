@@ -44,6 +44,7 @@ from arbcli.train.parallel.group import Group
 from arbcli.train.profiling import StepTrace
 from arbcli.train.record import Record, append_record, keep_records
 from arbcli.train.run import resume_run, start_run
+from arbcli.train.saving import SAVE_SECONDS
 from arbcli.train.schedule import learning_rate
 from arbcli.train.trainer import Trainer
 
@@ -271,9 +272,12 @@ def test_run_is_saved_at_the_start_and_by_time(text, tmp_path, device, monkeypat
     monkeypatch.setattr("arbcli.train.saving.save_checkpoint", note)
     start_run(config(text, device, steps=3, save_every=500), tmp_path / "a", Observer())
     assert saved == [0, 3]
-    monkeypatch.setattr("arbcli.train.saving.SAVE_SECONDS", 0)
-    start_run(config(text, device, steps=3, save_every=500), tmp_path / "b", Observer())
-    assert saved == [0, 3, 0, 1, 2, 3]
+    observer, passed, apart = Observer(), [0], SAVE_SECONDS * 3 // 5
+    monkeypatch.setattr(observer, "stepped", lambda step: passed.append(apart * step))
+    clock = SimpleNamespace(perf_counter=lambda: passed[-1])
+    monkeypatch.setattr("arbcli.train.saving.time", clock)
+    start_run(config(text, device, steps=7, save_every=500), tmp_path / "b", observer)
+    assert saved == [0, 3, 0, 2, 4, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -581,7 +585,7 @@ def test_checkpoint_of_another_run_is_refused_by_field(started):
         place.update(before)
     names = config.decisive().keys() - {"scale_losses"}
     saved.data["settings"] = settings | dict.fromkeys(names, 7)
-    with pytest.raises(ArbError, match=r"its `accum` is 7, not 1, its `batch` .*, and 9 more"):
+    with pytest.raises(ArbError, match=r"its `accum` is 7, not 1, its `batch` .*, and 10 more"):
         accept(saved)
 
 

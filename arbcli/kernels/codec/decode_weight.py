@@ -20,7 +20,6 @@ Reason: one instruction multiplies two trits by their scale, which gives the sto
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,7 +48,6 @@ from arbcli.kernels.codec.warp_products import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Matrix, Number
-from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.kernels.runtime.shared_memory import allocate, read_four, wait_for_warp, write_four
 from arbcli.kernels.timed import Timed
@@ -133,7 +131,7 @@ def _decode_blocks(
     for digit in tl.static_range(5):
         scale = load_scale(
             exponent_ptr + n * stride_en, fraction_ptr + n * stride_fn,
-            0, (5 * (block + ABREAST * c) + digit) // (GROUP // 32), ABREAST * c < mine,
+            0, (5 * (block + ABREAST * c) + digit) // (GROUP // 32), mine > ABREAST * c,
             0, stride_eg, 0, stride_fg, HAS_FRACTION,
         )  # fmt: skip
         scale *= 0.5 if digit % 2 else -0.5  # as `take_digits` gives 2 T or -2 T
@@ -143,7 +141,7 @@ def _decode_blocks(
     words = (start - skew).to(tl.pointer_type(tl.int32)) + (8 * block + 2 * c)
     loaded = ()
     for i in tl.static_range(4):
-        some = ABREAST * i < mine
+        some = mine > ABREAST * i
         for j in tl.static_range(3):
             here = some & (skew > 0) if j == 2 else some
             loaded = loaded + (tl.load(words + (8 * ABREAST * i + j), mask=here),)  # noqa: RUF005
@@ -165,7 +163,7 @@ def _decode_blocks(
             if STAGED:
                 write_four(at + (80 * (thread - c) + 64 * digit + 16 * c), pairs)
             else:
-                _store_eight(weights + (160 * ABREAST * i + 32 * digit), pairs, ABREAST * i < mine)
+                _store_eight(weights + (160 * ABREAST * i + 32 * digit), pairs, mine > ABREAST * i)
         if STAGED:
             _store_staged(
                 at, weight_ptr, first_n, first_block + ABREAST * i, N, blocks, stride_wn, ABREAST
@@ -230,14 +228,6 @@ def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
             PTX=HAS_PTX and by_block, num_warps=1,
         )  # fmt: skip
     return weight
-
-
-def decode_weights_triton(matrices: list[Packed], dtype: torch.dtype) -> list[Tensor]:
-    """Decode several matrices of trits in one launch or a few launches."""
-    found: list[Tensor] = []
-    runs = [partial(lambda m: found.append(decode_weight_triton(m, dtype)), m) for m in matrices]
-    merge_launches(runs, matrices[0].trits.device)
-    return found
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:

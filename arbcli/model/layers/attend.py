@@ -56,7 +56,7 @@ def attend_rotated(qkv: Tensor, angles: Angles) -> Tensor:
 
     Args:
         qkv: (B, T, 3, heads, d) contiguous; overwritten.
-        angles: of positions.
+        angles: angles of positions.
 
     Returns:
         (B, heads, T, d).

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from arbcli.config.site import Site
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_e4m3 import largest_exponents
-from arbcli.kernels.codec.decode_weight import decode_weights_triton
+from arbcli.kernels.codec.decode_weights import decode_weights_triton
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.digits_matmul import (
     ROWS_ALIKE,
@@ -137,6 +137,7 @@ class LinearWeight(StreamedTensor):
         decoded, self._decoded = self._decoded, None
         if decoded is not None and decoded[:2] == (self.version, dtype):
             return decoded[2]
+        group = tuple(each for each in group if not (each.fp8 or each.nvfp4))
         own, *others = decode_weights_triton([each.packed for each in (self, *group)], dtype)
         for weight, dense in zip(group, others, strict=True):
             weight._decoded = weight.version, dtype, dense
@@ -203,7 +204,13 @@ class LinearWeight(StreamedTensor):
         return grad_x
 
 
-def decode_in_groups(blocks: list[list[LinearWeight]]) -> None:
+MOST_AT_ONCE = 2**22
+"""Maximum number of weights of several blocks that are decoded in one launch: 8 MiB in bf16."""
+
+
+def decode_in_groups(
+    blocks: list[list[LinearWeight]], head: LinearWeight | None, *, across: bool
+) -> None:
     """Decode small matrices in groups, as decoding one takes less time than its launch.
 
     A backward begins with smaller groups, as decoded weights would add to the peak while most
@@ -211,12 +218,21 @@ def decode_in_groups(blocks: list[list[LinearWeight]]) -> None:
 
     Args:
         blocks: the weights of each block, equally many, in the order of a forward, each once.
+        head: the weight that is used after them, if it is used once.
+        across: whether a group may have weights of several blocks and of the head. A block that is
+            recomputed uses weights of its own only.
     """
-    weights, size = [weight for block in blocks for weight in block], len(blocks[0])
+    weights = [weight for block in blocks for weight in block]
     large = any(weight.num_weights >= LARGE_ELEMENTS for weight in weights)
     if not weights or large or weights[0].rule.reads_all:
         return
-    forward, back = range(0, len(weights), size), (0, 1, *range(size - 1, len(weights), size))
+    after = [head] if across and head and head.num_weights < LARGE_ELEMENTS else []
+    size, number = len(blocks[0]), len(weights)
+    at_once = MOST_AT_ONCE // sum(weight.num_weights for weight in blocks[0]) if across else 1
+    length = size * max(1, at_once)
+    forward, first = range(0, number, length), len(after)
+    back = (0, first + 1, *range(first + size - 1, first + number, length))
+    weights += after
     for order, starts, name in (
         (weights, forward, "needed_after"),
         (weights[::-1], back, "needed_before"),

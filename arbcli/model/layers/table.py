@@ -120,7 +120,7 @@ class TernaryTable(nn.Module):
         Args:
             ids: (M, k) int64; ids outside of 0..V-1, such as -1, are ignored.
             weights: (M, k) float32; differentiable.
-            dtype: of the result.
+            dtype: dtype of the result.
 
         Returns:
             (M, D) of `dtype`.

@@ -16,7 +16,7 @@ def boundaries(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, list[bo
     Args:
         w: weights of the stage.
         x: the stream.
-        reading: of the stage, with the configuration of its chunks.
+        reading: inputs of the stage, with the configuration of its chunks.
     """
     config, length = reading.config_of(ChunkingConfig), len(x)
     if config.boundaries == "learned":

@@ -63,7 +63,7 @@ def _scores(w: Weights, ends: Tensor, still: Tensor, sees: Tensor, reading: Read
         ends: (N, D), these positions of the normalised stream.
         still: (N, kv_heads, d), entries that are not rotated.
         sees: (N, N) bool, which entries a group sees.
-        reading: of the attention.
+        reading: inputs of the attention.
 
     Returns:
         (N, N).

@@ -22,7 +22,7 @@ def memories(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, list[Tens
     Args:
         w: weights of the model.
         x: the stream.
-        reading: of the model, with the configuration of the memories.
+        reading: inputs of the model, with the configuration of the memories.
 
     Returns:
         The stream, and the result of each codebook.
@@ -90,10 +90,10 @@ def iterated(
 
     Args:
         w: weights of the iterations.
-        start: what they start from.
+        start: initial values of the iterations.
         codes: (T,) rows of the table and (T,) their weights; None where there is no codebook.
-        table: of the codebook.
-        reading: of the iterations.
+        table: table of the codebook.
+        reading: inputs of the iterations.
 
     Returns:
         The result, and (iterations, T): what of each position halted with each iteration.

@@ -1,0 +1,115 @@
+"""Time a training step of other families against plain PyTorch: chunks, long texts, experts.
+
+    python -m benchmarks.families [FAMILY...] [--kinds KIND...] [--out DIR]
+
+The bare baseline (`benchmarks.bare_families`) is one compiled function in bf16 with float32
+weights, without sub-norms and clipping; its step is one CUDA graph, and its batch stays on the GPU.
+The float baseline is that of `arb train --weights float`: its blocks are compiled, but they use the
+kernels of `arb` for chunks, entries and the order of experts. `factored` is compared with AdamW,
+`orthogonal` with Muon. All kinds of a family take turns: see `benchmarks.training_step`.
+"""
+
+import sys
+import time
+import traceback
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from arbcli.config.presets import preset
+from arbcli.data import open_texts
+from arbcli.model.baselines import FloatWeight
+from arbcli.train.configure import new_config
+from arbcli.train.trainer import Trainer
+from benchmarks import results
+from benchmarks.bare_families import Compressed, FamilyModel
+from benchmarks.bare_twin import BareStep
+from benchmarks.training_step import Subject, draw, empty, prepare, text, time_in_turns, to_row
+
+FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "hnet-base": (8, {"preset": "hnet-base"}),
+    "arb-long": (2, {"preset": "arb-long"}),
+    "experts": (16, {"preset": "base", "experts": 16, "top_k_experts": 2, "ffn": 1024}),
+}
+"""Windows of a batch, and the model: `experts` is `base` with 16 experts, two for a byte."""
+KINDS: dict[str, dict[str, Any]] = {
+    "factored": {"rule": "moment", "direction": "factored"},
+    "orthogonal": {"rule": "moment", "direction": "orthogonal"},
+    "AdamW": {"weights": "float", "sub_norms": False},
+    "Muon": {"weights": "float", "sub_norms": False, "optimizer": "muon"},
+    "AdamW, bare": {"weights": "float", "sub_norms": False},
+    "AdamW, bare, flex": {"weights": "float", "sub_norms": False},
+    "Muon, bare": {"weights": "float", "sub_norms": False, "optimizer": "muon"},
+}
+ATTENTION = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""Kernels of the bare baseline's causal attention, the fastest first."""
+
+
+def build(family: str, kind: str) -> Trainer | BareStep:
+    """Make what trains."""
+    (batch, model), options = FAMILIES[family], KINDS[kind]
+    if ", bare" in kind:
+        sizes = {key: value for key, value in model.items() if key != "preset"}
+        config = preset(model["preset"], weights="float", sub_norms=False, **sizes)
+        flex = mock.patch.object(Compressed, "flex", kind.endswith("flex"))
+        with torch.device("cuda"), flex:
+            bare = FamilyModel(config)
+            ids = torch.randint(256, (batch, config.ctx))
+        return BareStep(bare, ids, bare.matrices if kind.startswith("Muon") else ())
+    given = model | options
+    config = new_config(batch=batch, steps=10_000, device="cuda", data=[str(text())], **given)
+    texts = open_texts(config.data, None, seed=0, context=config.model.ctx)
+    with mock.patch.object(FloatWeight, "initialise", draw):
+        return Trainer(config, texts, capture=True)
+
+
+def measure(family: str, kinds: list[str]) -> list[dict[str, Any]]:
+    """Measure kinds in turns; what fails is reported and left out."""
+    subjects: list[Subject] = []
+    for kind in kinds:
+        started = time.perf_counter()
+        fastest = sdpa_kernel(ATTENTION, set_priority=True)
+        try:
+            with fastest if ", bare" in kind else nullcontext():
+                subjects.append(prepare(kind, partial(build, family, kind)))
+        except Exception:
+            traceback.print_exc()
+        seconds = time.perf_counter() - started
+        print(f"  prepared {family} {kind} in {seconds:.0f} s", file=sys.stderr, flush=True)
+    time_in_turns(subjects)
+    shape = preset(FAMILIES[family][1]["preset"]).ctx, FAMILIES[family][0]
+    return [to_row(family, shape, subject, len(subjects) > 1) for subject in subjects]
+
+
+def main() -> None:
+    """Print a line a step, and write the rows of each family."""
+    parser = results.options("families", "Time training steps of families against plain PyTorch.")
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    args = parser.parse_args()
+    for family in args.families or FAMILIES:
+        rows = measure(family, args.kinds)
+        for row in rows:
+            print(
+                f"{family:10} {row['kind']:12} {row['weights'] / 1e6:6.1f} M {row['ms']:9.3f} ms"
+                f" {row['bytes_per_second']:12,} bytes/s, allocated"
+                f" {row['allocated_bytes'] / 2**20:8,.0f} MiB",
+                flush=True,
+            )
+        if rows:
+            command = results.command_line("families", family)
+            results.save("families", rows, command=command, folder=args.out)
+        empty()
+
+
+if __name__ == "__main__":
+    main()

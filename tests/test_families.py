@@ -1,0 +1,130 @@
+"""The bare baseline of other families computes what the float baseline computes."""
+
+import pytest
+import torch
+
+from arbcli.config.presets import preset
+from arbcli.kernels.attention.choose_entries import choose_entries
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.build import build_model
+from arbcli.train.step import minimised
+from benchmarks.bare_families import Compressed, FamilyModel, Indexer, smooth
+from benchmarks.bare_twin import orthogonalise, step_by_muon
+from benchmarks.families import FAMILIES
+
+SMALL = {
+    "hnet-base": {
+        "dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 64, "outer_dim": (16,),
+        "outer_heads": (2,), "outer_ffn": (24,), "window": 16,
+    },
+    "arb-long": {
+        "dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 64, "head_width": 16, "rotary": 8,
+        "window": 16, "ratios": (4, 16), "top_k": 5,
+    },
+    "experts": {"dim": 32, "layers": 2, "heads": 2, "ffn": 24, "ctx": 64, "experts": 4},
+}  # fmt: skip
+"""Sizes of a small model of each family."""
+NAMES = {
+    "stages.0.encoder": "before", "stages.0.decoder": "after",
+    "stages.0.router.query_key": "chunking.router", "stages.0": "chunking",
+    "experts.gate.keys": "channel.gate", "experts.gate_up": "channel.up",
+    "experts.down": "channel.down", "attention.output": "mixer.out", "attention": "mixer",
+    "mlp.gate_up": "channel.up", "mlp.output": "channel.down", "beta.weight": "beta",
+    "sink.weight": "sink",
+}  # fmt: skip
+"""Names of parameters in the bare baseline, by those of the float baseline."""
+
+
+def small(family):
+    _, model = FAMILIES[family]
+    shape = {key: value for key, value in model.items() if key != "preset"} | SMALL[family]
+    return preset(model["preset"], weights="float", sub_norms=False, **shape)
+
+
+def named(name):
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_the_float_baseline(family):
+    torch.manual_seed(0)
+    config = small(family)
+    baseline, bare = build_model(config, torch.float32), FamilyModel(config, torch.float32)
+    baseline.initialise(0)
+    own = dict(bare.named_parameters())
+    pairs = []
+    for name, weight in baseline.weights().items():
+        ours = named(name)
+        pairs.append((weight.latent, own.pop(ours if ours in own else f"{ours}.weight")))
+        with torch.no_grad():
+            if not weight.latent.any():
+                weight.latent.normal_(0, 0.1)
+            weight.latent.mul_(30 if name == "head.weight" else 1)  # so that losses differ
+            pairs[-1][1].copy_(weight.latent.view_as(pairs[-1][1]))
+    assert not own
+    ids = torch.arange(128).view(2, 64) ** 2 * 5 % 256
+    with use_backend("torch"):
+        loss = minimised(baseline.losses(ids, 255 - ids), baseline.loss_weights)
+        loss.backward()
+    found = bare(ids, 255 - ids)
+    found.backward()
+    assert float(found) == pytest.approx(float(loss), rel=1e-4)
+    for theirs, ours in pairs:
+        wanted = theirs.grad.view_as(ours)
+        assert (ours.grad - wanted).norm() < 1e-4 * wanted.norm()
+
+
+def test_selected_entries_are_those_of_the_kernel():
+    mixer = small("arb-long").main.blocks[0].mixer
+    indexer = Indexer(mixer, 32, 64)
+    q, weights, keys = torch.rand(2, 16, 4, 32), torch.rand(2, 16, 4), torch.rand(2, 16, 32)
+    chosen, exists = indexer.select(q, weights, keys)
+    found = torch.where(exists, chosen, 16).sort(-1).values
+    wanted = choose_entries(q, weights, keys, 1, 16, 5)
+    assert torch.equal(found, torch.where(wanted < 0, 16, wanted).long())
+
+
+def test_flex_attention_sees_what_the_pieces_see(monkeypatch):
+    config = small("arb-long")
+    plain = FamilyModel(config, torch.float32)
+    monkeypatch.setattr(Compressed, "flex", True)
+    flexible = FamilyModel(config, torch.float32)
+    flexible.load_state_dict(plain.state_dict())
+    ids = torch.arange(128).view(2, 64) * 7 % 256
+    with torch.no_grad():
+        assert float(flexible(ids, ids)) == pytest.approx(float(plain(ids, ids)), rel=1e-5)
+
+
+def test_chunks_are_averaged_in_turn():
+    z, share = torch.randn(2, 9, 3), torch.rand(2, 9)
+    last, wanted = torch.zeros(2, 3), []
+    for j in range(9):
+        last = share[:, j, None] * z[:, j] + (1 - share[:, j, None]) * last
+        wanted.append(last)
+    torch.testing.assert_close(smooth(z, share), torch.stack(wanted, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_experts_step_by_muon_one_by_one():
+    stack, alone = torch.zeros(3, 48, 32), torch.zeros(48, 32)
+    gradients = [torch.randn(3, 48, 32), torch.randn(48, 32)]
+    moments = torch.zeros(4, 48, 32)
+    step_by_muon([stack, alone], gradients, moments)
+    assert torch.equal(moments, torch.cat([gradients[0], gradients[1][None]]))
+    steps = orthogonalise(1.95 * moments).float()
+    for weight, step in zip((*stack, alone), steps, strict=True):
+        assert float((weight * step).sum()) < 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_whole_loss_compiles(family):
+    model = FamilyModel(small(family))
+    loss = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    ids = torch.arange(128).view(2, 64) * 7 % 256
+    with torch.autocast("cpu", torch.bfloat16):
+        found = loss(ids, ids)
+    found.backward()
+    assert all(
+        weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters()
+    )
