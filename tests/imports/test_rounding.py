@@ -44,6 +44,13 @@ def test_rounding_equals_reference(grid, group, columns, own_grid):
     assert torch.equal(found.v, wanted.v)
 
 
+@pytest.mark.parametrize(("size", "scale"), [(1e-37, -96 * 128), (3e38, 32 * 128 - 1)])
+def test_scales_end_where_their_digits_do(size, scale):
+    """In eight bits the next exponent would be another one."""
+    weight = torch.tensor([[size, -size, size / 3, 0.0]])
+    assert round_weights(weight, 4, MOMENT).v.tolist() == [[scale]]
+
+
 @pytest.mark.parametrize("grid", [MOMENT, NIBBLE], ids=["moment", "nibble"])
 def test_largest_weight_has_nearly_the_last_level_and_no_other_scale_is_closer(grid):
     weight = drawn(64, 64)

@@ -245,3 +245,10 @@ def test_window_is_no_longer_than_context_or_text(window, positions, expected):
     assert plain.keys.codes.shape == (2, expected, 16)
     assert sum(t.nbytes for t in plain.tensors()) == 2 * 2 * expected * 16 * 4
     assert sum(t.nbytes for t in ring(torch.int8).tensors()) == 2 * 2 * expected * (16 + 1)
+
+
+def test_positions_are_speculative_only_while_they_are_checked():
+    clock = Clock(16, StateSpec(16, torch.float32, torch.device("cpu")))
+    with clock.checking():
+        assert clock.checks
+    assert not clock.checks
