@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import seams
+from syntax import parsed, walk
 
 import arbcli
 from arbcli.config.presets import PRESETS
@@ -32,7 +33,7 @@ PARTS = (
 def constants() -> str:
     """List them, a line each: where it is, its name and its value as it is written."""
     trees = {
-        path.relative_to(PACKAGE).with_suffix("").as_posix(): ast.parse(path.read_text("utf-8"))
+        path.relative_to(PACKAGE).with_suffix("").as_posix(): parsed(path)
         for path in sorted(PACKAGE.rglob("*.py"))
     }
     lines = [
@@ -43,7 +44,7 @@ def constants() -> str:
     ]
     lines += [f"{name}: {dataclasses.asdict(shape)}" for name, shape in PRESETS.items()]
     lines += _leading_nowhere(trees)
-    calls = list(seams.calls_of(trees))
+    calls = seams.calls_in(trees)
     found = [*seams.left_out(calls), *seams.exchanged(calls), *seams.never_read(trees)]
     lines += [line for line in found if not line.startswith("kernels/")]
     unlike = seams.unlike_others(calls)
@@ -99,7 +100,7 @@ class _Given:
 
 def _leading_nowhere(trees: dict[str, ast.Module]) -> Iterator[str]:
     given: dict[str, _Given] = {}
-    calls = [node for tree in trees.values() for node in seams.nodes_of(tree)]
+    calls = [node for tree in trees.values() for node in walk(tree)]
     for call in (node for node in calls if isinstance(node, ast.Call)):
         name, arguments = _name_of(call.func), call.args
         if name == "partial" and arguments:
@@ -119,7 +120,7 @@ def _leading_nowhere(trees: dict[str, ast.Module]) -> Iterator[str]:
                 for number, each in optional:
                     if not given[name].has(each.arg, number):
                         yield f"{where}({each.arg}) is given by no caller"
-            read = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+            read = {n.id for n in walk(function) if isinstance(n, ast.Name)}
             if not place.startswith("kernels/") and _computes(function):
                 for each in (*ordered, *about.kwonlyargs):
                     if each.arg not in read and not each.arg.startswith("_"):
@@ -136,7 +137,7 @@ def _functions(body: list[ast.stmt], owner: str) -> Iterator[tuple[str, ast.Func
 
 def _computes(function: ast.FunctionDef) -> bool:
     """Return whether a function is more than a default of a class: constant, nothing, error."""
-    return any(isinstance(node, ast.Call | ast.Name) for s in function.body for node in ast.walk(s)
+    return any(isinstance(node, ast.Call | ast.Name) for s in function.body for node in walk(s)
                if not isinstance(s, ast.Raise))  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def _name_of(function: ast.expr) -> str:
 
 def _bounds(value: ast.AST) -> str:
     """Find the least and the most that options take, wherever they are declared."""
-    calls = [node for node in ast.walk(value) if isinstance(node, ast.Call)]
+    calls = [node for node in walk(value) if isinstance(node, ast.Call)]
     found = [each for call in calls for each in call.keywords if each.arg in BOUNDS]
     return "".join(
         f" {ast.unparse(each)}"
@@ -156,7 +157,7 @@ def _bounds(value: ast.AST) -> str:
 
 
 def _is_constant(value: ast.expr) -> bool:
-    nodes = list(ast.walk(value))
+    nodes = list(walk(value))
     found = [node.value for node in nodes if isinstance(node, ast.Constant)]
     told = [one for one in found if one not in (None, "") and one is not Ellipsis]
     short = all(not isinstance(one, str) or len(one) <= LONGEST for one in found)

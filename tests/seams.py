@@ -7,9 +7,10 @@ where all of these say the same. `constants.py` puts what is found into its list
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from typing import NamedTuple
+
+from syntax import children, walk
 
 MOST_UNLIKE = 6
 """Calls that do what most calls of their function do not, up to which they are listed."""
@@ -28,13 +29,19 @@ class _Parameters(NamedTuple):
     optional: set[str]
 
 
-@cache
-def nodes_of(tree: ast.Module) -> list[ast.AST]:
-    """List all nodes of a module."""
-    return list(ast.walk(tree))
+class _Call(NamedTuple):
+    """A call of a function or class of which the package has one of that name."""
+
+    where: str
+    scope: set[str]
+    """Names of parameters and variables around it."""
+    called: str
+    arguments: list[ast.expr]
+    keywords: list[str | None]
+    signatures: list[_Parameters]
 
 
-def left_out(calls: Iterable[tuple]) -> Iterator[str]:
+def left_out(calls: list[_Call]) -> Iterator[str]:
     """List optional parameters of calls that are not given where a variable has their name."""
     for where, scope, called, arguments, keywords, signatures in calls:
         if any(isinstance(each, ast.Starred) for each in arguments) or None in keywords:
@@ -46,7 +53,7 @@ def left_out(calls: Iterable[tuple]) -> Iterator[str]:
             yield f"{where} hands no {name} on to {called}"
 
 
-def unlike_others(calls: Iterable[tuple]) -> Iterator[str]:
+def unlike_others(calls: list[_Call]) -> Iterator[str]:
     """List calls that give an optional parameter, or leave it out, unlike most calls."""
     given: dict[tuple[str, str], list[str]] = {}
     omitted: dict[tuple[str, str], list[str]] = {}
@@ -71,7 +78,7 @@ def lacking(trees: dict[str, ast.Module]) -> Iterator[str]:
     """List tensors that are made on no named device, and errors without a hint."""
     for place, tree in trees.items():
         computes = place.split("/")[0] in COMPUTES
-        for function in (node for node in nodes_of(tree) if isinstance(node, ast.FunctionDef)):
+        for function in (node for node in walk(tree) if isinstance(node, ast.FunctionDef)):
             inner = [node for part in function.body for node in _within(part)]
             for call in (node for node in inner if isinstance(node, ast.Call)):
                 keywords, name = {each.arg for each in call.keywords}, _named(call.func)
@@ -83,7 +90,7 @@ def lacking(trees: dict[str, ast.Module]) -> Iterator[str]:
                     yield f"{place}: {function.name} makes {name} on no device"
 
 
-def exchanged(calls: Iterable[tuple]) -> Iterator[str]:
+def exchanged(calls: list[_Call]) -> Iterator[str]:
     """List arguments by position that have the name of another parameter, which has another."""
     for where, _, called, arguments, _, signatures in calls:
         named = [_named(each) for each in arguments]
@@ -100,12 +107,17 @@ def exchanged(calls: Iterable[tuple]) -> Iterator[str]:
 
 def never_read(trees: dict[str, ast.Module]) -> Iterator[str]:
     """List functions, classes, fields, attributes and constants that nothing reads."""
-    nodes = [node for tree in trees.values() for node in nodes_of(tree)]
-    loads = (node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load))
+    nodes = {place: walk(tree) for place, tree in trees.items()}
+    loads = (
+        node
+        for part in nodes.values()
+        for node in part
+        if type(getattr(node, "ctx", 0)) is ast.Load
+    )
     read = Counter(getattr(node, "id", getattr(node, "attr", "")) for node in loads)
-    for place, tree in trees.items():
+    for place, part in nodes.items():
         known = {}
-        for node in nodes_of(tree):
+        for node in part:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 known[node.name] = None
             body = node.body if isinstance(node, ast.ClassDef | ast.Module) else []
@@ -141,23 +153,24 @@ def written_in(function: ast.FunctionDef) -> list[str]:
 def _within(node: ast.AST) -> Iterator[ast.AST]:
     if not isinstance(node, ast.FunctionDef | ast.JoinedStr):
         yield node
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             yield from _within(child)
 
 
-def calls_of(trees: dict[str, ast.Module]) -> Iterator[tuple]:
-    """Yield the calls of known functions: place, names there, function, arguments, signatures."""
-    signatures = _signatures(trees)
+def calls_in(trees: dict[str, ast.Module]) -> list[_Call]:
+    """List the calls of what the package defines, with the parameters of all of that name."""
+    signatures, found = _signatures(trees), []
 
-    def visit(node: ast.AST, where: str, scope: set[str]) -> Iterator[tuple]:
-        if isinstance(node, ast.ClassDef):
+    def visit(node: ast.AST, where: str, scope: set[str]) -> None:
+        kind = type(node)
+        if kind is ast.ClassDef:
             where, scope = f"{where}{node.name}.", set()
-        elif isinstance(node, ast.FunctionDef | ast.Lambda):
-            about, inner = node.args, list(ast.walk(node))
+        elif kind is ast.FunctionDef or kind is ast.Lambda:
+            about = node.args
             own = {each.arg for each in (*about.posonlyargs, *about.args, *about.kwonlyargs)}
-            own |= {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            own |= {n.id for n in walk(node) if type(n) is ast.Name and type(n.ctx) is ast.Store}
             where, scope = f"{where}{getattr(node, 'name', 'lambda')}.", scope | own
-        elif isinstance(node, ast.Call):
+        elif kind is ast.Call:
             function, arguments = node.func, node.args
             if getattr(function, "id", "") == "partial" and arguments:
                 function, *arguments = arguments
@@ -166,12 +179,13 @@ def calls_of(trees: dict[str, ast.Module]) -> Iterator[tuple]:
             if called in signatures and not foreign:
                 keywords = [each.arg for each in node.keywords]
                 place = where.rstrip(".")
-                yield place, scope, called, arguments, keywords, signatures[called]
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, where, scope)
+                found.append(_Call(place, scope, called, arguments, keywords, signatures[called]))
+        for child in children(node):
+            visit(child, where, scope)
 
     for place, tree in trees.items():
-        yield from visit(tree, f"{place}: ", set())
+        visit(tree, f"{place}: ", set())
+    return found
 
 
 def _signatures(trees: dict[str, ast.Module]) -> dict[str, list[_Parameters]]:

@@ -3,8 +3,9 @@
 import ast
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
+
+from syntax import children, parsed, walk
 
 PACKAGE = Path(__file__).parents[1] / "arbcli"
 RANK = {
@@ -21,14 +22,9 @@ def layer(module: str) -> str:
     return module.split(".")[1]
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 def imported(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(parsed(path)):
+    for node in walk(parsed(path)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             # of a package the parts are meant: `from arbcli import x` is an import of `arbcli.x`
@@ -74,7 +70,7 @@ def run_imports(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             names |= {a.value for a in node.args if isinstance(a, ast.Constant)}
-        nodes += ast.iter_child_nodes(node)
+        nodes += children(node)
     return names
 
 
@@ -97,7 +93,7 @@ def test_triton_is_imported_by_kernels_only():
 
 def test_graphs_are_captured_where_no_garbage_is_collected():
     for path in MODULES:
-        nodes = (node for node in ast.walk(parsed(path)) if getattr(node, "attr", "") == "graph")
+        nodes = (node for node in walk(parsed(path)) if getattr(node, "attr", "") == "graph")
         named = "torch.cuda.graph" in map(ast.unparse, nodes)
         assert named == (path.name == "device.py"), path
 
@@ -112,6 +108,7 @@ def test_package_trains_without_triton_and_loads_no_compiler():
         "import sys, tempfile; sys.modules['triton'] = None\n"
         "from pathlib import Path\n"
         "from arbcli.device import deterministic\n"
+        "from arbcli.inspect.peak import predict_peak\n"
         "from arbcli.kernels.runtime.backend import default_backend\n"
         "from arbcli.infer.generation import Sampling, continue_text\n"
         "from arbcli.train.configure import new_config\n"
@@ -121,6 +118,7 @@ def test_package_trains_without_triton_and_loads_no_compiler():
         "from arbcli.train.trainer import Trainer\n"
         "config = new_config(dim=32, layers=1, heads=2, ffn=48, ctx=16, device='cpu', steps=1)\n"
         "texts = open_texts(None, None, seed=0, context=16)\n"
+        "assert predict_peak(config).peak_bytes\n"
         "with deterministic():\n"
         "    trainer = Trainer(config, texts)\n"
         "    assert float(trainer.train_step()) < 8\n"

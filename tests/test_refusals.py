@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from syntax import parsed, walk
 
 import arbcli
 from arbcli import __version__
@@ -124,15 +125,13 @@ def test_every_refusal_has_a_hint_and_lists_the_settings_that_it_names():
     """A command line shows those that are listed as its options."""
     found, named = set(), 0
     for path in Path(arbcli.__file__).parent.rglob("*.py"):
-        text = path.read_text()
-        calls = ast.walk(ast.parse(text)) if "ArbError(" in text else ()
-        for call in calls:
+        for call in walk(parsed(path)) if "ArbError(" in path.read_text() else ():
             if not isinstance(call, ast.Call) or ast.unparse(call.func) != "ArbError":
                 continue
             given = {keyword.arg: keyword.value for keyword in call.keywords}
             said = ast.unparse(call.args[0]) + ast.unparse(given["hint"])
             names = {*re.findall(r"`(\w+)(?:=\w+)?`", said)} & SETTINGS.keys()
-            parts = [*ast.walk(given.get("fields", ast.Tuple([])))]
+            parts = [*walk(given.get("fields", ast.Tuple([])))]
             if not any(isinstance(part, ast.Name) for part in parts):
                 listed = {part.value for part in parts if isinstance(part, ast.Constant)}
                 found |= {f"{path.name}: {name}" for name in names - listed}

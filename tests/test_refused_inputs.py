@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from syntax import parsed, walk
 
 import arbcli
 from arbcli import chat_template, run_files, tokens
@@ -283,7 +284,7 @@ def test_refusal_says_what_was_given(name, tmp_path, monkeypatch):
 def test_every_refusal_says_what_to_do():
     without = []
     for path in Path(arbcli.__file__).parent.rglob("*.py"):
-        for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for call in walk(parsed(path)):
             if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "ArbError":
                 hints = [each.value for each in call.keywords if each.arg == "hint"]
                 if not hints or getattr(hints[0], "value", "") is None:

@@ -19,8 +19,16 @@ from arbcli.config.training import TrainConfig
 from arbcli.data import Texts
 from arbcli.device import COMPUTE, deterministic
 from arbcli.inspect.allocator import Allocator, round_up
-from arbcli.inspect.trace import META, KnownShapes, Storages, calling_function, without_memory
+from arbcli.inspect.trace import (
+    META,
+    KnownShapes,
+    Storages,
+    calling_function,
+    without_compiler,
+    without_memory,
+)
 from arbcli.kernels.runtime.backend import compile_for, num_processors
+from arbcli.model.packed import TernaryTensor
 from arbcli.train.parallel.group import Group, PendingTensor
 from arbcli.train.teacher import read_teacher
 from arbcli.train.trainer import Trainer
@@ -430,6 +438,36 @@ class _Imagined(Group):
         return tensor.clone()
 
 
+@contextmanager
+def _initialising_once() -> Iterator[None]:
+    """Initialise one packed tensor of each kind: others would allocate and free the same memory."""
+    initialise, fill = TernaryTensor.initialise, TernaryTensor.fill
+    seen = set()
+
+    def is_new(tensor: TernaryTensor) -> bool:
+        shapes = tuple((name, part.shape) for name, part in tensor.named_buffers())
+        kind = (tensor.frozen, tensor.rule, tensor.direction, shapes)
+        known = kind in seen
+        seen.add(kind)
+        return not known
+
+    def initialise_once(tensor: TernaryTensor, seed: int, index: int) -> None:
+        if tensor.frozen or is_new(tensor):  # a frozen one is filled, which a norm takes note of
+            initialise(tensor, seed, index)
+
+    def fill_once(tensor: TernaryTensor, trit: int = 1) -> None:
+        if is_new(tensor):
+            fill(tensor, trit)
+
+    TernaryTensor.initialise = initialise_once  # type: ignore[assignment, method-assign]
+    TernaryTensor.fill = fill_once  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        TernaryTensor.initialise = initialise  # type: ignore[method-assign]
+        TernaryTensor.fill = fill  # type: ignore[method-assign]
+
+
 def predict_peak(
     config: TrainConfig, *, captured: bool = False, rank: int = 0, size: int = 1
 ) -> PeakReport:
@@ -445,7 +483,14 @@ def predict_peak(
     group = _Imagined(rank, size) if size > 1 else None
     captured = captured and config.backend == "triton"
     trace, teacher = _Trace(device), read_teacher(config)
-    with deterministic(), compile_for(*_gpu(device)), trace, without_memory(device):
+    with (
+        deterministic(),
+        compile_for(*_gpu(device)),
+        without_compiler(),
+        trace,
+        without_memory(device),
+        _initialising_once(),
+    ):
         text: Any = _AnyText(config)  # all of a text that a step asks for
         known = teacher and teacher.checkpoint
         trainer = Trainer(config, Texts(text, text, ""), group=group, teacher=known)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from arbcli.model.layers.rotary import fresh_tables
 NUM_LARGEST = 3
 """Tensors that a report names."""
 META = torch.device("meta")
+MARK = "__dynamo_disable"
+"""Attribute of a function by which torch finds the one that its compiler leaves alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,30 @@ class Storages(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, forget)
         if count:
             self.came(key, tensor, size, op)
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Keep torch from importing its compiler, for a second, only to leave a function alone.
+
+    Torch marks functions of `torch._refs` so at their first call, which many operations on `meta`
+    make. Here they are marked as they are; nothing may be compiled inside.
+    """
+    marked = []
+    if "torch._dynamo" not in sys.modules:
+        code = torch._disable_dynamo(lambda: None).__code__
+        place = code.co_freevars.index("fn")
+        for thing in gc.get_objects():
+            if type(thing) is FunctionType and thing.__code__ is code and thing.__closure__:
+                function = thing.__closure__[place].cell_contents
+                if MARK not in vars(function):
+                    setattr(function, MARK, function)
+                    marked.append(function)
+    try:
+        yield
+    finally:
+        for function in marked:
+            delattr(function, MARK)
 
 
 class LiveTensors(Storages):

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +25,7 @@ from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.update.quantise_gradient import NONE
 from arbcli.kernels.update.random_bits import random_bits, stream_keys
 from arbcli.rules import DIRECTION, find_rule
-from arbcli.rules.start import quantiles
+from arbcli.rules.start import digit_tables
 
 
 class StateModule(nn.Module):
@@ -262,17 +261,17 @@ class TernaryTensor(StateModule):
         integer: TensorOptions = {"dtype": torch.int32, "device": device}
         ticks = torch.tensor(-1 - index, **integer)  # updates have ticks from 0
         key = stream_keys(torch.tensor(seed, **integer), ticks, 1, 1)[0, 0]
-        drawn = quantiles(self.spread * rule.spread * radix, largest)
-        table = torch.tensor(np.frombuffer(drawn, np.int16), device=device)
+        tables = digit_tables(self.spread * rule.spread * radix, radix, largest)
+        trits, remainders = (torch.tensor(table, device=device) for table in tables)
         columns = torch.arange(self.in_features, **integer)
         for buffer in self.buffers():
             buffer.zero_()
         for rows in row_chunks(self.trits, 1 << 18):
             places = torch.arange(rows.start, rows.stop, **integer)
-            z = table[(random_bits(key, places, columns) >> 16) + 2**15]
-            trits = (z > radix // 2).to(torch.int8) - (z < -(radix // 2)).to(torch.int8)
-            self.trits[rows] = pack_trits(trits)
-            rule.start(state, rows, (z - trits.to(torch.int16) * radix).to(torch.int8))
+            drawn = (random_bits(key, places, columns) >> 16).add_(2**15)
+            shape, drawn = drawn.shape, drawn.flatten()
+            self.trits[rows] = pack_trits(trits.index_select(0, drawn).view(shape))
+            rule.start(state, rows, remainders.index_select(0, drawn).view(shape))
         v = round(OCTAVE * math.log2(self.std / rule.unit_std))
         if not rule.has_fraction:
             v = round(v / OCTAVE) * OCTAVE

@@ -4,6 +4,8 @@ import math
 from array import array
 from functools import cache
 
+import numpy as np
+
 
 def _normal_cdf(x: float) -> float:
     return 0.5 * math.erfc(-x / math.sqrt(2))
@@ -19,6 +21,14 @@ def quantiles(spread: float, largest: int) -> array:
         share = 1.0 if z == largest else _normal_cdf((z + 0.5) / spread)
         table.extend([z] * (round(share * 2**16) - len(table)))
     return table
+
+
+@cache
+def digit_tables(spread: float, radix: int, largest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return `quantiles` as trits and remainders, int8 each: z = radix * trit + remainder."""
+    z = np.frombuffer(quantiles(spread, largest), np.int16)
+    trits = (z > radix // 2).astype(np.int16) - (z < -(radix // 2))
+    return trits.astype(np.int8), (z - trits * radix).astype(np.int8)
 
 
 def share_of_nonzero(radix: int, spread: float) -> float:

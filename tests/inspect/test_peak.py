@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -217,6 +218,15 @@ def test_predicted_peak_leaves_no_trace(monkeypatch):
     first, second = (predict_peak(config_of({})) for _ in range(2))
     assert first == second
     assert {name: function() for name, function in functions.items()} == before
+
+
+@pytest.mark.parametrize("layers", [4, 5])
+def test_tensor_like_one_before_takes_what_it_would_if_it_were_initialised_too(layers, monkeypatch):
+    model = preset("tiny", dim=256, layers=layers, ffn=1024, ctx=8)
+    config = TrainConfig(model=model, batch=1, device="cuda", backend="triton")
+    found = predict_peak(config)
+    monkeypatch.setattr(peak, "_initialising_once", nullcontext)
+    assert found == predict_peak(config)
 
 
 MEASURED = {

@@ -14,6 +14,7 @@ import torch
 from interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
 from marks import mostly_slow
 from mutants import decides, unnoticed_changes
+from syntax import parsed, walk
 
 import arbcli.kernels
 from arbcli.config.site import SCALE_TYPES
@@ -269,9 +270,9 @@ def test_cases_ask_their_device_and_no_tensor():
     """Fixed cases of a GPU are made on the host, where no tensor is one of a GPU."""
     asked, seen = [], 0
     for path in Path(arbcli.kernels.__file__).parent.rglob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text())):
+        for function in walk(parsed(path)):
             if isinstance(function, ast.FunctionDef) and function.name.endswith("cases"):
-                names = {getattr(node, "attr", "") for node in ast.walk(function)}
+                names = {getattr(node, "attr", "") for node in walk(function)}
                 asked += [path.name] * ("is_cuda" in names)
                 seen += 1
     assert seen > 50

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from syntax import children, parsed, walk
 
 import arbcli.kernels
 
@@ -41,11 +42,11 @@ NUMBERS = {"tl.load", "tl.sum", "tl.max"}
 """These return what is in tensors, of a type that is chosen elsewhere."""
 
 
-def kernels_of(source: str) -> list[ast.FunctionDef]:
+def kernels_of(tree: ast.Module) -> list[ast.FunctionDef]:
     """Find the functions that Triton compiles."""
     return [
         node
-        for node in ast.walk(ast.parse(source))
+        for node in walk(tree)
         if isinstance(node, ast.FunctionDef)
         and any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
     ]
@@ -53,7 +54,7 @@ def kernels_of(source: str) -> list[ast.FunctionDef]:
 
 @cache
 def kernels_in(file: Path) -> list[ast.FunctionDef]:
-    return kernels_of(file.read_text())
+    return kernels_of(parsed(file))
 
 
 @cache
@@ -69,7 +70,7 @@ def is_cast(node: ast.AST) -> bool:
 
 def is_wide(node: ast.AST, names: set[str]) -> bool:
     """Whether an int64 is in an expression, which is one then."""
-    inside = [*ast.walk(node)]
+    inside = [*walk(node)]
     return any(map(is_cast, inside)) or any(
         isinstance(part, ast.Name) and part.id in names for part in inside
     )
@@ -85,14 +86,14 @@ def is_narrow(node: ast.AST, names: set[str]) -> bool:
         return False
     if isinstance(node, ast.Name):
         return node.id in names
-    return any(is_narrow(part, names) for part in ast.iter_child_nodes(node))
+    return any(is_narrow(part, names) for part in children(node))
 
 
 @cache
 def assigned(kernel: ast.FunctionDef) -> list[tuple[str, ast.AST]]:
     """List (name, expression) of assignments, in the order of the source."""
     found = []
-    for node in ast.walk(kernel):
+    for node in walk(kernel):
         for target in node.targets if isinstance(node, ast.Assign) else ():
             several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
             pairs = zip(target.elts, node.value.elts) if several else [(target, node.value)]  # noqa: B905
@@ -118,7 +119,7 @@ def is_tile(node: ast.AST) -> bool:
     """Whether an expression is a size of tiles, or of a grid: products of it count rows."""
     if isinstance(node, ast.Call):
         return ast.unparse(node.func) == "tl.num_programs"
-    parts = [part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Call)]
+    parts = [part for part in walk(node) if isinstance(part, ast.Name | ast.Call)]
     return all(isinstance(part, ast.Name) and TILE.match(part.id) for part in parts)
 
 
@@ -128,14 +129,14 @@ def is_address(node: ast.AST) -> bool:
 
 def is_value(node: ast.AST) -> bool:
     """Whether an expression loads, compares or chooses: it is no longer the number of a place."""
-    return any(isinstance(part, ast.Call | ast.Compare) for part in ast.walk(node))
+    return any(isinstance(part, ast.Call | ast.Compare) for part in walk(node))
 
 
 def products_in(node: ast.AST, narrow: set[str], wide: set[str]) -> set[str]:
     """Find products of int32 numbers by program with anything but sizes of tiles."""
     return {
         ast.unparse(part)
-        for part in ast.walk(node)
+        for part in walk(node)
         if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult)
         for one, other in ((part.left, part.right), (part.right, part.left))
         if is_narrow(one, narrow) and not is_tile(other) and not is_wide(part, wide)
@@ -152,18 +153,18 @@ def narrow_addresses(kernel: ast.FunctionDef, given: set[str]) -> set[str]:
     }
     for _ in range(3):  # as deep as addresses follow from one another
         for name, value in assigned(kernel):
-            parts = {part.id for part in ast.walk(value) if isinstance(part, ast.Name)}
+            parts = {part.id for part in walk(value) if isinstance(part, ast.Name)}
             of_parts = {each for part in parts & made.keys() for each in made[part]}
             if of_parts and not (is_address(ast.Name(name)) or is_value(value)):
                 made[name] = made.get(name, set()) | of_parts
     found: set[str] = set()
-    for node in ast.walk(kernel):
+    for node in walk(kernel):
         added = node.value if isinstance(node, ast.AugAssign) and is_address(node.target) else None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            added = node if any(map(is_address, ast.walk(node))) else None
+            added = node if any(map(is_address, walk(node))) else None
         if added is not None:
             found |= products_in(added, narrow, wide)
-            names = {part.id for part in ast.walk(added) if isinstance(part, ast.Name)}
+            names = {part.id for part in walk(added) if isinstance(part, ast.Name)}
             found |= {each for name in names & made.keys() for each in made[name]}
     return found - FITTING
 
@@ -175,7 +176,7 @@ def narrow_arguments(kernels: list[ast.FunctionDef]) -> dict[str, set[str]]:
     for _ in range(2):  # as deep as they call one another
         for kernel in kernels:
             narrow, wide = names_of(kernel, found[kernel.name])
-            for node in ast.walk(kernel):
+            for node in walk(kernel):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) in named:
                     name = ast.unparse(node.func)
                     found[name] |= {
@@ -191,7 +192,7 @@ def narrow_products(kernel: ast.FunctionDef, given: set[str]) -> list[str]:
     narrow, wide = names_of(kernel, given)
     return [
         ast.unparse(node)
-        for node in ast.walk(kernel)
+        for node in walk(kernel)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
         for one, other in ((node.left, node.right), (node.right, node.left))
         if "stride" in ast.unparse(other) and not is_wide(node, wide) and is_narrow(one, narrow)
@@ -231,7 +232,7 @@ def test_addresses_are_made_of_64_bits():
     ("p_ptr += tl.program_id(1) * (3 * WIDTH)", {"tl.program_id(1) * (3 * WIDTH)"}),
 ])  # fmt: skip
 def test_an_address_that_is_not_widened_is_found(line, found):
-    (kernel,) = kernels_of(f"@triton.jit\ndef kernel(p_ptr, H, WIDTH):\n    {line}")
+    (kernel,) = kernels_of(ast.parse(f"@triton.jit\ndef kernel(p_ptr, H, WIDTH):\n    {line}"))
     assert narrow_addresses(kernel, set()) == found
 
 
@@ -245,7 +246,9 @@ def test_an_address_that_is_not_widened_is_found(line, found):
     ("n, e = tl.program_id(0), tl.program_id(1).to(tl.int64)\n    p += e * stride_b", []),
 ])  # fmt: skip
 def test_a_number_that_is_not_widened_is_found(line, found):
-    (kernel,) = kernels_of(f"@triton.jit\ndef kernel(p, stride_n, stride_b):\n    {line}")
+    (kernel,) = kernels_of(
+        ast.parse(f"@triton.jit\ndef kernel(p, stride_n, stride_b):\n    {line}")
+    )
     assert narrow_products(kernel, set()) == found
 
 
@@ -253,7 +256,7 @@ def test_a_number_that_another_function_multiplies_is_found():
     outer = "@triton.jit\ndef outer(p, stride_n):\n    inner(p, tl.program_id(0){}, stride_n)\n"
     inner = "@triton.jit\ndef inner(p, n, stride_n):\n    tl.load(p + n * stride_n)\n"
     for cast, found in (("", ["n * stride_n"]), (".to(tl.int64)", [])):
-        kernels = kernels_of(outer.format(cast) + inner)
+        kernels = kernels_of(ast.parse(outer.format(cast) + inner))
         given = narrow_arguments(kernels)
         assert narrow_products(kernels[1], given["inner"]) == found
 
@@ -264,7 +267,7 @@ APART = {"decode_latent: _decode_latent_kernel"}
 
 def pointer_of(address: ast.AST, made_of: dict[str, str]) -> str | None:
     """Find the pointer that an address is made of."""
-    names = [part.id for part in ast.walk(address) if isinstance(part, ast.Name)]
+    names = [part.id for part in walk(address) if isinstance(part, ast.Name)]
     found = [made_of.get(name, name) for name in names if ADDRESS.search(name) or name in made_of]
     return found[0] if found else None
 
@@ -275,7 +278,7 @@ def vectors_of(kernel: ast.FunctionDef) -> set[str]:
     for _ in range(4):
         for name, value in assigned(kernel):
             one = isinstance(value, ast.Call) and ast.unparse(value.func) in NUMBERS - {"tl.load"}
-            names = {part.id for part in ast.walk(value) if isinstance(part, ast.Name)}
+            names = {part.id for part in walk(value) if isinstance(part, ast.Name)}
             if not one and ("tl.arange" in ast.unparse(value) or names & found):
                 found.add(name)
     return found
@@ -292,9 +295,9 @@ def missing_barriers(kernel: ast.FunctionDef) -> list[str]:
         pointer = pointer_of(value, made_of)
         if pointer and "tl.load" not in ast.unparse(value):  # which is no longer an address
             made_of[name] = pointer
-    calls = [node for node in ast.walk(kernel) if isinstance(node, ast.Call)]
+    calls = [node for node in walk(kernel) if isinstance(node, ast.Call)]
     calls.sort(key=lambda node: (node.end_lineno, node.end_col_offset))
-    inside = {id(part) for call in calls for each in call.args for part in ast.walk(each)}
+    inside = {id(part) for call in calls for each in call.args for part in walk(each)}
     stored, loaded, told, found = set[str | None](), set[str](), False, list[str]()
     for call in calls:
         name, text = ast.unparse(call.func), ast.unparse(call.args[0]) if call.args else ""
@@ -307,7 +310,7 @@ def missing_barriers(kernel: ast.FunctionDef) -> list[str]:
         elif name == "tl.load":
             if pointer_of(call.args[0], made_of) in stored:
                 found.append(f"{text} is loaded")
-            names = {part.id for part in ast.walk(call.args[0]) if isinstance(part, ast.Name)}
+            names = {part.id for part in walk(call.args[0]) if isinstance(part, ast.Name)}
             loaded |= set() if names & vectors or id(call) in inside else {text}
         elif name.startswith("tl.atomic"):
             how = [ast.unparse(word.value) for word in call.keywords if word.arg == "sem"]
@@ -334,7 +337,7 @@ def test_threads_wait_for_each_other():
 def test_a_barrier_that_is_missing_is_found(before, after, found):
     source = "@triton.jit\ndef kernel(p_ptr, q_ptr):\n    n = tl.arange(0, 8)\n    {}\n{}    {}\n"
     for barrier, wanted in (("", found), ("    tl.debug_barrier()\n", [])):
-        (kernel,) = kernels_of(source.format(before, barrier, after))
+        (kernel,) = kernels_of(ast.parse(source.format(before, barrier, after)))
         assert missing_barriers(kernel) == wanted
 
 
@@ -362,7 +365,7 @@ def test_waits_that_the_rule_does_not_see_are_all_there():
     for file in FILES:
         for kernel in kernels_in(file):
             name = f"{file.stem}: {kernel.name}"
-            calls = (node for node in ast.walk(kernel) if isinstance(node, ast.Call))
+            calls = (node for node in walk(kernel) if isinstance(node, ast.Call))
             found = Counter(ast.unparse(call) for call in calls if ast.unparse(call.func) in WAITS)
             assert name in COUNTED or {*found} <= {BARRIER}, name
             assert found == COUNTED.get(name, found), name
@@ -396,7 +399,7 @@ def test_what_the_kernel_before_writes_is_read_after_the_wait_for_it():
                 of, text = pointer_of(value, made_of), ast.unparse(value)
                 if of and "load" not in text and "dtype" not in text:
                     made_of[name] = of
-            calls = [node for node in ast.walk(kernel) if isinstance(node, ast.Call)]
+            calls = [node for node in walk(kernel) if isinstance(node, ast.Call)]
             waits = [call.lineno for call in calls if ast.unparse(call.func) == "wait_for_last"]
             for call in calls if waits else ():
                 if call.lineno < waits[0]:
@@ -410,9 +413,9 @@ def test_what_the_kernel_before_writes_is_read_after_the_wait_for_it():
 
 def weak_atomics(kernel: ast.FunctionDef) -> list[str]:
     """List atomic operations that decide something, or tell, without the order of memory for it."""
-    alone = {id(node.value) for node in ast.walk(kernel) if isinstance(node, ast.Expr)}
+    alone = {id(node.value) for node in walk(kernel) if isinstance(node, ast.Expr)}
     found = []
-    for call in (node for node in ast.walk(kernel) if isinstance(node, ast.Call)):
+    for call in (node for node in walk(kernel) if isinstance(node, ast.Call)):
         if ast.unparse(call.func).startswith("tl.atomic"):
             how = [ast.literal_eval(word.value) for word in call.keywords if word.arg == "sem"]
             enough = {"release", "acq_rel"} if id(call) in alone else {"acquire", "acq_rel"}
@@ -426,7 +429,7 @@ def test_what_tells_of_stores_orders_them():
     assert {n: w for n, k in all_kernels().items() if (w := weak_atomics(k))} == {}
     source = "@triton.jit\ndef kernel(p_ptr):\n    {}tl.atomic_add(p_ptr, 1, sem='{}')\n"
     for used, sem in (("x = ", "relaxed"), ("x = ", "release"), ("", "relaxed"), ("", "acquire")):
-        (kernel,) = kernels_of(source.format(used, sem))
+        (kernel,) = kernels_of(ast.parse(source.format(used, sem)))
         assert weak_atomics(kernel)
 
 
@@ -447,13 +450,13 @@ SECOND = {
 
 def test_only_first_axes_of_grids_may_be_long():
     found = set[str]()
-    functions = (each for file in FILES for each in ast.parse(file.read_text()).body)
+    functions = (each for file in FILES for each in parsed(file).body)
     for function in (each for each in functions if isinstance(each, ast.FunctionDef)):
-        calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
+        calls = (node for node in walk(function) if isinstance(node, ast.Call))
         for call in (call for call in calls if isinstance(call.func, ast.Subscript)):
             grid = call.func.slice
             grid = dict(assigned(function)).get(getattr(grid, "id", ""), grid)
-            tuples = (part for part in ast.walk(grid) if isinstance(part, ast.Tuple))
+            tuples = (part for part in walk(grid) if isinstance(part, ast.Tuple))
             found |= {ast.unparse(axis) for each in tuples for axis in each.elts[1:]}
     assert found - SECOND == set()
     assert len(found) > 20
@@ -477,7 +480,7 @@ def test_rows_of_a_tile_are_multiplied_by_strides_in_64_bits():
     for file in FILES:
         for kernel in kernels_in(file):
             (_, wide), own = names_of(kernel, set()), {name for name, _ in assigned(kernel)}
-            for node in ast.walk(kernel):
+            for node in walk(kernel):
                 if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
                     continue
                 rows = set(re.findall(r"\boffs_[mnr]\b", ast.unparse(node.left)))
@@ -495,7 +498,7 @@ def test_kernels_that_overlap_wait():
         for kernel in kernels_in(file):
             if "OVERLAP" not in {argument.arg for argument in kernel.args.args}:
                 continue
-            calls = (node for node in ast.walk(kernel) if isinstance(node, ast.Call))
+            calls = (node for node in walk(kernel) if isinstance(node, ast.Call))
             told = any(ast.unparse(arg) == "OVERLAP" for call in calls for arg in call.args)
             used = kernel.name == "wait_for_last"
             assert told or used, f"{file.stem}: {kernel.name}"
@@ -512,7 +515,7 @@ def test_what_is_masked_has_a_value():
     found = Counter[str]()
     for file in FILES:
         for kernel in kernels_in(file):
-            for call in (node for node in ast.walk(kernel) if isinstance(node, ast.Call)):
+            for call in (node for node in walk(kernel) if isinstance(node, ast.Call)):
                 given = {key.arg for key in call.keywords}
                 if ast.unparse(call.func) == "tl.load" and "mask" in given and "other" not in given:
                     found[f"{file.stem}: {kernel.name}"] += 1
@@ -530,7 +533,7 @@ def test_a_load_in_ptx_of_what_was_written_is_not_moved_before_the_wait_for_it()
     found = {}
     for file in FILES:
         for kernel in kernels_in(file):
-            nodes = [*ast.walk(kernel)]
+            nodes = [*walk(kernel)]
             codes = {
                 ast.unparse(node.target): ast.unparse(node.value)
                 for node in nodes

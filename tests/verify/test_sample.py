@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from syntax import parsed, walk
 
 import arbcli
 import arbcli.kernels
@@ -66,13 +67,13 @@ def test_what_code_asks_of_a_group_size_is_known():
     """Another question belongs in the `scale_path` of the kernels whose code it divides."""
     asked = set()
     for file in Path(arbcli.kernels.__file__).parent.rglob("*.py"):
-        for function in ast.walk(ast.parse(file.read_text())):
+        for function in walk(parsed(file)):
             if not isinstance(function, ast.FunctionDef):
                 continue
             if function.name.endswith(("_cases", "_scale_path")):
                 continue
-            for node in (node for node in ast.walk(function) if isinstance(node, ast.Compare)):
-                words = {getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node)}
+            for node in (node for node in walk(function) if isinstance(node, ast.Compare)):
+                words = {getattr(part, "id", getattr(part, "attr", "")) for part in walk(node)}
                 if words & {"GROUP", "group_size"}:
                     asked.add(ast.unparse(node))
     assert asked == PATHS | MASKS

@@ -9,6 +9,7 @@ Operators only take tensors and numbers. A module is passed as one of its tensor
 looked up by the address of its memory.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from types import NoneType
@@ -100,6 +101,7 @@ class _Operator:
         self.function, self.fake = function, fake
         self.run: Callable = self.function.forward if differentiable else function
         self.run_plain: Callable = self.function.apply if differentiable else function
+        self.run.__signature__ = inspect.signature(self.run)  # torch asks for it at every call
         hints = get_type_hints(self.run)
         number = len(get_args(hints.pop("return"))) or 1
         self.trains, self.single = "anchor" in hints, number == 1

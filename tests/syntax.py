@@ -1,0 +1,31 @@
+"""Syntax trees of files, and walks through them in less time than those of `ast` take."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return the tree of a file, which is read once."""
+    return ast.parse(path.read_text("utf-8"))
+
+
+def children(node: ast.AST) -> list[ast.AST]:
+    """Return the nodes right below a node, without the context of a name."""
+    found: list[ast.AST] = []
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if type(value) is list:
+            found += [part for part in value if isinstance(part, ast.AST)]
+        elif name != "ctx" and isinstance(value, ast.AST):
+            found.append(value)
+    return found
+
+
+def walk(node: ast.AST) -> list[ast.AST]:
+    """Return a node and all below it, level by level, without contexts of names."""
+    found = [node]
+    for each in found:  # grows meanwhile
+        found += children(each)
+    return found
