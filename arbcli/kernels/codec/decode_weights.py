@@ -12,10 +12,10 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import decode_digits_torch, in_rounded_float32
 from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime.merged import merge_launches
-from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.runtime.operation import Case, Operation, Timing
 
 
 def decode_weights_triton(
@@ -52,6 +52,15 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield Case("6 matrices", (*some, some[1]._replace(fraction=None)))
 
 
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    """Time the matrices of a block of `tiny`, next to a launch for each."""
+    generator = torch.Generator(device)
+    shapes = ((768, 256), (256, 256), (1408, 256), (256, 704))
+    matrices = tuple(random_packed(*shape, group_size, generator) for shape in shapes)
+    peer = partial(_one_by_one(decode_weight_triton), *matrices)
+    yield Timing("4 of 256", matrices, lambda *all: decode_weights_triton([*all]), peer, "apart")
+
+
 def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
     shapes = [(n, k), *((1 + dice.below(n), 1 + dice.below(k)) for _ in range(dice.below(4)))]
     return tuple(dice.packed(*shape, group_size, 127, "trit") for shape in shapes)
@@ -60,5 +69,5 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 DECODE_WEIGHTS = Operation(
     "decode_weights", _in_one_launch, _one_by_one(in_rounded_float32(decode_digits_torch)),
     _one_by_one(decode_weight.reference), _cases, draw=_draw, needs_rows=False, uses_scales=True,
-    scale_path=decode_weight.scale_path,
+    scale_path=decode_weight.scale_path, timings=_timings,
 )  # fmt: skip

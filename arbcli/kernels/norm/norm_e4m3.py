@@ -255,6 +255,7 @@ gated_rms_norm_e4m3_packing = Operation(
     _gated_rms_norm_e4m3_packing_torch, _packing_reference, _cases_of(gated_rms_norm), _GATE,
     {**GATED_ARGUMENTS, "gate_up": Array("M, W")}, where=("W > 0", *GATED_WHERE),
     sizes={"W": "2 * k"}, uses_scales=False, compared=_product_and_kept,
+    timings=_timings_of(gated_rms_norm, _gated_rms_norm_e4m3_packing_triton),
 )  # fmt: skip
 """Compute `gated_rms_norm_e4m3` of `gate_up`, and `pack_gates` of the same.
 
