@@ -99,8 +99,8 @@ class LanguageModel(PackedModel):
             self.head = symbol_head(config, self.embedding)
         self.ahead = Ahead(config.ahead, outermost) if config.ahead else None
         if not config.outer and memories is None:
-            used_once = isinstance(self.head, TernaryLinear) and not self.ahead
-            head = self.head.weight if used_once else None
+            decodes_whole = isinstance(self.head, TernaryLinear) and not self.scores_in_chunks
+            head = self.head.weight if decodes_whole and not self.ahead else None
             decode_in_groups(self.blocks.weights_of_blocks(), head, across=not recompute)
         self._counts: Tensor | None = None
 

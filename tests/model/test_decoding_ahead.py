@@ -1,5 +1,7 @@
 """Weights of a block that are decoded in one launch: the same bits, and never old ones."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -75,6 +77,14 @@ def test_groups_are_bounded_by_their_size(monkeypatch):
     assert [len(weight.needed_before) for weight in weights[::-1]][:13] == [
         1, 0, 1, 0, 7, 6, 5, 4, 3, 2, 1, 0, 7,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_whose_losses_are_computed_in_chunks_is_not_decoded_ahead(tied):
+    config = replace(preset("tiny", **SIZES), vocabulary=5000, tied=tied)
+    weights = weights_of(LanguageModel(config))
+    assert weights[0].needed_after == tuple(weights[1:4])
+    assert not weights[4].decodes_ahead
 
 
 def test_a_recomputed_block_decodes_its_own_weights_only():

@@ -218,7 +218,7 @@ def decode_in_groups(
 
     Args:
         blocks: the weights of each block, equally many, in the order of a forward, each once.
-        head: the weight that is used after them, if it is used once.
+        head: the weight that is used after them, if it is used once, and as a whole.
         across: whether a group may have weights of several blocks and of the head. A block that is
             recomputed uses weights of its own only.
     """
