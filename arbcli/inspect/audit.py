@@ -131,9 +131,11 @@ def _what_fits(config: TrainConfig, peak: PeakReport, budget: int) -> str:
     if budget <= peak.state_bytes:
         return nothing
     for recompute in (False, True) if not config.recompute else (True,):
-        changed = dataclasses.replace(config, recompute=recompute)
+        pack = config.pack and not recompute
+        changed = dataclasses.replace(config, recompute=recompute, pack=pack)
         change = changed != config
         words = " --recompute" if change else ""
+        words += " instead of --pack" if pack != config.pack else ""
         batch = config.batch
         if change:
             peak = predict_peak(changed, captured=True)

@@ -152,6 +152,19 @@ def test_budget_that_is_too_small_is_told_what_would_fit(
     assert len(tried) == tries  # each traces a step
 
 
+def test_recomputing_is_advised_in_place_of_packing(monkeypatch):
+    def predict(config, captured):
+        size = 50 * config.batch if config.recompute else 100 * config.batch
+        return SimpleNamespace(state_bytes=10, evaluated_bytes=10 + size)
+
+    monkeypatch.setattr(audit_module, "predict_peak", predict)
+    config = config_of(layers=2, pack=True)
+    assert (
+        check_fit(config, "100B").advice == "it fits with --batch 1 --recompute instead of --pack"
+    )
+    assert check_fit(config, "110B").advice == "it fits with --batch 1"
+
+
 def test_function_of_this_package_is_told_and_a_backward_of_torch_is_autograd_s():
     told = []
     about = {"told": told, "calling_function": calling_function}
