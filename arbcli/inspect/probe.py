@@ -115,6 +115,8 @@ def open_saved(
         given.setdefault("field", None)
     given |= {name: tuple(given[name]) for name in ("data", "val") if name in given}
     given |= {"device": str(place), "backend": resolve_backend(backend, place)}
+    if given.get("compute") == "fp32":
+        given["pack"] = False  # only gates in bfloat16 are packed
     longest = max(config.steps, checkpoint.step + steps)
     return dataclasses.replace(config, steps=longest, **given), checkpoint
 

@@ -430,6 +430,15 @@ class TestSaved:
         config, _ = open_saved(run, steps=1, note=print, **given)
         assert (config.val, config.field) == (("w.txt",), "body")
 
+    def test_a_run_with_packed_gates_can_be_probed_in_float32(self, run, monkeypatch):
+        def packing(_run, facts):
+            return dataclasses.replace(train_config_from(facts), compute="bf16", pack=True)
+
+        monkeypatch.setattr("arbcli.inspect.probe.run_config", packing)
+        assert open_saved(run, steps=1, note=print)[0].pack
+        config, _ = open_saved(run, steps=1, note=print, compute="fp32")
+        assert (config.compute, config.pack) == ("fp32", False)
+
     def test_probe_reads_the_field_that_is_named(self, run, tmp_path):
         records = tmp_path / "a.jsonl"
         records.write_text('{"said": "' + "abc " * 200 + '", "other": "' + "x" * 4000 + '"}\n')
