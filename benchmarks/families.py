@@ -80,7 +80,8 @@ def measure(family: str, kinds: list[str]) -> list[dict[str, Any]]:
         fastest = sdpa_kernel(ATTENTION, set_priority=True)
         try:
             with fastest if ", bare" in kind else nullcontext():
-                subjects.append(prepare(kind, partial(build, family, kind)))
+                make, is_float = partial(build, family, kind), "weights" in KINDS[kind]
+                subjects.append(prepare(kind, make, is_float=is_float))
         except Exception:
             traceback.print_exc()
         seconds = time.perf_counter() - started
@@ -97,7 +98,9 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     args = parser.parse_args()
     for family in args.families or FAMILIES:
-        rows = measure(family, args.kinds)
+        has_flex = family == "arb-long"  # only compressed attention differs
+        kinds = [kind for kind in args.kinds if has_flex or not kind.endswith("flex")]
+        rows = measure(family, kinds)
         for row in rows:
             print(
                 f"{family:10} {row['kind']:12} {row['weights'] / 1e6:6.1f} M {row['ms']:9.3f} ms"

@@ -112,13 +112,18 @@ def draw(weight: FloatWeight, seed: int, index: int) -> None:
     weight.latent.normal_(0, weight.std)
 
 
-def prepare(kind: str, make: Callable[[], Trainer | BareStep]) -> Subject:
-    """Make a trainer, run it until its step is captured, and measure its memory."""
+def prepare(kind: str, make: Callable[[], Trainer | BareStep], *, is_float: bool) -> Subject:
+    """Make a trainer, run it until its step is captured, and measure its memory.
+
+    Args:
+        kind: name of the trainer's kind.
+        make: makes the trainer.
+        is_float: whether it is a float baseline, which need not be deterministic.
+    """
     torch._dynamo.reset()  # what is captured needs no compiled code any more
     empty()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    ours = "weights" not in KINDS[kind]
-    with deterministic() if ours else nullcontext():
+    with nullcontext() if is_float else deterministic():
         trainer = make()
         trainer.train_step()  # compiles, and tries kernels
         torch.cuda.synchronize()
@@ -175,7 +180,8 @@ def measure(preset: str, kinds: tuple[str, ...]) -> list[dict]:
     for kind in kinds:
         started = time.perf_counter()
         try:
-            subjects.append(prepare(kind, partial(build, preset, kind)))
+            make, is_float = partial(build, preset, kind), "weights" in KINDS[kind]
+            subjects.append(prepare(kind, make, is_float=is_float))
         except torch.OutOfMemoryError:
             alone.append(kind)
         except Exception:
