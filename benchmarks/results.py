@@ -216,7 +216,7 @@ class Options(argparse.ArgumentParser):
     """Options of a benchmark, which ends before it measures if rows could not name a commit."""
 
     def parse_known_args(self, *given: Any, **named: Any) -> Any:
-        """Return the commit, after the options are read, so that `--help` needs none."""
+        """Read the options, then look for a commit, which `--help` does not need."""
         found = super().parse_known_args(*given, **named)
         find_commit()
         return found

@@ -417,11 +417,12 @@ def families(runs: Runs) -> str:
     lines = []
     for family in dict.fromkeys(row["preset"] for row in rows_of(runs)):
         for ours, peer in (("factored", "AdamW"), ("orthogonal", "Muon")):
-            mine, bare, twin = (
-                row_of(runs, preset=family, kind=kind) for kind in (ours, f"{peer}, bare", peer)
-            )
-            if not (mine and bare):
+            kinds = ours, peer, f"{peer}, bare", f"{peer}, bare, flex"
+            mine, twin, *plain = (row_of(runs, preset=family, kind=kind) for kind in kinds)
+            measured = [row for row in plain if row]
+            if not (mine and measured):
                 continue
+            bare = min(measured, key=lambda row: row["ms"])
             rates = (f"{row['bytes_per_second']:,}" for row in (mine, bare))
             lines.append(
                 [
@@ -990,11 +991,12 @@ def checked_texts(runs: Runs) -> str:
     names = {"small-ahead": "`small`", "base-ahead": "`base`"}
     names |= {"1b-ahead": "`1b`, 560 steps", "1b-ahead2": "`1b`, 760 steps"}
     lines = []
-    for key in sorted(kept, key=lambda key: ([*names].index(key[0]), key)):
+    order = [*names, *(key[0] for key in kept)]
+    for key in sorted(kept, key=lambda key: (order.index(key[0]), key)):
         row, (name, way, size, has_head) = kept[key], key
         lines.append(
             [
-                names[name],
+                names.get(name, f"`{name}`"),
                 way,
                 str(size),
                 f"head, {row['favour']:g}" if has_head else "text alone",
@@ -1086,7 +1088,7 @@ def heard(runs: Runs) -> str:
     lines = [
         [
             row["run"],
-            names[row["text"]],
+            names.get(row["text"], row["text"]),
             str(row["sounds"]),
             f"{row['bits_per_sample']:.3f}",
             f"{row['after_others']:.3f}",

@@ -107,6 +107,26 @@ def test_ratio_of_turns_is_the_median_over_rounds():
     assert tables.speed_ratio(ours, None) is None
 
 
+def test_family_is_compared_with_the_fastest_plain_baseline():
+    kinds = {"factored": 2.0, "AdamW, bare": 8.0, "AdamW, bare, flex": 4.0}
+    rows = [
+        step("arb-long", kind, ms, allocated_bytes=1, in_turns=False) for kind, ms in kinds.items()
+    ]
+    cells = [cell.strip() for cell in tables.families([run(rows)]).splitlines()[2].split("|")]
+    assert cells[3:7] == ["500,000", "250,000", "2.00", ""]
+
+
+def test_runs_and_texts_without_a_title_have_their_own_names():
+    shared = {"preset": "mine", "way": "greedy", "has_head": True, "favour": 0.4, "times": 1.5}
+    shared |= {"bytes_per_second": [10, 20], "bytes_per_check": [2.0], "same": True}
+    lines = tables.checked_texts([run([shared | {"size": size} for size in (1, 4)])])
+    assert lines.splitlines()[2].startswith("| `mine` | greedy | 4 |")
+    names = ("bits_per_sample", "after_others", "bits_saved_per_sound", "standard_error")
+    row = dict.fromkeys((*names, "own_is_likeliest", "by_chance"), 0.5)
+    lines = tables.heard([run([row | {"run": "mine", "text": "own.txt", "sounds": 3}])])
+    assert lines.splitlines()[2].startswith("| mine | own.txt | 3 |")
+
+
 def test_scaling_of_several_gpus_is_of_the_same_kind_on_one():
     shared = {"part": "speed", "preset": "1b", "seed": None, "captured": True}
     shared |= {"bytes_per_second": 1e5, "state_bytes": [10**9], "peak_bytes": [2 * 10**9]}
