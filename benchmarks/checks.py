@@ -33,7 +33,7 @@ import torch
 
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
-from arbcli.infer import checks
+from arbcli.infer import speculative
 from arbcli.infer.generation import Decoder, Sampling
 from arbcli.infer.load import load_model
 from arbcli.model.language_model import LanguageModel
@@ -195,7 +195,7 @@ def measure_texts(
         slow: list[float] = []
         for size, favour in [(1, None), *((size, each) for each in favours for size in sizes)]:
             model.ahead = None if favour is None else head
-            checks.EACH_EQUAL = favour or 0.0
+            speculative.EACH_EQUAL = favour or 0.0
             made = [make_text(model, prompt, how, size, length) for prompt in prompts]
             texts, rates, per_check = zip(*made, strict=True)
             alone, slow = alone or [*texts], slow or [*rates]
@@ -261,7 +261,9 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="folder of a run, instead of presets")
     parser.add_argument("--text", type=Path, help="file that prompts are taken from")
     parser.add_argument("--no-head", action="store_true", help="let the text alone propose, too")
-    parser.add_argument("--favour", type=float, nargs="+", default=[checks.EACH_EQUAL], metavar="X")
+    parser.add_argument(
+        "--favour", type=float, nargs="+", default=[speculative.EACH_EQUAL], metavar="X"
+    )
     parser.add_argument("--bytes", type=int, default=2500, help="of each of the four texts")
     parser.add_argument("--several", type=int, default=0, help="texts at once")
     parser.add_argument("--kernels", action="store_true", help="print the time of each kernel")

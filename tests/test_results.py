@@ -3,6 +3,8 @@
 import json
 import re
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +47,13 @@ def test_tables_are_what_the_results_say(path):
     assert tables.with_tables(text) == text
     marks = text.count("<!-- table: ") - text.count("<!-- table: ...")
     assert marks == len(tables.MARKED.findall(text))
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(results.__file__).parent.glob("[!_]*.py")), ids=lambda path: path.stem
+)
+def test_benchmark_imports_names_that_exist(path):
+    import_module(f"benchmarks.{path.stem}")
 
 
 def test_every_table_is_in_a_document():
