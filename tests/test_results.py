@@ -53,7 +53,12 @@ def test_tables_are_what_the_results_say(path):
     "path", sorted(Path(results.__file__).parent.glob("[!_]*.py")), ids=lambda path: path.stem
 )
 def test_benchmark_imports_names_that_exist(path):
-    import_module(f"benchmarks.{path.stem}")
+    try:
+        import_module(f"benchmarks.{path.stem}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] in ("arbcli", "benchmarks"):
+            raise
+        pytest.skip(f"{error.name} is not installed")
 
 
 def test_every_table_is_in_a_document():
