@@ -28,7 +28,16 @@ from arbcli.train.trainer import Trainer
 from benchmarks import results
 from benchmarks.bare_families import Compressed, FamilyModel
 from benchmarks.bare_twin import BareStep
-from benchmarks.training_step import Subject, draw, empty, prepare, text, time_in_turns, to_row
+from benchmarks.training_step import (
+    Subject,
+    draw,
+    empty,
+    prepare,
+    text,
+    time_in_turns,
+    to_row,
+    write_rows,
+)
 
 FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "hnet-base": (8, {"preset": "hnet-base"}),
@@ -100,17 +109,7 @@ def main() -> None:
     for family in args.families or FAMILIES:
         has_flex = family == "arb-long"  # only compressed attention differs
         kinds = [kind for kind in args.kinds if has_flex or not kind.endswith("flex")]
-        rows = measure(family, kinds)
-        for row in rows:
-            print(
-                f"{family:10} {row['kind']:12} {row['weights'] / 1e6:6.1f} M {row['ms']:9.3f} ms"
-                f" {row['bytes_per_second']:12,} bytes/s, allocated"
-                f" {row['allocated_bytes'] / 2**20:8,.0f} MiB",
-                flush=True,
-            )
-        if rows:
-            command = results.command_line("families", family)
-            results.save("families", rows, command=command, folder=args.out)
+        write_rows("families", family, measure(family, kinds), args.out)
         empty()
 
 

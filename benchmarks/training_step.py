@@ -221,6 +221,21 @@ def to_row(preset: str, shape: tuple[int, int], subject: Subject, in_turns: bool
     }
 
 
+def write_rows(benchmark: str, subject: str, rows: list[dict], folder: Path) -> None:
+    """Print a line a row, and save the rows of a preset or family, if there are any."""
+    for row in rows:
+        print(
+            f"{subject:10} {row['kind']:20} {row['weights'] / 1e6:6.1f} M {row['ms']:9.3f} ms"
+            f" {row['bytes_per_second']:12,} bytes/s, allocated"
+            f" {row['allocated_bytes'] / 2**20:8,.0f} MiB,"
+            f" reserved {row['reserved_bytes'] / 2**20:8,.0f}",
+            flush=True,
+        )
+    if rows:
+        command = results.command_line(benchmark, subject)
+        results.save(benchmark, rows, command=command, folder=folder)
+
+
 def main() -> None:
     """Print a line a step, and write the rows of each preset."""
     parser = results.options("training_step", "Time training steps against float baselines.")
@@ -231,17 +246,7 @@ def main() -> None:
         for group in GROUPS[preset]:
             kinds = tuple(kind for kind in group if kind in args.kinds)
             rows = measure(preset, kinds) if kinds else []
-            for row in rows:
-                print(
-                    f"{preset:5} {row['kind']:20} {row['ms']:9.3f} ms"
-                    f" {row['bytes_per_second']:12,} bytes/s, allocated"
-                    f" {row['allocated_bytes'] / 2**20:8,.0f} MiB,"
-                    f" reserved {row['reserved_bytes'] / 2**20:8,.0f}",
-                    flush=True,
-                )
-            if rows:
-                command = results.command_line("training_step", preset)
-                results.save("training_step", rows, command=command, folder=args.out)
+            write_rows("training_step", preset, rows, args.out)
 
 
 if __name__ == "__main__":

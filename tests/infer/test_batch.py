@@ -98,18 +98,23 @@ def logits_of(lm: LanguageModel, prompts: tuple[bytes, ...], steps: int = 4) -> 
     return torch.stack([lm((ids + 5 * step) % 256, whole)[:, 0] for step in range(steps)])
 
 
-@each_cell(quick=FEW)
-def test_text_of_every_cell_is_the_same_among_any_others(cell, device):
-    """By the kernels of the device, and where there are none one text after another."""
-    lm, (first, second) = in_cell(cell, torch.float32, device), (b"it was longer", b"a b")
+def check_neighbours(lm, first: bytes, second: bytes, other: bytes) -> None:
+    """Two texts have the same logits next to any others, and nearly those of each alone."""
     with lm.prepared_weights():
         found = logits_of(lm, (first, second, b" "))
-        others = logits_of(lm, (b"q", first, b"words of it", second))
+        others = logits_of(lm, (b"q", first, other, second))
         assert torch.equal(found[:, :2], others[:, [1, 3]])
         for index, prompt in enumerate((first, second)):
             alone = logits_of(lm, (prompt,))
             # loops of a CPU round to 16 bits what they multiply; chunks are read without them
             torch.testing.assert_close(found[:, index : index + 1], alone, rtol=1e-3, atol=2e-3)
+
+
+@each_cell(quick=FEW)
+def test_text_of_every_cell_is_the_same_among_any_others(cell, device):
+    """By the kernels of the device, and where there are none one text after another."""
+    lm, (first, second) = in_cell(cell, torch.float32, device), (b"it was longer", b"a b")
+    check_neighbours(lm, first, second, b"words of it")
 
 
 @pytest.mark.gpu
@@ -141,13 +146,7 @@ def test_texts_of_a_graph_know_nothing_of_each_other(device):
         lm = LanguageModel(graph_config(memgram=True), torch.float32)
     lm.initialise(0)
     first, second = b"it was", b"a b"
-    with lm.prepared_weights():
-        found = logits_of(lm, (first, second, b" "))
-        others = logits_of(lm, (b"q", first, b"words", second))
-        assert torch.equal(found[:, :2], others[:, [1, 3]])
-        for index, prompt in enumerate((first, second)):
-            alone = logits_of(lm, (prompt,))
-            torch.testing.assert_close(found[:, index : index + 1], alone, rtol=1e-3, atol=2e-3)
+    check_neighbours(lm, first, second, b"words")
 
 
 def test_tokens_are_made_among_others(device):

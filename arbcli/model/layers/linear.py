@@ -392,7 +392,8 @@ class TernaryLinear(nn.Module):
             return self(x, before), x
         rows = x.reshape(-1, x.shape[-1])
         if added is None:
-            if consumes and getattr(before, "packs", False) and torch.is_grad_enabled():
+            packs = consumes and isinstance(before, TernaryGate) and before.packs
+            if packs and torch.is_grad_enabled():
                 self.weight.await_backward()
                 y = _LinearOfGates.apply(rows, anchor(x), self.weight, before)
             else:
