@@ -141,6 +141,22 @@ def test_runs_and_texts_without_a_title_have_their_own_names():
     assert lines.splitlines()[2].startswith("| mine | own.txt | 3 |")
 
 
+def test_every_run_that_fills_holes_is_in_its_table():
+    fill = {"next": 1.25, "fill": 1.0, "fill without the right side": 1.5}
+    masked = {"next": 1.25, "masked": 2.0, "masked from left to right": 1.75}
+    rows = [
+        {"run": "fill-1", "hole": 8, "nats_per_byte": fill, "standard_error": {"fill": 0.125}},
+        {"run": "other", "hole": 8, "nats_per_byte": masked},
+        {"run": "fill-1", "hole": 4, "nats_per_byte": fill},
+    ]
+    assert tables.holes([run(rows)]).splitlines()[2:6] == [
+        "| 4 | fill-1 | 1.0000 | 1.5000 | 1.2500 | -0.2500 |",
+        "| 8 | fill-1 | 1.0000 | 1.5000 | 1.2500 | -0.2500 ± 0.1250 |",
+        "| 8 | other | 2.0000 | | 1.2500 | +0.7500 |",
+        "| 8 | other from left to right | 1.7500 | | 1.2500 | +0.5000 |",
+    ]
+
+
 def test_scaling_of_several_gpus_is_of_the_same_kind_on_one():
     shared = {"part": "speed", "preset": "1b", "seed": None, "captured": True}
     shared |= {"bytes_per_second": 1e5, "state_bytes": [10**9], "peak_bytes": [2 * 10**9]}
