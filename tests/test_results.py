@@ -12,6 +12,7 @@ from benchmarks import results, search
 from benchmarks.results import FOLDER, KEYS, add_runs, load, options
 from benchmarks.tables import hnet, imports, many_gpus, media, models, pages, performance
 from benchmarks.tables.cells import source
+from benchmarks.tables.masked import holes
 from benchmarks.tables.readme import speed
 from benchmarks.tables.steps import faster, speed_ratio
 
@@ -145,6 +146,22 @@ def test_runs_and_texts_without_a_title_have_their_own_names():
     row = dict.fromkeys((*names, "own_is_likeliest", "by_chance"), 0.5)
     lines = media.heard([run([row | {"run": "mine", "text": "own.txt", "sounds": 3}])])
     assert lines.splitlines()[2].startswith("| mine | own.txt | 3 |")
+
+
+def test_every_run_that_fills_holes_is_in_its_table():
+    fill = {"next": 1.25, "fill": 1.0, "fill without the right side": 1.5}
+    masked = {"next": 1.25, "masked": 2.0, "masked from left to right": 1.75}
+    rows = [
+        {"run": "fill-1", "hole": 8, "nats_per_byte": fill, "standard_error": {"fill": 0.125}},
+        {"run": "other", "hole": 8, "nats_per_byte": masked},
+        {"run": "fill-1", "hole": 4, "nats_per_byte": fill},
+    ]
+    assert holes([run(rows)]).splitlines()[2:6] == [
+        "| 4 | fill-1 | 1.0000 | 1.5000 | 1.2500 | -0.2500 |",
+        "| 8 | fill-1 | 1.0000 | 1.5000 | 1.2500 | -0.2500 ± 0.1250 |",
+        "| 8 | other | 2.0000 | | 1.2500 | +0.7500 |",
+        "| 8 | other from left to right | 1.7500 | | 1.2500 | +0.5000 |",
+    ]
 
 
 def test_scaling_of_several_gpus_is_of_the_same_kind_on_one():
