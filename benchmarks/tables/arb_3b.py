@@ -25,13 +25,17 @@ def batches(runs: Runs) -> str:
     return measured(head, lines, used)
 
 
+EDGELESS = "held_out_nats_without_edges"
+"""Field of the loss without edges, which variants without a graph do not have."""
+
+
 def ablation(runs: Runs) -> str:
     """Held-out losses of variants of `arb-tiny` in the same time, by seed."""
     lines = []
     for variant in dict.fromkeys(row["variant"] for row in rows_of(runs)):
         rows = sorted(rows_of(runs, variant=variant), key=lambda row: row["seed"])
         losses = [row["held_out_nats"] for row in rows]
-        without = [row.get("held_out_nats_without_edges") for row in rows]
+        without = [row[EDGELESS] for row in rows if row.get(EDGELESS) is not None]
         lines.append(
             [
                 f"`{variant}`",
@@ -39,7 +43,7 @@ def ablation(runs: Runs) -> str:
                 f"{rows[0]['steps']:,}",
                 ", ".join(f"{loss:.4f}" for loss in losses),
                 f"{mean(losses):.4f}",
-                "" if None in without else f"{mean(without):.4f}",
+                f"{mean(without):.4f}" if len(without) == len(rows) else "",
             ]
         )
     head = ["parts", "ms", "steps", "nats by seed", "mean", "mean without edges"]

@@ -2,15 +2,15 @@
 
 from functools import partial
 
-from benchmarks.tables.cells import MIB, markdown, measured, share, source
-from benchmarks.tables.rows import Runs, Tables, only, row_of, rows_of
+from benchmarks.tables.cells import MIB, markdown, measured, number, share, source
+from benchmarks.tables.rows import Runs, Tables, measured_row, only, rows_of
 
 
 def chunked(runs: Runs) -> str:
     """Speed of every kind of chunked model against a dense one of its size."""
     lines = []
     for row in rows_of(runs):
-        peer = row_of(runs, preset=row["preset"], kind="dense")
+        peer = measured_row(runs, preset=row["preset"], kind="dense")
         cells = [f"`{row['preset']}`", row["kind"], f"{row['ctx']:,}"]
         for name in ("bytes_per_second", "generated_bytes_per_second"):
             cells += [f"{row[name]:,.0f}", f"{row[name] / peer[name]:.2f}"]
@@ -33,9 +33,10 @@ def chunked_quality(runs: Runs) -> str:
     for (preset, ctx, text, seconds), rows in found.items():
         best = min(row["held_out_nats"] for row in rows.values())
         cells = [f"`{preset}`", f"{ctx:,}", text, f"{seconds:g} s"]
-        for row in (rows.get(kind) for kind in kinds):
-            loss = f"{row['held_out_nats']:.4f}" if row else ""
-            cells.append(f"**{loss}**" if row and row["held_out_nats"] == best else loss)
+        for kind in kinds:
+            nats = rows[kind]["held_out_nats"] if kind in rows else None
+            loss = number(nats, ".4f")
+            cells.append(f"**{loss}**" if nats == best else loss)
         lines.append(cells)
     return markdown(["size", "ctx", "text", "time", *kinds], lines) + source(runs)
 

@@ -3,7 +3,7 @@
 from statistics import median
 
 from benchmarks.tables.cells import MIB, markdown, measured, number, share, source
-from benchmarks.tables.rows import Row, Runs, Tables, row_of, rows_of
+from benchmarks.tables.rows import Row, Runs, Tables, measured_row, row_of, rows_of, value
 from benchmarks.tables.steps import PRESETS, faster, speed_ratio
 
 
@@ -63,8 +63,10 @@ def ratios(runs: Runs) -> str:
             found = []
             for preset in PRESETS:
                 mine, peer = row_of(runs, preset=preset, kind=ours), faster(runs, preset, twin)
-                known = mine and peer and field in mine and field in peer
-                found.append(f"{mine[field] / peer[field]:.2f}" if known else "")
+                if mine and peer and field in mine and field in peer:
+                    found.append(f"{mine[field] / peer[field]:.2f}")
+                else:
+                    found.append("")
             how = field.removesuffix("_bytes")
             lines.append([f"peak {how}, {ours} against the faster {twin}", *found])
     kept = [line for line in lines if any(line[1:])]
@@ -96,7 +98,7 @@ def products(runs: Runs) -> str:
 
     def ratio(size: str, rows: int, what: str, form: str) -> str:
         found = row_of(runs, size=size, rows=rows, what=what)
-        return number(found and found["ratio"], form)
+        return number(value(found, "ratio"), form)
 
     large, square = (4096, 8192, 16384), "8192x8192"
     lines = []
@@ -122,9 +124,9 @@ def products(runs: Runs) -> str:
         ):
             found = [row_of(runs, size=size, rows=rows, what=what) for rows in few]
             title = f"{size.replace('x', ' x ')}, {title}"
-            lines.append([title, *(number(row and row["ratio"], ".2f") for row in found)])
-            lines.append(["in us", *(number(row and row["us"], ".1f") for row in found)])
-            shares = [share(row and row["copy_share"]) for row in found]
+            lines.append([title, *(number(value(row, "ratio"), ".2f") for row in found)])
+            lines.append(["in us", *(number(value(row, "us"), ".1f") for row in found)])
+            shares = [share(value(row, "copy_share")) for row in found]
             lines.append(["as a share of the copy bandwidth", *shares])
     kept = [line for line in lines if any(line[1:])]
     text += "\n" + markdown(["prepacked for generation", "M = 1", "2", "4", "8"], kept)
@@ -155,7 +157,7 @@ def generation(runs: Runs) -> str:
     lines = []
     for ours in rows_of(runs, kind="moment"):
         name, prompt = ours["preset"], ours["prompt_bytes"]
-        peer = row_of(runs, preset=name, prompt_bytes=prompt, kind="float bf16")
+        peer = measured_row(runs, preset=name, prompt_bytes=prompt, kind="float bf16")
         rate, twin = ours["bytes_per_second"], peer["bytes_per_second"]
         lines.append(
             [
@@ -174,7 +176,7 @@ def several(runs: Runs) -> str:
     """Bytes a second of several texts at once, against the float decoder's."""
     lines = []
     for ours in rows_of(runs, kind="moment"):
-        peer = row_of(runs, preset=ours["preset"], batch=ours["batch"], kind="float bf16")
+        peer = measured_row(runs, preset=ours["preset"], batch=ours["batch"], kind="float bf16")
         rate, twin = ours["bytes_per_second"], peer["bytes_per_second"]
         about = [f"`{ours['preset']}`", str(ours["batch"])]
         lines.append([*about, f"{rate:,.0f}", f"{twin:,.0f}", f"{rate / twin:.2f}"])
@@ -185,7 +187,7 @@ def caches(runs: Runs) -> str:
     """Bytes a second by what keys and values are kept in."""
     lines = []
     for row in rows_of(runs):
-        plain = row_of(runs, preset=row["preset"], ctx=row["ctx"], kv="bf16")
+        plain = measured_row(runs, preset=row["preset"], ctx=row["ctx"], kv="bf16")
         rate, size = row["bytes_per_second"], row["cache_bytes"]
         about = [f"`{row['preset']}`, ctx {row['ctx']:,}", row["kv"], f"{size / MIB:,.0f} MiB"]
         lines.append([*about, f"{rate:,.0f}", f"{rate / plain['bytes_per_second']:.2f}"])

@@ -2,7 +2,7 @@
 
 from benchmarks.tables.cells import markdown, number, source
 from benchmarks.tables.results import losses_by_state
-from benchmarks.tables.rows import Row, Runs, Tables, row_of
+from benchmarks.tables.rows import Row, Runs, Tables, row_of, value
 from benchmarks.tables.steps import PRESETS, faster, speed_ratio
 
 LEFT_TO_RESULTS = (
@@ -31,8 +31,8 @@ def speed(runs: Runs) -> str:
             [
                 f"`{preset}`",
                 f"{ours['weights'] / 1e6:,.1f} M" if ours else "",
-                number(ours and ours["bytes_per_second"]),
-                number(peer and peer["bytes_per_second"]),
+                number(value(ours, "bytes_per_second")),
+                number(value(peer, "bytes_per_second")),
                 number(speed_ratio(ours, peer), ".2f"),
                 number(speed_ratio(orthogonal, faster(runs, preset, "Muon")), ".2f"),
             ]

@@ -21,6 +21,23 @@ def row_of(runs: Runs, **fields: Any) -> Row | None:
     return found[0] if found else None
 
 
+def value(row: Row | None, field: str) -> Any:
+    """Return a value of a row; None if the row was not measured."""
+    return row[field] if row else None
+
+
+def measured_row(runs: Runs, **fields: Any) -> Row:
+    """Return the row with these values.
+
+    Raises:
+        ValueError: it was not measured.
+    """
+    found = row_of(runs, **fields)
+    if found is None:
+        raise ValueError(f"no row has {fields}")
+    return found
+
+
 def only(runs: Runs, **fields: Any) -> Runs:
     """Return the runs with no rows but those that have these values; runs without are left out."""
     found = [run | {"rows": rows_of([run], **fields)} for run in runs]
