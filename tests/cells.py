@@ -17,7 +17,6 @@ from arbcli.config.parts import (
     MambaConfig,
     MLPConfig,
     PartConfig,
-    RecurrentConfig,
 )
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.parts.chunking import ChunkingConfig
@@ -31,12 +30,11 @@ PARTS: dict[str, PartConfig] = {
     "latent": LatentAttentionConfig(heads=2, latent=10, rotary=4),
     "compressed": CompressedAttentionConfig(heads=2, head_width=8, ratio=2, top_k=2, window=3,
         index_heads=2, index_width=8),
-    "mamba": MambaConfig(heads=2, states=7), "recurrent": RecurrentConfig(heads=2),
-    "mlp": MLPConfig(width=13),
+    "mamba": MambaConfig(heads=2, states=7), "mlp": MLPConfig(width=13),
     "experts": ExpertsConfig(experts=4, width=7, gate="softplus", shared=True),
 }  # fmt: skip
 """Configurations by kind; `grouped` is `attention` of a shape without kernels."""
-PLAIN = ("grouped", "recurrent")
+PLAIN = ("grouped",)
 """Of these, mixers of plain operations between kernels, which a compiler differentiates itself."""
 MIXERS = [name for name, part in PARTS.items() if part.kind in parts.MIXERS]
 CHANNELS = [name for name, part in PARTS.items() if part.kind in parts.CHANNELS]

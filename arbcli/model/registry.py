@@ -11,7 +11,6 @@ from arbcli.config.parts import (
     MemGramConfig,
     MLPConfig,
     PartConfig,
-    RecurrentConfig,
     SequencerConfig,
 )
 from arbcli.config.parts.memories import BookConfig, CodebookConfig
@@ -26,7 +25,6 @@ from arbcli.model.parts.mamba import Mamba
 from arbcli.model.parts.memgram import MemGram
 from arbcli.model.parts.mlp import MLP
 from arbcli.model.parts.quantiser import Quantiser
-from arbcli.model.parts.recurrent import Recurrent
 from arbcli.model.parts.sequencer import TextSequencer
 
 PARTS: dict[type[PartConfig], type[Part]] = {
@@ -34,7 +32,6 @@ PARTS: dict[type[PartConfig], type[Part]] = {
     LatentAttentionConfig: LatentAttention,
     CompressedAttentionConfig: CompressedAttention,
     MambaConfig: Mamba,
-    RecurrentConfig: Recurrent,
     MLPConfig: MLP,
     ExpertsConfig: Experts,
 }

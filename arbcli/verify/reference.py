@@ -27,7 +27,6 @@ from arbcli.verify.parts.mamba import mamba
 from arbcli.verify.parts.memgram import memgram
 from arbcli.verify.parts.memories import memories
 from arbcli.verify.parts.mlp import mlp
-from arbcli.verify.parts.recurrent import recurrent
 from arbcli.verify.parts.router import router
 from arbcli.verify.parts.sequencer import sequencer
 
@@ -52,7 +51,6 @@ BRANCHES = {
     "latent": Branch("attention", "attention_norm", latent_attention),
     "compressed": Branch("attention", "attention_norm", compressed_attention),
     "mamba": Branch("mamba", "norm", mamba),
-    "recurrent": Branch("recurrent", "recurrent_norm", recurrent),
     "mlp": Branch("mlp", "mlp_norm", mlp),
     "experts": Branch("experts", "experts_norm", experts),
 }

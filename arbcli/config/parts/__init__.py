@@ -12,7 +12,6 @@ from arbcli.config.parts.latent_attention import LatentAttentionConfig
 from arbcli.config.parts.mamba import MambaConfig
 from arbcli.config.parts.memgram import MemGramConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.parts.recurrent import RecurrentConfig
 from arbcli.config.parts.sequencer import SequencerConfig
 
 MIXERS: dict[str, type[PartConfig]] = {
@@ -20,7 +19,6 @@ MIXERS: dict[str, type[PartConfig]] = {
     "latent": LatentAttentionConfig,
     "compressed": CompressedAttentionConfig,
     "mamba": MambaConfig,
-    "recurrent": RecurrentConfig,
 }
 """Configurations of token mixers by kind."""
 CHANNELS: dict[str, type[PartConfig]] = {"mlp": MLPConfig, "experts": ExpertsConfig}
