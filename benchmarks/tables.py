@@ -71,11 +71,12 @@ def _program(command: str) -> str:
     return " ".join(command.split()[:3]) if command.startswith("python -m") else command
 
 
-def speed_ratio(ours: Row | None, peer: Row | None) -> float | None:
-    """Return our relative speed: the median over rounds in turns, or the ratio of medians."""
+def speed_ratio(runs: Runs, ours: Row | None, peer: Row | None) -> float | None:
+    """Return our relative speed: the median over rounds in turns, or between runs of medians."""
     if not ours or not peer:
         return None
-    if ours.get("in_turns") and peer.get("in_turns"):
+    are_of_one_run = any(ours in run["rows"] and peer in run["rows"] for run in runs)
+    if are_of_one_run and ours.get("in_turns") and peer.get("in_turns"):
         pairs = zip(ours["rounds_ms"], peer["rounds_ms"], strict=True)
         return median(theirs / mine for mine, theirs in pairs)
     return peer["ms"] / ours["ms"]
@@ -237,8 +238,8 @@ def speed(runs: Runs) -> str:
                 f"{ours['weights'] / 1e6:,.1f} M" if ours else "",
                 _number(ours and ours["bytes_per_second"]),
                 _number(peer and peer["bytes_per_second"]),
-                _number(speed_ratio(ours, peer), ".2f"),
-                _number(speed_ratio(orthogonal, faster(runs, preset, "Muon")), ".2f"),
+                _number(speed_ratio(runs, ours, peer), ".2f"),
+                _number(speed_ratio(runs, orthogonal, faster(runs, preset, "Muon")), ".2f"),
             ]
         )
     head = ["preset", "weights", "`arb`, factored direction", "float AdamW", "ratio"]
@@ -260,7 +261,7 @@ def ratios(runs: Runs) -> str:
                 [row_of(runs, preset=preset, kind=kind) for kind in (ours, name)]
                 for preset in PRESETS
             ]
-            found = [_number(speed_ratio(*pair), ".2f") for pair in pairs]
+            found = [_number(speed_ratio(runs, *pair), ".2f") for pair in pairs]
             lines.append([f"speed, {title} against {name}", *found])
     for ours, twin in (("factored", "AdamW"), ("orthogonal", "Muon")):
         for field in ("allocated_bytes", "reserved_bytes"):
@@ -417,7 +418,7 @@ def families(runs: Runs) -> str:
     lines = []
     for family in dict.fromkeys(row["preset"] for row in rows_of(runs)):
         for ours, peer in (("factored", "AdamW"), ("orthogonal", "Muon")):
-            kinds = ours, peer, f"{peer}, bare", f"{peer}, bare, flex"
+            kinds = ours, peer, *(f"{peer}, bare{way}" for way in ("", ", flex", ", tuned"))
             mine, twin, *plain = (row_of(runs, preset=family, kind=kind) for kind in kinds)
             measured = [row for row in plain if row]
             if not (mine and measured):
@@ -429,8 +430,8 @@ def families(runs: Runs) -> str:
                     f"`{family}`",
                     f"{ours} against {peer}",
                     *rates,
-                    _number(speed_ratio(mine, bare), ".2f"),
-                    _number(speed_ratio(mine, twin), ".2f"),
+                    _number(speed_ratio(runs, mine, bare), ".2f"),
+                    _number(speed_ratio(runs, mine, twin), ".2f"),
                     f"{mine['allocated_bytes'] / bare['allocated_bytes']:.2f}",
                 ]
             )
