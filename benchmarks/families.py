@@ -70,11 +70,11 @@ def build(family: str, kind: str) -> Trainer | BareStep:
     (batch, model), options = FAMILIES[family], KINDS[kind]
     if ", bare" in kind:
         sizes = {key: value for key, value in model.items() if key != "preset"}
-        config = preset(model["preset"], weights="float", sub_norms=False, **sizes)
+        bare_config = preset(model["preset"], weights="float", sub_norms=False, **sizes)
         flex = mock.patch.object(Compressed, "flex", kind.endswith("flex"))
         with torch.device("cuda"), flex:
-            bare = FamilyModel(config)
-            ids = torch.randint(256, (batch, config.ctx))
+            bare = FamilyModel(bare_config)
+            ids = torch.randint(256, (batch, bare_config.ctx))
         matrices = bare.matrices if kind.startswith("Muon") else ()
         return FamilyStep(bare, ids, matrices, TUNED if kind.endswith("tuned") else None)
     given = model | options
