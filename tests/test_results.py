@@ -185,15 +185,21 @@ def test_every_run_that_fills_holes_is_in_its_table():
     fill = {"next": 1.25, "fill": 1.0, "fill without the right side": 1.5}
     masked = {"next": 1.25, "masked": 2.0, "masked from left to right": 1.75}
     rows = [
-        {"run": "fill-1", "hole": 8, "nats_per_byte": fill, "standard_error": {"fill": 0.125}},
+        {
+            "run": "fill-1",
+            "hole": 8,
+            "nats_per_byte": fill,
+            "standard_error": {"fill": 0.125},
+            "steps": {"run": 4000, "next": 3000},
+        },
         {"run": "other", "hole": 8, "nats_per_byte": masked},
         {"run": "fill-1", "hole": 4, "nats_per_byte": fill},
     ]
     assert holes([run(rows)]).splitlines()[2:6] == [
-        "| 4 | fill-1 | 1.0000 | 1.5000 | 1.2500 | -0.2500 |",
-        "| 8 | fill-1 | 1.0000 | 1.5000 | 1.2500 | -0.2500 ± 0.1250 |",
-        "| 8 | other | 2.0000 | | 1.2500 | +0.7500 |",
-        "| 8 | other from left to right | 1.7500 | | 1.2500 | +0.5000 |",
+        "| 4 | fill-1 | | 1.0000 | 1.5000 | 1.2500 | -0.2500 |",
+        "| 8 | fill-1 | 4,000 | 1.0000 | 1.5000 | 1.2500 | -0.2500 ± 0.1250 |",
+        "| 8 | other | | 2.0000 | | 1.2500 | +0.7500 |",
+        "| 8 | other from left to right | | 1.7500 | | 1.2500 | +0.5000 |",
     ]
 
 
