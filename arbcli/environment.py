@@ -54,9 +54,9 @@ def set_environment(words: Sequence[str] = ()) -> None:
 def keep_compiled_modules() -> None:
     """Keep compiled modules in the cache of `arb` where Python keeps none of torch's.
 
-    Every process would compile them otherwise, which takes 2 to 3 s. It keeps none where torch's
-    folder cannot be written, or `PYTHONDONTWRITEBYTECODE` is set, as in many containers: no file is
-    written beside a source then either. `PYTHONPYCACHEPREFIX` is obeyed.
+    Every process would compile them otherwise, which takes 2 to 3 s. Python keeps none where
+    torch's folder cannot be written, or where `PYTHONDONTWRITEBYTECODE` is set, as in many
+    containers. A folder that `PYTHONPYCACHEPREFIX` names is used as it is.
     """
     if "torch" in sys.modules or sys.pycache_prefix is not None:
         return
