@@ -295,6 +295,26 @@ def steps(runs: Runs) -> str:
     return markdown(head, lines) + source(runs)
 
 
+def peaks(runs: Runs) -> str:
+    """MiB of training steps in processes of their own, and shares of the baselines'."""
+    lines = []
+    for row in rows_of(runs):
+        twins = ("AdamW, no sub-norms", "AdamW, bare")
+        found = [row_of(runs, preset=row["preset"], kind=kind) for kind in twins]
+        size, predicted = row["allocated_bytes"], row["predicted_bytes"]
+        lines.append(
+            [
+                f"`{row['preset']}`, {row['kind']}",
+                f"{size / MIB:,.0f}",
+                _number(predicted and predicted / MIB, ",.0f"),
+                *(_number(twin and size / twin["allocated_bytes"], ".3f") for twin in found),
+                f"{row['reserved_bytes'] / MIB:,.0f}",
+            ]
+        )
+    head = ["step", "MiB", "predicted", "AdamW's being 1", "bare AdamW's being 1", "MiB reserved"]
+    return _measured(head, lines, runs)
+
+
 def products(runs: Runs) -> str:
     """Products and updates as multiples of cuBLAS's speed."""
 
@@ -1236,6 +1256,7 @@ TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
     "speed": ("training_step", speed),
     "ratios": ("training_step", ratios),
     "steps": ("training_step", steps),
+    "peaks": ("peaks", peaks),
     "products": ("products", products),
     "generation": ("generation", generation),
     "exports": ("exports", exports),
