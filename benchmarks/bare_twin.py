@@ -6,11 +6,14 @@ and the whole step is one CUDA graph. It draws no text and keeps no checkpoint.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.presets import preset
 from arbcli.train.trainer import EAGER_STEPS
 
@@ -108,11 +111,20 @@ class BareStep:
         model: returns the loss of a batch from ids and targets.
         ids: (B, T) int64, the batch of every step.
         matrices: step by Muon, each (N, K), or (n, N, K) for several; all else steps by AdamW.
+        options: of torch's compiler.
     """
 
-    def __init__(self, model: nn.Module, ids: Tensor, matrices: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ids: Tensor,
+        matrices: Iterable[Tensor] = (),
+        options: dict[str, Any] | None = None,
+    ) -> None:
         self.model, self.ids = model, ids
-        self.loss: Callable = torch.compile(self.model, dynamic=False, fullgraph=True)
+        self.loss: Callable = torch.compile(
+            self.model, dynamic=False, fullgraph=True, options=options
+        )
         self.by_shape: dict[torch.Size, list[Tensor]] = {}
         for weight in matrices:
             self.by_shape.setdefault(weight.shape[-2:], []).append(weight)
@@ -124,7 +136,8 @@ class BareStep:
             for shape, weights in self.by_shape.items()
         }
         self.step_by_muon: Callable = torch.compile(step_by_muon, dynamic=False)
-        self.stream, self.graph = torch.cuda.Stream(), None
+        self.stream = torch.cuda.Stream()
+        self.graph: torch.cuda.CUDAGraph | None = None
         self.step = 0
 
     @property
@@ -143,8 +156,8 @@ class BareStep:
         if self.graph is None and self.step == EAGER_STEPS:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            self.graph = graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
                 self._compute()
         self.step += 1
         if self.graph is not None:
@@ -181,6 +194,8 @@ class BareTwin(BareStep):
         config = preset(name)
         (blocks,) = config.stages[0].lists
         mixer, channel = blocks[0].parts
+        assert isinstance(mixer, AttentionConfig)
+        assert isinstance(channel, MLPConfig)
         with torch.device("cuda"):
             model = Model(config.dim, len(blocks), mixer.heads, channel.width, ctx)
             ids = torch.randint(256, (batch, ctx))

@@ -15,7 +15,7 @@ from typing import Any
 from arbcli.inspect.peak import predict_peak
 from arbcli.train.trainer import Trainer
 from benchmarks import results
-from benchmarks.training_step import KINDS, SAVING, SHAPES, build, prepare
+from benchmarks.training_step import KINDS, SAVING, SHAPES, maker, prepare
 
 MEASURED = ("AdamW, no sub-norms", "factored", "factored, fp8", *SAVING, "AdamW, bare")
 """Default kinds; AdamW without sub-norms is the faster one for `1b`."""
@@ -25,10 +25,10 @@ AT_ONCE = 3
 
 def measure(preset: str, kind: str) -> dict[str, Any]:
     """Measure the peak of one kind, and predict it."""
-    is_float = "weights" in KINDS[kind]
-    subject = prepare(kind, partial(build, preset, kind), is_float=is_float)
+    made = maker(preset, kind)
+    subject = prepare(kind, made)
     trainer, predicted = subject.trainer, None
-    if isinstance(trainer, Trainer) and not is_float:
+    if isinstance(trainer, Trainer) and not made.is_float:
         predicted = predict_peak(trainer.config, captured=True).peak_bytes
     return {
         "preset": preset,

@@ -25,6 +25,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -39,7 +40,7 @@ from benchmarks.bare_twin import BareStep, BareTwin
 
 SHAPES = {"tiny": (64, 16), "small": (256, 32), "base": (1024, 16), "1b": (2048, 8)}
 """Context and windows of a batch, by preset."""
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "factored": {"rule": "moment", "direction": "factored"},
     "factored, fp8": {"rule": "moment", "direction": "factored", "compute": "fp8"},
     "factored, packed": {"rule": "moment", "direction": "factored", "pack": True},
@@ -92,8 +93,17 @@ class Subject:
     """Bytes, the most that the allocator held, once compiled."""
     seconds: list[float]
     """Seconds per step, by round."""
-    clock: dict[str, float]
+    clock: dict[str, float | None]
     """Clock rates of the GPU during the last steps: see `results.read_clock`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """What makes a trainer."""
+
+    make: Callable[[], Trainer | BareStep]
+    is_float: bool
+    """Whether it is a float baseline, which need not be deterministic."""
 
 
 @cache
@@ -118,25 +128,24 @@ def build(preset: str, kind: str) -> Trainer | BareStep:
         return Trainer(config, texts, capture=True)
 
 
+def maker(preset: str, kind: str) -> Maker:
+    """Return what makes a trainer of a kind."""
+    return Maker(partial(build, preset, kind), "weights" in KINDS[kind])
+
+
 @torch.no_grad()
 def draw(weight: FloatWeight, seed: int, index: int) -> None:
     """Draw a baseline's weight where it is: its own way draws on the CPU, 8 s for those of `1b`."""
     weight.latent.normal_(0, weight.std)
 
 
-def prepare(kind: str, make: Callable[[], Trainer | BareStep], *, is_float: bool) -> Subject:
-    """Make a trainer, run it until its step is captured, and measure its memory.
-
-    Args:
-        kind: name of the trainer's kind.
-        make: makes the trainer.
-        is_float: whether it is a float baseline, which need not be deterministic.
-    """
+def prepare(kind: str, maker: Maker) -> Subject:
+    """Make a trainer, run it until its step is captured, and measure its memory."""
     torch._dynamo.reset()  # what is captured needs no compiled code any more
     empty()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    with nullcontext() if is_float else deterministic():
-        trainer = make()
+    with nullcontext() if maker.is_float else deterministic():
+        trainer = maker.make()
         trainer.train_step()  # compiles, and tries kernels
         torch.cuda.synchronize()
         empty()
@@ -166,13 +175,14 @@ def run_steps(trainer: Trainer | BareStep, steps: int) -> float:
     return (time.perf_counter() - started) / steps
 
 
-def time_in_turns(subjects: list[Subject]) -> None:
-    """Time all of them in rounds."""
+def time_in_turns(subjects: list[Subject], rounds: int = ROUNDS) -> None:
+    """Time all of them in rounds, and drop earlier rounds."""
     steps = {}
     for subject in subjects:
+        subject.seconds.clear()
         seconds = run_steps(subject.trainer, FEWEST_STEPS)
         steps[subject.kind] = min(MOST_STEPS, max(FEWEST_STEPS, round(ROUND_SECONDS / seconds)))
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for subject in subjects:
             subject.seconds.append(run_steps(subject.trainer, steps[subject.kind]))
     for subject in subjects:
@@ -182,34 +192,42 @@ def time_in_turns(subjects: list[Subject]) -> None:
         torch.cuda.synchronize()
 
 
-def measure(preset: str, kinds: tuple[str, ...]) -> list[dict]:
+def measure(
+    name: str, shape: tuple[int, int], makers: dict[str, Maker], save: Callable[[list[dict]], None]
+) -> None:
     """Measure kinds in turns, or one after another if they do not fit in memory together.
 
-    What fails is reported and left out.
+    Rows are saved whenever another kind is prepared, so that a run that is cut off leaves some;
+    all rounds are timed after the last kind. What fails is reported and left out.
+
+    Args:
+        name: of the preset or family.
+        shape: context and windows of a batch.
+        makers: of the kinds.
+        save: takes the rows of this call so far.
     """
     subjects: list[Subject] = []
     alone: list[str] = []
-    for kind in kinds:
+    for number, (kind, maker) in enumerate(makers.items(), 1):
         started = time.perf_counter()
         try:
-            make, is_float = partial(build, preset, kind), "weights" in KINDS[kind]
-            subjects.append(prepare(kind, make, is_float=is_float))
+            subjects.append(prepare(kind, maker))
         except torch.OutOfMemoryError:
             alone.append(kind)
         except Exception:
             traceback.print_exc()
         seconds = time.perf_counter() - started
-        print(f"  prepared {preset} {kind} in {seconds:.0f} s", file=sys.stderr, flush=True)
-    time_in_turns(subjects)
-    rows = [to_row(preset, SHAPES[preset], subject, len(subjects) > 1) for subject in subjects]
+        print(f"  prepared {name} {kind} in {seconds:.0f} s", file=sys.stderr, flush=True)
+        if subjects:
+            time_in_turns(subjects, ROUNDS if number == len(makers) else 1)
+            save([to_row(name, shape, subject, len(subjects) > 1) for subject in subjects])
     subjects.clear()
     empty()
-    if len(kinds) > 1:
+    if len(makers) > 1:
         for kind in alone:
-            rows += measure(preset, (kind,))
+            measure(name, shape, {kind: makers[kind]}, save)
     elif alone:
-        print(f"{preset} {kinds[0]}: the GPU's memory is not enough", file=sys.stderr)
-    return rows
+        print(f"{name} {alone[0]}: the GPU's memory is not enough", file=sys.stderr)
 
 
 def to_row(preset: str, shape: tuple[int, int], subject: Subject, in_turns: bool) -> dict:
@@ -233,19 +251,18 @@ def to_row(preset: str, shape: tuple[int, int], subject: Subject, in_turns: bool
     }
 
 
-def write_rows(benchmark: str, subject: str, rows: list[dict], folder: Path) -> None:
-    """Print a line a row, and save the rows of a preset or family, if there are any."""
+def write_rows(benchmark: str, subject: str, folder: Path, rows: list[dict]) -> None:
+    """Print a line a row, and save the rows of a preset or family."""
     for row in rows:
         print(
             f"{subject:10} {row['kind']:20} {row['weights'] / 1e6:6.1f} M {row['ms']:9.3f} ms"
             f" {row['bytes_per_second']:12,} bytes/s, allocated"
             f" {row['allocated_bytes'] / 2**20:8,.0f} MiB,"
-            f" reserved {row['reserved_bytes'] / 2**20:8,.0f}",
+            f" reserved {row['reserved_bytes'] / 2**20:8,.0f}, {len(row['rounds_ms'])} rounds",
             flush=True,
         )
-    if rows:
-        command = results.command_line(benchmark, subject)
-        results.save(benchmark, rows, command=command, folder=folder)
+    command = results.command_line(benchmark, subject)
+    results.save(benchmark, rows, command=command, folder=folder)
 
 
 def main() -> None:
@@ -255,8 +272,9 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="measured together")
     args = parser.parse_args()
     for preset in args.presets or SHAPES:
-        for kinds in (tuple(args.kinds),) if args.kinds else GROUPS[preset]:
-            write_rows("training_step", preset, measure(preset, kinds), args.out)
+        for kinds in (args.kinds,) if args.kinds else GROUPS[preset]:
+            save = partial(write_rows, "training_step", preset, args.out)
+            measure(preset, SHAPES[preset], {kind: maker(preset, kind) for kind in kinds}, save)
 
 
 if __name__ == "__main__":

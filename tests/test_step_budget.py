@@ -27,7 +27,7 @@ from benchmarks.step_budget import (
     made,
     shape_of,
 )
-from benchmarks.tables import rows_of
+from benchmarks.tables.rows import rows_of
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_floors_are_products_alone_operations_and_bytes():
     }  # fmt: skip
 
 
-def test_argument_is_made_of_its_form():
+def test_argument_has_its_recorded_form():
     form = ("tensor", (3, 4), (1, 3), torch.bfloat16)
     again = made(form, torch.device("cpu"))
     assert (again.shape, again.stride(), again.dtype) == ((3, 4), (1, 3), torch.bfloat16)

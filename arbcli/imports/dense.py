@@ -152,7 +152,7 @@ def shape_of(config: ModelConfig) -> Shape | None:
 
 
 def _endless(block: BlockConfig) -> BlockConfig:
-    """Leave a window out."""
+    """Return a block without the window of its attention."""
     if not isinstance(block.mixer, AttentionConfig):
         return block
     return replace(block, mixer=replace(block.mixer, window=None))
