@@ -99,13 +99,16 @@ def peaks(runs: Runs) -> str:
     for row in rows_of(runs):
         twins = ("AdamW, no sub-norms", "AdamW, bare")
         found = [row_of(runs, preset=row["preset"], kind=kind) for kind in twins]
+        shares = [
+            row["allocated_bytes"] / twin["allocated_bytes"] if twin else None for twin in found
+        ]
         size, predicted = row["allocated_bytes"], row["predicted_bytes"]
         lines.append(
             [
                 f"`{row['preset']}`, {row['kind']}",
                 f"{size / MIB:,.0f}",
                 number(predicted and predicted / MIB, ",.0f"),
-                *(number(twin and size / twin["allocated_bytes"], ".3f") for twin in found),
+                *(number(each, ".3f") for each in shares),
                 f"{row['reserved_bytes'] / MIB:,.0f}",
             ]
         )
