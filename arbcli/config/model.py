@@ -84,6 +84,15 @@ class BlockConfig:
 Blocks = tuple[BlockConfig, ...]
 
 
+def gates_to_pack(blocks: Blocks) -> dict[int, MLPConfig]:
+    """Return the MLPs whose gates `pack` packs, by the index of their block in a list.
+
+    The last block is left out: its backward is first and takes its gates' memory for gradients.
+    """
+    parts = {index: block.channel for index, block in enumerate(blocks[:-1])}
+    return {index: part for index, part in parts.items() if isinstance(part, MLPConfig)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageConfig:
     """Blocks on a stream of one width."""
@@ -589,11 +598,10 @@ class ModelConfig:
                 yield from ((site, block) for block in blocks)
 
     def gates_to_pack(self) -> Iterator[MLPConfig]:
-        """Yield the MLPs whose gates `pack` packs: of all blocks but the last of each list."""
+        """Yield the MLPs whose gates `pack` packs."""
         for stage in self.stages:
             for blocks in stage.lists:
-                parts = (part for block in blocks[:-1] for part in block.parts)
-                yield from (part for part in parts if isinstance(part, MLPConfig))
+                yield from gates_to_pack(blocks).values()
 
     def sited_parts(self) -> Iterator[tuple[Site, PartConfig]]:
         """Yield all parts with their sites."""
