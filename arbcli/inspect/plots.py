@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arbcli.config.presets import config_from_dict
 from arbcli.errors import ArbError
 from arbcli.inspect.verdicts import LEAST_SPREAD
 from arbcli.reading import read_json
@@ -130,7 +131,7 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     shape = (
         f"{report['num_weights'] / 1e6:.2f} M weights, {model['scale_type']}, ctx {model['ctx']}"
     )
-    figure.suptitle(f"{model['rule']}: {verdicts}   ({shape})", color=INK, fontsize=12)
+    figure.suptitle(f"{config_from_dict(model).rule_text}: {verdicts}   ({shape})", color=INK, fontsize=12)
     _save(figure, png)
 
 

@@ -15,7 +15,7 @@ TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
 
 
 def tensor(rows: int, columns: int, std: float = 0.1, **options) -> TernaryTensor:
-    return TernaryTensor(rows, columns, preset("tiny", **TINY, **options), area="mlp", std=std)
+    return TernaryTensor(rows, columns, preset("tiny", **TINY, **options).site(), area="mlp", std=std)
 
 
 @pytest.mark.parametrize("scale_type", SCALE_TYPES)

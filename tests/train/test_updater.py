@@ -38,7 +38,7 @@ def build(rule: str, direction: str | None, device, shape=(33, 123), digits="tri
     given = {"direction": direction} if direction else {}
     config = preset("tiny", rule=rule, digits=digits, **given)
     with torch.device(device):
-        tensor = TernaryTensor(*shape, config, area="mlp", std=0.1)
+        tensor = TernaryTensor(*shape, config.site(), area="mlp", std=0.1)
     tensor.initialise(seed=0, index=0)
     return tensor, Updater([tensor], seed=3, dtype=torch.float32), config
 
@@ -319,7 +319,7 @@ ROWS = torch.tensor([2, 5, 11, 12, 30, 39])
 
 def table_of(rule: str, direction: str | None):
     config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
-    table = TableWeight(40, DIM, config, area="sequencer")
+    table = TableWeight(40, DIM, config.site(), area="sequencer")
     table.initialise(seed=0, index=0)
     return table, Updater([table], seed=3, dtype=torch.float32), config
 
@@ -354,7 +354,7 @@ def test_rows_of_a_table_step_as_a_matrix_of_them(rule, direction, slots, monkey
     """
     monkeypatch.setattr(update, "STEP_CLIP", ROW_CLIP)
     table, updater, config = table_of(rule, direction)
-    compact = TernaryTensor(len(ROWS), DIM, config, area="mlp", std=0.1)
+    compact = TernaryTensor(len(ROWS), DIM, config.site(), area="mlp", std=0.1)
     for name, buffer in compact.named_buffers():
         of_all = getattr(table, name)
         buffer.copy_(of_all if name == "column_statistic" else of_all[ROWS])
@@ -392,7 +392,7 @@ EXPERTS, HEIGHT = 3, 14
 
 def stack_of(rule: str, direction: str | None):
     config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
-    stack = TernaryTensor(EXPERTS * HEIGHT, DIM, config, area="mlp", std=0.1, matrices=EXPERTS)
+    stack = TernaryTensor(EXPERTS * HEIGHT, DIM, config.site(), area="mlp", std=0.1, matrices=EXPERTS)
     stack.initialise(seed=0, index=0)
     return stack, Updater([stack], seed=3, dtype=torch.float32), config
 
@@ -402,7 +402,7 @@ def stack_of(rule: str, direction: str | None):
 def test_stacked_matrices_step_as_separate_ones(rule, direction, parts):
     """One has no gradient in the second step; products of a stack may round differently."""
     stack, updater, config = stack_of(rule, direction)
-    separate = [TernaryTensor(HEIGHT, DIM, config, area="mlp", std=0.1) for _ in range(EXPERTS)]
+    separate = [TernaryTensor(HEIGHT, DIM, config.site(), area="mlp", std=0.1) for _ in range(EXPERTS)]
     for index, tensor in enumerate(separate):
         for name, buffer in tensor.named_buffers():
             buffer.copy_(stack.matrix(index)[name])
@@ -609,8 +609,8 @@ def test_direction_is_given_the_sum_of_the_squares_of_each_moment(device, monkey
     monkeypatch.setattr(orthogonal.Orthogonal, "values_of", spied)
     config = preset("tiny", rule="moment", direction="orthogonal")
     with torch.device(device):
-        stack = TernaryTensor(EXPERTS * HEIGHT, DIM, config, area="mlp", std=0.1, matrices=EXPERTS)
-        table = TableWeight(40, DIM, config, area="sequencer")
+        stack = TernaryTensor(EXPERTS * HEIGHT, DIM, config.site(), area="mlp", std=0.1, matrices=EXPERTS)
+        table = TableWeight(40, DIM, config.site(), area="sequencer")
         single = [build("moment", "orthogonal", device, shape)[0] for shape in SHAPES]
         updater = Updater([stack, table, *single], 3, torch.float32)
         updater.set_step(0, 1.0, accumulation=2)
@@ -660,7 +660,7 @@ def test_chunks_of_a_head_step_as_matrices_of_their_own(rule, direction, device,
     with torch.device(device):
         head = SymbolWeight(150, 40, config.site(), area="head")
         alone = [
-            TernaryTensor(part.stop - part.start, 40, config, area="head", lr_factor=head.lr_factor)
+            TernaryTensor(part.stop - part.start, 40, config.site(), area="head", lr_factor=head.lr_factor)
             for part in parts
         ]
     head.initialise(seed=0, index=0)
