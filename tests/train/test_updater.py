@@ -521,23 +521,27 @@ def test_bits_turn_once_a_step_and_with_each_gradient_that_steps_by_itself(monke
 
 
 SHAPES = ((17, 33), (16, 40), (17, 33))
+SEVERAL = "moment nibble carry"
+"""A rule for each of `SHAPES`."""
 
 
 @pytest.mark.parametrize(
     ("rule", "direction", "digits"),
     mostly_slow(
-        [*((*each, "trit") for each in COMBINATIONS), ("moment", "orthogonal", "all")],
+        [*((*each, "trit") for each in COMBINATIONS),
+         *((rule, "orthogonal", "all") for rule in ("moment", SEVERAL))],
         lambda *of: (
             of in (("moment", "factored", "trit"), ("votes", None, "trit")) or of[2] == "all"
         ),
     ),
-)
+)  # fmt: skip
 def test_gradients_that_are_held_give_the_same_bits(rule, direction, digits, device):
     """Of every rule, `votes` too, which waits for nothing, and in two micro-batches of a step."""
     states = []
     for held_bytes in (0, 2**20):
         with use_backend("triton" if device.type == "cuda" else "interpreter"):
-            built = [build(rule, direction, device, shape, digits) for shape in SHAPES]
+            rules = zip(itertools.cycle(rule.split()), SHAPES, strict=False)
+            built = [build(name, direction, device, shape, digits) for name, shape in rules]
             tensors = [tensor for tensor, _, _ in built]
             updater = Updater(tensors, 3, torch.float32, held_bytes)
             updater.set_step(0, 1.0, accumulation=2)

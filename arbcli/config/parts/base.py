@@ -1,7 +1,7 @@
 """Base class of the configurations of parts."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar
 
 from arbcli.config.checks import check_choice, check_fields, check_sizes
@@ -77,3 +77,15 @@ def every_part(config: Any) -> Iterator[PartConfig]:
             yield config
         for each in fields(config):
             yield from every_part(getattr(config, each.name))
+
+
+def without_rules(config: Any) -> Any:
+    """Return a configuration whose parts have no rules of their own."""
+    if isinstance(config, tuple):
+        return tuple(map(without_rules, config))
+    if not is_dataclass(config) or isinstance(config, type):
+        return config
+    changed = {each.name: without_rules(getattr(config, each.name)) for each in fields(config)}
+    changed = {name: value for name, value in changed.items() if value != getattr(config, name)}
+    changed |= {"rule": None} if isinstance(config, PartConfig) and config.rule else {}
+    return replace(config, **changed) if changed else config
