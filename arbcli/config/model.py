@@ -531,8 +531,8 @@ class ModelConfig:
 
     @property
     def rule_text(self) -> str:
-        """The rules as text."""
-        return " and ".join(self.rules)
+        """The rules as text, such as `moment+nibble`."""
+        return "+".join(self.rules)
 
     @property
     def _heads(self) -> tuple[PartConfig, ...]:
